@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phalanx: the tf.distribute.Strategy system on JAX and Keras 3."""
+
+from importlib.metadata import version
+
+from phalanx import compat as compat  # First: it chooses the Keras backend.
+from phalanx import errors as errors
+from phalanx import experimental as experimental
+from phalanx import nn as nn
+from phalanx.autodiff import GradientTape, value_and_grad
+from phalanx.collectives.cross_device import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from phalanx.context import (
+    ReplicaContext,
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from phalanx.control_flow import checkpoint, cond, scan, while_loop
+from phalanx.function import function
+from phalanx.input.distributed import DistributedDataset, DistributedIterator
+from phalanx.options import ReduceOp, RunOptions
+from phalanx.strategies.base import Strategy
+from phalanx.strategies.extended import StrategyExtended
+from phalanx.strategies.mirrored import MirroredStrategy
+from phalanx.strategies.single import OneDeviceStrategy
+from phalanx.topology import REPLICA_AXIS, apply_environment, set_virtual_cpu_devices
+from phalanx.values import DistributedValues, Mirrored, PerReplica
+
+__version__ = version("phalanx")
+
+__all__ = [
+    "REPLICA_AXIS",
+    "CrossDeviceOps",
+    "DistributedDataset",
+    "DistributedIterator",
+    "DistributedValues",
+    "GradientTape",
+    "HierarchicalCopyAllReduce",
+    "Mirrored",
+    "MirroredStrategy",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "RunOptions",
+    "Strategy",
+    "StrategyExtended",
+    "checkpoint",
+    "cond",
+    "errors",
+    "experimental",
+    "experimental_set_strategy",
+    "function",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "nn",
+    "scan",
+    "set_virtual_cpu_devices",
+    "value_and_grad",
+    "while_loop",
+]
+
+apply_environment()

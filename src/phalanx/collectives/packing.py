@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which arrays share a buffer: arithmetic only."""
+
+from collections.abc import Sequence
+
+
+def by_count(dtypes: Sequence[str], sizes_bytes: Sequence[int], num_packs: int) -> list[list[int]]:
+    """Splits arrays into at most `num_packs` buffers a dtype, of about equal bytes, in order.
+
+    Args:
+      dtypes: the dtype of each array; one buffer has one dtype.
+      sizes_bytes: the size of each array.
+      num_packs: how many buffers; 0 means one array a buffer.
+
+    Example:
+      >>> by_count(["f4"] * 4, [4, 4, 4, 4], 2)
+      [[0, 1], [2, 3]]
+    """
+    if num_packs == 0:
+        return [[i] for i in range(len(dtypes))]
+    packs = []
+    for group in _by_dtype(dtypes):
+        limit = sum(sizes_bytes[i] for i in group) / num_packs
+        packs += _greedy(group, sizes_bytes, limit)
+    return packs
+
+
+def by_bytes(dtypes: Sequence[str], sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
+    """Fills buffers in order; one is closed as soon as it holds `bytes_per_pack` bytes. 0 means one buffer a dtype.
+
+    Example:
+      >>> by_bytes(["f4", "f4", "i4", "f4"], [8, 8, 8, 8], 10)
+      [[0, 1], [3], [2]]
+    """
+    groups = _by_dtype(dtypes)
+    return groups if bytes_per_pack == 0 else [p for g in groups for p in _greedy(g, sizes_bytes, bytes_per_pack)]
+
+
+def _by_dtype(dtypes: Sequence[str]) -> list[list[int]]:
+    groups: dict[str, list[int]] = {}
+    for i, dtype in enumerate(dtypes):
+        groups.setdefault(dtype, []).append(i)
+    return list(groups.values())
+
+
+def _greedy(group: list[int], sizes_bytes: Sequence[int], limit: float) -> list[list[int]]:
+    packs: list[list[int]] = [[]]
+    filled = 0
+    for i in group:
+        if packs[-1] and filled >= limit:
+            packs.append([])
+            filled = 0
+        packs[-1].append(i)
+        filled += sizes_bytes[i]
+    return packs

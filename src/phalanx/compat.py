@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every private name of Keras that Phalanx leans on, and every method of Keras that it extends.
+
+`tests/unit/test_compat.py` has a test that names each. Nothing else in Phalanx touches Keras's internals.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from phalanx.errors import StartupError
+
+
+def _require_jax_backend() -> None:
+    if "keras" not in sys.modules:
+        os.environ["KERAS_BACKEND"] = "jax"
+    import keras
+
+    if keras.backend.backend() != "jax":
+        raise StartupError(
+            f"import phalanx with the Keras backend {keras.backend.backend()!r}",
+            "Keras was imported before phalanx, and its backend cannot change afterwards.",
+            'import phalanx before keras, or set KERAS_BACKEND="jax" in the environment',
+        )
+
+
+_require_jax_backend()
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+from keras.src.backend.common import global_state  # noqa: E402
+
+Variable = keras.Variable
+
+
+class AbstractLiftScope(keras.StatelessScope):
+    """The scope in which Keras variables are read and written while a program is traced.
+
+    Keras calls `get_current_value` and `add_update`; the extended methods below call the rest.
+    """
+
+    def get_current_value(self, variable: Variable) -> Any:
+        """Returns the value of `variable` inside the trace."""
+        raise NotImplementedError
+
+    def add_update(self, update: tuple[Variable, Any]) -> None:
+        """Assigns `(variable, value)` inside the trace."""
+        raise NotImplementedError
+
+    def add_delta(self, variable: Variable, delta: Any) -> Any:
+        """Adds `delta` to `variable` inside the trace and returns the new value."""
+        raise NotImplementedError
+
+    def fold_seed(self, seed: Any) -> Any:
+        """Returns this replica's seed for the drawn `seed`."""
+        raise NotImplementedError
+
+    def apply_gradients(
+        self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: Any
+    ) -> None:
+        """Aggregates gradients over the replicas, then lets `apply` update the variables."""
+        raise NotImplementedError
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Opens the update context: gradients are aggregated already, and assignments are free."""
+        raise NotImplementedError
+
+
+def active_scope() -> keras.StatelessScope | None:
+    """Returns the innermost `keras.StatelessScope` of this thread."""
+    return global_state.get_global_attribute("stateless_scope")
+
+
+def lift_scope() -> AbstractLiftScope | None:
+    """Returns the innermost lifting scope, if it is the innermost scope."""
+    scope = active_scope()
+    return scope if isinstance(scope, AbstractLiftScope) else None
+
+
+def raw_value(variable: Variable) -> Any:
+    """Returns the stored array of `variable`, whatever scope is open; None before its initialization."""
+    return variable._value
+
+
+def set_raw_value(variable: Variable, value: Any) -> None:
+    """Stores an array in `variable` as it is, without conversion or relayout."""
+    variable._value = value
+
+
+def num_references(variable: Variable) -> int:
+    """Returns how many references Python holds to the stored array of `variable`."""
+    return sys.getrefcount(variable._value)
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self._value = object()
+
+
+UNSHARED = num_references(_Holder())  # type: ignore[arg-type]
+"""What `num_references` gives when nobody but the variable holds its array, on this version of Python."""
+
+
+def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns the object that decides the learning rate: a variable, a schedule or a function."""
+    inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+    return inner._learning_rate
+
+
+def apply_stateless(optimizer: keras.optimizers.LossScaleOptimizer, grads: Sequence[Any], variables: Any) -> None:
+    """Applies a loss-scaling optimizer, whose `apply` assigns inside a branch, through its stateless form."""
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name):
+            optimizer.build(list(variables))
+    trained = optimizer._trainable_variables if variables is None else list(variables)
+    own = optimizer.variables
+    new_trained, new_own = optimizer.stateless_apply([v.value for v in own], list(grads), [v.value for v in trained])
+    for variable, value in zip([*trained, *own], [*new_trained, *new_own], strict=True):
+        variable.assign(value)
+
+
+class _Layout(keras.distribution.DataParallel):
+    """Gives new Keras variables the sharding of a strategy."""
+
+    def __init__(self, sharding: jax.sharding.NamedSharding) -> None:
+        super().__init__(devices=[f"{d.platform}:{d.id}" for d in sharding.mesh.devices.flat], auto_shard_dataset=False)
+        self._sharding = sharding
+
+    def get_variable_layout(self, variable: Variable) -> jax.sharding.NamedSharding:
+        return self._sharding
+
+
+@contextmanager
+def variable_layout(sharding: jax.sharding.NamedSharding) -> Iterator[None]:
+    """Lets variables that are made inside live in `sharding`."""
+    with _Layout(sharding).scope():
+        yield
+
+
+def layout_of(variable: Variable) -> Any:
+    """Returns the sharding with which `variable` was made, if it was made in a scope."""
+    return variable._layout
+
+
+@contextmanager
+def undo_log() -> Iterator[Callable[[], None]]:
+    """Yields a function that takes back every eager assignment made since."""
+    log: list[tuple[Variable, Any]] = []
+    previous = global_state.get_global_attribute("phalanx_undo_log")
+    global_state.set_global_attribute("phalanx_undo_log", log)
+
+    def rollback() -> None:
+        for variable, value in reversed(log):
+            set_raw_value(variable, value)
+
+    try:
+        yield rollback
+    finally:
+        global_state.set_global_attribute("phalanx_undo_log", previous)
+        if previous is not None:
+            previous.extend(log)
+
+
+def is_undoable() -> bool:
+    """Whether an `undo_log` is open and no scope of Keras is."""
+    return global_state.get_global_attribute("phalanx_undo_log") is not None and active_scope() is None
+
+
+def _extend(owner: type, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Replaces method `name` of `owner` by `wrapper(original, self, ...)`."""
+
+    def install(wrapper: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, self, *args, **kwargs)
+
+        setattr(owner, name, method)
+
+    return install
+
+
+@_extend(Variable, "__init__")
+def _init(original: Callable[..., Any], self: Variable, initializer: Any, *args: Any, **kwargs: Any) -> None:
+    # Keras refuses a concrete first value inside a scope. As a function of nothing it is as good as any initializer.
+    if lift_scope() is None or callable(initializer) or isinstance(initializer, str):
+        return original(self, initializer, *args, **kwargs)
+    given = dict(zip(("shape", "dtype", "trainable"), args[:3], strict=False)) | kwargs
+    value = np.asarray(initializer)
+    given |= {"shape": value.shape, "dtype": given.get("dtype") or keras.backend.standardize_dtype(jnp.asarray(value).dtype)}
+    original(self, lambda shape, dtype: keras.ops.convert_to_tensor(value, dtype=dtype), *args[3:], **given)
+
+
+@_extend(Variable, "assign_add")
+def _assign_add(original: Callable[..., Any], self: Variable, value: Any) -> Any:
+    # Keras turns it into an assign of the sum, which a sum over replicas would count once for each replica.
+    scope = lift_scope()
+    return original(self, value) if scope is None else scope.add_delta(self, value)
+
+
+@_extend(Variable, "assign_sub")
+def _assign_sub(original: Callable[..., Any], self: Variable, value: Any) -> Any:
+    scope = lift_scope()
+    return original(self, value) if scope is None else scope.add_delta(self, keras.ops.negative(value))
+
+
+@_extend(Variable, "_direct_assign")
+def _direct_assign(original: Callable[..., Any], self: Variable, value: Any) -> None:
+    log = global_state.get_global_attribute("phalanx_undo_log")
+    # During __init__ there is no value yet to go back to.
+    if log is not None and "_value" in vars(self):
+        log.append((self, self._value))
+    original(self, value)
+
+
+@_extend(keras.StatelessScope, "get_current_value")
+def _get_current_value(original: Callable[..., Any], self: keras.StatelessScope, variable: Variable) -> Any:
+    # A user's `layer.stateless_call` inside a replica function opens a plain scope in ours: what it does not map must
+    # come from ours, or it would become a constant of the program.
+    value = original(self, variable)
+    outer = self.original_scope
+    return outer.get_current_value(variable) if value is None and outer is not None else value
+
+
+@_extend(keras.random.SeedGenerator, "next")
+def _next_seed(original: Callable[..., Any], self: keras.random.SeedGenerator, *args: Any, **kwargs: Any) -> Any:
+    seed = original(self, *args, **kwargs)
+    scope = active_scope()
+    while scope is not None and not isinstance(scope, AbstractLiftScope):
+        scope = scope.original_scope
+    return seed if scope is None else scope.fold_seed(seed)
+
+
+def _apply(original: Callable[..., None], self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+    scope = lift_scope()
+    if scope is None:
+        return original(self, grads, trainable_variables)
+    return scope.apply_gradients(self, functools.partial(original, self), list(grads), trainable_variables)
+
+
+def _apply_gradients(
+    original: Callable[..., Any], self: Any, grads_and_vars: Any, skip_gradients_aggregation: bool = False
+) -> Any:
+    scope = lift_scope()
+    if not skip_gradients_aggregation or scope is None:
+        return original(self, grads_and_vars)
+    with scope.updating():
+        return original(self, grads_and_vars)
+
+
+_BaseOptimizer = next(c for c in keras.optimizers.Optimizer.__mro__ if "apply_gradients" in vars(c))
+_extend(_BaseOptimizer, "apply")(_apply)
+_extend(_BaseOptimizer, "apply_gradients")(_apply_gradients)
+_extend(keras.optimizers.LossScaleOptimizer, "apply")(_apply)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax.lax` control flow whose bodies may assign variables: Dropout, BatchNormalization and metrics do.
+
+Each lifts what its bodies write: the variables' values travel beside the loop's own state. They work inside replica
+functions and `phalanx.function`, and outside programs.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import keras
+from jax import lax
+
+from phalanx import lifting
+from phalanx.compat import Variable
+from phalanx.errors import TraceError
+from phalanx.lifting import Discovery, Entry, LiftScope
+
+
+class _Body:
+    """The pass over a body: variables start from given values, or from what they are around the body."""
+
+    def __init__(self, outer: "BodyScope", values: dict[int, Any]) -> None:
+        self.found = Discovery()
+        self._outer, self._values = outer, values
+
+    def initial(self, variable: Variable) -> Any:
+        known = self._values.get(id(variable))
+        return self._outer.value(variable) if known is None else known
+
+    def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
+        raise AssertionError("tapes refuse to be entered in a body")
+
+    def next_values(self) -> list[Any] | None:
+        return None
+
+    def next_run(self) -> Discovery | None:
+        raise TraceError(
+            "Strategy.run inside a control-flow body of Phalanx",
+            "the replicas' program cannot start in the middle of a loop or branch.",
+            "strategy.run around the loop",
+        )
+
+
+class BodyScope(LiftScope):
+    """The scope of one body."""
+
+    @staticmethod
+    def around() -> "_Surroundings":
+        """Returns what is around a body that starts here."""
+        return _Surroundings(lifting.innermost())
+
+
+class _Surroundings:
+    """The function, or the eager code, in which a body stands."""
+
+    def __init__(self, scope: LiftScope | None) -> None:
+        self._scope = scope
+        self._entries: list[Entry] = []
+
+    def value(self, variable: Variable) -> Any:
+        """Returns the value of `variable` around the body."""
+        return variable.value if self._scope is None else self._scope.get_current_value(variable)
+
+    def body(self, values: dict[int, Any] | None = None) -> BodyScope:
+        """Returns a scope for one trace of a body, in which variables start from `values` (by id)."""
+        mapped = self._scope is not None and self._scope.mapped
+        scope = BodyScope(_Body(self, values or {}), mapped=mapped)
+        if self._scope is not None and self._scope.is_updating:
+            scope.allow_free_writes()
+        return scope
+
+    def written_values(self, scope: BodyScope) -> list[Any]:
+        """Returns the new values of what was written in `scope`, and remembers which variables they are for."""
+        self._entries = [e for e in scope.entries.values() if e.written]
+        return [e.value for e in self._entries]
+
+    def writes_of(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Remembers which variables `fn(*args)` writes, in addition to those that are known."""
+        known = {id(e.variable): e for e in self._entries}
+
+        def traced(*args: Any) -> None:
+            with self.body() as scope:
+                fn(*args)
+            for entry in scope.entries.values():
+                if entry.written:
+                    known.setdefault(id(entry.variable), entry).diverged |= entry.diverged
+
+        # An outer scope outside programs, so that variables made in the body get their first values outside the trace.
+        with keras.StatelessScope() if self._scope is None else nullcontext():
+            jax.eval_shape(traced, *args)
+        self._entries = list(known.values())
+
+    def current(self) -> list[Any]:
+        """Returns the values, around the body, of the variables that it writes."""
+        return [self.value(e.variable) for e in self._entries]
+
+    def call(self, fn: Callable[..., Any], values: list[Any], *args: Any) -> tuple[Any, list[Any]]:
+        """Calls `fn(*args)` as a body whose written variables start from `values`; returns their new values too."""
+        variables = [e.variable for e in self._entries]
+        with self.body({id(v): x for v, x in zip(variables, values, strict=True)}) as scope:
+            result = fn(*args)
+            return result, [scope.get_current_value(v) for v in variables]
+
+    def commit(self, values: list[Any]) -> None:
+        """Assigns new values to the variables that the body writes."""
+        for entry, value in zip(self._entries, values, strict=True):
+            entry.value = value
+            if self._scope is None:
+                entry.variable.assign(value)
+            else:
+                self._scope.commit(entry)
+
+
+def scan(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` whose body may assign variables. May be called in any context.
+
+    Args:
+      f: maps `(carry, x)` to `(carry, y)`.
+      init: the first carry, a pytree of arrays.
+      xs: a pytree of arrays `(length, ...)`, or None.
+      length: the number of steps, where `xs` does not tell.
+      reverse: whether to go from the last x to the first.
+      unroll: how many steps to lay out in one iteration of the loop.
+
+    Returns:
+      The last carry, and the ys stacked `(length, ...)`.
+
+    Source: jax.lax.scan.
+
+    Example:
+      >>> import jax.numpy as jnp, keras, phalanx
+      >>> count = keras.Variable(0.0, trainable=False)
+      >>> def body(carry, x):
+      ...     count.assign_add(1)
+      ...     return carry + x, None
+      >>> total, _ = phalanx.scan(body, 0.0, jnp.arange(4.0))
+      >>> float(total), float(count.value)
+      (6.0, 4.0)
+    """
+    outer = BodyScope.around()
+    outer.writes_of(f, init, jax.tree.map(lambda x: x[0], xs))
+
+    def body(carry: Any, x: Any) -> tuple[Any, Any]:
+        (new, y), values = outer.call(f, carry[1], carry[0], x)
+        return (new, values), y
+
+    (carry, values), ys = lax.scan(body, (init, outer.current()), xs, length=length, reverse=reverse, unroll=unroll)
+    outer.commit(values)
+    return carry, ys
+
+
+def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any) -> Any:
+    """`jax.lax.cond` whose branches may assign variables. May be called in any context.
+
+    Args:
+      pred: which branch to take. In a replica function it may differ between replicas, unless a branch communicates.
+      true_fun: the branch for true.
+      false_fun: the branch for false.
+      *operands: the branches' arguments.
+
+    Returns:
+      What the branch returns.
+
+    Source: jax.lax.cond.
+
+    Example:
+      >>> import keras, phalanx
+      >>> v = keras.Variable(1.0, trainable=False)
+      >>> phalanx.cond(True, lambda: v.assign_add(1.0), lambda: v.value)
+      Array(2., dtype=float32)
+    """
+    outer = BodyScope.around()
+    outer.writes_of(true_fun, *operands)
+    outer.writes_of(false_fun, *operands)
+    branches = [lambda values, *a, f=f: outer.call(f, values, *a) for f in (true_fun, false_fun)]
+    result, values = lax.cond(pred, *branches, outer.current(), *operands)
+    outer.commit(values)
+    return result
+
+
+def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any) -> Any:
+    """`jax.lax.while_loop` whose body may assign variables. May be called in any context.
+
+    Args:
+      cond_fun: maps the state to whether to go on; it may read variables.
+      body_fun: maps the state to the next.
+      init_val: the first state, a pytree of arrays.
+
+    Returns:
+      The last state.
+
+    Source: jax.lax.while_loop.
+
+    Example:
+      >>> import keras, phalanx
+      >>> v = keras.Variable(0.0, trainable=False)
+      >>> phalanx.while_loop(lambda n: n < 3, lambda n: (v.assign_add(2.0), n + 1)[1], 0)
+      Array(3, dtype=int32, weak_type=True)
+      >>> float(v.value)
+      6.0
+    """
+    outer = BodyScope.around()
+    outer.writes_of(body_fun, init_val)
+    state, values = lax.while_loop(
+        lambda s: outer.call(cond_fun, s[1], s[0])[0], lambda s: outer.call(body_fun, s[1], s[0]), (init_val, outer.current())
+    )
+    outer.commit(values)
+    return state
+
+
+def checkpoint(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`jax.checkpoint` of a function that may assign variables: its inside is computed again for the gradient.
+
+    May be called in any context.
+
+    Args:
+      fn: the function whose intermediate values are not to be kept.
+      **options: those of `jax.checkpoint`.
+
+    Returns:
+      A function like `fn`.
+
+    Source: jax.checkpoint.
+
+    Example:
+      >>> import jax, keras, phalanx
+      >>> v = keras.Variable(3.0)
+      >>> value, grads = phalanx.value_and_grad(phalanx.checkpoint(lambda x: x * v * v), [v])(2.0)
+      >>> float(grads[0])
+      12.0
+    """
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        outer = BodyScope.around()
+
+        def pure(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+            with outer.body() as scope:
+                result = fn(*args, **kwargs)
+            return result, outer.written_values(scope)
+
+        result, values = jax.checkpoint(pure, **options)(*args, **kwargs)
+        outer.commit(values)
+        return result
+
+    return wrapped

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that Phalanx raises, in one tree.
+
+    PhalanxError
+    ├── InvalidArgumentError (ValueError)     an argument that no context would accept
+    │   ├── DeviceError                       a device that is unknown, absent or given twice
+    │   ├── ReduceOpError                     an operation, dim or dtype that cannot be reduced
+    │   └── InputError                        data that cannot be split into per-replica batches
+    ├── ContextError (RuntimeError)           the right call in the wrong context
+    │   └── MixedStrategyError                two strategies where one is allowed
+    ├── StartupError (RuntimeError)           too late, or unsafe, to set up this process
+    ├── VariableError (ValueError)            a variable that cannot do what was asked
+    │   ├── AggregationError                  a write that the policy table refuses
+    │   └── NestedWriteError                  a write inside a jax.lax body or another inner trace
+    ├── TapeError (RuntimeError)              a gradient tape used where it cannot record
+    ├── TraceError (RuntimeError)             a replica function that cannot become one program
+    └── StateLostError (RuntimeError)         a failed program took donated variables with it
+
+Every message has three parts: what was asked, what was found or is allowed, and a line to write instead.
+"""
+
+from typing import Self
+
+
+class PhalanxError(Exception):
+    """Base of all errors of Phalanx.
+
+    Args:
+      asked: what the caller asked for, with the argument and its value.
+      found: what was found, or what is allowed.
+      hint: the line to write instead; empty where there is none.
+
+    Example:
+      >>> print(PhalanxError("n=0", "n must be at least 1.", "n=1"))
+      n=0: n must be at least 1.
+      HINT: n=1
+    """
+
+    def __init__(self, asked: str, found: str, hint: str = "") -> None:
+        self.asked, self.found, self.hint = asked, found, hint
+        super().__init__(f"{asked}: {found}" + (f"\nHINT: {hint}" if hint else ""))
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str, str]]:
+        return type(self), (self.asked, self.found, self.hint)
+
+
+class InvalidArgumentError(PhalanxError, ValueError):
+    """An argument that no context would accept."""
+
+
+class DeviceError(InvalidArgumentError):
+    """A device that is unknown, absent or given twice."""
+
+
+class ReduceOpError(InvalidArgumentError):
+    """An operation, dim or dtype that cannot be reduced."""
+
+
+class InputError(InvalidArgumentError):
+    """Data that cannot be split into per-replica batches."""
+
+
+class ContextError(PhalanxError, RuntimeError):
+    """The right call in the wrong context."""
+
+
+class MixedStrategyError(ContextError):
+    """Two strategies where one is allowed."""
+
+
+class StartupError(PhalanxError, RuntimeError):
+    """Too late, or unsafe, to set up this process."""
+
+
+class VariableError(PhalanxError, ValueError):
+    """A variable that cannot do what was asked."""
+
+
+class AggregationError(VariableError):
+    """A write that the policy table refuses."""
+
+
+class NestedWriteError(VariableError):
+    """A write inside a jax.lax body or another inner trace."""
+
+
+class TapeError(PhalanxError, RuntimeError):
+    """A gradient tape used where it cannot record."""
+
+
+class TraceError(PhalanxError, RuntimeError):
+    """A replica function that cannot become one program."""
+
+
+class StateLostError(PhalanxError, RuntimeError):
+    """A failed program took donated variables with it."""
+
+
+class RecompilationWarning(UserWarning):
+    """A function that is compiled again and again."""

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled programs: how they are found again, called, and how the variables get their new values."""
+
+import functools
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx import compat, context, lifting
+from phalanx.errors import RecompilationWarning, StateLostError, TraceError
+from phalanx.lifting import Discovery, DiscoveryMismatch
+from phalanx.replicate import build_program, discover_program
+from phalanx.structure import Structure, take_apart
+from phalanx.topology import Topology, dispatch_lock
+from phalanx.values import RowMask
+from phalanx.variables import Combine, Slot, describe, policy_of, slot_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_KEPT_PROGRAMS = 256
+_NEW_FUNCTIONS_BEFORE_WARNING = 3
+
+
+class Function:
+    """A step that is compiled whole. `phalanx.function` makes it."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._programs = Programs()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if lifting.innermost() is not None:
+            return self._fn(*args, **kwargs)
+        return self._programs.call(self._fn, self._fn, args, kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+
+def function(fn: F) -> F:
+    """Compiles a step that calls `Strategy.run`, `reduce` and `gather`, or reads and assigns variables, into one program.
+
+    The first call traces `fn`; later calls with arguments of the same shapes and types run the compiled program. Arrays and
+    numbers are inputs of the program; strings, bools, None and other Python objects select it. Inside another traced
+    function it is an ordinary call. May be called in cross-replica context, and inside a replica function.
+
+    Args:
+      fn: the step. Its Python side effects happen while it is traced only.
+
+    Returns:
+      A callable like `fn`.
+
+    Example:
+      >>> import keras, phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> with strategy.scope():
+      ...     total = keras.Variable(0.0, aggregation="sum")
+      >>> @phalanx.function
+      ... def step(x):
+      ...     strategy.run(lambda: total.assign_add(x))
+      ...     return total.value
+      >>> float(step(2.0))
+      4.0
+    """
+    return Function(fn)  # type: ignore[return-value]
+
+
+class Arguments:
+    """The arguments of one call.
+
+    Args:
+      args: positional arguments.
+      kwargs: keyword arguments.
+    """
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        parts = take_apart((args, kwargs), _is_number)
+        self.structure, self.rows = parts.structure, parts.rows
+        self.arrays = parts.arrays + [x for r in self.rows for x in (r.mask, np.int32(r.count))]
+        self.sharded = parts.sharded + [True, False] * len(self.rows)
+        self.key: Hashable = (self.structure, len(self.rows), tuple(map(_spec, self.arrays)))
+
+
+class Programs:
+    """The compiled programs of one `phalanx.function`, or of one strategy's `run`."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Hashable, list[Program]] = OrderedDict()
+        self._seen: dict[types.CodeType, set[int]] = {}
+
+    def call(self, key: Hashable, fn: Callable[..., Any], args: Any, kwargs: Any, *, eager: bool = False) -> Any:
+        """Calls `fn(*args, **kwargs)` as a program; `key` says which function it is."""
+        arguments = Arguments(args, kwargs)
+        full_key = (key, arguments.key, context.get_strategy(), context.in_cross_replica_context(), eager)
+        known = self._known.setdefault(full_key, [])
+        self._known.move_to_end(full_key)
+        program = next((p for p in known if p.fits()), None)
+        if program is not None:
+            return program(arguments)
+        if not known:
+            self._warn_of_new_functions(key)
+        try:
+            program, result = self._first_call(fn, arguments, eager)
+        except BaseException:
+            if not known:
+                del self._known[full_key]
+            raise
+        known.append(program)
+        if len(self._known) > _KEPT_PROGRAMS:
+            self._known.popitem(last=False)
+        return result
+
+    def _first_call(self, fn: Callable[..., Any], arguments: Arguments, eager: bool) -> tuple["Program", Any]:
+        for attempt in range(2):
+            program = Program(fn, arguments, eager=eager)
+            try:
+                return program, program(arguments)
+            except DiscoveryMismatch as e:
+                if attempt:
+                    raise TraceError(
+                        f"{describe(e.variable)} in a traced function",
+                        "each time the function is traced it makes or uses another variable.",
+                        "make variables outside, or once: `if self.v is None: self.v = keras.Variable(...)`",
+                    ) from None
+        raise AssertionError("unreachable")
+
+    def _warn_of_new_functions(self, key: Hashable) -> None:
+        fn = key[1] if isinstance(key, tuple) else key
+        code = getattr(fn, "__code__", None)
+        if code is None:
+            return
+        seen = self._seen.setdefault(code, set())
+        seen.add(id(fn))
+        if len(seen) == _NEW_FUNCTIONS_BEFORE_WARNING:
+            warnings.warn(
+                f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) is made anew for each call, so it is "
+                "compiled each time. HINT: define it once, outside the loop, and pass what changes as arguments.",
+                RecompilationWarning,
+                stacklevel=2,
+            )
+
+
+class Program:
+    """One compiled program, and the variables it works on.
+
+    Args:
+      fn: what it does.
+      arguments: the arguments of its first call.
+      eager: whether to execute the Python code at each call instead of compiling it.
+    """
+
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments, *, eager: bool) -> None:
+        self._fn, self._eager = fn, eager
+        self._structure, self._num_rows = arguments.structure, len(arguments.rows)
+        self.found = discover_program(self._call_abstract, arguments.arrays, eager=eager)
+        self._topology = _topology_of(self.found)
+        self._variables = self.found.variables
+        self._slots = [slot_of(v) for v in self._variables]
+        self._written = self.found.written
+        self._mapped = self._topology is not None and self._topology.num_replicas > 1
+        self._on_read = [self._mapped and policy_of(v).on_read for v in self._variables]
+        self._guard = self._python_state()
+        self._output: Structure
+        donate = () if self.found.has_callback else (0,)
+        self._execute = self._traced if eager else jax.jit(self._traced, donate_argnums=donate)
+
+    def fits(self) -> bool:
+        """Whether the Python objects that shaped the program are as they were."""
+        return self._guard == self._python_state()
+
+    def __call__(self, arguments: Arguments) -> Any:
+        with dispatch_lock:
+            inputs = [self._placed(x, sharded) for x, sharded in zip(arguments.arrays, arguments.sharded, strict=True)]
+            donated, kept = self._gather()
+            try:
+                flat, values, parts = self._execute(donated, kept, inputs)
+                if self.found.has_callback:
+                    jax.block_until_ready((flat, values, parts))
+            except Exception as e:
+                self._raise_if_lost(donated, e)
+                raise
+            del donated, kept
+            self._write_back(values, parts)
+        return self._output.join(flat, arguments.rows)
+
+    def _call_abstract(self, arrays: list[Any]) -> None:
+        args, kwargs, _ = self._rebuild(arrays)
+        self._fn(*args, **kwargs)
+
+    def _rebuild(self, arrays: Sequence[Any]) -> tuple[Any, Any, list[RowMask]]:
+        """Returns `(args, kwargs, row masks)` with these arrays."""
+        split = len(arrays) - 2 * self._num_rows
+        rows = [RowMask(*arrays[i : i + 2]) for i in range(split, len(arrays), 2)]
+        return (*self._structure.join(arrays[:split], rows), rows)
+
+    def _python_state(self) -> tuple[list[bool], "_Identities"]:
+        rates = _Identities(compat.learning_rate_of(o) for o in self.found.optimizers)
+        return [v.trainable for v in self.found.variables], rates
+
+    def _traced(self, donated: Any, kept: Any, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """The program as jax sees it: state and inputs to results and new state."""
+        values, parts = self._merged(donated[0], kept[0]), self._merged(donated[1], kept[1])
+        args, kwargs, rows = self._rebuild(inputs)
+        result, values, parts = build_program(self._flat_call(args, kwargs, rows), self.found, values, parts)
+        if self._mapped and not self._eager:
+            assert self._topology is not None
+            values = [jax.lax.with_sharding_constraint(v, self._topology.replicated) for v in values]
+        return result, values, parts
+
+    def _flat_call(self, args: Any, kwargs: Any, rows: list[RowMask]) -> Callable[[], list[Any]]:
+        def call() -> list[Any]:
+            parts = take_apart(self._fn(*args, **kwargs), lambda x: isinstance(x, jax.Array), rows)
+            self._output = parts.structure
+            return parts.arrays
+
+        return call
+
+    def _merged(self, written: Sequence[Any], read: Sequence[Any]) -> list[Any]:
+        w, r = iter(written), iter(read)
+        return [next(w) if is_written else next(r) for is_written in self._written]
+
+    def _gather(self) -> tuple[tuple[list[Any], list[Any]], tuple[list[Any], list[Any]]]:
+        """Returns values and components of the written variables, which are donated, and of the others."""
+        donated: tuple[list[Any], list[Any]] = ([], [])
+        kept: tuple[list[Any], list[Any]] = ([], [])
+        home = self._topology
+        for variable, slot, written, on_read in zip(self._variables, self._slots, self._written, self._on_read, strict=True):
+            shared = compat.num_references(variable) > compat.UNSHARED
+            array = compat.raw_value(variable)
+            if slot.array() is not array or slot.home is not home:
+                array = self._adopt(variable, slot, array)
+                shared = True
+            if written and (shared or not slot.owned):
+                # Somebody else holds it, or may: what is donated is a copy of our own.
+                array = jnp.copy(array)
+            part = self._components(variable, slot, array) if on_read else None
+            (donated if written else kept)[0].append(array)
+            (donated if written else kept)[1].append(part)
+        return donated, kept
+
+    def _adopt(self, variable: compat.Variable, slot: Slot, array: Any) -> Any:
+        """Places a value that was assigned from outside, or was made outside the scope, on the program's devices."""
+        if self._topology is not None:
+            array = jax.device_put(array, self._topology.replicated)
+            compat.set_raw_value(variable, array)
+        slot.store(array, self._topology, owned=False)
+        return array
+
+    def _components(self, variable: compat.Variable, slot: Slot, aggregate: Any) -> Any:
+        if slot.components is not None:
+            return slot.components
+        assert self._topology is not None
+        n = self._topology.num_replicas
+        parts = np.stack([np.asarray(aggregate)] * n)
+        if policy_of(variable).combine is Combine.SUM:
+            parts[1:] = 0
+        return jax.device_put(parts, self._topology.per_replica)
+
+    def _write_back(self, values: list[Any], parts: list[Any]) -> None:
+        new = zip(values, parts, strict=True)
+        for variable, slot, written in zip(self._variables, self._slots, self._written, strict=True):
+            if written:
+                value, part = next(new)
+                compat.set_raw_value(variable, value)
+                slot.store(value, self._topology, part, owned=True)
+
+    def _raise_if_lost(self, donated: tuple[list[Any], list[Any]], cause: Exception) -> None:
+        written = [v for v, w in zip(self._variables, self._written, strict=True) if w]
+        lost = [v.path for v, x in zip(written, donated[0], strict=True) if compat.raw_value(v) is x and x.is_deleted()]
+        if lost:
+            raise StateLostError(
+                f"a step over {len(written)} variables",
+                f"it failed while it ran ({type(cause).__name__}), after it had taken the values of {len(lost)} of them ({', '.join(lost[:3])}, ...).",
+                "load the last checkpoint, for example model.load_weights(path)",
+            ) from cause
+
+    def _placed(self, array: Any, sharded: bool) -> Any:
+        if self._topology is None:
+            return array
+        if sharded:
+            sharding = self._topology.per_replica
+        elif isinstance(array, jax.Array):
+            sharding = self._topology.replicated
+        else:
+            return array
+        return array if isinstance(array, jax.Array) and array.sharding == sharding else jax.device_put(array, sharding)
+
+
+class _Identities(list[Any]):
+    """Compares equal to another list of the same objects, and keeps them alive."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identities) and len(self) == len(other) and all(a is b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _topology_of(found: Discovery) -> Topology | None:
+    """Returns the devices of a program: those of the strategy that runs in it, else of the current one."""
+    strategies = [s for s in found.strategies if s.topology is not None]
+    if len(strategies) > 1:
+        context.require_same(strategies[0], strategies[1], "Strategy.run")
+        raise TraceError(
+            f"one program with the strategies {strategies}", "a program runs on the devices of one strategy.", "one phalanx.function for each strategy"
+        )
+    strategy = strategies[0] if strategies else context.get_strategy()
+    return strategy.topology
+
+
+def _spec(array: Any) -> Hashable:
+    """What about an array selects the program."""
+    if isinstance(array, jax.core.Tracer):
+        raise TraceError(
+            "a phalanx program called on traced values",
+            "it is inside jax.jit or another transformation of jax, which knows nothing of its variables.",
+            "@phalanx.function instead of @jax.jit",
+        )
+    if isinstance(array, tuple):
+        raise TraceError(
+            f"an argument PerReplica({array!r})",
+            "its components are Python objects, and all replicas run one program.",
+            "pass arrays, and let the replica function choose by replica_id_in_sync_group",
+        )
+    if isinstance(array, jax.Array):
+        return (array.shape, array.dtype, array.weak_type)
+    return (array.shape, array.dtype) if isinstance(array, (np.ndarray, np.generic)) else type(array)
+
+
+def _is_number(leaf: Any) -> bool:
+    numbers = (jax.Array, np.ndarray, np.generic, int, float, complex)
+    return isinstance(leaf, numbers) and not isinstance(leaf, (bool, np.bool_)) and getattr(leaf, "dtype", None) != object

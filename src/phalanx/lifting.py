@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a Python function that reads and writes Keras variables is traced.
+
+A function is traced twice. The first pass *discovers*: it hands out abstract values and notes which variables are used, in
+which order, and what each gradient tape wants. The second pass *builds*: the variables are inputs and outputs of the traced
+function, which must use nothing that the first pass did not find.
+"""
+
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax import lax
+from jax.extend import core as jex
+from typing_extensions import override
+
+from phalanx import compat, context, markers
+from phalanx.collectives import primitives
+from phalanx.compat import Variable
+from phalanx.errors import NestedWriteError, TraceError, VariableError
+from phalanx.options import ReduceOp
+from phalanx.topology import REPLICA_AXIS
+from phalanx.variables import Combine, Policy, Write, describe, policy_of, refuse_write
+
+
+@dataclass
+class Discovery:
+    """What the first pass found in one function.
+
+    Args:
+      variables: those that are read or written, in the order of their first use.
+      written: for each, whether it is written.
+      connected: for each gradient marker, which of its sources its targets depend on.
+      has_callback: whether the function calls back to Python while it runs.
+      runs: what was found in each `Strategy.run` inside, in order.
+      optimizers: those that were applied.
+      strategies: those whose `run` was called.
+      eager: whether the second pass executes the function with real values instead of tracing it.
+    """
+
+    variables: list[Variable] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+    connected: list[tuple[bool, ...]] = field(default_factory=list)
+    has_callback: bool = False
+    runs: list["Discovery"] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    strategies: list[Any] = field(default_factory=list)
+    eager: bool = False
+
+    def take(self, scope: "LiftScope", jaxpr: jex.ClosedJaxpr) -> None:
+        """Notes what `scope` saw while `jaxpr` was traced."""
+        self.variables = [e.variable for e in scope.entries.values()]
+        self.written = [e.written for e in scope.entries.values()]
+        self.connected = markers.connected(jaxpr.jaxpr)
+        self.has_callback = _has_callback(jaxpr.jaxpr) or any(r.has_callback for r in self.runs)
+        self.optimizers += [o for r in self.runs for o in r.optimizers]
+
+
+class DiscoveryMismatch(Exception):
+    """The second pass used a variable that the first did not find."""
+
+    def __init__(self, variable: Variable) -> None:
+        super().__init__(describe(variable))
+        self.variable = variable
+
+
+class NeedsProgram(BaseException):
+    """Eager code did what only a traced program can do; the default strategy answers it with a program."""
+
+
+class Pass(Protocol):
+    """One pass over one function."""
+
+    found: Discovery
+
+    def initial(self, variable: Variable) -> Any:
+        """Returns the value of `variable` when the function starts."""
+
+    def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
+        """Returns which sources of the next gradient marker are connected."""
+
+    def next_values(self) -> list[Any] | None:
+        """Returns the values of that marker in an eager execution; None where it is to be traced."""
+
+    def next_run(self) -> Discovery | None:
+        """Returns what is known about the next `Strategy.run`; None in the first pass."""
+
+
+class Discovering:
+    """The first pass."""
+
+    def __init__(self) -> None:
+        self.found = Discovery()
+        with jex.take_current_trace() as trace:
+            self._trace = trace
+
+    def initial(self, variable: Variable) -> Any:
+        # In the trace in which the function started, also when a lax body reads the variable first: a tape must be able
+        # to see that its targets depend on it.
+        with jex.set_current_trace(self._trace):
+            return jnp.zeros(variable.shape, variable.dtype)
+
+    def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
+        return (True,) * num_sources
+
+    def next_values(self) -> list[Any] | None:
+        return None
+
+    def next_run(self) -> Discovery | None:
+        return None
+
+
+class Building:
+    """The second pass, with the variables' values as inputs.
+
+    Args:
+      found: what the first pass found.
+      values: one value for each variable found.
+      gradients: in an eager execution, the values of the gradient markers.
+    """
+
+    def __init__(self, found: Discovery, values: Sequence[Any], gradients: Sequence[list[Any]] | None = None) -> None:
+        self.found = found
+        self._recorded = None if gradients is None else iter(gradients)
+        self._values = {id(v): x for v, x in zip(found.variables, values, strict=True)}
+        self._gradients = iter(found.connected)
+        self._runs = iter(found.runs)
+
+    def initial(self, variable: Variable) -> Any:
+        if id(variable) not in self._values:
+            raise DiscoveryMismatch(variable)
+        return self._values[id(variable)]
+
+    def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
+        return self._next(self._gradients, lambda wanted: len(wanted) == num_sources, "a gradient tape")
+
+    def next_values(self) -> list[Any] | None:
+        return None if self._recorded is None else next(self._recorded)
+
+    def next_run(self) -> Discovery | None:
+        return self._next(self._runs, lambda _: True, "Strategy.run")
+
+    def _next(self, found: Iterator[Any], fits: Callable[[Any], bool], what: str) -> Any:
+        item = next(found, None)
+        if item is None or not fits(item):
+            raise TraceError(
+                f"{what} in a traced function",
+                "it was used differently when the function was traced a second time.",
+                "do not branch on Python state that the function itself changes",
+            )
+        return item
+
+
+@dataclass
+class Entry:
+    """One variable while a function is traced.
+
+    Args:
+      variable: the variable.
+      policy: its row of the policy table.
+      initial: its value when the function started.
+      value: its value now.
+      written: whether it was written.
+      diverged: whether the replicas hold different values, to be combined when the program ends.
+      components: in cross-replica context, the replicas' own values of an on-read variable, `(num_replicas, ...)`.
+    """
+
+    variable: Variable
+    policy: Policy
+    initial: Any
+    value: Any
+    written: bool = False
+    diverged: bool = False
+    components: Any = None
+
+
+class LiftScope(compat.AbstractLiftScope):
+    """The scope in which a traced function reads and writes variables.
+
+    Args:
+      of: the pass over the function.
+      mapped: whether this is the program of one of several replicas.
+    """
+
+    def __init__(self, of: Pass, *, mapped: bool = False) -> None:
+        super().__init__(collect_losses=True)
+        self.pass_ = of
+        self.mapped = mapped
+        self.entries: dict[int, Entry] = {}
+        self._free_writes = 0
+        self._state: Any = None
+
+    @override
+    def __enter__(self) -> "LiftScope":
+        super().__enter__()
+        self._state = jex.get_opaque_trace_state()
+        return self
+
+    @property
+    def is_innermost_trace(self) -> bool:
+        """Whether tracing has not gone into a `jax.lax` body or another transformation since the scope was entered."""
+        return bool(self._state == jex.get_opaque_trace_state())
+
+    def entry(self, variable: Variable) -> Entry:
+        """Returns the entry of `variable`, made at its first use."""
+        entry = self.entries.get(id(variable))
+        if entry is None:
+            initial = self.pass_.initial(variable)
+            entry = self.entries[id(variable)] = Entry(variable, policy_of(variable), initial, initial)
+        return entry
+
+    @override
+    def get_current_value(self, variable: Variable) -> Any:
+        return self.entry(variable).value
+
+    @override
+    def add_update(self, update: tuple[Variable, Any]) -> None:
+        variable, value = update
+        entry = self._writable(variable)
+        entry.value, entry.components = self._combined(entry, value), None
+
+    @override
+    def add_delta(self, variable: Variable, delta: Any) -> Any:
+        entry = self._writable(variable)
+        delta = keras.ops.convert_to_tensor(delta, dtype=entry.value.dtype)
+        if jnp.broadcast_shapes(delta.shape, entry.value.shape) != entry.value.shape:
+            raise VariableError(
+                f"an increment of shape {delta.shape} to {describe(variable)}",
+                "the shapes do not fit.",
+                f"an increment of shape {tuple(variable.shape)}",
+            )
+        entry.value, entry.components = entry.value + self._combined(entry, delta), None
+        return entry.value
+
+    def commit(self, other: Entry) -> None:
+        """Takes over what the body of `phalanx.scan` and the like did to a variable."""
+        entry = self._writable(other.variable)
+        entry.value, entry.components = other.value, None
+        entry.diverged |= other.diverged
+
+    @override
+    def fold_seed(self, seed: Any) -> Any:
+        return seed if _replicas() == 1 else jax.random.fold_in(seed, lax.axis_index(REPLICA_AXIS))
+
+    @override
+    def apply_gradients(
+        self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: Any
+    ) -> None:
+        if not any(o is optimizer for o in self.pass_.found.optimizers):
+            self.pass_.found.optimizers.append(optimizer)
+        if not self._free_writes and _replicas() > 1:
+            grads = context.get_strategy().aggregate_gradients(grads)
+        with self.updating():
+            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                compat.apply_stateless(optimizer, grads, variables)
+            else:
+                apply(grads, variables)
+
+    @override
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        self._free_writes += 1
+        try:
+            yield
+        finally:
+            self._free_writes -= 1
+
+    def allow_free_writes(self) -> None:
+        """Makes the whole scope update context."""
+        self._free_writes += 1
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether this is update context."""
+        return self._free_writes > 0
+
+    def _writable(self, variable: Variable) -> Entry:
+        if not self.is_innermost_trace:
+            raise NestedWriteError(
+                f"assign to {describe(variable)} at {user_line()}",
+                "it is inside the body of a jax.lax loop or branch, or another transformation of jax, and the new value cannot get out.",
+                "phalanx.scan, phalanx.cond, phalanx.while_loop or phalanx.checkpoint instead of the function of jax",
+            )
+        entry = self.entry(variable)
+        entry.written = True
+        return entry
+
+    def _combined(self, entry: Entry, value: Any) -> Any:
+        if self.mapped and context.in_cross_replica_context():
+            return first_component(entry.policy, value)
+        replicas = 1 if self._free_writes else _replicas()
+        if replicas == 1:
+            return value
+        if entry.policy.write is Write.REFUSED:
+            raise refuse_write(entry.variable)
+        if entry.policy.write is Write.AT_BOUNDARY:
+            entry.diverged = True
+            return value
+        if entry.policy.combine is Combine.FIRST:
+            return primitives.broadcast(value, replicas)
+        op = ReduceOp.SUM if entry.policy.combine is Combine.SUM else ReduceOp.MEAN
+        return primitives.all_reduce(op, value, replicas).astype(value.dtype)
+
+
+def first_component(policy: Policy, value: Any) -> Any:
+    """Returns what one replica holds of `value`, so that the replicas' components combine to it."""
+    return primitives.only_on(0, value) if policy.on_read and policy.combine is Combine.SUM else value
+
+
+def innermost() -> LiftScope | None:
+    """Returns the scope of the function that is being traced, if one is."""
+    scope = compat.lift_scope()
+    return scope if isinstance(scope, LiftScope) else None
+
+
+def user_line() -> str:
+    """Returns file and line of the innermost frame that belongs to neither Phalanx, Keras nor JAX."""
+    libraries = tuple(os.path.dirname(m.__file__ or "") + os.sep for m in (compat, keras, jax))
+    frames = [f for f in traceback.extract_stack() if not f.filename.startswith((*libraries, "<"))]
+    # contextlib stands between our own frames.
+    frames = [f for f in frames if os.path.basename(f.filename) != "contextlib.py"]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"
+
+
+def _replicas() -> int:
+    mode = context.current()
+    return 1 if mode.replica is None else mode.strategy.num_replicas_in_sync
+
+
+def _has_callback(jaxpr: jex.Jaxpr) -> bool:
+    inner = (j for eqn in jaxpr.eqns for j in jex.jaxprs_in_params(eqn.params))
+    return any("callback" in eqn.primitive.name for eqn in jaxpr.eqns) or any(map(_has_callback, inner))

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient tapes as markers in one jaxpr, and the walk that differentiates between them.
+
+A tape leaves equations of four primitives in the trace of a function: `enter` (identity over the variables it watches),
+`watch` (a tensor), `leave`, and `gradient`. `evaluate` runs such a jaxpr: what a tape recorded is evaluated once under
+`jax.linearize`, as a function of perturbations of its sources, and each `gradient` transposes its part of that linear map.
+Tapes that record the same equations share one linearization; a tape inside another is walked inside it, which gives
+higher orders. The flops are those of a hand-written `jax.grad`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+Jaxpr = jex.Jaxpr
+Env = dict[jex.Var, Any]
+Key = tuple[int, jex.Var]
+
+
+def _primitive(name: str, abstract: Callable[..., Any]) -> jex.Primitive:
+    primitive = jex.Primitive(f"phalanx_tape_{name}")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(abstract)
+    return primitive
+
+
+enter_p = _primitive("enter", lambda *values, tape: list(values))
+leave_p = _primitive("leave", lambda *, tape: [])
+watch_p = _primitive("watch", lambda value, *, tape: [])
+gradient_p = _primitive("gradient", lambda *values, tape, counts: list(values[sum(counts) :]))
+
+
+_MARKERS = (enter_p, leave_p, watch_p, gradient_p)
+
+
+def gradient(tape: int, targets: Sequence[Any], cotangents: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+    """Marks where the gradient of `targets` with respect to `sources` is wanted; `cotangents` is empty or one a target."""
+    return gradient_p.bind(*targets, *cotangents, *sources, tape=tape, counts=(len(targets), len(cotangents)))
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """One gradient marker: where it is, and the equations [start, end) its tape recorded for it."""
+
+    at: int
+    tape: int
+    targets: tuple[Any, ...]
+    cotangents: tuple[Any, ...]
+    sources: tuple[Any, ...]
+    start: int
+    end: int
+
+    @property
+    def keys(self) -> list[Key]:
+        return [(self.tape, source) for source in self.sources]
+
+
+def gradients_of(jaxpr: Jaxpr) -> list[_Gradient]:
+    """Returns the gradient markers of `jaxpr`, in order."""
+    starts: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    found = []
+    for at, eqn in enumerate(jaxpr.eqns):
+        tape = eqn.params.get("tape")
+        if eqn.primitive is enter_p:
+            starts[tape] = at
+        elif eqn.primitive is leave_p:
+            ends[tape] = at
+        elif eqn.primitive is gradient_p:
+            t, c = eqn.params["counts"]
+            v = tuple(eqn.invars)
+            end = min(ends.get(tape, at), at)
+            found.append(_Gradient(at, tape, v[:t], v[t : t + c], v[t + c :], starts[tape], end))
+    return found
+
+
+def connected(jaxpr: Jaxpr) -> list[tuple[bool, ...]]:
+    """Returns, for each gradient marker, which of its sources reach one of its targets through what its tape recorded."""
+    result = []
+    for g in gradients_of(jaxpr):
+        needed = _needed(jaxpr, {t for t in g.targets if isinstance(t, jex.Var)}, g.start, g.end)
+        result.append(tuple(source in needed for source in g.sources))
+    return result
+
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2", "remat")
+
+
+def _needed(jaxpr: Jaxpr, needed: set[jex.Var], start: int, end: int) -> set[jex.Var]:
+    """Returns all variables on which `needed` depend differentiably through the equations [start, end)."""
+    needed = set(needed)
+    for eqn in reversed(jaxpr.eqns[start:end]):
+        outs = [o in needed for o in eqn.outvars]
+        if not any(outs) or eqn.primitive.name == "stop_gradient":
+            continue
+        needed.update(v for v, on in zip(eqn.invars, _inputs(eqn, outs), strict=True) if on and _is_floating(v))
+    return needed
+
+
+def _inputs(eqn: Any, outs: list[bool]) -> list[bool]:
+    """Returns which inputs of one equation its outputs `outs` depend on."""
+    if eqn.primitive is enter_p:
+        return outs
+    body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+    if eqn.primitive.name not in _CALLS or body is None:
+        return [True] * len(eqn.invars)
+    inner = body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
+    wanted = {o for o, on in zip(inner.outvars, outs, strict=True) if on and isinstance(o, jex.Var)}
+    needed = _needed(inner, wanted, 0, len(inner.eqns))
+    return [v in needed for v in inner.invars]
+
+
+def _is_floating(atom: Any) -> bool:
+    return isinstance(atom, jex.Var) and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
+
+@jax.custom_jvp
+def _perturb(value: Any, delta: Any) -> Any:
+    """Is `value`, and has the tangent of `value + delta`, at no cost where nothing is differentiated."""
+    return value
+
+
+@_perturb.defjvp
+def _perturb_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return primals[0], tangents[0] + tangents[1]
+
+
+def evaluate(closed: jex.ClosedJaxpr, *args: Any) -> list[Any]:
+    """Runs a jaxpr with tape markers; every primitive but the markers runs as it is."""
+    return _Walk(closed.jaxpr).outputs(closed.consts, args)
+
+
+def gradient_values(closed: jex.ClosedJaxpr, *args: Any) -> list[list[Any]]:
+    """Runs a jaxpr with tape markers and returns what each gradient marker gives."""
+    walk = _Walk(closed.jaxpr)
+    walk.outputs(closed.consts, args)
+    return walk.gradients
+
+
+class _Walk:
+    """One evaluation of one jaxpr."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self._jaxpr = jaxpr
+        self._gradients = gradients_of(jaxpr)
+        self.gradients: list[list[Any]] = []
+        self._pullbacks: dict[int, Callable[[list[Any]], list[Any]]] = {}
+        self._injections: list[dict[Key, Any]] = []
+        self._last_use: dict[jex.Var, int] = {}
+        for at, eqn in enumerate(jaxpr.eqns):
+            self._last_use.update((v, at) for v in eqn.invars if isinstance(v, jex.Var))
+        self._last_use.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if isinstance(v, jex.Var))
+
+    def outputs(self, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        env: Env = dict(zip(self._jaxpr.constvars, consts, strict=True))
+        env.update(zip(self._jaxpr.invars, args, strict=True))
+        self._run(0, len(self._jaxpr.eqns), env, self._gradients)
+        return [_read(env, v) for v in self._jaxpr.outvars]
+
+    def _run(self, start: int, stop: int, env: Env, gradients: list[_Gradient]) -> None:
+        """Evaluates the equations [start, stop), in which exactly `gradients` are wanted."""
+        at = start
+        for begin, end, members in _regions(gradients):
+            self._run_plain(at, begin, env)
+            self._run_region(begin, end, env, members)
+            at = end
+        self._run_plain(at, stop, env)
+
+    def _run_plain(self, start: int, stop: int, env: Env) -> None:
+        """Evaluates equations and markers in which no region begins."""
+        begin = start
+        for at in range(start, stop):
+            if self._jaxpr.eqns[at].primitive in _MARKERS:
+                self._run_equations(begin, at, env)
+                self._run_marker(at, env)
+                begin = at + 1
+        self._run_equations(begin, stop, env)
+
+    def _run_equations(self, start: int, stop: int, env: Env) -> None:
+        eqns = self._jaxpr.eqns[start:stop]
+        if not eqns:
+            return
+        defined = dict.fromkeys(o for eqn in eqns for o in eqn.outvars)
+        used = dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, jex.Var) and v not in defined)
+        alive = [o for o in defined if self._last_use.get(o, -1) >= stop]
+        stretch = self._jaxpr.replace(
+            constvars=(), invars=list(used), outvars=alive, eqns=eqns, debug_info=self._jaxpr.debug_info.with_unknown_names()
+        )
+        env.update(zip(alive, jax.core.eval_jaxpr(stretch, (), *(env[v] for v in used)), strict=True))
+
+    def _run_marker(self, at: int, env: Env) -> None:
+        eqn = self._jaxpr.eqns[at]
+        values = [_read(env, v) for v in eqn.invars]
+        if eqn.primitive is enter_p:
+            values = [self._injected((eqn.params["tape"], out), v) for out, v in zip(eqn.outvars, values, strict=True)]
+        elif eqn.primitive is watch_p:
+            env[eqn.invars[0]] = self._injected((eqn.params["tape"], eqn.invars[0]), values[0])
+            return
+        elif eqn.primitive is gradient_p:
+            values = self._pullbacks[at](values)
+            self.gradients.append(values)
+        env.update(zip(eqn.outvars, values, strict=True))
+
+    def _injected(self, key: Key, value: Any) -> Any:
+        for injection in self._injections:
+            if key in injection:
+                value = _perturb(value, injection[key])
+        return value
+
+    def _run_region(self, start: int, end: int, env: Env, members: list[_Gradient]) -> None:
+        """Linearizes the equations [start, end) once for all gradients wanted after them."""
+        inner = [g for g in members if g.at < end]
+        outer = [g for g in members if g.at >= end]
+        keys = list(dict.fromkeys(k for g in outer for k in g.keys))
+        targets = list(dict.fromkeys(t for g in outer for t in g.targets))
+        defined = [o for eqn in self._jaxpr.eqns[start:end] for o in eqn.outvars]
+        alive = [o for o in defined if self._last_use.get(o, -1) >= end]
+
+        def forward(deltas: list[Any]) -> tuple[list[Any], list[Any]]:
+            local = dict(env)
+            self._injections.append(dict(zip(keys, deltas, strict=True)))
+            self._run(start, end, local, inner)
+            self._injections.pop()
+            return [_read(local, t) for t in targets], [local[o] for o in alive]
+
+        deltas = [jnp.zeros(source.aval.shape, source.aval.dtype) for _, source in keys]
+        primals, linear, aux = jax.linearize(forward, deltas, has_aux=True)
+        env.update(zip(alive, aux, strict=True))
+        for g in outer:
+            wanted = ([targets.index(t) for t in g.targets], [keys.index(k) for k in g.keys])
+            self._pullbacks[g.at] = _pullback(linear, primals, deltas, *wanted, has_cotangents=bool(g.cotangents))
+
+
+def _pullback(
+    linear: Callable[..., Any], primals: list[Any], deltas: list[Any], outs: list[int], ins: list[int], *, has_cotangents: bool
+) -> Callable[[list[Any]], list[Any]]:
+    def part(tangents: list[Any]) -> list[Any]:
+        every = list(deltas)
+        for i, t in zip(ins, tangents, strict=True):
+            every[i] = t
+        all_outs = linear(every)
+        return [all_outs[i] for i in outs]
+
+    def pull(values: list[Any]) -> list[Any]:
+        n = len(outs)
+        cotangents = values[n : 2 * n] if has_cotangents else [jnp.ones_like(primals[i]) for i in outs]
+        return jax.linear_transpose(part, [deltas[i] for i in ins])(cotangents)[0]
+
+    return pull
+
+
+def _regions(gradients: list[_Gradient]) -> list[tuple[int, int, list[_Gradient]]]:
+    """Groups gradients into the outermost stretches of equations to linearize, in order.
+
+    Where two stretches overlap in part, the later one is begun as early as the other: a perturbation enters at its marker,
+    wherever the stretch began, and then one lies inside the other.
+    """
+    spans = sorted(gradients, key=lambda g: (g.start, -g.end))
+    changed = True
+    while changed:
+        changed = False
+        for i, a in enumerate(spans):
+            for j, b in enumerate(spans):
+                if a.start < b.start < a.end < b.end:
+                    spans[j], changed = replace(b, start=a.start), True
+    spans.sort(key=lambda g: (g.start, -g.end))
+    regions: list[tuple[int, int, list[_Gradient]]] = []
+    for g in spans:
+        if regions and g.start < regions[-1][1]:
+            regions[-1][2].append(g)
+        else:
+            regions.append((g.start, g.end, [g]))
+    return regions
+
+
+def _read(env: Env, atom: Any) -> Any:
+    return atom.val if isinstance(atom, jex.Literal) else env[atom]

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Strategy.run` inside a program: one `shard_map` for all replicas, and the two passes over a whole program."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from phalanx import context, markers
+from phalanx.collectives import packing, primitives
+from phalanx.context import Mode, ReplicaContext
+from phalanx.lifting import Building, Discovering, Discovery, DiscoveryMismatch, Entry, LiftScope, first_component
+from phalanx.topology import REPLICA_AXIS
+from phalanx.values import Mirrored, PerReplica, RowMask, is_distributed
+from phalanx.variables import Combine
+
+if TYPE_CHECKING:
+    from phalanx.strategies.base import Strategy
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+
+
+def trace_run(strategy: "Strategy", fn: Callable[..., Any], args: Any, kwargs: Any, scope: LiftScope) -> Any:
+    """Traces `fn` for all replicas of `strategy` into the program whose scope is `scope`.
+
+    Returns:
+      What `fn` returns: arrays as `PerReplica`, `Mirrored` trees as such, everything else as it is. With one replica,
+      what `fn` returns.
+    """
+    if not any(s is strategy for s in scope.pass_.found.strategies):
+        scope.pass_.found.strategies.append(strategy)
+    run = _Run(strategy, fn, (tuple(args), dict(kwargs)))
+    return run.inline() if strategy.num_replicas_in_sync == 1 else run.mapped(scope)
+
+
+class _Run:
+    """One `Strategy.run` inside the trace of a program."""
+
+    def __init__(self, strategy: "Strategy", fn: Callable[..., Any], args: Any) -> None:
+        self._strategy, self._fn = strategy, fn
+        self._leaves, self._tree = jax.tree.flatten(args, is_leaf=is_distributed)
+        self._rows = list({id(x.rows): x.rows for x in self._leaves if isinstance(x, PerReplica) and x.rows}.values())
+        # Per-replica arrays and masks go in sharded; what all replicas share goes in whole; the rest stays Python.
+        self._sharded = [x.data for x in self._of(PerReplica)] + [r.mask for r in self._rows]
+        self._whole = [x.value for x in self._of(Mirrored)] + [r.count for r in self._rows] + self._of(_ARRAYS)
+        self._result: tuple[list[Any], Any] = ([], None)
+
+    def inline(self) -> Any:
+        """One replica: calls the function in the program's own scope."""
+        results, mirrored = self._call([x[0] for x in self._sharded], self._whole, jnp.int32(0))
+        return self._rebuild(results, [Mirrored(m) for m in mirrored])
+
+    def mapped(self, scope: LiftScope) -> Any:
+        """Several replicas: calls it under `shard_map`."""
+        found = scope.pass_.next_run()
+        results, mirrored = self._discover(scope) if found is None else self._build(scope, found)
+        return self._rebuild(map(self._per_replica, results), map(Mirrored, mirrored))
+
+    def _discover(self, scope: LiftScope) -> Any:
+        seen: list[Any] = []
+
+        def body(sharded: Any, whole: Any) -> Any:
+            def replica(sharded: Any, whole: Any) -> Any:
+                with LiftScope(Discovering(), mapped=True) as inner:
+                    seen.append(inner)
+                    return self._call(sharded, whole, lax.axis_index(REPLICA_AXIS))
+
+            seen.extend(jax.make_jaxpr(replica, return_shape=True)(_first(sharded), whole))
+            return jnp.zeros((1,))
+
+        jax.eval_shape(self._shard_map(body, (True, False), True), self._sharded, self._whole)
+        inner, jaxpr, (results, mirrored) = seen
+        found = inner.pass_.found
+        found.take(inner, jaxpr)
+        scope.pass_.found.runs.append(found)
+        for variable, written in zip(found.variables, found.written, strict=True):
+            scope.entry(variable).written |= written
+        n = self._strategy.num_replicas_in_sync
+        zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+        return [jnp.zeros((n, *x.shape), x.dtype) for x in results], jax.tree.map(zeros, mirrored)
+
+    def _build(self, scope: LiftScope, found: Discovery) -> Any:
+        entries = [scope.entry(v) for v in found.variables]
+        written = [e for e, w in zip(entries, found.written, strict=True) if w]
+
+        def body(values: list[Any], parts: list[Any], sharded: Any, whole: Any) -> Any:
+            own = [
+                first_component(e.policy, v) if p is None else p[0] for e, v, p in zip(entries, values, parts, strict=True)
+            ]
+            replica = functools.partial(self._replica, found)
+            return _with_tapes(replica, found, own, _first(sharded), whole)
+
+        mapped = self._shard_map(body, (False, True, True, False), (True, False, False, True))
+        inputs = ([e.value for e in entries], [e.components for e in entries], self._sharded, self._whole)
+        results, mirrored, values, parts = mapped(*inputs)
+        kept = iter(parts)
+        for entry, value in zip(written, values, strict=True):
+            entry.value, entry.written = value, True
+            entry.components = next(kept) if entry.policy.on_read else None
+        return results, mirrored
+
+    def _replica(self, found: Discovery, values: list[Any], sharded: Any, whole: Any, gradients: Any = None) -> Any:
+        """The program of one replica: its results, the mirrored results, new values, and components of its own."""
+        with LiftScope(Building(found, values, gradients), mapped=True) as scope:
+            results, mirrored = self._call(sharded, whole, lax.axis_index(REPLICA_AXIS))
+        written = _written(scope, found)
+        parts = [e.value[None] for e in written if e.policy.on_read]
+        return [x[None] for x in results], mirrored, _combine_at_boundary(written), parts
+
+    def _call(self, sharded: list[Any], whole: list[Any], replica_id: Any) -> tuple[list[Any], list[Any]]:
+        """Calls the user's function with one replica's arguments; returns its arrays and its mirrored trees."""
+        own, same = iter(sharded), iter(whole)
+        leaves = list(self._leaves)
+        self._fill(leaves, PerReplica, own)
+        self._fill(leaves, Mirrored, same)
+        masks = tuple(RowMask(next(own), next(same)) for _ in self._rows)
+        self._fill(leaves, _ARRAYS, same)
+        args, kwargs = self._tree.unflatten(leaves)
+        with context.enter(Mode(self._strategy, ReplicaContext(self._strategy, replica_id, masks))):
+            result = self._fn(*args, **kwargs)
+        self._result = leaves, _ = jax.tree.flatten(result, is_leaf=is_distributed)
+        return [x for x in leaves if _is_traced(x)], [x.value for x in leaves if isinstance(x, Mirrored)]
+
+    def _fill(self, leaves: list[Any], kind: Any, values: Iterable[Any]) -> None:
+        places = (i for i, x in enumerate(self._leaves) if isinstance(x, kind))
+        for place, value in zip(places, values, strict=False):
+            leaves[place] = value
+
+    def _of(self, kind: Any) -> list[Any]:
+        return [x for x in self._leaves if isinstance(x, kind)]
+
+    def _rebuild(self, results: Iterable[Any], mirrored: Iterable[Any]) -> Any:
+        leaves, tree = self._result
+        arrays, same = iter(results), iter(mirrored)
+        pick = lambda x: next(arrays) if _is_traced(x) else next(same) if isinstance(x, Mirrored) else x  # noqa: E731
+        return tree.unflatten([pick(x) for x in leaves])
+
+    def _per_replica(self, array: Any) -> PerReplica:
+        # A result with one row for each row of a padded batch is padded in the same rows.
+        rows = self._rows[0] if len(self._rows) == 1 else None
+        fits = rows is not None and array.ndim > 1 and array.shape[1] == rows.mask.shape[1]
+        return PerReplica(array, rows if fits else None)
+
+    def _shard_map(self, body: Callable[..., Any], ins: Sequence[bool], outs: Any) -> Callable[..., Any]:
+        spec = lambda sharded: PartitionSpec(REPLICA_AXIS) if sharded else PartitionSpec()  # noqa: E731
+        return jax.shard_map(
+            body,
+            mesh=self._strategy.topology.mesh,
+            in_specs=tuple(map(spec, ins)),
+            out_specs=spec(outs) if isinstance(outs, bool) else tuple(map(spec, outs)),
+            axis_names={REPLICA_AXIS},
+            # Gradients inside stay local, and a scan with a constant carry (Keras's LSTM) traces.
+            check_vma=False,
+        )
+
+
+def discover_program(fn: Callable[..., Any], *inputs: Any, eager: bool = False) -> Discovery:
+    """The first pass over a whole program: calls `fn(*inputs)`."""
+    seen: list[LiftScope] = []
+
+    def traced(*inputs: Any) -> None:
+        with LiftScope(Discovering()) as scope:
+            seen.append(scope)
+            fn(*inputs)
+
+    # Variables that are made on the way get their first values when this outer scope closes, outside the trace.
+    with keras.StatelessScope():
+        jaxpr = jax.make_jaxpr(traced)(*inputs)
+    found = seen[0].pass_.found
+    found.take(seen[0], jaxpr)
+    for each in (found, *found.runs):
+        each.eager = eager
+    return found
+
+
+def build_program(
+    fn: Callable[[], Any], found: Discovery, values: list[Any], parts: list[Any]
+) -> tuple[Any, list[Any], list[Any]]:
+    """The second pass over a whole program: calls `fn()` with the variables' values and components.
+
+    Returns:
+      The result of `fn`, and new values and components of the variables that are written.
+    """
+
+    def program(values: list[Any], parts: list[Any], gradients: Any = None) -> Any:
+        with LiftScope(Building(found, values, gradients)) as scope:
+            for variable, part in zip(found.variables, parts, strict=True):
+                scope.entry(variable).components = part
+            result = fn()
+        written = _written(scope, found)
+        return result, [e.value for e in written], [e.components for e in written]
+
+    return _with_tapes(program, found, values, parts)
+
+
+def _with_tapes(fn: Callable[..., Any], found: Discovery, *inputs: Any) -> Any:
+    """Calls `fn`; where it uses gradient tapes, traces it first and evaluates the trace."""
+    if not found.connected:
+        return fn(*inputs)
+    jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*inputs)
+    if found.eager:
+        return fn(*inputs, gradients=markers.gradient_values(jaxpr, *jax.tree.leaves(inputs)))
+    return jax.tree.structure(out).unflatten(markers.evaluate(jaxpr, *jax.tree.leaves(inputs)))
+
+
+def _written(scope: LiftScope, found: Discovery) -> list[Entry]:
+    """Returns the entries that the first pass found to be written.
+
+    Raises:
+      DiscoveryMismatch: the second pass wrote another variable.
+    """
+    known = {id(v) for v, written in zip(found.variables, found.written, strict=True) if written}
+    for entry in scope.entries.values():
+        if entry.written and id(entry.variable) not in known:
+            raise DiscoveryMismatch(entry.variable)
+    return [scope.entry(v) for v in found.variables if id(v) in known]
+
+
+def _combine_at_boundary(entries: list[Entry]) -> list[Any]:
+    """Makes one value of what each replica wrote, through one shared buffer a dtype."""
+    diverged = [e for e in entries if e.diverged or e.policy.on_read]
+    if not diverged:
+        return [e.value for e in entries]
+    prepared = []
+    for e in diverged:
+        x = e.value.astype(jnp.int32) if e.value.dtype == jnp.bool_ else e.value
+        prepared.append(primitives.only_on(0, x) if e.policy.combine is Combine.FIRST else x)
+    packs = packing.by_bytes([str(x.dtype) for x in prepared], [x.nbytes for x in prepared], 0)
+    sums = primitives.packed(lambda buffers: list(lax.psum(buffers, REPLICA_AXIS)), prepared, packs)
+    combined = {}
+    for e, total in zip(diverged, sums, strict=True):
+        mean = total / lax.axis_size(REPLICA_AXIS) if e.policy.combine is Combine.MEAN else total
+        combined[id(e)] = mean.astype(e.value.dtype)
+    return [combined.get(id(e), e.value) for e in entries]
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, jax.core.Tracer)

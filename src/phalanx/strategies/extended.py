@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`strategy.extended`: a thin view for code written against tf.distribute's."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, final
+
+import jax
+import keras
+
+from phalanx import compat, context, lifting
+from phalanx.errors import ContextError, InvalidArgumentError
+from phalanx.options import CommunicationOptions, ReduceOp
+from phalanx.strategies.reduction import reduce_leaf
+from phalanx.topology import device_name
+from phalanx.values import Mirrored, PerReplica, ReplicaLocal
+from phalanx.variables import describe
+
+if TYPE_CHECKING:
+    from phalanx.strategies.base import Strategy
+
+
+@final
+class StrategyExtended:
+    """The methods of `tf.distribute.StrategyExtended`. In cross-replica context: a scope or a merge function.
+
+    Args:
+      strategy: the strategy it belongs to.
+    """
+
+    def __init__(self, strategy: "Strategy") -> None:
+        self._strategy = strategy
+
+    def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None) -> Any:
+        """Reduces a per-replica value and leaves the result with every replica.
+
+        Args:
+          reduce_op: SUM or MEAN.
+          value: a `PerReplica`, or an argument of a merge function.
+          destinations: a value, a variable or a device name.
+          options: hints for this call.
+
+        Returns:
+          In a merge function an array; elsewhere a `Mirrored` (with one replica an array).
+
+        Raises:
+          ContextError: called in replica context.
+          InvalidArgumentError: no destinations.
+        """
+        return self.batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Reduces several values at once, which lets them share buffers. See `reduce_to`."""
+        op = ReduceOp.parse(reduce_op)
+        context.require_cross_replica("reduce_to", self._strategy, f'get_replica_context().all_reduce("{op.value}", value)')
+        for _, destinations in value_destination_pairs:
+            if destinations is None or isinstance(destinations, (list, tuple)):
+                raise InvalidArgumentError(
+                    f"destinations={destinations!r}", "must be a value, a variable or a device name.", "destinations=value"
+                )
+        values = [v for v, _ in value_destination_pairs]
+        ops, n = self._strategy.cross_device_ops, self._strategy.num_replicas_in_sync
+        if ops is None or not any(isinstance(v, (PerReplica, ReplicaLocal)) for v in values):
+            return [reduce_leaf(op, v, None, n) for v in values]
+        if any(isinstance(v, ReplicaLocal) for v in values):
+            return ops.batch_reduce(op, [(v, v) for v in values], options)
+        program = lambda *local: Mirrored(ops.batch_reduce(op, [(v, v) for v in local], options))  # noqa: E731
+        reduced = self._strategy.run(program, args=tuple(values))
+        return [Mirrored(x) for x in reduced.value]
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Gives every replica the value: an array becomes `Mirrored`; a number stays as it is."""
+        context.require_cross_replica("broadcast_to", self._strategy, "a replica function has the value already")
+        if isinstance(tensor, (int, float, complex)) or lifting.innermost() is not None:
+            return tensor
+        return self._strategy.replicate(tensor)
+
+    def call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """`Strategy.run` under its older name."""
+        return self._strategy.run(fn, args, kwargs)
+
+    def update(
+        self, var: keras.Variable, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, group: bool = True
+    ) -> Any:
+        """Calls `fn(var, *args, **kwargs)` in update context, where assignments are free.
+
+        Args:
+          var: the variable to update.
+          fn: assigns to it; its arguments must be equal on all replicas.
+          args: more arguments for it.
+          kwargs: keyword arguments for it.
+          group: whether to return one result, or a tuple with one for each device.
+
+        Raises:
+          ContextError: called in replica context, or with an argument that differs between replicas.
+        """
+        context.require_cross_replica("extended.update", self._strategy, "get_replica_context().merge_call(fn)")
+        for value in jax.tree.leaves((args, kwargs or {}), is_leaf=_is_per_replica):
+            if _is_per_replica(value):
+                raise ContextError(
+                    f"extended.update of {describe(var)}",
+                    "an argument differs between replicas, and so would the variable.",
+                    "strategy.extended.reduce_to(op, value, var) first",
+                )
+        args, kwargs = jax.tree.map(_unwrapped, (tuple(args), kwargs or {}), is_leaf=_is_mirrored)
+        scope = lifting.innermost()
+        with nullcontext() if scope is None else scope.updating():
+            result = fn(var, *args, **kwargs)
+        return result if group else (result,)
+
+    def colocate_vars_with(self, colocate_with_variable: keras.Variable) -> AbstractContextManager[None]:
+        """Returns a context manager for variables that belong where another one lives; all of a strategy's do.
+
+        Raises:
+          InvalidArgumentError: that variable was not made in this strategy's scope.
+        """
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise InvalidArgumentError(
+                f"colocate_vars_with({describe(colocate_with_variable)})",
+                "it was not made in this strategy's scope.",
+                "with strategy.scope(): v = keras.Variable(...)",
+            )
+        return nullcontext()
+
+    def variable_created_in_scope(self, v: keras.Variable) -> bool:
+        """Returns whether `v` was made in this strategy's scope."""
+        topology = self._strategy.topology
+        return bool(compat.layout_of(v) == (None if topology is None else topology.replicated))
+
+    def value_container(self, value: Any) -> Any:
+        """Returns the variable that `value` is a component of: itself, for variables have no components of their own."""
+        return value
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The names of the devices that run replicas, in replica order."""
+        topology = self._strategy.topology
+        if topology is None:
+            raise ContextError("worker_devices of the default strategy", "it does not place anything.", 'phalanx.OneDeviceStrategy("cpu:0")')
+        return tuple(map(device_name, topology.devices))
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The names of the devices that hold variables."""
+        return self.worker_devices
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether `run` needs static shapes beyond what every compiled program needs."""
+        return False
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process writes checkpoints."""
+        return True
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes summaries."""
+        return True
+
+
+def _is_per_replica(value: object) -> bool:
+    return isinstance(value, (PerReplica, ReplicaLocal))
+
+
+def _is_mirrored(value: object) -> bool:
+    return isinstance(value, Mirrored)
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.value if isinstance(value, Mirrored) else value

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MirroredStrategy`: one machine, one replica a device, every variable on all of them."""
+
+from collections.abc import Sequence
+from typing import final
+
+import jax
+from typing_extensions import override
+
+from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
+from phalanx.strategies.base import Strategy
+from phalanx.topology import Topology
+
+
+@final
+class MirroredStrategy(Strategy):
+    """Synchronous training on the devices of one machine. May be made outside all scopes.
+
+    Args:
+      devices: for example `["/gpu:0", "/gpu:1"]`; None takes all GPUs, else all CPU devices.
+      cross_device_ops: how gradients cross devices; None is an all-reduce of each.
+
+    Raises:
+      DeviceError: a device that this process does not have, or one given twice.
+      StartupError: several CPU devices without the threads that XLA needs for them.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.MirroredStrategy(["cpu:0", "cpu:1"]).num_replicas_in_sync
+      2
+    """
+
+    def __init__(
+        self, devices: Sequence[str | jax.Device] | None = None, cross_device_ops: CrossDeviceOps | None = None
+    ) -> None:
+        super().__init__()
+        self._topology = Topology.of(devices)
+        # Packing costs more than it saves between devices of one process.
+        ops = NcclAllReduce(num_packs=0) if cross_device_ops is None else cross_device_ops
+        self._cross_device_ops = ops.for_devices(self._topology.devices)
+
+    @property
+    @override
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    @override
+    def cross_device_ops(self) -> CrossDeviceOps | None:
+        return self._cross_device_ops if self.num_replicas_in_sync > 1 else None

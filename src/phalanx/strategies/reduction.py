@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `Strategy.reduce` and `Strategy.gather` compute, for one leaf, inside a program."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from phalanx.collectives import primitives
+from phalanx.errors import InputError, ReduceOpError
+from phalanx.options import ReduceOp
+from phalanx.values import Mirrored, PerReplica, ReplicaLocal, RowMask
+
+Axis = int | tuple[int, ...] | None
+
+
+def reduce_leaf(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any:
+    """Reduces one value over the replicas, and over the dims `axis` of each component.
+
+    Raises:
+      ReduceOpError: the sum of a value that is not per replica, a dim that is not there, bools.
+      InputError: components with different numbers of rows, and `axis` leaves the rows apart.
+    """
+    if isinstance(value, PerReplica):
+        return _reduce_global(op, _numbers(value.data), axis, value.rows)
+    if isinstance(value, ReplicaLocal):
+        return _reduce_local(op, primitives.to_array(value.value), axis, value.rows, num_replicas)
+    value = value.value if isinstance(value, Mirrored) else value
+    if num_replicas == 1:
+        return value if axis is None else _reduce_dims(op, primitives.to_array(value), axis)
+    if axis is None:
+        if op is ReduceOp.SUM:
+            raise ReduceOpError(
+                f"reduce(SUM) of {_short(value)}",
+                "it is not a per-replica value: whether to count it once or once for each replica is not said.",
+                "ReduceOp.MEAN, or return the value from strategy.run",
+            )
+        return value
+    result = _reduce_dims(op, primitives.to_array(value), axis)
+    return result * num_replicas if op is ReduceOp.SUM else result
+
+
+def gather_leaf(value: Any, axis: int, num_replicas: int) -> Any:
+    """Concatenates the components along dim `axis`, padded rows included."""
+    if not isinstance(value, PerReplica):
+        return value
+    data = jnp.asarray(value.data)
+    dim = primitives.canonical_dim(axis, data.ndim - 1, "axis")
+    if value.rows is not None and dim != 0:
+        raise InputError(f"gather(axis={axis})", "the components have different numbers of rows.", "axis=0")
+    shape = data.shape[1:]
+    return jnp.moveaxis(data, 0, dim).reshape(*shape[:dim], num_replicas * shape[dim], *shape[dim + 1 :])
+
+
+def _reduce_global(op: ReduceOp, data: jax.Array, axis: Axis, rows: RowMask | None) -> jax.Array:
+    dims = _dims(axis, data.ndim - 1)
+    if rows is not None and 0 not in dims:
+        raise InputError(f"reduce(axis={axis!r})", "the components have different numbers of rows.", "axis=0")
+    if rows is not None:
+        data = jnp.where(jnp.asarray(rows.mask).reshape(data.shape[:2] + (1,) * (data.ndim - 2)), data, 0)
+    total = data.sum(axis=(0, *(d + 1 for d in dims)))
+    if op is ReduceOp.SUM:
+        return total
+    count = data.shape[0] * data.shape[1] if rows is None and 0 in dims else data.shape[0]
+    count = count if rows is None else rows.count
+    return total / (count * math.prod(data.shape[d + 1] for d in dims if d > 0))
+
+
+def _reduce_local(op: ReduceOp, data: jax.Array, axis: Axis, rows: RowMask | None, num_replicas: int) -> jax.Array:
+    dims = _dims(axis, data.ndim)
+    if rows is not None and 0 not in dims:
+        raise InputError(f"reduce(axis={axis!r})", "the components have different numbers of rows.", "axis=0")
+    if rows is not None:
+        data = jnp.where(rows.mask.reshape((-1,) + (1,) * (data.ndim - 1)), data, 0)
+    total = primitives.all_reduce(ReduceOp.SUM, data.sum(axis=dims) if dims else data, num_replicas)
+    if op is ReduceOp.SUM:
+        return total
+    others = math.prod(data.shape[d] for d in dims if d > 0)
+    count = rows.count if rows is not None else num_replicas * (data.shape[0] if 0 in dims else 1)
+    return total / (count * others)
+
+
+def _reduce_dims(op: ReduceOp, array: jax.Array, axis: Axis) -> jax.Array:
+    dims = _dims(axis, array.ndim)
+    return array.sum(axis=dims) if op is ReduceOp.SUM else array.mean(axis=dims)
+
+
+def _dims(axis: Axis, ndim: int) -> tuple[int, ...]:
+    if axis is None:
+        return ()
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    return tuple(primitives.canonical_dim(a, ndim, "axis") for a in axes)
+
+
+def _numbers(data: Any) -> jax.Array:
+    if isinstance(data, tuple):
+        raise ReduceOpError(f"reduce of PerReplica({data!r})", "its components are not arrays of numbers.", "experimental_local_results(value)")
+    return primitives.to_array(data)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:57]}..."

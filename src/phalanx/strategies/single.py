@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategies of one replica: the default one, and `OneDeviceStrategy`."""
+
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn, final
+
+from typing_extensions import override
+
+from phalanx import compat, context
+from phalanx.context import ReplicaContext
+from phalanx.errors import ContextError
+from phalanx.lifting import NeedsProgram
+from phalanx.options import RunOptions
+from phalanx.strategies.base import Strategy
+from phalanx.topology import Topology
+
+
+@final
+class DefaultStrategy(Strategy):
+    """What `get_strategy()` returns outside all scopes: `run` calls the function, nothing is placed or split.
+
+    There is one instance. A replica function with a `GradientTape` is compiled, for a gradient needs the whole function;
+    others are just called.
+    """
+
+    _instance: "DefaultStrategy | None" = None
+
+    def __init__(self) -> None:
+        if DefaultStrategy._instance is not None:
+            raise ContextError("DefaultStrategy()", "there is one default strategy only.", "phalanx.get_strategy() outside all scopes")
+        super().__init__()
+        DefaultStrategy._instance = self
+        self._with_tape: set[types.CodeType] = set()
+
+    @property
+    @override
+    def topology(self) -> None:
+        return None
+
+    @override
+    def execute(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: RunOptions) -> Any:
+        code = getattr(fn, "__code__", None)
+        if code in self._with_tape:
+            return super().execute(fn, args, kwargs, options)
+        with compat.undo_log() as rollback:
+            try:
+                return fn(*args, **kwargs)
+            except NeedsProgram:
+                rollback()
+        if code is not None:
+            self._with_tape.add(code)
+        return super().execute(fn, args, kwargs, options)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise ContextError("copy.deepcopy of the default strategy", "there is one default strategy only.", "phalanx.get_strategy()")
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """Variables and computation on one device. May be made outside all scopes.
+
+    Args:
+      device: for example `"/gpu:0"` or `"cpu:0"`.
+
+    Raises:
+      DeviceError: this process has no such device.
+
+    Example:
+      >>> import phalanx
+      >>> strategy = phalanx.OneDeviceStrategy("cpu:1")
+      >>> strategy.run(lambda x: x + 1, args=(1,))
+      Array(2, dtype=int32, weak_type=True)
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._topology = Topology.of([device])
+
+    @property
+    @override
+    def topology(self) -> Topology:
+        return self._topology
+
+
+_default = DefaultStrategy()
+context.register_default(_default, ReplicaContext(_default, 0))

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nests of arguments and results, taken apart into arrays, which enter a program, and the rest, which selects it."""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from phalanx.values import Mirrored, PerReplica, RowMask, is_distributed
+
+
+@dataclass(frozen=True)
+class _Array:
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask]) -> Any:
+        return next(arrays)
+
+
+@dataclass(frozen=True)
+class _PerReplica:
+    row: int | None
+
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask]) -> Any:
+        return PerReplica(next(arrays), None if self.row is None else rows[self.row])
+
+
+@dataclass(frozen=True)
+class _Mirrored:
+    tree: Any
+
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask]) -> Any:
+        return Mirrored(self.tree.unflatten([next(arrays) for _ in range(self.tree.num_leaves)]))
+
+
+@dataclass(frozen=True)
+class _Static:
+    kind: type
+    key: Hashable
+    value: Any = field(compare=False)
+
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask]) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A nest without its arrays; hashable.
+
+    Args:
+      tree: the nest.
+      leaves: how each of its leaves is made.
+    """
+
+    tree: Any
+    leaves: tuple[Any, ...]
+
+    def join(self, arrays: Sequence[Any], rows: Sequence[RowMask]) -> Any:
+        """Returns the nest with these arrays and row masks."""
+        given = iter(arrays)
+        return self.tree.unflatten([leaf.join(given, rows) for leaf in self.leaves])
+
+
+@dataclass
+class Parts:
+    """A nest taken apart.
+
+    Args:
+      structure: the nest without its arrays.
+      arrays: its arrays, in order.
+      sharded: for each array, whether its leading dim is the replica.
+      rows: the row masks of its per-replica leaves; leaves of one batch share one.
+    """
+
+    structure: Structure
+    arrays: list[Any]
+    sharded: list[bool]
+    rows: list[RowMask]
+
+
+def take_apart(nest: Any, is_array: Callable[[Any], bool], rows: Sequence[RowMask] = ()) -> Parts:
+    """Takes a nest apart.
+
+    Args:
+      nest: a pytree in which distributed values are leaves.
+      is_array: whether a leaf that is not distributed enters the program.
+      rows: row masks that are known already, so that their numbers stay the same.
+    """
+    leaves, tree = jax.tree.flatten(nest, is_leaf=is_distributed)
+    parts = Parts(Structure(tree, ()), [], [], list(rows))
+    parts.structure = Structure(tree, tuple(_take(leaf, is_array, parts) for leaf in leaves))
+    return parts
+
+
+def _take(leaf: Any, is_array: Callable[[Any], bool], parts: Parts) -> Any:
+    if isinstance(leaf, PerReplica):
+        _add(parts, [leaf.data], sharded=True)
+        return _PerReplica(_row_number(leaf.rows, parts.rows))
+    if isinstance(leaf, Mirrored):
+        values, tree = jax.tree.flatten(leaf.value)
+        _add(parts, values, sharded=False)
+        return _Mirrored(tree)
+    if is_array(leaf):
+        _add(parts, [leaf], sharded=False)
+        return _Array()
+    try:
+        hash(leaf)
+    except TypeError:
+        return _Static(type(leaf), id(leaf), leaf)
+    return _Static(type(leaf), leaf, leaf)
+
+
+def _add(parts: Parts, arrays: list[Any], *, sharded: bool) -> None:
+    parts.arrays += arrays
+    parts.sharded += [sharded] * len(arrays)
+
+
+def _row_number(rows: RowMask | None, known: list[RowMask]) -> int | None:
+    if rows is None:
+        return None
+    for number, other in enumerate(known):
+        if other is rows:
+            return number
+    known.append(rows)
+    return len(known) - 1

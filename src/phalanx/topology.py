@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device names, virtual CPU devices, and the mesh that maps replicas to devices."""
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from phalanx.errors import DeviceError, InvalidArgumentError, StartupError
+
+REPLICA_AXIS = "replica"
+"""The mesh axis over which `Strategy.run` maps its replica function."""
+
+dispatch_lock = threading.RLock()
+"""Two threads that dispatch programs over several devices can deadlock inside XLA, whatever its thread pool."""
+
+_DEVICE_NAME = re.compile(r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d+)$", re.IGNORECASE)
+
+
+def set_virtual_cpu_devices(count: int) -> None:
+    """Gives this process `count` CPU devices, to try strategies without accelerators.
+
+    Call it before anything touches JAX devices; the environment variable `PHALANX_CPU_DEVICES` does the same at import.
+
+    Args:
+      count: how many CPU devices, at least 1.
+
+    Raises:
+      InvalidArgumentError: `count` is less than 1.
+      StartupError: JAX has started its devices already.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.set_virtual_cpu_devices(2)  # doctest: +SKIP
+    """
+    if count < 1:
+        raise InvalidArgumentError(f"count={count}", "a process has at least one CPU device.", "set_virtual_cpu_devices(2)")
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as e:
+        raise StartupError(
+            f"set_virtual_cpu_devices({count})",
+            "JAX has started its devices already, and their number cannot change afterwards.",
+            "call it before the first array is made, or set PHALANX_CPU_DEVICES in the environment",
+        ) from e
+    if count > 1:
+        # XLA reads NPROC as the size of its CPU thread pool. With fewer than two threads a device the all-reduce
+        # deadlocks (seen for 2, 3, 4 and 8 devices); more than two only cost speed.
+        os.environ["NPROC"] = str(2 * count)
+
+
+def apply_environment() -> None:
+    """Honours `PHALANX_CPU_DEVICES`; called when phalanx is imported."""
+    wanted = os.environ.get("PHALANX_CPU_DEVICES")
+    if not wanted:
+        return
+    if not wanted.isdigit():
+        raise InvalidArgumentError(f"PHALANX_CPU_DEVICES={wanted!r}", "must be a number of devices.", "PHALANX_CPU_DEVICES=2")
+    set_virtual_cpu_devices(int(wanted))
+
+
+def device_name(device: jax.Device) -> str:
+    """Returns the canonical name of a device, for example `"cpu:1"`."""
+    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+    return f"{platform}:{device.id}"
+
+
+def parse_device(name: str | jax.Device) -> jax.Device:
+    """Returns the local device of that name.
+
+    Args:
+      name: `"/gpu:0"`, `"gpu:0"`, `"/device:GPU:0"`, `"cpu:1"`, or a `jax.Device`.
+
+    Raises:
+      DeviceError: the name cannot be read, or this process has no such device.
+    """
+    if isinstance(name, jax.Device):
+        return name
+    match = _DEVICE_NAME.match(name) if isinstance(name, str) else None
+    if match is None:
+        raise DeviceError(f"device={name!r}", "not a device name.", 'a name such as "/gpu:0" or "cpu:1"')
+    platform, index = match.group(1).lower(), int(match.group(2))
+    try:
+        devices = jax.local_devices(backend=platform)
+    except RuntimeError:
+        devices = []
+    if index >= len(devices):
+        have = ", ".join(map(device_name, jax.local_devices()))
+        hint = f"set_virtual_cpu_devices({index + 1}) before JAX starts" if platform == "cpu" else 'devices=["cpu:0"]'
+        raise DeviceError(f"device={name!r}", f"this process has {have}.", hint)
+    return devices[index]
+
+
+def default_devices() -> list[jax.Device]:
+    """Returns all local accelerators, else all local CPU devices."""
+    return list(jax.local_devices())
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which replica runs on which device.
+
+    Args:
+      devices: one device a replica, in replica order.
+
+    Raises:
+      DeviceError: no device, or one device twice.
+      StartupError: several CPU devices without the threads they need.
+
+    Example:
+      >>> Topology.of(["cpu:0"]).num_replicas
+      1
+    """
+
+    devices: tuple[jax.Device, ...]
+    mesh: Mesh = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        names = [device_name(d) for d in self.devices]
+        if not names:
+            raise DeviceError("devices=[]", "a strategy needs at least one device.", 'devices=["cpu:0"]')
+        if len(set(names)) != len(names):
+            twice = next(n for n in names if names.count(n) > 1)
+            raise DeviceError(f"devices={names}", f"{twice} is given twice; a replica has a device of its own.", f"devices={sorted(set(names))}")
+        _require_threads(self.devices)
+        mesh = Mesh(np.array(self.devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+        object.__setattr__(self, "mesh", mesh)
+
+    @classmethod
+    def of(cls, devices: Sequence[str | jax.Device] | None) -> "Topology":
+        """Returns the topology over `devices`, or over all local ones."""
+        if isinstance(devices, str):
+            raise DeviceError(f"devices={devices!r}", "must be a list of devices.", f"devices=[{devices!r}]")
+        return cls(tuple(map(parse_device, devices)) if devices else tuple(default_devices()))
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas."""
+        return len(self.devices)
+
+    @cached_property
+    def replicated(self) -> NamedSharding:
+        """The sharding of a value that every replica holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @cached_property
+    def per_replica(self) -> NamedSharding:
+        """The sharding of an array whose leading dim is the replica."""
+        return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
+
+
+def _schedulable_cpus() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _require_threads(devices: Sequence[jax.Device]) -> None:
+    if len(devices) == 1 or devices[0].platform != "cpu":
+        return
+    needed = 2 * len(jax.local_devices(backend="cpu"))
+    text = os.environ.get("NPROC", "")
+    threads = int(text) if text.isdigit() else _schedulable_cpus()
+    if threads < needed:
+        raise StartupError(
+            f"a strategy over {len(devices)} CPU devices",
+            f"XLA's CPU thread pool has {threads} threads; {needed - 1} or fewer deadlock in the first all-reduce.",
+            f"phalanx.set_virtual_cpu_devices({needed // 2}) before JAX starts, or NPROC={needed} in the environment",
+        )

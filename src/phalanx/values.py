@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that differ, or are known to be equal, between replicas. All are pytrees."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.errors import ContextError
+
+
+@dataclass(frozen=True, eq=False)
+class RowMask:
+    """Which rows of a padded batch are real.
+
+    Compared by identity: the leaves of one batch share one mask.
+
+    Args:
+      mask: `(num_replicas, per_replica_batch)` bools.
+      count: how many rows of the global batch are real, a scalar.
+    """
+
+    mask: Any
+    count: Any
+
+    @cached_property
+    def per_replica_counts(self) -> np.ndarray:
+        """How many rows of each replica are real; real rows come first."""
+        return np.asarray(self.mask).sum(axis=1)
+
+
+class DistributedValues:
+    """A value with one component a replica: `PerReplica` or `Mirrored`. May be made in any context."""
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components of this process's replicas, in replica order."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        lines = "".join(f"  {i}: {v!r},\n" for i, v in enumerate(self.values))
+        return f"{type(self).__name__}:{{\n{lines}}}"
+
+
+@final
+class PerReplica(DistributedValues):
+    """One component a replica, which may differ.
+
+    It comes from `Strategy.run`, from a distributed dataset, or from `experimental_distribute_values_from_function`,
+    and goes into `Strategy.run`, `reduce`, `gather` and `experimental_local_results`. Outside a replica function it has
+    no value of its own, so it has no arithmetic.
+
+    Args:
+      data: one global array `(num_replicas, ...)`; or a tuple of Python objects, one a replica.
+      rows: which rows of a padded batch are real, if it is one.
+
+    Example:
+      >>> import phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> strategy.run(lambda: phalanx.get_replica_context().replica_id_in_sync_group + 1).values
+      (Array(1, dtype=int32), Array(2, dtype=int32))
+    """
+
+    __slots__ = ("data", "rows")
+
+    def __init__(self, data: Any, rows: RowMask | None = None) -> None:
+        self.data, self.rows = data, rows
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components of this process's replicas, without padded rows."""
+        if isinstance(self.data, tuple):
+            return self.data
+        if isinstance(self.data, jax.core.Tracer):
+            parts = [self.data[i] for i in range(self.data.shape[0])]
+        else:
+            parts = _local_components(self.data)
+        if self.rows is None:
+            return tuple(parts)
+        return tuple(p[:n] for p, n in zip(parts, self.rows.per_replica_counts, strict=True))
+
+    def __jax_array__(self) -> Any:
+        raise ContextError(
+            "a PerReplica used as an array",
+            "outside a replica function it has one component a replica, not a value.",
+            "strategy.reduce(...), strategy.gather(...) or strategy.experimental_local_results(value)",
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.__jax_array__()
+
+
+@final
+class Mirrored(DistributedValues):
+    """A value that is equal on all replicas.
+
+    A replica function that returns `Mirrored(tree)` states that all replicas computed the same tree; `Strategy.run` then
+    returns one `Mirrored` instead of a `PerReplica` for every leaf. As an argument of `Strategy.run` it is unwrapped.
+
+    Args:
+      value: a pytree of arrays.
+
+    Example:
+      >>> import phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> strategy.run(lambda: phalanx.Mirrored({"w": 1.0})).value
+      {'w': Array(1., dtype=float32)}
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The equal components of this process's replicas."""
+        leaves, tree = jax.tree.flatten(self.value)
+        parts = [_copies(leaf) for leaf in leaves]
+        return tuple(tree.unflatten(p) for p in zip(*parts, strict=True)) if parts else (self.value,)
+
+    def __jax_array__(self) -> Any:
+        return jnp.asarray(self.value)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self.value, dtype=dtype)
+
+
+@final
+class ReplicaLocal(DistributedValues):
+    """Inside `merge_call`: a value of which each replica of the running program holds its own component.
+
+    Args:
+      value: this replica's component, a traced array.
+      rows: which rows of it are real, `(per_replica_batch,)`, if it belongs to a padded batch.
+    """
+
+    __slots__ = ("rows", "value")
+
+    def __init__(self, value: Any, rows: RowMask | None = None) -> None:
+        self.value, self.rows = value, rows
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Not to be had: the components live in one program each."""
+        raise ContextError(
+            "the components of a value inside merge_call",
+            "all replicas are one program here, which sees only its own component.",
+            "strategy.reduce(op, value, axis=None), or get_replica_context().all_gather(value, axis=0) before merge_call",
+        )
+
+    def __repr__(self) -> str:
+        return f"ReplicaLocal({self.value!r})"
+
+
+def is_distributed(value: object) -> bool:
+    """Whether `value` has one component a replica."""
+    return isinstance(value, DistributedValues)
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """`jax.tree.map` in which a distributed value is one leaf."""
+    return jax.tree.map(fn, tree, is_leaf=is_distributed)
+
+
+def _local_components(array: jax.Array) -> list[jax.Array]:
+    shards = sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
+    if len(shards) == 1 and array.shape[0] != 1:
+        return [array[i] for i in range(array.shape[0])]
+    return [s.data[0] for s in shards]
+
+
+def _copies(array: Any) -> list[Any]:
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        return [s.data for s in sorted(array.addressable_shards, key=lambda s: s.device.id)]
+    return [array]
+
+
+def _flatten_per_replica(value: PerReplica) -> tuple[tuple[Any, ...], Any]:
+    if isinstance(value.data, tuple):
+        return (), (value.data, value.rows)
+    return (value.data,), (None, value.rows)
+
+
+jax.tree_util.register_pytree_node(
+    PerReplica, _flatten_per_replica, lambda aux, children: PerReplica(children[0] if children else aux[0], aux[1])
+)
+jax.tree_util.register_pytree_node(Mirrored, lambda m: ((m.value,), None), lambda _, c: Mirrored(c[0]))
+jax.tree_util.register_pytree_node(ReplicaLocal, lambda m: ((m.value,), m.rows), lambda rows, c: ReplicaLocal(c[0], rows))
