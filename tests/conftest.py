@@ -17,14 +17,18 @@ import pytest
 from phalanx import context
 
 
+def _environment():
+    return {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+
+
 @pytest.fixture(autouse=True)
 def clean_slate():
     """Every test starts from the same seed and leaves no scope, thread or environment variable behind."""
     keras.utils.set_random_seed(0)
-    environment, threads = dict(os.environ), set(threading.enumerate())
+    environment, threads = _environment(), set(threading.enumerate())
     yield
     assert context.depth() == 0, "the test left a scope open"
-    assert dict(os.environ) == environment, "the test changed the environment"
+    assert _environment() == environment, "the test changed the environment"
     left = [t for t in threading.enumerate() if t not in threads and not t.daemon]
     assert not left, f"the test left threads running: {left}"
 

@@ -13,6 +13,7 @@ from phalanx import compat, lifting, markers
 from phalanx.control_flow import BodyScope
 from phalanx.errors import TapeError
 from phalanx.lifting import Discovering, LiftScope, NeedsProgram
+from phalanx.values import flatten
 from phalanx.variables import describe
 
 _tape_numbers = itertools.count()
@@ -54,7 +55,11 @@ class GradientTape:
 
     def __enter__(self) -> Self:
         if self._scope is not None:
-            raise TapeError("entering a GradientTape again", "a tape records one stretch of a step.", "with phalanx.GradientTape() as tape:")
+            raise TapeError(
+                "entering a GradientTape again",
+                "a tape records one stretch of a step.",
+                "with phalanx.GradientTape() as tape:",
+            )
         scope = lifting.innermost()
         if scope is None:
             if compat.is_undoable():
@@ -137,8 +142,10 @@ class GradientTape:
         self._check_usable(unconnected_gradients)
         targets = [jnp.asarray(t) for t in jax.tree.leaves(target)]
         cotangents = [jnp.asarray(c) for c in jax.tree.leaves(output_gradients)]
-        cotangents = [jnp.broadcast_to(c, t.shape).astype(t.dtype) for c, t in zip(cotangents, targets, strict=bool(cotangents))]
-        leaves, tree = jax.tree.flatten(sources)
+        cotangents = [
+            jnp.broadcast_to(c, t.shape).astype(t.dtype) for c, t in zip(cotangents, targets, strict=bool(cotangents))
+        ]
+        leaves, tree = flatten(sources)
         traced = [self._source(leaf) for leaf in leaves]
         usable = [x for x in traced if x is not None]
         if any(not jnp.issubdtype(t.dtype, jnp.floating) for t in targets):
@@ -176,15 +183,29 @@ class GradientTape:
 
     def _check_usable(self, unconnected_gradients: str) -> None:
         if unconnected_gradients not in ("none", "zero"):
-            raise TapeError(f"unconnected_gradients={unconnected_gradients!r}", 'must be "none" or "zero".', 'unconnected_gradients="zero"')
+            raise TapeError(
+                f"unconnected_gradients={unconnected_gradients!r}",
+                'must be "none" or "zero".',
+                'unconnected_gradients="zero"',
+            )
         if self._scope is None or lifting.innermost() is not self._scope or not self._scope.is_innermost_trace:
-            raise TapeError("GradientTape.gradient", "called outside the function in which the tape was entered.", "take the gradient in the same step, outside jax.lax bodies")
+            raise TapeError(
+                "GradientTape.gradient",
+                "called outside the function in which the tape was entered.",
+                "take the gradient in the same step, outside jax.lax bodies",
+            )
         if self._used and not self._persistent:
-            raise TapeError("GradientTape.gradient, a second time", "this tape may be asked once.", "phalanx.GradientTape(persistent=True)")
+            raise TapeError(
+                "GradientTape.gradient, a second time",
+                "this tape may be asked once.",
+                "phalanx.GradientTape(persistent=True)",
+            )
         self._used = True
 
 
-def value_and_grad(fn: Callable[..., Any], variables: Sequence[keras.Variable], has_aux: bool = False) -> Callable[..., tuple[Any, list[Any]]]:
+def value_and_grad(
+    fn: Callable[..., Any], variables: Sequence[keras.Variable], has_aux: bool = False
+) -> Callable[..., tuple[Any, list[Any]]]:
     """Returns a function that computes `fn` and its gradient with respect to variables. May be called in any context.
 
     Assignments that `fn` makes to variables are kept. Works inside `jax.lax` bodies of `phalanx.scan` and the like, where a
@@ -211,7 +232,9 @@ def value_and_grad(fn: Callable[..., Any], variables: Sequence[keras.Variable], 
     variables = list(variables)
     for v in variables:
         if not jnp.issubdtype(v.dtype, jnp.floating):
-            raise TapeError(f"the gradient with respect to {describe(v)}", "only floating variables have gradients.", "leave it out")
+            raise TapeError(
+                f"the gradient with respect to {describe(v)}", "only floating variables have gradients.", "leave it out"
+            )
 
     def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
         outer = BodyScope.around()

@@ -33,9 +33,8 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
+from keras import Variable as Variable  # noqa: E402, PLC0414  (exported)
 from keras.src.backend.common import global_state  # noqa: E402
-
-Variable = keras.Variable
 
 
 class AbstractLiftScope(keras.StatelessScope):
@@ -95,6 +94,11 @@ def set_raw_value(variable: Variable, value: Any) -> None:
 def num_references(variable: Variable) -> int:
     """Returns how many references Python holds to the stored array of `variable`."""
     return sys.getrefcount(variable._value)
+
+
+def dtype_of(variable: Variable) -> str:
+    """Returns the dtype of the stored array, whatever mixed precision makes of it."""
+    return variable._dtype
 
 
 class _Holder:
@@ -190,10 +194,14 @@ def _extend(owner: type, name: str) -> Callable[[Callable[..., Any]], None]:
 def _init(original: Callable[..., Any], self: Variable, initializer: Any, *args: Any, **kwargs: Any) -> None:
     # Keras refuses a concrete first value inside a scope. As a function of nothing it is as good as any initializer.
     if lift_scope() is None or callable(initializer) or isinstance(initializer, str):
-        return original(self, initializer, *args, **kwargs)
+        original(self, initializer, *args, **kwargs)
+        return
     given = dict(zip(("shape", "dtype", "trainable"), args[:3], strict=False)) | kwargs
     value = np.asarray(initializer)
-    given |= {"shape": value.shape, "dtype": given.get("dtype") or keras.backend.standardize_dtype(jnp.asarray(value).dtype)}
+    given |= {
+        "shape": value.shape,
+        "dtype": given.get("dtype") or keras.backend.standardize_dtype(jnp.asarray(value).dtype),
+    }
     original(self, lambda shape, dtype: keras.ops.convert_to_tensor(value, dtype=dtype), *args[3:], **given)
 
 

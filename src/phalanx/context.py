@@ -17,7 +17,7 @@ from phalanx.collectives import packing, primitives
 from phalanx.errors import ContextError, InputError, MixedStrategyError
 from phalanx.options import CommunicationOptions, ReduceOp
 from phalanx.topology import device_name
-from phalanx.values import ReplicaLocal, RowMask
+from phalanx.values import ReplicaLocal, RowMask, flatten
 
 if TYPE_CHECKING:
     from phalanx.strategies.base import Strategy
@@ -63,7 +63,8 @@ class ReplicaContext:
     @property
     def devices(self) -> tuple[str, ...]:
         """The names of the devices over which the replicas of this program run, in replica order."""
-        return tuple(map(device_name, self._strategy.topology.devices))
+        topology = self._strategy.topology
+        return () if topology is None else tuple(map(device_name, topology.devices))
 
     @property
     def example_mask(self) -> jax.Array | None:
@@ -87,7 +88,9 @@ class ReplicaContext:
     def _rows(self) -> RowMask | None:
         if len(self._masks) > 1:
             raise InputError(
-                "the example mask", f"{len(self._masks)} batches with different padding were passed to run.", "one run for each dataset"
+                "the example mask",
+                f"{len(self._masks)} batches with different padding were passed to run.",
+                "one run for each dataset",
             )
         return self._masks[0] if self._masks else None
 
@@ -114,7 +117,7 @@ class ReplicaContext:
         op, n = ReduceOp.parse(reduce_op), self.num_replicas_in_sync
         if options is None or not options.bytes_per_pack:
             return primitives.all_reduce(op, value, n)
-        leaves, tree = jax.tree.flatten(value)
+        leaves, tree = flatten(value)
         arrays = [primitives.to_array(x) for x in leaves]
         packs = packing.by_bytes([str(x.dtype) for x in arrays], [x.nbytes for x in arrays], options.bytes_per_pack)
         return tree.unflatten(primitives.packed(lambda buffers: primitives.all_reduce(op, buffers, n), arrays, packs))
@@ -256,7 +259,9 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
     """
     if any(not mode.was_set for mode in _stack.get()):
         raise ContextError(
-            "experimental_set_strategy", "must be called outside all scopes and replica functions.", "call it at the top of the script"
+            "experimental_set_strategy",
+            "must be called outside all scopes and replica functions.",
+            "call it at the top of the script",
         )
     _stack.set(() if strategy is None or strategy is _default[0].strategy else (Mode(strategy, None, was_set=True),))
 
@@ -282,5 +287,7 @@ def require_same(inside: "Strategy", asked: "Strategy", what: str) -> None:
     """
     if depth() and inside is not asked and inside is not _default[0].strategy:
         raise MixedStrategyError(
-            f"{what} of {asked!r}", f"inside the scope of {inside!r}; one strategy at a time.", "leave the other strategy's scope first"
+            f"{what} of {asked!r}",
+            f"inside the scope of {inside!r}; one strategy at a time.",
+            "leave the other strategy's scope first",
         )

@@ -10,32 +10,38 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 from jax import lax
+from typing_extensions import override
 
-from phalanx import lifting
+from phalanx import compat
 from phalanx.compat import Variable
 from phalanx.errors import TraceError
-from phalanx.lifting import Discovery, Entry, LiftScope
+from phalanx.lifting import AbstractPass, Discovery, Entry, LiftScope
 
 
-class _Body:
+class _Body(AbstractPass):
     """The pass over a body: variables start from given values, or from what they are around the body."""
 
-    def __init__(self, outer: "BodyScope", values: dict[int, Any]) -> None:
+    def __init__(self, outer: "_Surroundings", values: dict[int, Any]) -> None:
         self.found = Discovery()
         self._outer, self._values = outer, values
 
+    @override
     def initial(self, variable: Variable) -> Any:
         known = self._values.get(id(variable))
         return self._outer.value(variable) if known is None else known
 
+    @override
     def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
         raise AssertionError("tapes refuse to be entered in a body")
 
+    @override
     def next_values(self) -> list[Any] | None:
         return None
 
+    @override
     def next_run(self) -> Discovery | None:
         raise TraceError(
             "Strategy.run inside a control-flow body of Phalanx",
@@ -50,25 +56,28 @@ class BodyScope(LiftScope):
     @staticmethod
     def around() -> "_Surroundings":
         """Returns what is around a body that starts here."""
-        return _Surroundings(lifting.innermost())
+        return _Surroundings(compat.active_scope())
 
 
 class _Surroundings:
     """The function, or the eager code, in which a body stands."""
 
-    def __init__(self, scope: LiftScope | None) -> None:
+    def __init__(self, scope: keras.StatelessScope | None) -> None:
         self._scope = scope
         self._entries: list[Entry] = []
 
     def value(self, variable: Variable) -> Any:
         """Returns the value of `variable` around the body."""
-        return variable.value if self._scope is None else self._scope.get_current_value(variable)
+        value = None if self._scope is None else self._scope.get_current_value(variable)
+        value = compat.raw_value(variable) if value is None else value
+        # Made in the body: it gets its first value when all scopes are closed.
+        return jnp.zeros(variable.shape, compat.dtype_of(variable)) if value is None else value
 
     def body(self, values: dict[int, Any] | None = None) -> BodyScope:
         """Returns a scope for one trace of a body, in which variables start from `values` (by id)."""
-        mapped = self._scope is not None and self._scope.mapped
-        scope = BodyScope(_Body(self, values or {}), mapped=mapped)
-        if self._scope is not None and self._scope.is_updating:
+        outer = self._scope if isinstance(self._scope, LiftScope) else None
+        scope = BodyScope(_Body(self, values or {}), mapped=outer is not None and outer.mapped)
+        if outer is not None and outer.is_updating:
             scope.allow_free_writes()
         return scope
 
@@ -108,13 +117,13 @@ class _Surroundings:
         """Assigns new values to the variables that the body writes."""
         for entry, value in zip(self._entries, values, strict=True):
             entry.value = value
-            if self._scope is None:
-                entry.variable.assign(value)
-            else:
+            if isinstance(self._scope, LiftScope):
                 self._scope.commit(entry)
+            else:
+                entry.variable.assign(value)
 
 
-def scan(
+def scan(  # noqa: PLR0917  (jax.lax.scan's own order)
     f: Callable[[Any, Any], tuple[Any, Any]],
     init: Any,
     xs: Any = None,
@@ -176,8 +185,8 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
     Example:
       >>> import keras, phalanx
       >>> v = keras.Variable(1.0, trainable=False)
-      >>> phalanx.cond(True, lambda: v.assign_add(1.0), lambda: v.value)
-      Array(2., dtype=float32)
+      >>> float(phalanx.cond(True, lambda: v.assign_add(1.0), lambda: v.value))
+      2.0
     """
     outer = BodyScope.around()
     outer.writes_of(true_fun, *operands)
@@ -204,15 +213,17 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
     Example:
       >>> import keras, phalanx
       >>> v = keras.Variable(0.0, trainable=False)
-      >>> phalanx.while_loop(lambda n: n < 3, lambda n: (v.assign_add(2.0), n + 1)[1], 0)
-      Array(3, dtype=int32, weak_type=True)
+      >>> int(phalanx.while_loop(lambda n: n < 3, lambda n: (v.assign_add(2.0), n + 1)[1], 0))
+      3
       >>> float(v.value)
       6.0
     """
     outer = BodyScope.around()
     outer.writes_of(body_fun, init_val)
     state, values = lax.while_loop(
-        lambda s: outer.call(cond_fun, s[1], s[0])[0], lambda s: outer.call(body_fun, s[1], s[0]), (init_val, outer.current())
+        lambda s: outer.call(cond_fun, s[1], s[0])[0],
+        lambda s: outer.call(body_fun, s[1], s[0]),
+        (init_val, outer.current()),
     )
     outer.commit(values)
     return state

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of `tf.distribute.experimental`."""
 
-from phalanx.input.distributed import ValueContext as ValueContext
-from phalanx.options import CommunicationImplementation as CommunicationImplementation
-from phalanx.options import CommunicationOptions as CommunicationOptions
+from phalanx.input.distributed import ValueContext
+from phalanx.options import CommunicationImplementation, CommunicationOptions
 
 CollectiveCommunication = CommunicationImplementation
 

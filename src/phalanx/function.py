@@ -36,6 +36,7 @@ class Function:
         self._programs = Programs()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step."""
         if lifting.innermost() is not None:
             return self._fn(*args, **kwargs)
         return self._programs.call(self._fn, self._fn, args, kwargs)
@@ -176,6 +177,7 @@ class Program:
         return self._guard == self._python_state()
 
     def __call__(self, arguments: Arguments) -> Any:
+        """Runs the program and stores what it wrote."""
         with dispatch_lock:
             inputs = [self._placed(x, sharded) for x, sharded in zip(arguments.arrays, arguments.sharded, strict=True)]
             donated, kept = self._gather()
@@ -231,7 +233,9 @@ class Program:
         donated: tuple[list[Any], list[Any]] = ([], [])
         kept: tuple[list[Any], list[Any]] = ([], [])
         home = self._topology
-        for variable, slot, written, on_read in zip(self._variables, self._slots, self._written, self._on_read, strict=True):
+        for variable, slot, written, on_read in zip(
+            self._variables, self._slots, self._written, self._on_read, strict=True
+        ):
             shared = compat.num_references(variable) > compat.UNSHARED
             array = compat.raw_value(variable)
             if slot.array() is not array or slot.home is not home:
@@ -297,7 +301,11 @@ class _Identities(list[Any]):
     """Compares equal to another list of the same objects, and keeps them alive."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identities) and len(self) == len(other) and all(a is b for a, b in zip(self, other, strict=True))
+        return (
+            isinstance(other, _Identities)
+            and len(self) == len(other)
+            and all(a is b for a, b in zip(self, other, strict=True))
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -308,7 +316,9 @@ def _topology_of(found: Discovery) -> Topology | None:
     if len(strategies) > 1:
         context.require_same(strategies[0], strategies[1], "Strategy.run")
         raise TraceError(
-            f"one program with the strategies {strategies}", "a program runs on the devices of one strategy.", "one phalanx.function for each strategy"
+            f"one program with the strategies {strategies}",
+            "a program runs on the devices of one strategy.",
+            "one phalanx.function for each strategy",
         )
     strategy = strategies[0] if strategies else context.get_strategy()
     return strategy.topology
@@ -330,9 +340,12 @@ def _spec(array: Any) -> Hashable:
         )
     if isinstance(array, jax.Array):
         return (array.shape, array.dtype, array.weak_type)
-    return (array.shape, array.dtype) if isinstance(array, (np.ndarray, np.generic)) else type(array)
+    if isinstance(array, (np.ndarray, np.generic)):
+        return (array.shape, array.dtype)
+    return type(array).__name__
 
 
 def _is_number(leaf: Any) -> bool:
-    numbers = (jax.Array, np.ndarray, np.generic, int, float, complex)
-    return isinstance(leaf, numbers) and not isinstance(leaf, (bool, np.bool_)) and getattr(leaf, "dtype", None) != object
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in "OSU"
+    return isinstance(leaf, (jax.Array, np.number, int, float, complex)) and not isinstance(leaf, bool)

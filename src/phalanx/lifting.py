@@ -8,10 +8,11 @@ function, which must use nothing that the first pass did not find.
 
 import os
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,25 +75,29 @@ class NeedsProgram(BaseException):
     """Eager code did what only a traced program can do; the default strategy answers it with a program."""
 
 
-class Pass(Protocol):
+class AbstractPass(ABC):
     """One pass over one function."""
 
     found: Discovery
 
+    @abstractmethod
     def initial(self, variable: Variable) -> Any:
         """Returns the value of `variable` when the function starts."""
 
+    @abstractmethod
     def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
         """Returns which sources of the next gradient marker are connected."""
 
+    @abstractmethod
     def next_values(self) -> list[Any] | None:
         """Returns the values of that marker in an eager execution; None where it is to be traced."""
 
+    @abstractmethod
     def next_run(self) -> Discovery | None:
         """Returns what is known about the next `Strategy.run`; None in the first pass."""
 
 
-class Discovering:
+class Discovering(AbstractPass):
     """The first pass."""
 
     def __init__(self) -> None:
@@ -100,23 +105,27 @@ class Discovering:
         with jex.take_current_trace() as trace:
             self._trace = trace
 
+    @override
     def initial(self, variable: Variable) -> Any:
         # In the trace in which the function started, also when a lax body reads the variable first: a tape must be able
         # to see that its targets depend on it.
         with jex.set_current_trace(self._trace):
-            return jnp.zeros(variable.shape, variable.dtype)
+            return markers.first_value(variable.shape, compat.dtype_of(variable))
 
+    @override
     def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
         return (True,) * num_sources
 
+    @override
     def next_values(self) -> list[Any] | None:
         return None
 
+    @override
     def next_run(self) -> Discovery | None:
         return None
 
 
-class Building:
+class Building(AbstractPass):
     """The second pass, with the variables' values as inputs.
 
     Args:
@@ -132,17 +141,21 @@ class Building:
         self._gradients = iter(found.connected)
         self._runs = iter(found.runs)
 
+    @override
     def initial(self, variable: Variable) -> Any:
         if id(variable) not in self._values:
             raise DiscoveryMismatch(variable)
         return self._values[id(variable)]
 
+    @override
     def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
         return self._next(self._gradients, lambda wanted: len(wanted) == num_sources, "a gradient tape")
 
+    @override
     def next_values(self) -> list[Any] | None:
         return None if self._recorded is None else next(self._recorded)
 
+    @override
     def next_run(self) -> Discovery | None:
         return self._next(self._runs, lambda _: True, "Strategy.run")
 
@@ -188,7 +201,7 @@ class LiftScope(compat.AbstractLiftScope):
       mapped: whether this is the program of one of several replicas.
     """
 
-    def __init__(self, of: Pass, *, mapped: bool = False) -> None:
+    def __init__(self, of: AbstractPass, *, mapped: bool = False) -> None:
         super().__init__(collect_losses=True)
         self.pass_ = of
         self.mapped = mapped

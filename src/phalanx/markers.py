@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 Jaxpr = jex.Jaxpr
-Env = dict[jex.Var, Any]
-Key = tuple[int, jex.Var]
+Env = dict[Any, Any]
+Key = tuple[int, Any]
 
 
 def _primitive(name: str, abstract: Callable[..., Any]) -> jex.Primitive:
@@ -34,12 +34,18 @@ watch_p = _primitive("watch", lambda value, *, tape: [])
 gradient_p = _primitive("gradient", lambda *values, tape, counts: list(values[sum(counts) :]))
 
 
+_first_value_p = _primitive("first_value", lambda *, aval: [aval])
 _MARKERS = (enter_p, leave_p, watch_p, gradient_p)
 
 
 def gradient(tape: int, targets: Sequence[Any], cotangents: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
     """Marks where the gradient of `targets` with respect to `sources` is wanted; `cotangents` is empty or one a target."""
     return gradient_p.bind(*targets, *cotangents, *sources, tape=tape, counts=(len(targets), len(cotangents)))
+
+
+def first_value(shape: Sequence[int], dtype: Any) -> Any:
+    """Stands for the first value of a variable while the function is traced for the first time."""
+    return _first_value_p.bind(aval=jax.core.ShapedArray(tuple(shape), jnp.dtype(dtype)))[0]
 
 
 @dataclass(frozen=True)
@@ -61,11 +67,11 @@ class _Gradient:
 
 def gradients_of(jaxpr: Jaxpr) -> list[_Gradient]:
     """Returns the gradient markers of `jaxpr`, in order."""
-    starts: dict[int, int] = {}
-    ends: dict[int, int] = {}
+    starts: dict[Any, int] = {}
+    ends: dict[Any, int] = {}
     found = []
     for at, eqn in enumerate(jaxpr.eqns):
-        tape = eqn.params.get("tape")
+        tape: Any = eqn.params.get("tape")
         if eqn.primitive is enter_p:
             starts[tape] = at
         elif eqn.primitive is leave_p:
@@ -87,12 +93,22 @@ def connected(jaxpr: Jaxpr) -> list[tuple[bool, ...]]:
     return result
 
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2", "remat")
+_CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "checkpoint",
+    "remat2",
+    "remat",
+)
 
 
-def _needed(jaxpr: Jaxpr, needed: set[jex.Var], start: int, end: int) -> set[jex.Var]:
-    """Returns all variables on which `needed` depend differentiably through the equations [start, end)."""
-    needed = set(needed)
+def _needed(jaxpr: Jaxpr, wanted: set[Any], start: int, end: int) -> set[Any]:
+    """Returns all variables on which `wanted` depend differentiably through the equations [start, end)."""
+    needed = set(wanted)
     for eqn in reversed(jaxpr.eqns[start:end]):
         outs = [o in needed for o in eqn.outvars]
         if not any(outs) or eqn.primitive.name == "stop_gradient":
@@ -115,7 +131,7 @@ def _inputs(eqn: Any, outs: list[bool]) -> list[bool]:
 
 
 def _is_floating(atom: Any) -> bool:
-    return isinstance(atom, jex.Var) and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+    return isinstance(atom, jex.Var) and jnp.issubdtype(_aval(atom).dtype, jnp.inexact)
 
 
 @jax.custom_jvp
@@ -188,7 +204,11 @@ class _Walk:
         used = dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, jex.Var) and v not in defined)
         alive = [o for o in defined if self._last_use.get(o, -1) >= stop]
         stretch = self._jaxpr.replace(
-            constvars=(), invars=list(used), outvars=alive, eqns=eqns, debug_info=self._jaxpr.debug_info.with_unknown_names()
+            constvars=(),
+            invars=list(used),
+            outvars=alive,
+            eqns=eqns,
+            debug_info=self._jaxpr.debug_info.with_unknown_names(),
         )
         env.update(zip(alive, jax.core.eval_jaxpr(stretch, (), *(env[v] for v in used)), strict=True))
 
@@ -227,7 +247,7 @@ class _Walk:
             self._injections.pop()
             return [_read(local, t) for t in targets], [local[o] for o in alive]
 
-        deltas = [jnp.zeros(source.aval.shape, source.aval.dtype) for _, source in keys]
+        deltas = [jnp.zeros(_aval(source).shape, _aval(source).dtype) for _, source in keys]
         primals, linear, aux = jax.linearize(forward, deltas, has_aux=True)
         env.update(zip(alive, aux, strict=True))
         for g in outer:
@@ -236,7 +256,13 @@ class _Walk:
 
 
 def _pullback(
-    linear: Callable[..., Any], primals: list[Any], deltas: list[Any], outs: list[int], ins: list[int], *, has_cotangents: bool
+    linear: Callable[..., Any],
+    primals: list[Any],
+    deltas: list[Any],
+    outs: list[int],
+    ins: list[int],
+    *,
+    has_cotangents: bool,
 ) -> Callable[[list[Any]], list[Any]]:
     def part(tangents: list[Any]) -> list[Any]:
         every = list(deltas)
@@ -263,7 +289,7 @@ def _regions(gradients: list[_Gradient]) -> list[tuple[int, int, list[_Gradient]
     changed = True
     while changed:
         changed = False
-        for i, a in enumerate(spans):
+        for a in list(spans):
             for j, b in enumerate(spans):
                 if a.start < b.start < a.end < b.end:
                     spans[j], changed = replace(b, start=a.start), True
@@ -275,6 +301,10 @@ def _regions(gradients: list[_Gradient]) -> list[tuple[int, int, list[_Gradient]
         else:
             regions.append((g.start, g.end, [g]))
     return regions
+
+
+def _aval(atom: Any) -> Any:
+    return atom.aval
 
 
 def _read(env: Env, atom: Any) -> Any:

@@ -38,7 +38,9 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     loss = jnp.asarray(per_example_loss)
     if loss.ndim == 0:
         raise InvalidArgumentError(
-            "per_example_loss, a scalar", "must have one loss an example.", 'loss = keras.losses.MeanSquaredError(reduction="none")'
+            "per_example_loss, a scalar",
+            "must have one loss an example.",
+            'loss = keras.losses.MeanSquaredError(reduction="none")',
         )
     if sample_weight is not None:
         weight = jnp.asarray(sample_weight, loss.dtype)
@@ -46,7 +48,9 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     replica = context.get_replica_context()
     if replica is None and global_batch_size is None:
         raise ContextError(
-            "compute_average_loss in cross-replica context", "the global batch size is not known there.", "global_batch_size=n, or call it in the replica function"
+            "compute_average_loss in cross-replica context",
+            "the global batch size is not known there.",
+            "global_batch_size=n, or call it in the replica function",
         )
     mask = None if replica is None else replica.example_mask
     if mask is not None:
@@ -58,7 +62,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
                 "one loss an example: dim 0 must be the rows of the batch",
             )
         loss = jnp.where(mask.reshape((-1,) + (1,) * (loss.ndim - 1)), loss, 0)
-        rows = replica.num_examples
+        rows: Any = replica.num_examples
     else:
         rows = loss.shape[0] * (1 if replica is None else replica.num_replicas_in_sync)
     size = rows if global_batch_size is None else _checked_size(global_batch_size)
@@ -85,7 +89,11 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     """
     replica = context.get_replica_context()
     if replica is None:
-        raise ContextError("scale_regularization_loss in cross-replica context", "it is for replica context.", "call it in the replica function")
+        raise ContextError(
+            "scale_regularization_loss in cross-replica context",
+            "it is for replica context.",
+            "call it in the replica function",
+        )
     total = sum(jnp.sum(jnp.asarray(x)) for x in jax.tree.leaves(regularization_loss))
     return jnp.asarray(total) / replica.num_replicas_in_sync
 

@@ -17,7 +17,7 @@ from phalanx.collectives import packing, primitives
 from phalanx.context import Mode, ReplicaContext
 from phalanx.lifting import Building, Discovering, Discovery, DiscoveryMismatch, Entry, LiftScope, first_component
 from phalanx.topology import REPLICA_AXIS
-from phalanx.values import Mirrored, PerReplica, RowMask, is_distributed
+from phalanx.values import Mirrored, PerReplica, RowMask, flatten
 from phalanx.variables import Combine
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class _Run:
 
     def __init__(self, strategy: "Strategy", fn: Callable[..., Any], args: Any) -> None:
         self._strategy, self._fn = strategy, fn
-        self._leaves, self._tree = jax.tree.flatten(args, is_leaf=is_distributed)
+        self._leaves, self._tree = flatten(args)
         self._rows = list({id(x.rows): x.rows for x in self._leaves if isinstance(x, PerReplica) and x.rows}.values())
         # Per-replica arrays and masks go in sharded; what all replicas share goes in whole; the rest stays Python.
         self._sharded = [x.data for x in self._of(PerReplica)] + [r.mask for r in self._rows]
@@ -91,7 +91,8 @@ class _Run:
 
         def body(values: list[Any], parts: list[Any], sharded: Any, whole: Any) -> Any:
             own = [
-                first_component(e.policy, v) if p is None else p[0] for e, v, p in zip(entries, values, parts, strict=True)
+                first_component(e.policy, v) if p is None else p[0]
+                for e, v, p in zip(entries, values, parts, strict=True)
             ]
             replica = functools.partial(self._replica, found)
             return _with_tapes(replica, found, own, _first(sharded), whole)
@@ -124,7 +125,7 @@ class _Run:
         args, kwargs = self._tree.unflatten(leaves)
         with context.enter(Mode(self._strategy, ReplicaContext(self._strategy, replica_id, masks))):
             result = self._fn(*args, **kwargs)
-        self._result = leaves, _ = jax.tree.flatten(result, is_leaf=is_distributed)
+        self._result = leaves, _ = flatten(result)
         return [x for x in leaves if _is_traced(x)], [x.value for x in leaves if isinstance(x, Mirrored)]
 
     def _fill(self, leaves: list[Any], kind: Any, values: Iterable[Any]) -> None:
@@ -149,6 +150,7 @@ class _Run:
 
     def _shard_map(self, body: Callable[..., Any], ins: Sequence[bool], outs: Any) -> Callable[..., Any]:
         spec = lambda sharded: PartitionSpec(REPLICA_AXIS) if sharded else PartitionSpec()  # noqa: E731
+        assert self._strategy.topology is not None
         return jax.shard_map(
             body,
             mesh=self._strategy.topology.mesh,
@@ -206,7 +208,8 @@ def _with_tapes(fn: Callable[..., Any], found: Discovery, *inputs: Any) -> Any:
     jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     if found.eager:
         return fn(*inputs, gradients=markers.gradient_values(jaxpr, *jax.tree.leaves(inputs)))
-    return jax.tree.structure(out).unflatten(markers.evaluate(jaxpr, *jax.tree.leaves(inputs)))
+    tree: Any = jax.tree.structure(out)
+    return tree.unflatten(markers.evaluate(jaxpr, *jax.tree.leaves(inputs)))
 
 
 def _written(scope: LiftScope, found: Discovery) -> list[Entry]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from phalanx.values import Mirrored, PerReplica, RowMask, is_distributed
+from phalanx.values import Mirrored, PerReplica, RowMask, flatten
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def take_apart(nest: Any, is_array: Callable[[Any], bool], rows: Sequence[RowMas
       is_array: whether a leaf that is not distributed enters the program.
       rows: row masks that are known already, so that their numbers stay the same.
     """
-    leaves, tree = jax.tree.flatten(nest, is_leaf=is_distributed)
+    leaves, tree = flatten(nest)
     parts = Parts(Structure(tree, ()), [], [], list(rows))
     parts.structure = Structure(tree, tuple(_take(leaf, is_array, parts) for leaf in leaves))
     return parts

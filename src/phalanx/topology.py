@@ -21,7 +21,9 @@ REPLICA_AXIS = "replica"
 dispatch_lock = threading.RLock()
 """Two threads that dispatch programs over several devices can deadlock inside XLA, whatever its thread pool."""
 
-_DEVICE_NAME = re.compile(r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d+)$", re.IGNORECASE)
+_DEVICE_NAME = re.compile(
+    r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d+)$", re.IGNORECASE
+)
 
 
 def set_virtual_cpu_devices(count: int) -> None:
@@ -41,7 +43,9 @@ def set_virtual_cpu_devices(count: int) -> None:
       >>> phalanx.set_virtual_cpu_devices(2)  # doctest: +SKIP
     """
     if count < 1:
-        raise InvalidArgumentError(f"count={count}", "a process has at least one CPU device.", "set_virtual_cpu_devices(2)")
+        raise InvalidArgumentError(
+            f"count={count}", "a process has at least one CPU device.", "set_virtual_cpu_devices(2)"
+        )
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as e:
@@ -62,7 +66,9 @@ def apply_environment() -> None:
     if not wanted:
         return
     if not wanted.isdigit():
-        raise InvalidArgumentError(f"PHALANX_CPU_DEVICES={wanted!r}", "must be a number of devices.", "PHALANX_CPU_DEVICES=2")
+        raise InvalidArgumentError(
+            f"PHALANX_CPU_DEVICES={wanted!r}", "must be a number of devices.", "PHALANX_CPU_DEVICES=2"
+        )
     set_virtual_cpu_devices(int(wanted))
 
 
@@ -128,7 +134,11 @@ class Topology:
             raise DeviceError("devices=[]", "a strategy needs at least one device.", 'devices=["cpu:0"]')
         if len(set(names)) != len(names):
             twice = next(n for n in names if names.count(n) > 1)
-            raise DeviceError(f"devices={names}", f"{twice} is given twice; a replica has a device of its own.", f"devices={sorted(set(names))}")
+            raise DeviceError(
+                f"devices={names}",
+                f"{twice} is given twice; a replica has a device of its own.",
+                f"devices={sorted(set(names))}",
+            )
         _require_threads(self.devices)
         mesh = Mesh(np.array(self.devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
         object.__setattr__(self, "mesh", mesh)

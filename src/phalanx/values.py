@@ -105,9 +105,9 @@ class Mirrored(DistributedValues):
       value: a pytree of arrays.
 
     Example:
-      >>> import phalanx
+      >>> import jax, phalanx
       >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
-      >>> strategy.run(lambda: phalanx.Mirrored({"w": 1.0})).value
+      >>> strategy.run(lambda: phalanx.Mirrored({"w": jax.numpy.float32(1)})).value
       {'w': Array(1., dtype=float32)}
     """
 
@@ -119,7 +119,7 @@ class Mirrored(DistributedValues):
     @property
     def values(self) -> tuple[Any, ...]:
         """The equal components of this process's replicas."""
-        leaves, tree = jax.tree.flatten(self.value)
+        leaves, tree = flatten(self.value)
         parts = [_copies(leaf) for leaf in leaves]
         return tuple(tree.unflatten(p) for p in zip(*parts, strict=True)) if parts else (self.value,)
 
@@ -162,6 +162,12 @@ def is_distributed(value: object) -> bool:
     return isinstance(value, DistributedValues)
 
 
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """`jax.tree.flatten` in which a distributed value is one leaf."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_distributed)
+    return leaves, structure
+
+
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     """`jax.tree.map` in which a distributed value is one leaf."""
     return jax.tree.map(fn, tree, is_leaf=is_distributed)
@@ -190,4 +196,6 @@ jax.tree_util.register_pytree_node(
     PerReplica, _flatten_per_replica, lambda aux, children: PerReplica(children[0] if children else aux[0], aux[1])
 )
 jax.tree_util.register_pytree_node(Mirrored, lambda m: ((m.value,), None), lambda _, c: Mirrored(c[0]))
-jax.tree_util.register_pytree_node(ReplicaLocal, lambda m: ((m.value,), m.rows), lambda rows, c: ReplicaLocal(c[0], rows))
+jax.tree_util.register_pytree_node(
+    ReplicaLocal, lambda m: ((m.value,), m.rows), lambda rows, c: ReplicaLocal(c[0], rows)
+)

@@ -77,11 +77,15 @@ def policy_of(variable: Variable) -> Policy:
     aggregation, floating = variable.aggregation, jnp.issubdtype(variable.dtype, jnp.floating)
     if aggregation == "mean" and not floating:
         raise AggregationError(
-            f'{describe(variable)} with aggregation="mean"', f"the mean of {variable.dtype} values is no {variable.dtype}.", 'aggregation="sum", or dtype="float32"'
+            f'{describe(variable)} with aggregation="mean"',
+            f"the mean of {variable.dtype} values is no {variable.dtype}.",
+            'aggregation="sum", or dtype="float32"',
         )
     if variable.synchronization == "none":
         raise AggregationError(
-            f'{describe(variable)} with synchronization="none"', "a strategy keeps its replicas in step.", 'synchronization="auto" or "on_read"'
+            f'{describe(variable)} with synchronization="none"',
+            "a strategy keeps its replicas in step.",
+            'synchronization="auto" or "on_read"',
         )
     if aggregation == "none":
         if variable.trainable and floating and variable.synchronization != "on_read":

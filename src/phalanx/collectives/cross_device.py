@@ -41,7 +41,11 @@ class CrossDeviceOps:
     """
 
     def reduce(
-        self, reduce_op: ReduceOp | str, per_replica_value: Any, destinations: Any, options: CommunicationOptions | None = None
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
     ) -> Any:
         """Reduces one value over the replicas.
 
@@ -212,7 +216,9 @@ class ReductionToOneDevice(CrossDeviceOps):
                 f"not one of the strategy's devices {names}.",
                 f"reduce_to_device={names[0]!r}",
             )
-        return ReductionToOneDevice(self.reduce_to_device, self.accumulation_fn, _root=names.index(self.reduce_to_device))
+        return ReductionToOneDevice(
+            self.reduce_to_device, self.accumulation_fn, _root=names.index(self.reduce_to_device)
+        )
 
     @override
     def reduce_implementation(
@@ -233,7 +239,9 @@ def _rotated(members: list[int], turn: int) -> list[int]:
     return members[turn:] + members[:turn]
 
 
-def _fold(value: jax.Array, groups: list[list[int]], accumulate: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+def _fold(
+    value: jax.Array, groups: list[list[int]], accumulate: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
     """Accumulates on the first member of each group, all groups at once."""
     index, total = lax.axis_index(REPLICA_AXIS), value
     for k in range(1, max(map(len, groups))):
@@ -264,6 +272,8 @@ def _checked(pair: Pair) -> Pair:
         )
     if isinstance(value, PerReplica):
         raise ContextError(
-            "a cross-device operation on a PerReplica", "it runs inside a program only.", "strategy.extended.reduce_to(op, value, value)"
+            "a cross-device operation on a PerReplica",
+            "it runs inside a program only.",
+            "strategy.extended.reduce_to(op, value, value)",
         )
     return to_array(value.value if isinstance(value, ReplicaLocal) else value), destinations

@@ -75,7 +75,9 @@ def only_on(replica: int, value: jax.Array) -> jax.Array:
     return jnp.where(lax.axis_index(REPLICA_AXIS) == replica, value, jnp.zeros_like(value))
 
 
-def packed(reduce: Callable[[list[jax.Array]], list[jax.Array]], values: list[jax.Array], packs: list[list[int]]) -> list[jax.Array]:
+def packed(
+    reduce: Callable[[list[jax.Array]], list[jax.Array]], values: list[jax.Array], packs: list[list[int]]
+) -> list[jax.Array]:
     """Runs `reduce` on a few flat buffers instead of on many arrays.
 
     Args:
@@ -86,7 +88,9 @@ def packed(reduce: Callable[[list[jax.Array]], list[jax.Array]], values: list[ja
     Returns:
       One array a value, in the order of `values`.
     """
-    buffers = [jnp.concatenate([values[i].ravel() for i in pack]) if len(pack) > 1 else values[pack[0]] for pack in packs]
+    buffers = [
+        jnp.concatenate([values[i].ravel() for i in pack]) if len(pack) > 1 else values[pack[0]] for pack in packs
+    ]
     results: list[Any] = [None] * len(values)
     for pack, buffer in zip(packs, reduce(buffers), strict=True):
         if len(pack) == 1:

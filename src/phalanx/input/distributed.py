@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Datasets and values, placed on the replicas."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -40,10 +41,14 @@ class DistributedDataset:
 
     def __init__(self, source: Any, topology: Topology | None, *, batch_size: int | None = None) -> None:
         if isinstance(source, DistributedDataset):
-            raise InputError("experimental_distribute_dataset", "this dataset is distributed already.", "pass the original dataset")
+            raise InputError(
+                "experimental_distribute_dataset", "this dataset is distributed already.", "pass the original dataset"
+            )
         self._source = source if batch_size is None else _Rows(source, batch_size)
         if not isinstance(self._source, Iterable) or hasattr(self._source, "shape"):
-            raise InputError(f"dataset={type(source).__name__}", "not an iterable of batches.", "batch_size=n for a pytree of arrays")
+            raise InputError(
+                f"dataset={type(source).__name__}", "not an iterable of batches.", "batch_size=n for a pytree of arrays"
+            )
         self._topology = topology
 
     def __iter__(self) -> "DistributedIterator":
@@ -76,7 +81,9 @@ class DistributedIterator:
         """
         if compat.lift_scope() is not None:
             raise ContextError(
-                "next(iterator) in a traced step", "the step would be compiled with this one batch in it.", "pass the batch to the step: step(next(iterator))"
+                "next(iterator) in a traced step",
+                "the step would be compiled with this one batch in it.",
+                "pass the batch to the step: step(next(iterator))",
             )
         if not self._started:
             self._started = True
@@ -111,7 +118,7 @@ class _Rows:
         self._rows = num_rows(arrays)
 
     def __len__(self) -> int:
-        return -(-self._rows // self._batch_size)
+        return math.ceil(self._rows / self._batch_size)
 
     def __iter__(self) -> Iterator[Any]:
         for start in range(0, self._rows, self._batch_size):
@@ -126,10 +133,16 @@ def num_rows(batch: Any) -> int:
     """
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
     if not shapes or () in shapes:
-        raise InputError(f"a batch of shapes {shapes}", "every leaf must be an array (global_batch, ...).", "group the rows into batches first")
+        raise InputError(
+            f"a batch of shapes {shapes}",
+            "every leaf must be an array (global_batch, ...).",
+            "group the rows into batches first",
+        )
     counts = sorted({shape[0] for shape in shapes})
     if len(counts) > 1:
-        raise InputError(f"a batch of shapes {shapes}", f"its leaves have {counts} rows.", "one number of rows for all leaves")
+        raise InputError(
+            f"a batch of shapes {shapes}", f"its leaves have {counts} rows.", "one number of rows for all leaves"
+        )
     return int(counts[0])
 
 
@@ -157,10 +170,14 @@ def distribute_values(values: Sequence[Any], topology: Topology) -> Any:
       InvalidArgumentError: the pytrees, or shapes beyond dim 0, differ.
     """
     is_leaf = lambda x: x is None  # noqa: E731
-    flat = [jax.tree.flatten(v, is_leaf=is_leaf) for v in values]
+    flat: list[tuple[list[Any], Any]] = [jax.tree.flatten(v, is_leaf=is_leaf) for v in values]
     trees = [tree for _, tree in flat]
     if any(tree != trees[0] for tree in trees):
-        raise InvalidArgumentError("value_fn", f"it returned the structures {trees[0]} and {next(t for t in trees if t != trees[0])}.", "one structure for all replicas")
+        raise InvalidArgumentError(
+            "value_fn",
+            f"it returned the structures {trees[0]} and {next(t for t in trees if t != trees[0])}.",
+            "one structure for all replicas",
+        )
     return trees[0].unflatten([_stack(parts, topology) for parts in zip(*(leaves for leaves, _ in flat), strict=True)])
 
 
@@ -172,7 +189,9 @@ def _stack(parts: Sequence[Any], topology: Topology) -> PerReplica:
     if len(shapes) == 1:
         return PerReplica(_put(np.stack(arrays), topology))
     if len({s[1:] for s in shapes}) > 1 or () in shapes:
-        raise InvalidArgumentError("value_fn", f"it returned arrays of shapes {sorted(shapes)}.", "shapes that agree beyond dim 0")
+        raise InvalidArgumentError(
+            "value_fn", f"it returned arrays of shapes {sorted(shapes)}.", "shapes that agree beyond dim 0"
+        )
     longest = max(len(a) for a in arrays)
     mask = np.arange(longest)[None, :] < np.array([len(a) for a in arrays])[:, None]
     padded = [np.concatenate([a, np.zeros((longest - len(a), *a.shape[1:]), a.dtype)]) for a in arrays]

@@ -22,7 +22,7 @@ from phalanx.replicate import trace_run
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.reduction import Axis, gather_leaf, reduce_leaf
 from phalanx.topology import Topology, device_name
-from phalanx.values import DistributedValues, Mirrored, PerReplica, map_leaves
+from phalanx.values import DistributedValues, Mirrored, PerReplica, flatten, is_distributed, map_leaves
 from phalanx.variables import components_of
 
 
@@ -136,19 +136,31 @@ class Strategy(ABC):
           >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
           >>> def fn(x):
           ...     return x * phalanx.get_replica_context().replica_id_in_sync_group
-          >>> strategy.run(fn, args=(10.0,)).values
-          (Array(0., dtype=float32), Array(10., dtype=float32))
+          >>> [float(x) for x in strategy.run(fn, args=(10.0,)).values]
+          [0.0, 10.0]
         """
         if not isinstance(args, (list, tuple)):
-            raise InvalidArgumentError(f"args={args!r}", "positional arguments must be a list or a tuple.", f"args=({args!r},)")
-        context.require_cross_replica("Strategy.run", self, "call the function itself: you are inside a replica already")
+            raise InvalidArgumentError(
+                f"args={args!r}", "positional arguments must be a list or a tuple.", f"args=({args!r},)"
+            )
+        context.require_cross_replica(
+            "Strategy.run", self, "call the function itself: you are inside a replica already"
+        )
         scope = lifting.innermost()
         if scope is None:
             return self.execute(fn, tuple(args), kwargs or {}, options or RunOptions())
         if scope.mapped:
-            raise ContextError("Strategy.run in merge_call", "the replicas are running already.", "strategy.reduce or strategy.extended.update")
+            raise ContextError(
+                "Strategy.run in merge_call",
+                "the replicas are running already.",
+                "strategy.reduce or strategy.extended.update",
+            )
         if options is not None and options.eager:
-            raise ContextError("RunOptions(eager=True) in phalanx.function", "the step around it is compiled.", "call strategy.run outside phalanx.function")
+            raise ContextError(
+                "RunOptions(eager=True) in phalanx.function",
+                "the step around it is compiled.",
+                "call strategy.run outside phalanx.function",
+            )
         return trace_run(self, fn, args, kwargs or {}, scope)
 
     @final
@@ -179,7 +191,9 @@ class Strategy(ABC):
           1.75
         """
         op = ReduceOp.parse(reduce_op)
-        context.require_cross_replica("Strategy.reduce", self, f'phalanx.get_replica_context().all_reduce("{op.value}", value)')
+        context.require_cross_replica(
+            "Strategy.reduce", self, f'phalanx.get_replica_context().all_reduce("{op.value}", value)'
+        )
         leaf = lambda x: reduce_leaf(op, self._content(x), axis, self.num_replicas_in_sync)  # noqa: E731
         if axis is None and self.num_replicas_in_sync == 1:
             return map_leaves(leaf, value)
@@ -210,12 +224,18 @@ class Strategy(ABC):
           Array([0., 0., 1., 1.], dtype=float32)
         """
         context.require_cross_replica("Strategy.gather", self, "phalanx.get_replica_context().all_gather(value, axis)")
-        padded = [x.rows for x in jax.tree.leaves(value, is_leaf=_is_distributed) if isinstance(x, PerReplica) and x.rows]
+        padded = [
+            x.rows for x in jax.tree.leaves(value, is_leaf=is_distributed) if isinstance(x, PerReplica) and x.rows
+        ]
         if padded and lifting.innermost() is not None:
-            raise ContextError("Strategy.gather of a padded batch in phalanx.function", "no program knows how many rows are real.", "gather outside phalanx.function")
+            raise ContextError(
+                "Strategy.gather of a padded batch in phalanx.function",
+                "no program knows how many rows are real.",
+                "gather outside phalanx.function",
+            )
         leaf = lambda x: gather_leaf(x, axis, self.num_replicas_in_sync)  # noqa: E731
         whole = self._in_program(("gather", axis), lambda v: map_leaves(leaf, v), value)
-        return jax.tree.map(_real_rows, value, whole, is_leaf=_is_distributed) if padded else whole
+        return jax.tree.map(_real_rows, value, whole, is_leaf=is_distributed) if padded else whole
 
     @final
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -231,7 +251,7 @@ class Strategy(ABC):
             value = self._variable_components(value)
         if isinstance(value, DistributedValues):
             return value.values
-        leaves, tree = jax.tree.flatten(value, is_leaf=_is_distributed)
+        leaves, tree = flatten(value)
         if not any(isinstance(x, DistributedValues) for x in leaves):
             return (value,)
         n = self.num_replicas_in_sync
@@ -253,7 +273,9 @@ class Strategy(ABC):
           ContextError: called in replica context.
           InvalidArgumentError: the replicas' pytrees, or shapes beyond dim 0, differ.
         """
-        context.require_cross_replica("experimental_distribute_values_from_function", self, "compute the value in the replica function")
+        context.require_cross_replica(
+            "experimental_distribute_values_from_function", self, "compute the value in the replica function"
+        )
         n = self.num_replicas_in_sync
         values = [value_fn(ValueContext(i, n)) for i in range(n)]
         return values[0] if self.topology is None or n == 1 else distribute_values(values, self.topology)
@@ -277,7 +299,9 @@ class Strategy(ABC):
           InputError: data that cannot be split.
           ContextError: called in replica context.
         """
-        context.require_cross_replica("experimental_distribute_dataset", self, "distribute the dataset outside the replica function")
+        context.require_cross_replica(
+            "experimental_distribute_dataset", self, "distribute the dataset outside the replica function"
+        )
         return DistributedDataset(dataset, self.topology, batch_size=batch_size)
 
     @final
@@ -295,7 +319,9 @@ class Strategy(ABC):
         Raises:
           ContextError: called in replica context.
         """
-        context.require_cross_replica("Strategy.replicate", self, "return phalanx.Mirrored(tree) from the replica function")
+        context.require_cross_replica(
+            "Strategy.replicate", self, "return phalanx.Mirrored(tree) from the replica function"
+        )
         return Mirrored(tree if self.topology is None else jax.device_put(tree, self.topology.replicated))
 
     def _in_program(self, key: Any, fn: Callable[[Any], Any], value: Any) -> Any:
@@ -320,7 +346,9 @@ class Strategy(ABC):
         return Mirrored(jnp.copy(variable.value)) if parts is None else PerReplica(jnp.copy(parts))
 
     def __copy__(self) -> NoReturn:
-        raise ContextError(f"copy.copy({self!r})", "two strategies would share the same programs.", "make another strategy")
+        raise ContextError(
+            f"copy.copy({self!r})", "two strategies would share the same programs.", "make another strategy"
+        )
 
     def __repr__(self) -> str:
         names = [] if self.topology is None else list(map(device_name, self.topology.devices))
@@ -352,19 +380,24 @@ def _require_enterable(strategy: Strategy) -> None:
         return
     mode = context.current()
     if mode.strategy is not strategy and strategy.topology is None:
-        raise ContextError("the default strategy's scope", f"inside the scope of {mode.strategy!r}.", "leave that scope first")
+        raise ContextError(
+            "the default strategy's scope", f"inside the scope of {mode.strategy!r}.", "leave that scope first"
+        )
     if mode.strategy is not strategy:
-        raise MixedStrategyError(f"the scope of {strategy!r}", f"inside that of {mode.strategy!r}; one strategy at a time.", "leave the other scope first")
+        raise MixedStrategyError(
+            f"the scope of {strategy!r}",
+            f"inside that of {mode.strategy!r}; one strategy at a time.",
+            "leave the other scope first",
+        )
     if mode.replica is not None:
-        raise ContextError("Strategy.scope in replica context", "it is for cross-replica context.", "phalanx.get_replica_context().merge_call(fn)")
-
-
-def _is_distributed(value: object) -> bool:
-    return isinstance(value, DistributedValues)
+        raise ContextError(
+            "Strategy.scope in replica context",
+            "it is for cross-replica context.",
+            "phalanx.get_replica_context().merge_call(fn)",
+        )
 
 
 def _real_rows(value: Any, whole: Any) -> Any:
     if not isinstance(value, PerReplica) or value.rows is None:
         return whole
     return whole[np.flatnonzero(np.asarray(value.rows.mask))]
-

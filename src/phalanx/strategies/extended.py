@@ -31,7 +31,9 @@ class StrategyExtended:
     def __init__(self, strategy: "Strategy") -> None:
         self._strategy = strategy
 
-    def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None) -> Any:
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
+    ) -> Any:
         """Reduces a per-replica value and leaves the result with every replica.
 
         Args:
@@ -57,11 +59,15 @@ class StrategyExtended:
     ) -> list[Any]:
         """Reduces several values at once, which lets them share buffers. See `reduce_to`."""
         op = ReduceOp.parse(reduce_op)
-        context.require_cross_replica("reduce_to", self._strategy, f'get_replica_context().all_reduce("{op.value}", value)')
+        context.require_cross_replica(
+            "reduce_to", self._strategy, f'get_replica_context().all_reduce("{op.value}", value)'
+        )
         for _, destinations in value_destination_pairs:
             if destinations is None or isinstance(destinations, (list, tuple)):
                 raise InvalidArgumentError(
-                    f"destinations={destinations!r}", "must be a value, a variable or a device name.", "destinations=value"
+                    f"destinations={destinations!r}",
+                    "must be a value, a variable or a device name.",
+                    "destinations=value",
                 )
         values = [v for v, _ in value_destination_pairs]
         ops, n = self._strategy.cross_device_ops, self._strategy.num_replicas_in_sync
@@ -80,12 +86,19 @@ class StrategyExtended:
             return tensor
         return self._strategy.replicate(tensor)
 
-    def call_for_each_replica(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """`Strategy.run` under its older name."""
         return self._strategy.run(fn, args, kwargs)
 
     def update(
-        self, var: keras.Variable, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, group: bool = True
+        self,
+        var: keras.Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
     ) -> Any:
         """Calls `fn(var, *args, **kwargs)` in update context, where assignments are free.
 
@@ -141,7 +154,11 @@ class StrategyExtended:
         """The names of the devices that run replicas, in replica order."""
         topology = self._strategy.topology
         if topology is None:
-            raise ContextError("worker_devices of the default strategy", "it does not place anything.", 'phalanx.OneDeviceStrategy("cpu:0")')
+            raise ContextError(
+                "worker_devices of the default strategy",
+                "it does not place anything.",
+                'phalanx.OneDeviceStrategy("cpu:0")',
+            )
         return tuple(map(device_name, topology.devices))
 
     @property

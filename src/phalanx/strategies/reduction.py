@@ -95,7 +95,11 @@ def _dims(axis: Axis, ndim: int) -> tuple[int, ...]:
 
 def _numbers(data: Any) -> jax.Array:
     if isinstance(data, tuple):
-        raise ReduceOpError(f"reduce of PerReplica({data!r})", "its components are not arrays of numbers.", "experimental_local_results(value)")
+        raise ReduceOpError(
+            f"reduce of PerReplica({data!r})",
+            "its components are not arrays of numbers.",
+            "experimental_local_results(value)",
+        )
     return primitives.to_array(data)
 
 

@@ -28,7 +28,9 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         if DefaultStrategy._instance is not None:
-            raise ContextError("DefaultStrategy()", "there is one default strategy only.", "phalanx.get_strategy() outside all scopes")
+            raise ContextError(
+                "DefaultStrategy()", "there is one default strategy only.", "phalanx.get_strategy() outside all scopes"
+            )
         super().__init__()
         DefaultStrategy._instance = self
         self._with_tape: set[types.CodeType] = set()
@@ -53,7 +55,9 @@ class DefaultStrategy(Strategy):
         return super().execute(fn, args, kwargs, options)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise ContextError("copy.deepcopy of the default strategy", "there is one default strategy only.", "phalanx.get_strategy()")
+        raise ContextError(
+            "copy.deepcopy of the default strategy", "there is one default strategy only.", "phalanx.get_strategy()"
+        )
 
 
 @final
