@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phalanx: the tf.distribute.Strategy system on JAX and Keras 3."""
 
-from importlib.metadata import version
+from importlib.metadata import version as _version
 
 from phalanx import compat as compat  # First: it chooses the Keras backend.
 from phalanx import errors as errors
@@ -30,10 +30,11 @@ from phalanx.strategies.base import Strategy
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.mirrored import MirroredStrategy
 from phalanx.strategies.single import OneDeviceStrategy
-from phalanx.topology import REPLICA_AXIS, apply_environment, set_virtual_cpu_devices
+from phalanx.topology import REPLICA_AXIS, set_virtual_cpu_devices
+from phalanx.topology import apply_environment as _apply_environment
 from phalanx.values import DistributedValues, Mirrored, PerReplica
 
-__version__ = version("phalanx")
+__version__ = _version("phalanx")
 
 __all__ = [
     "REPLICA_AXIS",
@@ -71,4 +72,4 @@ __all__ = [
     "while_loop",
 ]
 
-apply_environment()
+_apply_environment()

@@ -80,7 +80,9 @@ class GradientTape:
         for variable in scope.pass_.found.variables:
             scope.entry(variable)
         entries = [e for e in scope.entries.values() if jnp.issubdtype(e.value.dtype, jnp.floating)]
-        values = markers.enter_p.bind(*(e.value for e in entries), tape=self._number)
+        values = [e.value for e in entries]
+        if scope.pass_.marks_tapes:
+            values = markers.enter_p.bind(*values, tape=self._number)
         for entry, value in zip(entries, values, strict=True):
             entry.value = value
             self._entered[id(entry.variable)] = (entry.variable, value)
@@ -88,7 +90,7 @@ class GradientTape:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._recording = False
-        if kind is None:
+        if kind is None and self._scope is not None and self._scope.pass_.marks_tapes:
             markers.leave_p.bind(tape=self._number)
 
     def watch(self, tensor: Any) -> None:
@@ -112,7 +114,8 @@ class GradientTape:
                     "it is not a floating array of the traced step.",
                     "pass it to the step as an argument, or compute it there",
                 )
-            markers.watch_p.bind(leaf, tape=self._number)
+            if self._scope is not None and self._scope.pass_.marks_tapes:
+                markers.watch_p.bind(leaf, tape=self._number)
             self._watched.append(leaf)
 
     def watched_variables(self) -> tuple[keras.Variable, ...]:

@@ -205,6 +205,13 @@ def _init(original: Callable[..., Any], self: Variable, initializer: Any, *args:
     original(self, lambda shape, dtype: keras.ops.convert_to_tensor(value, dtype=dtype), *args[3:], **given)
 
 
+@_extend(Variable, "assign")
+def _assign(original: Callable[..., Any], self: Variable, value: Any) -> Any:
+    # Keras returns what it was given, which is not what the replicas' values were combined to.
+    result, scope = original(self, value), lift_scope()
+    return result if scope is None else scope.get_current_value(self)
+
+
 @_extend(Variable, "assign_add")
 def _assign_add(original: Callable[..., Any], self: Variable, value: Any) -> Any:
     # Keras turns it into an assign of the sum, which a sum over replicas would count once for each replica.

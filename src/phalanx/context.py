@@ -229,12 +229,25 @@ def get_strategy() -> "Strategy":
 
 
 def has_strategy() -> bool:
-    """Returns whether a strategy other than the default one is current. May be called in any context."""
+    """Returns whether a strategy other than the default one is current. May be called in any context.
+
+    Example:
+      >>> import phalanx
+      >>> with phalanx.OneDeviceStrategy("cpu:0").scope():
+      ...     phalanx.has_strategy()
+      True
+    """
     return get_strategy() is not _default[0].strategy
 
 
 def in_cross_replica_context() -> bool:
-    """Returns whether this code runs for all replicas: in a scope or a merge function. May be called in any context."""
+    """Returns whether this code runs for all replicas: in a scope or a merge function. May be called in any context.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.in_cross_replica_context()
+      False
+    """
     return current().replica is None
 
 
@@ -256,6 +269,13 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
 
     Raises:
       ContextError: called inside a `strategy.scope()` or a replica function.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.experimental_set_strategy(phalanx.OneDeviceStrategy("cpu:0"))
+      >>> phalanx.get_strategy()
+      OneDeviceStrategy(['cpu:0'])
+      >>> phalanx.experimental_set_strategy(None)
     """
     if any(not mode.was_set for mode in _stack.get()):
         raise ContextError(

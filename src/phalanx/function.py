@@ -19,7 +19,7 @@ from phalanx.replicate import build_program, discover_program
 from phalanx.structure import Structure, take_apart
 from phalanx.topology import Topology, dispatch_lock
 from phalanx.values import RowMask
-from phalanx.variables import Combine, Slot, describe, policy_of, slot_of
+from phalanx.variables import Slot, describe, initial_components, policy_of, slot_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -261,10 +261,7 @@ class Program:
         if slot.components is not None:
             return slot.components
         assert self._topology is not None
-        n = self._topology.num_replicas
-        parts = np.stack([np.asarray(aggregate)] * n)
-        if policy_of(variable).combine is Combine.SUM:
-            parts[1:] = 0
+        parts = initial_components(variable, aggregate, self._topology.num_replicas)
         return jax.device_put(parts, self._topology.per_replica)
 
     def _write_back(self, values: list[Any], parts: list[Any]) -> None:

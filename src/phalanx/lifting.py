@@ -22,7 +22,7 @@ from jax.extend import core as jex
 from typing_extensions import override
 
 from phalanx import compat, context, markers
-from phalanx.collectives import primitives
+from phalanx.collectives import packing, primitives
 from phalanx.compat import Variable
 from phalanx.errors import NestedWriteError, TraceError, VariableError
 from phalanx.options import ReduceOp
@@ -76,9 +76,15 @@ class NeedsProgram(BaseException):
 
 
 class AbstractPass(ABC):
-    """One pass over one function."""
+    """One pass over one function.
+
+    Attributes:
+      found: what is known about the function.
+      marks_tapes: whether tapes leave markers; in an eager execution the gradients are known already.
+    """
 
     found: Discovery
+    marks_tapes = True
 
     @abstractmethod
     def initial(self, variable: Variable) -> Any:
@@ -137,6 +143,7 @@ class Building(AbstractPass):
     def __init__(self, found: Discovery, values: Sequence[Any], gradients: Sequence[list[Any]] | None = None) -> None:
         self.found = found
         self._recorded = None if gradients is None else iter(gradients)
+        self.marks_tapes = gradients is None
         self._values = {id(v): x for v, x in zip(found.variables, values, strict=True)}
         self._gradients = iter(found.connected)
         self._runs = iter(found.runs)
@@ -230,13 +237,18 @@ class LiftScope(compat.AbstractLiftScope):
 
     @override
     def get_current_value(self, variable: Variable) -> Any:
-        return self.entry(variable).value
+        entry = self.entry(variable)
+        if self.mapped and context.in_cross_replica_context() and (entry.diverged or entry.policy.on_read):
+            return combine([entry])[0]
+        return entry.value
 
     @override
     def add_update(self, update: tuple[Variable, Any]) -> None:
         variable, value = update
         entry = self._writable(variable)
         entry.value, entry.components = self._combined(entry, value), None
+        if self.mapped and context.in_cross_replica_context():
+            entry.diverged = False
 
     @override
     def add_delta(self, variable: Variable, delta: Any) -> Any:
@@ -319,6 +331,21 @@ class LiftScope(compat.AbstractLiftScope):
             return primitives.broadcast(value, replicas)
         op = ReduceOp.SUM if entry.policy.combine is Combine.SUM else ReduceOp.MEAN
         return primitives.all_reduce(op, value, replicas).astype(value.dtype)
+
+
+def combine(entries: Sequence[Entry]) -> list[Any]:
+    """Makes one value of what each replica holds of some variables, through one shared buffer a dtype."""
+    prepared = []
+    for e in entries:
+        x = e.value.astype(jnp.int32) if e.value.dtype == jnp.bool_ else e.value
+        prepared.append(primitives.only_on(0, x) if e.policy.combine is Combine.FIRST else x)
+    packs = packing.by_bytes([str(x.dtype) for x in prepared], [x.nbytes for x in prepared], 0)
+    sums = primitives.packed(lambda buffers: list(lax.psum(buffers, REPLICA_AXIS)), prepared, packs)
+    divisor = lax.axis_size(REPLICA_AXIS)
+    return [
+        (s / divisor if e.policy.combine is Combine.MEAN else s).astype(e.value.dtype)
+        for e, s in zip(entries, sums, strict=True)
+    ]
 
 
 def first_component(policy: Policy, value: Any) -> Any:

@@ -13,12 +13,19 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from phalanx import context, markers
-from phalanx.collectives import packing, primitives
 from phalanx.context import Mode, ReplicaContext
-from phalanx.lifting import Building, Discovering, Discovery, DiscoveryMismatch, Entry, LiftScope, first_component
+from phalanx.lifting import (
+    Building,
+    Discovering,
+    Discovery,
+    DiscoveryMismatch,
+    Entry,
+    LiftScope,
+    combine,
+    first_component,
+)
 from phalanx.topology import REPLICA_AXIS
 from phalanx.values import Mirrored, PerReplica, RowMask, flatten
-from phalanx.variables import Combine
 
 if TYPE_CHECKING:
     from phalanx.strategies.base import Strategy
@@ -226,20 +233,11 @@ def _written(scope: LiftScope, found: Discovery) -> list[Entry]:
 
 
 def _combine_at_boundary(entries: list[Entry]) -> list[Any]:
-    """Makes one value of what each replica wrote, through one shared buffer a dtype."""
+    """Returns the values that a program stores: one for all replicas of each variable."""
     diverged = [e for e in entries if e.diverged or e.policy.on_read]
     if not diverged:
         return [e.value for e in entries]
-    prepared = []
-    for e in diverged:
-        x = e.value.astype(jnp.int32) if e.value.dtype == jnp.bool_ else e.value
-        prepared.append(primitives.only_on(0, x) if e.policy.combine is Combine.FIRST else x)
-    packs = packing.by_bytes([str(x.dtype) for x in prepared], [x.nbytes for x in prepared], 0)
-    sums = primitives.packed(lambda buffers: list(lax.psum(buffers, REPLICA_AXIS)), prepared, packs)
-    combined = {}
-    for e, total in zip(diverged, sums, strict=True):
-        mean = total / lax.axis_size(REPLICA_AXIS) if e.policy.combine is Combine.MEAN else total
-        combined[id(e)] = mean.astype(e.value.dtype)
+    combined = dict(zip(map(id, diverged), combine(diverged), strict=True))
     return [combined.get(id(e), e.value) for e in entries]
 
 

@@ -153,6 +153,16 @@ class ReplicaLocal(DistributedValues):
             "strategy.reduce(op, value, axis=None), or get_replica_context().all_gather(value, axis=0) before merge_call",
         )
 
+    def __jax_array__(self) -> Any:
+        raise ContextError(
+            "a value inside merge_call used as an array",
+            "each replica holds its own component of it.",
+            "strategy.reduce(op, value, axis=None), or strategy.extended.reduce_to(op, value, variable)",
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.__jax_array__()
+
     def __repr__(self) -> str:
         return f"ReplicaLocal({self.value!r})"
 

@@ -142,6 +142,13 @@ class IdentityMap(Generic[T]):
         self._items.pop(id(variable), None)
 
 
+def initial_components(variable: Variable, value: Any, num_replicas: int) -> Any:
+    """Returns what the replicas hold of an on-read variable whose combined value is `value`, `(num_replicas, ...)`."""
+    if policy_of(variable).combine is not Combine.SUM:
+        return jnp.stack([value] * num_replicas)
+    return jnp.stack([value] + [jnp.zeros_like(value)] * (num_replicas - 1))
+
+
 class Slot:
     """What the engine remembers of one variable between programs.
 

@@ -23,7 +23,7 @@ from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.reduction import Axis, gather_leaf, reduce_leaf
 from phalanx.topology import Topology, device_name
 from phalanx.values import DistributedValues, Mirrored, PerReplica, flatten, is_distributed, map_leaves
-from phalanx.variables import components_of
+from phalanx.variables import components_of, initial_components, policy_of
 
 
 class Strategy(ABC):
@@ -194,7 +194,8 @@ class Strategy(ABC):
         context.require_cross_replica(
             "Strategy.reduce", self, f'phalanx.get_replica_context().all_reduce("{op.value}", value)'
         )
-        leaf = lambda x: reduce_leaf(op, self._content(x), axis, self.num_replicas_in_sync)  # noqa: E731
+        value = map_leaves(self._content, value)
+        leaf = lambda x: reduce_leaf(op, x, axis, self.num_replicas_in_sync)  # noqa: E731
         if axis is None and self.num_replicas_in_sync == 1:
             return map_leaves(leaf, value)
         return self._in_program(("reduce", op, axis), lambda v: map_leaves(leaf, v), value)
@@ -248,7 +249,10 @@ class Strategy(ABC):
           One value, or one pytree, for each local replica; `(value,)` for a value that is not distributed.
         """
         if isinstance(value, keras.Variable):
-            value = self._variable_components(value)
+            value = self._content(value)
+            # Copies, for the next step is given the arrays themselves.
+            mirrored = not isinstance(value, PerReplica) and self.num_replicas_in_sync > 1
+            value = Mirrored(jnp.copy(value)) if mirrored else jax.tree.map(jnp.copy, value)
         if isinstance(value, DistributedValues):
             return value.values
         leaves, tree = flatten(value)
@@ -331,19 +335,14 @@ class Strategy(ABC):
             return self._programs.call((*key, "verb"), fn, (value,), {})
 
     def _content(self, value: Any) -> Any:
-        """Returns a variable as the distributed value it is."""
+        """Returns a variable as the distributed value it is; other values as they are."""
         if not isinstance(value, keras.Variable):
             return value
-        scope = lifting.innermost()
+        n, scope = self.num_replicas_in_sync, lifting.innermost()
+        if n == 1 or not policy_of(value).on_read or (scope is not None and scope.mapped):
+            return value.value
         parts = components_of(value) if scope is None else scope.entry(value).components
-        return value.value if parts is None else PerReplica(parts)
-
-    def _variable_components(self, variable: keras.Variable) -> Any:
-        parts = components_of(variable)
-        # Copies, for the next step is given the arrays themselves.
-        if self.num_replicas_in_sync == 1:
-            return jnp.copy(variable.value)
-        return Mirrored(jnp.copy(variable.value)) if parts is None else PerReplica(jnp.copy(parts))
+        return PerReplica(initial_components(value, value.value, n) if parts is None else parts)
 
     def __copy__(self) -> NoReturn:
         raise ContextError(

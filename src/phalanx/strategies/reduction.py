@@ -104,5 +104,5 @@ def _numbers(data: Any) -> jax.Array:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = f"an array {value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else repr(value)
     return text if len(text) < 60 else f"{text[:57]}..."
