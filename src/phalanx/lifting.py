@@ -42,6 +42,7 @@ class Discovery:
       runs: what was found in each `Strategy.run` inside, in order.
       optimizers: those that were applied.
       strategies: those whose `run` was called.
+      has_rows: for one `Strategy.run`, which of its results have one row for each row of a padded batch.
       eager: whether the second pass executes the function with real values instead of tracing it.
     """
 
@@ -52,6 +53,7 @@ class Discovery:
     runs: list["Discovery"] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
     strategies: list[Any] = field(default_factory=list)
+    has_rows: list[bool] = field(default_factory=list)
     eager: bool = False
 
     def take(self, scope: "LiftScope", jaxpr: jex.ClosedJaxpr) -> None:

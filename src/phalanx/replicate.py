@@ -66,10 +66,29 @@ class _Run:
     def mapped(self, scope: LiftScope) -> Any:
         """Several replicas: calls it under `shard_map`."""
         found = scope.pass_.next_run()
-        results, mirrored = self._discover(scope) if found is None else self._build(scope, found)
-        return self._rebuild(map(self._per_replica, results), map(Mirrored, mirrored))
+        if found is None:
+            results, mirrored = self._discover(scope)
+            found = scope.pass_.found.runs[-1]
+        else:
+            results, mirrored = self._build(scope, found)
+        rows = self._rows[0] if self._rows else None
+        wrapped = (PerReplica(x, rows if has else None) for x, has in zip(results, found.has_rows, strict=True))
+        return self._rebuild(wrapped, map(Mirrored, mirrored))
 
     def _discover(self, scope: LiftScope) -> Any:
+        inner, jaxpr, (results, mirrored) = self._trace_abstract(self._sharded)
+        found = inner.pass_.found
+        found.take(inner, jaxpr)
+        found.has_rows = self._find_rows(results)
+        scope.pass_.found.runs.append(found)
+        for variable, written in zip(found.variables, found.written, strict=True):
+            scope.entry(variable).written |= written
+        n = self._strategy.num_replicas_in_sync
+        zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+        return [jnp.zeros((n, *x.shape), x.dtype) for x in results], jax.tree.map(zeros, mirrored)
+
+    def _trace_abstract(self, sharded: list[Any]) -> tuple[LiftScope, Any, Any]:
+        """Traces one replica with abstract variables; returns its scope, its jaxpr, and the shapes of its results."""
         seen: list[Any] = []
 
         def body(sharded: Any, whole: Any) -> Any:
@@ -81,16 +100,29 @@ class _Run:
             seen.extend(jax.make_jaxpr(replica, return_shape=True)(_first(sharded), whole))
             return jnp.zeros((1,))
 
-        jax.eval_shape(self._shard_map(body, (True, False), True), self._sharded, self._whole)
-        inner, jaxpr, (results, mirrored) = seen
-        found = inner.pass_.found
-        found.take(inner, jaxpr)
-        scope.pass_.found.runs.append(found)
-        for variable, written in zip(found.variables, found.written, strict=True):
-            scope.entry(variable).written |= written
-        n = self._strategy.num_replicas_in_sync
-        zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
-        return [jnp.zeros((n, *x.shape), x.dtype) for x in results], jax.tree.map(zeros, mirrored)
+        jax.eval_shape(self._shard_map(body, (True, False), True), sharded, self._whole)
+        inner, jaxpr, shapes = seen
+        return inner, jaxpr, shapes
+
+    def _find_rows(self, results: list[Any]) -> list[bool]:
+        """Returns which results have one row for each row of a padded batch: those that grow with the batch."""
+        if len(self._rows) != 1:
+            return [False] * len(results)
+        rows = self._rows[0]
+        places = rows.mask.shape[1]
+        fits = [x.ndim > 0 and x.shape[0] == places for x in results]
+        if not any(fits):
+            return fits
+        padded = [x.rows is rows for x in self._of(PerReplica)] + [True]
+        longer = [
+            jax.ShapeDtypeStruct((x.shape[0], places + 1, *x.shape[2:]), x.dtype) if p else x
+            for x, p in zip(self._sharded, padded, strict=True)
+        ]
+        try:
+            _, _, (grown, _) = self._trace_abstract(longer)
+        except Exception:  # The function is written for this size of batch: the shape alone must tell.
+            return fits
+        return [f and len(g.shape) > 0 and g.shape[0] == places + 1 for f, g in zip(fits, grown, strict=True)]
 
     def _build(self, scope: LiftScope, found: Discovery) -> Any:
         entries = [scope.entry(v) for v in found.variables]
@@ -148,12 +180,6 @@ class _Run:
         arrays, same = iter(results), iter(mirrored)
         pick = lambda x: next(arrays) if _is_traced(x) else next(same) if isinstance(x, Mirrored) else x  # noqa: E731
         return tree.unflatten([pick(x) for x in leaves])
-
-    def _per_replica(self, array: Any) -> PerReplica:
-        # A result with one row for each row of a padded batch is padded in the same rows.
-        rows = self._rows[0] if len(self._rows) == 1 else None
-        fits = rows is not None and array.ndim > 1 and array.shape[1] == rows.mask.shape[1]
-        return PerReplica(array, rows if fits else None)
 
     def _shard_map(self, body: Callable[..., Any], ins: Sequence[bool], outs: Any) -> Callable[..., Any]:
         spec = lambda sharded: PartitionSpec(REPLICA_AXIS) if sharded else PartitionSpec()  # noqa: E731

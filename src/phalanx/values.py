@@ -185,9 +185,9 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 def _local_components(array: jax.Array) -> list[jax.Array]:
     shards = sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
-    if len(shards) == 1 and array.shape[0] != 1:
-        return [array[i] for i in range(array.shape[0])]
-    return [s.data[0] for s in shards]
+    if shards[0].data.shape[0] == 1:
+        return [s.data[0] for s in shards]
+    return [array[i] for i in range(array.shape[0])]
 
 
 def _copies(array: Any) -> list[Any]:

@@ -18,11 +18,7 @@ def by_count(dtypes: Sequence[str], sizes_bytes: Sequence[int], num_packs: int) 
     """
     if num_packs == 0:
         return [[i] for i in range(len(dtypes))]
-    packs = []
-    for group in _by_dtype(dtypes):
-        limit = sum(sizes_bytes[i] for i in group) / num_packs
-        packs += _greedy(group, sizes_bytes, limit)
-    return packs
+    return [pack for group in _by_dtype(dtypes) for pack in _even(group, sizes_bytes, num_packs)]
 
 
 def by_bytes(dtypes: Sequence[str], sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
@@ -43,7 +39,17 @@ def _by_dtype(dtypes: Sequence[str]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _greedy(group: list[int], sizes_bytes: Sequence[int], limit: float) -> list[list[int]]:
+def _even(group: list[int], sizes_bytes: Sequence[int], num_packs: int) -> list[list[int]]:
+    total = max(1, sum(sizes_bytes[i] for i in group))
+    packs: dict[int, list[int]] = {}
+    start = 0
+    for i in group:
+        packs.setdefault(min(num_packs - 1, start * num_packs // total), []).append(i)
+        start += sizes_bytes[i]
+    return list(packs.values())
+
+
+def _greedy(group: list[int], sizes_bytes: Sequence[int], limit: int) -> list[list[int]]:
     packs: list[list[int]] = [[]]
     filled = 0
     for i in group:

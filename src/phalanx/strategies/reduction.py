@@ -69,8 +69,8 @@ def _reduce_global(op: ReduceOp, data: jax.Array, axis: Axis, rows: RowMask | No
 
 def _reduce_local(op: ReduceOp, data: jax.Array, axis: Axis, rows: RowMask | None, num_replicas: int) -> jax.Array:
     dims = _dims(axis, data.ndim)
-    if rows is not None and 0 not in dims:
-        raise InputError(f"reduce(axis={axis!r})", "the components have different numbers of rows.", "axis=0")
+    # Here only the shape says that a value has rows, and a gradient may have it by chance.
+    rows = rows if 0 in dims else None
     if rows is not None:
         data = jnp.where(rows.mask.reshape((-1,) + (1,) * (data.ndim - 1)), data, 0)
     total = primitives.all_reduce(ReduceOp.SUM, data.sum(axis=dims) if dims else data, num_replicas)
