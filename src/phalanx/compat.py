@@ -5,6 +5,7 @@
 """
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +64,10 @@ class AbstractLiftScope(keras.StatelessScope):
         self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: Any
     ) -> None:
         """Aggregates gradients over the replicas, then lets `apply` update the variables."""
+        raise NotImplementedError
+
+    def example_mask(self) -> Any:
+        """Returns which rows of this replica's batch are real, or None for a batch without padding."""
         raise NotImplementedError
 
     def updating(self) -> AbstractContextManager[None]:
@@ -250,6 +255,32 @@ def _next_seed(original: Callable[..., Any], self: keras.random.SeedGenerator, *
     while scope is not None and not isinstance(scope, AbstractLiftScope):
         scope = scope.original_scope
     return seed if scope is None else scope.fold_seed(seed)
+
+
+def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *args: Any, **kwargs: Any) -> Any:
+    """Weighs the padded rows of a short batch with zero."""
+    scope = lift_scope()
+    mask = None if scope is None else scope.example_mask()
+    rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args)}
+    call = inspect.signature(original)
+    if mask is None or rows != {mask.shape} or "sample_weight" not in call.parameters:
+        return original(self, *args, **kwargs)
+    bound = call.bind(self, *args, **kwargs)
+    weight = jnp.asarray(1.0 if (given := bound.arguments.get("sample_weight")) is None else given)
+    bound.arguments["sample_weight"] = jnp.where(mask.reshape(mask.shape + (1,) * max(0, weight.ndim - 1)), weight, 0)
+    return original(*bound.args, **bound.kwargs)
+
+
+def _extend_metric(metric: type) -> None:
+    if "update_state" in vars(metric):
+        _extend(metric, "update_state")(_update_state)
+    others: list[type] = metric.__subclasses__()
+    for other in others:
+        _extend_metric(other)
+
+
+_extend_metric(keras.metrics.Metric)
+keras.metrics.Metric.__init_subclass__ = classmethod(lambda cls, **_: _extend_metric(cls))
 
 
 def _apply(original: Callable[..., None], self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:

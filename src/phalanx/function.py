@@ -41,6 +41,19 @@ class Function:
             return self._fn(*args, **kwargs)
         return self._programs.call(self._fn, self._fn, args, kwargs)
 
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Returns the program for these arguments without running it, for its text, its cost and its memory.
+
+        Source: the method of `jax.jit`.
+
+        Example:
+          >>> import phalanx
+          >>> step = phalanx.function(lambda x: x * 2)
+          >>> step.lower(1.0).compile().cost_analysis()["flops"]
+          1.0
+        """
+        return self._programs.lower(self._fn, args, kwargs)
+
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
@@ -118,6 +131,11 @@ class Programs:
             self._known.popitem(last=False)
         return result
 
+    def lower(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> jax.stages.Lowered:
+        """Returns the program of `fn(*args, **kwargs)` without running it."""
+        arguments = Arguments(args, kwargs)
+        return Program(fn, arguments, eager=False).lower(arguments)
+
     def _first_call(self, fn: Callable[..., Any], arguments: Arguments, eager: bool) -> tuple["Program", Any]:
         for attempt in range(2):
             program = Program(fn, arguments, eager=eager)
@@ -170,7 +188,8 @@ class Program:
         self._guard = self._python_state()
         self._output: Structure
         donate = () if self.found.has_callback else (0,)
-        self._execute = self._traced if eager else jax.jit(self._traced, donate_argnums=donate)
+        self._compiled = jax.jit(self._traced, donate_argnums=donate)
+        self._execute = self._traced if eager else self._compiled
 
     def fits(self) -> bool:
         """Whether the Python objects that shaped the program are as they were."""
@@ -179,7 +198,7 @@ class Program:
     def __call__(self, arguments: Arguments) -> Any:
         """Runs the program and stores what it wrote."""
         with dispatch_lock:
-            inputs = [self._placed(x, sharded) for x, sharded in zip(arguments.arrays, arguments.sharded, strict=True)]
+            inputs = self._inputs(arguments)
             donated, kept = self._gather()
             try:
                 flat, values, parts = self._execute(donated, kept, inputs)
@@ -191,6 +210,14 @@ class Program:
             del donated, kept
             self._write_back(values, parts)
         return self._output.join(flat, arguments.rows)
+
+    def lower(self, arguments: Arguments) -> jax.stages.Lowered:
+        """Returns the program as jax sees it."""
+        with dispatch_lock:
+            return self._compiled.lower(*self._gather(), self._inputs(arguments))
+
+    def _inputs(self, arguments: Arguments) -> list[Any]:
+        return [self._placed(x, sharded) for x, sharded in zip(arguments.arrays, arguments.sharded, strict=True)]
 
     def _call_abstract(self, arrays: list[Any]) -> None:
         args, kwargs, _ = self._rebuild(arrays)

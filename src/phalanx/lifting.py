@@ -290,6 +290,11 @@ class LiftScope(compat.AbstractLiftScope):
                 apply(grads, variables)
 
     @override
+    def example_mask(self) -> Any:
+        replica = context.get_replica_context()
+        return None if replica is None else replica.example_mask
+
+    @override
     @contextmanager
     def updating(self) -> Iterator[None]:
         self._free_writes += 1
