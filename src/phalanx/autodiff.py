@@ -11,7 +11,7 @@ import keras
 
 from phalanx import compat, lifting, markers
 from phalanx.control_flow import BodyScope
-from phalanx.errors import TapeError
+from phalanx.errors import InvalidArgumentError, TapeError
 from phalanx.lifting import Discovering, LiftScope, NeedsProgram
 from phalanx.values import flatten
 from phalanx.variables import describe
@@ -80,6 +80,7 @@ class GradientTape:
         for variable in scope.pass_.found.variables:
             scope.entry(variable)
         entries = [e for e in scope.entries.values() if jnp.issubdtype(e.value.dtype, jnp.floating)]
+        scope.values_change()
         values = [e.value for e in entries]
         if scope.pass_.marks_tapes:
             values = markers.enter_p.bind(*values, tape=self._number)
@@ -138,6 +139,7 @@ class GradientTape:
           A pytree like `sources`, with shapes and dtypes of the sources, or None for unconnected ones.
 
         Raises:
+          InvalidArgumentError: `unconnected_gradients` is neither of the two.
           TapeError: called twice on a tape that is not persistent, or outside the step of the tape.
 
         Source: tf.GradientTape.gradient.
@@ -186,7 +188,7 @@ class GradientTape:
 
     def _check_usable(self, unconnected_gradients: str) -> None:
         if unconnected_gradients not in ("none", "zero"):
-            raise TapeError(
+            raise InvalidArgumentError(
                 f"unconnected_gradients={unconnected_gradients!r}",
                 'must be "none" or "zero".',
                 'unconnected_gradients="zero"',

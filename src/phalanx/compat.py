@@ -52,8 +52,8 @@ class AbstractLiftScope(keras.StatelessScope):
         """Assigns `(variable, value)` inside the trace."""
         raise NotImplementedError
 
-    def add_delta(self, variable: Variable, delta: Any) -> Any:
-        """Adds `delta` to `variable` inside the trace and returns the new value."""
+    def add_delta(self, variable: Variable, delta: Any, *, negative: bool = False) -> Any:
+        """Adds `delta` to `variable` inside the trace, or subtracts it, and returns the new value."""
         raise NotImplementedError
 
     def fold_seed(self, seed: Any) -> Any:
@@ -151,6 +151,11 @@ def variable_layout(sharding: jax.sharding.NamedSharding) -> Iterator[None]:
         yield
 
 
+def set_variable_layout(sharding: jax.sharding.NamedSharding | None) -> None:
+    """Lets variables that are made from here on live in `sharding`, or where Keras puts them."""
+    keras.distribution.set_distribution(None if sharding is None else _Layout(sharding))
+
+
 def layout_of(variable: Variable) -> Any:
     """Returns the sharding with which `variable` was made, if it was made in a scope."""
     return variable._layout
@@ -227,7 +232,7 @@ def _assign_add(original: Callable[..., Any], self: Variable, value: Any) -> Any
 @_extend(Variable, "assign_sub")
 def _assign_sub(original: Callable[..., Any], self: Variable, value: Any) -> Any:
     scope = lift_scope()
-    return original(self, value) if scope is None else scope.add_delta(self, keras.ops.negative(value))
+    return original(self, value) if scope is None else scope.add_delta(self, value, negative=True)
 
 
 @_extend(Variable, "_direct_assign")

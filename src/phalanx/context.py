@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import numpy as np
 
+from phalanx import compat
 from phalanx.collectives import packing, primitives
 from phalanx.errors import ContextError, InputError, MixedStrategyError
 from phalanx.options import CommunicationOptions, ReduceOp
@@ -283,7 +284,9 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
             "must be called outside all scopes and replica functions.",
             "call it at the top of the script",
         )
-    _stack.set(() if strategy is None or strategy is _default[0].strategy else (Mode(strategy, None, was_set=True),))
+    topology = None if strategy is None else strategy.topology
+    compat.set_variable_layout(None if topology is None else topology.replicated)
+    _stack.set(() if strategy is None or topology is None else (Mode(strategy, None, was_set=True),))
 
 
 def require_cross_replica(method: str, strategy: "Strategy", hint: str) -> None:

@@ -2,10 +2,12 @@
 """Compiled programs: how they are found again, called, and how the variables get their new values."""
 
 import functools
+import inspect
 import types
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import jax
@@ -23,7 +25,6 @@ from phalanx.variables import Slot, describe, initial_components, policy_of, slo
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_KEPT_PROGRAMS = 256
 _NEW_FUNCTIONS_BEFORE_WARNING = 3
 
 
@@ -103,44 +104,61 @@ class Arguments:
 
 
 class Programs:
-    """The compiled programs of one `phalanx.function`, or of one strategy's `run`."""
+    """The compiled programs of one `phalanx.function`, or of one strategy.
+
+    They are kept for as long as the function they belong to, or the object whose method it is.
+    """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, list[Program]] = OrderedDict()
-        self._seen: dict[types.CodeType, set[int]] = {}
+        self._of_owner: weakref.WeakKeyDictionary[Any, dict[Hashable, list[Program]]] = weakref.WeakKeyDictionary()
+        self._called_once: dict[types.CodeType | None, int] = {}
 
-    def call(self, key: Hashable, fn: Callable[..., Any], args: Any, kwargs: Any, *, eager: bool = False) -> Any:
-        """Calls `fn(*args, **kwargs)` as a program; `key` says which function it is."""
+    def call(
+        self,
+        function: Any,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        key: Hashable = None,
+        eager: bool = False,
+    ) -> Any:
+        """Calls `fn(*args, **kwargs)` as a program.
+
+        Args:
+          function: what the program belongs to, and with `key` what tells it from others.
+          fn: what it does.
+          args: its arguments.
+          kwargs: its keyword arguments.
+          key: what else selects it.
+          eager: whether to execute the Python code instead of compiling it.
+        """
         arguments = Arguments(args, kwargs)
-        full_key = (key, arguments.key, context.get_strategy(), context.in_cross_replica_context(), eager)
-        known = self._known.setdefault(full_key, [])
-        self._known.move_to_end(full_key)
-        program = next((p for p in known if p.fits()), None)
-        if program is not None:
-            return program(arguments)
-        if not known:
-            self._warn_of_new_functions(key)
-        try:
-            program, result = self._first_call(fn, arguments, eager)
-        except BaseException:
-            if not known:
-                del self._known[full_key]
-            raise
-        known.append(program)
-        if len(self._known) > _KEPT_PROGRAMS:
-            self._known.popitem(last=False)
+        owner, name = (function.__self__, function.__func__) if inspect.ismethod(function) else (function, None)
+        programs = self._of_owner.get(owner)
+        if programs is None:
+            self._warn_of_new_functions(function)
+            programs = self._of_owner[owner] = {}
+        full_key = (name, key, arguments.key, context.get_strategy(), context.in_cross_replica_context(), eager)
+        known = programs.get(full_key, ())
+        for program in known:
+            if program.fits():
+                self._called_once.pop(_code_of(function), None)
+                return program(fn, arguments)
+        program, result = self._first_call(fn, arguments, eager)
+        programs[full_key] = [*known, program]
         return result
 
     def lower(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> jax.stages.Lowered:
         """Returns the program of `fn(*args, **kwargs)` without running it."""
         arguments = Arguments(args, kwargs)
-        return Program(fn, arguments, eager=False).lower(arguments)
+        return Program(fn, arguments, eager=False).lower(fn, arguments)
 
     def _first_call(self, fn: Callable[..., Any], arguments: Arguments, eager: bool) -> tuple["Program", Any]:
         for attempt in range(2):
             program = Program(fn, arguments, eager=eager)
             try:
-                return program, program(arguments)
+                return program, program(fn, arguments)
             except DiscoveryMismatch as e:
                 if attempt:
                     raise TraceError(
@@ -150,14 +168,12 @@ class Programs:
                     ) from None
         raise AssertionError("unreachable")
 
-    def _warn_of_new_functions(self, key: Hashable) -> None:
-        fn = key[1] if isinstance(key, tuple) else key
-        code = getattr(fn, "__code__", None)
+    def _warn_of_new_functions(self, function: Any) -> None:
+        code = _code_of(function)
         if code is None:
             return
-        seen = self._seen.setdefault(code, set())
-        seen.add(id(fn))
-        if len(seen) == _NEW_FUNCTIONS_BEFORE_WARNING:
+        self._called_once[code] = times = self._called_once.get(code, 0) + 1
+        if times == _NEW_FUNCTIONS_BEFORE_WARNING:
             warnings.warn(
                 f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) is made anew for each call, so it is "
                 "compiled each time. HINT: define it once, outside the loop, and pass what changes as arguments.",
@@ -176,7 +192,8 @@ class Program:
     """
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments, *, eager: bool) -> None:
-        self._fn, self._eager = fn, eager
+        self._fn: Callable[..., Any] | None = fn
+        self._eager = eager
         self._structure, self._num_rows = arguments.structure, len(arguments.rows)
         self.found = discover_program(self._call_abstract, arguments.arrays, eager=eager)
         self._topology = _topology_of(self.found)
@@ -190,14 +207,16 @@ class Program:
         donate = () if self.found.has_callback else (0,)
         self._compiled = jax.jit(self._traced, donate_argnums=donate)
         self._execute = self._traced if eager else self._compiled
+        # Not kept: the function lives as long as its owner wants, and its programs as long as the function.
+        self._fn = None
 
     def fits(self) -> bool:
         """Whether the Python objects that shaped the program are as they were."""
         return self._guard == self._python_state()
 
-    def __call__(self, arguments: Arguments) -> Any:
-        """Runs the program and stores what it wrote."""
-        with dispatch_lock:
+    def __call__(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
+        """Runs the program of `fn` and stores what it wrote."""
+        with dispatch_lock, self._tracing(fn):
             inputs = self._inputs(arguments)
             donated, kept = self._gather()
             try:
@@ -211,16 +230,26 @@ class Program:
             self._write_back(values, parts)
         return self._output.join(flat, arguments.rows)
 
-    def lower(self, arguments: Arguments) -> jax.stages.Lowered:
-        """Returns the program as jax sees it."""
-        with dispatch_lock:
+    def lower(self, fn: Callable[..., Any], arguments: Arguments) -> jax.stages.Lowered:
+        """Returns the program of `fn` as jax sees it."""
+        with dispatch_lock, self._tracing(fn):
             return self._compiled.lower(*self._gather(), self._inputs(arguments))
+
+    @contextmanager
+    def _tracing(self, fn: Callable[..., Any]) -> Iterator[None]:
+        """Lets jax trace `fn`, should it need to."""
+        self._fn = fn
+        try:
+            yield
+        finally:
+            self._fn = None
 
     def _inputs(self, arguments: Arguments) -> list[Any]:
         return [self._placed(x, sharded) for x, sharded in zip(arguments.arrays, arguments.sharded, strict=True)]
 
     def _call_abstract(self, arrays: list[Any]) -> None:
         args, kwargs, _ = self._rebuild(arrays)
+        assert self._fn is not None
         self._fn(*args, **kwargs)
 
     def _rebuild(self, arrays: Sequence[Any]) -> tuple[Any, Any, list[RowMask]]:
@@ -245,6 +274,7 @@ class Program:
 
     def _flat_call(self, args: Any, kwargs: Any, rows: list[RowMask]) -> Callable[[], list[Any]]:
         def call() -> list[Any]:
+            assert self._fn is not None
             parts = take_apart(self._fn(*args, **kwargs), lambda x: isinstance(x, jax.Array), rows)
             self._output = parts.structure
             return parts.arrays
@@ -278,6 +308,10 @@ class Program:
 
     def _adopt(self, variable: compat.Variable, slot: Slot, array: Any) -> Any:
         """Places a value that was assigned from outside, or was made outside the scope, on the program's devices."""
+        if isinstance(array, jax.Array) and array.weak_type:
+            # Made of a Python number. What a program returns is not weakly typed, and would be compiled for again.
+            array = jax.lax.convert_element_type(array, array.dtype)
+            compat.set_raw_value(variable, array)
         if self._topology is not None:
             array = jax.device_put(array, self._topology.replicated)
             compat.set_raw_value(variable, array)
@@ -332,6 +366,10 @@ class _Identities(list[Any]):
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _code_of(function: Any) -> types.CodeType | None:
+    return getattr(function, "__code__", None)
 
 
 def _topology_of(found: Discovery) -> Topology | None:

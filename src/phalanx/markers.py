@@ -8,6 +8,7 @@ Tapes that record the same equations share one linearization; a tape inside anot
 higher orders. The flops are those of a hand-written `jax.grad`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,12 +51,22 @@ def first_value(shape: Sequence[int], dtype: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Gradient:
-    """One gradient marker: where it is, and the equations [start, end) its tape recorded for it."""
+    """One gradient marker.
+
+    Args:
+      at: the equation it is.
+      tape: the number of its tape.
+      targets: those of its targets that were computed before its tape was left.
+      cotangents: for each, the place of its cotangent among the equation's inputs; empty for ones.
+      sources: its sources.
+      start: the first equation that its tape recorded.
+      end: the equation behind the last one.
+    """
 
     at: int
     tape: int
     targets: tuple[Any, ...]
-    cotangents: tuple[Any, ...]
+    cotangents: tuple[int, ...]
     sources: tuple[Any, ...]
     start: int
     end: int
@@ -63,6 +74,11 @@ class _Gradient:
     @property
     def keys(self) -> list[Key]:
         return [(self.tape, source) for source in self.sources]
+
+
+def has_tapes(jaxpr: Jaxpr) -> bool:
+    """Returns whether a tape was entered while `jaxpr` was traced."""
+    return any(eqn.primitive is enter_p for eqn in jaxpr.eqns)
 
 
 def gradients_of(jaxpr: Jaxpr) -> list[_Gradient]:
@@ -78,9 +94,11 @@ def gradients_of(jaxpr: Jaxpr) -> list[_Gradient]:
             ends[tape] = at
         elif eqn.primitive is gradient_p:
             t, c = eqn.params["counts"]
-            v = tuple(eqn.invars)
             end = min(ends.get(tape, at), at)
-            found.append(_Gradient(at, tape, v[:t], v[t : t + c], v[t + c :], starts[tape], end))
+            late = {o for e in jaxpr.eqns[end:at] for o in e.outvars}
+            kept = [i for i, v in enumerate(eqn.invars[:t]) if isinstance(v, jex.Var) and v not in late]
+            targets, places = tuple(eqn.invars[i] for i in kept), tuple(t + i for i in kept if c)
+            found.append(_Gradient(at, tape, targets, places, tuple(eqn.invars[t + c :]), starts[tape], end))
     return found
 
 
@@ -250,33 +268,37 @@ class _Walk:
         deltas = [jnp.zeros(_aval(source).shape, _aval(source).dtype) for _, source in keys]
         primals, linear, aux = jax.linearize(forward, deltas, has_aux=True)
         env.update(zip(alive, aux, strict=True))
-        for g in outer:
-            wanted = ([targets.index(t) for t in g.targets], [keys.index(k) for k in g.keys])
-            self._pullbacks[g.at] = _pullback(linear, primals, deltas, *wanted, has_cotangents=bool(g.cotangents))
+        region = _Linearized(linear, primals, deltas, targets, keys)
+        self._pullbacks.update((g.at, functools.partial(region.pull, g)) for g in outer)
 
 
-def _pullback(
-    linear: Callable[..., Any],
-    primals: list[Any],
-    deltas: list[Any],
-    outs: list[int],
-    ins: list[int],
-    *,
-    has_cotangents: bool,
-) -> Callable[[list[Any]], list[Any]]:
-    def part(tangents: list[Any]) -> list[Any]:
-        every = list(deltas)
-        for i, t in zip(ins, tangents, strict=True):
-            every[i] = t
-        all_outs = linear(every)
-        return [all_outs[i] for i in outs]
+@dataclass(frozen=True)
+class _Linearized:
+    """What some tapes recorded, as a linear map from perturbations of their sources to their targets."""
 
-    def pull(values: list[Any]) -> list[Any]:
-        n = len(outs)
-        cotangents = values[n : 2 * n] if has_cotangents else [jnp.ones_like(primals[i]) for i in outs]
-        return jax.linear_transpose(part, [deltas[i] for i in ins])(cotangents)[0]
+    linear: Callable[[list[Any]], list[Any]]
+    primals: list[Any]
+    deltas: list[Any]
+    targets: list[Any]
+    keys: list[Key]
 
-    return pull
+    def pull(self, gradient: _Gradient, values: list[Any]) -> list[Any]:
+        """Transposes the part that one gradient marker asks for; `values` are the marker's inputs."""
+        outs = [self.targets.index(t) for t in gradient.targets]
+        ins = [self.keys.index(k) for k in gradient.keys]
+        unique = list(dict.fromkeys(ins))
+
+        def part(tangents: list[Any]) -> list[Any]:
+            every = list(self.deltas)
+            for i, tangent in zip(unique, tangents, strict=True):
+                every[i] = tangent
+            results = self.linear(every)
+            return [results[i] for i in outs]
+
+        places = gradient.cotangents
+        cotangents = [values[p] for p in places] if places else [jnp.ones_like(self.primals[i]) for i in outs]
+        found = jax.linear_transpose(part, [self.deltas[i] for i in unique])(cotangents)[0]
+        return [found[unique.index(i)] for i in ins]
 
 
 def _regions(gradients: list[_Gradient]) -> list[tuple[int, int, list[_Gradient]]]:

@@ -140,6 +140,7 @@ class _Run:
         inputs = ([e.value for e in entries], [e.components for e in entries], self._sharded, self._whole)
         results, mirrored, values, parts = mapped(*inputs)
         kept = iter(parts)
+        scope.values_change()
         for entry, value in zip(written, values, strict=True):
             entry.value, entry.written = value, True
             entry.components = next(kept) if entry.policy.on_read else None
@@ -236,7 +237,7 @@ def build_program(
 
 def _with_tapes(fn: Callable[..., Any], found: Discovery, *inputs: Any) -> Any:
     """Calls `fn`; where it uses gradient tapes, traces it first and evaluates the trace."""
-    if not found.connected:
+    if not found.has_tapes:
         return fn(*inputs)
     jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     if found.eager:

@@ -9,6 +9,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from phalanx.errors import ContextError
 
@@ -192,7 +193,9 @@ def _local_components(array: jax.Array) -> list[jax.Array]:
 
 def _copies(array: Any) -> list[Any]:
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-        return [s.data for s in sorted(array.addressable_shards, key=lambda s: s.device.id)]
+        mesh = array.sharding.mesh.devices.flat if isinstance(array.sharding, NamedSharding) else ()
+        order = {device: i for i, device in enumerate(mesh)}
+        return [s.data for s in sorted(array.addressable_shards, key=lambda s: order.get(s.device, 0))]
     return [array]
 
 

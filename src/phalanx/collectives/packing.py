@@ -32,6 +32,16 @@ def by_bytes(dtypes: Sequence[str], sizes_bytes: Sequence[int], bytes_per_pack: 
     return groups if bytes_per_pack == 0 else [p for g in groups for p in _greedy(g, sizes_bytes, bytes_per_pack)]
 
 
+def by_length(dtypes: Sequence[str], length: int) -> list[list[int]]:
+    """Fills buffers in order with at most `length` arrays each.
+
+    Example:
+      >>> by_length(["f4", "f4", "f4"], 2)
+      [[0, 1], [2]]
+    """
+    return [g[i : i + length] for g in _by_dtype(dtypes) for i in range(0, len(g), length)]
+
+
 def _by_dtype(dtypes: Sequence[str]) -> list[list[int]]:
     groups: dict[str, list[int]] = {}
     for i, dtype in enumerate(dtypes):

@@ -69,7 +69,7 @@ class Strategy(ABC):
             return trace_run(self, fn, args, kwargs, scope)
 
         with context.enter(Mode(self, None)):
-            return self._programs.call(("run", fn), program, args, kwargs, eager=options.eager)
+            return self._programs.call(fn, program, args, kwargs, eager=options.eager)
 
     # Verbs.
 
@@ -332,7 +332,7 @@ class Strategy(ABC):
         if lifting.innermost() is not None:
             return fn(value)
         with context.enter(Mode(self, None)):
-            return self._programs.call((*key, "verb"), fn, (value,), {})
+            return self._programs.call(self._programs, fn, (value,), {}, key=key)
 
     def _content(self, value: Any) -> Any:
         """Returns a variable as the distributed value it is; other values as they are."""

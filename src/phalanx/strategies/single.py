@@ -5,6 +5,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn, final
 
+import jax
 from typing_extensions import override
 
 from phalanx import compat, context
@@ -65,7 +66,7 @@ class OneDeviceStrategy(Strategy):
     """Variables and computation on one device. May be made outside all scopes.
 
     Args:
-      device: for example `"/gpu:0"` or `"cpu:0"`.
+      device: for example `"/gpu:0"`, `"cpu:0"` or `jax.local_devices()[0]`.
 
     Raises:
       DeviceError: this process has no such device.
@@ -77,7 +78,7 @@ class OneDeviceStrategy(Strategy):
       Array(2, dtype=int32, weak_type=True)
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str | jax.Device) -> None:
         super().__init__()
         self._topology = Topology.of([device])
 
