@@ -70,6 +70,10 @@ class AbstractLiftScope(keras.StatelessScope):
         """Returns which rows of this replica's batch are real, or None for a batch without padding."""
         raise NotImplementedError
 
+    def count_of_a_row(self) -> Any:
+        """Returns what one real row counts where a replica's part of the batch counts one."""
+        raise NotImplementedError
+
     def updating(self) -> AbstractContextManager[None]:
         """Opens the update context: gradients are aggregated already, and assignments are free."""
         raise NotImplementedError
@@ -268,8 +272,13 @@ def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *arg
     mask = None if scope is None else scope.example_mask()
     rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args)}
     call = inspect.signature(original)
-    if mask is None or rows != {mask.shape} or "sample_weight" not in call.parameters:
+    if scope is None or mask is None or rows != {mask.shape} or "sample_weight" not in call.parameters:
         return original(self, *args, **kwargs)
+    arrays = [jnp.asarray(x) for x in args if x is not None]
+    if isinstance(self, keras.metrics.MeanMetricWrapper) and all(x.ndim == 1 for x in arrays):
+        # Keras takes the rows of such arrays for their last dim, and counts the batch once: as a column they have weights.
+        args = tuple(x[:, None] for x in arrays)
+        kwargs = {"sample_weight": jnp.full(mask.shape, scope.count_of_a_row())}
     bound = call.bind(self, *args, **kwargs)
     weight = jnp.asarray(1.0 if (given := bound.arguments.get("sample_weight")) is None else given)
     bound.arguments["sample_weight"] = jnp.where(mask.reshape(mask.shape + (1,) * max(0, weight.ndim - 1)), weight, 0)
@@ -285,7 +294,14 @@ def _extend_metric(metric: type) -> None:
 
 
 _extend_metric(keras.metrics.Metric)
-keras.metrics.Metric.__init_subclass__ = classmethod(lambda cls, **_: _extend_metric(cls))
+
+
+def _init_subclass(cls: type, **kwargs: Any) -> None:
+    super(keras.metrics.Metric, cls).__init_subclass__(**kwargs)
+    _extend_metric(cls)
+
+
+keras.metrics.Metric.__init_subclass__ = classmethod(_init_subclass)  # type: ignore[arg-type]
 
 
 def _apply(original: Callable[..., None], self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:

@@ -5,6 +5,7 @@ Each lifts what its bodies write: the variables' values travel beside the loop's
 functions and `phalanx.function`, and outside programs.
 """
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -113,6 +114,15 @@ class _Surroundings:
             result = fn(*args)
             return result, [scope.get_current_value(v) for v in variables]
 
+    def lifted(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `fn` as a branch whose first argument is the values of the variables that are written."""
+
+        @functools.wraps(fn)
+        def branch(values: list[Any], *args: Any) -> tuple[Any, list[Any]]:
+            return self.call(fn, values, *args)
+
+        return branch
+
     def commit(self, values: list[Any]) -> None:
         """Assigns new values to the variables that the body writes."""
         for entry, value in zip(self._entries, values, strict=True):
@@ -159,6 +169,7 @@ def scan(  # noqa: PLR0917  (jax.lax.scan's own order)
     outer = BodyScope.around()
     outer.writes_of(f, init, jax.tree.map(lambda x: x[0], xs))
 
+    @functools.wraps(f)
     def body(carry: Any, x: Any) -> tuple[Any, Any]:
         (new, y), values = outer.call(f, carry[1], carry[0], x)
         return (new, values), y
@@ -191,7 +202,7 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
     outer = BodyScope.around()
     outer.writes_of(true_fun, *operands)
     outer.writes_of(false_fun, *operands)
-    branches = [lambda values, *a, f=f: outer.call(f, values, *a) for f in (true_fun, false_fun)]
+    branches = [outer.lifted(true_fun), outer.lifted(false_fun)]
     result, values = lax.cond(pred, *branches, outer.current(), *operands)
     outer.commit(values)
     return result

@@ -36,9 +36,10 @@ class PhalanxError(Exception):
       HINT: n=1
     """
 
-    def __init__(self, asked: str, found: str, hint: str = "") -> None:
+    def __init__(self, asked: str, found: str = "", hint: str = "") -> None:
+        # Keras makes an error that passes through a layer anew, with its message as the one argument.
         self.asked, self.found, self.hint = asked, found, hint
-        super().__init__(f"{asked}: {found}" + (f"\nHINT: {hint}" if hint else ""))
+        super().__init__(asked + (f": {found}" if found else "") + (f"\nHINT: {hint}" if hint else ""))
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str, str]]:
         return type(self), (self.asked, self.found, self.hint)

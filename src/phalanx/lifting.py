@@ -329,6 +329,13 @@ class LiftScope(compat.AbstractLiftScope):
         return None if replica is None else replica.example_mask
 
     @override
+    def count_of_a_row(self) -> Any:
+        replica = context.get_replica_context()
+        assert replica is not None
+        assert replica.num_examples is not None
+        return replica.num_replicas_in_sync / replica.num_examples
+
+    @override
     @contextmanager
     def updating(self) -> Iterator[None]:
         self._free_writes += 1

@@ -20,7 +20,7 @@ from phalanx.input.distributed import DistributedDataset, ValueContext, distribu
 from phalanx.options import ReduceOp, RunOptions
 from phalanx.replicate import trace_run
 from phalanx.strategies.extended import StrategyExtended
-from phalanx.strategies.reduction import Axis, gather_leaf, reduce_leaf
+from phalanx.strategies.reduction import Axis, check_axis, check_components, gather_leaf, reduce_leaf
 from phalanx.topology import Topology, device_name
 from phalanx.values import DistributedValues, Mirrored, PerReplica, flatten, is_distributed, map_leaves
 from phalanx.variables import components_of, initial_components, policy_of
@@ -194,6 +194,8 @@ class Strategy(ABC):
         context.require_cross_replica(
             "Strategy.reduce", self, f'phalanx.get_replica_context().all_reduce("{op.value}", value)'
         )
+        check_axis(axis)
+        check_components(flatten(value)[0])
         value = map_leaves(self._content, value)
         leaf = lambda x: reduce_leaf(op, x, axis, self.num_replicas_in_sync)  # noqa: E731
         if axis is None and self.num_replicas_in_sync == 1:
@@ -225,6 +227,8 @@ class Strategy(ABC):
           Array([0., 0., 1., 1.], dtype=float32)
         """
         context.require_cross_replica("Strategy.gather", self, "phalanx.get_replica_context().all_gather(value, axis)")
+        check_axis(axis)
+        check_components(flatten(value)[0])
         padded = [
             x.rows for x in jax.tree.leaves(value, is_leaf=is_distributed) if isinstance(x, PerReplica) and x.rows
         ]

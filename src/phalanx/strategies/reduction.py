@@ -2,6 +2,8 @@
 """What `Strategy.reduce` and `Strategy.gather` compute, for one leaf, inside a program."""
 
 import math
+from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
 import jax
@@ -23,7 +25,7 @@ def reduce_leaf(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any:
       InputError: components with different numbers of rows, and `axis` leaves the rows apart.
     """
     if isinstance(value, PerReplica):
-        return _reduce_global(op, _numbers(value.data), axis, value.rows)
+        return _reduce_global(op, primitives.to_array(value.data), axis, value.rows)
     if isinstance(value, ReplicaLocal):
         return _reduce_local(op, primitives.to_array(value.value), axis, value.rows, num_replicas)
     value = value.value if isinstance(value, Mirrored) else value
@@ -39,6 +41,32 @@ def reduce_leaf(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any:
         return value
     result = _reduce_dims(op, primitives.to_array(value), axis)
     return result * num_replicas if op is ReduceOp.SUM else result
+
+
+def check_axis(axis: Any) -> None:
+    """Raises for an axis that is no dim.
+
+    Raises:
+      ReduceOpError: it is neither None, an integer, nor a tuple of integers.
+    """
+    for dim in axis if isinstance(axis, tuple) else (axis,):
+        if isinstance(dim, bool) or not isinstance(dim, (int, NoneType)):
+            raise ReduceOpError(f"axis={axis!r}", "must be an integer, a tuple of integers, or None.", "axis=0")
+
+
+def check_components(leaves: Sequence[Any]) -> None:
+    """Raises for per-replica values that are not arrays.
+
+    Raises:
+      ReduceOpError: a component is another Python object.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, PerReplica) and isinstance(leaf.data, tuple):
+            raise ReduceOpError(
+                f"reduce of PerReplica({leaf.data!r})",
+                "its components are not arrays of numbers.",
+                "strategy.experimental_local_results(value)",
+            )
 
 
 def gather_leaf(value: Any, axis: int, num_replicas: int) -> Any:
@@ -91,16 +119,6 @@ def _dims(axis: Axis, ndim: int) -> tuple[int, ...]:
         return ()
     axes = axis if isinstance(axis, tuple) else (axis,)
     return tuple(primitives.canonical_dim(a, ndim, "axis") for a in axes)
-
-
-def _numbers(data: Any) -> jax.Array:
-    if isinstance(data, tuple):
-        raise ReduceOpError(
-            f"reduce of PerReplica({data!r})",
-            "its components are not arrays of numbers.",
-            "experimental_local_results(value)",
-        )
-    return primitives.to_array(data)
 
 
 def _short(value: Any) -> str:
