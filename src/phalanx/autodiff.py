@@ -120,8 +120,15 @@ class GradientTape:
             self._watched.append(leaf)
 
     def watched_variables(self) -> tuple[keras.Variable, ...]:
-        """Returns the variables whose gradients can be asked for."""
-        assert self._scope is not None
+        """Returns the variables whose gradients can be asked for. In the step in which the tape was entered.
+
+        Raises:
+          TapeError: the tape was not entered.
+        """
+        if self._scope is None:
+            raise TapeError(
+                "GradientTape.watched_variables", "the tape was not entered.", "call it inside the with block"
+            )
         return tuple(e.variable for e in self._scope.entries.values() if self._is_source(e.variable))
 
     def gradient(

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import StartupError
@@ -95,14 +96,20 @@ def raw_value(variable: Variable) -> Any:
     return variable._value
 
 
-def set_raw_value(variable: Variable, value: Any) -> None:
-    """Stores an array in `variable` as it is, without conversion or relayout."""
-    variable._value = value
+def raw_values(variables: Sequence[Variable]) -> list[Any]:
+    """Returns the stored arrays of many variables."""
+    return [v._value for v in variables]
 
 
-def num_references(variable: Variable) -> int:
-    """Returns how many references Python holds to the stored array of `variable`."""
-    return sys.getrefcount(variable._value)
+def set_raw_values(variables: Sequence[Variable], values: Sequence[Any]) -> None:
+    """Stores arrays in variables as they are, without conversion or relayout."""
+    for variable, value in zip(variables, values, strict=True):
+        variable._value = value
+
+
+def reference_counts(arrays: list[Any]) -> list[int]:
+    """Returns how many references Python holds to each element of a list that `raw_values` returned."""
+    return list(map(sys.getrefcount, arrays))
 
 
 def dtype_of(variable: Variable) -> str:
@@ -115,8 +122,24 @@ class _Holder:
         self._value = object()
 
 
-UNSHARED = num_references(_Holder())  # type: ignore[arg-type]
-"""What `num_references` gives when nobody but the variable holds its array, on this version of Python."""
+def _count_of_unshared() -> int:
+    holder: Any = _Holder()
+    return reference_counts(raw_values([holder]))[0]
+
+
+UNSHARED = _count_of_unshared()
+"""The count of an array that nobody but its variable holds, on this version of Python."""
+
+
+@dataclass
+class _Changes:
+    """Counts changes that decide which programs fit."""
+
+    trainable: int = 0
+
+
+changes = _Changes()
+"""How often the `trainable` of any variable was set."""
 
 
 def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
@@ -174,7 +197,7 @@ def undo_log() -> Iterator[Callable[[], None]]:
 
     def rollback() -> None:
         for variable, value in reversed(log):
-            set_raw_value(variable, value)
+            set_raw_values([variable], [value])
 
     try:
         yield rollback
@@ -202,6 +225,15 @@ def _extend(owner: type, name: str) -> Callable[[Callable[..., Any]], None]:
         setattr(owner, name, method)
 
     return install
+
+
+def _set_trainable(variable: Variable, value: bool) -> None:
+    changes.trainable += 1
+    _trainable.fset(variable, value)
+
+
+_trainable: Any = next(vars(c)["trainable"] for c in Variable.__mro__ if "trainable" in vars(c))
+Variable.trainable = property(_trainable.fget, _set_trainable, doc=_trainable.__doc__)
 
 
 @_extend(Variable, "__init__")
@@ -268,21 +300,27 @@ def _next_seed(original: Callable[..., Any], self: keras.random.SeedGenerator, *
 
 def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *args: Any, **kwargs: Any) -> Any:
     """Weighs the padded rows of a short batch with zero."""
-    scope = lift_scope()
+    scope, call = lift_scope(), inspect.signature(original)
     mask = None if scope is None else scope.example_mask()
     rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args)}
-    call = inspect.signature(original)
-    if scope is None or mask is None or rows != {mask.shape} or "sample_weight" not in call.parameters:
+    weighed = global_state.get_global_attribute("phalanx_weighed")
+    if scope is None or mask is None or weighed or rows != {mask.shape} or "sample_weight" not in call.parameters:
         return original(self, *args, **kwargs)
-    arrays = [jnp.asarray(x) for x in args if x is not None]
-    if isinstance(self, keras.metrics.MeanMetricWrapper) and all(x.ndim == 1 for x in arrays):
+    given = call.bind(self, *args, **kwargs).arguments
+    weight = given.get("sample_weight")
+    arrays = [jnp.asarray(x) for x in args]
+    if isinstance(self, keras.metrics.MeanMetricWrapper) and weight is None and all(x.ndim == 1 for x in arrays):
         # Keras takes the rows of such arrays for their last dim, and counts the batch once: as a column they have weights.
-        args = tuple(x[:, None] for x in arrays)
-        kwargs = {"sample_weight": jnp.full(mask.shape, scope.count_of_a_row())}
-    bound = call.bind(self, *args, **kwargs)
-    weight = jnp.asarray(1.0 if (given := bound.arguments.get("sample_weight")) is None else given)
-    bound.arguments["sample_weight"] = jnp.where(mask.reshape(mask.shape + (1,) * max(0, weight.ndim - 1)), weight, 0)
-    return original(*bound.args, **bound.kwargs)
+        given.update(zip(list(given)[1:], (x[:, None] for x in arrays), strict=False))
+        weight = jnp.full(mask.shape, scope.count_of_a_row())
+    weight = jnp.ones((), self.dtype) if weight is None else jnp.asarray(weight)
+    given["sample_weight"] = jnp.where(mask.reshape(mask.shape + (1,) * max(0, weight.ndim - 1)), weight, 0)
+    # What it calls in turn gets these weights.
+    global_state.set_global_attribute("phalanx_weighed", True)
+    try:
+        return original(**given)
+    finally:
+        global_state.set_global_attribute("phalanx_weighed", False)
 
 
 def _extend_metric(metric: type) -> None:

@@ -158,7 +158,7 @@ class ReplicaContext:
         """
         self._require("merge_call")
         args, kwargs = jax.tree.map(self._local, (tuple(args), kwargs or {}))
-        with enter(Mode(self._strategy, None)):
+        with enter(Mode(self._strategy, None, merging=True)):
             result = merge_fn(self._strategy, *args, **kwargs)
         is_local = lambda x: isinstance(x, ReplicaLocal)  # noqa: E731
         return jax.tree.map(lambda x: x.value if is_local(x) else x, result, is_leaf=is_local)
@@ -181,11 +181,19 @@ class ReplicaContext:
 
 @dataclass(frozen=True)
 class Mode:
-    """One entry of the stack: a strategy, and the replica context if this code runs for one replica."""
+    """One entry of the stack.
+
+    Args:
+      strategy: the current strategy.
+      replica: the replica context, if this code runs for one replica.
+      was_set: whether `experimental_set_strategy` made it.
+      merging: whether it is a merge function, which replicas that run have called.
+    """
 
     strategy: "Strategy"
     replica: "ReplicaContext | None"
     was_set: bool = False
+    merging: bool = False
 
 
 _stack: ContextVar[tuple[Mode, ...]] = ContextVar("phalanx_context", default=())
@@ -300,6 +308,16 @@ def require_cross_replica(method: str, strategy: "Strategy", hint: str) -> None:
     if mode.replica is not None and depth():
         raise ContextError(f"{method} in replica context", "it is for cross-replica context.", hint)
     require_same(mode.strategy, strategy, method)
+
+
+def require_not_running(method: str, hint: str) -> None:
+    """Raises in a merge function.
+
+    Raises:
+      ContextError: the replicas are running.
+    """
+    if current().merging:
+        raise ContextError(f"{method} in merge_call", "the replicas are running already.", hint)
 
 
 def require_same(inside: "Strategy", asked: "Strategy", what: str) -> None:

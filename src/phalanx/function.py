@@ -6,22 +6,21 @@ import inspect
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from phalanx import compat, context, lifting
-from phalanx.errors import RecompilationWarning, StateLostError, TraceError
+from phalanx.errors import RecompilationWarning, TraceError
 from phalanx.lifting import Discovery, DiscoveryMismatch
 from phalanx.replicate import build_program, discover_program
-from phalanx.structure import Structure, take_apart
+from phalanx.state import Group, State
+from phalanx.structure import Structure, is_number, take_apart
 from phalanx.topology import Topology, dispatch_lock
 from phalanx.values import RowMask
-from phalanx.variables import Slot, describe, initial_components, policy_of, slot_of
+from phalanx.variables import describe
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -96,7 +95,7 @@ class Arguments:
     """
 
     def __init__(self, args: Any, kwargs: Any) -> None:
-        parts = take_apart((args, kwargs), _is_number)
+        parts = take_apart((args, kwargs), is_number)
         self.structure, self.rows = parts.structure, parts.rows
         self.arrays = parts.arrays + [x for r in self.rows for x in (r.mask, np.int32(r.count))]
         self.sharded = parts.sharded + [True, False] * len(self.rows)
@@ -112,6 +111,7 @@ class Programs:
     def __init__(self) -> None:
         self._of_owner: weakref.WeakKeyDictionary[Any, dict[Hashable, list[Program]]] = weakref.WeakKeyDictionary()
         self._called_once: dict[types.CodeType | None, int] = {}
+        self._stand_ins: dict[int, _StandIn] = {}
 
     def call(
         self,
@@ -135,11 +135,13 @@ class Programs:
         """
         arguments = Arguments(args, kwargs)
         owner, name = (function.__self__, function.__func__) if inspect.ismethod(function) else (function, None)
+        owner = self._weak_key(owner)
         programs = self._of_owner.get(owner)
         if programs is None:
             self._warn_of_new_functions(function)
             programs = self._of_owner[owner] = {}
-        full_key = (name, key, arguments.key, context.get_strategy(), context.in_cross_replica_context(), eager)
+        mode = (context.get_strategy(), context.in_cross_replica_context(), eager, _checks_numbers())
+        full_key = (name, key, arguments.key, mode)
         known = programs.get(full_key, ())
         for program in known:
             if program.fits():
@@ -168,6 +170,15 @@ class Programs:
                     ) from None
         raise AssertionError("unreachable")
 
+    def _weak_key(self, owner: Any) -> Any:
+        """Returns `owner`, or what stands for it where it has no hash or no weak references."""
+        try:
+            hash(owner)
+            weakref.ref(owner)
+        except TypeError:
+            return self._stand_ins.setdefault(id(owner), _StandIn(owner))
+        return owner
+
     def _warn_of_new_functions(self, function: Any) -> None:
         code = _code_of(function)
         if code is None:
@@ -180,6 +191,13 @@ class Programs:
                 RecompilationWarning,
                 stacklevel=2,
             )
+
+
+class _StandIn:
+    """Keeps an object alive, so that its id stays its own."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
 
 
 class Program:
@@ -197,14 +215,12 @@ class Program:
         self._structure, self._num_rows = arguments.structure, len(arguments.rows)
         self.found = discover_program(self._call_abstract, arguments.arrays, eager=eager)
         self._topology = _topology_of(self.found)
-        self._variables = self.found.variables
-        self._slots = [slot_of(v) for v in self._variables]
-        self._written = self.found.written
-        self._mapped = self._topology is not None and self._topology.num_replicas > 1
-        self._on_read = [self._mapped and policy_of(v).on_read for v in self._variables]
-        self._guard = self._python_state()
+        self._state = State(self.found.variables, self.found.written, self._topology)
+        self._trainable, self._changes = self._trainable_flags(), compat.changes.trainable
+        self._rates = [compat.learning_rate_of(o) for o in self.found.optimizers]
         self._output: Structure
-        donate = () if self.found.has_callback else (0,)
+        # jax runs a program with a NaN in its results again; and a callback that raises must find the state as it was.
+        donate = () if self.found.has_callback or _checks_numbers() else (0,)
         self._compiled = jax.jit(self._traced, donate_argnums=donate)
         self._execute = self._traced if eager else self._compiled
         # Not kept: the function lives as long as its owner wants, and its programs as long as the function.
@@ -212,40 +228,50 @@ class Program:
 
     def fits(self) -> bool:
         """Whether the Python objects that shaped the program are as they were."""
-        return self._guard == self._python_state()
+        if self._changes != compat.changes.trainable:
+            if self._trainable_flags() != self._trainable:
+                return False
+            self._changes = compat.changes.trainable
+        return all(compat.learning_rate_of(o) is r for o, r in zip(self.found.optimizers, self._rates, strict=True))
 
     def __call__(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
         """Runs the program of `fn` and stores what it wrote."""
-        with dispatch_lock, self._tracing(fn):
+        with dispatch_lock:
             inputs = self._inputs(arguments)
-            donated, kept = self._gather()
+            donated, kept = self._state.take()
+            self._fn = fn
             try:
                 flat, values, parts = self._execute(donated, kept, inputs)
                 if self.found.has_callback:
                     jax.block_until_ready((flat, values, parts))
             except Exception as e:
-                self._raise_if_lost(donated, e)
+                self._state.raise_if_lost(donated, e)
+                if isinstance(e, RecursionError) and _checks_numbers():
+                    raise FloatingPointError("a NaN or an infinity in what a step returned or stored") from None
                 raise
+            finally:
+                self._fn = None
             del donated, kept
-            self._write_back(values, parts)
+            self._state.store(values, parts)
         return self._output.join(flat, arguments.rows)
 
     def lower(self, fn: Callable[..., Any], arguments: Arguments) -> jax.stages.Lowered:
         """Returns the program of `fn` as jax sees it."""
-        with dispatch_lock, self._tracing(fn):
-            return self._compiled.lower(*self._gather(), self._inputs(arguments))
-
-    @contextmanager
-    def _tracing(self, fn: Callable[..., Any]) -> Iterator[None]:
-        """Lets jax trace `fn`, should it need to."""
-        self._fn = fn
-        try:
-            yield
-        finally:
-            self._fn = None
+        with dispatch_lock:
+            self._fn = fn
+            try:
+                return self._compiled.lower(*self._state.take(), self._inputs(arguments))
+            finally:
+                self._fn = None
 
     def _inputs(self, arguments: Arguments) -> list[Any]:
         return [self._placed(x, sharded) for x, sharded in zip(arguments.arrays, arguments.sharded, strict=True)]
+
+    def _placed(self, array: Any, sharded: bool) -> Any:
+        if self._topology is None or not (sharded or isinstance(array, jax.Array)):
+            return array
+        sharding = self._topology.per_replica if sharded else self._topology.replicated
+        return array if isinstance(array, jax.Array) and array.sharding == sharding else jax.device_put(array, sharding)
 
     def _call_abstract(self, arrays: list[Any]) -> None:
         args, kwargs, _ = self._rebuild(arrays)
@@ -258,17 +284,15 @@ class Program:
         rows = [RowMask(*arrays[i : i + 2]) for i in range(split, len(arrays), 2)]
         return (*self._structure.join(arrays[:split], rows), rows)
 
-    def _python_state(self) -> tuple[list[bool], "_Identities"]:
-        rates = _Identities(compat.learning_rate_of(o) for o in self.found.optimizers)
-        return [v.trainable for v in self.found.variables], rates
+    def _trainable_flags(self) -> list[bool]:
+        return [v.trainable for v in self.found.variables]
 
-    def _traced(self, donated: Any, kept: Any, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    def _traced(self, donated: Group, kept: Group, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """The program as jax sees it: state and inputs to results and new state."""
-        values, parts = self._merged(donated[0], kept[0]), self._merged(donated[1], kept[1])
         args, kwargs, rows = self._rebuild(inputs)
-        result, values, parts = build_program(self._flat_call(args, kwargs, rows), self.found, values, parts)
-        if self._mapped and not self._eager:
-            assert self._topology is not None
+        call = self._flat_call(args, kwargs, rows)
+        result, values, parts = build_program(call, self.found, *self._state.merge(donated, kept))
+        if self._topology is not None and self._topology.num_replicas > 1 and not self._eager:
             values = [jax.lax.with_sharding_constraint(v, self._topology.replicated) for v in values]
         return result, values, parts
 
@@ -281,94 +305,16 @@ class Program:
 
         return call
 
-    def _merged(self, written: Sequence[Any], read: Sequence[Any]) -> list[Any]:
-        w, r = iter(written), iter(read)
-        return [next(w) if is_written else next(r) for is_written in self._written]
 
-    def _gather(self) -> tuple[tuple[list[Any], list[Any]], tuple[list[Any], list[Any]]]:
-        """Returns values and components of the written variables, which are donated, and of the others."""
-        donated: tuple[list[Any], list[Any]] = ([], [])
-        kept: tuple[list[Any], list[Any]] = ([], [])
-        home = self._topology
-        for variable, slot, written, on_read in zip(
-            self._variables, self._slots, self._written, self._on_read, strict=True
-        ):
-            shared = compat.num_references(variable) > compat.UNSHARED
-            array = compat.raw_value(variable)
-            if slot.array() is not array or slot.home is not home:
-                array = self._adopt(variable, slot, array)
-                shared = True
-            if written and (shared or not slot.owned):
-                # Somebody else holds it, or may: what is donated is a copy of our own.
-                array = jnp.copy(array)
-            part = self._components(variable, slot, array) if on_read else None
-            (donated if written else kept)[0].append(array)
-            (donated if written else kept)[1].append(part)
-        return donated, kept
-
-    def _adopt(self, variable: compat.Variable, slot: Slot, array: Any) -> Any:
-        """Places a value that was assigned from outside, or was made outside the scope, on the program's devices."""
-        if isinstance(array, jax.Array) and array.weak_type:
-            # Made of a Python number. What a program returns is not weakly typed, and would be compiled for again.
-            array = jax.lax.convert_element_type(array, array.dtype)
-            compat.set_raw_value(variable, array)
-        if self._topology is not None:
-            array = jax.device_put(array, self._topology.replicated)
-            compat.set_raw_value(variable, array)
-        slot.store(array, self._topology, owned=False)
-        return array
-
-    def _components(self, variable: compat.Variable, slot: Slot, aggregate: Any) -> Any:
-        if slot.components is not None:
-            return slot.components
-        assert self._topology is not None
-        parts = initial_components(variable, aggregate, self._topology.num_replicas)
-        return jax.device_put(parts, self._topology.per_replica)
-
-    def _write_back(self, values: list[Any], parts: list[Any]) -> None:
-        new = zip(values, parts, strict=True)
-        for variable, slot, written in zip(self._variables, self._slots, self._written, strict=True):
-            if written:
-                value, part = next(new)
-                compat.set_raw_value(variable, value)
-                slot.store(value, self._topology, part, owned=True)
-
-    def _raise_if_lost(self, donated: tuple[list[Any], list[Any]], cause: Exception) -> None:
-        written = [v for v, w in zip(self._variables, self._written, strict=True) if w]
-        lost = [v.path for v, x in zip(written, donated[0], strict=True) if compat.raw_value(v) is x and x.is_deleted()]
-        if lost:
-            raise StateLostError(
-                f"a step over {len(written)} variables",
-                f"it failed while it ran ({type(cause).__name__}), after it had taken the values of {len(lost)} of them ({', '.join(lost[:3])}, ...).",
-                "load the last checkpoint, for example model.load_weights(path)",
-            ) from cause
-
-    def _placed(self, array: Any, sharded: bool) -> Any:
-        if self._topology is None:
-            return array
-        if sharded:
-            sharding = self._topology.per_replica
-        elif isinstance(array, jax.Array):
-            sharding = self._topology.replicated
-        else:
-            return array
-        return array if isinstance(array, jax.Array) and array.sharding == sharding else jax.device_put(array, sharding)
-
-
-class _Identities(list[Any]):
-    """Compares equal to another list of the same objects, and keeps them alive."""
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Identities)
-            and len(self) == len(other)
-            and all(a is b for a, b in zip(self, other, strict=True))
-        )
-
-    __hash__ = None  # type: ignore[assignment]
+def _checks_numbers() -> bool:
+    config: Any = jax.config
+    return bool(config.jax_debug_nans or config.jax_debug_infs)
 
 
 def _code_of(function: Any) -> types.CodeType | None:
+    function = inspect.unwrap(function)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
     return getattr(function, "__code__", None)
 
 
@@ -401,13 +347,8 @@ def _spec(array: Any) -> Hashable:
             "pass arrays, and let the replica function choose by replica_id_in_sync_group",
         )
     if isinstance(array, jax.Array):
-        return (array.shape, array.dtype, array.weak_type)
+        # Arrays of random keys have no weak types.
+        return (array.shape, array.dtype, getattr(array, "weak_type", False))
     if isinstance(array, (np.ndarray, np.generic)):
         return (array.shape, array.dtype)
     return type(array).__name__
-
-
-def _is_number(leaf: Any) -> bool:
-    if isinstance(leaf, np.ndarray):
-        return leaf.dtype.kind not in "OSU"
-    return isinstance(leaf, (jax.Array, np.number, int, float, complex)) and not isinstance(leaf, bool)

@@ -63,8 +63,9 @@ class CommunicationOptions:
     Args:
       bytes_per_pack: gradients are concatenated into buffers that are closed once they exceed this many bytes;
         0 leaves the choice to the strategy (one buffer between processes, none between the devices of one process).
-      timeout_seconds: how long a collective between processes may wait for the others, in seconds.
-      implementation: which collectives to use between processes.
+      timeout_seconds: how long a collective between processes may wait for the others, in seconds. Strategies of one
+        machine have one process.
+      implementation: which collectives to use between processes; likewise.
 
     Raises:
       InvalidArgumentError: a negative size or time, or an unknown implementation.

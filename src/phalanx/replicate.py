@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -24,13 +23,12 @@ from phalanx.lifting import (
     combine,
     first_component,
 )
+from phalanx.structure import is_array
 from phalanx.topology import REPLICA_AXIS
-from phalanx.values import Mirrored, PerReplica, RowMask, flatten
+from phalanx.values import Mirrored, PerReplica, RowMask, check_size, flatten
 
 if TYPE_CHECKING:
     from phalanx.strategies.base import Strategy
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def trace_run(strategy: "Strategy", fn: Callable[..., Any], args: Any, kwargs: Any, scope: LiftScope) -> Any:
@@ -52,10 +50,12 @@ class _Run:
     def __init__(self, strategy: "Strategy", fn: Callable[..., Any], args: Any) -> None:
         self._strategy, self._fn = strategy, fn
         self._leaves, self._tree = flatten(args)
+        for value in self._of(_is_per_replica):
+            check_size(value, strategy.num_replicas_in_sync)
         self._rows = list({id(x.rows): x.rows for x in self._leaves if isinstance(x, PerReplica) and x.rows}.values())
         # Per-replica arrays and masks go in sharded; what all replicas share goes in whole; the rest stays Python.
-        self._sharded = [x.data for x in self._of(PerReplica)] + [r.mask for r in self._rows]
-        self._whole = [x.value for x in self._of(Mirrored)] + [r.count for r in self._rows] + self._of(_ARRAYS)
+        self._sharded = [x.data for x in self._of(_is_per_replica)] + [r.mask for r in self._rows]
+        self._whole = [x.value for x in self._of(_is_mirrored)] + [r.count for r in self._rows] + self._of(is_array)
         self._result: tuple[list[Any], Any] = ([], None)
 
     def inline(self) -> Any:
@@ -113,7 +113,7 @@ class _Run:
         fits = [x.ndim > 0 and x.shape[0] == places for x in results]
         if not any(fits):
             return fits
-        padded = [x.rows is rows for x in self._of(PerReplica)] + [True]
+        padded = [x.rows is rows for x in self._of(_is_per_replica)] + [True]
         longer = [
             jax.ShapeDtypeStruct((x.shape[0], places + 1, *x.shape[2:]), x.dtype) if p else x
             for x, p in zip(self._sharded, padded, strict=True)
@@ -158,23 +158,23 @@ class _Run:
         """Calls the user's function with one replica's arguments; returns its arrays and its mirrored trees."""
         own, same = iter(sharded), iter(whole)
         leaves = list(self._leaves)
-        self._fill(leaves, PerReplica, own)
-        self._fill(leaves, Mirrored, same)
+        self._fill(leaves, _is_per_replica, own)
+        self._fill(leaves, _is_mirrored, same)
         masks = tuple(RowMask(next(own), next(same)) for _ in self._rows)
-        self._fill(leaves, _ARRAYS, same)
+        self._fill(leaves, is_array, same)
         args, kwargs = self._tree.unflatten(leaves)
         with context.enter(Mode(self._strategy, ReplicaContext(self._strategy, replica_id, masks))):
             result = self._fn(*args, **kwargs)
         self._result = leaves, _ = flatten(result)
         return [x for x in leaves if _is_traced(x)], [x.value for x in leaves if isinstance(x, Mirrored)]
 
-    def _fill(self, leaves: list[Any], kind: Any, values: Iterable[Any]) -> None:
-        places = (i for i, x in enumerate(self._leaves) if isinstance(x, kind))
+    def _fill(self, leaves: list[Any], kind: Callable[[Any], bool], values: Iterable[Any]) -> None:
+        places = (i for i, x in enumerate(self._leaves) if kind(x))
         for place, value in zip(places, values, strict=False):
             leaves[place] = value
 
-    def _of(self, kind: Any) -> list[Any]:
-        return [x for x in self._leaves if isinstance(x, kind)]
+    def _of(self, kind: Callable[[Any], bool]) -> list[Any]:
+        return [x for x in self._leaves if kind(x)]
 
     def _rebuild(self, results: Iterable[Any], mirrored: Iterable[Any]) -> Any:
         leaves, tree = self._result
@@ -270,6 +270,14 @@ def _combine_at_boundary(entries: list[Entry]) -> list[Any]:
 
 def _first(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[0], tree)
+
+
+def _is_per_replica(leaf: Any) -> bool:
+    return isinstance(leaf, PerReplica)
+
+
+def _is_mirrored(leaf: Any) -> bool:
+    return isinstance(leaf, Mirrored)
 
 
 def _is_traced(leaf: Any) -> bool:

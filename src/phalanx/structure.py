@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from phalanx.values import Mirrored, PerReplica, RowMask, flatten
 
@@ -75,6 +76,18 @@ class Parts:
     arrays: list[Any]
     sharded: list[bool]
     rows: list[RowMask]
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether `leaf` is an array that jax understands: no array of strings, dates or objects, and no single bool."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in "OSUMm" and not isinstance(leaf, np.bool_)
+    return isinstance(leaf, jax.Array)
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether `leaf` is an array or a number, which enter a program."""
+    return is_array(leaf) or (isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool))
 
 
 def take_apart(nest: Any, is_array: Callable[[Any], bool], rows: Sequence[RowMask] = ()) -> Parts:

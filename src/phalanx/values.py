@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from phalanx.errors import ContextError
+from phalanx.errors import ContextError, InvalidArgumentError
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +166,21 @@ class ReplicaLocal(DistributedValues):
 
     def __repr__(self) -> str:
         return f"ReplicaLocal({self.value!r})"
+
+
+def check_size(value: PerReplica, num_replicas: int) -> None:
+    """Raises for a value of another strategy.
+
+    Raises:
+      InvalidArgumentError: it has not as many components as there are replicas.
+    """
+    size = len(value.data)
+    if size != num_replicas:
+        raise InvalidArgumentError(
+            f"a PerReplica of {size} components",
+            f"the strategy that is to take it has {num_replicas} replicas.",
+            "make the value with the strategy that uses it",
+        )
 
 
 def is_distributed(value: object) -> bool:

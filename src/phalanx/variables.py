@@ -21,17 +21,13 @@ In cross-replica context an assignment stores the value as it is, and a read giv
 """
 
 import enum
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 
-from phalanx.compat import Variable, raw_value
+from phalanx.compat import Variable
 from phalanx.errors import AggregationError
-
-T = TypeVar("T")
 
 
 class Write(enum.Enum):
@@ -111,79 +107,8 @@ def describe(variable: Variable) -> str:
     return f"variable {variable.path!r} {tuple(variable.shape)} {variable.dtype}"
 
 
-class IdentityMap(Generic[T]):
-    """A weak map keyed by the identity of a variable; Keras variables compare by value, so no dict can hold them.
-
-    Example:
-      >>> import keras
-      >>> seen, v = IdentityMap(), keras.Variable(1.0)
-      >>> seen[v] = "yes"
-      >>> seen.get(v)
-      'yes'
-    """
-
-    def __init__(self) -> None:
-        self._items: dict[int, tuple[weakref.ref[Variable], T]] = {}
-
-    def __setitem__(self, variable: Variable, item: T) -> None:
-        key = id(variable)
-        if key in self._items:
-            self._items[key] = (self._items[key][0], item)
-        else:
-            self._items[key] = (weakref.ref(variable, lambda _: self._items.pop(key, None)), item)
-
-    def get(self, variable: Variable) -> T | None:
-        """Returns what is kept for `variable`, or None."""
-        entry = self._items.get(id(variable))
-        return entry[1] if entry else None
-
-    def discard(self, variable: Variable) -> None:
-        """Forgets `variable`."""
-        self._items.pop(id(variable), None)
-
-
 def initial_components(variable: Variable, value: Any, num_replicas: int) -> Any:
     """Returns what the replicas hold of an on-read variable whose combined value is `value`, `(num_replicas, ...)`."""
     if policy_of(variable).combine is not Combine.SUM:
         return jnp.stack([value] * num_replicas)
     return jnp.stack([value] + [jnp.zeros_like(value)] * (num_replicas - 1))
-
-
-class Slot:
-    """What the engine remembers of one variable between programs.
-
-    Args:
-      array: weakly, the array it stored or placed last; another one in the variable was assigned from outside.
-      home: the devices on which it placed that array.
-      owned: whether a program of ours made that array, so that it may be donated to the next one.
-      components: the replicas' own values that belong to that array, `(num_replicas, ...)`, if the variable is on-read.
-    """
-
-    __slots__ = ("array", "components", "home", "owned")
-
-    def __init__(self) -> None:
-        self.array: Callable[[], Any] = lambda: None
-        self.home: Any = None
-        self.owned = False
-        self.components: Any = None
-
-    def store(self, array: Any, home: Any, components: Any = None, *, owned: bool) -> None:
-        """Remembers that `array` is what the variable holds."""
-        self.array, self.home, self.owned, self.components = weakref.ref(array), home, owned, components
-
-
-_slots: IdentityMap[Slot] = IdentityMap()
-
-
-def slot_of(variable: Variable) -> Slot:
-    """Returns the slot of `variable`."""
-    slot = _slots.get(variable)
-    if slot is None:
-        slot = _slots[variable] = Slot()
-    return slot
-
-
-def components_of(variable: Variable) -> Any:
-    """Returns the replicas' own values of an on-read variable; None where it was assigned from outside since."""
-    slot = slot_of(variable)
-    return slot.components if slot.array() is raw_value(variable) else None

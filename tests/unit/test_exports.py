@@ -21,7 +21,11 @@ def test_all_is_sorted():
     """`__all__` is in the order that ruff and a reader expect."""
     constants = [n for n in phalanx.__all__ if n.isupper()]
     classes = [n for n in phalanx.__all__ if n[0].isupper() and not n.isupper()]
-    assert phalanx.__all__ == [*sorted(constants), *sorted(classes), *sorted({*phalanx.__all__} - {*constants, *classes})]
+    assert phalanx.__all__ == [
+        *sorted(constants),
+        *sorted(classes),
+        *sorted({*phalanx.__all__} - {*constants, *classes}),
+    ]
 
 
 def test_all_is_what_is_importable():
@@ -38,4 +42,3 @@ def test_every_public_name_is_documented(name):
     doc = getattr(phalanx, name).__doc__
     assert doc
     assert ">>>" in doc or name in {*_MADE_BY_OTHERS}
-

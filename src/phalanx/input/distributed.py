@@ -112,8 +112,10 @@ class _Rows:
     """Batches of consecutive rows of a pytree of arrays."""
 
     def __init__(self, arrays: Any, batch_size: int) -> None:
-        if batch_size < 1:
-            raise InvalidArgumentError(f"batch_size={batch_size}", "must be at least 1.", "batch_size=64")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise InvalidArgumentError(
+                f"batch_size={batch_size!r}", "must be an integer of at least 1.", "batch_size=64"
+            )
         self._arrays, self._batch_size = arrays, batch_size
         self._rows = num_rows(arrays)
 
@@ -138,6 +140,12 @@ def num_rows(batch: Any) -> int:
             "every leaf must be an array (global_batch, ...).",
             "group the rows into batches first",
         )
+    for leaf in jax.tree.leaves(batch):
+        kind = np.asarray(leaf).dtype
+        if kind.kind in "OSUMm":
+            raise InputError(
+                f"a batch of dtype {kind}", "only numbers and bools can be placed on devices.", "encode the text first"
+            )
     counts = sorted({shape[0] for shape in shapes})
     if len(counts) > 1:
         raise InputError(

@@ -4,6 +4,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from types import NoneType
 from typing import Any, NoReturn, final
 
 import jax
@@ -19,11 +20,12 @@ from phalanx.function import Programs
 from phalanx.input.distributed import DistributedDataset, ValueContext, distribute_values
 from phalanx.options import ReduceOp, RunOptions
 from phalanx.replicate import trace_run
+from phalanx.state import components_of
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.reduction import Axis, check_axis, check_components, gather_leaf, reduce_leaf
 from phalanx.topology import Topology, device_name
 from phalanx.values import DistributedValues, Mirrored, PerReplica, flatten, is_distributed, map_leaves
-from phalanx.variables import components_of, initial_components, policy_of
+from phalanx.variables import initial_components, policy_of
 
 
 class Strategy(ABC):
@@ -143,18 +145,19 @@ class Strategy(ABC):
             raise InvalidArgumentError(
                 f"args={args!r}", "positional arguments must be a list or a tuple.", f"args=({args!r},)"
             )
+        if not callable(fn):
+            raise InvalidArgumentError(f"fn={fn!r}", "is not callable.", "strategy.run(step, args=(batch,))")
+        if not isinstance(options, (RunOptions, NoneType)):
+            raise InvalidArgumentError(
+                f"options={options!r}", "must be RunOptions or None.", "options=RunOptions(eager=True)"
+            )
         context.require_cross_replica(
             "Strategy.run", self, "call the function itself: you are inside a replica already"
         )
+        context.require_not_running("Strategy.run", "strategy.reduce or strategy.extended.update")
         scope = lifting.innermost()
         if scope is None:
             return self.execute(fn, tuple(args), kwargs or {}, options or RunOptions())
-        if scope.mapped:
-            raise ContextError(
-                "Strategy.run in merge_call",
-                "the replicas are running already.",
-                "strategy.reduce or strategy.extended.update",
-            )
         if options is not None and options.eager:
             raise ContextError(
                 "RunOptions(eager=True) in phalanx.function",
@@ -244,14 +247,20 @@ class Strategy(ABC):
 
     @final
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns the components of this process's replicas, in replica order. May be called in cross-replica context.
+        """Returns the components of this process's replicas, in replica order. In cross-replica context or outside all scopes.
 
         Args:
           value: a distributed value, a variable, or a pytree of them.
 
         Returns:
           One value, or one pytree, for each local replica; `(value,)` for a value that is not distributed.
+
+        Raises:
+          ContextError: called in replica context.
         """
+        context.require_cross_replica(
+            "experimental_local_results", self, "you are in one replica already: use the value itself"
+        )
         if isinstance(value, keras.Variable):
             value = self._content(value)
             # Copies, for the next step is given the arrays themselves.
@@ -284,6 +293,7 @@ class Strategy(ABC):
         context.require_cross_replica(
             "experimental_distribute_values_from_function", self, "compute the value in the replica function"
         )
+        context.require_not_running("experimental_distribute_values_from_function", "make the value outside the step")
         n = self.num_replicas_in_sync
         values = [value_fn(ValueContext(i, n)) for i in range(n)]
         return values[0] if self.topology is None or n == 1 else distribute_values(values, self.topology)
@@ -310,6 +320,9 @@ class Strategy(ABC):
         context.require_cross_replica(
             "experimental_distribute_dataset", self, "distribute the dataset outside the replica function"
         )
+        context.require_not_running("experimental_distribute_dataset", "distribute it outside the step")
+        if options is not None:
+            raise InvalidArgumentError(f"options={options!r}", "there are no input options yet.", "leave them out")
         return DistributedDataset(dataset, self.topology, batch_size=batch_size)
 
     @final
@@ -330,6 +343,7 @@ class Strategy(ABC):
         context.require_cross_replica(
             "Strategy.replicate", self, "return phalanx.Mirrored(tree) from the replica function"
         )
+        context.require_not_running("Strategy.replicate", "place the tree outside the step")
         return Mirrored(tree if self.topology is None else jax.device_put(tree, self.topology.replicated))
 
     def _in_program(self, key: Any, fn: Callable[[Any], Any], value: Any) -> Any:
@@ -347,6 +361,17 @@ class Strategy(ABC):
             return value.value
         parts = components_of(value) if scope is None else scope.entry(value).components
         return PerReplica(initial_components(value, value.value, n) if parts is None else parts)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
+        """Returns a strategy over the same devices, with programs of its own."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, _programs=Programs())
+        return other
+
+    def __reduce__(self) -> NoReturn:
+        raise ContextError(
+            f"pickling {self!r}", "it holds devices of this process.", "make the strategy in the process that uses it"
+        )
 
     def __copy__(self) -> NoReturn:
         raise ContextError(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from phalanx.collectives import primitives
 from phalanx.errors import InputError, ReduceOpError
 from phalanx.options import ReduceOp
-from phalanx.values import Mirrored, PerReplica, ReplicaLocal, RowMask
+from phalanx.values import Mirrored, PerReplica, ReplicaLocal, RowMask, check_size
 
 Axis = int | tuple[int, ...] | None
 
@@ -25,6 +25,7 @@ def reduce_leaf(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any:
       InputError: components with different numbers of rows, and `axis` leaves the rows apart.
     """
     if isinstance(value, PerReplica):
+        check_size(value, num_replicas)
         return _reduce_global(op, primitives.to_array(value.data), axis, value.rows)
     if isinstance(value, ReplicaLocal):
         return _reduce_local(op, primitives.to_array(value.value), axis, value.rows, num_replicas)
@@ -71,8 +72,11 @@ def check_components(leaves: Sequence[Any]) -> None:
 
 def gather_leaf(value: Any, axis: int, num_replicas: int) -> Any:
     """Concatenates the components along dim `axis`, padded rows included."""
+    if isinstance(value, ReplicaLocal):
+        return primitives.all_gather(value.value, axis, num_replicas)
     if not isinstance(value, PerReplica):
         return value
+    check_size(value, num_replicas)
     data = jnp.asarray(value.data)
     dim = primitives.canonical_dim(axis, data.ndim - 1, "axis")
     if value.rows is not None and dim != 0:

@@ -15,6 +15,7 @@ from phalanx.lifting import NeedsProgram
 from phalanx.options import RunOptions
 from phalanx.strategies.base import Strategy
 from phalanx.topology import Topology
+from phalanx.values import Mirrored, flatten, map_leaves
 
 
 @final
@@ -48,6 +49,8 @@ class DefaultStrategy(Strategy):
             return super().execute(fn, args, kwargs, options)
         with compat.undo_log() as rollback:
             try:
+                if any(isinstance(x, Mirrored) for x in flatten((args, kwargs))[0]):
+                    args, kwargs = map_leaves(lambda x: x.value if isinstance(x, Mirrored) else x, (args, kwargs))
                 return fn(*args, **kwargs)
             except NeedsProgram:
                 rollback()

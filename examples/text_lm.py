@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A language model of Python code, trained with a custom loop on the replicas of a strategy.
+
+  python examples/text_lm.py                          two replicas: two virtual CPU devices, or all GPUs
+  python examples/text_lm.py --strategy one-device    the same training on one device
+
+The text is one that every machine has, the sources of Python's own standard library, and a token is a byte. At the end
+come the loss on files that were held back from training and a sample of what the model writes. The sample is saved in
+`--out`, with the loss curve.
+"""
+
+import argparse
+import math
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import phalanx  # isort: skip  (before Keras, whose backend it chooses)
+
+import jax
+import keras
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+VOCABULARY = 256
+WINDOW = 64
+HOLD_BACK_ONE_FILE_IN = 20
+EVALUATION_BATCH = 256
+PROMPT = "def "
+SAMPLE_LENGTH = 600
+TEMPERATURE = 0.6
+UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
+
+STRATEGIES: dict[str, Callable[[], phalanx.Strategy]] = {
+    "mirrored": phalanx.MirroredStrategy,
+    "one-device": lambda: phalanx.OneDeviceStrategy(jax.local_devices()[0]),
+    "default": phalanx.get_strategy,
+}
+
+Batch = tuple[np.ndarray, np.ndarray]
+console = Console(highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    args = parse_arguments()
+    phalanx.set_virtual_cpu_devices(args.devices)
+    keras.utils.set_random_seed(args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    strategy = STRATEGIES[args.strategy]()
+    trainer = Trainer(strategy, args.width, args.layers, args.learning_rate, args.steps)
+    train_text, held_back_text = read_sources()
+    console.print(
+        f"{args.strategy}: {strategy.num_replicas_in_sync} replicas, {trainer.model.count_params():,} weights, "
+        f"{len(train_text):,} bytes to train on, {len(held_back_text):,} held back"
+    )
+
+    losses = train(trainer, train_text, args)
+    held_back_loss = evaluate(trainer, held_back_text)
+    plot(losses, held_back_loss, args.out / "loss.png")
+    sample = write(trainer, PROMPT, SAMPLE_LENGTH, args.seed)
+    (args.out / "sample.txt").write_text(sample, encoding="utf-8")
+    console.print(f"\nA sample:\n\n{sample}\n\nSaved: {args.out / 'loss.png'}, {args.out / 'sample.txt'}", markup=False)
+
+
+# The steps: what one replica does with its share of a batch, and what all replicas do together.
+
+
+class Trainer:
+    """A model and its optimizer on the replicas of a strategy."""
+
+    def __init__(
+        self, strategy: phalanx.Strategy, width: int, layers: int, learning_rate: float, num_steps: int
+    ) -> None:
+        self.strategy = strategy
+        with strategy.scope():
+            self.model = LanguageModel(width, layers)
+            self.model(np.zeros((1, WINDOW), np.int32))  # The first call makes the variables.
+            schedule = keras.optimizers.schedules.CosineDecay(
+                0.0, num_steps, alpha=0.02, warmup_target=learning_rate, warmup_steps=max(1, num_steps // 20)
+            )
+            self.optimizer = keras.optimizers.AdamW(schedule, weight_decay=0.01, global_clipnorm=1.0)
+        self.byte_losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+
+    @phalanx.function
+    def train_step(self, batch):
+        """Moves the weights against the gradient of the mean loss of a global batch, and returns that loss."""
+        losses = self.strategy.run(self.replica_train_step, args=(batch,))
+        return self.strategy.reduce("SUM", losses, axis=None)
+
+    def replica_train_step(self, batch):
+        with phalanx.GradientTape() as tape:
+            loss = phalanx.nn.compute_average_loss(self.window_losses(batch, training=True))
+        gradients = tape.gradient(loss, self.model.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables, strict=True))
+        return loss
+
+    @phalanx.function
+    def evaluation_step(self, batch):
+        """Returns the sum of the losses of a global batch of windows, and their number. Padding counts for nothing."""
+        per_window = self.strategy.run(self.replica_evaluation_step, args=(batch,))
+        return self.strategy.reduce("SUM", per_window, axis=0)
+
+    def replica_evaluation_step(self, batch):
+        losses = self.window_losses(batch, training=False)
+        return losses, keras.ops.ones_like(losses, dtype="int32")
+
+    def window_losses(self, batch, training):
+        inputs, targets = batch
+        return keras.ops.mean(self.byte_losses(targets, self.model(inputs, training=training)), axis=-1)
+
+    @phalanx.function
+    def next_byte_logits(self, window, last):
+        """Returns the logits of the byte that follows `window[last]`."""
+        return self.model(window[None], training=False)[0, last]
+
+
+# The model: layers of Keras.
+
+
+class LanguageModel(keras.Model):
+    """A transformer from bytes `(batch, WINDOW)` to the logits of each next byte `(batch, WINDOW, VOCABULARY)`."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.tokens = keras.layers.Embedding(VOCABULARY, width)
+        self.positions = keras.layers.Embedding(WINDOW, width)
+        self.blocks = [Block(width, heads=max(1, width // 32)) for _ in range(layers)]
+        self.norm = keras.layers.LayerNormalization()
+        self.logits = keras.layers.Dense(VOCABULARY)
+
+    def call(self, tokens):
+        x = self.tokens(tokens) + self.positions(keras.ops.arange(WINDOW))
+        for block in self.blocks:
+            x = block(x)
+        return self.logits(self.norm(x))
+
+
+class Block(keras.layers.Layer):
+    """Causal self-attention and a perceptron, each added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = keras.layers.LayerNormalization()
+        self.attention = keras.layers.MultiHeadAttention(heads, width // heads)
+        self.mlp_norm = keras.layers.LayerNormalization()
+        self.expand = keras.layers.Dense(4 * width, activation="gelu")
+        self.contract = keras.layers.Dense(width)
+
+    def call(self, x):
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed, normed, use_causal_mask=True)
+        return x + self.contract(self.expand(self.mlp_norm(x)))
+
+
+# The loops: ordinary Python over distributed batches.
+
+
+def train(trainer: Trainer, text: np.ndarray, args: argparse.Namespace) -> list[float]:
+    """Trains for `args.steps` steps, shows how it goes, and returns the loss of each step."""
+    batches = random_batches(text, args.batch, args.steps, args.seed)
+    losses: list[float] = []
+    every = max(1, args.steps // 10)
+    with training_progress(tokens_per_step=args.batch * WINDOW) as progress:
+        task = progress.add_task("training", total=args.steps, loss=math.nan)
+        for batch in trainer.strategy.experimental_distribute_dataset(batches):
+            losses.append(float(trainer.train_step(batch)))
+            progress.update(task, advance=1, loss=losses[-1])
+            if len(losses) == 1 or len(losses) % every == 0:
+                progress.console.print(f"step {len(losses):5d}   loss {np.mean(losses[-every:]):.4f}")
+    return losses
+
+
+def evaluate(trainer: Trainer, text: np.ndarray) -> float:
+    """Returns the mean loss over all windows of a text, each counted once, however many there are."""
+    total, count = 0.0, 0
+    dataset = trainer.strategy.experimental_distribute_dataset(all_windows(text), batch_size=EVALUATION_BATCH)
+    for batch in dataset:
+        batch_total, batch_count = trainer.evaluation_step(batch)
+        total, count = total + float(batch_total), count + int(batch_count)
+    mean = total / count
+    console.print(f"held-back loss: {mean:.4f} nats, {mean / math.log(2):.4f} bits a byte, over all {count} windows")
+    return mean
+
+
+def write(trainer: Trainer, prompt: str, length: int, seed: int) -> str:
+    """Continues the prompt by `length` bytes, each drawn from what the model expects after those before it."""
+    rng = np.random.default_rng(seed)
+    text = list(prompt.encode())
+    for _ in range(length):
+        recent = text[-WINDOW:]
+        window = np.zeros(WINDOW, np.int32)
+        window[: len(recent)] = recent
+        logits = np.asarray(trainer.next_byte_logits(window, len(recent) - 1))
+        # The largest of logits with Gumbel noise is a draw from their softmax.
+        text.append(int(np.argmax(logits / TEMPERATURE + rng.gumbel(size=VOCABULARY))))
+    # A model that has learnt little writes control codes too, which are not for the terminal.
+    return "".join(c if c.isprintable() or c == "\n" else UNPRINTABLE for c in bytes(text).decode(errors="replace"))
+
+
+# The data: NumPy arrays and a plain iterator.
+
+
+def read_sources() -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bytes to train on and the bytes held back."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    held_back = files[::HOLD_BACK_ONE_FILE_IN]
+    return join_bytes(f for f in files if f not in held_back), join_bytes(held_back)
+
+
+def join_bytes(files: Iterable[Path]) -> np.ndarray:
+    return np.frombuffer(b"\n".join(file.read_bytes() for file in files), np.uint8)
+
+
+def random_batches(text: np.ndarray, batch_size: int, count: int, seed: int) -> Iterator[Batch]:
+    """Yields windows from random places of the text as inputs, and the same windows a byte further on as targets."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        starts = rng.integers(len(text) - WINDOW, size=(batch_size, 1))
+        windows = text[starts + np.arange(WINDOW + 1)].astype(np.int32)
+        yield windows[:, :-1], windows[:, 1:]
+
+
+def all_windows(text: np.ndarray) -> Batch:
+    """Returns the text cut into windows, one after the other, as inputs and targets."""
+    count = (len(text) - 1) // WINDOW
+    inputs, targets = text[: count * WINDOW], text[1 : count * WINDOW + 1]
+    return inputs.reshape(count, WINDOW).astype(np.int32), targets.reshape(count, WINDOW).astype(np.int32)
+
+
+# What you see, and what you can ask for.
+
+
+class TokensPerSecond(ProgressColumn):
+    """The speed of the last half minute."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        super().__init__()
+        self.tokens_per_step = tokens_per_step
+
+    def render(self, task: Task) -> Text:
+        steps_per_s = task.finished_speed or task.speed or 0.0
+        return Text(f"{steps_per_s * self.tokens_per_step:,.0f} tokens/s")
+
+
+def training_progress(tokens_per_step: int) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TokensPerSecond(tokens_per_step),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+    )
+
+
+def plot(losses: list[float], held_back_loss: float, path: Path) -> None:
+    """Draws the loss of each step, its running mean, and the loss on the held-back files."""
+    span = max(1, len(losses) // 25)
+    running_mean = np.convolve(losses, np.ones(span) / span, mode="valid")
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.plot(np.arange(1, len(losses) + 1), losses, color="C0", alpha=0.3, linewidth=1, label="each step")
+    axes.plot(np.arange(len(running_mean)) + (span + 1) / 2, running_mean, color="C0", label=f"mean of {span} steps")
+    axes.axhline(held_back_loss, color="C1", linestyle="--", label=f"held-back files: {held_back_loss:.2f}")
+    axes.set(xlabel="step", ylabel="loss (nats a byte)", title="A small transformer on Python's standard library")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", choices=STRATEGIES, default="mirrored")
+    parser.add_argument(
+        "--devices", type=int, default=2, help="CPU devices, where there is no GPU (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=1200, help="(default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="windows in a global batch (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=128, help="of the model (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=2, help="of the model (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=4e-3, help="at its peak (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="where to save (default: %(default)s)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

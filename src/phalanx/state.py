@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arrays of a program's variables: taken from them before it runs, given back after."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from phalanx import compat
+from phalanx.compat import Variable, raw_value
+from phalanx.errors import StateLostError
+from phalanx.topology import Topology
+from phalanx.variables import initial_components, policy_of
+
+T = TypeVar("T")
+Group = tuple[list[Any], list[Any]]
+"""Values of some variables, and the replicas' components of those that are on-read (None for the others)."""
+
+
+class IdentityMap(Generic[T]):
+    """A weak map keyed by the identity of a variable; Keras variables compare by value, so no dict can hold them.
+
+    Example:
+      >>> import keras
+      >>> seen, v = IdentityMap(), keras.Variable(1.0)
+      >>> seen[v] = "yes"
+      >>> seen.get(v)
+      'yes'
+    """
+
+    def __init__(self) -> None:
+        self._items: dict[int, tuple[weakref.ref[Variable], T]] = {}
+
+    def __setitem__(self, variable: Variable, item: T) -> None:
+        key = id(variable)
+        if key in self._items:
+            self._items[key] = (self._items[key][0], item)
+        else:
+            self._items[key] = (weakref.ref(variable, lambda _: self._items.pop(key, None)), item)
+
+    def get(self, variable: Variable) -> T | None:
+        """Returns what is kept for `variable`, or None."""
+        entry = self._items.get(id(variable))
+        return entry[1] if entry else None
+
+    def discard(self, variable: Variable) -> None:
+        """Forgets `variable`."""
+        self._items.pop(id(variable), None)
+
+
+class Slot:
+    """What the engine remembers of one variable between programs.
+
+    Args:
+      array: weakly, the array it stored or placed last; another one in the variable was assigned from outside.
+      home: the devices on which it placed that array.
+      owned: whether a program of ours made that array, so that it may be donated to the next one.
+      components: the replicas' own values that belong to that array, `(num_replicas, ...)`, if the variable is on-read.
+    """
+
+    __slots__ = ("array", "components", "home", "owned")
+
+    def __init__(self) -> None:
+        self.array: Callable[[], Any] = lambda: None
+        self.home: Any = None
+        self.owned = False
+        self.components: Any = None
+
+    def store(self, array: Any, home: Any, components: Any = None, *, owned: bool) -> None:
+        """Remembers that `array` is what the variable holds."""
+        self.array, self.home, self.owned, self.components = weakref.ref(array), home, owned, components
+
+
+_slots: IdentityMap[Slot] = IdentityMap()
+
+
+def slot_of(variable: Variable) -> Slot:
+    """Returns the slot of `variable`."""
+    slot = _slots.get(variable)
+    if slot is None:
+        slot = _slots[variable] = Slot()
+    return slot
+
+
+def components_of(variable: Variable) -> Any:
+    """Returns the replicas' own values of an on-read variable; None where it was assigned from outside since."""
+    slot = slot_of(variable)
+    return slot.components if slot.array() is raw_value(variable) else None
+
+
+class State:
+    """The variables of one program.
+
+    An array is donated to the program only if a program of ours made it and nobody else holds it; else a copy is.
+
+    Args:
+      variables: all variables that it uses.
+      written: for each, whether it is written.
+      topology: the devices of the program; None where arrays stay where they are.
+    """
+
+    def __init__(self, variables: Sequence[Variable], written: Sequence[bool], topology: Topology | None) -> None:
+        self._topology = topology
+        self._order = list(written)
+        self._written = _Variables([v for v, w in zip(variables, written, strict=True) if w], topology)
+        self._read = _Variables([v for v, w in zip(variables, written, strict=True) if not w], topology)
+
+    def take(self) -> tuple[Group, Group]:
+        """Returns what the program may consume, the values of what it writes, and what it only reads."""
+        donated = self._written.arrays(own=True)
+        kept = self._read.arrays(own=False)
+        return (donated, self._written.components(donated)), (kept, self._read.components(kept))
+
+    def merge(self, donated: Group, kept: Group) -> Group:
+        """Returns values and components in the order of the variables."""
+        return self._merged(donated[0], kept[0]), self._merged(donated[1], kept[1])
+
+    def store(self, values: Sequence[Any], components: Sequence[Any]) -> None:
+        """Gives the written variables the values that the program returned."""
+        compat.set_raw_values(self._written.variables, values)
+        for slot, value, parts in zip(self._written.slots, values, components, strict=True):
+            slot.store(value, self._topology, parts, owned=True)
+
+    def raise_if_lost(self, donated: Group, cause: Exception) -> None:
+        """Raises if a program that failed has taken the values of variables with it.
+
+        Raises:
+          StateLostError: it has.
+        """
+        pairs = zip(self._written.variables, donated[0], strict=True)
+        lost = [v.path for v, x in pairs if raw_value(v) is x and _is_lost(x)]
+        if not lost:
+            return
+        names = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+        raise StateLostError(
+            f"a step that writes {len(donated[0])} variables",
+            f"a program failed while it ran ({type(cause).__name__}), after it had taken the values of {len(lost)} of them ({names}).",
+            "load the last checkpoint, for example model.load_weights(path)",
+        ) from cause
+
+    def _merged(self, written: Sequence[Any], read: Sequence[Any]) -> list[Any]:
+        w, r = iter(written), iter(read)
+        return [next(w) if is_written else next(r) for is_written in self._order]
+
+
+class _Variables:
+    """Variables that a program all writes, or all only reads."""
+
+    def __init__(self, variables: list[Variable], topology: Topology | None) -> None:
+        self.variables, self._topology = variables, topology
+        self.slots = [slot_of(v) for v in variables]
+        mapped = topology is not None and topology.num_replicas > 1
+        self._on_read = [i for i, v in enumerate(variables) if mapped and policy_of(v).on_read]
+
+    def arrays(self, *, own: bool) -> list[Any]:
+        """Returns the arrays, on the program's devices; with `own` those that it may consume."""
+        arrays = compat.raw_values(self.variables)
+        counts = compat.reference_counts(arrays)
+        # One short loop in which nothing happens at the steady state: it runs at every step, for every variable.
+        for i, (slot, array, count) in enumerate(zip(self.slots, arrays, counts, strict=True)):
+            if slot.array() is not array or slot.home is not self._topology:
+                arrays[i] = self._adopt(self.variables[i], slot, array)
+            elif not own or (slot.owned and count == compat.UNSHARED):
+                continue
+            if own:
+                arrays[i] = jnp.copy(arrays[i])
+        return arrays
+
+    def components(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns the replicas' own values of on-read variables; None for the others."""
+        parts: list[Any] = [None] * len(arrays)
+        for i in self._on_read:
+            parts[i] = self.slots[i].components
+            if parts[i] is None:
+                assert self._topology is not None
+                first = initial_components(self.variables[i], arrays[i], self._topology.num_replicas)
+                parts[i] = jax.device_put(first, self._topology.per_replica)
+        return parts
+
+    def _adopt(self, variable: Variable, slot: Slot, array: Any) -> Any:
+        """Places a value that was assigned from outside, or was made outside the scope, on the program's devices."""
+        if isinstance(array, jax.Array) and array.weak_type:
+            # Made of a Python number. What a program returns is not weakly typed, and would be compiled for again.
+            array = jax.lax.convert_element_type(array, array.dtype)
+        if self._topology is not None:
+            array = jax.device_put(array, self._topology.replicated)
+        compat.set_raw_values([variable], [array])
+        slot.store(array, self._topology, owned=False)
+        return array
+
+
+def _is_lost(array: Any) -> bool:
+    if array.is_deleted():
+        return True
+    try:
+        array.block_until_ready()
+    except Exception:  # The program that should have made it failed, after the call had returned.
+        return True
+    return False

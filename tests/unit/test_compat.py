@@ -1,0 +1,480 @@
+"""One test for every private name of Keras, and every semi-public thing of JAX, that Phalanx leans on."""
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from jax.extend import core as jex
+from keras.src.backend.common import global_state
+
+import phalanx
+from phalanx import compat
+from phalanx.topology import Topology
+
+
+def run_python(code, **environment):
+    """Runs `code` in a process of its own, with a deadline; returns its output."""
+    removed = {"XLA_FLAGS", "NPROC", "PHALANX_CPU_DEVICES", "KERAS_BACKEND"}
+    env = {k: v for k, v in os.environ.items() if k not in removed} | {"JAX_PLATFORMS": "cpu"} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    return done.stdout + done.stderr
+
+
+class Recording(compat.AbstractLiftScope):
+    """A scope that notes what Keras and the extended methods call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.updates = [], 0
+
+    def get_current_value(self, variable):
+        """Every variable holds 7."""
+        self.calls.append("read")
+        return jnp.float32(7)
+
+    def add_update(self, update):
+        """Notes the value."""
+        self.calls.append(("assign", float(update[1])))
+
+    def add_delta(self, variable, delta, *, negative=False):
+        """Notes the increment."""
+        self.calls.append(("delta", float(delta), negative))
+        return jnp.float32(0)
+
+    def fold_seed(self, seed):
+        """Notes that a seed was drawn."""
+        self.calls.append("seed")
+        return seed
+
+    def example_mask(self):
+        """No padding."""
+
+    def apply_gradients(self, optimizer, apply, grads, variables):
+        """Notes the gradients."""
+        self.calls.append(("apply", [float(g) for g in grads], self.updates))
+
+    def updating(self):
+        """Counts itself."""
+        self.updates += 1
+        return contextlib.nullcontext()
+
+
+# ---- Keras: names
+
+
+def test_stateless_scope_is_a_global_attribute():
+    """`global_state.get_global_attribute("stateless_scope")` is the innermost scope."""
+    assert compat.active_scope() is None
+    with keras.StatelessScope() as outer, keras.StatelessScope() as inner:
+        assert global_state.get_global_attribute("stateless_scope") is compat.active_scope() is inner
+        assert inner.original_scope is outer
+        assert compat.lift_scope() is None
+    with Recording() as scope:
+        assert compat.lift_scope() is scope
+
+
+def test_global_attributes_are_per_thread():
+    """A scope of one thread is not seen in another."""
+    seen = []
+    with keras.StatelessScope():
+        thread = threading.Thread(target=lambda: seen.append(compat.active_scope()))
+        thread.start()
+        thread.join(timeout=10)
+    assert seen == [None]
+
+
+def test_variable_value():
+    """`Variable._value` is the stored array, also inside a scope."""
+    v = keras.Variable(1.0)
+    with keras.StatelessScope(state_mapping=[(v, jnp.float32(5))]):
+        assert float(v.value) == 5
+        assert float(compat.raw_value(v)) == 1
+    array = jnp.float32(3)
+    compat.set_raw_values([v], [array])
+    assert v.value is array
+
+
+def test_variable_value_is_none_before_its_initialization():
+    """A variable made in a scope gets its value when the scope closes."""
+    with keras.StatelessScope():
+        v = keras.Variable(lambda shape, dtype: jnp.ones(shape, dtype), shape=(2,))
+        assert compat.raw_value(v) is None
+    assert v.numpy().tolist() == [1, 1]
+
+
+def test_variable_dtype():
+    """`Variable._dtype` is that of the array, under autocast too."""
+    v = keras.Variable(1.0)
+    with keras.src.backend.AutocastScope("bfloat16"):
+        assert v.dtype == "bfloat16"
+        assert compat.dtype_of(v) == "float32"
+
+
+def test_variable_layout():
+    """`Variable._layout` is what the distribution gave; a DataParallel's `get_variable_layout` is asked."""
+    topology = Topology.of(["cpu:3", "cpu:1"])
+    with compat.variable_layout(topology.replicated):
+        v = keras.Variable(np.ones(2))
+    assert compat.layout_of(v) == topology.replicated
+    assert v.value.sharding == topology.replicated
+    assert compat.layout_of(keras.Variable(1.0)) is None
+
+
+def test_variable_layout_is_left():
+    """After the scope there is no distribution."""
+    with pytest.raises(KeyError), compat.variable_layout(Topology.of(["cpu:0"]).replicated):
+        raise KeyError
+    assert keras.distribution.distribution() is None
+
+
+def test_assignment_keeps_the_layout():
+    """An eager assign places the new value where the old one was."""
+    topology = Topology.of(["cpu:0", "cpu:1"])
+    with compat.variable_layout(topology.replicated):
+        v = keras.Variable(np.ones(2))
+    v.assign([3, 4])
+    assert len(v.value.devices()) == 2
+
+
+def test_direct_assign():
+    """`Variable._direct_assign` is the one way of an eager assignment, so that it can be taken back."""
+    v = keras.Variable(1.0)
+    with compat.undo_log() as rollback:
+        assert compat.is_undoable()
+        v.assign(2.0)
+        v.assign_add(5.0)
+        made = keras.Variable(3.0)
+        rollback()
+    assert (v.numpy(), made.numpy()) == (1.0, 3.0)
+    assert not compat.is_undoable()
+
+
+def test_undo_logs_nest():
+    """The outer one takes back what the inner one has seen."""
+    v = keras.Variable(1.0)
+    with compat.undo_log() as outer:
+        with compat.undo_log():
+            v.assign(2.0)
+        outer()
+    assert v.numpy() == 1.0
+
+
+def test_reads_and_assigns_reach_the_scope():
+    """`get_current_value`, `add_update`; the increments come as increments."""
+    v = keras.Variable(1.0)
+    with Recording() as scope:
+        assert float(v.value) == 7
+        v.assign(3.0)
+        v.assign_add(2.0)
+        v.assign_sub(4.0)
+    writes = [c for c in scope.calls if c != "read"]
+    assert writes == [("assign", 3.0), ("delta", 2.0, False), ("delta", 4.0, True)]
+    assert v.numpy() == 1.0
+
+
+def test_plain_scope_keeps_the_increments_of_keras():
+    """Outside our scopes nothing changed."""
+    v = keras.Variable(1.0)
+    with keras.StatelessScope() as scope:
+        v.assign_add(2.0)
+        assert float(scope.get_current_value(v)) == 3
+    v.assign_sub(0.5)
+    assert v.numpy() == 0.5
+
+
+def test_plain_scope_in_ours_falls_through():
+    """What a user's `stateless_call` does not map comes from our scope."""
+    v, w = keras.Variable(1.0), keras.Variable(2.0)
+    with Recording(), keras.StatelessScope(state_mapping=[(w, jnp.float32(5))]):
+        assert (float(v.value), float(w.value)) == (7, 5)
+
+
+def test_variable_with_a_concrete_first_value_in_a_scope():
+    """Keras refuses it; positional and keyword arguments keep their meaning."""
+    with keras.StatelessScope(), pytest.raises(ValueError, match="initializer"):
+        keras.Variable(1.0)
+    with keras.StatelessScope(), Recording():
+        v = keras.Variable([1, 2], (2,), "float16", False, name="v")
+    assert (v.numpy().tolist(), v.dtype, v.trainable, v.name) == ([1, 2], "float16", False, "v")
+    with keras.StatelessScope(), Recording():
+        w = keras.Variable(3)
+    assert w.numpy() == 3
+
+
+def test_seed_generator_next():
+    """Every random layer and function draws its seeds through `SeedGenerator.next`."""
+    seeds = keras.random.SeedGenerator(1)
+    with Recording() as scope, keras.StatelessScope(state_mapping=[(seeds.state, jnp.array([1, 2], "uint32"))]):
+        keras.random.normal((2,), seed=seeds)
+    assert scope.calls.count("seed") == 1
+    assert seeds.next().shape == (2,)
+
+
+def test_optimizer_apply():
+    """`apply` and `apply_gradients` end in one method; the flag of tf.distribute opens the update context."""
+    v, optimizer = keras.Variable(0.0), keras.optimizers.SGD(0.1)
+    optimizer.build([v])
+    with Recording() as scope:
+        optimizer.apply([jnp.float32(1)], [v])
+        optimizer.apply_gradients([(jnp.float32(2), v)])
+        optimizer.apply_gradients([(jnp.float32(3), v)], skip_gradients_aggregation=True)
+    applied = [c for c in scope.calls if c[0] == "apply"]
+    assert applied == [("apply", [1.0], 0), ("apply", [2.0], 0), ("apply", [3.0], 1)]
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_optimizer_outside(skip):
+    """Without a scope they are Keras's own, and take the flag too."""
+    v, optimizer = keras.Variable(0.0), keras.optimizers.SGD(0.5)
+    optimizer.apply([jnp.float32(1)], [v])
+    optimizer.apply_gradients([(jnp.float32(1), v)], skip_gradients_aggregation=skip)
+    assert v.numpy() == -1
+
+
+def test_loss_scale_optimizer_apply():
+    """Has a method of its own, and is called once."""
+    v, optimizer = keras.Variable(0.0), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build([v])
+    with Recording() as scope:
+        optimizer.apply([jnp.float32(1)], [v])
+    assert [c for c in scope.calls if c[0] == "apply"] == [("apply", [1.0], 0)]
+
+
+@pytest.mark.parametrize("variables", ["given", None])
+def test_stateless_apply(variables):
+    """`stateless_apply`, `variables` and `_trainable_variables` update a loss-scaling optimizer."""
+    v = keras.Variable(0.0)
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0)
+    if variables is None:
+        optimizer.build([v])
+    compat.apply_stateless(optimizer, [jnp.float32(4)], [v] if variables else None)
+    assert v.numpy() == -2
+    assert int(optimizer.inner_optimizer.iterations.numpy()) == 1
+
+
+def test_learning_rate():
+    """`_learning_rate` is the object that was given, or a variable; a new number keeps the variable."""
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)
+    assert compat.learning_rate_of(keras.optimizers.SGD(schedule)) is schedule
+    optimizer = keras.optimizers.SGD(0.1)
+    held = compat.learning_rate_of(optimizer)
+    optimizer.learning_rate = 0.2
+    assert compat.learning_rate_of(optimizer) is held
+    assert compat.learning_rate_of(keras.optimizers.LossScaleOptimizer(optimizer)) is held
+
+
+def test_metric_subclasses_still_reach_their_mixins():
+    """The hook on Metric's subclasses passes on what is not its own."""
+    seen = []
+
+    class Registry:
+        def __init_subclass__(cls, key=None, **kwargs):
+            super().__init_subclass__(**kwargs)
+            seen.append(key)
+
+    class Mine(keras.metrics.Mean, Registry, key="mine"):
+        pass
+
+    assert seen == ["mine"]
+
+
+def test_own_metrics_weigh_padded_rows():
+    """Also a metric that is defined after phalanx was imported."""
+
+    class Total(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.total = self.add_variable((), "zeros", aggregation="sum")
+
+        def update_state(self, x, sample_weight=None):
+            self.total.assign_add(jnp.sum(x if sample_weight is None else x * sample_weight))
+
+        def result(self):
+            return self.total
+
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        metric = Total()
+    (batch,) = strategy.experimental_distribute_dataset([np.float32([1, 2, 4])])
+    strategy.run(lambda x: metric.update_state(x), args=(batch,))
+    assert float(metric.result()) == 7
+
+
+def test_extended_methods_keep_their_names():
+    """Help and introspection show Keras's own."""
+    for method in (keras.Variable.assign_add, keras.Variable.__init__, keras.optimizers.Optimizer.apply):
+        assert method.__doc__ == method.__wrapped__.__doc__
+        assert method.__name__ == method.__wrapped__.__name__
+
+
+def test_wrong_backend_is_refused():
+    """Keras cannot change its backend after its import."""
+    code = (
+        "import keras\n"
+        "keras.backend.backend = lambda: 'torch'\n"
+        "try:\n    import phalanx\n"
+        "except RuntimeError as e:\n    print(type(e).__name__, e)\n"
+    )
+    out = run_python(code, KERAS_BACKEND="jax")
+    assert "StartupError import phalanx with the Keras backend 'torch'" in out
+    assert 'HINT: import phalanx before keras, or set KERAS_BACKEND="jax"' in out
+
+
+def test_backend_of_the_environment_is_replaced():
+    """`import phalanx` first means JAX, whatever the configuration says."""
+    assert "jax" in run_python("import phalanx, keras; print(keras.backend.backend())", KERAS_BACKEND="tensorflow")
+
+
+# ---- Python
+
+
+def test_references_are_counted():
+    """`sys.getrefcount` tells whether somebody else holds a variable's array; the calibration fits."""
+    v = keras.Variable(np.ones(3))
+    v.assign(np.zeros(3))
+    gc.collect()
+    assert compat.reference_counts(compat.raw_values([v])) == [compat.UNSHARED]
+    held = v.value
+    assert compat.reference_counts(compat.raw_values([v])) == [compat.UNSHARED + 1]
+    del held
+    assert compat.reference_counts(compat.raw_values([v])) == [compat.UNSHARED]
+
+
+def test_numpy_views_are_counted():
+    """A view of the array holds it, or is a copy."""
+    v = keras.Variable(np.ones(1000, "float32"))
+    view = np.asarray(v.value)
+    shared = compat.reference_counts(compat.raw_values([v]))[0] > compat.UNSHARED
+    assert shared or not np.shares_memory(view, np.asarray(v.value))
+
+
+# ---- JAX
+
+
+def test_opaque_trace_state():
+    """`get_opaque_trace_state` is equal in one trace, and not between a body and what is around it."""
+    states = []
+
+    def body(carry, _):
+        states.append(jex.get_opaque_trace_state())
+        return carry, None
+
+    def fn(x):
+        states.append(jex.get_opaque_trace_state())
+        jax.lax.scan(body, x, length=2)
+        states.append(jex.get_opaque_trace_state())
+        return x
+
+    jax.jit(fn)(1.0)
+    assert states[0] == states[-1]
+    assert all(s != states[0] for s in states[1:-1])
+    assert jex.get_opaque_trace_state() != states[0]
+
+
+@pytest.mark.parametrize(
+    "transform", [jax.jit, jax.checkpoint, jax.grad, lambda f: jax.vmap(f, axis_size=2, in_axes=None)]
+)
+def test_opaque_trace_state_of_transformations(transform):
+    """Every transformation is another trace."""
+    states = [jex.get_opaque_trace_state()]
+
+    def fn(x):
+        states.append(jex.get_opaque_trace_state())
+        return x
+
+    jax.make_jaxpr(transform(fn))(1.0)
+    assert states[0] != states[1]
+
+
+def test_take_and_set_current_trace():
+    """A value can be made in the trace around a body."""
+    made = []
+
+    def fn(x):
+        with jex.take_current_trace() as trace:
+            pass
+        with jex.set_current_trace(trace):
+            pass
+
+        def body(carry, _):
+            with jex.set_current_trace(trace):
+                made.append(jnp.sin(x))
+            return carry, None
+
+        jax.lax.scan(body, x, length=2)
+        return made[0] * 2
+
+    jaxpr = jax.make_jaxpr(fn)(1.0).jaxpr
+    assert [e.primitive.name for e in jaxpr.eqns].count("sin") == 1
+
+
+def test_jaxpr_replace_and_debug_info():
+    """A stretch of a jaxpr becomes a jaxpr of its own that `jax.core.eval_jaxpr` runs."""
+    jaxpr = jax.make_jaxpr(lambda x: jnp.cos(jnp.sin(x)))(1.0).jaxpr
+    first = jaxpr.eqns[0]
+    stretch = jaxpr.replace(
+        constvars=(),
+        invars=list(first.invars),
+        outvars=list(first.outvars),
+        eqns=[first],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    np.testing.assert_allclose(jax.core.eval_jaxpr(stretch, (), 1.0), [np.sin(1.0)], rtol=1e-6)
+
+
+def test_jaxprs_in_params():
+    """`jex.jaxprs_in_params` finds the bodies of an equation."""
+    jaxpr = jax.make_jaxpr(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x))(1.0).jaxpr
+    (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "cond"]
+    assert len(list(jex.jaxprs_in_params(eqn.params))) == 2
+
+
+def test_callbacks_have_callback_in_their_name():
+    """So that programs with them are not given the variables' arrays."""
+    names = set()
+    for fn in (
+        lambda x: jax.debug.callback(print, x),
+        lambda x: jax.pure_callback(abs, x, x),
+        lambda x: jax.debug.print(""),
+    ):
+        names |= {e.primitive.name for e in jax.make_jaxpr(fn)(jnp.float32(1)).jaxpr.eqns}
+    assert all("callback" in n or "debug_print" in n for n in names)
+
+
+def test_own_primitive():
+    """`jex.Primitive` with several results, bound with static parameters, appears in the jaxpr."""
+    primitive = jex.Primitive("phalanx_test")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *xs, tag: list(xs))
+    jaxpr = jax.make_jaxpr(lambda x: primitive.bind(x, x, tag=3))(1.0).jaxpr
+    (eqn,) = jaxpr.eqns
+    assert (eqn.primitive, eqn.params, len(eqn.outvars)) == (primitive, {"tag": 3}, 2)
+
+
+def test_nproc_is_the_size_of_the_thread_pool():
+    """XLA's CPU client starts as many threads as the undocumented environment variable says."""
+    if sys.platform != "linux":
+        pytest.skip("thread names are read from /proc")
+    code = (
+        "import glob, jax\n"
+        "jax.jit(lambda x: x + 1)(1.0)\n"
+        "names = [open(f + '/comm').read().strip() for f in glob.glob('/proc/self/task/*')]\n"
+        "print('threads', names.count('tf_XLAEigen'))\n"
+    )
+    assert "threads 7" in run_python(code, NPROC="7")
+
+
+def test_weak_types_are_values_of_the_array():
+    """A variable made of a Python number is weakly typed, an array of a program is not."""
+    assert keras.Variable(1.0).value.weak_type
+    assert not jax.jit(lambda x: jax.lax.convert_element_type(x, "float32"))(1.0).weak_type

@@ -1,0 +1,258 @@
+"""Every cross-device operation against NumPy, and what it compiles to."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import phalanx
+from phalanx import HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
+from phalanx.errors import ContextError, InvalidArgumentError, ReduceOpError
+from phalanx.experimental import CommunicationOptions
+from phalanx.topology import Topology
+
+SHAPES = [(3,), (), (2, 2), (5,), (1, 4)]
+DTYPES = ["float32", "float32", "int32", "float32", "float32"]
+FAMILY = [
+    NcclAllReduce(),
+    NcclAllReduce(num_packs=0),
+    NcclAllReduce(num_packs=3),
+    HierarchicalCopyAllReduce(),
+    HierarchicalCopyAllReduce(num_packs=0),
+    HierarchicalCopyAllReduce(num_packs=3),
+    ReductionToOneDevice(),
+]
+
+
+def name(value):
+    """A readable test id."""
+    packs = getattr(value, "num_packs", "")
+    return f"{type(value).__name__}{packs}" if isinstance(value, phalanx.CrossDeviceOps) else None
+
+
+def mirrored(replicas, ops=None):
+    """A strategy over the first CPU devices."""
+    return phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)], cross_device_ops=ops)
+
+
+def gradients(replicas):
+    """What every replica holds: small integers, so that all orders of summation agree."""
+    random = np.random.default_rng(0)
+    return [random.integers(-9, 9, (replicas, *s)).astype(d) for s, d in zip(SHAPES, DTYPES, strict=True)]
+
+
+def program(ops, replicas, op="SUM", options=None):
+    """The compiled program of one batch_reduce, and its arguments."""
+    topology = Topology.of([f"cpu:{i}" for i in range(replicas)])
+
+    def replica(values):
+        own = [x[0] for x in values]
+        return [x[None] for x in ops.batch_reduce(op, [(x, x) for x in own], options)]
+
+    spec = PartitionSpec(phalanx.REPLICA_AXIS)
+    mapped = jax.shard_map(replica, mesh=topology.mesh, in_specs=(spec,), out_specs=spec, check_vma=False)
+    values = jax.device_put(gradients(replicas), topology.per_replica)
+    return jax.jit(mapped).lower(values).compile(), values
+
+
+@pytest.mark.parametrize(("op", "replicas"), [("SUM", 2), ("MEAN", 3), ("SUM", 5)])
+@pytest.mark.parametrize("ops", FAMILY, ids=name)
+def test_every_replica_gets_the_result(ops, replicas, op):
+    """Odd numbers of replicas included."""
+    compiled, values = program(ops, replicas, op)
+    for given, got in zip(gradients(replicas), compiled(values), strict=True):
+        expected = given.sum(axis=0) if op == "SUM" else given.sum(axis=0) / np.float32(replicas)
+        np.testing.assert_allclose(got, np.stack([expected] * replicas), rtol=1e-6)
+        assert op == "MEAN" or got.dtype == given.dtype
+
+
+def collectives(compiled):
+    """How many operands all all-reduces have together, how many copies there are."""
+    text = compiled.as_text()
+    reduces = re.findall(r" all-reduce(?:-start)?\(([^)]*)\)", text)
+    return sum(len(r.split(",")) for r in reduces), len(re.findall(r" collective-permute(?:-start)?\(", text))
+
+
+@pytest.mark.parametrize(
+    ("ops", "expected"),
+    [
+        (NcclAllReduce(num_packs=0), (5, 0)),
+        (NcclAllReduce(num_packs=1), (2, 0)),
+        (NcclAllReduce(num_packs=3), (3, 0)),
+        (HierarchicalCopyAllReduce(num_packs=0), (0, 5 * 3)),
+        (HierarchicalCopyAllReduce(num_packs=1), (0, 2 * 3)),
+        (ReductionToOneDevice(), (0, 5 * 6)),
+    ],
+    ids=name,
+)
+def test_number_and_kind_of_collectives(ops, expected):
+    """Four replicas: one all-reduce a buffer, or copies only; int32 has a buffer of its own.
+
+    With `num_packs=3` the floats of 12, 4, 20 and 16 bytes fill two buffers: one is closed at a third of the bytes.
+    """
+    compiled, _ = program(ops, 4)
+    assert collectives(compiled) == expected
+
+
+@pytest.mark.parametrize(
+    ("ops", "expected"),
+    [
+        (None, (3, 0)),
+        (NcclAllReduce(num_packs=1), (1, 0)),
+        (HierarchicalCopyAllReduce(), (0, 1)),
+        (ReductionToOneDevice(), (0, 6)),
+    ],
+    ids=name,
+)
+def test_collectives_of_a_training_step(ops, expected):
+    """Three gradients on two replicas: by default one all-reduce each; the optimizer's own state needs none."""
+    strategy = mirrored(2, ops)
+    with strategy.scope():
+        weights = [keras.Variable(np.ones((2, i), "float32")) for i in (1, 2, 3)]
+        optimizer = keras.optimizers.Adam(0.1)
+        optimizer.build(weights)
+    replica_fn = lambda: optimizer.apply([w.value * 2 for w in weights], weights)  # noqa: E731
+    step = phalanx.function(lambda: strategy.run(replica_fn))
+    assert collectives(step.lower().compile()) == expected
+
+
+def test_hierarchical_copies_fewer_times_than_one_device():
+    """Eight replicas: the tree has 3 + 1 + 3 rounds of copies, the star 14."""
+    tree, _ = program(HierarchicalCopyAllReduce(), 8)
+    star, _ = program(ReductionToOneDevice(), 8)
+    assert collectives(tree)[1] == 2 * 7
+    assert collectives(star)[1] == 5 * 14
+
+
+def test_bytes_per_pack_changes_the_program_only():
+    """Options fill buffers by size; the numbers stay."""
+    compiled, values = program(NcclAllReduce(num_packs=0), 2, options=CommunicationOptions(bytes_per_pack=1 << 20))
+    assert collectives(compiled) == (2, 0)
+    for given, got in zip(gradients(2), compiled(values), strict=True):
+        np.testing.assert_array_equal(got[1], given.sum(axis=0))
+
+
+@pytest.mark.parametrize("ops", FAMILY, ids=name)
+def test_bits_are_equal_on_all_replicas(ops):
+    """Whatever the order of summation, mirrored variables stay mirrored."""
+    strategy = mirrored(5, ops)
+    x = strategy.experimental_distribute_values_from_function(
+        lambda c: np.random.default_rng(c.replica_id_in_sync_group).normal(size=64).astype("float32")
+    )
+    merge = lambda s, x: s.extended.reduce_to("SUM", x, x)  # noqa: E731
+    results = strategy.run(lambda x: phalanx.get_replica_context().merge_call(merge, args=(x,)), args=(x,)).values
+    for other in results[1:]:
+        np.testing.assert_array_equal(results[0], other)
+    np.testing.assert_allclose(results[0], np.sum(x.values, axis=0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ops", FAMILY, ids=name)
+def test_training_is_the_same_with_every_operation(ops):
+    """A strategy aggregates gradients through its own operations."""
+    strategy = mirrored(3, ops)
+    with strategy.scope():
+        v = keras.Variable([1.0, 2.0])
+        optimizer = keras.optimizers.SGD(1.0)
+
+    def step():
+        scale = phalanx.get_replica_context().replica_id_in_sync_group + 1.0
+        optimizer.apply([jnp.array([1.0, 10.0]) * scale], [v])
+
+    strategy.run(step)
+    assert v.numpy().tolist() == [1.0 - 6.0, 2.0 - 60.0]
+
+
+@pytest.mark.parametrize("root", [0, 2])
+def test_reduce_to_device(root):
+    """The device that accumulates may be any of the strategy's, under any of its names."""
+    ops = ReductionToOneDevice(reduce_to_device=f"/device:CPU:{root}")
+    strategy = mirrored(3, ops)
+    x = strategy.experimental_distribute_values_from_function(lambda c: float(c.replica_id_in_sync_group + 1))
+    assert float(strategy.extended.reduce_to("MEAN", x, x).value) == 2.0
+    assert ops.reduce_to_device == f"cpu:{root}"
+
+
+def test_reduce_to_a_device_of_others():
+    """The message lists the strategy's devices."""
+    with pytest.raises(InvalidArgumentError, match=r"reduce_to_device='cpu:5': not one of .*\['cpu:0', 'cpu:1'\]"):
+        mirrored(2, ReductionToOneDevice(reduce_to_device="cpu:5"))
+
+
+@pytest.mark.parametrize(("op", "expected"), [("SUM", 24.0), ("MEAN", 6.0)])
+def test_accumulation_fn(op, expected):
+    """A product instead of a sum; a mean divides it by the number of replicas."""
+    strategy = mirrored(4, ReductionToOneDevice(accumulation_fn=jnp.multiply))
+    x = strategy.experimental_distribute_values_from_function(lambda c: float(c.replica_id_in_sync_group + 1))
+    reduced = strategy.extended.reduce_to(op, x, x)
+    assert [float(v) for v in reduced.values] == [expected] * 4
+
+
+class Largest(phalanx.CrossDeviceOps):
+    """An algorithm of one's own: the largest value instead of the sum."""
+
+    def reduce_implementation(self, reduce_op, value, destinations, options):
+        """What every replica must hold."""
+        return jax.lax.pmax(value, phalanx.REPLICA_AXIS)
+
+
+def test_own_algorithm():
+    """One method serves reduce, batch_reduce and the optimizer."""
+    strategy = mirrored(3, Largest())
+    x = strategy.experimental_distribute_values_from_function(lambda c: float(c.replica_id_in_sync_group))
+    one, two = strategy.extended.batch_reduce_to("SUM", [(x, x), (x, "cpu:0")])
+    assert (float(one.value), float(two.value)) == (2.0, 2.0)
+
+
+def test_base_class_says_what_to_override():
+    """The abstract hook."""
+    strategy = mirrored(2, phalanx.CrossDeviceOps())
+    x = strategy.experimental_distribute_values_from_function(lambda c: 1.0)
+    with pytest.raises(NotImplementedError, match="CrossDeviceOps must override reduce_implementation"):
+        strategy.extended.reduce_to("SUM", x, x)
+
+
+@pytest.mark.parametrize("ops", [NcclAllReduce(), ReductionToOneDevice(), Largest()], ids=name)
+def test_broadcast(ops):
+    """Every replica gets the first one's value."""
+    strategy = mirrored(3, ops)
+
+    def replica_fn():
+        x = phalanx.get_replica_context().replica_id_in_sync_group + 7.0
+        return phalanx.get_replica_context().merge_call(lambda _, x: ops.broadcast(x, x), args=(x,))
+
+    assert [float(v) for v in strategy.run(replica_fn).values] == [7.0] * 3
+
+
+@pytest.mark.parametrize("cls", [NcclAllReduce, HierarchicalCopyAllReduce])
+def test_negative_num_packs(cls):
+    """Refused when it is made."""
+    with pytest.raises(InvalidArgumentError, match="num_packs=-1: must be 0"):
+        cls(num_packs=-1)
+
+
+@pytest.mark.parametrize(
+    ("pair", "error", "match"),
+    [
+        ((1.0, None), InvalidArgumentError, "destinations=None: must be a value"),
+        ((1.0, ""), InvalidArgumentError, "destinations='': must be a value"),
+        ([1.0, 1.0], InvalidArgumentError, r"pair=\[1.0, 1.0\]: must be a tuple \(value, destinations\)"),
+        ((1.0,), InvalidArgumentError, "must be a tuple"),
+        ((True, "cpu:0"), ReduceOpError, "bools have no sum or mean"),
+        (("text", "cpu:0"), ReduceOpError, "not an array of numbers"),
+        ((phalanx.PerReplica(jnp.ones(2)), "cpu:0"), ContextError, "it runs inside a program only"),
+    ],
+)
+def test_bad_pairs(pair, error, match):
+    """Each is refused before anything is sent."""
+    with pytest.raises(error, match=match):
+        NcclAllReduce().batch_reduce("SUM", [pair])
+
+
+def test_unknown_operation():
+    """Only SUM and MEAN."""
+    with pytest.raises(ReduceOpError, match="reduce_op='MAX': not a ReduceOp"):
+        NcclAllReduce().reduce("MAX", 1.0, "cpu:0")

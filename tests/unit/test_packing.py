@@ -1,0 +1,94 @@
+"""Packing and splitting: properties of the arithmetic."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.collectives.packing import by_bytes, by_count
+from phalanx.input.shard import shares, split
+
+ARRAYS = st.lists(st.tuples(st.sampled_from(["f4", "i4", "f2"]), st.integers(0, 100)), max_size=30)
+COUNTS = st.integers(0, 40)
+
+
+def unzipped(arrays):
+    """Dtypes and sizes."""
+    return [d for d, _ in arrays], [s for _, s in arrays]
+
+
+def check(packs, arrays):
+    """Every array is in one pack, in order within its dtype, and a pack has one dtype."""
+    dtypes, _ = unzipped(arrays)
+    assert sorted(i for p in packs for i in p) == list(range(len(arrays)))
+    assert all(len({dtypes[i] for i in p}) == 1 for p in packs)
+    assert all(p for p in packs)
+    for dtype in set(dtypes):
+        flat = [i for p in packs for i in p if dtypes[i] == dtype]
+        assert flat == sorted(flat)
+
+
+@settings(deadline=None)
+@given(ARRAYS, st.integers(0, 6))
+def test_by_count(arrays, num_packs):
+    """At most `num_packs` packs a dtype; zero packs nothing."""
+    packs = by_count(*unzipped(arrays), num_packs)
+    check(packs, arrays)
+    dtypes, _ = unzipped(arrays)
+    for dtype in set(dtypes):
+        mine = [p for p in packs if dtypes[p[0]] == dtype]
+        assert len(mine) == dtypes.count(dtype) if num_packs == 0 else len(mine) <= max(num_packs, 1)
+
+
+@settings(deadline=None)
+@given(ARRAYS, st.integers(0, 120))
+def test_by_bytes(arrays, bytes_per_pack):
+    """All packs of a dtype but the last hold at least `bytes_per_pack`, and would not without their last array."""
+    dtypes, sizes = unzipped(arrays)
+    packs = by_bytes(dtypes, sizes, bytes_per_pack)
+    check(packs, arrays)
+    for dtype in set(dtypes):
+        mine = [p for p in packs if dtypes[p[0]] == dtype]
+        assert bytes_per_pack > 0 or len(mine) == 1
+        for pack in mine[:-1]:
+            assert sum(sizes[i] for i in pack) >= bytes_per_pack
+        for pack in mine if bytes_per_pack else []:
+            assert sum(sizes[i] for i in pack[:-1]) < bytes_per_pack or len(pack) == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_packs", "expected"),
+    [
+        ([4, 4, 4, 4], 2, [[0, 1], [2, 3]]),
+        ([100, 1, 1], 2, [[0], [1, 2]]),
+        ([1, 1, 100], 2, [[0, 1, 2]]),
+        ([4, 4], 5, [[0], [1]]),
+        ([], 3, []),
+    ],
+)
+def test_by_count_examples(sizes, num_packs, expected):
+    """Buffers of about equal bytes, in order."""
+    assert by_count(["f4"] * len(sizes), sizes, num_packs) == expected
+
+
+@settings(deadline=None)
+@given(COUNTS, st.integers(1, 9))
+def test_shares(rows, replicas):
+    """They add up, differ by one at most, and the first replicas have more."""
+    result = shares(rows, replicas)
+    assert sum(result) == rows
+    assert max(result) - min(result) <= 1
+    assert result == sorted(result, reverse=True)
+
+
+@settings(deadline=None)
+@given(COUNTS, st.integers(1, 9))
+def test_split(rows, replicas):
+    """Real places hold every row once and in order; padded places come last and hold a row that exists."""
+    layout = split(rows, replicas)
+    assert layout.index.shape == layout.mask.shape == (replicas, max(1, -(-rows // replicas)))
+    assert layout.index[layout.mask].tolist() == list(range(rows))
+    assert layout.mask.sum(axis=1).tolist() == shares(rows, replicas)
+    assert np.array_equal(layout.mask, -np.sort(-layout.mask.astype(int), axis=1))
+    assert layout.index.min() >= 0
+    assert layout.index.max() < max(1, rows)

@@ -1,0 +1,150 @@
+"""Device names, virtual devices and the mesh."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import phalanx
+from phalanx.errors import DeviceError, InvalidArgumentError, StartupError
+from phalanx.topology import Topology, default_devices, device_name, parse_device
+
+
+def run_python(code, **environment):
+    """Runs `code` in a process of its own, with a deadline; returns its output."""
+    removed = {"XLA_FLAGS", "NPROC", "PHALANX_CPU_DEVICES", "KERAS_BACKEND"}
+    env = {k: v for k, v in os.environ.items() if k not in removed} | {"JAX_PLATFORMS": "cpu"} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    ["cpu:1", "CPU:1", "/cpu:1", "/device:CPU:1", "device:cpu:1", "/job:localhost/replica:0/task:0/device:CPU:1"],
+)
+def test_spellings_of_a_device(spelling):
+    """All that tf.distribute prints or takes."""
+    assert device_name(parse_device(spelling)) == "cpu:1"
+
+
+def test_devices_of_jax_are_taken():
+    """As they are."""
+    device = jax.local_devices(backend="cpu")[2]
+    assert parse_device(device) is device
+    assert phalanx.MirroredStrategy([device]).extended.worker_devices == ("cpu:2",)
+
+
+@pytest.mark.parametrize("spelling", ["cpu", "gpu0", "", "cpu:", "/task:3/cpu:0", "cpu:-1", 0, None])
+def test_unreadable_devices(spelling):
+    """The message gives names that can be read."""
+    with pytest.raises(DeviceError, match='not a device name.\nHINT: a name such as "/gpu:0" or "cpu:1"'):
+        parse_device(spelling)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "hint"),
+    [
+        ("cpu:99", r"set_virtual_cpu_devices\(100\)"),
+        ("tpu:0", r'devices=\["cpu:0"\]'),
+        ("dsp:0", r'devices=\["cpu:0"\]'),
+    ],
+)
+def test_unknown_devices(spelling, hint):
+    """The message lists what there is, and how to get more."""
+    with pytest.raises(DeviceError, match=rf"device='{spelling}': this process has .*\nHINT: {hint}"):
+        phalanx.MirroredStrategy([spelling])
+
+
+def test_duplicate_devices():
+    """Whatever they are called."""
+    with pytest.raises(DeviceError, match=r"cpu:1 is given twice; .*\nHINT: devices=\['cpu:0', 'cpu:1'\]"):
+        phalanx.MirroredStrategy(["cpu:1", "cpu:0", "/CPU:1"])
+
+
+def test_a_string_is_no_list():
+    """It would be read letter by letter."""
+    with pytest.raises(DeviceError, match=r"devices='cpu:0': must be a list of devices.\nHINT: devices=\['cpu:0'\]"):
+        phalanx.MirroredStrategy("cpu:0")
+
+
+def test_no_device():
+    """A topology is never empty; an empty list means all devices, as in tf.distribute."""
+    with pytest.raises(DeviceError, match="a strategy needs at least one device"):
+        Topology(())
+    assert phalanx.MirroredStrategy([]).num_replicas_in_sync == len(default_devices())
+
+
+def test_mesh():
+    """One automatic axis over the devices in the order given."""
+    topology = Topology.of(["cpu:3", "cpu:1"])
+    assert topology.mesh.axis_names == (phalanx.REPLICA_AXIS,)
+    assert topology.mesh.axis_types == (AxisType.Auto,)
+    assert [d.id for d in topology.mesh.devices] == [3, 1]
+    assert topology.per_replica.spec == PartitionSpec("replica")
+    assert topology == Topology.of(["cpu:3", "cpu:1"])
+
+
+def test_too_late_for_more_devices():
+    """JAX has started here."""
+    with pytest.raises(StartupError, match="JAX has started its devices already"):
+        phalanx.set_virtual_cpu_devices(5)
+
+
+@pytest.mark.parametrize("count", [0, -2])
+def test_fewer_than_one_device(count):
+    """Refused before JAX is asked."""
+    with pytest.raises(InvalidArgumentError, match=f"count={count}: a process has at least one CPU device"):
+        phalanx.set_virtual_cpu_devices(count)
+
+
+def test_environment_variable_is_read(monkeypatch):
+    """What is no number is refused."""
+    with monkeypatch.context() as m:
+        m.setenv("PHALANX_CPU_DEVICES", "two")
+        with pytest.raises(InvalidArgumentError, match="PHALANX_CPU_DEVICES='two': must be a number of devices"):
+            phalanx.topology.apply_environment()
+
+
+def test_too_few_threads(monkeypatch):
+    """A pool in which all-reduces deadlock is refused when a strategy is made, with the number to set."""
+    with monkeypatch.context() as m:
+        m.setenv("NPROC", "15")
+        with pytest.raises(StartupError, match=r"has 15 threads; 15 or fewer deadlock .*\n.*NPROC=16"):
+            phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+        m.delenv("NPROC")
+        m.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+        with pytest.raises(StartupError, match="has 4 threads"):
+            phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+        phalanx.MirroredStrategy(["cpu:0"])
+
+
+def test_sixty_four_virtual_replicas():
+    """PHALANX_CPU_DEVICES=64 gives 64 replicas, which all-reduce: the canary of the thread pool rule."""
+    code = (
+        "import phalanx, jax, keras\n"
+        "s = phalanx.MirroredStrategy()\n"
+        "with s.scope(): v = keras.Variable(0.0, aggregation='sum')\n"
+        "s.run(lambda: v.assign_add(phalanx.get_replica_context().replica_id_in_sync_group + 1))\n"
+        "print('total', s.num_replicas_in_sync, float(v.value))\n"
+    )
+    assert "total 64 2080.0" in run_python(code, PHALANX_CPU_DEVICES="64")
+
+
+def test_import_sets_the_keras_backend():
+    """Nothing need be configured; TensorFlow, Ray, Grain and Orbax stay outside."""
+    code = (
+        "import sys, phalanx, keras\n"
+        "heavy = {'tensorflow', 'ray', 'grain', 'orbax', 'torch', 'optax', 'flax'} & set(sys.modules)\n"
+        "print('backend', keras.backend.backend(), heavy)\n"
+    )
+    assert "backend jax set()" in run_python(code)
+
+
+def test_environment_gives_two_devices():
+    """The variable is honoured at import."""
+    assert "[0, 1]" in run_python("import phalanx, jax; print([d.id for d in jax.devices()])", PHALANX_CPU_DEVICES="2")
