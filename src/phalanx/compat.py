@@ -313,7 +313,8 @@ def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *arg
         # Keras takes the rows of such arrays for their last dim, and counts the batch once: as a column they have weights.
         given.update(zip(list(given)[1:], (x[:, None] for x in arrays), strict=False))
         weight = jnp.full(mask.shape, scope.count_of_a_row())
-    weight = jnp.ones((), self.dtype) if weight is None else jnp.asarray(weight)
+    dtype = keras.backend.standardize_dtype(self.dtype)
+    weight = jnp.ones((), dtype) if weight is None else jnp.asarray(weight)
     given["sample_weight"] = jnp.where(mask.reshape(mask.shape + (1,) * max(0, weight.ndim - 1)), weight, 0)
     # What it calls in turn gets these weights.
     global_state.set_global_attribute("phalanx_weighed", True)

@@ -370,7 +370,7 @@ class Strategy(ABC):
 
     def __reduce__(self) -> NoReturn:
         raise ContextError(
-            f"pickling {self!r}", "it holds devices of this process.", "make the strategy in the process that uses it"
+            f"pickle of {self!r}", "it holds devices of this process.", "make the strategy in the process that uses it"
         )
 
     def __copy__(self) -> NoReturn:

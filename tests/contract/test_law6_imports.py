@@ -1,0 +1,50 @@
+"""Law 6: what `import phalanx` brings along, in a fresh process."""
+
+import subprocess
+import sys
+
+import pytest
+
+FOREIGN = ["tensorflow", "torch", "ray", "grain", "orbax", "optax", "flax"]
+
+# An import that fails because the package is not installed is an import all the same.
+TRACE = """
+import sys
+class Seen:
+    names = set()
+    def find_spec(self, name, path=None, target=None):
+        self.names.add(name.partition(".")[0])
+sys.meta_path.insert(0, Seen())
+import phalanx
+print(*sorted(Seen.names | {name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def run(*arguments):
+    """A fresh Python."""
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """The packages that `import phalanx` alone loads or looks for."""
+    done = run("-c", TRACE)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("package", FOREIGN)
+def test_stays_away(modules, package):
+    """`phalanx` alone imports no optional or foreign package."""
+    assert package not in modules
+
+
+def test_brings_what_it_stands_on(modules):
+    """The fixture sees real modules: those that phalanx needs."""
+    assert {"phalanx", "jax", "keras", "numpy"} <= modules
+
+
+def test_prints_nothing():
+    """Importing phalanx writes nothing to stdout or stderr, and no warning."""
+    done = run("-W", "error", "-c", "import phalanx")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
