@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The speed of a step beside tf.distribute's MirroredStrategy on virtual CPU devices."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks import timing
+from benchmarks.parent import ROOT, Child
+from benchmarks.report import Report, all_rounds, verdict
+
+_ENVIRONMENT = ROOT / "benchmarks" / ".peers" / "tensorflow"
+_PACKAGES = ("tensorflow-cpu==2.21.0", "tf_keras==2.21.0")
+_TURN_S = 0.15
+_TARGETS = {("mlp", 2): 3.0, ("mlp", 4): 5.0, ("cnn", 2): None, ("cnn", 4): None}
+
+
+def run(*, quick: bool) -> Report:
+    """Measures each model and number of replicas, both processes alive and only one at work."""
+    report = Report(
+        "tensorflow",
+        "Speed against tf.distribute 2.21 (tf.distribute time / Phalanx time)",
+        (
+            "model",
+            "replicas",
+            "tf.distribute steps/s",
+            "Phalanx steps/s",
+            "ratio",
+            "target",
+            "middle half",
+            "all rounds",
+        ),
+    )
+    python = _interpreter()
+    for (case, replicas), target in _TARGETS.items():
+        rounds = _rounds(python, case, replicas, *((3, 2) if quick else (11, 5)))
+        tensorflow_s, phalanx_s = timing.medians(rounds)
+        ratio = timing.median_ratio(rounds)
+        speeds = [f"{1 / tensorflow_s:.1f}", f"{1 / phalanx_s:.1f}"]
+        row = [case, replicas, *speeds, ratio, verdict(ratio, at_least=target), timing.middle_half(rounds)]
+        report.add([*row, all_rounds(rounds)], case=case, replicas=replicas, ratio=ratio, rounds=rounds)
+    return report
+
+
+def _rounds(python: Path, case: str, replicas: int, rounds: int, turns: int) -> list[timing.Pair]:
+    with Child(python=str(python), environment={"TF_CPP_MIN_LOG_LEVEL": "2"}) as peer, Child(replicas) as ours:
+        theirs, own = "benchmarks.tensorflow_peer", "benchmarks.with_phalanx"
+        losses = [
+            peer.call(f"{theirs}:prepare", 300, case=case, replicas=replicas),
+            ours.call(f"{own}:prepare", 300, case=case),
+        ]
+        if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(*losses, strict=True)):
+            raise AssertionError(f"the two programs compute different losses: {losses}")
+        counts = [
+            peer.call(f"{theirs}:steps_for", 120, turn_s=_TURN_S),
+            ours.call(f"{own}:steps_for", 120, turn_s=_TURN_S),
+        ]
+        return timing.interleaved(
+            lambda: peer.call(f"{theirs}:seconds_a_step", 120, count=counts[0]),
+            lambda: ours.call(f"{own}:seconds_a_step", 120, count=counts[1]),
+            rounds,
+            turns,
+        )
+
+
+def _interpreter() -> Path:
+    """Makes TensorFlow's environment, once."""
+    python = _ENVIRONMENT / "bin" / "python"
+    made = _ENVIRONMENT / "made"
+    if not made.exists():
+        print("making an environment with TensorFlow", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", _ENVIRONMENT], check=True, timeout=120)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *_PACKAGES], check=True, timeout=1200)
+        made.write_text("\n".join(_PACKAGES) + "\n")
+    return python

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host's time for one step, by the number of variables, beside `jax.jit` on a list of as many arrays."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import timing
+from benchmarks.parent import call_in_child
+from benchmarks.report import Report, all_rounds
+
+_REPLICAS = 2
+
+
+def run(*, quick: bool) -> Report:
+    """Measures 10, 100 and 1000 variables."""
+    report = Report(
+        "host",
+        f"Host time of a step that adds 1 to every variable, {_REPLICAS} replicas (jax.jit / Phalanx)",
+        ("variables", "jax.jit ms", "Phalanx ms", "ratio", "Phalanx more, us a variable", "all rounds"),
+    )
+    for count in (10, 100, 1000):
+        options = {"rounds": 3, "steps": 20} if quick else {"rounds": 21, "steps": 50}
+        rounds = call_in_child("benchmarks.host_time:measure", 300, devices=_REPLICAS, count=count, **options)
+        jit_s, phalanx_s = timing.medians(rounds)
+        ratio = timing.median_ratio(rounds)
+        more_us = f"{(phalanx_s - jit_s) / count * 1e6:.2f}"
+        row = [count, jit_s * 1e3, phalanx_s * 1e3, ratio, more_us, all_rounds(rounds)]
+        report.add(row, variables=count, ratio=ratio, rounds=rounds)
+    return report
+
+
+def measure(count: int, rounds: int, steps: int) -> list[timing.Pair]:
+    """In a child: times both in turn, by the processor time of the calling thread. Waiting for XLA does not count."""
+    plain, ours = _plain(count), _with_phalanx(count)
+    for step in (plain, ours):
+        _host_s(step, 3)
+    return timing.interleaved(lambda: _host_s(plain, steps), lambda: _host_s(ours, steps), rounds)
+
+
+def _host_s(step: Callable[[], Callable[[], Any]], steps: int) -> float:
+    total = 0.0
+    for _ in range(steps):
+        start = time.thread_time()
+        results = step()
+        total += time.thread_time() - start
+        results()
+    return total / steps
+
+
+def _with_phalanx(count: int) -> Callable[[], Callable[[], Any]]:
+    import jax
+    import keras
+
+    import phalanx
+
+    strategy = phalanx.MirroredStrategy()
+    with strategy.scope():
+        variables = [keras.Variable(0.0) for _ in range(count)]
+
+    def update(_: phalanx.Strategy) -> None:
+        for v in variables:
+            v.assign_add(1.0)
+
+    def step() -> None:
+        phalanx.get_replica_context().merge_call(update)
+
+    def call() -> Callable[[], Any]:
+        strategy.run(step)
+        return lambda: jax.block_until_ready([v.value for v in variables])
+
+    return call
+
+
+def _plain(count: int) -> Callable[[], Callable[[], Any]]:
+    import jax
+    import jax.numpy as jnp
+
+    import phalanx
+
+    replicated = phalanx.MirroredStrategy().topology.replicated
+    arrays = [jax.device_put(jnp.float32(0), replicated) for _ in range(count)]
+    step = jax.jit(lambda xs: [x + 1 for x in xs], donate_argnums=0)
+
+    def call() -> Callable[[], Any]:
+        nonlocal arrays
+        arrays = step(arrays)
+        return lambda: jax.block_until_ready(arrays)
+
+    return call

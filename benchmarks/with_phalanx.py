@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same steps with Phalanx: the custom training loop of the tf.distribute guide."""
+
+from typing import Any
+
+import jax
+import keras
+
+import phalanx
+from benchmarks import timing
+from benchmarks.models import CASES, LEARNING_RATE
+
+
+class WithPhalanx:
+    """A training step over all devices of this process.
+
+    Args:
+      case: the name of the model.
+    """
+
+    def __init__(self, case: str) -> None:
+        self.strategy = strategy = phalanx.MirroredStrategy()
+        n = strategy.num_replicas_in_sync
+        with strategy.scope():
+            model = CASES[case].model(keras)
+            optimizer = keras.optimizers.Adam(LEARNING_RATE)
+            optimizer.build(model.trainable_variables)
+            losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+
+        def train_step(batch: Any) -> Any:
+            x, y = batch
+            with phalanx.GradientTape() as tape:
+                loss = phalanx.nn.compute_average_loss(losses(y, model(x, training=True)))
+            grads = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+            return loss
+
+        self._train_step = train_step
+        batches = strategy.experimental_distribute_dataset([CASES[case].batch(n)])
+        self._batch = next(iter(batches))
+
+    def __call__(self) -> Any:
+        """Does one step and returns the replicas' losses."""
+        return self.strategy.run(self._train_step, args=(self._batch,))
+
+    def lowered(self) -> jax.stages.Lowered:
+        """Returns the step's program before XLA compiles it."""
+        step = phalanx.function(lambda batch: self.strategy.run(self._train_step, args=(batch,)))
+        return step.lower(self._batch)
+
+
+def wait(result: Any) -> list[float]:
+    """Waits for a step and returns the replicas' losses."""
+    return [float(x) for leaf in jax.tree.leaves(result) for x in jax.device_get(leaf).ravel()]
+
+
+_programs: list[WithPhalanx] = []
+
+
+def prepare(case: str) -> list[float]:
+    """Makes the program, runs ten steps, and returns the sums of their losses."""
+    _programs.append(WithPhalanx(case))
+    return [sum(wait(_programs[0]())) for _ in range(10)]
+
+
+def seconds_a_step(count: int) -> float:
+    """Times `count` steps."""
+    return timing.seconds_a_step(_programs[0], wait, count)
+
+
+def steps_for(turn_s: float) -> int:
+    """Returns how many steps take about `turn_s`."""
+    return timing.steps_for(_programs[0], wait, turn_s)
