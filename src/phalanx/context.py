@@ -6,7 +6,7 @@ A context variable, so that a scope entered in one thread is not seen in another
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -216,14 +216,24 @@ def depth() -> int:
     return len(_stack.get())
 
 
+def push(mode: Mode) -> Token[tuple[Mode, ...]]:
+    """Makes `mode` the innermost one, until `pop` of what is returned."""
+    return _stack.set((*_stack.get(), mode))
+
+
+def pop(token: Token[tuple[Mode, ...]]) -> None:
+    """Takes back one `push`."""
+    _stack.reset(token)
+
+
 @contextmanager
 def enter(mode: Mode) -> Iterator[None]:
     """Makes `mode` the innermost one."""
-    token = _stack.set((*_stack.get(), mode))
+    token = push(mode)
     try:
         yield
     finally:
-        _stack.reset(token)
+        pop(token)
 
 
 def get_strategy() -> "Strategy":

@@ -135,8 +135,11 @@ class Programs:
         """
         arguments = Arguments(args, kwargs)
         owner, name = (function.__self__, function.__func__) if inspect.ismethod(function) else (function, None)
-        owner = self._weak_key(owner)
-        programs = self._of_owner.get(owner)
+        try:
+            programs = self._of_owner.get(owner)
+        except TypeError:  # No hash, or no weak references.
+            owner = self._stand_ins.setdefault(id(owner), _StandIn(owner))
+            programs = self._of_owner.get(owner)
         if programs is None:
             self._warn_of_new_functions(function)
             programs = self._of_owner[owner] = {}
@@ -145,7 +148,8 @@ class Programs:
         known = programs.get(full_key, ())
         for program in known:
             if program.fits():
-                self._called_once.pop(_code_of(function), None)
+                if self._called_once:
+                    self._called_once.pop(_code_of(function), None)
                 return program(fn, arguments)
         program, result = self._first_call(fn, arguments, eager)
         programs[full_key] = [*known, program]
@@ -169,15 +173,6 @@ class Programs:
                         "make variables outside, or once: `if self.v is None: self.v = keras.Variable(...)`",
                     ) from None
         raise AssertionError("unreachable")
-
-    def _weak_key(self, owner: Any) -> Any:
-        """Returns `owner`, or what stands for it where it has no hash or no weak references."""
-        try:
-            hash(owner)
-            weakref.ref(owner)
-        except TypeError:
-            return self._stand_ins.setdefault(id(owner), _StandIn(owner))
-        return owner
 
     def _warn_of_new_functions(self, function: Any) -> None:
         code = _code_of(function)
@@ -271,7 +266,8 @@ class Program:
         if self._topology is None or not (sharded or isinstance(array, jax.Array)):
             return array
         sharding = self._topology.per_replica if sharded else self._topology.replicated
-        return array if isinstance(array, jax.Array) and array.sharding == sharding else jax.device_put(array, sharding)
+        placed = isinstance(array, jax.Array) and (array.sharding is sharding or array.sharding == sharding)
+        return array if placed else jax.device_put(array, sharding)
 
     def _call_abstract(self, arrays: list[Any]) -> None:
         args, kwargs, _ = self._rebuild(arrays)

@@ -120,8 +120,10 @@ class State:
     def store(self, values: Sequence[Any], components: Sequence[Any]) -> None:
         """Gives the written variables the values that the program returned."""
         compat.set_raw_values(self._written.variables, values)
+        reference = weakref.ref
         for slot, value, parts in zip(self._written.slots, values, components, strict=True):
-            slot.store(value, self._topology, parts, owned=True)
+            # What `Slot.store` does, less the call: this runs at every step, for every variable.
+            slot.array, slot.components, slot.owned = reference(value), parts, True
 
     def raise_if_lost(self, donated: Group, cause: Exception) -> None:
         """Raises if a program that failed has taken the values of variables with it.

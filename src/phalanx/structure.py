@@ -99,22 +99,38 @@ def take_apart(nest: Any, is_array: Callable[[Any], bool], rows: Sequence[RowMas
       rows: row masks that are known already, so that their numbers stay the same.
     """
     leaves, tree = flatten(nest)
-    parts = Parts(Structure(tree, ()), [], [], list(rows))
-    parts.structure = Structure(tree, tuple(_take(leaf, is_array, parts) for leaf in leaves))
-    return parts
+    contents = _Contents([], [], list(rows))
+    structure = Structure(tree, tuple([_take(leaf, is_array, contents) for leaf in leaves]))
+    return Parts(structure, contents.arrays, contents.sharded, contents.rows)
 
 
-def _take(leaf: Any, is_array: Callable[[Any], bool], parts: Parts) -> Any:
+@dataclass
+class _Contents:
+    arrays: list[Any]
+    sharded: list[bool]
+    rows: list[RowMask]
+
+    def add(self, array: Any, *, sharded: bool) -> None:
+        self.arrays.append(array)
+        self.sharded.append(sharded)
+
+
+# Made once, for arguments are taken apart at every step.
+_ARRAY, _UNPADDED = _Array(), _PerReplica(None)
+
+
+def _take(leaf: Any, is_array: Callable[[Any], bool], contents: _Contents) -> Any:
     if isinstance(leaf, PerReplica):
-        _add(parts, [leaf.data], sharded=True)
-        return _PerReplica(_row_number(leaf.rows, parts.rows))
+        contents.add(leaf.data, sharded=True)
+        return _UNPADDED if leaf.rows is None else _PerReplica(_row_number(leaf.rows, contents.rows))
     if isinstance(leaf, Mirrored):
         values, tree = jax.tree.flatten(leaf.value)
-        _add(parts, values, sharded=False)
+        for value in values:
+            contents.add(value, sharded=False)
         return _Mirrored(tree)
     if is_array(leaf):
-        _add(parts, [leaf], sharded=False)
-        return _Array()
+        contents.add(leaf, sharded=False)
+        return _ARRAY
     try:
         hash(leaf)
     except TypeError:
@@ -122,14 +138,7 @@ def _take(leaf: Any, is_array: Callable[[Any], bool], parts: Parts) -> Any:
     return _Static(type(leaf), leaf, leaf)
 
 
-def _add(parts: Parts, arrays: list[Any], *, sharded: bool) -> None:
-    parts.arrays += arrays
-    parts.sharded += [sharded] * len(arrays)
-
-
-def _row_number(rows: RowMask | None, known: list[RowMask]) -> int | None:
-    if rows is None:
-        return None
+def _row_number(rows: RowMask, known: list[RowMask]) -> int:
     for number, other in enumerate(known):
         if other is rows:
             return number

@@ -37,6 +37,7 @@ class Strategy(ABC):
 
     def __init__(self) -> None:
         self._programs = Programs()
+        self._cross_replica = Mode(self, None)
 
     # Hooks.
 
@@ -70,8 +71,11 @@ class Strategy(ABC):
             assert scope is not None
             return trace_run(self, fn, args, kwargs, scope)
 
-        with context.enter(Mode(self, None)):
+        token = context.push(self._cross_replica)
+        try:
             return self._programs.call(fn, program, args, kwargs, eager=options.eager)
+        finally:
+            context.pop(token)
 
     # Verbs.
 
@@ -349,7 +353,7 @@ class Strategy(ABC):
     def _in_program(self, key: Any, fn: Callable[[Any], Any], value: Any) -> Any:
         if lifting.innermost() is not None:
             return fn(value)
-        with context.enter(Mode(self, None)):
+        with context.enter(self._cross_replica):
             return self._programs.call(self._programs, fn, (value,), {}, key=key)
 
     def _content(self, value: Any) -> Any:
@@ -365,7 +369,7 @@ class Strategy(ABC):
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
         """Returns a strategy over the same devices, with programs of its own."""
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, _programs=Programs())
+        other.__dict__.update(self.__dict__, _programs=Programs(), _cross_replica=Mode(other, None))
         return other
 
     def __reduce__(self) -> NoReturn:
