@@ -269,7 +269,7 @@ def _combine_at_boundary(entries: list[Entry]) -> list[Any]:
 
 
 def _first(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x[0], tree)
+    return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
 
 
 def _is_per_replica(leaf: Any) -> bool:

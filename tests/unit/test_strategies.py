@@ -452,6 +452,7 @@ def test_metric_of_a_short_batch(strategy, shape):
         np.testing.assert_allclose(float(metric.result()), 41 / 3, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")  # Keras's own cast of indices
 def test_integer_metric_of_a_short_batch(strategy):
     """The mask is a weight in the dtype of the metric."""
     with strategy.scope():
