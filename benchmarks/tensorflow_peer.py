@@ -19,8 +19,6 @@ _programs: list[Callable[[], Any]] = []
 
 def prepare(case: str, replicas: int) -> list[float]:
     """Makes the program, runs ten steps, and returns the sums of their losses."""
-    logical = [tf.config.LogicalDeviceConfiguration()] * replicas
-    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], logical)
     _programs.append(_program(case, replicas))
     return [sum(_wait(_programs[0]())) for _ in range(10)]
 
@@ -35,8 +33,15 @@ def steps_for(turn_s: float) -> int:
     return timing.steps_for(_programs[0], _wait, turn_s)
 
 
+def mirrored(replicas: int) -> Any:
+    """Divides the CPU into `replicas` devices and returns the strategy over them."""
+    logical = [tf.config.LogicalDeviceConfiguration()] * replicas
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], logical)
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+
+
 def _program(case: str, replicas: int) -> Callable[[], Any]:
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+    strategy = mirrored(replicas)
     with strategy.scope():
         model = CASES[case].model(keras)
         optimizer = keras.optimizers.legacy.Adam(LEARNING_RATE)

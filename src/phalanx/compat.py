@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.errors import StartupError
+from phalanx.errors import InputError, StartupError
 
 
 def _require_jax_backend() -> None:
@@ -69,6 +69,10 @@ class AbstractLiftScope(keras.StatelessScope):
 
     def example_mask(self) -> Any:
         """Returns which rows of this replica's batch are real, or None for a batch without padding."""
+        raise NotImplementedError
+
+    def check_loss(self, name: str, reduction: str) -> None:
+        """Raises for a loss that is a mean, where there are several replicas."""
         raise NotImplementedError
 
     def count_of_a_row(self) -> Any:
@@ -188,6 +192,14 @@ def layout_of(variable: Variable) -> Any:
     return variable._layout
 
 
+_listeners: list[Callable[[Variable], None]] = []
+
+
+def on_assign(hear: Callable[[Variable], None]) -> None:
+    """Lets `hear(variable)` be called after every eager assignment."""
+    _listeners.append(hear)
+
+
 @contextmanager
 def undo_log() -> Iterator[Callable[[], None]]:
     """Yields a function that takes back every eager assignment made since."""
@@ -278,6 +290,8 @@ def _direct_assign(original: Callable[..., Any], self: Variable, value: Any) -> 
     if log is not None and "_value" in vars(self):
         log.append((self, self._value))
     original(self, value)
+    for hear in _listeners:
+        hear(self)
 
 
 @_extend(keras.StatelessScope, "get_current_value")
@@ -304,7 +318,15 @@ def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *arg
     mask = None if scope is None else scope.example_mask()
     rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args)}
     weighed = global_state.get_global_attribute("phalanx_weighed")
-    if scope is None or mask is None or weighed or rows != {mask.shape} or "sample_weight" not in call.parameters:
+    if scope is None or mask is None or weighed or rows == {()} or "sample_weight" not in call.parameters:
+        return original(self, *args, **kwargs)
+    if rows != {mask.shape}:
+        if call.bind(self, *args, **kwargs).arguments.get("sample_weight") is None:
+            raise InputError(
+                f"{self.name}.update_state of {sorted(rows)} rows",
+                f"this batch is padded to {mask.shape[0]} rows, and its mask does not fit.",
+                "arrays whose dim 0 is the rows of the batch, or a sample_weight that is 0 for padding",
+            )
         return original(self, *args, **kwargs)
     given = call.bind(self, *args, **kwargs).arguments
     weight = given.get("sample_weight")
@@ -322,6 +344,17 @@ def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *arg
         return original(**given)
     finally:
         global_state.set_global_attribute("phalanx_weighed", False)
+
+
+@_extend(keras.losses.Loss, "__call__")
+def _loss(
+    original: Callable[..., Any], self: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> Any:
+    """Refuses a mean over one replica's rows, which the sum of the replicas' losses counts once for each replica."""
+    scope = lift_scope()
+    if scope is not None and self.reduction not in ("none", "sum", None):
+        scope.check_loss(self.name, self.reduction)
+    return original(self, y_true, y_pred, sample_weight)
 
 
 def _extend_metric(metric: type) -> None:

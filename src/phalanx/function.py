@@ -25,6 +25,11 @@ from phalanx.variables import describe
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NEW_FUNCTIONS_BEFORE_WARNING = 3
+_VALUES_ASKED_FOR = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 class Function:
@@ -58,7 +63,7 @@ class Function:
         return self if instance is None else types.MethodType(self, instance)
 
 
-def function(fn: F) -> F:
+def function(fn: F | None = None) -> F:
     """Compiles a step that calls `Strategy.run`, `reduce` and `gather`, or reads and assigns variables, into one program.
 
     The first call traces `fn`; later calls with arguments of the same shapes and types run the compiled program. Arrays and
@@ -83,7 +88,7 @@ def function(fn: F) -> F:
       >>> float(step(2.0))
       4.0
     """
-    return Function(fn)  # type: ignore[return-value]
+    return function if fn is None else Function(fn)  # type: ignore[return-value]
 
 
 class Arguments:
@@ -162,8 +167,8 @@ class Programs:
 
     def _first_call(self, fn: Callable[..., Any], arguments: Arguments, eager: bool) -> tuple["Program", Any]:
         for attempt in range(2):
-            program = Program(fn, arguments, eager=eager)
             try:
+                program = Program(fn, arguments, eager=eager)
                 return program, program(fn, arguments)
             except DiscoveryMismatch as e:
                 if attempt:
@@ -172,6 +177,12 @@ class Programs:
                         "each time the function is traced it makes or uses another variable.",
                         "make variables outside, or once: `if self.v is None: self.v = keras.Variable(...)`",
                     ) from None
+            except _VALUES_ASKED_FOR as e:
+                raise TraceError(
+                    "the value of an array (by `if`, `float`, `int`, `range` or NumPy) in a traced function",
+                    "it has none yet: the function is traced once and compiled; numbers among its arguments are traced too.",
+                    "jnp.where(condition, a, b) or phalanx.cond for `if`; return the value to read it outside; jax.debug.print to print it",
+                ) from e
         raise AssertionError("unreachable")
 
     def _warn_of_new_functions(self, function: Any) -> None:

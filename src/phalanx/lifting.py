@@ -24,7 +24,7 @@ from typing_extensions import override
 from phalanx import compat, context, markers
 from phalanx.collectives import packing, primitives
 from phalanx.compat import Variable
-from phalanx.errors import NestedWriteError, TraceError, VariableError
+from phalanx.errors import InvalidArgumentError, NestedWriteError, TraceError, VariableError
 from phalanx.options import ReduceOp
 from phalanx.topology import REPLICA_AXIS
 from phalanx.variables import Combine, Policy, Write, describe, policy_of, refuse_write
@@ -71,8 +71,11 @@ class Discovery:
         self.optimizers += [o for r in self.runs for o in r.optimizers]
 
 
-class DiscoveryMismatch(Exception):
-    """The second pass used a variable that the first did not find."""
+class DiscoveryMismatch(BaseException):
+    """The second pass used a variable that the first did not find.
+
+    Not an `Exception`: Keras makes those that pass through a layer anew, with other arguments.
+    """
 
     def __init__(self, variable: Variable) -> None:
         super().__init__(describe(variable))
@@ -329,6 +332,15 @@ class LiftScope(compat.AbstractLiftScope):
         return None if replica is None else replica.example_mask
 
     @override
+    def check_loss(self, name: str, reduction: str) -> None:
+        if _replicas() > 1:
+            raise InvalidArgumentError(
+                f"the loss {name!r} with reduction={reduction!r} in replica context",
+                "it is a mean over one replica's rows, and gradients are summed over the replicas.",
+                'reduction="none", and phalanx.nn.compute_average_loss(loss(y, y_pred))',
+            )
+
+    @override
     def count_of_a_row(self) -> Any:
         replica = context.get_replica_context()
         assert replica is not None
@@ -367,6 +379,8 @@ class LiftScope(compat.AbstractLiftScope):
 
     def _combined(self, entry: Entry, value: Any) -> Any:
         if self.mapped and context.in_cross_replica_context():
+            # A merge function may have closed over values that differ between replicas: the first one's count.
+            value = value if self._free_writes else primitives.broadcast(value, lax.axis_size(REPLICA_AXIS))
             return first_component(entry.policy, value)
         replicas = 1 if self._free_writes else _replicas()
         if replicas == 1:

@@ -104,7 +104,8 @@ class RunOptions:
 
     Args:
       eager: run the Python code of the replica function at every call, without compiling it, so that `print` shows
-        the values of all replicas and a debugger stops at them. Slow; the results are those of the compiled program.
+        the values of all replicas and a debugger stops at them. It is traced first, without values. A value that differs
+        between replicas has no `float` here either. Slow; the results are those of the compiled program.
 
     Example:
       >>> RunOptions(eager=True)

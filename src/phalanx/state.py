@@ -2,7 +2,7 @@
 """The arrays of a program's variables: taken from them before it runs, given back after."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -54,7 +54,8 @@ class Slot:
     """What the engine remembers of one variable between programs.
 
     Args:
-      array: weakly, the array it stored or placed last; another one in the variable was assigned from outside.
+      array: the array it stored or placed last; another one in the variable was assigned from outside. Let go of when
+        the variable is assigned, so that it keeps no memory.
       home: the devices on which it placed that array.
       owned: whether a program of ours made that array, so that it may be donated to the next one.
       components: the replicas' own values that belong to that array, `(num_replicas, ...)`, if the variable is on-read.
@@ -63,14 +64,14 @@ class Slot:
     __slots__ = ("array", "components", "home", "owned")
 
     def __init__(self) -> None:
-        self.array: Callable[[], Any] = lambda: None
+        self.array: Any = None
         self.home: Any = None
         self.owned = False
         self.components: Any = None
 
     def store(self, array: Any, home: Any, components: Any = None, *, owned: bool) -> None:
         """Remembers that `array` is what the variable holds."""
-        self.array, self.home, self.owned, self.components = weakref.ref(array), home, owned, components
+        self.array, self.home, self.owned, self.components = array, home, owned, components
 
 
 _slots: IdentityMap[Slot] = IdentityMap()
@@ -87,7 +88,19 @@ def slot_of(variable: Variable) -> Slot:
 def components_of(variable: Variable) -> Any:
     """Returns the replicas' own values of an on-read variable; None where it was assigned from outside since."""
     slot = slot_of(variable)
-    return slot.components if slot.array() is raw_value(variable) else None
+    return slot.components if slot.array is raw_value(variable) else None
+
+
+def _forget(variable: Variable) -> None:
+    slot = _slots.get(variable)
+    if slot is not None:
+        slot.array = slot.components = None
+
+
+compat.on_assign(_forget)
+
+
+_HELD_BY_VARIABLE_AND_SLOT = compat.UNSHARED + 1
 
 
 class State:
@@ -120,10 +133,9 @@ class State:
     def store(self, values: Sequence[Any], components: Sequence[Any]) -> None:
         """Gives the written variables the values that the program returned."""
         compat.set_raw_values(self._written.variables, values)
-        reference = weakref.ref
         for slot, value, parts in zip(self._written.slots, values, components, strict=True):
             # What `Slot.store` does, less the call: this runs at every step, for every variable.
-            slot.array, slot.components, slot.owned = reference(value), parts, True
+            slot.array, slot.components, slot.owned = value, parts, True
 
     def raise_if_lost(self, donated: Group, cause: Exception) -> None:
         """Raises if a program that failed has taken the values of variables with it.
@@ -162,9 +174,9 @@ class _Variables:
         counts = compat.reference_counts(arrays)
         # One short loop in which nothing happens at the steady state: it runs at every step, for every variable.
         for i, (slot, array, count) in enumerate(zip(self.slots, arrays, counts, strict=True)):
-            if slot.array() is not array or slot.home is not self._topology:
+            if slot.array is not array or slot.home is not self._topology:
                 arrays[i] = self._adopt(self.variables[i], slot, array)
-            elif not own or (slot.owned and count == compat.UNSHARED):
+            elif not own or (slot.owned and count == _HELD_BY_VARIABLE_AND_SLOT):
                 continue
             if own:
                 arrays[i] = jnp.copy(arrays[i])

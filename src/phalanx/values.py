@@ -94,6 +94,11 @@ class PerReplica(DistributedValues):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return self.__jax_array__()
 
+    def _refuse(self, *_: Any) -> Any:
+        return self.__jax_array__()
+
+    __float__ = __int__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+
 
 @final
 class Mirrored(DistributedValues):

@@ -97,8 +97,8 @@ def refuse_write(variable: Variable) -> AggregationError:
     return AggregationError(
         f"assign to {describe(variable)} in replica context",
         'it is trainable and has aggregation="none", so the replicas would hold different weights.',
-        'keras.Variable(..., aggregation="mean") (or "sum", "only_first_replica"), or assign in cross-replica context: '
-        "phalanx.get_replica_context().merge_call(lambda strategy: variable.assign(value))",
+        'optimizer.apply_gradients(...); keras.Variable(..., aggregation="mean") (or "sum", "only_first_replica"); or '
+        'merge_call(lambda strategy, x: variable.assign(strategy.reduce("MEAN", x, axis=None)), args=(value,))',
     )
 
 

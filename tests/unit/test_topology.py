@@ -50,8 +50,8 @@ def test_unreadable_devices(spelling):
     ("spelling", "hint"),
     [
         ("cpu:99", r"set_virtual_cpu_devices\(100\)"),
-        ("tpu:0", r'devices=\["cpu:0"\]'),
-        ("dsp:0", r'devices=\["cpu:0"\]'),
+        ("tpu:0", "one of these names"),
+        ("dsp:0", "one of these names"),
     ],
 )
 def test_unknown_devices(spelling, hint):

@@ -67,7 +67,9 @@ def broadcast(tree: Any, num_replicas: int, source: int = 0) -> Any:
     """Gives every replica the leaves of replica `source`."""
     if num_replicas == 1:
         return tree
-    return lax.psum(jax.tree.map(lambda x: only_on(source, x), tree), REPLICA_AXIS)
+    bits = jax.tree.map(lambda x: x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, tree)
+    sums = lax.psum(jax.tree.map(lambda x: only_on(source, x), bits), REPLICA_AXIS)
+    return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, tree)
 
 
 def only_on(replica: int, value: jax.Array) -> jax.Array:

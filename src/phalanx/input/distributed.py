@@ -44,6 +44,12 @@ class DistributedDataset:
             raise InputError(
                 "experimental_distribute_dataset", "this dataset is distributed already.", "pass the original dataset"
             )
+        if batch_size is None and isinstance(source, (tuple, dict)):
+            raise InputError(
+                f"a dataset that is a {type(source).__name__} of arrays",
+                "it is one pytree of all rows, not an iterable of batches.",
+                "batch_size=64, or a list or generator of batches",
+            )
         self._source = source if batch_size is None else _Rows(source, batch_size)
         if not isinstance(self._source, Iterable) or hasattr(self._source, "shape"):
             raise InputError(

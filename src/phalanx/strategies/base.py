@@ -146,9 +146,7 @@ class Strategy(ABC):
           [0.0, 10.0]
         """
         if not isinstance(args, (list, tuple)):
-            raise InvalidArgumentError(
-                f"args={args!r}", "positional arguments must be a list or a tuple.", f"args=({args!r},)"
-            )
+            raise InvalidArgumentError(f"args={args!r}", "positional arguments must be a list or a tuple.", "args=(x,)")
         if not callable(fn):
             raise InvalidArgumentError(f"fn={fn!r}", "is not callable.", "strategy.run(step, args=(batch,))")
         if not isinstance(options, (RunOptions, NoneType)):

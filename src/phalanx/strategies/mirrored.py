@@ -8,6 +8,7 @@ import jax
 from typing_extensions import override
 
 from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
+from phalanx.errors import InvalidArgumentError
 from phalanx.strategies.base import Strategy
 from phalanx.topology import Topology
 
@@ -22,6 +23,7 @@ class MirroredStrategy(Strategy):
 
     Raises:
       DeviceError: a device that this process does not have, or one given twice.
+      InvalidArgumentError: `cross_device_ops` is something else.
       StartupError: several CPU devices without the threads that XLA needs for them.
 
     Example:
@@ -37,6 +39,10 @@ class MirroredStrategy(Strategy):
         self._topology = Topology.of(devices)
         # Packing costs more than it saves between devices of one process.
         ops = NcclAllReduce(num_packs=0) if cross_device_ops is None else cross_device_ops
+        if not isinstance(ops, CrossDeviceOps):
+            raise InvalidArgumentError(
+                f"cross_device_ops={ops!r}", "must be CrossDeviceOps.", "cross_device_ops=phalanx.NcclAllReduce()"
+            )
         self._cross_device_ops = ops.for_devices(self._topology.devices)
 
     @property

@@ -37,7 +37,7 @@ def reduce_leaf(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any:
             raise ReduceOpError(
                 f"reduce(SUM) of {_short(value)}",
                 "it is not a per-replica value: whether to count it once or once for each replica is not said.",
-                "ReduceOp.MEAN, or return the value from strategy.run",
+                "ReduceOp.MEAN, or reduce an array that strategy.run returned",
             )
         return value
     result = _reduce_dims(op, primitives.to_array(value), axis)
