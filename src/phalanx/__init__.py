@@ -4,6 +4,7 @@
 from importlib.metadata import version as _version
 
 from phalanx import compat as compat  # First: it chooses the Keras backend.
+from phalanx import data as data
 from phalanx import errors as errors
 from phalanx import experimental as experimental
 from phalanx import nn as nn
@@ -25,8 +26,9 @@ from phalanx.context import (
 from phalanx.control_flow import checkpoint, cond, scan, while_loop
 from phalanx.function import function
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
-from phalanx.options import ReduceOp, RunOptions
-from phalanx.strategies.base import Strategy
+from phalanx.input.sources.functions import InputContext
+from phalanx.options import InputOptions, InputReplicationMode, ReduceOp, RunOptions
+from phalanx.strategies.base import Strategy, explain_sharding
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.mirrored import MirroredStrategy
 from phalanx.strategies.single import OneDeviceStrategy
@@ -44,6 +46,9 @@ __all__ = [
     "DistributedValues",
     "GradientTape",
     "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
     "NcclAllReduce",
@@ -57,9 +62,11 @@ __all__ = [
     "StrategyExtended",
     "checkpoint",
     "cond",
+    "data",
     "errors",
     "experimental",
     "experimental_set_strategy",
+    "explain_sharding",
     "function",
     "get_replica_context",
     "get_strategy",

@@ -86,6 +86,11 @@ class ReplicaContext:
         return self._rows.count if self._rows else None
 
     @property
+    def padding(self) -> RowMask | None:
+        """Which rows of this replica are real; None where nothing tells, or several batches tell different things."""
+        return self._masks[0] if len(self._masks) == 1 else None
+
+    @property
     def _rows(self) -> RowMask | None:
         if len(self._masks) > 1:
             raise InputError(
@@ -97,6 +102,8 @@ class ReplicaContext:
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
         """Sums or averages `value` over the replicas; every replica gets the result. In replica context.
+
+        A mean is over the replicas that have a real row of a padded batch.
 
         Its gradient is the all-reduce of the gradient with the same operation: a loss that is all-reduced before it is
         differentiated gives gradients that count every replica's loss, as in tf.distribute. All replicas must reach the
@@ -116,12 +123,14 @@ class ReplicaContext:
         """
         self._require("all_reduce")
         op, n = ReduceOp.parse(reduce_op), self.num_replicas_in_sync
+        counts = None if self.padding is None else self.padding.mask.any()
         if options is None or not options.bytes_per_pack:
-            return primitives.all_reduce(op, value, n)
+            return primitives.all_reduce(op, value, n, counts=counts)
         leaves, tree = flatten(value)
         arrays = [primitives.to_array(x) for x in leaves]
         packs = packing.by_bytes([str(x.dtype) for x in arrays], [x.nbytes for x in arrays], options.bytes_per_pack)
-        return tree.unflatten(primitives.packed(lambda buffers: primitives.all_reduce(op, buffers, n), arrays, packs))
+        reduce = lambda buffers: primitives.all_reduce(op, buffers, n, counts=counts)  # noqa: E731
+        return tree.unflatten(primitives.packed(reduce, arrays, packs))
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """Concatenates `value` over the replicas along dim `axis`, in replica order. In replica context; differentiable.

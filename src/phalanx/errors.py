@@ -6,6 +6,7 @@
     │   ├── DeviceError                       a device that is unknown, absent or given twice
     │   ├── ReduceOpError                     an operation, dim or dtype that cannot be reduced
     │   └── InputError                        data that cannot be split into per-replica batches
+    │       └── CardinalityError (TypeError)  the length of a dataset that has none
     ├── ContextError (RuntimeError)           the right call in the wrong context
     │   └── MixedStrategyError                two strategies where one is allowed
     ├── StartupError (RuntimeError)           too late, or unsafe, to set up this process
@@ -14,6 +15,7 @@
     │   └── NestedWriteError                  a write inside a jax.lax body or another inner trace
     ├── TapeError (RuntimeError)              a gradient tape used where it cannot record
     ├── TraceError (RuntimeError)             a replica function that cannot become one program
+    ├── OutOfRangeError (IndexError)          an iterator that has no further batch
     └── StateLostError (RuntimeError)         a failed program took donated variables with it
 
 Every message has three parts: what was asked, what was found or is allowed, and a line to write instead.
@@ -61,6 +63,10 @@ class InputError(InvalidArgumentError):
     """Data that cannot be split into per-replica batches."""
 
 
+class CardinalityError(InputError, TypeError):
+    """The length of a dataset that has none."""
+
+
 class ContextError(PhalanxError, RuntimeError):
     """The right call in the wrong context."""
 
@@ -91,6 +97,10 @@ class TapeError(PhalanxError, RuntimeError):
 
 class TraceError(PhalanxError, RuntimeError):
     """A replica function that cannot become one program."""
+
+
+class OutOfRangeError(PhalanxError, IndexError):
+    """An iterator that has no further batch."""
 
 
 class StateLostError(PhalanxError, RuntimeError):

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of `tf.distribute.experimental`."""
 
-from phalanx.input.distributed import ValueContext
-from phalanx.options import CommunicationImplementation, CommunicationOptions
+from phalanx.input.placement import ValueContext
+from phalanx.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions
 
 CollectiveCommunication = CommunicationImplementation
 
-__all__ = ["CollectiveCommunication", "CommunicationImplementation", "CommunicationOptions", "ValueContext"]
+__all__ = [
+    "AutoShardPolicy",
+    "CollectiveCommunication",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "ValueContext",
+]

@@ -27,6 +27,7 @@ from phalanx.compat import Variable
 from phalanx.errors import InvalidArgumentError, NestedWriteError, TraceError, VariableError
 from phalanx.options import ReduceOp
 from phalanx.topology import REPLICA_AXIS
+from phalanx.values import RowMask
 from phalanx.variables import Combine, Policy, Write, describe, policy_of, refuse_write
 
 # Part of the key under which jax remembers what it has traced.
@@ -277,7 +278,7 @@ class LiftScope(compat.AbstractLiftScope):
         if not self.is_innermost_trace:
             self._read_inside.add(id(variable))
         if self.mapped and context.in_cross_replica_context() and (entry.diverged or entry.policy.on_read):
-            return combine([entry])[0]
+            return combine([entry], None)[0]
         return entry.value
 
     @override
@@ -392,23 +393,43 @@ class LiftScope(compat.AbstractLiftScope):
             return value
         if entry.policy.combine is Combine.FIRST:
             return primitives.broadcast(value, replicas)
-        op = ReduceOp.SUM if entry.policy.combine is Combine.SUM else ReduceOp.MEAN
-        return primitives.all_reduce(op, value, replicas).astype(value.dtype)
+        if entry.policy.combine is Combine.SUM:
+            return primitives.all_reduce(ReduceOp.SUM, value, replicas)
+        replica = context.get_replica_context()
+        padding = None if replica is None else replica.padding
+        counts = None if padding is None else padding.mask.any()
+        mean = primitives.all_reduce(ReduceOp.MEAN, value, replicas, counts=counts).astype(value.dtype)
+        return mean if padding is None else jnp.where(padding.count > 0, mean, entry.value)
 
 
-def combine(entries: Sequence[Entry]) -> list[Any]:
-    """Makes one value of what each replica holds of some variables, through one shared buffer a dtype."""
+def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
+    """Makes one value of what each replica holds of some variables, through one shared buffer a dtype.
+
+    Args:
+      entries: the variables.
+      padding: which rows of this replica are real; one without any has no part in means.
+    """
     prepared = []
     for e in entries:
         x = e.value.astype(jnp.int32) if e.value.dtype == jnp.bool_ else e.value
-        prepared.append(primitives.only_on(0, x) if e.policy.combine is Combine.FIRST else x)
+        if e.policy.combine is Combine.FIRST:
+            x = primitives.only_on(0, x)
+        elif e.policy.combine is Combine.MEAN and padding is not None:
+            x = jnp.where(padding.mask.any(), x, 0)
+        prepared.append(x)
     packs = packing.by_length([str(x.dtype) for x in prepared], _ARRAYS_IN_A_BUFFER)
     sums = primitives.packed(lambda buffers: list(lax.psum(buffers, REPLICA_AXIS)), prepared, packs)
-    divisor = lax.axis_size(REPLICA_AXIS)
-    return [
-        (s / divisor if e.policy.combine is Combine.MEAN else s).astype(e.value.dtype)
-        for e, s in zip(entries, sums, strict=True)
-    ]
+    divisor: Any = lax.axis_size(REPLICA_AXIS)
+    if padding is not None and any(e.policy.combine is Combine.MEAN for e in entries):
+        divisor = jnp.maximum(lax.psum(padding.mask.any().astype(jnp.float32), REPLICA_AXIS), 1)
+    combined = []
+    for e, total in zip(entries, sums, strict=True):
+        value = total
+        if e.policy.combine is Combine.MEAN:
+            mean = total / divisor
+            value = mean if padding is None else jnp.where(padding.count > 0, mean, e.initial)
+        combined.append(value.astype(e.value.dtype))
+    return combined
 
 
 def first_component(policy: Policy, value: Any) -> Any:

@@ -113,3 +113,109 @@ class RunOptions:
     """
 
     eager: bool = False
+
+
+class AutoShardPolicy(enum.IntEnum):
+    """How the rows of a dataset are divided between workers. May be used in any context.
+
+    OFF: every worker reads everything. AUTO: FILE for a dataset of at least as many files as workers, else DATA.
+    FILE: worker w of W reads the files w, w + W, ... DATA: every worker takes its rows of every global batch.
+    HINT: the dataset shards itself: its method `shard(num_workers, worker)` is called.
+
+    Source: tf.data.experimental.AutoShardPolicy.
+
+    Example:
+      >>> AutoShardPolicy["FILE"]
+      <AutoShardPolicy.FILE: 1>
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
+
+
+class InputReplicationMode(enum.Enum):
+    """For what a dataset function is called once. May be used in any context.
+
+    Source: tf.distribute.InputReplicationMode.
+
+    Example:
+      >>> InputReplicationMode.PER_REPLICA
+      <InputReplicationMode.PER_REPLICA: 'PER_REPLICA'>
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How a distributed dataset is read. May be used in any context.
+
+    Args:
+      experimental_fetch_to_device: whether batches are put on the replicas' devices ahead of time; else they stay NumPy
+        arrays until a step uses them. None means yes, unless the dataset itself is on the devices.
+      experimental_replication_mode: whether `distribute_datasets_from_function` calls its function once for each worker,
+        or for each replica.
+      experimental_place_dataset_on_device: with PER_REPLICA: call the function, and read its dataset, with the replica's
+        device as JAX's default device.
+      experimental_per_replica_buffer_size: how many batches are read ahead by a background thread; 0 reads each batch
+        when it is asked for.
+      auto_shard_policy: how rows are divided between workers.
+
+    Raises:
+      InvalidArgumentError: a combination that no dataset could honour.
+
+    Source: tf.distribute.InputOptions; the policy is an option of the dataset there.
+
+    Example:
+      >>> InputOptions(experimental_per_replica_buffer_size=2).fetches_to_device
+      True
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
+
+    def __post_init__(self) -> None:
+        size = self.experimental_per_replica_buffer_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise InvalidArgumentError(
+                f"experimental_per_replica_buffer_size={size!r}", "must be a number of batches, 0 or more.", "1"
+            )
+        mode = self.experimental_replication_mode
+        if not isinstance(mode, InputReplicationMode):
+            raise InvalidArgumentError(
+                f"experimental_replication_mode={mode!r}",
+                "must be an InputReplicationMode.",
+                "phalanx.InputReplicationMode.PER_REPLICA",
+            )
+        if not isinstance(self.auto_shard_policy, AutoShardPolicy):
+            raise InvalidArgumentError(
+                f"auto_shard_policy={self.auto_shard_policy!r}",
+                "must be an AutoShardPolicy.",
+                "phalanx.data.AutoShardPolicy.DATA",
+            )
+        if not self.experimental_place_dataset_on_device:
+            return
+        if mode is InputReplicationMode.PER_WORKER:
+            raise InvalidArgumentError(
+                "experimental_place_dataset_on_device=True",
+                "a dataset on a device is one replica's, and the function is called once for all replicas.",
+                "experimental_replication_mode=phalanx.InputReplicationMode.PER_REPLICA",
+            )
+        if self.experimental_fetch_to_device:
+            raise InvalidArgumentError(
+                "experimental_place_dataset_on_device=True with experimental_fetch_to_device=True",
+                "a dataset on the device has nothing to fetch.",
+                "experimental_fetch_to_device=False",
+            )
+
+    @property
+    def fetches_to_device(self) -> bool:
+        """Whether batches are put on the devices ahead of time."""
+        return self.experimental_fetch_to_device is not False

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import keras
 from jax import lax
+from jax.extend import core as jex
 from jax.sharding import PartitionSpec
 
 from phalanx import context, markers
@@ -26,13 +27,25 @@ from phalanx.lifting import (
 from phalanx.structure import is_array
 from phalanx.topology import REPLICA_AXIS
 from phalanx.values import Mirrored, PerReplica, RowMask, check_size, flatten
+from phalanx.variables import policy_of
 
 if TYPE_CHECKING:
     from phalanx.strategies.base import Strategy
 
 
-def trace_run(strategy: "Strategy", fn: Callable[..., Any], args: Any, kwargs: Any, scope: LiftScope) -> Any:
+def trace_run(
+    strategy: "Strategy", fn: Callable[..., Any], args: Any, kwargs: Any, scope: LiftScope, *, steps: Any = None
+) -> Any:
     """Traces `fn` for all replicas of `strategy` into the program whose scope is `scope`.
+
+    Args:
+      strategy: the strategy.
+      fn: the replica function.
+      args: its arguments.
+      kwargs: its keyword arguments.
+      scope: the scope of the program.
+      steps: for how many steps to call it, at most as many as the arguments are stacked for; None calls it once, with the
+        arguments as they are.
 
     Returns:
       What `fn` returns: arrays as `PerReplica`, `Mirrored` trees as such, everything else as it is. With one replica,
@@ -40,15 +53,15 @@ def trace_run(strategy: "Strategy", fn: Callable[..., Any], args: Any, kwargs: A
     """
     if not any(s is strategy for s in scope.pass_.found.strategies):
         scope.pass_.found.strategies.append(strategy)
-    run = _Run(strategy, fn, (tuple(args), dict(kwargs)))
-    return run.inline() if strategy.num_replicas_in_sync == 1 else run.mapped(scope)
+    run = _Run(strategy, fn, (tuple(args), dict(kwargs)), steps)
+    return run.inline() if run.is_plain else run.mapped(scope)
 
 
 class _Run:
     """One `Strategy.run` inside the trace of a program."""
 
-    def __init__(self, strategy: "Strategy", fn: Callable[..., Any], args: Any) -> None:
-        self._strategy, self._fn = strategy, fn
+    def __init__(self, strategy: "Strategy", fn: Callable[..., Any], args: Any, steps: Any) -> None:
+        self._strategy, self._fn, self._steps = strategy, fn, steps
         self._leaves, self._tree = flatten(args)
         for value in self._of(_is_per_replica):
             check_size(value, strategy.num_replicas_in_sync)
@@ -57,6 +70,12 @@ class _Run:
         self._sharded = [x.data for x in self._of(_is_per_replica)] + [r.mask for r in self._rows]
         self._whole = [x.value for x in self._of(_is_mirrored)] + [r.count for r in self._rows] + self._of(is_array)
         self._result: tuple[list[Any], Any] = ([], None)
+        self._padding: RowMask | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one call for one replica, whose batch has no padding."""
+        return self._strategy.num_replicas_in_sync == 1 and not self._rows and self._steps is None
 
     def inline(self) -> Any:
         """One replica: calls the function in the program's own scope."""
@@ -72,22 +91,41 @@ class _Run:
         else:
             results, mirrored = self._build(scope, found)
         rows = self._rows[0] if self._rows else None
-        wrapped = (PerReplica(x, rows if has else None) for x, has in zip(results, found.has_rows, strict=True))
+        wrapped = (self._wrapped(x, rows if has else None) for x, has in zip(results, found.has_rows, strict=True))
         return self._rebuild(wrapped, map(Mirrored, mirrored))
 
+    def _wrapped(self, array: Any, rows: RowMask | None) -> Any:
+        """Returns a result as it leaves `Strategy.run`: of one replica alone as the array that it is."""
+        if self._strategy.num_replicas_in_sync == 1 and rows is None and self._steps is None:
+            return array[0]
+        return PerReplica(array, rows, self._rows[0] if len(self._rows) == 1 else None)
+
     def _discover(self, scope: LiftScope) -> Any:
-        inner, jaxpr, (results, mirrored) = self._trace_abstract(self._sharded)
+        one_step, whole = self._one_step()
+        inner, jaxpr, (results, mirrored) = self._trace_abstract(one_step, whole)
         found = inner.pass_.found
         found.take(inner, jaxpr)
-        found.has_rows = self._find_rows(results)
+        found.has_rows = self._find_rows(results, one_step, whole)
         scope.pass_.found.runs.append(found)
         for variable, written in zip(found.variables, found.written, strict=True):
             scope.entry(variable).written |= written
-        n = self._strategy.num_replicas_in_sync
-        zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
-        return [jnp.zeros((n, *x.shape), x.dtype) for x in results], jax.tree.map(zeros, mirrored)
+        n, stacked = self._strategy.num_replicas_in_sync, () if self._steps is None else (self._num_steps,)
+        zeros = lambda x: jnp.zeros((*stacked, *x.shape), x.dtype)  # noqa: E731
+        return [jnp.zeros((n, *stacked, *x.shape), x.dtype) for x in results], jax.tree.map(zeros, mirrored)
 
-    def _trace_abstract(self, sharded: list[Any]) -> tuple[LiftScope, Any, Any]:
+    @property
+    def _num_steps(self) -> int:
+        """For how many steps the arguments are stacked."""
+        return int(self._sharded[0].shape[1])
+
+    def _one_step(self) -> tuple[list[Any], list[Any]]:
+        """Returns the arguments of one call, abstract where they are stacked."""
+        if self._steps is None:
+            return self._sharded, self._whole
+        one = lambda x, dim: jax.ShapeDtypeStruct(x.shape[:dim] + x.shape[dim + 1 :], x.dtype)  # noqa: E731
+        return [one(x, 1) for x in self._sharded], [one(x, 0) for x in self._whole]
+
+    def _trace_abstract(self, sharded: list[Any], whole: list[Any]) -> tuple[LiftScope, Any, Any]:
         """Traces one replica with abstract variables; returns its scope, its jaxpr, and the shapes of its results."""
         seen: list[Any] = []
 
@@ -100,26 +138,26 @@ class _Run:
             seen.extend(jax.make_jaxpr(replica, return_shape=True)(_first(sharded), whole))
             return jnp.zeros((1,))
 
-        jax.eval_shape(self._shard_map(body, (True, False), True), sharded, self._whole)
+        jax.eval_shape(self._shard_map(body, (True, False), True), sharded, whole)
         inner, jaxpr, shapes = seen
         return inner, jaxpr, shapes
 
-    def _find_rows(self, results: list[Any]) -> list[bool]:
+    def _find_rows(self, results: list[Any], sharded: list[Any], whole: list[Any]) -> list[bool]:
         """Returns which results have one row for each row of a padded batch: those that grow with the batch."""
         if len(self._rows) != 1:
             return [False] * len(results)
         rows = self._rows[0]
-        places = rows.mask.shape[1]
+        places = rows.mask.shape[-1]
         fits = [x.ndim > 0 and x.shape[0] == places for x in results]
         if not any(fits):
             return fits
         padded = [x.rows is rows for x in self._of(_is_per_replica)] + [True]
         longer = [
             jax.ShapeDtypeStruct((x.shape[0], places + 1, *x.shape[2:]), x.dtype) if p else x
-            for x, p in zip(self._sharded, padded, strict=True)
+            for x, p in zip(sharded, padded, strict=True)
         ]
         try:
-            _, _, (grown, _) = self._trace_abstract(longer)
+            _, _, (grown, _) = self._trace_abstract(longer, whole)
         except Exception:  # The function is written for this size of batch: the shape alone must tell.
             return fits
         return [f and len(g.shape) > 0 and g.shape[0] == places + 1 for f, g in zip(fits, grown, strict=True)]
@@ -133,11 +171,14 @@ class _Run:
                 first_component(e.policy, v) if p is None else p[0]
                 for e, v, p in zip(entries, values, parts, strict=True)
             ]
-            replica = functools.partial(self._replica, found)
-            return _with_tapes(replica, found, own, _first(sharded), whole)
+            step = functools.partial(_with_tapes, functools.partial(self._replica, found), found)
+            if self._steps is None:
+                return step(own, _first(sharded), whole)
+            return self._loop(step, found, own, _first(sharded), whole)
 
         mapped = self._shard_map(body, (False, True, True, False), (True, False, False, True))
-        inputs = ([e.value for e in entries], [e.components for e in entries], self._sharded, self._whole)
+        whole = self._whole if self._steps is None else [self._steps, *self._whole]
+        inputs = ([e.value for e in entries], [e.components for e in entries], self._sharded, whole)
         results, mirrored, values, parts = mapped(*inputs)
         kept = iter(parts)
         scope.values_change()
@@ -146,13 +187,45 @@ class _Run:
             entry.components = next(kept) if entry.policy.on_read else None
         return results, mirrored
 
+    def _loop(
+        self, step: Callable[..., Any], found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]
+    ) -> Any:
+        """Calls `step` as often as there are steps; returns what one call returns, the results stacked."""
+        count, arguments = whole[0], (sharded, whole[1:])
+        at = lambda i: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), arguments)  # noqa: E731
+        # Traced once here, for the shapes of the results, and not again by the loop.
+        jaxpr, shapes = jax.make_jaxpr(step, return_shape=True)(own, *at(0))
+        once: Any = jex.jaxpr_as_fun(jaxpr)
+        tree: Any = jax.tree.structure(shapes)
+        on_read = [policy_of(v).on_read for v, w in zip(found.variables, found.written, strict=True) if w]
+
+        def body(i: Any, carry: Any) -> Any:
+            own, outputs, _ = carry
+            results, mirrored, values, parts = tree.unflatten(once(*jax.tree.leaves((own, *at(i)))))
+            put = lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, i, 0)  # noqa: E731
+            outputs = jax.tree.map(put, outputs, ([x[0] for x in results], mirrored))
+            mine, values = iter(parts), list(values)
+            new = iter([next(mine)[0] if r else x for r, x in zip(on_read, values, strict=True)])
+            own = [next(new) if w else x for w, x in zip(found.written, own, strict=True)]
+            return own, outputs, [x for r, x in zip(on_read, values, strict=True) if r]
+
+        room = lambda x: jnp.zeros((self._num_steps, *x.shape), x.dtype)  # noqa: E731
+        results, mirrored, values, _ = shapes
+        outputs = ([room(jax.ShapeDtypeStruct(x.shape[1:], x.dtype)) for x in results], jax.tree.map(room, mirrored))
+        combined = [jnp.zeros(x.shape, x.dtype) for r, x in zip(on_read, values, strict=True) if r]
+        own, (results, mirrored), combined = lax.fori_loop(0, count, body, (own, outputs, combined))
+        ends = [x for w, x in zip(found.written, own, strict=True) if w]
+        last = iter(combined)
+        values = [next(last) if r else x for r, x in zip(on_read, ends, strict=True)]
+        return [x[None] for x in results], mirrored, values, [x[None] for r, x in zip(on_read, ends, strict=True) if r]
+
     def _replica(self, found: Discovery, values: list[Any], sharded: Any, whole: Any, gradients: Any = None) -> Any:
         """The program of one replica: its results, the mirrored results, new values, and components of its own."""
         with LiftScope(Building(found, values, gradients), mapped=True) as scope:
             results, mirrored = self._call(sharded, whole, lax.axis_index(REPLICA_AXIS))
         written = _written(scope, found)
         parts = [e.value[None] for e in written if e.policy.on_read]
-        return [x[None] for x in results], mirrored, _combine_at_boundary(written), parts
+        return [x[None] for x in results], mirrored, _combine_at_boundary(written, self._padding), parts
 
     def _call(self, sharded: list[Any], whole: list[Any], replica_id: Any) -> tuple[list[Any], list[Any]]:
         """Calls the user's function with one replica's arguments; returns its arrays and its mirrored trees."""
@@ -163,7 +236,9 @@ class _Run:
         masks = tuple(RowMask(next(own), next(same)) for _ in self._rows)
         self._fill(leaves, is_array, same)
         args, kwargs = self._tree.unflatten(leaves)
-        with context.enter(Mode(self._strategy, ReplicaContext(self._strategy, replica_id, masks))):
+        replica = ReplicaContext(self._strategy, replica_id, masks)
+        self._padding = replica.padding
+        with context.enter(Mode(self._strategy, replica)):
             result = self._fn(*args, **kwargs)
         self._result = leaves, _ = flatten(result)
         return [x for x in leaves if _is_traced(x)], [x.value for x in leaves if isinstance(x, Mirrored)]
@@ -259,12 +334,12 @@ def _written(scope: LiftScope, found: Discovery) -> list[Entry]:
     return [scope.entry(v) for v in found.variables if id(v) in known]
 
 
-def _combine_at_boundary(entries: list[Entry]) -> list[Any]:
+def _combine_at_boundary(entries: list[Entry], padding: RowMask | None) -> list[Any]:
     """Returns the values that a program stores: one for all replicas of each variable."""
     diverged = [e for e in entries if e.diverged or e.policy.on_read]
     if not diverged:
         return [e.value for e in entries]
-    combined = dict(zip(map(id, diverged), combine(diverged), strict=True))
+    combined = dict(zip(map(id, diverged), combine(diverged, padding), strict=True))
     return [combined.get(id(e), e.value) for e in entries]
 
 

@@ -20,9 +20,11 @@ class _Array:
 @dataclass(frozen=True)
 class _PerReplica:
     row: int | None
+    batch: int | None
 
     def join(self, arrays: Iterator[Any], rows: Sequence[RowMask]) -> Any:
-        return PerReplica(next(arrays), None if self.row is None else rows[self.row])
+        batch = None if self.batch is None else rows[self.batch]
+        return PerReplica(next(arrays), None if self.row is None else batch, batch)
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,16 @@ class _Contents:
 
 
 # Made once, for arguments are taken apart at every step.
-_ARRAY, _UNPADDED = _Array(), _PerReplica(None)
+_ARRAY, _UNPADDED = _Array(), _PerReplica(None, None)
 
 
 def _take(leaf: Any, is_array: Callable[[Any], bool], contents: _Contents) -> Any:
     if isinstance(leaf, PerReplica):
         contents.add(leaf.data, sharded=True)
-        return _UNPADDED if leaf.rows is None else _PerReplica(_row_number(leaf.rows, contents.rows))
+        if leaf.batch is None:
+            return _UNPADDED
+        batch = _row_number(leaf.batch, contents.rows)
+        return _PerReplica(None if leaf.rows is None else batch, batch)
     if isinstance(leaf, Mirrored):
         values, tree = jax.tree.flatten(leaf.value)
         for value in values:

@@ -8,9 +8,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from phalanx.errors import DeviceError, InvalidArgumentError, StartupError
@@ -154,6 +156,59 @@ class Topology:
     def num_replicas(self) -> int:
         """The number of replicas."""
         return len(self.devices)
+
+    @cached_property
+    def workers(self) -> tuple[int, ...]:
+        """The processes that have a replica, in order."""
+        return tuple(sorted({d.process_index for d in self.devices}))
+
+    @property
+    def num_workers(self) -> int:
+        """The number of processes that have a replica."""
+        return len(self.workers)
+
+    @cached_property
+    def worker_index(self) -> int:
+        """This process's number among them."""
+        return self.workers.index(jax.process_index())
+
+    @cached_property
+    def local_devices(self) -> tuple[jax.Device, ...]:
+        """The devices of this process's replicas, in replica order."""
+        return tuple(d for d in self.devices if d.process_index == self.workers[self.worker_index])
+
+    @property
+    def local_replicas(self) -> range:
+        """The numbers of this process's replicas."""
+        first = self.devices.index(self.local_devices[0])
+        return range(first, first + len(self.local_devices))
+
+    def put_per_replica(self, local: Any) -> jax.Array:
+        """Puts an array `(local replicas, ...)` on the devices. May be called in a background thread.
+
+        Returns:
+          The global array `(num_replicas, ...)`.
+        """
+        if self.num_workers == 1:
+            return jax.device_put(local, self.per_replica)
+        shape = (self.num_replicas, *local.shape[1:])
+        return jax.make_array_from_process_local_data(self.per_replica, local, shape)
+
+    def join_per_replica(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """Makes one array `(num_replicas, ...)` of one for each local replica, without a copy where they are in place."""
+        placed = [jax.device_put(x, d)[None] for x, d in zip(parts, self.local_devices, strict=True)]
+        return jax.make_array_from_single_device_arrays((self.num_replicas, *parts[0].shape), self.per_replica, placed)
+
+    def exchange(self, values: np.ndarray) -> np.ndarray:
+        """Tells all workers some numbers; all must call it, on their main threads, with equal shapes.
+
+        Returns:
+          What each worker told, `(num_workers, ...)`.
+        """
+        if self.num_workers == 1:
+            return values[None]
+        with dispatch_lock:
+            return np.asarray(multihost_utils.process_allgather(values))
 
     @cached_property
     def replicated(self) -> NamedSharding:

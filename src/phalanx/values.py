@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values that differ, or are known to be equal, between replicas. All are pytrees."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -21,12 +21,17 @@ class RowMask:
     Compared by identity: the leaves of one batch share one mask.
 
     Args:
-      mask: `(num_replicas, per_replica_batch)` bools.
-      count: how many rows of the global batch are real, a scalar.
+      mask: `(num_replicas, per_replica_batch)` bools; of several steps `(num_replicas, steps, per_replica_batch)`.
+      count: how many rows of the global batch are real, a scalar; of several steps `(steps,)`.
     """
 
     mask: Any
     count: Any
+
+    @property
+    def row_dim(self) -> int:
+        """Which dim of a replica's component are the rows: 1 where dim 0 are the steps."""
+        return len(self.mask.shape) - 2
 
     @cached_property
     def per_replica_counts(self) -> np.ndarray:
@@ -53,11 +58,12 @@ class PerReplica(DistributedValues):
 
     It comes from `Strategy.run`, from a distributed dataset, or from `experimental_distribute_values_from_function`,
     and goes into `Strategy.run`, `reduce`, `gather` and `experimental_local_results`. Outside a replica function it has
-    no value of its own, so it has no arithmetic.
+    no value of its own, so it has no arithmetic; but with one replica it acts as that replica's array.
 
     Args:
       data: one global array `(num_replicas, ...)`; or a tuple of Python objects, one a replica.
       rows: which rows of a padded batch are real, if it is one.
+      batch: which rows are real of the batch that it was computed from.
 
     Example:
       >>> import phalanx
@@ -66,10 +72,10 @@ class PerReplica(DistributedValues):
       (Array(1, dtype=int32), Array(2, dtype=int32))
     """
 
-    __slots__ = ("data", "rows")
+    __slots__ = ("batch", "data", "rows")
 
-    def __init__(self, data: Any, rows: RowMask | None = None) -> None:
-        self.data, self.rows = data, rows
+    def __init__(self, data: Any, rows: RowMask | None = None, batch: RowMask | None = None) -> None:
+        self.data, self.rows, self.batch = data, rows, rows or batch
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -80,24 +86,63 @@ class PerReplica(DistributedValues):
             parts = [self.data[i] for i in range(self.data.shape[0])]
         else:
             parts = _local_components(self.data)
-        if self.rows is None:
+        if self.rows is None or self.rows.row_dim:
             return tuple(parts)
         return tuple(p[:n] for p, n in zip(parts, self.rows.per_replica_counts, strict=True))
 
     def __jax_array__(self) -> Any:
-        raise ContextError(
-            "a PerReplica used as an array",
-            "outside a replica function it has one component a replica, not a value.",
-            "strategy.reduce(...), strategy.gather(...) or strategy.experimental_local_results(value)",
-        )
+        if len(self.data) > 1:
+            raise ContextError(
+                "a PerReplica used as an array",
+                "outside a replica function it has one component a replica, not a value.",
+                "strategy.reduce(...), strategy.gather(...) or strategy.experimental_local_results(value)",
+            )
+        return self.values[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return self.__jax_array__()
+        return np.asarray(self.__jax_array__(), dtype=dtype)
 
-    def _refuse(self, *_: Any) -> Any:
-        return self.__jax_array__()
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the one component, where there is one."""
+        return np.shape(self.__jax_array__())
 
-    __float__ = __int__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the components."""
+        return self.data.dtype
+
+    def __len__(self) -> int:
+        return len(self.__jax_array__())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.__jax_array__()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.__jax_array__())
+
+    def __float__(self) -> float:
+        return float(self.__jax_array__())
+
+    def __int__(self) -> int:
+        return int(self.__jax_array__())
+
+    def __add__(self, other: Any) -> Any:
+        return self.__jax_array__() + other
+
+    def __sub__(self, other: Any) -> Any:
+        return self.__jax_array__() - other
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - self.__jax_array__()
+
+    def __mul__(self, other: Any) -> Any:
+        return self.__jax_array__() * other
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.__jax_array__() / other
+
+    __radd__, __rmul__ = __add__, __mul__
 
 
 @final
@@ -204,7 +249,9 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(fn, tree, is_leaf=is_distributed)
 
 
-def _local_components(array: jax.Array) -> list[jax.Array]:
+def _local_components(array: Any) -> list[Any]:
+    if isinstance(array, np.ndarray):
+        return list(array)
     shards = sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
     if shards[0].data.shape[0] == 1:
         return [s.data[0] for s in shards]
@@ -221,12 +268,12 @@ def _copies(array: Any) -> list[Any]:
 
 def _flatten_per_replica(value: PerReplica) -> tuple[tuple[Any, ...], Any]:
     if isinstance(value.data, tuple):
-        return (), (value.data, value.rows)
-    return (value.data,), (None, value.rows)
+        return (), (value.data, value.rows, value.batch)
+    return (value.data,), (None, value.rows, value.batch)
 
 
 jax.tree_util.register_pytree_node(
-    PerReplica, _flatten_per_replica, lambda aux, children: PerReplica(children[0] if children else aux[0], aux[1])
+    PerReplica, _flatten_per_replica, lambda aux, children: PerReplica(children[0] if children else aux[0], *aux[1:])
 )
 jax.tree_util.register_pytree_node(Mirrored, lambda m: ((m.value,), None), lambda _, c: Mirrored(c[0]))
 jax.tree_util.register_pytree_node(

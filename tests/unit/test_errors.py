@@ -14,6 +14,7 @@ BUILTINS = {
     errors.DeviceError: ValueError,
     errors.ReduceOpError: ValueError,
     errors.InputError: ValueError,
+    errors.CardinalityError: TypeError,
     errors.ContextError: RuntimeError,
     errors.MixedStrategyError: RuntimeError,
     errors.StartupError: RuntimeError,
@@ -22,6 +23,7 @@ BUILTINS = {
     errors.NestedWriteError: ValueError,
     errors.TapeError: RuntimeError,
     errors.TraceError: RuntimeError,
+    errors.OutOfRangeError: IndexError,
     errors.StateLostError: RuntimeError,
 }
 

@@ -1,6 +1,7 @@
 """Batches on their way to the replicas."""
 
 import threading
+import time
 
 import jax
 import keras
@@ -104,6 +105,11 @@ def test_one_batch_ahead(strategy):
 
     iterator = iter(strategy.experimental_distribute_dataset(batches()))
     next(iterator)
+    deadline = time.monotonic() + 10
+    while fetched != [0, 1]:
+        assert time.monotonic() < deadline, fetched
+        time.sleep(0.01)
+    time.sleep(0.1)
     assert fetched == [0, 1]
 
 

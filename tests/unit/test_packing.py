@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.collectives.packing import by_bytes, by_count
-from phalanx.input.shard import shares, split
+from phalanx.input.shard import places, shares, split
 
 ARRAYS = st.lists(st.tuples(st.sampled_from(["f4", "i4", "f2"]), st.integers(0, 100)), max_size=30)
 COUNTS = st.integers(0, 40)
@@ -85,7 +85,7 @@ def test_shares(rows, replicas):
 @given(COUNTS, st.integers(1, 9))
 def test_split(rows, replicas):
     """Real places hold every row once and in order; padded places come last and hold a row that exists."""
-    layout = split(rows, replicas)
+    layout = split(shares(rows, replicas), places(rows, replicas))
     assert layout.index.shape == layout.mask.shape == (replicas, max(1, -(-rows // replicas)))
     assert layout.index[layout.mask].tolist() == list(range(rows))
     assert layout.mask.sum(axis=1).tolist() == shares(rows, replicas)

@@ -47,7 +47,19 @@ def test_repr(value):
     assert repr(ReplicaLocal(3)) == "ReplicaLocal(3)"
 
 
-@pytest.mark.parametrize("use", [lambda v: jnp.sum(v), lambda v: np.asarray(v), lambda v: jnp.ones(2) + v])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda v: jnp.sum(v),
+        lambda v: np.asarray(v),
+        lambda v: jnp.ones(2) + v,
+        lambda v: v[0],
+        lambda v: v.shape,
+        len,
+        iter,
+        float,
+    ],
+)
 def test_per_replica_is_no_array(value, use):
     """The message lists the ways to make one value of it."""
     with pytest.raises(ContextError, match="a PerReplica used as an array") as e:
@@ -55,11 +67,22 @@ def test_per_replica_is_no_array(value, use):
     assert "experimental_local_results" in e.value.hint
 
 
-@pytest.mark.parametrize("use", [lambda v: v[0], len, iter, lambda v: v @ v])
-def test_per_replica_has_no_arithmetic(value, use):
-    """Python's own errors."""
-    with pytest.raises(TypeError):
-        use(value)
+def test_per_replica_of_one_replica_is_its_array():
+    """Without the padded rows."""
+    rows = RowMask(jnp.array([[True, True, False]]), 2)
+    value = PerReplica(jnp.float32([[1, 2, 2]]), rows)
+    assert value.shape == (2,)
+    assert value.dtype == jnp.float32
+    assert len(value) == 2
+    assert jnp.sum(value) == np.asarray(value).sum() == 3
+    assert (value + 1).tolist() == (1 + value).tolist() == [2, 3]
+    assert (value - 1).tolist() == [0, 1]
+    assert (1 - value).tolist() == [0, -1]
+    assert (value * 2).tolist() == (2 * value).tolist() == [2, 4]
+    assert (value / 2).tolist() == [0.5, 1]
+    assert [float(x) for x in value] == [float(value[0]), 2.0]
+    assert int(PerReplica(jnp.int32([3]))) == 3
+    assert float(PerReplica(jnp.int32([3]))) == 3.0
 
 
 def test_mirrored_is_an_array():

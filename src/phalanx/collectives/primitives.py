@@ -32,18 +32,27 @@ def to_array(value: Any) -> jax.Array:
     return array
 
 
-def all_reduce(op: ReduceOp, tree: Any, num_replicas: int) -> Any:
+def all_reduce(op: ReduceOp, tree: Any, num_replicas: int, *, counts: Any = None) -> Any:
     """Sums or averages every leaf over the replicas; each replica gets the result.
 
     Args:
       op: SUM or MEAN; the mean of integers is a float.
       tree: a pytree of this replica's arrays; shapes must agree between replicas.
       num_replicas: the size of the replica axis; 1 outside a mapped program.
+      counts: whether this replica counts in a mean; None where all do. Where none does the mean is zero.
     """
     arrays = jax.tree.map(to_array, tree)
+    divisor: Any = num_replicas
+    if num_replicas > 1 and op is ReduceOp.MEAN and counts is not None:
+        arrays = jax.tree.map(lambda x: jnp.where(counts, x, 0), arrays)
+        divisor = jnp.maximum(lax.psum(jnp.asarray(counts, jnp.int32), REPLICA_AXIS), 1)
     if num_replicas > 1:
         arrays = lax.psum(arrays, REPLICA_AXIS)
-    return jax.tree.map(lambda x: x / num_replicas, arrays) if op is ReduceOp.MEAN else arrays
+    return jax.tree.map(lambda x: _divided(x, divisor), arrays) if op is ReduceOp.MEAN else arrays
+
+
+def _divided(total: jax.Array, count: Any) -> jax.Array:
+    return total / (count.astype(total.dtype) if isinstance(count, jax.Array) and total.dtype.kind in "fc" else count)
 
 
 def all_gather(tree: Any, dim: int, num_replicas: int) -> Any:

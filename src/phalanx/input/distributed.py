@@ -1,216 +1,397 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets and values, placed on the replicas."""
+"""Datasets whose batches are divided over the replicas, and their iterators."""
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar, final
 
 import jax
 import numpy as np
 
 from phalanx import compat
-from phalanx.errors import ContextError, InputError, InvalidArgumentError
-from phalanx.input import shard
+from phalanx.errors import CardinalityError, ContextError, InputError, InvalidArgumentError, OutOfRangeError
+from phalanx.input import state as positions
+from phalanx.input.feed import AbstractBatches, Batch, Form, Place, ReadAhead, Step
+from phalanx.input.lockstep import Lockstep
+from phalanx.input.placement import Placement
+from phalanx.input.shard import Worker
+from phalanx.input.sharding import Plan, WorkerShard, plan
+from phalanx.input.sources.adapt import source_of
+from phalanx.input.sources.base import UNKNOWN, State
+from phalanx.input.sources.functions import FunctionSource, InputContext
+from phalanx.options import AutoShardPolicy, InputOptions, InputReplicationMode
 from phalanx.topology import Topology
-from phalanx.values import PerReplica, RowMask
+from phalanx.values import PerReplica, is_distributed
 
-
-@dataclass(frozen=True)
-class ValueContext:
-    """What `experimental_distribute_values_from_function` tells its function.
-
-    Args:
-      replica_id_in_sync_group: which replica the value is for, from 0.
-      num_replicas_in_sync: how many replicas there are.
-    """
-
-    replica_id_in_sync_group: int = 0
-    num_replicas_in_sync: int = 1
+T = TypeVar("T")
 
 
 @final
 class DistributedDataset:
-    """Batches, split over the replicas. `Strategy.experimental_distribute_dataset` makes it.
+    """Global batches, divided over the replicas. `Strategy.experimental_distribute_dataset` makes it.
+
+    Each pass reads the dataset from its beginning. Its batches are pytrees of `PerReplica`; with one replica of arrays,
+    or, where a batch may be short, of `PerReplica` that act as the array of their rows.
 
     Args:
-      source: an iterable of batches, or with `batch_size` a pytree of arrays.
+      plan: which worker reads what.
       topology: the replicas' devices; None leaves batches as they are.
-      batch_size: the global batch size, for a pytree of arrays.
+      options: how it is read.
+      steps: how many batches are stacked into one.
+
+    Example:
+      >>> import numpy as np, phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> dataset = strategy.experimental_distribute_dataset(np.arange(10), batch_size=4)
+      >>> [[x.tolist() for x in batch.values] for batch in dataset]
+      [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]
     """
 
-    def __init__(self, source: Any, topology: Topology | None, *, batch_size: int | None = None) -> None:
-        if isinstance(source, DistributedDataset):
-            raise InputError(
-                "experimental_distribute_dataset", "this dataset is distributed already.", "pass the original dataset"
-            )
-        if batch_size is None and isinstance(source, (tuple, dict)):
-            raise InputError(
-                f"a dataset that is a {type(source).__name__} of arrays",
-                "it is one pytree of all rows, not an iterable of batches.",
-                "batch_size=64, or a list or generator of batches",
-            )
-        self._source = source if batch_size is None else _Rows(source, batch_size)
-        if not isinstance(self._source, Iterable) or hasattr(self._source, "shape"):
-            raise InputError(
-                f"dataset={type(source).__name__}", "not an iterable of batches.", "batch_size=n for a pytree of arrays"
-            )
-        self._topology = topology
+    def __init__(
+        self, plan: Plan, topology: Topology | None, options: InputOptions, *, steps: int | None = None
+    ) -> None:
+        self._plan, self._topology, self._options, self._steps = plan, topology, options, steps
+        self._untouched: DistributedIterator | None = None
 
     def __iter__(self) -> "DistributedIterator":
-        return DistributedIterator(iter(self._source), self._topology)
+        iterator, self._untouched = self._untouched, None
+        return iterator or DistributedIterator(self._plan, self._topology, self._options, steps=self._steps)
 
     def __len__(self) -> int:
-        return len(self._source)
+        if self.cardinality < 0:
+            raise CardinalityError(
+                "len of a distributed dataset",
+                f"its cardinality is {self.cardinality}: {'unknown' if self.cardinality == UNKNOWN else 'infinite'}.",
+                "for batch in dataset",
+            )
+        return self.cardinality
+
+    @property
+    def cardinality(self) -> int:
+        """How many batches it has: -1 for infinitely many, -2 where that is unknown. May be read in any context."""
+        count = UNKNOWN if self._plan.agreed else self._plan.source.facts.num_batches
+        return count if count < 0 or self._steps is None else math.ceil(count / self._steps)
+
+    @property
+    def element_spec(self) -> Any:
+        """What one replica gets of a batch: a pytree of `jax.ShapeDtypeStruct`. Outside programs: it reads a batch.
+
+        Raises:
+          InputError: it is empty.
+        """
+        if self._untouched is None:
+            self._untouched = iter(self)
+        return self._untouched.element_spec
+
+    def batches(self, *, steps: int) -> "DistributedDataset":
+        """Returns the same batches, `steps` of them stacked into one: a replica's leaves are `[steps, per_replica_batch, ...]`.
+
+        The last one has as many steps as are left. May be called in any context.
+
+        Args:
+          steps: how many batches, for example those of one `Strategy.run_steps`.
+
+        Raises:
+          InvalidArgumentError: `steps` is no positive integer.
+        """
+        return DistributedDataset(self._plan, self._topology, self._options, steps=check_steps(steps))
+
+    def reduce(self, initial_state: T, reduce_func: Callable[[T, Any], T]) -> T:
+        """Returns `reduce_func(... reduce_func(initial_state, first batch) ..., last batch)`.
+
+        In cross-replica context or outside all scopes.
+
+        Args:
+          initial_state: what to begin with.
+          reduce_func: maps the state and a batch to the next state.
+        """
+        return functools.reduce(reduce_func, self, initial_state)
+
+    @property
+    def shards(self) -> Sequence[WorkerShard]:
+        """What each worker reads."""
+        return tuple(self._plan.shards)
+
+
+@final
+class Optional(Generic[T]):
+    """A batch, or none. `DistributedIterator.get_next_as_optional` returns it; may be used in any context.
+
+    Args:
+      value: the batch, in a tuple; empty for none.
+
+    Example:
+      >>> Optional((1,)).has_value(), Optional(()).has_value()
+      (True, False)
+    """
+
+    def __init__(self, value: tuple[T] | tuple[()]) -> None:
+        self._value = value
+
+    def has_value(self) -> bool:
+        """Whether there is a batch."""
+        return bool(self._value)
+
+    def get_value(self) -> T:
+        """Returns the batch.
+
+        Raises:
+          OutOfRangeError: there is none.
+        """
+        if not self._value:
+            raise OutOfRangeError("Optional.get_value()", "it has no value.", "if optional.has_value():")
+        return self._value[0]
 
 
 @final
 class DistributedIterator:
-    """One pass over a `DistributedDataset`; the next batch is on its way to the devices while the last one is used."""
+    """One pass over a `DistributedDataset`. A background thread reads ahead; it ends with the iterator.
 
-    def __init__(self, batches: Iterator[Any], topology: Topology | None) -> None:
-        self._batches, self._topology = batches, topology
-        self._ahead: list[Any] = []
-        self._failure: BaseException | None = None
-        self._started = False
+    Used outside programs: the batch is an argument of the step.
+
+    Args:
+      plan: which worker reads what.
+      topology: the replicas' devices; None leaves batches as they are.
+      options: how it is read.
+      steps: how many batches are stacked into one.
+    """
+
+    def __init__(self, plan: Plan, topology: Topology | None, options: InputOptions, *, steps: int | None) -> None:
+        self._plan, self._topology, self._options, self._form = plan, topology, options, Form(steps)
+        self._worker = worker_of(topology)
+        self._open(None)
 
     def __iter__(self) -> "DistributedIterator":
         return self
 
     def __next__(self) -> Any:
-        """Returns the next batch: a pytree of `PerReplica`, or of arrays where there is one replica.
+        """Returns the next batch.
 
         Raises:
           StopIteration: there is none.
           ContextError: called while a step is traced.
-          InputError: the batch cannot be split.
+          InputError: the data cannot be divided.
         """
+        batch = self._next(self._form)
+        if batch is None:
+            raise StopIteration
+        return batch.value
+
+    def get_next(self) -> Any:
+        """Returns the next batch, as `next(iterator)` does.
+
+        Raises:
+          OutOfRangeError: there is none.
+        """
+        batch = self._next(self._form)
+        if batch is None:
+            raise _at_end("iterator.get_next()")
+        return batch.value
+
+    def get_next_as_optional(self) -> Optional[Any]:
+        """Returns the next batch as an `Optional`, which has no value at the end."""
+        batch = self._next(self._form)
+        return Optional(() if batch is None else (batch.value,))
+
+    def next_steps(self, steps: int) -> tuple[Any, int]:
+        """Returns the next batches stacked into one with room for `steps`, and how many they are: fewer at the end.
+
+        `Strategy.run_steps` asks for them.
+
+        Raises:
+          OutOfRangeError: there is none.
+        """
+        batch = self._next(Form(steps, full=True))
+        if batch is None:
+            raise _at_end("the next steps of an iterator")
+        return batch.value, len(batch.steps)
+
+    @property
+    def element_spec(self) -> Any:
+        """What one replica gets of a batch: a pytree of `jax.ShapeDtypeStruct`. It reads the next batch ahead.
+
+        Raises:
+          InputError: there is no further batch.
+        """
+        batch = self._batches.get(self._form)
+        if batch is None:
+            raise InputError("element_spec", "the dataset has no further batch.", "a dataset that is not empty")
+        self._batches.put_back(batch)
+        return jax.tree.map(_spec, batch.value, is_leaf=is_distributed)
+
+    def get_state(self) -> State:
+        """Returns the position after the last batch that was handed out. With several workers all must call it.
+
+        It belongs to the dataset, not to the devices: with AutoShardPolicy DATA and FILE another number of workers and
+        replicas can go on from it.
+
+        Returns:
+          A dict of numbers, strings, lists and dicts.
+        """
+        return positions.of_all_workers(self._state, exchange_of(self._topology)) if self._plan.agreed else self._state
+
+    def set_state(self, state: State) -> None:
+        """Goes to a position. With several workers all must call it.
+
+        Args:
+          state: what `get_state` returned, of this or another iterator over the same data.
+
+        Raises:
+          InputError: it is a position in another kind of dataset.
+        """
+        self._batches.stop()
+        self._open(positions.of_worker(state, self._worker.index, self._worker.count))
+
+    def save_state(self, path: str | os.PathLike[str]) -> None:
+        """Writes `get_state()` to a file; with several workers all must call it, and the chief writes."""
+        state = self.get_state()
+        if self._worker.is_chief:
+            positions.save(state, path)
+
+    def load_state(self, path: str | os.PathLike[str]) -> None:
+        """Goes to the position that `save_state` has written.
+
+        Raises:
+          InputError: the file holds something else.
+        """
+        self.set_state(positions.load(path))
+
+    def _open(self, state: State | None) -> None:
+        reader = self._plan.source.open(self._worker, self._plan.policy, state)
+        self._state = reader.get_state()
+        place, ahead = self._placing(), self._options.experimental_per_replica_buffer_size
+        if self._plan.agreed:
+            exchange = exchange_of(self._topology)
+            self._batches: AbstractBatches = Lockstep(reader, place, self._worker, exchange, ahead=ahead > 0)
+        else:
+            # Under the default strategy nothing is put anywhere, and a dataset on a device is read where it is.
+            here = self._topology is None or self._options.experimental_place_dataset_on_device
+            self._batches = ReadAhead(reader, place, 0 if here else ahead)
+
+    def _placing(self) -> Place:
+        if self._topology is None:
+            return _unplaced
+        facts, fetches = self._plan.source.facts, self._options.fetches_to_device
+        return Placement(self._topology, self._worker, facts, fetches=fetches, agreed=self._plan.agreed).place
+
+    def _next(self, form: Form) -> Batch | None:
         if compat.lift_scope() is not None:
             raise ContextError(
                 "next(iterator) in a traced step",
                 "the step would be compiled with this one batch in it.",
                 "pass the batch to the step: step(next(iterator))",
             )
-        if not self._started:
-            self._started = True
-            self._fetch()
-        if not self._ahead:
-            failure, self._failure = self._failure, None
-            raise failure or StopIteration
-        batch = self._ahead.pop()
-        self._fetch()
+        batch = self._batches.get(form)
+        if batch is not None and batch.state is not None:
+            self._state = batch.state
         return batch
 
-    def get_next(self) -> Any:
-        """Returns the next batch, as `next(iterator)` does."""
-        return next(self)
 
-    def _fetch(self) -> None:
-        if self._failure is not None:
-            return
-        try:
-            self._ahead.append(place_batch(next(self._batches), self._topology))
-        except Exception as e:  # It belongs to the batch it comes from: raised when that batch is asked for.
-            self._failure = e
+def distribute(
+    dataset: Any,
+    topology: Topology | None,
+    options: InputOptions,
+    *,
+    batch_size: int | None,
+    drop_remainder: bool,
+) -> DistributedDataset:
+    """Divides the batches of a dataset over the replicas.
 
-
-class _Rows:
-    """Batches of consecutive rows of a pytree of arrays."""
-
-    def __init__(self, arrays: Any, batch_size: int) -> None:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise InvalidArgumentError(
-                f"batch_size={batch_size!r}", "must be an integer of at least 1.", "batch_size=64"
-            )
-        self._arrays, self._batch_size = arrays, batch_size
-        self._rows = num_rows(arrays)
-
-    def __len__(self) -> int:
-        return math.ceil(self._rows / self._batch_size)
-
-    def __iter__(self) -> Iterator[Any]:
-        for start in range(0, self._rows, self._batch_size):
-            yield jax.tree.map(lambda x: x[start : start + self._batch_size], self._arrays)  # noqa: B023
-
-
-def num_rows(batch: Any) -> int:
-    """Returns the number of rows of a batch.
+    Args:
+      dataset: see `Strategy.experimental_distribute_dataset`.
+      topology: the replicas' devices; None leaves batches as they are.
+      options: how it is read.
+      batch_size: the global batch size, for a dataset of single rows.
+      drop_remainder: whether to leave out a short last batch.
 
     Raises:
-      InputError: it has no arrays, scalars, or arrays with different numbers of rows.
+      InputError: it cannot be divided.
+      InvalidArgumentError: options that are for dataset functions.
     """
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
-    if not shapes or () in shapes:
+    if isinstance(dataset, DistributedDataset):
         raise InputError(
-            f"a batch of shapes {shapes}",
-            "every leaf must be an array (global_batch, ...).",
-            "group the rows into batches first",
+            "experimental_distribute_dataset", "this dataset is distributed already.", "pass the original dataset"
         )
-    for leaf in jax.tree.leaves(batch):
-        kind = np.asarray(leaf).dtype
-        if kind.kind in "OSUMm":
-            raise InputError(
-                f"a batch of dtype {kind}", "only numbers and bools can be placed on devices.", "encode the text first"
-            )
-    counts = sorted({shape[0] for shape in shapes})
-    if len(counts) > 1:
-        raise InputError(
-            f"a batch of shapes {shapes}", f"its leaves have {counts} rows.", "one number of rows for all leaves"
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        raise InvalidArgumentError(
+            "experimental_distribute_dataset with InputReplicationMode.PER_REPLICA",
+            "there is one dataset for all replicas.",
+            "distribute_datasets_from_function, which makes one for each",
         )
-    return int(counts[0])
+    source, worker = source_of(dataset, batch_size, drop_remainder=drop_remainder), worker_of(topology)
+    divided = plan(dataset, source, options.auto_shard_policy, worker)
+    divided.announce(worker)
+    return DistributedDataset(divided, topology, options)
 
 
-def place_batch(batch: Any, topology: Topology | None) -> Any:
-    """Splits one global batch over the replicas and puts it on their devices."""
-    rows = num_rows(batch)
+def distribute_from_function(
+    dataset_fn: Callable[[InputContext], Any], topology: Topology | None, options: InputOptions
+) -> DistributedDataset:
+    """Makes a distributed dataset of the datasets of per-replica batches that a function returns."""
+    worker = worker_of(topology)
+    devices = () if topology is None else topology.local_devices
+    source = FunctionSource(dataset_fn, worker, options, devices)
+    return DistributedDataset(Plan(source, AutoShardPolicy.OFF, worker.count > 1, ()), topology, options)
+
+
+def shards_of(
+    dataset: Any, topology: Topology | None, options: InputOptions, batch_size: int | None
+) -> Sequence[WorkerShard]:
+    """Returns what each worker reads of a dataset, or of a distributed one."""
+    if isinstance(dataset, DistributedDataset):
+        return dataset.shards
+    return plan(dataset, source_of(dataset, batch_size), options.auto_shard_policy, worker_of(topology)).shards
+
+
+def check_options(options: Any) -> InputOptions:
+    """Returns input options; the default ones for None.
+
+    Raises:
+      InvalidArgumentError: it is something else.
+    """
+    if not isinstance(options, (InputOptions, type(None))):
+        raise InvalidArgumentError(
+            f"options={options!r}", "must be InputOptions or None.", "options=phalanx.InputOptions()"
+        )
+    return options or InputOptions()
+
+
+def check_steps(steps: Any) -> int:
+    """Returns a number of steps.
+
+    Raises:
+      InvalidArgumentError: it is no positive integer.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise InvalidArgumentError(f"steps={steps!r}", "must be an integer of at least 1.", "steps=16")
+    return steps
+
+
+def worker_of(topology: Topology | None) -> Worker:
+    """Returns this process's place among the workers."""
     if topology is None:
-        return batch
-    n = topology.num_replicas
-    if n == 1:
-        return jax.device_put(batch, topology.replicated)
-    if rows and rows % n == 0:
-        place = lambda x: _put(np.asarray(x).reshape(n, rows // n, *np.shape(x)[1:]), topology)  # noqa: E731
-        return jax.tree.map(lambda x: PerReplica(place(x)), batch)
-    layout = shard.split(rows, n)
-    mask = RowMask(_put(layout.mask, topology), rows)
-    pick = lambda x: np.asarray(x)[layout.index] if rows else np.zeros((n, 1, *np.shape(x)[1:]), x.dtype)  # noqa: E731
-    return jax.tree.map(lambda x: PerReplica(_put(pick(x), topology), mask), batch)
+        return Worker()
+    return Worker(topology.worker_index, topology.num_workers, len(topology.local_devices))
 
 
-def distribute_values(values: Sequence[Any], topology: Topology) -> Any:
-    """Makes a pytree of `PerReplica` of one pytree a replica.
-
-    Raises:
-      InvalidArgumentError: the pytrees, or shapes beyond dim 0, differ.
-    """
-    is_leaf = lambda x: x is None  # noqa: E731
-    flat: list[tuple[list[Any], Any]] = [jax.tree.flatten(v, is_leaf=is_leaf) for v in values]
-    trees = [tree for _, tree in flat]
-    if any(tree != trees[0] for tree in trees):
-        raise InvalidArgumentError(
-            "value_fn",
-            f"it returned the structures {trees[0]} and {next(t for t in trees if t != trees[0])}.",
-            "one structure for all replicas",
-        )
-    return trees[0].unflatten([_stack(parts, topology) for parts in zip(*(leaves for leaves, _ in flat), strict=True)])
+def exchange_of(topology: Topology | None) -> Callable[[np.ndarray], np.ndarray]:
+    """Returns how workers tell each other something."""
+    assert topology is not None
+    return topology.exchange
 
 
-def _stack(parts: Sequence[Any], topology: Topology) -> PerReplica:
-    if not all(isinstance(p, (jax.Array, np.ndarray, np.generic, int, float, complex)) for p in parts):
-        return PerReplica(tuple(parts))
-    arrays = [np.asarray(p) for p in parts]
-    shapes = {a.shape for a in arrays}
-    if len(shapes) == 1:
-        return PerReplica(_put(np.stack(arrays), topology))
-    if len({s[1:] for s in shapes}) > 1 or () in shapes:
-        raise InvalidArgumentError(
-            "value_fn", f"it returned arrays of shapes {sorted(shapes)}.", "shapes that agree beyond dim 0"
-        )
-    longest = max(len(a) for a in arrays)
-    mask = np.arange(longest)[None, :] < np.array([len(a) for a in arrays])[:, None]
-    padded = [np.concatenate([a, np.zeros((longest - len(a), *a.shape[1:]), a.dtype)]) for a in arrays]
-    return PerReplica(_put(np.stack(padded), topology), RowMask(_put(mask, topology), int(mask.sum())))
+def _unplaced(steps: Sequence[Step], room: int | None) -> Any:
+    """Returns batches as they are, for the default strategy."""
+    wholes = [step.piece.parts[0] for step in steps]
+    return wholes[0] if room is None else jax.tree.map(lambda *xs: np.stack(xs), *wholes)
 
 
-def _put(array: np.ndarray, topology: Topology) -> jax.Array:
-    return jax.device_put(array, topology.per_replica)
+def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
+    shape = leaf.data.shape[1:] if isinstance(leaf, PerReplica) else np.shape(leaf)
+    return jax.ShapeDtypeStruct(shape, leaf.data.dtype if isinstance(leaf, PerReplica) else leaf.dtype)
+
+
+def _at_end(asked: str) -> OutOfRangeError:
+    return OutOfRangeError(asked, "the dataset has no further batch.", "get_next_as_optional(), or a for loop")

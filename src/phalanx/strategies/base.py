@@ -17,14 +17,26 @@ from phalanx.collectives.cross_device import CrossDeviceOps
 from phalanx.context import Mode
 from phalanx.errors import ContextError, InvalidArgumentError, MixedStrategyError
 from phalanx.function import Programs
-from phalanx.input.distributed import DistributedDataset, ValueContext, distribute_values
-from phalanx.options import ReduceOp, RunOptions
+from phalanx.input.distributed import (
+    DistributedDataset,
+    DistributedIterator,
+    check_options,
+    check_steps,
+    distribute,
+    distribute_from_function,
+    shards_of,
+)
+from phalanx.input.placement import ValueContext, distribute_values
+from phalanx.input.sharding import WorkerShard
+from phalanx.input.sources.functions import InputContext
+from phalanx.input.sources.records import NumpyDataset
+from phalanx.options import InputOptions, ReduceOp, RunOptions
 from phalanx.replicate import trace_run
 from phalanx.state import components_of
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.reduction import Axis, check_axis, check_components, gather_leaf, reduce_leaf
 from phalanx.topology import Topology, device_name
-from phalanx.values import DistributedValues, Mirrored, PerReplica, flatten, is_distributed, map_leaves
+from phalanx.values import DistributedValues, Mirrored, PerReplica, RowMask, flatten, is_distributed, map_leaves
 from phalanx.variables import initial_components, policy_of
 
 
@@ -169,6 +181,56 @@ class Strategy(ABC):
         return trace_run(self, fn, args, kwargs or {}, scope)
 
     @final
+    def run_steps(self, fn: Callable[..., Any], iterator: DistributedIterator, steps: int) -> Any:
+        """Runs `fn(batch)` for the next `steps` batches, as one compiled program. In cross-replica context or outside all scopes.
+
+        It does what as many calls of `run` do, with one dispatch. Where fewer batches are left it does those, with the same
+        program. Under the default strategy the calls are made one by one.
+
+        Args:
+          fn: the replica function of one step. As in `run`, it may read and assign Keras variables.
+          iterator: of a dataset that this strategy distributed.
+          steps: how many steps.
+
+        Returns:
+          What `fn` returns, stacked: a `PerReplica` whose components are `[steps, ...]` for every array.
+
+        Raises:
+          OutOfRangeError: the iterator has no further batch.
+          InvalidArgumentError: `steps` is no positive integer, or `iterator` no distributed iterator.
+          ContextError: called in replica context, or while a step is traced.
+
+        Example:
+          >>> import numpy as np, phalanx
+          >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> iterator = iter(strategy.experimental_distribute_dataset(np.arange(8.0), batch_size=2))
+          >>> sums = strategy.run_steps(lambda batch: batch.sum(), iterator, 4)
+          >>> strategy.reduce("SUM", sums, axis=None).tolist()
+          [1.0, 5.0, 9.0, 13.0]
+        """
+        context.require_cross_replica("Strategy.run_steps", self, "phalanx.scan inside the replica function")
+        context.require_not_running("Strategy.run_steps", "strategy.run_steps outside merge_call")
+        if not isinstance(iterator, DistributedIterator):
+            raise InvalidArgumentError(
+                f"iterator={iterator!r:.60}",
+                "must be an iterator of a distributed dataset.",
+                "iter(strategy.experimental_distribute_dataset(dataset))",
+            )
+        batches, count = iterator.next_steps(check_steps(steps))
+        if self.topology is None:
+            each = [self.run(fn, args=(jax.tree.map(lambda x: x[i], batches),)) for i in range(count)]  # noqa: B023
+            return jax.tree.map(lambda *xs: jnp.stack(xs), *each)
+
+        def program(batches: Any, count: Any) -> Any:
+            scope = lifting.innermost()
+            assert scope is not None
+            return trace_run(self, fn, (batches,), {}, scope, steps=count)
+
+        with context.enter(self._cross_replica):
+            results = self._programs.call(fn, program, (batches, count), {}, key="run_steps")
+        return results if count == steps else map_leaves(lambda x: _first_steps(x, count), results)
+
+    @final
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Axis) -> Any:
         """Makes one value of a per-replica one. In cross-replica context or outside all scopes.
 
@@ -297,35 +359,97 @@ class Strategy(ABC):
         )
         context.require_not_running("experimental_distribute_values_from_function", "make the value outside the step")
         n = self.num_replicas_in_sync
-        values = [value_fn(ValueContext(i, n)) for i in range(n)]
-        return values[0] if self.topology is None or n == 1 else distribute_values(values, self.topology)
+        if self.topology is None or n == 1:
+            return value_fn(ValueContext(0, n))
+        own = self.topology.local_replicas
+        return distribute_values([value_fn(ValueContext(i, n)) for i in own], self.topology)
 
     @final
     def experimental_distribute_dataset(
-        self, dataset: Any, options: None = None, *, batch_size: int | None = None
-    ) -> "DistributedDataset | Any":
-        """Splits every global batch of `dataset` into per-replica batches. In cross-replica context or outside all scopes.
+        self,
+        dataset: Any,
+        options: InputOptions | None = None,
+        *,
+        batch_size: int | None = None,
+        drop_remainder: bool = False,
+    ) -> DistributedDataset:
+        """Divides every global batch of a dataset over the replicas. In cross-replica context or outside all scopes.
+
+        No row is dropped or doubled: where a batch cannot be divided, or the last one is short, it is padded and carries
+        a mask, in one layout for all batches, so that one compiled step takes them all.
 
         Args:
-          dataset: an iterable of batches, each a pytree of arrays `(global_batch, ...)`; or, with `batch_size`, one pytree of
-            arrays `(rows, ...)`.
-          options: must be None.
-          batch_size: the global batch size, for a pytree of arrays.
+          dataset: of global batches, pytrees of arrays `(global_batch, ...)`: a Grain `MapDataset`, `IterDataset` or
+            `DataLoader`, a Keras `PyDataset`, a torch `DataLoader`, a `tf.data.Dataset`, an iterable, or a function that
+            returns an iterator. With `batch_size` of single rows: a pytree of arrays `(rows, ...)`, a Grain dataset, a Hugging
+            Face or torch dataset, `phalanx.data.from_files`, an object with `len` and `[]`, an iterable.
+          options: how it is read, and how it is divided between workers.
+          batch_size: the global batch size, for a dataset of single rows.
+          drop_remainder: whether to leave out a short last batch.
 
         Returns:
-          A `DistributedDataset`; under the default strategy an iterable of the batches as they are.
+          A `DistributedDataset`; under the default strategy one of the batches as they are.
 
         Raises:
-          InputError: data that cannot be split.
+          InputError: data that cannot be divided.
+          InvalidArgumentError: a batch size that is no positive integer.
           ContextError: called in replica context.
         """
-        context.require_cross_replica(
-            "experimental_distribute_dataset", self, "distribute the dataset outside the replica function"
-        )
-        context.require_not_running("experimental_distribute_dataset", "distribute it outside the step")
-        if options is not None:
-            raise InvalidArgumentError(f"options={options!r}", "there are no input options yet.", "leave them out")
-        return DistributedDataset(dataset, self.topology, batch_size=batch_size)
+        self._require_distributing("experimental_distribute_dataset")
+        options = check_options(options)
+        return distribute(dataset, self.topology, options, batch_size=batch_size, drop_remainder=drop_remainder)
+
+    @final
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Distributes datasets of per-replica batches, without dividing anything. In cross-replica context or outside all scopes.
+
+        Args:
+          dataset_fn: gets an `InputContext` and returns a dataset. It is called at once, for each worker; the worker's
+            replicas take its batches in turn. With InputReplicationMode.PER_REPLICA it is called for each replica.
+          options: how it is read.
+
+        Returns:
+          A `DistributedDataset`.
+
+        Raises:
+          InputError: what it returned is no dataset of batches.
+          ContextError: called in replica context.
+        """
+        self._require_distributing("distribute_datasets_from_function")
+        return distribute_from_function(dataset_fn, self.topology, check_options(options))
+
+    @final
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """`distribute_datasets_from_function` under its older name."""
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+    @final
+    def make_experimental_numpy_dataset(self, numpy_input: Any, session: None = None) -> NumpyDataset:
+        """Makes a dataset of rows of arrays, to be batched and distributed. In cross-replica context or outside all scopes.
+
+        Args:
+          numpy_input: a pytree of arrays `(rows, ...)`; a list is one array.
+          session: must be None; it is there for code written for TensorFlow 1.
+
+        Raises:
+          InputError: arrays with different numbers of rows.
+          InvalidArgumentError: a session.
+
+        Example:
+          >>> import numpy as np, phalanx
+          >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> dataset = strategy.make_experimental_numpy_dataset(np.arange(10)).batch(4)
+          >>> len(strategy.experimental_distribute_dataset(dataset))
+          3
+        """
+        if session is not None:
+            raise InvalidArgumentError(f"session={session!r}", "there are no sessions here.", "leave it out")
+        self._require_distributing("make_experimental_numpy_dataset")
+        return NumpyDataset(numpy_input)
 
     @final
     def replicate(self, tree: Any) -> Mirrored:
@@ -347,6 +471,10 @@ class Strategy(ABC):
         )
         context.require_not_running("Strategy.replicate", "place the tree outside the step")
         return Mirrored(tree if self.topology is None else jax.device_put(tree, self.topology.replicated))
+
+    def _require_distributing(self, method: str) -> None:
+        context.require_cross_replica(method, self, "distribute the dataset outside the replica function")
+        context.require_not_running(method, "distribute it outside the step")
 
     def _in_program(self, key: Any, fn: Callable[[Any], Any], value: Any) -> Any:
         if lifting.innermost() is not None:
@@ -405,6 +533,30 @@ class Scope:
         self._open.pop().__exit__(*exception)
 
 
+def explain_sharding(
+    dataset: Any, strategy: Strategy, options: InputOptions | None = None, *, batch_size: int | None = None
+) -> Sequence[WorkerShard]:
+    """Returns what each worker of a strategy reads of a dataset. May be called in any context.
+
+    Args:
+      dataset: what is passed to `Strategy.experimental_distribute_dataset`, or what it returned.
+      strategy: the strategy.
+      options: those that are passed beside it.
+      batch_size: likewise.
+
+    Raises:
+      InputError: the dataset cannot be divided.
+
+    Example:
+      >>> import numpy as np, phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> for shard in phalanx.explain_sharding(np.arange(100), strategy, batch_size=8):
+      ...     print(shard)
+      worker 0 of 1 reads all records of 100 (DATA)
+    """
+    return shards_of(dataset, strategy.topology, check_options(options), batch_size)
+
+
 def _require_enterable(strategy: Strategy) -> None:
     if not context.depth():
         return
@@ -425,6 +577,16 @@ def _require_enterable(strategy: Strategy) -> None:
             "it is for cross-replica context.",
             "phalanx.get_replica_context().merge_call(fn)",
         )
+
+
+def _first_steps(value: Any, count: int) -> Any:
+    """Returns the first steps of what `run_steps` stacked."""
+    if isinstance(value, Mirrored):
+        return Mirrored(jax.tree.map(lambda x: x[:count], value.value))
+    if not isinstance(value, PerReplica):
+        return value[:count] if isinstance(value, jax.Array) else value
+    rows = value.rows and RowMask(value.rows.mask[:, :count], np.asarray(value.rows.count)[:count])
+    return PerReplica(value.data[:, :count], rows)
 
 
 def _real_rows(value: Any, whole: Any) -> Any:

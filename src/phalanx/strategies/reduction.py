@@ -26,7 +26,10 @@ def reduce_leaf(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any:
     """
     if isinstance(value, PerReplica):
         check_size(value, num_replicas)
-        return _reduce_global(op, primitives.to_array(value.data), axis, value.rows)
+        data = primitives.to_array(value.data)
+        if axis is None and op is ReduceOp.MEAN and value.rows is None and value.batch is not None:
+            return _mean_where_rows(data, value.batch)
+        return _reduce_global(op, data, axis, value.rows)
     if isinstance(value, ReplicaLocal):
         return _reduce_local(op, primitives.to_array(value.value), axis, value.rows, num_replicas)
     value = value.value if isinstance(value, Mirrored) else value
@@ -79,6 +82,12 @@ def gather_leaf(value: Any, axis: int, num_replicas: int) -> Any:
     check_size(value, num_replicas)
     data = jnp.asarray(value.data)
     dim = primitives.canonical_dim(axis, data.ndim - 1, "axis")
+    if value.rows is not None and value.rows.row_dim:
+        raise InputError(
+            f"gather(axis={axis}) of what run_steps returned",
+            "the replicas have different numbers of rows in each step.",
+            "strategy.run for each step, or reduce(op, value, axis=1)",
+        )
     if value.rows is not None and dim != 0:
         raise InputError(f"gather(axis={axis})", "the components have different numbers of rows.", "axis=0")
     shape = data.shape[1:]
@@ -87,16 +96,26 @@ def gather_leaf(value: Any, axis: int, num_replicas: int) -> Any:
 
 def _reduce_global(op: ReduceOp, data: jax.Array, axis: Axis, rows: RowMask | None) -> jax.Array:
     dims = _dims(axis, data.ndim - 1)
-    if rows is not None and 0 not in dims:
-        raise InputError(f"reduce(axis={axis!r})", "the components have different numbers of rows.", "axis=0")
-    if rows is not None:
-        data = jnp.where(jnp.asarray(rows.mask).reshape(data.shape[:2] + (1,) * (data.ndim - 2)), data, 0)
-    total = data.sum(axis=(0, *(d + 1 for d in dims)))
-    if op is ReduceOp.SUM:
-        return total
-    count = data.shape[0] * data.shape[1] if rows is None and 0 in dims else data.shape[0]
-    count = count if rows is None else rows.count
-    return total / (count * math.prod(data.shape[d + 1] for d in dims if d > 0))
+    reduced = (0, *(d + 1 for d in dims))
+    if rows is None:
+        total = data.sum(axis=reduced)
+        return total if op is ReduceOp.SUM else total / math.prod(data.shape[d] for d in reduced)
+    if rows.row_dim not in dims:
+        raise InputError(
+            f"reduce(axis={axis!r})", "the components have different numbers of rows.", f"axis={rows.row_dim}"
+        )
+    mask = jnp.asarray(rows.mask)
+    others = math.prod(data.shape[d] for d in reduced if d >= mask.ndim)
+    mask = mask.reshape(mask.shape + (1,) * (data.ndim - mask.ndim))
+    total = jnp.where(mask, data, 0).sum(axis=reduced)
+    return total if op is ReduceOp.SUM else total / (mask.sum(axis=reduced) * others)
+
+
+def _mean_where_rows(data: jax.Array, rows: RowMask) -> jax.Array:
+    """Averages over the replicas that had a real row; of several steps, in each."""
+    counts = jnp.asarray(rows.mask).any(axis=-1)
+    counts = counts.reshape(counts.shape + (1,) * (data.ndim - counts.ndim))
+    return jnp.where(counts, data, 0).sum(axis=0) / jnp.maximum(counts.sum(axis=0), 1)
 
 
 def _reduce_local(op: ReduceOp, data: jax.Array, axis: Axis, rows: RowMask | None, num_replicas: int) -> jax.Array:

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From rows on the host to one global array a leaf on the replicas' devices."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.input import shard
+from phalanx.input.feed import Step
+from phalanx.input.shard import Worker
+from phalanx.input.sources.base import Facts, Piece
+from phalanx.topology import Topology
+from phalanx.values import PerReplica, RowMask
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """What `experimental_distribute_values_from_function` tells its function.
+
+    Args:
+      replica_id_in_sync_group: which replica the value is for, from 0.
+      num_replicas_in_sync: how many replicas there are.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __str__(self) -> str:
+        return f"ValueContext(replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync})"
+
+
+class Placement:
+    """Puts the pieces of one dataset on the devices, all in one layout, so that one program takes them all.
+
+    Args:
+      topology: the replicas' devices.
+      worker: whose rows they are.
+      facts: what is known of the dataset.
+      fetches: whether to put them on the devices; else they stay NumPy arrays in the same layout.
+      agreed: whether the workers read different rows, so that any of them may run out first.
+    """
+
+    def __init__(self, topology: Topology, worker: Worker, facts: Facts, *, fetches: bool, agreed: bool) -> None:
+        self._topology, self._worker, self._facts = topology, worker, facts
+        self._fetches, self._agreed = fetches, agreed
+        self._places = shard.places(facts.batch_size, worker.num_replicas) if facts.batch_size else 0
+        self._full: dict[Any, RowMask] = {}
+        self._last: Any = None
+
+    def place(self, steps: Sequence[Step], room: int | None) -> Any:
+        """Returns one batch: a pytree of `PerReplica`; of arrays where there is one replica and no batch is short.
+
+        Args:
+          steps: this worker's rows.
+          room: None for the batch of one step; else for how many steps to make room.
+        """
+        if not self._places:
+            self._places = shard.places(steps[0].rows, self._worker.num_replicas)
+        self._places = places = max(self._places, *(step.widest for step in steps))
+        is_full = all(step.rows == places * self._worker.num_replicas for step in steps)
+        if room is None and is_full and self._worker.num_replicas == 1 and not self._is_masked:
+            (whole,) = steps[0].piece.parts
+            return jax.device_put(whole, self._topology.replicated) if self._fetches else whole
+        mask = self._mask(steps, room) if self._is_masked or not is_full else None
+        if room is None and is_full and _are_on_devices(steps[0].piece.parts):
+            return jax.tree.map(
+                lambda *xs: PerReplica(self._topology.join_per_replica(xs), mask), *steps[0].piece.parts
+            )
+        if room is None:
+            return jax.tree.map(lambda x: PerReplica(self._put(x), mask), self._local(steps[0].piece, places))
+        trees = [self._local(step.piece, places) for step in steps]
+        return jax.tree.map(lambda *xs: PerReplica(self._put(_stacked(xs, room)), mask), *trees)
+
+    @property
+    def _is_masked(self) -> bool:
+        """Whether all batches carry a mask: those that are full too, for then one program serves all."""
+        full_size = self._places * self._worker.num_replicas
+        return self._agreed or not self._facts.is_full or (self._facts.batch_size or full_size) != full_size
+
+    def _mask(self, steps: Sequence[Step], room: int | None) -> RowMask:
+        counts = [step.piece.counts for step in steps]
+        key = (room, self._places) if all(n == self._places for each in counts for n in each) else None
+        if key in self._full and len(steps) == (room or 1):
+            return self._full[key]
+        place = np.arange(self._places)
+        masks = [place < np.asarray(each)[:, None] for each in counts]
+        if room is None:
+            return self._remember(key, RowMask(self._put(masks[0]), steps[0].rows))
+        rows = np.zeros(room, np.int32)
+        rows[: len(steps)] = [step.rows for step in steps]
+        made = RowMask(self._put(_stacked(masks, room)), rows)
+        return self._remember(key, made) if len(steps) == room else made
+
+    def _remember(self, key: Any, mask: RowMask) -> RowMask:
+        """Keeps the mask of full batches, so that it is put on the devices once."""
+        if key is not None:
+            self._full[key] = mask
+        return mask
+
+    def _local(self, piece: Piece, places: int) -> Any:
+        """Returns this worker's rows `(replicas, places, ...)`."""
+        if not piece.parts:
+            if self._last is None:
+                raise InputError(
+                    f"worker {self._worker.index} of {self._worker.count}",
+                    "it has no rows at all, so the shape of its batches is unknown.",
+                    "data for every worker, or auto_shard_policy=phalanx.data.AutoShardPolicy.DATA",
+                )
+            return jax.tree.map(np.zeros_like, self._last)
+        if len(piece.parts) > 1:
+            local = jax.tree.map(lambda *xs: _padded_stack(xs, places), *piece.parts)
+        elif sum(piece.counts) == places * len(piece.counts):
+            shape = (len(piece.counts), places)
+            local = jax.tree.map(lambda x: np.asarray(x).reshape(*shape, *np.shape(x)[1:]), piece.parts[0])
+        else:
+            index = shard.split(piece.counts, places).index
+            local = jax.tree.map(lambda x: _taken(np.asarray(x), index), piece.parts[0])
+        if self._agreed or self._worker.count > 1:
+            self._last = local
+        return local
+
+    def _put(self, local: Any) -> Any:
+        return self._topology.put_per_replica(local) if self._fetches else local
+
+
+def _are_on_devices(parts: Sequence[Any]) -> bool:
+    """Whether these are batches of several replicas, each on a device already."""
+    return len(parts) > 1 and all(isinstance(x, jax.Array) for x in jax.tree.leaves(list(parts)))
+
+
+def _taken(array: np.ndarray, index: np.ndarray) -> np.ndarray:
+    return array[index] if len(array) else np.zeros((*index.shape, *array.shape[1:]), array.dtype)
+
+
+def _padded_stack(parts: Sequence[Any], places: int) -> np.ndarray:
+    """Stacks the batches of several replicas, which may have different numbers of rows."""
+    arrays = [np.asarray(x) for x in parts]
+    widest = max(arrays, key=len)
+    out = np.zeros((len(arrays), places, *widest.shape[1:]), widest.dtype)
+    for row, array in zip(out, arrays, strict=True):
+        if array.shape[1:] != widest.shape[1:]:
+            raise InputError(
+                f"batches of shapes {sorted({a.shape for a in arrays})}",
+                "the replicas' batches must agree beyond dim 0.",
+                "pad the rows to one shape",
+            )
+        row[: len(array)] = array
+        row[len(array) :] = widest[-1:]
+    return out
+
+
+def _stacked(arrays: Sequence[np.ndarray], steps: int) -> np.ndarray:
+    """Stacks the arrays of several steps `(replicas, steps, ...)`, with room for `steps` of them."""
+    shape = arrays[0].shape
+    out = np.zeros((shape[0], steps, *shape[1:]), arrays[0].dtype)
+    for step, array in enumerate(arrays):
+        out[:, step] = array
+    return out
+
+
+def distribute_values(values: Sequence[Any], topology: Topology) -> Any:
+    """Makes a pytree of `PerReplica` of one pytree a replica.
+
+    Raises:
+      InvalidArgumentError: the pytrees, or shapes beyond dim 0, differ.
+    """
+    is_leaf = lambda x: x is None  # noqa: E731
+    flat: list[tuple[list[Any], Any]] = [jax.tree.flatten(v, is_leaf=is_leaf) for v in values]
+    trees = [tree for _, tree in flat]
+    if any(tree != trees[0] for tree in trees):
+        raise InvalidArgumentError(
+            "value_fn",
+            f"it returned the structures {trees[0]} and {next(t for t in trees if t != trees[0])}.",
+            "one structure for all replicas",
+        )
+    return trees[0].unflatten([_stack(parts, topology) for parts in zip(*(leaves for leaves, _ in flat), strict=True)])
+
+
+def _stack(parts: Sequence[Any], topology: Topology) -> PerReplica:
+    if not all(isinstance(p, (jax.Array, np.ndarray, np.generic, int, float, complex)) for p in parts):
+        return PerReplica(tuple(parts))
+    arrays = [np.asarray(p) for p in parts]
+    shapes = {a.shape for a in arrays}
+    if len(shapes) == 1:
+        return PerReplica(topology.put_per_replica(np.stack(arrays)))
+    if len({s[1:] for s in shapes}) > 1 or () in shapes:
+        raise InvalidArgumentError(
+            "value_fn", f"it returned arrays of shapes {sorted(shapes)}.", "shapes that agree beyond dim 0"
+        )
+    counts = [len(a) for a in arrays]
+    mask = np.arange(max(counts)) < np.array(counts)[:, None]
+    stacked = _padded_stack(arrays, max(counts))
+    return PerReplica(topology.put_per_replica(stacked), RowMask(topology.put_per_replica(mask), sum(counts)))

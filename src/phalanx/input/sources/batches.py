@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources of whole global batches, of which a worker keeps its own rows."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, final
+
+from typing_extensions import override
+
+from phalanx.errors import InputError
+from phalanx.input.shard import Worker
+from phalanx.input.sources.base import (
+    AbstractReader,
+    AbstractSource,
+    Facts,
+    Piece,
+    State,
+    num_rows,
+    rows_of,
+    stack,
+    state_entry,
+    to_host,
+)
+from phalanx.options import AutoShardPolicy
+
+
+@final
+class BatchSequence(AbstractSource):
+    """Batches that can be read in any order.
+
+    Args:
+      batches: an object with `len` and `[]`, for example a list or a Keras `PyDataset`.
+      facts: what is known of them.
+      drop_remainder: whether to leave out batches that are shorter than the first.
+      at_end: called when a pass has read the last one.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[Any],
+        facts: Facts,
+        *,
+        drop_remainder: bool = False,
+        at_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._batches, self._facts, self._drop, self._at_end = batches, facts, drop_remainder, at_end
+
+    @property
+    @override
+    def facts(self) -> Facts:
+        return self._facts
+
+    @override
+    def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
+        start = state_entry(state, "batches", 0)
+        return _BatchReader(_Counted(self._batches, self._at_end, start), worker, start, drop_remainder=self._drop)
+
+
+class _Counted(Iterator[Any]):
+    """The batches from one on."""
+
+    def __init__(self, batches: Sequence[Any], at_end: Callable[[], object], start: int) -> None:
+        self._batches, self._at_end, self._next = batches, at_end, start
+
+    @override
+    def __next__(self) -> Any:
+        if self._next >= len(self._batches):
+            self._at_end()
+            raise StopIteration
+        batch = self._batches[self._next]
+        self._next += 1
+        return batch
+
+
+@final
+class BatchStream(AbstractSource):
+    """Batches that come one after the other.
+
+    Args:
+      make: returns an iterator from the first batch on.
+      facts: what is known of them.
+      drop_remainder: whether to leave out batches that are shorter than the first.
+      copies: whether a batch's maker may write into the same arrays again.
+      get_state: returns the position of such an iterator, where it can tell one.
+      set_state: moves a new iterator to that position; without it as many batches are read and thrown away.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Iterator[Any]],
+        facts: Facts,
+        *,
+        drop_remainder: bool = False,
+        copies: bool = False,
+        get_state: Callable[[Any], Any] | None = None,
+        set_state: Callable[[Any, Any], object] | None = None,
+    ) -> None:
+        self._make, self._facts, self._drop, self._copies = make, facts, drop_remainder, copies
+        self._get_state, self._set_state = get_state, set_state
+
+    @property
+    @override
+    def facts(self) -> Facts:
+        return self._facts
+
+    @override
+    def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
+        batches, start = self._make(), state_entry(state, "batches", 0)
+        if start and self._set_state is not None:
+            self._set_state(batches, state_entry(state, "source", None))
+        else:
+            next(itertools.islice(batches, start, start), None)
+        get_state = None if self._get_state is None else lambda: self._get_state(batches)  # type: ignore[misc]
+        return _BatchReader(batches, worker, start, drop_remainder=self._drop, copies=self._copies, get_state=get_state)
+
+
+class _BatchReader(AbstractReader):
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        worker: Worker,
+        position: int,
+        *,
+        drop_remainder: bool,
+        copies: bool = False,
+        get_state: Callable[[], Any] | None = None,
+    ) -> None:
+        self._batches, self._worker, self._position = batches, worker, position
+        self._drop, self._copies, self._get_state = drop_remainder, copies, get_state
+        self._longest = 0
+
+    @override
+    def read(self) -> Piece | None:
+        for batch in self._batches:
+            self._position += 1
+            host = to_host(batch, copy=self._copies)
+            rows = num_rows(host)
+            self._longest = max(rows, self._longest)
+            if self._drop and rows < self._longest:
+                continue
+            own = self._worker.rows(rows)
+            parts = [rows_of(host, own, rows)] if own or not rows else []
+            return Piece(parts, self._worker.shares(rows), rows)
+        return None
+
+    @override
+    def get_state(self) -> State:
+        state = {"batches": self._position}
+        return state if self._get_state is None else {**state, "source": self._get_state()}
+
+
+class OneShot:
+    """Makes the one iterator that there is; a second pass is refused instead of being empty.
+
+    Args:
+      iterator: for example a generator that has been started.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator: Iterator[Any] | None = iterator
+
+    def __call__(self) -> Iterator[Any]:
+        """Returns it, once.
+
+        Raises:
+          InputError: it was handed out before.
+        """
+        if self._iterator is None:
+            raise InputError(
+                "a second pass over an iterator",
+                "it can be read once, and has been.",
+                "pass what makes it: the generator function instead of function()",
+            )
+        iterator, self._iterator = self._iterator, None
+        return iterator
+
+
+def batched(records: Iterable[Any], batch_size: int) -> Iterator[Any]:
+    """Groups records into batches."""
+    iterator = iter(records)
+    while group := list(itertools.islice(iterator, batch_size)):
+        yield stack(group)
+
+
+def sizes(batches: Sequence[Any]) -> Facts:
+    """Returns the facts of batches in memory."""
+    rows = [num_rows(to_host(batch)) for batch in batches]
+    largest = max(rows, default=None)
+    return Facts(
+        batch_size=largest,
+        is_full=len(set(rows)) <= 1,
+        num_batches=len(rows),
+        num_records=sum(rows),
+    )

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources of records in files: a worker reads whole files, or its own rows of all files."""
+
+import functools
+import glob
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, final
+
+from typing_extensions import override
+
+from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.input.shard import Worker, shares
+from phalanx.input.sources.base import (
+    AbstractReader,
+    AbstractSource,
+    Facts,
+    Piece,
+    State,
+    check_batch_size,
+    stack,
+    state_entry,
+)
+from phalanx.options import AutoShardPolicy
+
+Reader = Callable[[str], Any]
+"""Maps the path of a file to its records: an object with `len` and `[]`, or an iterable."""
+
+
+@final
+class Files:
+    """Records in files, to be batched. `phalanx.data.from_files` makes it.
+
+    Args:
+      paths: the files, in order.
+      reader: maps a path to the records of that file.
+      interleave: how many files are read at a time, one record from each in turn.
+    """
+
+    def __init__(self, paths: Sequence[str], reader: Reader, interleave: int) -> None:
+        self.paths, self.reader, self.interleave = tuple(paths), reader, interleave
+
+    def __repr__(self) -> str:
+        return f"{len(self.paths)} files"
+
+
+def from_files(
+    pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], reader: Reader, *, interleave: int = 1
+) -> Files:
+    """Makes a dataset of the records in files, which several workers can read file by file. May be called in any context.
+
+    Under `AutoShardPolicy.FILE`, and under AUTO where there are enough files, worker w of W reads the files w, w + W, ...
+    Pass it to `Strategy.experimental_distribute_dataset` with a `batch_size`.
+
+    Args:
+      pattern: a glob pattern, whose matches are sorted by name, or a list of paths.
+      reader: maps a path to the records of that file, each a pytree of arrays or numbers of one shape. Records with `len`
+        and `[]` (a Grain `ArrayRecordDataSource` or `MapDataset`, a NumPy array) are read only where they are needed;
+        those of an iterable (a generator, a Grain `IterDataset`) are read and skipped. It must give the same records each
+        time it is called.
+      interleave: how many files are read at a time, one record from each in turn.
+
+    Returns:
+      The dataset.
+
+    Raises:
+      InputError: no file matches, or a path is given twice.
+      InvalidArgumentError: `interleave` is less than 1.
+
+    Example:
+      >>> import os, phalanx
+      >>> folder = os.path.dirname(phalanx.__file__)
+      >>> phalanx.data.from_files(folder + "/val*.py", lambda path: open(path).readlines())
+      1 files
+    """
+    single = isinstance(pattern, (str, os.PathLike))
+    paths = sorted(glob.glob(os.fspath(pattern))) if single else [os.fspath(p) for p in pattern]  # type: ignore[arg-type,union-attr]
+    if not paths:
+        raise InputError(
+            f"from_files({pattern!r})", f"no file matches in {os.getcwd()}.", "a pattern such as 'data/*.tfrecord'"
+        )
+    if len(set(paths)) < len(paths):
+        twice = next(p for p in paths if paths.count(p) > 1)
+        raise InputError(f"from_files of {len(paths)} paths", f"{twice} is given twice.", "sorted(set(paths))")
+    if interleave < 1:
+        raise InvalidArgumentError(f"interleave={interleave}", "at least one file is read at a time.", "interleave=1")
+    return Files(paths, reader, interleave)
+
+
+@final
+class FileRecords(AbstractSource):
+    """Global batches of records in files.
+
+    Args:
+      files: the files and how they are read.
+      batch_size: the global batch size.
+      drop_remainder: whether to leave out a short last batch.
+    """
+
+    def __init__(self, files: Files, batch_size: int, *, drop_remainder: bool = False) -> None:
+        self._files, self._batch_size, self._drop = files, check_batch_size(batch_size), drop_remainder
+
+    @property
+    @override
+    def facts(self) -> Facts:
+        return Facts(batch_size=self._batch_size, is_full=self._drop, files=self._files.paths)
+
+    @override
+    def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
+        paths = self._files.paths
+        consumed = state_entry(state, "files", [0] * len(paths))
+        if len(consumed) != len(paths):
+            raise InputError(
+                f"set_state of {len(consumed)} files",
+                f"this dataset has {len(paths)}.",
+                "from_files with the same files",
+            )
+        by_file = policy is AutoShardPolicy.FILE
+        own = worker.files(len(paths)) if by_file else range(len(paths))
+        walk = _Walk(self._files, own, list(consumed))
+        if by_file:
+            return _FileReader(walk, worker, self._batch_size, drop_remainder=self._drop)
+        return _SharedReader(walk, worker, self._batch_size, drop_remainder=self._drop)
+
+
+class _Walk(Iterator[Callable[[], Any]]):
+    """The records of some files in order: of the files that are read at a time, the one that has given fewest is next.
+
+    It hands out functions, so that a record that is not wanted is not read where the file has random access.
+
+    Args:
+      files: the files and how they are read.
+      own: the numbers of the files to walk through.
+      consumed: for every file, how many of its records are done with.
+    """
+
+    def __init__(self, files: Files, own: Sequence[int], consumed: list[int]) -> None:
+        self._files, self.consumed = files, consumed
+        self._blocks = [own[i : i + files.interleave] for i in range(0, len(own), files.interleave)]
+        self._open: dict[int, Iterator[Callable[[], Any]]] = {}
+
+    @override
+    def __next__(self) -> Callable[[], Any]:
+        while self._blocks:
+            if not self._open:
+                self._open = {i: self._records(i) for i in self._blocks[0]}
+            while self._open:
+                number = min(self._open, key=lambda i: (self.consumed[i], i))
+                record = next(self._open[number], None)
+                if record is not None:
+                    self.consumed[number] += 1
+                    return record
+                del self._open[number]
+            del self._blocks[0]
+        raise StopIteration
+
+    def _records(self, number: int) -> Iterator[Callable[[], Any]]:
+        """Yields the records of one file from where it was left."""
+        path, start = self._files.paths[number], self.consumed[number]
+        if not os.path.exists(path):
+            raise InputError(
+                f"the file {path}",
+                "it is gone since the dataset was made.",
+                "phalanx.data.from_files(pattern, reader) again",
+            )
+        records = self._files.reader(path)
+        if hasattr(records, "__len__") and hasattr(records, "__getitem__"):
+            return (functools.partial(records.__getitem__, i) for i in range(start, len(records)))
+        return (functools.partial(_same, record) for record in itertools.islice(records, start, None))
+
+
+def _same(record: Any) -> Any:
+    return record
+
+
+@final
+class _FileReader(AbstractReader):
+    """Reads a worker's share of every global batch from files of its own."""
+
+    def __init__(self, walk: _Walk, worker: Worker, batch_size: int, *, drop_remainder: bool) -> None:
+        self._walk, self._shares = walk, worker.shares(batch_size)
+        self._alone, self._drop = worker.count == 1, drop_remainder
+
+    @override
+    def read(self) -> Piece | None:
+        wanted = sum(self._shares)
+        records = [record() for record in itertools.islice(self._walk, wanted)]
+        if not records or (self._drop and len(records) < wanted):
+            return None
+        counts = self._shares if len(records) == wanted else shares(len(records), len(self._shares))
+        return Piece([stack(records)], counts, len(records) if self._alone else None)
+
+    @override
+    def get_state(self) -> State:
+        return {"files": list(self._walk.consumed)}
+
+
+@final
+class _SharedReader(AbstractReader):
+    """Reads a worker's rows of every global batch, wherever they lie."""
+
+    def __init__(self, walk: _Walk, worker: Worker, batch_size: int, *, drop_remainder: bool) -> None:
+        self._walk, self._worker, self._batch_size, self._drop = walk, worker, batch_size, drop_remainder
+
+    @override
+    def read(self) -> Piece | None:
+        group = list(itertools.islice(self._walk, self._batch_size))
+        if not group or (self._drop and len(group) < self._batch_size):
+            return None
+        own = self._worker.rows(len(group))
+        parts = [stack([group[i]() for i in own])] if own else []
+        return Piece(parts, self._worker.shares(len(group)), len(group))
+
+    @override
+    def get_state(self) -> State:
+        return {"files": list(self._walk.consumed)}

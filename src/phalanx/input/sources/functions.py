@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources that a user's function makes, for each worker or for each replica."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+from typing_extensions import override
+
+from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.input.shard import Worker
+from phalanx.input.sources.adapt import source_of
+from phalanx.input.sources.base import AbstractReader, AbstractSource, Facts, Piece, State, num_rows, state_entry
+from phalanx.options import AutoShardPolicy, InputOptions, InputReplicationMode
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """What `distribute_datasets_from_function` tells its function.
+
+    Args:
+      num_input_pipelines: how often the function is called in all: once for each worker, or for each replica.
+      input_pipeline_id: which of these calls it is, from 0.
+      num_replicas_in_sync: how many replicas there are.
+
+    Source: tf.distribute.InputContext.
+
+    Example:
+      >>> InputContext(num_input_pipelines=2, num_replicas_in_sync=4).get_per_replica_batch_size(64)
+      16
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Returns the batch size of one replica.
+
+        Raises:
+          InvalidArgumentError: the replicas do not divide it.
+        """
+        if global_batch_size % self.num_replicas_in_sync:
+            raise InvalidArgumentError(
+                f"global_batch_size={global_batch_size}",
+                f"not divisible by the {self.num_replicas_in_sync} replicas.",
+                "experimental_distribute_dataset, which divides any batch",
+            )
+        return global_batch_size // self.num_replicas_in_sync
+
+    def __str__(self) -> str:
+        return f"InputContext(input pipeline {self.input_pipeline_id} of {self.num_input_pipelines})"
+
+
+@final
+class FunctionSource(AbstractSource):
+    """Per-replica batches of the datasets that a function makes; it is called at once.
+
+    Args:
+      dataset_fn: maps an `InputContext` to a dataset of per-replica batches.
+      worker: for which worker.
+      options: whether it is called for the worker, or for each of its replicas; and on which devices.
+      devices: the devices of the worker's replicas.
+    """
+
+    def __init__(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        worker: Worker,
+        options: InputOptions,
+        devices: Sequence[jax.Device],
+    ) -> None:
+        per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
+        calls = worker.replicas if per_replica else 1
+        on_device = options.experimental_place_dataset_on_device
+        self._devices = list(devices) if on_device else [None] * calls
+        self._sources = []
+        for call, device in enumerate(self._devices[:calls]):
+            context = InputContext(worker.count * calls, worker.index * calls + call, worker.num_replicas)
+            with _default_device(device):
+                self._sources.append(source_of(dataset_fn(context)))
+
+    @property
+    @override
+    def facts(self) -> Facts:
+        return Facts()
+
+    @override
+    def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
+        states = state_entry(state, "pipelines", [None] * len(self._sources))
+        if len(states) != len(self._sources):
+            raise InputError(
+                f"set_state of {len(states)} input pipelines",
+                f"this dataset has {len(self._sources)}.",
+                "restore it on as many replicas as it was saved on",
+            )
+        readers = [s.open(Worker(), policy, x) for s, x in zip(self._sources, states, strict=True)]
+        return _FunctionReader(readers, self._devices, worker)
+
+
+@final
+class _FunctionReader(AbstractReader):
+    def __init__(self, readers: Sequence[AbstractReader], devices: Sequence[Any], worker: Worker) -> None:
+        self._readers, self._devices, self._worker = readers, devices, worker
+
+    @override
+    def read(self) -> Piece | None:
+        replicas = self._worker.replicas
+        parts = [self._read(i % len(self._readers)) for i in range(replicas)]
+        given = [part for part in parts if part is not None]
+        if not given:
+            return None
+        counts = [0 if part is None else num_rows(part) for part in parts]
+        empty = jax.tree.map(lambda x: x[:0], given[0])
+        batches = [empty if part is None else part for part in parts]
+        return Piece(batches, counts, sum(counts) if self._worker.count == 1 else None)
+
+    def _read(self, number: int) -> Any:
+        with _default_device(self._devices[number]):
+            piece = self._readers[number].read()
+        return None if piece is None else piece.parts[0]
+
+    @override
+    def get_state(self) -> State:
+        return {"pipelines": [reader.get_state() for reader in self._readers]}
+
+
+def _default_device(device: jax.Device | None) -> AbstractContextManager[Any]:
+    return nullcontext() if device is None else jax.default_device(device)

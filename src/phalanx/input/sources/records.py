@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources of rows: arrays, and random-access sequences of records. A worker reads its own rows only."""
+
+import math
+import sys
+from abc import abstractmethod
+from typing import Any, final
+
+import jax
+import numpy as np
+from typing_extensions import override
+
+from phalanx.errors import InputError
+from phalanx.input.shard import Worker
+from phalanx.input.sources.base import (
+    INFINITE,
+    AbstractReader,
+    AbstractSource,
+    Facts,
+    Piece,
+    State,
+    check_batch_size,
+    num_rows,
+    stack,
+    state_entry,
+)
+from phalanx.options import AutoShardPolicy
+
+
+class AbstractRecords(AbstractSource):
+    """Rows that can be read in any order.
+
+    Args:
+      num_records: how many there are.
+      batch_size: the global batch size.
+      drop_remainder: whether to leave out a short last batch.
+    """
+
+    def __init__(self, num_records: int, batch_size: int, *, drop_remainder: bool) -> None:
+        self.num_records, self.batch_size = num_records, check_batch_size(batch_size)
+        self.drop_remainder = drop_remainder
+
+    @abstractmethod
+    def records(self, start: int, stop: int) -> Any:
+        """Returns the rows `start` to `stop` (exclusive; at least one) as one batch."""
+
+    @property
+    @override
+    def facts(self) -> Facts:
+        n, b = self.num_records, self.batch_size
+        infinite = n == sys.maxsize
+        batches = n // b if self.drop_remainder else math.ceil(n / b)
+        return Facts(
+            batch_size=b,
+            is_full=self.drop_remainder or infinite or n % b == 0,
+            num_batches=INFINITE if infinite else batches,
+            num_records=None if infinite else n,
+            has_random_access=True,
+        )
+
+    @override
+    def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
+        return _RecordsReader(self, worker, state_entry(state, "records", 0))
+
+
+@final
+class _RecordsReader(AbstractReader):
+    def __init__(self, source: AbstractRecords, worker: Worker, position: int) -> None:
+        self._source, self._worker, self._position = source, worker, position
+
+    @override
+    def read(self) -> Piece | None:
+        source = self._source
+        rows = min(source.batch_size, source.num_records - self._position)
+        if rows <= 0 or (source.drop_remainder and rows < source.batch_size):
+            return None
+        start, own = self._position, self._worker.rows(rows)
+        parts = [source.records(start + own.start, start + own.stop)] if own else []
+        self._position = start + rows
+        return Piece(parts, self._worker.shares(rows), rows)
+
+    @override
+    def get_state(self) -> State:
+        return {"records": self._position}
+
+
+@final
+class ArrayRecords(AbstractRecords):
+    """The rows of a pytree of arrays. `Strategy.make_experimental_numpy_dataset` makes it."""
+
+    def __init__(self, arrays: Any, batch_size: int, *, drop_remainder: bool = False) -> None:
+        # On the host once: a background thread that sliced arrays of JAX would run programs.
+        self._arrays = jax.tree.map(np.asarray, arrays)
+        super().__init__(num_rows(self._arrays), batch_size, drop_remainder=drop_remainder)
+
+    @override
+    def records(self, start: int, stop: int) -> Any:
+        return jax.tree.map(lambda x: x[start:stop], self._arrays)
+
+
+@final
+class NumpyDataset:
+    """Rows of arrays, to be batched. `Strategy.make_experimental_numpy_dataset` makes it.
+
+    Args:
+      arrays: a pytree of arrays `(rows, ...)`; a list is one array.
+
+    Example:
+      >>> import numpy as np
+      >>> dataset = NumpyDataset((np.zeros((10, 3)), [1] * 10))
+      >>> len(dataset), dataset.batch(4).facts.num_batches
+      (10, 3)
+    """
+
+    def __init__(self, arrays: Any) -> None:
+        self._arrays = jax.tree.map(np.asarray, arrays, is_leaf=lambda x: isinstance(x, list))
+        self._rows = num_rows(self._arrays)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def batch(self, batch_size: int, *, drop_remainder: bool = False) -> ArrayRecords:
+        """Returns the same rows as a dataset of global batches.
+
+        Args:
+          batch_size: the global batch size.
+          drop_remainder: whether to leave out a short last batch.
+
+        Raises:
+          InvalidArgumentError: `batch_size` is no positive integer.
+        """
+        return ArrayRecords(self._arrays, batch_size, drop_remainder=drop_remainder)
+
+
+@final
+class SequenceRecords(AbstractRecords):
+    """The records of an object with `len` and `[]`, each a pytree.
+
+    Args:
+      sequence: for example a Grain `MapDataset`, a Hugging Face `Dataset` or a torch `Dataset`.
+      batch_size: the global batch size.
+      drop_remainder: whether to leave out a short last batch.
+    """
+
+    def __init__(self, sequence: Any, batch_size: int, *, drop_remainder: bool = False) -> None:
+        self._sequence = sequence
+        super().__init__(len(sequence), batch_size, drop_remainder=drop_remainder)
+
+    @override
+    def records(self, start: int, stop: int) -> Any:
+        records = [self._sequence[i] for i in range(start, stop)]
+        if any(record is None for record in records):
+            raise InputError(
+                f"the records {start} to {stop - 1} of a {type(self._sequence).__name__}",
+                "some of them are None: a filter has taken them out, and their places do not count as rows.",
+                "dataset.to_iter_dataset(), which leaves them out",
+            )
+        return stack(records)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Positions of iterators as text, for files and for other workers."""
+
+import base64
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import InputError
+from phalanx.input.sources.base import State
+
+_BYTES = "__bytes__"
+
+
+def to_text(state: State) -> str:
+    """Returns a position as JSON.
+
+    Raises:
+      TypeError: it holds something else than numbers, strings, bytes, lists and dicts.
+    """
+    return json.dumps(state, default=_encode)
+
+
+def from_text(text: str) -> State:
+    """Returns the position that `to_text` has written."""
+    state: State = json.loads(text, object_hook=_decode)
+    return state
+
+
+def save(state: State, path: str | os.PathLike[str]) -> None:
+    """Writes a position to a file, whole or not at all."""
+    beside = f"{os.fspath(path)}.part"
+    with open(beside, "w", encoding="utf-8") as file:
+        file.write(to_text(state))
+    os.replace(beside, path)
+
+
+def load(path: str | os.PathLike[str]) -> State:
+    """Reads what `save` has written.
+
+    Raises:
+      InputError: the file holds something else.
+    """
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    try:
+        return from_text(text)
+    except ValueError as e:
+        raise InputError(f"load_state({os.fspath(path)!r})", "it holds no position.", "a file of save_state") from e
+
+
+def of_all_workers(state: State, exchange: Callable[[np.ndarray], np.ndarray]) -> State:
+    """Makes one position of those of all workers; every worker calls it and gets the same.
+
+    Args:
+      state: this worker's.
+      exchange: see `Topology.exchange`.
+    """
+    text = np.frombuffer(to_text(state).encode(), np.uint8)
+    lengths = exchange(np.array([len(text)]))[:, 0]
+    padded = np.zeros(lengths.max(), np.uint8)
+    padded[: len(text)] = text
+    rows = exchange(padded)
+    states = [from_text(bytes(row[:n]).decode()) for row, n in zip(rows, lengths, strict=True)]
+    if all("files" in s for s in states):
+        return {"files": [max(each) for each in zip(*(s["files"] for s in states), strict=True)]}
+    return {"workers": states}
+
+
+def of_worker(state: State, index: int, count: int) -> State:
+    """Returns one worker's part of what `of_all_workers` returned.
+
+    Raises:
+      InputError: it is of another number of workers, and the position is not one that other workers could take over.
+    """
+    if "workers" not in state:
+        return state
+    states: Sequence[Any] = state["workers"]
+    if len(states) != count:
+        raise InputError(
+            f"set_state of {len(states)} workers",
+            f"there are {count} now, and each has a dataset of its own.",
+            "AutoShardPolicy.DATA or FILE, whose positions any number of workers can take over",
+        )
+    return states[index]  # type: ignore[no-any-return]
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, np.integer):
+        return int(value)
+    raise TypeError(f"{type(value).__name__} in the position of an iterator")
+
+
+def _decode(value: dict[str, Any]) -> Any:
+    return base64.b64decode(value[_BYTES]) if set(value) == {_BYTES} else value
