@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same steps with Phalanx: the custom training loop of the tf.distribute guide."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import keras
 
 import phalanx
 from benchmarks import timing
+from benchmarks.handwritten import HandWritten
 from benchmarks.models import CASES, LEARNING_RATE
 
 
@@ -54,13 +56,22 @@ def wait(result: Any) -> list[float]:
     return [float(x) for leaf in jax.tree.leaves(result) for x in jax.device_get(leaf).ravel()]
 
 
-_programs: list[WithPhalanx] = []
+_programs: list[Callable[[], Any]] = []
 
 
 def prepare(case: str) -> list[float]:
     """Makes the program, runs ten steps, and returns the sums of their losses."""
-    _programs.append(WithPhalanx(case))
-    return [sum(wait(_programs[0]())) for _ in range(10)]
+    return _prepared(WithPhalanx(case))
+
+
+def prepare_hand_written(case: str) -> list[float]:
+    """The same with the step that an expert writes in JAX."""
+    return _prepared(HandWritten(case))
+
+
+def _prepared(program: Callable[[], Any]) -> list[float]:
+    _programs.append(program)
+    return [sum(wait(program())) for _ in range(10)]
 
 
 def seconds_a_step(count: int) -> float:

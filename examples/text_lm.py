@@ -10,9 +10,11 @@ come the loss on files that were held back from training and a sample of what th
 """
 
 import argparse
+import functools
+import itertools
 import math
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import phalanx  # isort: skip  (before Keras, whose backend it chooses)
@@ -48,7 +50,6 @@ STRATEGIES: dict[str, Callable[[], phalanx.Strategy]] = {
     "default": phalanx.get_strategy,
 }
 
-Batch = tuple[np.ndarray, np.ndarray]
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -60,14 +61,14 @@ def main() -> None:
 
     strategy = STRATEGIES[args.strategy]()
     trainer = Trainer(strategy, args.width, args.layers, args.learning_rate, args.steps)
-    train_text, held_back_text = read_sources()
+    train_files, held_back_files = source_files()
     console.print(
         f"{args.strategy}: {strategy.num_replicas_in_sync} replicas, {trainer.model.count_params():,} weights, "
-        f"{len(train_text):,} bytes to train on, {len(held_back_text):,} held back"
+        f"{num_bytes(train_files):,} bytes to train on, {num_bytes(held_back_files):,} held back"
     )
 
-    losses = train(trainer, train_text, args)
-    held_back_loss = evaluate(trainer, held_back_text)
+    losses = train(trainer, train_files, args)
+    held_back_loss = evaluate(trainer, held_back_files)
     plot(losses, held_back_loss, args.out / "loss.png")
     sample = write(trainer, PROMPT, SAMPLE_LENGTH, args.seed)
     (args.out / "sample.txt").write_text(sample, encoding="utf-8")
@@ -116,8 +117,8 @@ class Trainer:
         losses = self.window_losses(batch, training=False)
         return losses, keras.ops.ones_like(losses, dtype="int32")
 
-    def window_losses(self, batch, training):
-        inputs, targets = batch
+    def window_losses(self, windows, training):
+        inputs, targets = windows[:, :-1], windows[:, 1:]
         return keras.ops.mean(self.byte_losses(targets, self.model(inputs, training=training)), axis=-1)
 
     @phalanx.function
@@ -167,14 +168,18 @@ class Block(keras.layers.Layer):
 # The loops: ordinary Python over distributed batches.
 
 
-def train(trainer: Trainer, text: np.ndarray, args: argparse.Namespace) -> list[float]:
+def train(trainer: Trainer, files: Sequence[Path], args: argparse.Namespace) -> list[float]:
     """Trains for `args.steps` steps, shows how it goes, and returns the loss of each step."""
-    batches = random_batches(text, args.batch, args.steps, args.seed)
+    # One window of each file in turn. With several workers each would read files of its own.
+    windows = phalanx.data.from_files(files, functools.partial(shuffled_windows, seed=args.seed), interleave=len(files))
+    dataset = trainer.strategy.experimental_distribute_dataset(windows, batch_size=args.batch)
+    console.print(*map(str, dataset.shards))
+    epochs = itertools.chain.from_iterable(itertools.repeat(dataset))
     losses: list[float] = []
     every = max(1, args.steps // 10)
     with training_progress(tokens_per_step=args.batch * WINDOW) as progress:
         task = progress.add_task("training", total=args.steps, loss=math.nan)
-        for batch in trainer.strategy.experimental_distribute_dataset(batches):
+        for batch in itertools.islice(epochs, args.steps):
             losses.append(float(trainer.train_step(batch)))
             progress.update(task, advance=1, loss=losses[-1])
             if len(losses) == 1 or len(losses) % every == 0:
@@ -182,11 +187,11 @@ def train(trainer: Trainer, text: np.ndarray, args: argparse.Namespace) -> list[
     return losses
 
 
-def evaluate(trainer: Trainer, text: np.ndarray) -> float:
-    """Returns the mean loss over all windows of a text, each counted once, however many there are."""
+def evaluate(trainer: Trainer, files: Sequence[Path]) -> float:
+    """Returns the mean loss over all windows of the files, each counted once, however many there are."""
     total, count = 0.0, 0
-    dataset = trainer.strategy.experimental_distribute_dataset(all_windows(text), batch_size=EVALUATION_BATCH)
-    for batch in dataset:
+    windows = phalanx.data.from_files(files, windows_of)
+    for batch in trainer.strategy.experimental_distribute_dataset(windows, batch_size=EVALUATION_BATCH):
         batch_total, batch_count = trainer.evaluation_step(batch)
         total, count = total + float(batch_total), count + int(batch_count)
     mean = total / count
@@ -209,34 +214,31 @@ def write(trainer: Trainer, prompt: str, length: int, seed: int) -> str:
     return "".join(c if c.isprintable() or c == "\n" else UNPRINTABLE for c in bytes(text).decode(errors="replace"))
 
 
-# The data: NumPy arrays and a plain iterator.
+# The data: a file's records are its windows.
 
 
-def read_sources() -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bytes to train on and the bytes held back."""
+def source_files() -> tuple[list[Path], list[Path]]:
+    """Returns the files to train on and those held back."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     held_back = files[::HOLD_BACK_ONE_FILE_IN]
-    return join_bytes(f for f in files if f not in held_back), join_bytes(held_back)
+    return [f for f in files if f not in held_back], held_back
 
 
-def join_bytes(files: Iterable[Path]) -> np.ndarray:
-    return np.frombuffer(b"\n".join(file.read_bytes() for file in files), np.uint8)
+def num_bytes(files: Sequence[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
 
 
-def random_batches(text: np.ndarray, batch_size: int, count: int, seed: int) -> Iterator[Batch]:
-    """Yields windows from random places of the text as inputs, and the same windows a byte further on as targets."""
-    rng = np.random.default_rng(seed)
-    for _ in range(count):
-        starts = rng.integers(len(text) - WINDOW, size=(batch_size, 1))
-        windows = text[starts + np.arange(WINDOW + 1)].astype(np.int32)
-        yield windows[:, :-1], windows[:, 1:]
+def windows_of(path: str) -> np.ndarray:
+    """Returns a file cut into windows, each with the byte that follows it."""
+    text = np.frombuffer(Path(path).read_bytes(), np.uint8)
+    if len(text) <= WINDOW:
+        return np.zeros((0, WINDOW + 1), np.uint8)
+    return np.lib.stride_tricks.sliding_window_view(text, WINDOW + 1)[::WINDOW]
 
 
-def all_windows(text: np.ndarray) -> Batch:
-    """Returns the text cut into windows, one after the other, as inputs and targets."""
-    count = (len(text) - 1) // WINDOW
-    inputs, targets = text[: count * WINDOW], text[1 : count * WINDOW + 1]
-    return inputs.reshape(count, WINDOW).astype(np.int32), targets.reshape(count, WINDOW).astype(np.int32)
+def shuffled_windows(path: str, seed: int) -> np.ndarray:
+    """Returns the same windows in an order that depends on the seed alone."""
+    return np.random.default_rng(seed).permutation(windows_of(path))
 
 
 # What you see, and what you can ask for.

@@ -30,7 +30,8 @@ def assert_restores_everywhere(dataset: DistributedDataset, *, steps: int | None
       >>> phalanx.testing.assert_restores_everywhere(dataset)
     """
     iterator = iter(dataset)
-    states, batches = [to_text(iterator.get_state())], []
+    states = [to_text(iterator.get_state())]
+    batches: list[Any] = []
     while (steps is None or len(batches) < steps) and (batch := next(iterator, None)) is not None:
         batches.append(_content(batch))
         states.append(to_text(iterator.get_state()))

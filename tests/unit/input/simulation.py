@@ -1,0 +1,123 @@
+"""Workers simulated in one process: their readers in turn, or as threads that tell each other things at a barrier."""
+
+import itertools
+import threading
+
+import jax
+import numpy as np
+
+from phalanx.input import state as positions
+from phalanx.input.shard import Worker, places, shares, split
+from phalanx.options import AutoShardPolicy
+
+DATA, FILE = AutoShardPolicy.DATA, AutoShardPolicy.FILE
+
+DEADLINE_S = 20.0
+"""No wait of a test is longer."""
+
+SHAPES = list(itertools.product(range(1, 5), range(1, 5)))
+"""Workers and replicas of each."""
+
+MOVES = [((1, 4), (2, 2)), ((2, 2), (4, 1)), ((4, 1), (2, 2)), ((2, 2), (1, 4)), ((1, 1), (4, 4)), ((3, 2), (1, 1))]
+"""Shapes before and after a restart."""
+
+
+def workers(count, replicas):
+    """All workers."""
+    return [Worker(i, count, replicas) for i in range(count)]
+
+
+def open_all(source, shape, policy=DATA, state=None):
+    """One reader a worker."""
+    return [source.open(w, policy, state) for w in workers(*shape)]
+
+
+def rows(piece):
+    """The rows of a worker's piece: those of its first leaf."""
+    return [] if piece is None else [x for part in piece.parts for x in np.asarray(jax.tree.leaves(part)[0]).tolist()]
+
+
+def take(readers, steps=None):
+    """What all workers read for each step, until none has more: `[step][worker]`."""
+    taken = []
+    while steps is None or len(taken) < steps:
+        pieces = [reader.read() for reader in readers]
+        if all(piece is None for piece in pieces):
+            break
+        taken.append(pieces)
+    return taken
+
+
+def rows_of(taken):
+    """All rows, in the order of steps and workers."""
+    return [x for pieces in taken for piece in pieces for x in rows(piece)]
+
+
+def assert_shared(taken, shape, batch_rows):
+    """The workers' pieces are the shares of global batches of `batch_rows` rows."""
+    assert len(taken) == len(batch_rows)
+    for pieces, total in zip(taken, batch_rows, strict=True):
+        counts = [n for piece in pieces for n in piece.counts]
+        assert counts == shares(total, shape[0] * shape[1])
+        assert max(counts) - min(counts) <= 1
+        assert [len(rows(piece)) for piece in pieces] == [sum(piece.counts) for piece in pieces]
+        assert {piece.rows for piece in pieces} == {total}
+        room = places(total, shape[0] * shape[1])
+        assert sum(int(split(piece.counts, room).mask.sum()) for piece in pieces) == total
+
+
+def batch_sizes(num_rows, batch_size):
+    """The rows of each global batch."""
+    return [min(batch_size, num_rows - start) for start in range(0, num_rows, batch_size)]
+
+
+def combined(states):
+    """The position that `of_all_workers` makes of the workers' positions: what they tell each other is known before."""
+    texts = [np.frombuffer(positions.to_text(s).encode(), np.uint8) for s in states]
+    width = max(map(len, texts))
+    told = iter([np.array([[len(t)] for t in texts]), np.stack([np.pad(t, (0, width - len(t))) for t in texts])])
+    return positions.of_all_workers(states[0], lambda values: next(told))
+
+
+def through_text(state):
+    """A position that was in a file."""
+    return positions.from_text(positions.to_text(state))
+
+
+def together(count, work):
+    """Calls `work(index, exchange)` in a thread for each worker; returns the results, or what was raised."""
+    barrier, told, results = threading.Barrier(count), [None] * count, [None] * count
+
+    def exchange_of(index):
+        def exchange(values):
+            told[index] = np.array(values)
+            barrier.wait(DEADLINE_S)
+            everything = np.stack(told)
+            barrier.wait(DEADLINE_S)
+            return everything
+
+        return exchange
+
+    def run(index):
+        try:
+            results[index] = work(index, exchange_of(index))
+        except Exception as e:
+            results[index] = e
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * DEADLINE_S)
+        assert not thread.is_alive(), "a worker waits for ever"
+    return results
+
+
+def prefetching():
+    """The threads that read ahead."""
+    return [t for t in threading.enumerate() if t.name == "phalanx-prefetch"]
+
+
+def content(batch):
+    """The real rows of each replica, as lists."""
+    return [np.asarray(v).tolist() for v in batch.values]

@@ -1,0 +1,100 @@
+"""Which worker and replica gets which rows: properties of the arithmetic."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import SHAPES, batch_sizes, workers
+
+from phalanx.input.shard import Worker, places, shares, split
+
+ROWS, FEW = st.integers(0, 10_000), st.integers(1, 40)
+
+
+@settings(deadline=None)
+@given(ROWS, FEW)
+def test_shares(rows, replicas):
+    """They add up, differ by one at most, and the first replicas have more."""
+    result = shares(rows, replicas)
+    assert sum(result) == rows
+    assert max(result) - min(result) <= 1
+    assert result == sorted(result, reverse=True)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 200), FEW)
+def test_split(rows, replicas):
+    """Real places hold every row once and in order; padded places come last and hold a row that exists."""
+    layout = split(shares(rows, replicas), places(rows, replicas))
+    assert layout.index.shape == layout.mask.shape == (replicas, max(1, -(-rows // replicas)))
+    assert layout.index[layout.mask].tolist() == list(range(rows))
+    assert layout.mask.sum(axis=1).tolist() == shares(rows, replicas)
+    assert np.array_equal(layout.mask, -np.sort(-layout.mask.astype(int), axis=1))
+    assert layout.index.min() >= 0
+    assert layout.index.max() < max(1, rows)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8))
+def test_split_of_any_counts(counts):
+    """Replicas may have whatever numbers of rows: those of datasets that a function made."""
+    layout = split(counts, max(1, *counts, 1))
+    assert layout.mask.sum(axis=1).tolist() == counts
+    assert layout.index[layout.mask].tolist() == list(range(sum(counts)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_all_workers(shape):
+    """They follow each other, and are as many as the shares of their replicas."""
+    for rows in range(41):
+        everyone = workers(*shape)
+        assert [i for w in everyone for i in w.rows(rows)] == list(range(rows))
+        assert [n for w in everyone for n in w.shares(rows)] == shares(rows, shape[0] * shape[1])
+        assert [len(w.rows(rows)) for w in everyone] == [sum(w.shares(rows)) for w in everyone]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_masks_sum_to_the_rows(shape):
+    """Whatever the rows and the batch size, in one layout for all batches; shares differ by at most one."""
+    for n in range(41):
+        for b in range(1, 10):
+            room, real = places(b, shape[0] * shape[1]), 0
+            for size in batch_sizes(n, b):
+                masks = np.concatenate([split(w.shares(size), room).mask for w in workers(*shape)])
+                assert masks.shape == (shape[0] * shape[1], room)
+                assert np.ptp(masks.sum(axis=1)) <= 1
+                real += int(masks.sum())
+            assert real == n
+
+
+@settings(deadline=None, max_examples=200)
+@given(ROWS, FEW, FEW)
+def test_rows_of_many_workers(rows, count, replicas):
+    """Each row belongs to one worker."""
+    ranges = [w.rows(rows) for w in workers(count, replicas)]
+    assert [r.start for r in ranges[1:]] == [r.stop for r in ranges[:-1]]
+    assert (ranges[0].start, ranges[-1].stop) == (0, rows)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 100), FEW)
+def test_files_of_all_workers(num_files, count):
+    """Worker w of W has the files w, w + W, ...: each file belongs to one."""
+    each = [w.files(num_files) for w in workers(count, 1)]
+    assert sorted(i for files in each for i in files) == list(range(num_files))
+    assert all(i % count == w for w, files in enumerate(each) for i in files)
+
+
+def test_one_worker():
+    """It is the chief, and has everything."""
+    worker = Worker()
+    assert (worker.num_replicas, worker.is_chief) == (1, True)
+    assert not Worker(1, 2, 3).is_chief
+    assert Worker(1, 2, 3).num_replicas == 6
+    assert (worker.rows(7), list(worker.files(3)), worker.shares(7)) == (range(7), [0, 1, 2], [7])
+
+
+@pytest.mark.parametrize(("rows", "replicas", "expected"), [(0, 3, 1), (1, 3, 1), (3, 3, 1), (4, 3, 2), (9, 1, 9)])
+def test_places(rows, replicas, expected):
+    """As many as the widest replica needs, and one at least: no program has arrays without rows."""
+    assert places(rows, replicas) == expected
