@@ -7,15 +7,12 @@ The step that an expert writes in JAX is measured too: no library on JAX can be 
 """
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
-from benchmarks import timing
-from benchmarks.parent import ROOT, Child
+from benchmarks import peers, timing
+from benchmarks.parent import Child
 from benchmarks.report import Report, all_rounds, verdict
 
-_ENVIRONMENT = ROOT / "benchmarks" / ".peers" / "tensorflow"
 _PACKAGES = ("tensorflow-cpu==2.21.0", "tf_keras==2.21.0")
 _TURN_S = 0.15
 _PEERS = {"custom loop": "benchmarks.tensorflow_peer", "fit": "benchmarks.tensorflow_fit"}
@@ -52,7 +49,7 @@ def run(*, quick: bool) -> Report:
             "all rounds",
         ),
     )
-    python = _interpreter()
+    python = peers.interpreter("tensorflow", _PACKAGES)
     rows = [(*program, *target) for program, targets in _TARGETS.items() for target in targets.items()]
     for case, kind, ours, replicas, target in rows:
         rounds = _rounds(python, case, _PEERS[kind], _OURS[ours], replicas, *((3, 2) if quick else (11, 5)))
@@ -87,15 +84,3 @@ def _rounds(
             rounds,
             turns,
         )
-
-
-def _interpreter() -> Path:
-    """Makes TensorFlow's environment, once."""
-    python = _ENVIRONMENT / "bin" / "python"
-    made = _ENVIRONMENT / "made"
-    if not made.exists():
-        print("making an environment with TensorFlow", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", _ENVIRONMENT], check=True, timeout=120)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *_PACKAGES], check=True, timeout=1200)
-        made.write_text("\n".join(_PACKAGES) + "\n")
-    return python

@@ -179,7 +179,11 @@ class _FileReader(AbstractReader):
     """Reads a worker's share of every global batch from files of its own."""
 
     def __init__(self, walk: _Walk, worker: Worker, batch_size: int, *, drop_remainder: bool) -> None:
-        self._walk, self._shares = walk, worker.shares(batch_size)
+        # A worker whose replicas have no part of so small a batch reads a row all the same, or its files would be left out.
+        self._walk, self._shares = (
+            walk,
+            worker.shares(batch_size) if worker.rows(batch_size) else shares(1, worker.replicas),
+        )
         self._alone, self._drop = worker.count == 1, drop_remainder
 
     @override
