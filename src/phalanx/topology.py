@@ -195,7 +195,7 @@ class Topology:
         return jax.make_array_from_process_local_data(self.per_replica, local, shape)
 
     def join_per_replica(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """Makes one array `(num_replicas, ...)` of one for each local replica, without a copy where they are in place."""
+        """Makes one array `(num_replicas, ...)` of one for each local replica, which is on its device already or put there."""
         placed = [jax.device_put(x, d)[None] for x, d in zip(parts, self.local_devices, strict=True)]
         return jax.make_array_from_single_device_arrays((self.num_replicas, *parts[0].shape), self.per_replica, placed)
 

@@ -320,8 +320,9 @@ def distribute(
             "there is one dataset for all replicas.",
             "distribute_datasets_from_function, which makes one for each",
         )
-    source, worker = source_of(dataset, batch_size, drop_remainder=drop_remainder), worker_of(topology)
-    divided = plan(dataset, source, options.auto_shard_policy, worker)
+    worker = worker_of(topology)
+    make = functools.partial(source_of, batch_size=batch_size, drop_remainder=drop_remainder)
+    divided = plan(dataset, make, options.auto_shard_policy, worker)
     divided.announce(worker)
     return DistributedDataset(divided, topology, options)
 
@@ -342,7 +343,8 @@ def shards_of(
     """Returns what each worker reads of a dataset, or of a distributed one."""
     if isinstance(dataset, DistributedDataset):
         return dataset.shards
-    return plan(dataset, source_of(dataset, batch_size), options.auto_shard_policy, worker_of(topology)).shards
+    make = functools.partial(source_of, batch_size=batch_size)
+    return plan(dataset, make, options.auto_shard_policy, worker_of(topology)).shards
 
 
 def check_options(options: Any) -> InputOptions:

@@ -4,7 +4,7 @@
 import dataclasses
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,7 +13,6 @@ from typing_extensions import override
 from phalanx.errors import InputError
 from phalanx.input import shard
 from phalanx.input.shard import Worker
-from phalanx.input.sources.adapt import source_of
 from phalanx.input.sources.base import (
     UNKNOWN,
     AbstractReader,
@@ -97,24 +96,25 @@ class Plan:
                 _log.log(level, str(each))
 
 
-def plan(dataset: Any, source: AbstractSource, policy: AutoShardPolicy, worker: Worker) -> Plan:
+def plan(dataset: Any, source_of: Callable[[Any], AbstractSource], policy: AutoShardPolicy, worker: Worker) -> Plan:
     """Decides how `dataset` is divided.
 
     Args:
       dataset: what the user passed.
-      source: the source that it is.
+      source_of: returns the source that a dataset is.
       policy: what the user wants.
       worker: this worker.
 
     Raises:
       InputError: FILE for a dataset that has too few files or none, or HINT for one that cannot shard itself.
     """
+    source = source_of(dataset)
     facts = source.facts
     policy = _resolved(dataset, policy, facts, worker)
     agreed = worker.count > 1 and policy is not AutoShardPolicy.DATA
     shards = [_shard(facts, policy, dataclasses.replace(worker, index=i)) for i in range(worker.count)]
     if agreed and policy is not AutoShardPolicy.FILE:
-        source = CutBatches(_own_shard(dataset, source, worker) if policy is AutoShardPolicy.HINT else source)
+        source = CutBatches(source_of(_own_shard(dataset, worker)) if policy is AutoShardPolicy.HINT else source)
     in_force = AutoShardPolicy.FILE if policy is AutoShardPolicy.FILE else AutoShardPolicy.DATA
     return Plan(source, in_force, agreed, shards)
 
@@ -151,20 +151,14 @@ def _policy_of_tensorflow(dataset: Any) -> AutoShardPolicy:
     return AutoShardPolicy.AUTO if policy is AutoShardPolicy.FILE else policy
 
 
-def _own_shard(dataset: Any, source: AbstractSource, worker: Worker) -> AbstractSource:
+def _own_shard(dataset: Any, worker: Worker) -> Any:
     if not hasattr(dataset, "shard"):
         raise InputError(
             f"AutoShardPolicy.HINT for {dataset!r:.60}",
             "it has no method `shard(num_workers, worker)` that says how to divide it.",
             "auto_shard_policy=phalanx.data.AutoShardPolicy.AUTO",
         )
-    return source_of(dataset.shard(worker.count, worker.index), source.facts.batch_size if _is_rows(dataset) else None)
-
-
-def _is_rows(dataset: Any) -> bool:
-    """Whether a dataset that can shard itself is one of single rows."""
-    tf = sys.modules.get("tensorflow")
-    return tf is None or not isinstance(dataset, tf.data.Dataset)
+    return dataset.shard(worker.count, worker.index)
 
 
 def _shard(facts: Facts, policy: AutoShardPolicy, worker: Worker) -> WorkerShard:

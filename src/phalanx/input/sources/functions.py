@@ -75,7 +75,7 @@ class FunctionSource(AbstractSource):
         per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
         calls = worker.replicas if per_replica else 1
         on_device = options.experimental_place_dataset_on_device
-        self._devices = list(devices) if on_device else [None] * calls
+        self._devices = list(devices) if on_device and devices else [None] * calls
         self._sources = []
         for call, device in enumerate(self._devices[:calls]):
             context = InputContext(worker.count * calls, worker.index * calls + call, worker.num_replicas)
