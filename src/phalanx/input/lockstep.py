@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers that read different rows take the same number of steps."""
 
+import pickle
 from collections import deque
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
+import jax
 import numpy as np
 from typing_extensions import override
 
@@ -13,6 +15,7 @@ from phalanx.input.feed import AbstractBatches, Batch, Feed, Form, Place, Step
 from phalanx.input.prefetch import readings
 from phalanx.input.shard import Worker
 from phalanx.input.sources.base import AbstractReader, Piece
+from phalanx.input.state import exchange_bytes
 
 AHEAD = 8
 """How many steps are agreed on at once: the workers communicate once for so many."""
@@ -49,6 +52,8 @@ class Lockstep(AbstractBatches):
         self._own: deque[Step] = deque()
         self._agreed: deque[tuple[bool, int, int]] = deque()
         self._returned: deque[Step] = deque()
+        self._padding: Any = None
+        self._has_shared = False
 
     @override
     def get(self, form: Form) -> Batch | None:
@@ -77,7 +82,7 @@ class Lockstep(AbstractBatches):
         if self._own:
             own = self._own.popleft()
             return Step(own.piece, rows, widest, own.state)
-        return Step(Piece([], [0] * self._worker.replicas, rows), rows, widest, None)
+        return Step(Piece([self._padding], [0] * self._worker.replicas, rows), rows, widest, None)
 
     def _agree(self) -> None:
         """Tells the others what this worker has for the next steps, and hears the same of them.
@@ -104,6 +109,17 @@ class Lockstep(AbstractBatches):
                 f"the data of worker {failed[0]} failed; its own error says why.",
                 f"look at the log of worker {failed[0]}",
             )
+        self._share_padding(is_needed=bool((all_plans[:, :, 0].sum(axis=1) < AHEAD).any()))
         for step_plans in all_plans.transpose(1, 2, 0):
             goes_on, rows, widest = step_plans
             self._agreed.append((bool(goes_on.any()), int(rows.sum()), int(widest.max())))
+
+    def _share_padding(self, *, is_needed: bool) -> None:
+        """Keeps a row for batches without rows of this worker's own; one without any gets it from another."""
+        if self._own:
+            self._padding = jax.tree.map(lambda x: np.asarray(x[:1]), self._own[-1].piece.parts[0])
+        if is_needed and not self._has_shared:
+            self._has_shared = True
+            rows = exchange_bytes(b"" if self._padding is None else pickle.dumps(self._padding), self._exchange)
+            known = [row for row in rows if row]
+            self._padding = pickle.loads(known[0]) if known and self._padding is None else self._padding

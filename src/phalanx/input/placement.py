@@ -33,6 +33,9 @@ class ValueContext:
         return f"ValueContext(replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync})"
 
 
+_MASKS_KEPT = 4
+
+
 class Placement:
     """Puts the pieces of one dataset on the devices, all in one layout, so that one program takes them all.
 
@@ -48,8 +51,7 @@ class Placement:
         self._topology, self._worker, self._facts = topology, worker, facts
         self._fetches, self._agreed = fetches, agreed
         self._places = shard.places(facts.batch_size, worker.num_replicas) if facts.batch_size else 0
-        self._full: dict[Any, RowMask] = {}
-        self._last: Any = None
+        self._masks: dict[Any, RowMask] = {}
 
     def place(self, steps: Sequence[Step], room: int | None) -> Any:
         """Returns one batch: a pytree of `PerReplica`; of arrays where there is one replica and no batch is short.
@@ -58,9 +60,9 @@ class Placement:
           steps: this worker's rows.
           room: None for the batch of one step; else for how many steps to make room.
         """
-        if not self._places:
-            self._places = shard.places(steps[0].rows, self._worker.num_replicas)
-        self._places = places = max(self._places, *(step.widest for step in steps))
+        evenly = (shard.places(step.rows, self._worker.num_replicas) for step in steps)
+        # What every worker finds, for they have to choose one layout.
+        self._places = places = max(self._places, *evenly, *(step.widest for step in steps))
         is_full = all(step.rows == places * self._worker.num_replicas for step in steps)
         if room is None and is_full and self._worker.num_replicas == 1 and not self._is_masked:
             (whole,) = steps[0].piece.parts
@@ -82,46 +84,31 @@ class Placement:
         return self._agreed or not self._facts.is_full or (self._facts.batch_size or full_size) != full_size
 
     def _mask(self, steps: Sequence[Step], room: int | None) -> RowMask:
-        counts = [step.piece.counts for step in steps]
-        key = (room, self._places) if all(n == self._places for each in counts for n in each) else None
-        if key in self._full and len(steps) == (room or 1):
-            return self._full[key]
+        key = (room, self._places, *((step.rows, *step.piece.counts) for step in steps))
+        known = self._masks.get(key)
+        if known is not None:
+            return known
         place = np.arange(self._places)
-        masks = [place < np.asarray(each)[:, None] for each in counts]
+        masks = [place < np.asarray(step.piece.counts)[:, None] for step in steps]
         if room is None:
-            return self._remember(key, RowMask(self._put(masks[0]), steps[0].rows))
-        rows = np.zeros(room, np.int32)
-        rows[: len(steps)] = [step.rows for step in steps]
-        made = RowMask(self._put(_stacked(masks, room)), rows)
-        return self._remember(key, made) if len(steps) == room else made
-
-    def _remember(self, key: Any, mask: RowMask) -> RowMask:
-        """Keeps the mask of full batches, so that it is put on the devices once."""
-        if key is not None:
-            self._full[key] = mask
-        return mask
+            made = RowMask(self._put(masks[0]), steps[0].rows)
+        else:
+            rows = np.zeros(room, np.int32)
+            rows[: len(steps)] = [step.rows for step in steps]
+            made = RowMask(self._put(_stacked(masks, room)), rows)
+        if len(self._masks) < _MASKS_KEPT:  # Those of full batches come first, and again and again.
+            self._masks[key] = made
+        return made
 
     def _local(self, piece: Piece, places: int) -> Any:
         """Returns this worker's rows `(replicas, places, ...)`."""
-        if not piece.parts:
-            if self._last is None:
-                raise InputError(
-                    f"worker {self._worker.index} of {self._worker.count}",
-                    "it has no rows at all, so the shape of its batches is unknown.",
-                    "data for every worker, or auto_shard_policy=phalanx.data.AutoShardPolicy.DATA",
-                )
-            return jax.tree.map(np.zeros_like, self._last)
         if len(piece.parts) > 1:
-            local = jax.tree.map(lambda *xs: _padded_stack(xs, places), *piece.parts)
-        elif sum(piece.counts) == places * len(piece.counts):
+            return jax.tree.map(lambda *xs: _padded_stack(xs, places), *piece.parts)
+        if sum(piece.counts) == places * len(piece.counts):
             shape = (len(piece.counts), places)
-            local = jax.tree.map(lambda x: np.asarray(x).reshape(*shape, *np.shape(x)[1:]), piece.parts[0])
-        else:
-            index = shard.split(piece.counts, places).index
-            local = jax.tree.map(lambda x: _taken(np.asarray(x), index), piece.parts[0])
-        if self._agreed or self._worker.count > 1:
-            self._last = local
-        return local
+            return jax.tree.map(lambda x: np.asarray(x).reshape(*shape, *np.shape(x)[1:]), piece.parts[0])
+        index = shard.split(piece.counts, places).index
+        return jax.tree.map(lambda x: _taken(np.asarray(x), index), piece.parts[0])
 
     def _put(self, local: Any) -> Any:
         return self._topology.put_per_replica(local) if self._fetches else local

@@ -222,8 +222,8 @@ class _CutReader(AbstractReader):
         total = sum(self._piece.counts)
         own = Worker(self._cut, workers).rows(total)
         self._cut += 1
-        parts = [rows_of(self._piece.parts[0], own, total)] if own else []
-        return Piece(parts, shard.shares(len(own), self._worker.replicas), None)
+        part = rows_of(self._piece.parts[0], own, total)
+        return Piece([part], shard.shares(len(own), self._worker.replicas), None)
 
     @override
     def get_state(self) -> State:

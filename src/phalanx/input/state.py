@@ -59,15 +59,23 @@ def of_all_workers(state: State, exchange: Callable[[np.ndarray], np.ndarray]) -
       state: this worker's.
       exchange: see `Topology.exchange`.
     """
-    text = np.frombuffer(to_text(state).encode(), np.uint8)
-    lengths = exchange(np.array([len(text)]))[:, 0]
-    padded = np.zeros(lengths.max(), np.uint8)
-    padded[: len(text)] = text
-    rows = exchange(padded)
-    states = [from_text(bytes(row[:n]).decode()) for row, n in zip(rows, lengths, strict=True)]
+    states = [from_text(text.decode()) for text in exchange_bytes(to_text(state).encode(), exchange)]
     if all("files" in s for s in states):
         return {"files": [max(each) for each in zip(*(s["files"] for s in states), strict=True)]}
     return {"workers": states}
+
+
+def exchange_bytes(own: bytes, exchange: Callable[[np.ndarray], np.ndarray]) -> list[bytes]:
+    """Returns what each worker told; all must call it.
+
+    Args:
+      own: what this worker tells.
+      exchange: see `Topology.exchange`.
+    """
+    lengths = exchange(np.array([len(own)]))[:, 0]
+    padded = np.zeros(lengths.max(), np.uint8)
+    padded[: len(own)] = np.frombuffer(own, np.uint8)
+    return [row[:n].tobytes() for row, n in zip(exchange(padded), lengths, strict=True)]
 
 
 def of_worker(state: State, index: int, count: int) -> State:

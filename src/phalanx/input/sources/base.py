@@ -25,7 +25,8 @@ class Piece:
     """What one worker reads for one step.
 
     Args:
-      parts: batches on the host: one, whose rows its replicas share, or one for each replica; none where no row is its.
+      parts: batches on the host: one, whose rows its replicas share, or one for each replica. Where no row is its, the one
+        has a row of somebody else's, to pad with.
       counts: how many rows each of its replicas gets.
       rows: how many rows all workers have together; None where each knows only its own.
     """
@@ -141,11 +142,7 @@ def num_rows(batch: Any) -> int:
             "group the rows into batches first, or give batch_size=64 for a dataset of single rows",
         )
     for leaf in leaves:
-        kind = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-        if getattr(kind, "kind", "f") in "OSUMm":
-            raise InputError(
-                f"a batch of dtype {kind}", "only numbers and bools can be placed on devices.", "encode the text first"
-            )
+        _check_dtype(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
     if any(shape[0] != shapes[0][0] for shape in shapes):
         counts = sorted({shape[0] for shape in shapes})
         raise InputError(
@@ -179,9 +176,20 @@ def _stack_leaf(column: Sequence[Any]) -> np.ndarray:
             "the rows of one batch must have one shape.",
             "pad them to one length, and keep the lengths in another leaf",
         )
+    _check_dtype(arrays[0].dtype)
     return np.stack(arrays)
 
 
+def _check_dtype(dtype: Any) -> None:
+    if getattr(dtype, "kind", "f") in "OSUMm":
+        raise InputError(
+            f"a batch of dtype {dtype}", "only numbers and bools can be placed on devices.", "encode the text first"
+        )
+
+
 def rows_of(batch: Any, rows: range, total: int) -> Any:
-    """Returns some rows of a batch; the batch itself where they are all."""
-    return batch if len(rows) == total else jax.tree.map(lambda x: x[rows.start : rows.stop], batch)
+    """Returns some rows of a batch; the batch itself where they are all; the first row, as padding, where they are none."""
+    if len(rows) == total:
+        return batch
+    start, stop = (rows.start, rows.stop) if rows else (0, 1)
+    return jax.tree.map(lambda x: x[start:stop], batch)

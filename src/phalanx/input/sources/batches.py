@@ -138,9 +138,7 @@ class _BatchReader(AbstractReader):
             self._longest = max(rows, self._longest)
             if self._drop and rows < self._longest:
                 continue
-            own = self._worker.rows(rows)
-            parts = [rows_of(host, own, rows)] if own or not rows else []
-            return Piece(parts, self._worker.shares(rows), rows)
+            return Piece([rows_of(host, self._worker.rows(rows), rows)], self._worker.shares(rows), rows)
         return None
 
     @override

@@ -212,9 +212,8 @@ class _SharedReader(AbstractReader):
         group = list(itertools.islice(self._walk, self._batch_size))
         if not group or (self._drop and len(group) < self._batch_size):
             return None
-        own = self._worker.rows(len(group))
-        parts = [stack([group[i]() for i in own])] if own else []
-        return Piece(parts, self._worker.shares(len(group)), len(group))
+        own = self._worker.rows(len(group)) or range(1)
+        return Piece([stack([group[i]() for i in own])], self._worker.shares(len(group)), len(group))
 
     @override
     def get_state(self) -> State:

@@ -74,10 +74,10 @@ class _RecordsReader(AbstractReader):
         rows = min(source.batch_size, source.num_records - self._position)
         if rows <= 0 or (source.drop_remainder and rows < source.batch_size):
             return None
-        start, own = self._position, self._worker.rows(rows)
-        parts = [source.records(start + own.start, start + own.stop)] if own else []
+        start, own = self._position, self._worker.rows(rows) or range(1)
+        part = source.records(start + own.start, start + own.stop)
         self._position = start + rows
-        return Piece(parts, self._worker.shares(rows), rows)
+        return Piece([part], self._worker.shares(rows), rows)
 
     @override
     def get_state(self) -> State:
