@@ -228,7 +228,8 @@ def _schedulable_cpus() -> int:
 
 
 def _require_threads(devices: Sequence[jax.Device]) -> None:
-    if len(devices) == 1 or devices[0].platform != "cpu":
+    own = [d for d in devices if d.process_index == jax.process_index()]
+    if len(own) <= 1 or own[0].platform != "cpu":
         return
     needed = 2 * len(jax.local_devices(backend="cpu"))
     text = os.environ.get("NPROC", "")

@@ -19,7 +19,7 @@ from phalanx.input.placement import Placement
 from phalanx.input.shard import Worker
 from phalanx.input.sharding import Plan, WorkerShard, plan
 from phalanx.input.sources.adapt import source_of
-from phalanx.input.sources.base import UNKNOWN, State
+from phalanx.input.sources.base import UNKNOWN, State, stack
 from phalanx.input.sources.functions import FunctionSource, InputContext
 from phalanx.options import AutoShardPolicy, InputOptions, InputReplicationMode
 from phalanx.topology import Topology
@@ -387,7 +387,7 @@ def exchange_of(topology: Topology | None) -> Callable[[np.ndarray], np.ndarray]
 def _unplaced(steps: Sequence[Step], room: int | None) -> Any:
     """Returns batches as they are, for the default strategy."""
     wholes = [step.piece.parts[0] for step in steps]
-    return wholes[0] if room is None else jax.tree.map(lambda *xs: np.stack(xs), *wholes)
+    return wholes[0] if room is None else stack(wholes)
 
 
 def _spec(leaf: Any) -> jax.ShapeDtypeStruct:

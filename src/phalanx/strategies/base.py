@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Strategy`: the public verbs, over a few hooks that a strategy overrides."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from phalanx.input.distributed import (
 )
 from phalanx.input.placement import ValueContext, distribute_values
 from phalanx.input.sharding import WorkerShard
+from phalanx.input.sources.base import stack
 from phalanx.input.sources.functions import InputContext
 from phalanx.input.sources.records import NumpyDataset
 from phalanx.options import InputOptions, ReduceOp, RunOptions
@@ -216,10 +218,12 @@ class Strategy(ABC):
                 "must be an iterator of a distributed dataset.",
                 "iter(strategy.experimental_distribute_dataset(dataset))",
             )
-        batches, count = iterator.next_steps(check_steps(steps))
+        check_steps(steps)
         if self.topology is None:
-            each = [self.run(fn, args=(jax.tree.map(lambda x: x[i], batches),)) for i in range(count)]  # noqa: B023
-            return jax.tree.map(lambda *xs: jnp.stack(xs), *each)
+            first = iterator.get_next()
+            rest = itertools.islice(iterator, steps - 1)
+            return stack([self.run(fn, args=(batch,)) for batch in itertools.chain([first], rest)])
+        batches, count = iterator.next_steps(steps)
 
         def program(batches: Any, count: Any) -> Any:
             scope = lifting.innermost()

@@ -14,7 +14,7 @@ from phalanx.errors import InputError
 from phalanx.input.sources.base import INFINITE, UNKNOWN, AbstractSource, Facts, check_batch_size
 from phalanx.input.sources.batches import BatchSequence, BatchStream, OneShot, batched, sizes
 from phalanx.input.sources.files import FileRecords, Files
-from phalanx.input.sources.records import ArrayRecords, NumpyDataset, SequenceRecords
+from phalanx.input.sources.records import ArrayRecords, NumpyDataset, SequenceRecords, SlicedRecords
 
 
 def source_of(dataset: Any, batch_size: int | None = None, *, drop_remainder: bool = False) -> AbstractSource:
@@ -137,8 +137,9 @@ def _of_hugging_face(dataset: Any, batch_size: int | None, drop: bool) -> Abstra
     if batch_size is None:
         raise _no_batch_size(dataset)
     if isinstance(dataset, datasets.Dataset):
-        return SequenceRecords(dataset, batch_size, drop_remainder=drop)
-    return _stream_of_records(dataset, batch_size, drop)
+        return SlicedRecords(dataset, batch_size, drop_remainder=drop)
+    # Its plain records are dicts of lists, each of which is one array.
+    return _stream_of_records(lambda: ({k: np.asarray(v) for k, v in row.items()} for row in dataset), batch_size, drop)
 
 
 def _of_python(dataset: Any, batch_size: int | None, drop: bool) -> AbstractSource:

@@ -164,10 +164,15 @@ def stack(records: Sequence[Any]) -> Any:
             raise InputError(
                 "records of one batch", f"they have the structures {tree} and {other}.", "one structure for all records"
             )
-    return tree.unflatten([_stack_leaf(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)])
+    return tree.unflatten([stack_leaf(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)])
 
 
-def _stack_leaf(column: Sequence[Any]) -> np.ndarray:
+def stack_leaf(column: Sequence[Any]) -> np.ndarray:
+    """Makes one array of the rows of one column.
+
+    Raises:
+      InputError: their shapes differ, or they are text.
+    """
     arrays = [np.asarray(x) for x in column]
     shapes = {a.shape for a in arrays}
     if len(shapes) > 1:

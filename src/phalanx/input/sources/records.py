@@ -22,6 +22,7 @@ from phalanx.input.sources.base import (
     check_batch_size,
     num_rows,
     stack,
+    stack_leaf,
     state_entry,
 )
 from phalanx.options import AutoShardPolicy
@@ -133,11 +134,24 @@ class NumpyDataset:
 
 
 @final
+class SlicedRecords(AbstractRecords):
+    """The records of an object with `len` whose slices are dicts of columns, as those of a Hugging Face `Dataset`."""
+
+    def __init__(self, columns: Any, batch_size: int, *, drop_remainder: bool = False) -> None:
+        self._columns = columns
+        super().__init__(len(columns), batch_size, drop_remainder=drop_remainder)
+
+    @override
+    def records(self, start: int, stop: int) -> Any:
+        return {name: stack_leaf(column) for name, column in self._columns[start:stop].items()}
+
+
+@final
 class SequenceRecords(AbstractRecords):
     """The records of an object with `len` and `[]`, each a pytree.
 
     Args:
-      sequence: for example a Grain `MapDataset`, a Hugging Face `Dataset` or a torch `Dataset`.
+      sequence: for example a Grain `MapDataset` or a torch `Dataset`.
       batch_size: the global batch size.
       drop_remainder: whether to leave out a short last batch.
     """
