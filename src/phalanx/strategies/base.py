@@ -222,7 +222,8 @@ class Strategy(ABC):
         if self.topology is None:
             first = iterator.get_next()
             rest = itertools.islice(iterator, steps - 1)
-            return stack([self.run(fn, args=(batch,)) for batch in itertools.chain([first], rest)])
+            results = stack([self.run(fn, args=(batch,)) for batch in itertools.chain([first], rest)])
+            return jax.tree.map(jnp.asarray, results)
         batches, count = iterator.next_steps(steps)
 
         def program(batches: Any, count: Any) -> Any:
