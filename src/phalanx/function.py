@@ -247,9 +247,9 @@ class Program:
             donated, kept = self._state.take()
             self._fn = fn
             try:
-                flat, values, parts = self._execute(donated, kept, inputs)
+                values, parts, flat = self._execute(donated, kept, inputs)
                 if self.found.has_callback:
-                    jax.block_until_ready((flat, values, parts))
+                    jax.block_until_ready((values, parts, flat))
             except Exception as e:
                 self._state.raise_if_lost(donated, e)
                 if isinstance(e, RecursionError) and _checks_numbers():
@@ -295,13 +295,14 @@ class Program:
         return [v.trainable for v in self.found.variables]
 
     def _traced(self, donated: Group, kept: Group, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """The program as jax sees it: state and inputs to results and new state."""
+        """The program as jax sees it: state and inputs to new state and results."""
         args, kwargs, rows = self._rebuild(inputs)
         call = self._flat_call(args, kwargs, rows)
         result, values, parts = build_program(call, self.found, *self._state.merge(donated, kept))
         if self._topology is not None and self._topology.num_replicas > 1 and not self._eager:
             values = [jax.lax.with_sharding_constraint(v, self._topology.replicated) for v in values]
-        return result, values, parts
+        # State first: XLA hands donated buffers to outputs of their size in order, and a variable is to get its own back.
+        return values, parts, result
 
     def _flat_call(self, args: Any, kwargs: Any, rows: list[RowMask]) -> Callable[[], list[Any]]:
         def call() -> list[Any]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import keras
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jex
 from jax.sharding import PartitionSpec
 
@@ -344,7 +345,17 @@ def _combine_at_boundary(entries: list[Entry], padding: RowMask | None) -> list[
 
 
 def _first(tree: Any) -> Any:
-    return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
+    """Returns what one replica holds of arrays whose leading dim is the replica."""
+    return jax.tree.map(_first_of_array, tree)
+
+
+def _first_of_array(array: Any) -> Any:
+    own = lax.squeeze(array, (0,))
+    if own.ndim < 2 or jnp.issubdtype(own.dtype, jax.dtypes.extended):
+        return own
+    # The layout it has anyway. Where it is stated, XLA for CPUs does not fuse the squeeze with a transpose that follows
+    # (the first thing a recurrent layer does): together they copy the batch once more, apart they cost nothing.
+    return with_layout_constraint(own, Layout(tuple(range(own.ndim))))
 
 
 def _is_per_replica(leaf: Any) -> bool:

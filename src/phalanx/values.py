@@ -35,8 +35,8 @@ class RowMask:
 
     @cached_property
     def per_replica_counts(self) -> np.ndarray:
-        """How many rows of each replica are real; real rows come first."""
-        return np.asarray(self.mask).sum(axis=1)
+        """How many rows of each of this process's replicas are real; real rows come first."""
+        return np.array([int(np.asarray(m).sum()) for m in _local_components(self.mask)])
 
 
 class DistributedValues:

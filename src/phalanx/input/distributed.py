@@ -262,7 +262,8 @@ class DistributedIterator:
         reader = self._plan.source.open(self._worker, self._plan.policy, state)
         self._state = reader.get_state()
         place, ahead = self._placing(), self._options.experimental_per_replica_buffer_size
-        if self._plan.agreed:
+        if self._worker.count > 1 and not self._plan.source.facts.is_in_memory:
+            # Under DATA too: a worker whose data fails must not leave the others waiting for it in the step.
             exchange = exchange_of(self._topology)
             self._batches: AbstractBatches = Lockstep(reader, place, self._worker, exchange, ahead=ahead > 0)
         else:

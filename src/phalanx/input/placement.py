@@ -172,13 +172,14 @@ def _stack(parts: Sequence[Any], topology: Topology) -> PerReplica:
         return PerReplica(tuple(parts))
     arrays = [np.asarray(p) for p in parts]
     shapes = {a.shape for a in arrays}
-    if len(shapes) == 1:
-        return PerReplica(topology.put_per_replica(np.stack(arrays)))
-    if len({s[1:] for s in shapes}) > 1 or () in shapes:
+    if len({s[1:] for s in shapes}) > 1 or (() in shapes and len(shapes) > 1):
         raise InvalidArgumentError(
             "value_fn", f"it returned arrays of shapes {sorted(shapes)}.", "shapes that agree beyond dim 0"
         )
-    counts = [len(a) for a in arrays]
-    mask = np.arange(max(counts)) < np.array(counts)[:, None]
-    stacked = _padded_stack(arrays, max(counts))
-    return PerReplica(topology.put_per_replica(stacked), RowMask(topology.put_per_replica(mask), sum(counts)))
+    counts = np.array([len(a) if a.ndim else 1 for a in arrays])
+    all_counts = topology.exchange(counts)
+    if (all_counts == counts[0]).all():
+        return PerReplica(topology.put_per_replica(np.stack(arrays)))
+    widest = int(all_counts.max())
+    mask = topology.put_per_replica(np.arange(widest) < counts[:, None])
+    return PerReplica(topology.put_per_replica(_padded_stack(arrays, widest)), RowMask(mask, int(all_counts.sum())))

@@ -312,7 +312,13 @@ class Strategy(ABC):
             )
         leaf = lambda x: gather_leaf(x, axis, self.num_replicas_in_sync)  # noqa: E731
         whole = self._in_program(("gather", axis), lambda v: map_leaves(leaf, v), value)
-        return jax.tree.map(_real_rows, value, whole, is_leaf=is_distributed) if padded else whole
+        if not padded:
+            return whole
+        masks = jax.tree.map(_mask_of, value, is_leaf=is_distributed)
+        masks = self._in_program(
+            ("gather", 0), lambda v: map_leaves(lambda x: gather_leaf(x, 0, self.num_replicas_in_sync), v), masks
+        )
+        return jax.tree.map(_real_rows, value, whole, masks, is_leaf=is_distributed)
 
     @final
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -340,7 +346,7 @@ class Strategy(ABC):
         leaves, tree = flatten(value)
         if not any(isinstance(x, DistributedValues) for x in leaves):
             return (value,)
-        n = self.num_replicas_in_sync
+        n = 1 if self.topology is None else len(self.topology.local_devices)
         parts = [x.values if isinstance(x, DistributedValues) else (x,) * n for x in leaves]
         return tuple(tree.unflatten(p) for p in zip(*parts, strict=True))
 
@@ -482,10 +488,19 @@ class Strategy(ABC):
         context.require_not_running(method, "distribute it outside the step")
 
     def _in_program(self, key: Any, fn: Callable[[Any], Any], value: Any) -> Any:
+        on_all = lambda v: self._on_all_workers(fn(v))  # noqa: E731
         if lifting.innermost() is not None:
-            return fn(value)
+            return on_all(value)
         with context.enter(self._cross_replica):
-            return self._programs.call(self._programs, fn, (value,), {}, key=key)
+            return self._programs.call(self._programs, on_all, (value,), {}, key=key)
+
+    def _on_all_workers(self, tree: Any) -> Any:
+        """Gives every process the whole of each array in a program."""
+        if self.topology is None or self.topology.num_workers == 1:
+            return tree
+        whole = self.topology.replicated
+        place = lambda x: jax.lax.with_sharding_constraint(x, whole) if isinstance(x, jax.Array) else x  # noqa: E731
+        return jax.tree.map(place, tree)
 
     def _content(self, value: Any) -> Any:
         """Returns a variable as the distributed value it is; other values as they are."""
@@ -590,11 +605,14 @@ def _first_steps(value: Any, count: int) -> Any:
         return Mirrored(jax.tree.map(lambda x: x[:count], value.value))
     if not isinstance(value, PerReplica):
         return value[:count] if isinstance(value, jax.Array) else value
-    rows = value.rows and RowMask(value.rows.mask[:, :count], np.asarray(value.rows.count)[:count])
-    return PerReplica(value.data[:, :count], rows)
+    batch = value.batch and RowMask(value.batch.mask[:, :count], value.batch.count[:count])
+    return PerReplica(value.data[:, :count], batch if value.rows else None, batch)
 
 
-def _real_rows(value: Any, whole: Any) -> Any:
-    if not isinstance(value, PerReplica) or value.rows is None:
-        return whole
-    return whole[np.flatnonzero(np.asarray(value.rows.mask))]
+def _mask_of(value: Any) -> Any:
+    """Returns which rows of a padded value are real, as a per-replica value; something else for other values."""
+    return PerReplica(value.rows.mask) if isinstance(value, PerReplica) and value.rows else 0
+
+
+def _real_rows(value: Any, whole: Any, mask: Any) -> Any:
+    return whole[np.flatnonzero(np.asarray(mask))] if isinstance(value, PerReplica) and value.rows else whole

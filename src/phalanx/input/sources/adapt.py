@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
@@ -101,17 +102,33 @@ def _of_torch(dataset: Any, batch_size: int | None, drop: bool) -> AbstractSourc
     if isinstance(dataset, data.DataLoader):
         _refuse_batch_size(dataset, batch_size)
         return BatchStream(
-            lambda: iter(dataset),
+            lambda: (_from_torch(batch) for batch in dataset),
             Facts(num_batches=_length(dataset), is_full=drop or bool(dataset.batch_size and dataset.drop_last)),
             drop_remainder=drop,
         )
     if isinstance(dataset, data.IterableDataset):
-        return _stream_of_records(dataset, batch_size, drop)
+        return _stream_of_records(lambda: (_from_torch(row) for row in dataset), batch_size, drop)
+    leaves = jax.tree.leaves(dataset)
+    if batch_size is not None and leaves and all(isinstance(x, torch.Tensor) for x in leaves):
+        return ArrayRecords(_from_torch(dataset), batch_size, drop_remainder=drop)
     if not isinstance(dataset, data.Dataset):
         return None
     if batch_size is None:
         raise _no_batch_size(dataset)
-    return SequenceRecords(dataset, batch_size, drop_remainder=drop)
+    return SequenceRecords(_TorchRecords(dataset), batch_size, drop_remainder=drop)
+
+
+def _from_torch(tree: Any) -> Any:
+    """Returns a pytree with arrays for the tensors of torch."""
+    torch: Any = _imported("torch")
+
+    def to_numpy(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        x = x.detach().cpu()
+        return x.view(torch.int16).numpy().view(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+
+    return jax.tree.map(to_numpy, tree)
 
 
 def _of_tensorflow(dataset: Any, batch_size: int | None, drop: bool) -> AbstractSource | None:
@@ -213,6 +230,19 @@ def _refuse_batch_size(dataset: Any, batch_size: int | None) -> None:
             "it makes batches already.",
             "leave out batch_size; the batches of the dataset are the global batches",
         )
+
+
+class _TorchRecords(Sequence[Any]):
+    """A map-style dataset of torch as a sequence of arrays."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _from_torch(self._dataset[index])
 
 
 class _PyBatches(Sequence[Any]):

@@ -59,6 +59,7 @@ class Facts:
       num_records: how many rows there are, if that is known.
       files: the files it reads.
       has_random_access: whether a worker reads no rows but its own.
+      is_in_memory: whether reading cannot fail.
     """
 
     batch_size: int | None = None
@@ -67,6 +68,7 @@ class Facts:
     num_records: int | None = None
     files: tuple[str, ...] = field(default=(), repr=False)
     has_random_access: bool = False
+    is_in_memory: bool = False
 
 
 class AbstractSource(ABC):

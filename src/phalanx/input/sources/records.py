@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of rows: arrays, and random-access sequences of records. A worker reads its own rows only."""
 
+import dataclasses
 import math
 import sys
 from abc import abstractmethod
@@ -93,6 +94,11 @@ class ArrayRecords(AbstractRecords):
         # On the host once: a background thread that sliced arrays of JAX would run programs.
         self._arrays = jax.tree.map(np.asarray, arrays)
         super().__init__(num_rows(self._arrays), batch_size, drop_remainder=drop_remainder)
+
+    @property
+    @override
+    def facts(self) -> Facts:
+        return dataclasses.replace(super().facts, is_in_memory=True)
 
     @override
     def records(self, start: int, stop: int) -> Any:
