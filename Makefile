@@ -3,13 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test bench check clean
+.PHONY: demo test test-sources bench check clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/text_lm.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q
+
+test-sources: .venv-sources/.installed
+	.venv-sources/bin/python -m pytest -q tests/sources
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
@@ -27,5 +30,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[demo,test]"
 	touch $@
 
+# Libraries whose datasets Phalanx takes, but does not need. TensorFlow 2.21 wants an older h5py than the constraints.
+.venv-sources/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-sources
+	grep -v '^h5py==' constraints.txt > .venv-sources/constraints.txt
+	.venv-sources/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-sources/constraints.txt \
+		--editable ".[data,test]" torch==2.13.0 datasets==5.2.0 tensorflow-cpu==2.21.0
+	touch $@
+
 clean:
-	rm -rf .venv out build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-sources out build dist .pytest_cache .mypy_cache .ruff_cache

@@ -3,7 +3,8 @@
 
 import argparse
 
-from benchmarks import against_tensorflow, compile_time, host_time, memory, step
+from benchmarks import against_tensorflow, compile_time, host_time, memory, run_steps, soak, step
+from benchmarks import input as reading
 
 BENCHMARKS = {
     "step": step.run,
@@ -11,6 +12,9 @@ BENCHMARKS = {
     "compile": compile_time.run,
     "host": host_time.run,
     "memory": memory.run,
+    "input": reading.run,
+    "run_steps": run_steps.run,
+    "soak": soak.run,
 }
 
 

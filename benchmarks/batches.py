@@ -16,6 +16,11 @@ def rows_of(batch_bytes: int) -> int:
     return batch_bytes // ROW_BYTES
 
 
+def count_of(batch_bytes: int) -> int:
+    """Returns of how many such batches a pass is."""
+    return min(_MOST_BATCHES, _TOTAL_BYTES // batch_bytes)
+
+
 def arrays(batch_bytes: int, *, aligned: bool) -> tuple[np.ndarray, np.ndarray]:
     """Returns examples and labels for one pass.
 
@@ -24,8 +29,7 @@ def arrays(batch_bytes: int, *, aligned: bool) -> tuple[np.ndarray, np.ndarray]:
       aligned: whether they begin at a multiple of 64 bytes: then `jax.device_put` makes no copy on the CPU. What NumPy
         allocates begins 16 bytes after one, if it is large.
     """
-    count = min(_MOST_BATCHES, _TOTAL_BYTES // batch_bytes)
-    rows = count * rows_of(batch_bytes)
+    rows = count_of(batch_bytes) * rows_of(batch_bytes)
     x = _empty((rows, WIDTH), "float32", 0 if aligned else 16)
     y = _empty((rows,), "int32", 0 if aligned else 16)
     x[:] = np.random.default_rng(0).random((1, WIDTH), dtype="float32")

@@ -35,7 +35,7 @@ class HandWritten:
         sum_grads = functools.partial(jax.lax.psum, axis_name=phalanx.REPLICA_AXIS) if n > 1 else lambda grads: grads
         model = CASES[case].model(keras)
         rows = CASES[case].per_replica_batch * n
-        make = _pure_step if case in _PURE else _keras_step
+        make = pure_step if case in _PURE else _keras_step
         step, state = make(model, sum_grads, rows)
         if n > 1:
             step = jax.shard_map(
@@ -51,7 +51,7 @@ class HandWritten:
         return loss
 
 
-def _pure_step(model: Any, sum_grads: Callable[[Any], Any], rows: int) -> tuple[ReplicaStep, Any]:
+def pure_step(model: Any, sum_grads: Callable[[Any], Any], rows: int) -> tuple[ReplicaStep, Any]:
     """An MLP and Adam in jax.numpy."""
 
     def loss_of(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:

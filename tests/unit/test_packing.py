@@ -1,15 +1,12 @@
-"""Packing and splitting: properties of the arithmetic."""
+"""Packing: properties of the arithmetic."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.collectives.packing import by_bytes, by_count
-from phalanx.input.shard import places, shares, split
 
 ARRAYS = st.lists(st.tuples(st.sampled_from(["f4", "i4", "f2"]), st.integers(0, 100)), max_size=30)
-COUNTS = st.integers(0, 40)
 
 
 def unzipped(arrays):
@@ -69,26 +66,3 @@ def test_by_bytes(arrays, bytes_per_pack):
 def test_by_count_examples(sizes, num_packs, expected):
     """Buffers of about equal bytes, in order."""
     assert by_count(["f4"] * len(sizes), sizes, num_packs) == expected
-
-
-@settings(deadline=None)
-@given(COUNTS, st.integers(1, 9))
-def test_shares(rows, replicas):
-    """They add up, differ by one at most, and the first replicas have more."""
-    result = shares(rows, replicas)
-    assert sum(result) == rows
-    assert max(result) - min(result) <= 1
-    assert result == sorted(result, reverse=True)
-
-
-@settings(deadline=None)
-@given(COUNTS, st.integers(1, 9))
-def test_split(rows, replicas):
-    """Real places hold every row once and in order; padded places come last and hold a row that exists."""
-    layout = split(shares(rows, replicas), places(rows, replicas))
-    assert layout.index.shape == layout.mask.shape == (replicas, max(1, -(-rows // replicas)))
-    assert layout.index[layout.mask].tolist() == list(range(rows))
-    assert layout.mask.sum(axis=1).tolist() == shares(rows, replicas)
-    assert np.array_equal(layout.mask, -np.sort(-layout.mask.astype(int), axis=1))
-    assert layout.index.min() >= 0
-    assert layout.index.max() < max(1, rows)

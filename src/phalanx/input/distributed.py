@@ -208,6 +208,25 @@ class DistributedIterator:
             raise _at_end("the next steps of an iterator")
         return batch.value, len(batch.steps)
 
+    def next_alike(self, steps: int) -> list[Any]:
+        """Returns the next batches one by one: up to `steps`, and no further than to one of another size.
+
+        `Strategy.run_steps` of the default strategy asks for them.
+
+        Raises:
+          OutOfRangeError: there is none.
+        """
+        batches: list[Any] = []
+        while len(batches) < steps and (batch := self._batches.get(Form())) is not None:
+            if batches and jax.tree.map(np.shape, batch.value) != jax.tree.map(np.shape, batches[0]):
+                self._batches.put_back(batch)
+                break
+            batches.append(batch.value)
+            self._state = batch.state or self._state
+        if not batches:
+            raise _at_end("the next steps of an iterator")
+        return batches
+
     @property
     def element_spec(self) -> Any:
         """What one replica gets of a batch: a pytree of `jax.ShapeDtypeStruct`. It reads the next batch ahead.
@@ -260,7 +279,7 @@ class DistributedIterator:
 
     def _open(self, state: State | None) -> None:
         reader = self._plan.source.open(self._worker, self._plan.policy, state)
-        self._state = reader.get_state()
+        self._state: State = reader.get_state()
         place, ahead = self._placing(), self._options.experimental_per_replica_buffer_size
         if self._worker.count > 1 and not self._plan.source.facts.is_in_memory:
             # Under DATA too: a worker whose data fails must not leave the others waiting for it in the step.

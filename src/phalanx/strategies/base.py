@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Strategy`: the public verbs, over a few hooks that a strategy overrides."""
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -29,7 +28,6 @@ from phalanx.input.distributed import (
 )
 from phalanx.input.placement import ValueContext, distribute_values
 from phalanx.input.sharding import WorkerShard
-from phalanx.input.sources.base import stack
 from phalanx.input.sources.functions import InputContext
 from phalanx.input.sources.records import NumpyDataset
 from phalanx.options import InputOptions, ReduceOp, RunOptions
@@ -187,7 +185,7 @@ class Strategy(ABC):
         """Runs `fn(batch)` for the next `steps` batches, as one compiled program. In cross-replica context or outside all scopes.
 
         It does what as many calls of `run` do, with one dispatch. Where fewer batches are left it does those, with the same
-        program. Under the default strategy the calls are made one by one.
+        program. Under the default strategy the calls are made one by one, and end before a batch of another size.
 
         Args:
           fn: the replica function of one step. As in `run`, it may read and assign Keras variables.
@@ -220,10 +218,8 @@ class Strategy(ABC):
             )
         check_steps(steps)
         if self.topology is None:
-            first = iterator.get_next()
-            rest = itertools.islice(iterator, steps - 1)
-            results = stack([self.run(fn, args=(batch,)) for batch in itertools.chain([first], rest)])
-            return jax.tree.map(jnp.asarray, results)
+            results = [self.run(fn, args=(batch,)) for batch in iterator.next_alike(steps)]
+            return jax.tree.map(lambda *xs: jnp.stack(xs), *results)
         batches, count = iterator.next_steps(steps)
 
         def program(batches: Any, count: Any) -> Any:

@@ -33,8 +33,13 @@ def open_all(source, shape, policy=DATA, state=None):
 
 
 def rows(piece):
-    """The rows of a worker's piece: those of its first leaf."""
-    return [] if piece is None else [x for part in piece.parts for x in np.asarray(jax.tree.leaves(part)[0]).tolist()]
+    """The rows of a worker's piece: those of its first leaf, without a row that it has to pad with."""
+    if piece is None:
+        return []
+    (part,) = piece.parts
+    leaf = np.asarray(jax.tree.leaves(part)[0]).tolist()
+    assert len(leaf) == sum(piece.counts) or (not sum(piece.counts) and len(leaf) == 1)
+    return leaf[: sum(piece.counts)]
 
 
 def take(readers, steps=None):

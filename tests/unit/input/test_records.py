@@ -100,13 +100,13 @@ class Recording:
 
 
 def test_no_worker_reads_the_records_of_another():
-    """A sequence is asked for own records only."""
+    """A sequence is asked for own records only; where there are none, for one to pad with."""
     seen = []
     for index in range(2):
         sequence = Recording(10)
         take([SequenceRecords(sequence, 4).open(Worker(index, 2, 2), DATA, None)])
         seen.append(sequence.read)
-    assert seen == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7]]
+    assert seen == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 8]]
 
 
 def test_endless_records():
@@ -127,7 +127,10 @@ def test_records_become_batches():
 @pytest.mark.parametrize(
     ("records", "match"),
     [
-        ([np.zeros(2), np.zeros(3)], r"records of shapes \[\(2,\), \(3,\)\]: the rows of one batch must have one shape"),
+        (
+            [np.zeros(2), np.zeros(3)],
+            r"records of shapes \[\(2,\), \(3,\)\]: the rows of one batch must have one shape",
+        ),
         ([{"a": 1}, {"b": 1}], "records of one batch: they have the structures"),
         ([1, None], "the records 0 to 1 of a list: some of them are None: a filter"),
     ],
