@@ -161,6 +161,8 @@ class DistributedIterator:
     def __init__(self, plan: Plan, topology: Topology | None, options: InputOptions, *, steps: int | None) -> None:
         self._plan, self._topology, self._options, self._form = plan, topology, options, Form(steps)
         self._worker = worker_of(topology)
+        self._state: State
+        self._batches: AbstractBatches
         self._open(None)
 
     def __iter__(self) -> "DistributedIterator":
@@ -279,12 +281,12 @@ class DistributedIterator:
 
     def _open(self, state: State | None) -> None:
         reader = self._plan.source.open(self._worker, self._plan.policy, state)
-        self._state: State = reader.get_state()
+        self._state = reader.get_state()
         place, ahead = self._placing(), self._options.experimental_per_replica_buffer_size
         if self._worker.count > 1 and not self._plan.source.facts.is_in_memory:
             # Under DATA too: a worker whose data fails must not leave the others waiting for it in the step.
             exchange = exchange_of(self._topology)
-            self._batches: AbstractBatches = Lockstep(reader, place, self._worker, exchange, ahead=ahead > 0)
+            self._batches = Lockstep(reader, place, self._worker, exchange, ahead=ahead > 0)
         else:
             # Under the default strategy nothing is put anywhere, and a dataset on a device is read where it is.
             here = self._topology is None or self._options.experimental_place_dataset_on_device
