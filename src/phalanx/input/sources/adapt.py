@@ -32,7 +32,8 @@ def source_of(dataset: Any, batch_size: int | None = None, *, drop_remainder: bo
     """
     if batch_size is not None:
         check_batch_size(batch_size)
-    for kind in (_ours, _of_grain, _of_keras, _of_torch, _of_tensorflow, _of_hugging_face):
+    # Hugging Face's stream is one of torch too, where torch is installed.
+    for kind in (_ours, _of_grain, _of_keras, _of_hugging_face, _of_torch, _of_tensorflow):
         source = kind(dataset, batch_size, drop_remainder)
         if source is not None:
             return source
@@ -108,8 +109,7 @@ def _of_torch(dataset: Any, batch_size: int | None, drop: bool) -> AbstractSourc
         )
     if isinstance(dataset, data.IterableDataset):
         return _stream_of_records(lambda: (_from_torch(row) for row in dataset), batch_size, drop)
-    leaves = jax.tree.leaves(dataset)
-    if batch_size is not None and leaves and all(isinstance(x, torch.Tensor) for x in leaves):
+    if batch_size is not None and _is_all(dataset, torch.Tensor):
         return ArrayRecords(_from_torch(dataset), batch_size, drop_remainder=drop)
     if not isinstance(dataset, data.Dataset):
         return None
@@ -164,7 +164,7 @@ def _of_python(dataset: Any, batch_size: int | None, drop: bool) -> AbstractSour
     if batch_size is not None:
         if isinstance(dataset, Iterator) or is_function or isinstance(dataset, (map, filter, zip)):
             return _stream_of_records(dataset, batch_size, drop)
-        if _is_arrays(dataset):
+        if _is_all(dataset, (np.ndarray, jax.Array)):
             return ArrayRecords(dataset, batch_size, drop_remainder=drop)
         if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
             return SequenceRecords(dataset, batch_size, drop_remainder=drop)
@@ -201,9 +201,16 @@ def _maker(dataset: Any) -> Callable[[], Iterator[Any]]:
     return lambda: iter(dataset if isinstance(dataset, Iterable) else dataset())
 
 
-def _is_arrays(dataset: Any) -> bool:
+def _is_all(dataset: Any, kinds: Any) -> bool:
+    """Whether it is one pytree of such arrays."""
+    if not isinstance(dataset, (list, tuple, Mapping)):
+        return isinstance(dataset, kinds)
+    # One look is enough to see that a list of a million records is none.
+    first = next(iter(dataset.values() if isinstance(dataset, Mapping) else dataset), None)
+    if first is not None and not isinstance(first, kinds) and not isinstance(first, (list, tuple, Mapping)):
+        return False
     leaves = jax.tree.leaves(dataset)
-    return bool(leaves) and all(isinstance(x, (np.ndarray, jax.Array)) for x in leaves)
+    return bool(leaves) and all(isinstance(x, kinds) for x in leaves)
 
 
 def _length(dataset: Any) -> int:

@@ -1,0 +1,500 @@
+"""Distributed datasets and their iterators, as a user sees them."""
+
+import gc
+import threading
+import time
+
+import grain
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+from simulation import DEADLINE_S, content, prefetching
+
+import phalanx
+from phalanx.errors import CardinalityError, InputError, InvalidArgumentError, OutOfRangeError
+from phalanx.options import InputReplicationMode
+from phalanx.testing import assert_restores_everywhere
+
+
+def mirrored(replicas):
+    """A strategy over the first CPU devices."""
+    return phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+
+
+@pytest.fixture
+def strategy():
+    """Two replicas."""
+    return mirrored(2)
+
+
+@pytest.fixture(autouse=True)
+def grain_has_ended():
+    """Grain ends its own threads some time after its iterators."""
+    yield
+    left, deadline = (
+        lambda: any(t.name.startswith("grain") for t in threading.enumerate()),
+        time.monotonic() + DEADLINE_S,
+    )
+    if left():
+        gc.collect()
+    while left():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Pairs(keras.utils.PyDataset):
+    """Four batches, of which the last is short."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return np.arange(3 * i, 3 * i + (3 if i < 3 else 1))
+
+
+def array_records(folder):
+    """A Grain source over three files of four numbers, as bytes of one length."""
+    paths = []
+    for i in range(3):
+        paths.append(str(folder / f"{i}.array_record"))
+        writer = ArrayRecordWriter(paths[-1], "group_size:1")
+        for j in range(4 if i < 2 else 2):
+            writer.write(b"%02d" % (4 * i + j))
+        writer.close()
+    return grain.sources.ArrayRecordDataSource(paths)
+
+
+def numbers_in(path):
+    """Reads a file of bytes as one would: a sequence of decoded records."""
+    return grain.MapDataset.source(grain.sources.ArrayRecordDataSource(path)).map(int)
+
+
+def text_files(folder):
+    """Three files of numbers."""
+    for i, n in enumerate([4, 4, 2]):
+        (folder / f"{i}.txt").write_text("".join(f"{4 * i + j}\n" for j in range(n)))
+    return str(folder / "*.txt")
+
+
+def integers(path):
+    """Streams the records of such a file."""
+    with open(path) as file:
+        yield from map(int, file)
+
+
+TEN = grain.MapDataset.range(10)
+
+SOURCES = {
+    "numpy": lambda f: (np.arange(10), 3),
+    "numpy_pytree": lambda f: ({"x": np.arange(10)}, 3),
+    "jax": lambda f: (jnp.arange(10), 3),
+    "make_numpy": lambda f: (mirrored(2).make_experimental_numpy_dataset(list(range(10))), 3),
+    "make_numpy_batched": lambda f: (mirrored(2).make_experimental_numpy_dataset(list(range(10))).batch(3), None),
+    "sequence": lambda f: (range(10), 3),
+    "py_dataset": lambda f: (Pairs(), None),
+    "list_of_batches": lambda f: ([np.arange(i, min(i + 3, 10)) for i in range(0, 10, 3)], None),
+    "generator_of_batches": lambda f: (lambda: (np.arange(i, min(i + 3, 10)) for i in range(0, 10, 3)), None),
+    "generator_of_rows": lambda f: (lambda: iter(range(10)), 3),
+    "map_dataset_batched": lambda f: (TEN.batch(3), None),
+    "map_dataset": lambda f: (TEN, 3),
+    "iter_dataset_batched": lambda f: (TEN.to_iter_dataset().batch(3), None),
+    "iter_dataset": lambda f: (TEN.to_iter_dataset(), 3),
+    "iter_dataset_filtered": lambda f: (grain.MapDataset.range(20).filter(lambda x: x < 10).to_iter_dataset(), 3),
+    "data_loader": lambda f: (
+        grain.DataLoader(
+            data_source=range(10),
+            sampler=grain.samplers.IndexSampler(10, num_epochs=1, shuffle=False),
+            operations=[grain.transforms.Batch(3)],
+            worker_count=0,
+        ),
+        None,
+    ),
+    "text_files": lambda f: (phalanx.data.from_files(text_files(f), integers), 3),
+    "array_record_files": lambda f: (phalanx.data.from_files(array_records(f).paths, numbers_in), 3),
+    "interleaved_files": lambda f: (phalanx.data.from_files(array_records(f).paths, numbers_in, interleave=2), 3),
+}
+
+
+@pytest.fixture(params=SOURCES)
+def given(request, tmp_path):
+    """A dataset of the numbers 0 to 9, and the batch size to distribute it with."""
+    return SOURCES[request.param](tmp_path)
+
+
+def flat(batches):
+    """All real rows."""
+    return [int(x) for b in batches for v in jax.tree.leaves(b, is_leaf=is_per_replica) for p in v.values for x in p]
+
+
+def is_per_replica(x):
+    """For trees of batches."""
+    return isinstance(x, phalanx.PerReplica)
+
+
+def test_every_source(strategy, given):
+    """Every row once, with real rows only; in order."""
+    dataset, batch_size = given
+    distributed = strategy.experimental_distribute_dataset(dataset, batch_size=batch_size)
+    rows = flat(distributed)
+    assert sorted(rows) == list(range(10))
+    assert flat(distributed) == rows
+
+
+def test_every_source_restores_everywhere(strategy, given):
+    """From each of its positions, through text."""
+    dataset, batch_size = given
+    assert_restores_everywhere(strategy.experimental_distribute_dataset(dataset, batch_size=batch_size))
+
+
+def test_every_source_restores_on_other_replicas(given):
+    """The position belongs to the dataset."""
+    dataset, batch_size = given
+    distributed = [mirrored(n).experimental_distribute_dataset(dataset, batch_size=batch_size) for n in (1, 2, 3)]
+    whole = flat(distributed[1])
+    before = iter(distributed[1])
+    read = flat([next(before), next(before)])
+    for after in map(iter, distributed[1:]):
+        after.set_state(before.get_state())
+        assert read + flat(after) == whole
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 9])
+def test_stacked_steps_restore_everywhere(strategy, steps):
+    """At the positions between the stacks."""
+    dataset = strategy.experimental_distribute_dataset(np.arange(10), batch_size=3).batches(steps=steps)
+    assert len(dataset) == -(-4 // steps)
+    assert_restores_everywhere(dataset)
+
+
+@pytest.mark.parametrize("mode", InputReplicationMode)
+def test_functions_restore_everywhere(strategy, mode):
+    """Each pipeline its own position."""
+    make = lambda c: [np.arange(3) + 10 * i for i in range(5)]  # noqa: E731
+    options = phalanx.InputOptions(experimental_replication_mode=mode)
+    assert_restores_everywhere(strategy.distribute_datasets_from_function(make, options))
+
+
+def test_default_strategy_restores_everywhere(given):
+    """Likewise."""
+    dataset, batch_size = given
+    assert_restores_everywhere(phalanx.get_strategy().experimental_distribute_dataset(dataset, batch_size=batch_size))
+
+
+def test_the_law_finds_what_does_not_restore(strategy):
+    """A source that gives other batches each time fails it."""
+    counter = iter(range(99))
+    dataset = strategy.experimental_distribute_dataset(lambda: (np.full(2, next(counter)) for _ in range(3)))
+    with pytest.raises(AssertionError, match="batch 0, after the position behind batch -1 was restored, is"):
+        assert_restores_everywhere(dataset)
+
+
+def test_array_record_source(strategy, tmp_path):
+    """Grain's own source is files: its records are bytes, of which arrays cannot be made."""
+    source = array_records(tmp_path)
+    (shard,) = phalanx.explain_sharding(source, strategy, batch_size=4)
+    assert shard.num_files == 3
+    with pytest.raises(InputError, match=r"a batch of dtype \|?S2: only numbers and bools"):
+        next(iter(strategy.experimental_distribute_dataset(source, batch_size=4)))
+
+
+def test_default_strategy_passes_batches_through():
+    """The same objects."""
+    batches = [np.ones(3), np.zeros(2)]
+    got = list(phalanx.get_strategy().experimental_distribute_dataset(batches))
+    assert all(a is b for a, b in zip(got, batches, strict=True))
+
+
+def test_iterators_are_independent(strategy):
+    """Each starts the dataset again."""
+    dataset = strategy.experimental_distribute_dataset([np.array([i, i]) for i in range(3)])
+    one, two = iter(dataset), iter(dataset)
+    assert content(next(one)) == content(two.get_next()) == [[0], [0]]
+    assert iter(one) is one
+    assert len(list(one)) == 2
+
+
+def test_a_pass_within_a_pass(strategy):
+    """As evaluation within training."""
+    dataset = strategy.experimental_distribute_dataset(np.arange(6), batch_size=2)
+    assert [flat(dataset) for _ in dataset] == [list(range(6))] * 3
+
+
+def test_the_end(strategy):
+    """StopIteration, OutOfRangeError, or an optional without value; again and again."""
+    iterator = iter(strategy.experimental_distribute_dataset([np.ones(2)]))
+    assert iterator.get_next_as_optional().has_value()
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(iterator)
+        with pytest.raises(
+            OutOfRangeError, match=r"iterator.get_next\(\): the dataset has no further batch.\nHINT: get_"
+        ):
+            iterator.get_next()
+        optional = iterator.get_next_as_optional()
+        assert not optional.has_value()
+        with pytest.raises(OutOfRangeError, match=r"Optional.get_value\(\): it has no value"):
+            optional.get_value()
+
+
+def test_optional(strategy):
+    """It holds the batch."""
+    iterator = iter(strategy.experimental_distribute_dataset([np.arange(2)]))
+    assert content(iterator.get_next_as_optional().get_value()) == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "batch_size", "cardinality"),
+    [
+        (np.arange(10), 4, 3),
+        ([np.ones(4)] * 5, None, 5),
+        ([], None, 0),
+        (grain.MapDataset.range(10).batch(4), None, 3),
+        (grain.MapDataset.range(10).repeat(), 4, phalanx.data.INFINITE_CARDINALITY),
+        (lambda: iter([]), None, phalanx.data.UNKNOWN_CARDINALITY),
+        (Pairs(), None, 4),
+    ],
+)
+def test_cardinality(strategy, dataset, batch_size, cardinality):
+    """How many global batches, and `len` where that is a number."""
+    distributed = strategy.experimental_distribute_dataset(dataset, batch_size=batch_size)
+    assert distributed.cardinality == cardinality
+    if cardinality >= 0:
+        assert len(distributed) == len(list(distributed)) == cardinality
+    else:
+        with pytest.raises(CardinalityError, match=f"its cardinality is {cardinality}: (unknown|infinite)"):
+            len(distributed)
+
+
+def test_drop_remainder_counts(strategy):
+    """The short batch is not among them."""
+    dataset = strategy.experimental_distribute_dataset(np.arange(10), batch_size=4, drop_remainder=True)
+    assert len(dataset) == 2
+    assert flat(dataset) == list(range(8))
+
+
+@pytest.mark.parametrize(("replicas", "rows"), [(1, 4), (2, 2), (3, 2)])
+def test_element_spec(replicas, rows):
+    """What one replica gets; no batch is lost by asking."""
+    dataset = mirrored(replicas).experimental_distribute_dataset(
+        {"x": np.ones((10, 3)), "y": np.arange(10)}, batch_size=4
+    )
+    assert dataset.element_spec == {
+        "x": jax.ShapeDtypeStruct((rows, 3), "float32"),
+        "y": jax.ShapeDtypeStruct((rows,), "int32"),
+    }
+    iterator = iter(dataset)
+    next(iterator)
+    assert iterator.element_spec["y"].shape == (rows,)
+    assert iterator.get_state() == {"records": 4}
+    assert len(list(iterator)) == 2
+
+
+def test_element_spec_of_a_one_shot_generator(strategy):
+    """Its first batch is still there afterwards."""
+    dataset = strategy.experimental_distribute_dataset(np.full(2, i) for i in range(3))
+    assert dataset.element_spec.shape == (1,)
+    assert dataset.element_spec.shape == (1,)
+    assert flat(dataset) == [0, 0, 1, 1, 2, 2]
+
+
+def test_one_shot_generator_is_refused_the_second_time(strategy):
+    """Instead of being empty."""
+    dataset = strategy.experimental_distribute_dataset(np.full(2, i) for i in range(3))
+    assert len(list(dataset)) == 3
+    with pytest.raises(InputError, match="a second pass over an iterator: it can be read once"):
+        iter(dataset)
+
+
+def test_reduce_of_a_dataset(strategy):
+    """A fold over its batches."""
+    dataset = strategy.experimental_distribute_dataset(np.arange(10.0), batch_size=4)
+    assert dataset.reduce(0.0, lambda s, x: s + float(strategy.reduce("SUM", x, axis=0))) == 45.0
+    assert strategy.experimental_distribute_dataset([]).reduce("start", lambda s, x: x) == "start"
+
+
+def test_position_in_a_file(strategy, tmp_path):
+    """Another iterator goes on from it, on other replicas."""
+    iterator = iter(strategy.experimental_distribute_dataset(np.arange(10), batch_size=3))
+    next(iterator)
+    iterator.save_state(tmp_path / "position.json")
+    other = iter(mirrored(3).experimental_distribute_dataset(np.arange(10), batch_size=3))
+    other.load_state(tmp_path / "position.json")
+    assert flat(other) == list(range(3, 10))
+    assert flat(iterator) == list(range(3, 10))
+
+
+def test_position_with_another_batch_size(strategy):
+    """It counts rows."""
+    iterator = iter(strategy.experimental_distribute_dataset(np.arange(10), batch_size=3))
+    next(iterator)
+    other = iter(strategy.experimental_distribute_dataset(np.arange(10), batch_size=5))
+    other.set_state(iterator.get_state())
+    assert flat(other) == list(range(3, 10))
+
+
+def test_back_to_an_earlier_position(strategy):
+    """An iterator can go back, also from the end."""
+    iterator = iter(strategy.experimental_distribute_dataset(np.arange(10), batch_size=3))
+    start = iterator.get_state()
+    assert flat(iterator) == list(range(10))
+    iterator.set_state(start)
+    assert flat(iterator) == list(range(10))
+
+
+def test_a_wrong_position(strategy):
+    """Of another kind of dataset."""
+    iterator = iter(strategy.experimental_distribute_dataset(np.arange(10), batch_size=3))
+    with pytest.raises(InputError, match=r"set_state\(\{'batches': 1\}\): this source keeps its position as 'records'"):
+        iterator.set_state({"batches": 1})
+    assert flat(iterator) == list(range(10))
+
+
+def test_batches_that_are_not_fetched(strategy):
+    """NumPy arrays in the same layout, for which the same results come out."""
+    options = phalanx.InputOptions(experimental_fetch_to_device=False)
+    with strategy.scope():
+        total = keras.Variable(0.0, aggregation="sum")
+
+    def step(x):
+        total.assign_add(phalanx.nn.compute_average_loss(x))
+
+    for kwargs in ({}, {"options": options}):
+        for batch in strategy.experimental_distribute_dataset(np.arange(10.0), batch_size=3, **kwargs):
+            assert isinstance(batch.data, np.ndarray if kwargs else jax.Array)
+            assert not kwargs or [type(v) for v in batch.values] == [np.ndarray] * 2
+            strategy.run(step, args=(batch,))
+    assert float(total) == 2 * (1 + 4 + 7 + 9)
+
+
+@pytest.mark.parametrize("fetch", [True, False])
+def test_where_batches_of_one_device_are(fetch):
+    """On it, or nowhere yet."""
+    options = phalanx.InputOptions(experimental_fetch_to_device=fetch)
+    dataset = phalanx.OneDeviceStrategy("cpu:1").experimental_distribute_dataset([np.ones(2)], options)
+    (batch,) = dataset
+    assert batch.device.id == 1 if fetch else type(batch) is np.ndarray
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+def test_read_ahead_changes_nothing(strategy, ahead):
+    """But speed."""
+    options = phalanx.InputOptions(experimental_per_replica_buffer_size=ahead)
+    dataset = strategy.experimental_distribute_dataset(np.arange(10), options, batch_size=3)
+    assert flat(dataset) == list(range(10))
+    assert_restores_everywhere(dataset)
+
+
+def test_stacked_steps(strategy):
+    """A replica's leaves are `[steps, rows, ...]`; the last stack has as many as are left."""
+    one, two = strategy.experimental_distribute_dataset(np.arange(10), batch_size=4).batches(steps=2)
+    assert (one.data.shape, two.data.shape) == ((2, 2, 2), (2, 1, 2))
+    assert one.values[1].tolist() == [[2, 3], [6, 7]]
+    assert (one.rows.count.tolist(), two.rows.count.tolist()) == ([4, 4], [2])
+    assert int(strategy.reduce("SUM", one, axis=(0, 1))) == 28
+
+
+def test_stacked_steps_of_the_default_strategy():
+    """Arrays `[steps, rows, ...]`."""
+    dataset = phalanx.get_strategy().experimental_distribute_dataset(np.arange(8), batch_size=4).batches(steps=2)
+    assert [b.tolist() for b in dataset] == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+
+
+def test_stacked_steps_of_various_sizes():
+    """The default strategy pads nothing, so it cannot stack them."""
+    dataset = phalanx.get_strategy().experimental_distribute_dataset(np.arange(6), batch_size=4).batches(steps=2)
+    with pytest.raises(InputError, match=r"shapes \[\(2,\), \(4,\)\]"):
+        next(iter(dataset))
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, None])
+def test_bad_steps(strategy, steps):
+    """With their value."""
+    with pytest.raises(InvalidArgumentError, match=f"steps={steps!r}: must be an integer of at least 1"):
+        strategy.experimental_distribute_dataset([np.ones(2)]).batches(steps=steps)
+
+
+def test_make_experimental_numpy_dataset(strategy):
+    """Rows, to be batched before or while they are distributed."""
+    rows = strategy.make_experimental_numpy_dataset((np.arange(10), [1.0] * 10))
+    for dataset in (
+        strategy.experimental_distribute_dataset(rows.batch(4)),
+        strategy.experimental_distribute_dataset(rows, batch_size=4),
+    ):
+        x, y = next(iter(dataset))
+        assert (content(x), y.data.shape) == ([[0, 1], [2, 3]], (2, 2))
+    with pytest.raises(InvalidArgumentError, match="session='s': there are no sessions here"):
+        strategy.make_experimental_numpy_dataset(np.ones(3), "s")
+
+
+def test_one_batch_ahead(strategy):
+    """The next batch is fetched when one is handed out, no more."""
+    fetched = []
+
+    def batches():
+        for i in range(5):
+            fetched.append(i)
+            yield np.ones(2)
+
+    iterator = iter(strategy.experimental_distribute_dataset(batches()))
+    next(iterator)
+    deadline = time.monotonic() + 10
+    while fetched != [0, 1]:
+        assert time.monotonic() < deadline, fetched
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert fetched == [0, 1]
+
+
+def test_nothing_is_read_before_it_is_asked_for(strategy):
+    """`iter` starts no thread, nor does distributing."""
+    read = []
+    iterator = iter(strategy.experimental_distribute_dataset(read.append(i) or np.ones(2) for i in range(3)))
+    assert (read, prefetching()) == ([], [])
+    assert len(list(iterator)) == 3
+
+
+def one():
+    """A replica function that communicates."""
+    return phalanx.get_replica_context().all_reduce("SUM", 1.0)
+
+
+def test_iteration_in_another_thread(strategy):
+    """A loader thread may pull batches while the main thread steps."""
+    got = []
+    dataset = strategy.experimental_distribute_dataset([np.full(2, i) for i in range(20)])
+    thread = threading.Thread(target=lambda: got.extend(dataset))
+    thread.start()
+    for _ in range(20):
+        strategy.run(one)
+    thread.join(timeout=30)
+    assert [content(b)[0][0] for b in got] == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "kind"), [(1, "arrays"), (2, "arrays"), (3, "arrays"), (4, "arrays"), (2, "generator"), (3, "grain")]
+)
+def test_evaluation_is_exact(replicas, kind):
+    """1,000 rows at batch 48: loss and accuracy are those of NumPy over all rows."""
+    strategy, random = mirrored(replicas), np.random.default_rng(0)
+    x, y = random.normal(size=1000).astype("float32"), random.integers(0, 2, 1000)
+    pairs = {
+        "arrays": (x, y),
+        "generator": lambda: zip(x, y, strict=True),
+        "grain": grain.MapDataset.range(1000).map(lambda i: (x[i], y[i])),
+    }
+    with strategy.scope():
+        loss, accuracy = keras.metrics.Mean(), keras.metrics.BinaryAccuracy()
+
+    def step(batch):
+        xs, ys = batch
+        mask = phalanx.get_replica_context().example_mask
+        loss.update_state((xs - ys) ** 2, sample_weight=mask)
+        accuracy.update_state(ys[:, None], xs[:, None], sample_weight=mask)
+
+    for batch in strategy.experimental_distribute_dataset(pairs[kind], batch_size=48):
+        strategy.run(step, args=(batch,))
+    assert float(loss.result()) == pytest.approx(((x - y) ** 2).mean(), rel=1e-6)
+    assert float(accuracy.result()) == pytest.approx(((x > 0.5) == y).mean(), rel=1e-6)

@@ -1,0 +1,190 @@
+"""Workers that read different rows: all take the same steps, whoever runs out first."""
+
+import numpy as np
+import pytest
+from simulation import prefetching, rows, together
+
+from phalanx.errors import InputError
+from phalanx.input.feed import Form
+from phalanx.input.lockstep import AHEAD, Lockstep
+from phalanx.input.shard import Worker
+from phalanx.input.sources.base import AbstractReader, Piece
+
+REPLICAS = 2
+
+
+class Counted(AbstractReader):
+    """Pieces of these numbers of rows; then the end, or a failure."""
+
+    def __init__(self, sizes, failure=None):
+        self.sizes, self.failure, self.position = sizes, failure, 0
+
+    def read(self):
+        """The next."""
+        if self.position == len(self.sizes):
+            if self.failure is not None:
+                raise self.failure
+            return None
+        n = self.sizes[self.position]
+        self.position += 1
+        return Piece([np.arange(n)], [-(-n // 2), n // 2], None)
+
+    def get_state(self):
+        """How many were read."""
+        return {"batches": self.position}
+
+
+def place(steps, room):
+    """A batch is what is known of its steps."""
+    return [(sum(s.piece.counts), s.rows, s.widest) for s in steps]
+
+
+def lockstep(reader, index, count, exchange, ahead=True):
+    """One worker's batches."""
+    return Lockstep(reader, place, Worker(index, count, REPLICAS), exchange, ahead=ahead)
+
+
+def drained(batches, form):
+    """All batches, until the end."""
+    got = []
+    while (batch := batches.get(form)) is not None:
+        got.append(batch)
+    batches.stop()
+    return got
+
+
+def run(all_sizes, form=None, ahead=True):
+    """What every worker gets."""
+
+    def work(index, exchange):
+        return drained(lockstep(Counted(all_sizes[index]), index, len(all_sizes), exchange, ahead), form or Form())
+
+    return together(len(all_sizes), work)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(
+    "all_sizes",
+    [
+        ([4, 4, 1], [4]),
+        ([], [3]),
+        ([], [], [5, 1]),
+        ([4] * 20, [4] * 7, [4] * 9),
+        ([4] * 8, [2] * 8),
+        ([3] * 8, []),
+        ([4] * 16, [4] * 17),
+        ([], []),
+        ([5, 3, 1], [2, 2], [7], [1, 1, 1, 1]),
+    ],
+    ids=str,
+)
+def test_all_take_the_same_steps(all_sizes, ahead):
+    """As many as the worker with the most data has; each knows how many rows there are in all, and at most."""
+    results = run(all_sizes, ahead=ahead)
+    longest = max(map(len, all_sizes))
+    sizes = [[*s, *[0] * (longest - len(s))] for s in all_sizes]
+    for own, got in zip(sizes, results, strict=True):
+        assert len(got) == longest
+        for step, batch in enumerate(got):
+            everyone = [s[step] for s in sizes]
+            assert batch.value == [(own[step], sum(everyone), -(-max(everyone) // 2))]
+
+
+def test_empty_batches():
+    """A worker that has run out has no part, and its position stays."""
+    _, short = run(([4, 4, 4], [2]))
+    assert [rows(b.steps[0].piece) for b in short] == [[0, 1], [], []]
+    assert [b.steps[0].piece.counts for b in short[1:]] == [[0, 0], [0, 0]]
+    assert [b.state for b in short] == [{"batches": 1}, None, None]
+
+
+def test_a_row_to_pad_with():
+    """A worker that has run out keeps its own; one that never had any gets somebody else's, so it knows the shape."""
+    never, short, _ = run(([], [2], [4, 4, 4]))
+    for batches in (never[1:], short[1:]):
+        assert [b.steps[0].piece.parts[0].tolist() for b in batches] == [[0], [0]]
+    assert never[0].steps[0].piece.parts[0].dtype == int
+
+
+def test_positions_are_those_of_what_was_handed_out():
+    """Not of what was read ahead."""
+    results = run(([4] * 20, [4] * 3))
+    assert [b.state["batches"] for b in results[0]] == list(range(1, 21))
+
+
+@pytest.mark.parametrize("form", [Form(3), Form(3, full=True)])
+def test_steps_of_one_batch(form):
+    """All workers stack the same number."""
+    one, two = run(([4] * 7, [4] * 2), form)
+    assert [len(b.steps) for b in one] == [len(b.steps) for b in two] == [3, 3, 1]
+    assert two[0].value == [(4, 8, 2), (4, 8, 2), (0, 4, 2)]
+    assert two[2].state is None
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("after", [0, 3, AHEAD, AHEAD + 3])
+def test_failure_of_one_is_raised_on_all(failing, after):
+    """On the others as an error that names the worker; none waits for ever."""
+
+    def work(index, exchange):
+        reader = Counted([4] * after, OSError("disk gone")) if index == failing else Counted([4] * 30)
+        batches, got = lockstep(reader, index, 3, exchange), 0
+        try:
+            while batches.get(Form()) is not None:
+                got += 1
+        except Exception as e:
+            return got, e
+        finally:
+            batches.stop()
+
+    results = together(3, work)
+    assert {got for got, _ in results} == {after // AHEAD * AHEAD}
+    for index, (_, error) in enumerate(results):
+        if index == failing:
+            assert isinstance(error, OSError)
+        else:
+            assert isinstance(error, InputError)
+            assert f"the data of worker {failing} failed" in str(error)
+
+
+def test_put_back():
+    """The batch that was handed out last comes again, in whatever form is asked for."""
+
+    def work(index, exchange):
+        batches = lockstep(Counted([4] * (5 - index)), index, 2, exchange)
+        first = batches.get(Form(2))
+        batches.put_back(first)
+        again = [b.value for b in drained(batches, Form())]
+        return first.value, again
+
+    for index, (first, again) in enumerate(together(2, work)):
+        assert [[x] for x in first] == again[:2]
+        assert len(again) == 5
+        assert again[4] == [(4 if index == 0 else 0, 4, 2)]
+
+
+def test_one_exchange_for_several_steps():
+    """No extra collective a step; and once two to share a row to pad with."""
+    calls = [0, 0]
+
+    def work(index, exchange):
+        def counted(values):
+            calls[index] += 1
+            return exchange(values)
+
+        return len(drained(lockstep(Counted([4] * 20), index, 2, counted), Form()))
+
+    assert together(2, work) == [20, 20]
+    assert calls == [20 // AHEAD + 1 + 2] * 2
+
+
+def test_stop_ends_the_thread():
+    """Before the end of the data too."""
+
+    def work(index, exchange):
+        batches = lockstep(Counted([4] * 99), index, 2, exchange)
+        batches.get(Form())
+        batches.stop()
+
+    assert together(2, work) == [None, None]
+    assert prefetching() == []

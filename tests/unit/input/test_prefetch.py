@@ -1,0 +1,234 @@
+"""Reading ahead: no more than asked, and no thread that outlives its use."""
+
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+
+import numpy as np
+import pytest
+from simulation import DEADLINE_S, prefetching
+
+import phalanx
+from phalanx.context import get_strategy
+from phalanx.input.prefetch import readings
+
+
+@pytest.fixture(autouse=True)
+def no_thread_remains():
+    """After each test, though pytest may keep its frames."""
+    before = prefetching()
+    yield
+    if prefetching():
+        gc.collect()
+    wait_for(lambda: set(prefetching()) <= set(before))
+
+
+def wait_for(condition):
+    """Until it is true."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class Source:
+    """Counts up to its end, where it may fail."""
+
+    def __init__(self, end, failure=None):
+        self.count, self._end, self._failure = 0, end, failure
+
+    def __call__(self):
+        """Returns the next number."""
+        if self.count == self._end:
+            if self._failure is not None:
+                raise self._failure
+            return None
+        self.count += 1
+        return self.count
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 8])
+@pytest.mark.parametrize("end", [0, 1, 5, 30])
+def test_items_in_order(ahead, end):
+    """Then None, again and again."""
+    items = readings(Source(end), ahead)
+    assert [items.get() for _ in range(end)] == list(range(1, end + 1))
+    assert [items.get() for _ in range(3)] == [None] * 3
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 8])
+def test_no_more_ahead_than_asked(ahead):
+    """As soon as one is taken, the next is read."""
+    source = Source(100)
+    items = readings(source, ahead)
+    for taken in range(4):
+        wait_for(lambda: source.count == taken + ahead)
+        time.sleep(0.02)
+        assert source.count == taken + ahead
+        assert items.get() == taken + 1
+    items.stop()
+
+
+def test_nothing_ahead_needs_no_thread():
+    """Each item is read when it is asked for, by who asks."""
+    source = Source(3)
+    items = readings(source, 0)
+    assert (source.count, prefetching()) == (0, [])
+    assert (items.get(), source.count) == (1, 1)
+    assert items.stop() == ([], None)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_failure_has_its_place(ahead):
+    """The items before it are delivered, and nothing after it."""
+    items = readings(Source(2, OSError("disk gone")), ahead)
+    assert [items.get(), items.get()] == [1, 2]
+    with pytest.raises(OSError, match="disk gone"):
+        items.get()
+    if ahead:
+        assert items.get() is None
+
+
+def test_stop_gives_back_what_was_read():
+    """The items that nobody has taken, in order, and the failure behind them."""
+    items = readings(Source(2, OSError("disk gone")), 5)
+    wait_for(lambda: not prefetching())
+    rest, failure = items.stop()
+    assert rest == [1, 2]
+    assert isinstance(failure, OSError)
+
+
+def test_stop_ends_the_thread():
+    """At once, also where it waits for room."""
+    items = readings(Source(100), 2)
+    items.get()
+    items.stop()
+    assert prefetching() == []
+
+
+def test_dropped():
+    """The thread does not keep what it reads for alive."""
+    items = readings(Source(100), 2)
+    seen = weakref.ref(items)
+    assert len(prefetching()) == 1
+    del items
+    gc.collect()
+    assert seen() is None
+    wait_for(lambda: not prefetching())
+
+
+@pytest.mark.parametrize("how", ["end", "drop", "failure", "set_state"])
+def test_thread_of_an_iterator(how):
+    """It ends with the data, with the iterator, with a failure, and for another."""
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def batches():
+        yield from np.arange(8.0).reshape(4, 2)
+        if how == "failure":
+            raise OSError("disk gone")
+
+    iterator = iter(strategy.experimental_distribute_dataset(batches))
+    next(iterator)
+    assert len(prefetching()) == 1
+    if how == "set_state":
+        iterator.set_state(iterator.get_state())
+        assert prefetching() == []
+    elif how == "drop":
+        del iterator
+        gc.collect()
+    elif how == "end":
+        assert len(list(iterator)) == 3
+    else:
+        with pytest.raises(OSError, match="disk gone"):
+            list(iterator)
+    wait_for(lambda: not prefetching())
+
+
+def test_generator_that_raises_at_row_1000():
+    """The batches before it are delivered; the error has the generator's traceback; no thread remains."""
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def a_loader_of_rows():
+        for i in range(2000):
+            if i == 1000:
+                raise OSError("row 1000 is unreadable")
+            yield np.float32(i)
+
+    iterator = iter(strategy.experimental_distribute_dataset(a_loader_of_rows, batch_size=48))
+    got = [next(iterator) for _ in range(1000 // 48)]
+    assert [x for batch in got for v in batch.values for x in v.tolist()] == list(range(1000 // 48 * 48))
+    with pytest.raises(OSError, match="row 1000 is unreadable") as info:
+        next(iterator)
+    assert "a_loader_of_rows" in [frame.name for frame in traceback.extract_tb(info.value.__traceback__)]
+    assert prefetching() == []
+
+
+def test_buffer_size_of_an_iterator():
+    """Zero reads when asked, in the caller's thread; n reads n batches ahead."""
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    for ahead in (0, 1, 3):
+        read = []
+        batches = lambda: (read.append(threading.current_thread().name) or np.ones(2) for _ in range(9))  # noqa: E731
+        options = phalanx.InputOptions(experimental_per_replica_buffer_size=ahead)
+        iterator = iter(strategy.experimental_distribute_dataset(batches, options))
+        next(iterator)
+        wait_for(lambda: len(read) == 1 + ahead)
+        time.sleep(0.02)
+        assert read == ["phalanx-prefetch" if ahead else threading.current_thread().name] * (1 + ahead)
+        del iterator
+
+
+def test_the_reader_sees_the_callers_context():
+    """A generator may ask which strategy is current."""
+    strategy, seen = phalanx.MirroredStrategy(["cpu:0", "cpu:1"]), []
+
+    def batches():
+        seen.append(get_strategy())
+        yield np.ones(2)
+
+    with strategy.scope():
+        list(strategy.experimental_distribute_dataset(batches))
+    assert seen == [strategy]
+
+
+WAITS_FOR_EVER = """
+import sys, time
+import numpy as np
+import phalanx
+
+def batches():
+    yield np.ones(2)
+    time.sleep(600)
+
+iterator = iter(phalanx.OneDeviceStrategy("cpu:0").experimental_distribute_dataset(batches))
+next(iterator)
+print("waits", flush=True)
+try:
+    next(iterator)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    raise
+"""
+
+
+def test_ctrl_c():
+    """It ends the wait for a batch, and the process, though the source hangs."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", WAITS_FOR_EVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout.readline() == "waits\n"
+        time.sleep(0.2)
+        child.send_signal(signal.SIGINT)
+        out, error = child.communicate(timeout=DEADLINE_S)
+    finally:
+        child.kill()
+        child.wait(DEADLINE_S)
+    assert out == "interrupted\n"
+    assert error.strip().endswith("KeyboardInterrupt")
+    assert child.returncode in (1, 130, -signal.SIGINT)

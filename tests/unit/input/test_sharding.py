@@ -1,0 +1,246 @@
+"""Which policy is in force, and what is said about it."""
+
+import functools
+import logging
+import pathlib
+
+import numpy as np
+import pytest
+from simulation import DATA, FILE, MOVES, combined, open_all, rows, rows_of, take, workers
+
+import phalanx
+from phalanx.errors import InputError
+from phalanx.input.shard import Worker
+from phalanx.input.sharding import CutBatches, plan
+from phalanx.input.sources.adapt import source_of
+from phalanx.options import AutoShardPolicy
+
+AUTO, OFF, HINT = AutoShardPolicy.AUTO, AutoShardPolicy.OFF, AutoShardPolicy.HINT
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Three files of four numbers each."""
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text("".join(f"{4 * i + j}\n" for j in range(4)))
+    return phalanx.data.from_files(
+        str(tmp_path / "*.txt"), lambda p: list(map(int, pathlib.Path(p).read_text().split()))
+    )
+
+
+def planned(dataset, policy, shape, batch_size=None):
+    """The plan of each worker."""
+    make = functools.partial(source_of, batch_size=batch_size)
+    return [plan(dataset, make, policy, w) for w in workers(*shape)]
+
+
+def epoch(dataset, policy, shape, batch_size=None):
+    """What each worker reads in each step."""
+    plans = planned(dataset, policy, shape, batch_size)
+    return take([p.source.open(w, p.policy, None) for p, w in zip(plans, workers(*shape), strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("policy", "count", "in_force", "agreed"),
+    [
+        (AUTO, 1, FILE, False),
+        (AUTO, 2, FILE, True),
+        (AUTO, 3, FILE, True),
+        (AUTO, 4, DATA, False),
+        (FILE, 3, FILE, True),
+        (DATA, 2, DATA, False),
+        (OFF, 2, OFF, True),
+    ],
+)
+def test_policy_of_files(files, policy, count, in_force, agreed):
+    """AUTO takes whole files where there are enough."""
+    for p in planned(files, policy, (count, 2), 4):
+        assert [s.policy for s in p.shards] == [in_force] * count
+        assert p.agreed == agreed
+
+
+@pytest.mark.parametrize("policy", [AUTO, DATA])
+def test_policy_of_arrays(policy):
+    """They have no files, and random access."""
+    p = planned(np.arange(10), policy, (2, 2), 4)[1]
+    assert [s.policy for s in p.shards] == [DATA, DATA]
+    assert not p.agreed
+
+
+def test_file_with_too_few_files(files):
+    """Every worker hears of it, before the first step."""
+    for w in workers(4, 1):
+        with pytest.raises(
+            InputError, match="AutoShardPolicy.FILE for 3 files: it has 3 files for 4 workers.\nHINT: auto"
+        ):
+            plan(files, lambda d: source_of(d, 4), FILE, w)
+
+
+def test_file_without_files():
+    """With several workers an error; one worker reads everything anyway."""
+    for w in workers(2, 1):
+        with pytest.raises(InputError, match="AutoShardPolicy.FILE for .*: it does not consist of files"):
+            plan(np.arange(4), lambda d: source_of(d, 2), FILE, w)
+    assert planned(np.arange(4), FILE, (1, 2), 2)[0].policy is DATA
+
+
+def test_auto_with_too_few_files_says_so(files, caplog):
+    """In one line, on the chief."""
+    planned(files, AUTO, (4, 1), 4)
+    assert [r.message for r in caplog.records] == [
+        "3 files are too few for 4 workers: each takes its rows of every batch"
+    ]
+
+
+def test_announcement(files, caplog):
+    """Who reads what, on the chief: a warning where there are several workers."""
+    for p, w in zip(planned(files, FILE, (2, 1), 4), workers(2, 1), strict=True):
+        p.announce(w)
+    assert [r.message for r in caplog.records] == [
+        "worker 0 of 2 reads 2 of 3 files (FILE)",
+        "worker 1 of 2 reads 1 of 3 files (FILE)",
+    ]
+    assert {(r.name, r.levelno) for r in caplog.records} == {("phalanx.input", logging.WARNING)}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "policy", "shape", "batch_size", "expected"),
+    [
+        (np.arange(100), AUTO, (1, 2), 8, "worker 0 of 1 reads all records of 100 (DATA)"),
+        (np.arange(100), DATA, (2, 2), 8, "worker 0 of 2 reads records 0..3 of every 8, of 100 in all (DATA)"),
+        (np.arange(100), DATA, (2, 2), 1, "worker 0 of 2 reads records 0..0 of every 1, of 100 in all (DATA)"),
+        (np.arange(100), OFF, (2, 1), 8, "worker 0 of 2 reads all records of 100 (OFF)"),
+        (
+            [np.ones(4)] * 3,
+            DATA,
+            (2, 1),
+            None,
+            "reads records 0..1 of every 4, of 12 in all (DATA, by skipping the others'",
+        ),
+        (lambda: iter([]), DATA, (2, 1), None, "its part of every batch (DATA, by skipping the others' rows)"),
+        (lambda: iter([]), AUTO, (1, 1), None, "worker 0 of 1 reads all records (DATA)"),
+    ],
+)
+def test_what_is_said(dataset, policy, shape, batch_size, expected):
+    """One line a worker."""
+    shard = planned(dataset, policy, shape, batch_size)[0].shards[0]
+    assert expected in str(shard)
+
+
+def test_a_worker_without_a_record():
+    """It is said plainly."""
+    shard = planned(np.arange(100), DATA, (2, 1), 1)[0].shards[1]
+    assert "worker 1 of 2 reads no record of every 1" in str(shard)
+    assert shard.records == (1, 0)
+
+
+def test_explain_sharding(files):
+    """The same as data; also of a dataset that is distributed already."""
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    (shard,) = phalanx.explain_sharding(files, strategy, batch_size=4)
+    assert (shard.worker, shard.num_workers, shard.policy, shard.num_files) == (0, 1, FILE, 3)
+    assert shard.files == files.paths
+    assert phalanx.explain_sharding(strategy.experimental_distribute_dataset(files, batch_size=4), strategy) == (shard,)
+    (off,) = phalanx.explain_sharding(np.arange(9), strategy, phalanx.InputOptions(auto_shard_policy=OFF), batch_size=4)
+    assert (off.policy, off.num_records, off.records) == (OFF, 9, None)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (3, 2), (4, 1)])
+@pytest.mark.parametrize(("n", "b"), [(10, 4), (12, 6), (7, 1), (0, 3)])
+def test_off_every_worker_reads_everything(shape, n, b):
+    """In batches as many times smaller as there are workers."""
+    taken = epoch(np.arange(n), OFF, shape, b)
+    for index in range(shape[0]):
+        assert [x for pieces in taken for x in rows(pieces[index])] == list(range(n))
+    assert all(sum(sum(p.counts) for p in pieces) <= shape[0] * -(-b // shape[0]) for pieces in taken)
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES[:4])
+def test_off_goes_on_from_every_position(before, after):
+    """On as many workers."""
+    source = CutBatches(source_of(np.arange(10), 4))
+    for steps in range(len(take(open_all(source, before))) + 1):
+        readers = open_all(source, before)
+        read = take(readers, steps)
+        rest = take([source.open(w, DATA, r.get_state()) for w, r in zip(workers(*before), readers, strict=True)])
+        for index in range(before[0]):
+            assert [x for pieces in read + rest for x in rows(pieces[index])] == list(range(10))
+
+
+class Sharded:
+    """Batches that know how to shard themselves."""
+
+    def __init__(self, numbers):
+        self.numbers = list(numbers)
+
+    def shard(self, num_workers, worker):
+        """One of `num_workers` parts."""
+        return Sharded(self.numbers[worker::num_workers])
+
+    def __iter__(self):
+        return iter(np.array(self.numbers[i : i + 4]) for i in range(0, len(self.numbers), 4))
+
+
+class ShardedRows(Sharded):
+    """Single rows that do."""
+
+    def shard(self, num_workers, worker):
+        """One of `num_workers` parts."""
+        return ShardedRows(self.numbers[worker::num_workers])
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, i):
+        return self.numbers[i]
+
+
+class ShardedList(list):
+    """A list of batches that does."""
+
+    def shard(self, num_workers, worker):
+        """One of `num_workers` parts."""
+        return ShardedList(self[worker::num_workers])
+
+
+@pytest.mark.parametrize(("kind", "batch_size"), [(Sharded, None), (ShardedRows, 4)])
+@pytest.mark.parametrize("shape", [(2, 1), (3, 2)])
+def test_hint(kind, batch_size, shape):
+    """The dataset shards itself; each worker reads all of its shard."""
+    taken = epoch(kind(range(13)), HINT, shape, batch_size)
+    assert sorted(rows_of(taken)) == list(range(13))
+    for index in range(shape[0]):
+        assert [x for pieces in taken for x in rows(pieces[index])] == list(range(13))[index :: shape[0]]
+
+
+def test_hint_of_a_list_of_batches():
+    """Its shards are lists of batches too."""
+    taken = epoch(ShardedList([np.arange(4) + 4 * i for i in range(4)]), HINT, (2, 1))
+    assert [x for pieces in taken for x in rows(pieces[1])] == [4, 5, 6, 7, 12, 13, 14, 15]
+
+
+def test_hint_keeps_drop_remainder():
+    """The shards are read as the dataset would have been."""
+    make = functools.partial(source_of, batch_size=4, drop_remainder=True)
+    p = plan(ShardedRows(range(10)), make, HINT, Worker(1, 2, 1))
+    assert rows_of(take([p.source.open(Worker(1, 2, 1), p.policy, None)])) == [1, 3, 5, 7]
+
+
+def test_hint_without_shard():
+    """Every worker hears of it."""
+    for w in workers(2, 1):
+        with pytest.raises(InputError, match=r"AutoShardPolicy.HINT for \[\]: it has no method `shard\(num_workers"):
+            plan([], source_of, HINT, w)
+
+
+def test_hint_with_one_worker():
+    """There is nothing to divide."""
+    assert rows_of(epoch(Sharded(range(9)), HINT, (1, 2))) == list(range(9))
+
+
+def test_positions_of_workers_with_shards_of_their_own():
+    """They are kept side by side, and fit as many workers only."""
+    readers = open_all(CutBatches(source_of(np.arange(8), 4)), (2, 1))
+    take(readers[:1], 1)
+    state = combined([r.get_state() for r in readers])
+    assert state == {"workers": [r.get_state() for r in readers]}

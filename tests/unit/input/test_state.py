@@ -1,0 +1,85 @@
+"""Positions as text, and those of all workers as one."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import combined, together
+
+from phalanx.errors import InputError
+from phalanx.input.state import from_text, load, of_all_workers, of_worker, save, to_text
+
+LEAVES = st.one_of(st.integers(), st.text(), st.binary(), st.none(), st.booleans(), st.floats(allow_nan=False))
+KEYS = st.sampled_from(["records", "source", "", "é"])
+STATES = st.dictionaries(
+    KEYS, st.recursive(LEAVES, lambda x: st.lists(x, max_size=3) | st.dictionaries(KEYS, x, max_size=3), max_leaves=5)
+)
+
+
+@settings(deadline=None)
+@given(STATES)
+def test_text_and_back(state):
+    """Numbers, text, bytes, lists and dicts."""
+    assert from_text(to_text(state)) == state
+
+
+def test_numbers_of_numpy():
+    """Become ordinary ones."""
+    assert from_text(to_text({"records": np.int64(3)})) == {"records": 3}
+
+
+def test_other_things():
+    """Are refused."""
+    with pytest.raises(TypeError, match="ndarray in the position of an iterator"):
+        to_text({"records": np.arange(3)})
+
+
+def test_file_and_back(tmp_path):
+    """A new file replaces the old one as a whole, and nothing else is left."""
+    for state in ({"records": 3}, {"source": b"\x00\xff"}):
+        save(state, tmp_path / "state.json")
+        assert load(str(tmp_path / "state.json")) == state
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "weights"])
+def test_file_of_something_else(tmp_path, text):
+    """The message names it."""
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(InputError, match=r"load_state\('.*state.json'\): it holds no position.\nHINT: a file of"):
+        load(tmp_path / "state.json")
+
+
+def test_no_file(tmp_path):
+    """As `open` says it."""
+    with pytest.raises(FileNotFoundError, match="state.json"):
+        load(tmp_path / "state.json")
+
+
+def test_positions_in_files_become_one():
+    """Of each file the worker that reads it knows best."""
+    states = [{"files": [5, 0, 2]}, {"files": [0, 7, 0]}]
+    assert together(2, lambda i, exchange: of_all_workers(states[i], exchange)) == [{"files": [5, 7, 2]}] * 2
+    assert combined(states) == {"files": [5, 7, 2]}
+
+
+def test_other_positions_are_kept_side_by_side():
+    """Each worker takes back its own; texts of different lengths are no matter."""
+    states = [{"batches": 3}, {"batches": 12345, "source": b"\x00\xff" * 40}, {"batches": 0}]
+    whole = together(3, lambda i, exchange: of_all_workers(states[i], exchange))
+    assert whole == [{"workers": states}] * 3
+    assert [of_worker(whole[0], i, 3) for i in range(3)] == states
+
+
+def test_positions_that_any_worker_can_take_over():
+    """Are the same for all."""
+    assert of_worker({"records": 3}, 4, 5) == {"records": 3}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_positions_of_another_number_of_workers(count):
+    """Cannot be taken over."""
+    with pytest.raises(
+        InputError, match=f"set_state of 2 workers: there are {count} now.*\nHINT: AutoShardPolicy.DATA"
+    ):
+        of_worker({"workers": [{}, {}]}, 0, count)
