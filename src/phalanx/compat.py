@@ -36,7 +36,14 @@ import jax.numpy as jnp  # noqa: E402
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 from keras import Variable as Variable  # noqa: E402, PLC0414  (exported)
+from keras.src import backend  # noqa: E402
 from keras.src.backend.common import global_state  # noqa: E402
+from keras.src.trainers.compile_utils import CompileLoss  # noqa: E402
+from keras.src.trainers.data_adapters import array_slicing as _array_slicing  # noqa: E402
+from keras.src.trainers.data_adapters import data_adapter_utils as _data_adapter_utils  # noqa: E402
+from keras.src.trainers.data_adapters import get_data_adapter as _get_data_adapter  # noqa: E402
+from keras.src.trainers.trainer import Trainer as _Trainer  # noqa: E402
+from keras.src.utils.python_utils import pythonify_logs as _pythonify_logs  # noqa: E402
 
 
 class AbstractLiftScope(keras.StatelessScope):
@@ -69,6 +76,22 @@ class AbstractLiftScope(keras.StatelessScope):
 
     def example_mask(self) -> Any:
         """Returns which rows of this replica's batch are real, or None for a batch without padding."""
+        raise NotImplementedError
+
+    @property
+    def is_averaging(self) -> bool:
+        """Whether this is a replica that computes means over its own rows, as Keras's trainer does.
+
+        The replicas' means, weighted by their parts of the global batch, add up to the mean over the global batch.
+        """
+        raise NotImplementedError
+
+    def reduce_rows(self, values: Any, counts: Any, reduction: str) -> Any:
+        """Reduces weighted losses `(per_replica_batch, ...)`, each of which counts for `counts` in a mean."""
+        raise NotImplementedError
+
+    def weight_of_mean(self, weight: Any) -> Any:
+        """Returns what a mean over this replica's rows counts, to which the user gives `weight`, or none."""
         raise NotImplementedError
 
     def check_loss(self, name: str, reduction: str) -> None:
@@ -318,6 +341,11 @@ def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *arg
     mask = None if scope is None else scope.example_mask()
     rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args)}
     weighed = global_state.get_global_attribute("phalanx_weighed")
+    is_mean = scope is not None and scope.is_averaging and rows == {()} and not weighed
+    if is_mean and "sample_weight" in call.parameters:
+        given = call.bind(self, *args, **kwargs).arguments
+        given["sample_weight"] = scope.weight_of_mean(given.get("sample_weight"))
+        return original(**given)
     if scope is None or mask is None or weighed or rows == {()} or "sample_weight" not in call.parameters:
         return original(self, *args, **kwargs)
     if rows != {mask.shape}:
@@ -351,10 +379,30 @@ def _loss(
     original: Callable[..., Any], self: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:
     """Refuses a mean over one replica's rows, which the sum of the replicas' losses counts once for each replica."""
-    scope = lift_scope()
-    if scope is not None and self.reduction not in ("none", "sum", None):
-        scope.check_loss(self.name, self.reduction)
-    return original(self, y_true, y_pred, sample_weight)
+    scope, reduction = lift_scope(), self.reduction
+    if scope is None or reduction in ("none", None) or isinstance(self, CompileLoss):
+        return original(self, y_true, y_pred, sample_weight)
+    if not scope.is_averaging and reduction != "sum":
+        scope.check_loss(self.name, reduction)
+    if not scope.is_averaging and (reduction != "sum" or scope.example_mask() is None):
+        return original(self, y_true, y_pred, sample_weight)
+    self.reduction = "none"
+    try:
+        values = jnp.asarray(original(self, y_true, y_pred, sample_weight))
+    finally:
+        self.reduction = reduction
+    counts = jnp.ones((), values.dtype)
+    mask = backend.get_keras_mask(y_pred)
+    if mask is not None:
+        counts = _like(jnp.asarray(mask, values.dtype), values)
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        counts = counts * _like(jnp.asarray(sample_weight, values.dtype), values)
+    return scope.reduce_rows(values, counts, reduction)
+
+
+def _like(weights: Any, values: Any) -> Any:
+    """Returns weights of rows in a shape that broadcasts to their values."""
+    return weights.reshape(weights.shape[: values.ndim] + (1,) * (values.ndim - weights.ndim))
 
 
 def _extend_metric(metric: type) -> None:
@@ -397,3 +445,103 @@ _BaseOptimizer = next(c for c in keras.optimizers.Optimizer.__mro__ if "apply_gr
 _extend(_BaseOptimizer, "apply")(_apply)
 _extend(_BaseOptimizer, "apply_gradients")(_apply_gradients)
 _extend(keras.optimizers.LossScaleOptimizer, "apply")(_apply)
+
+
+# Keras's trainer.
+
+
+def on_model(hear: Callable[[keras.Model], None]) -> None:
+    """Lets `hear(model)` be called when a model is made, and again when it is compiled."""
+
+    def made(original: Callable[..., None], self: keras.Model, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        hear(self)
+
+    _extend(_Trainer, "__init__")(made)
+    _extend(keras.Model, "compile")(made)
+
+
+def take_over(names: Sequence[str], choose: Callable[[keras.Model], Any]) -> None:
+    """Lets the object that `choose(model)` returns do the work of some methods of models; None leaves it to Keras."""
+
+    def call(name: str, original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        chosen = choose(self)
+        return original(self, *args, **kwargs) if chosen is None else getattr(chosen, name)(*args, **kwargs)
+
+    for name in names:
+        _extend(keras.Model, name)(functools.partial(call, name))
+
+
+def data_adapter(**data: Any) -> Any:
+    """Returns Keras's adapter of what was passed to `fit`."""
+    return _get_data_adapter(**data)
+
+
+def validation_split(arrays: Any, part: float) -> Any:
+    """Returns `(training, validation)` arrays."""
+    return _array_slicing.train_validation_split(arrays, validation_split=part)
+
+
+def unpacked(batch: Any) -> tuple[Any, Any, Any]:
+    """Returns `(x, y, sample_weight)` of a batch."""
+    return _data_adapter_utils.unpack_x_y_sample_weight(batch)
+
+
+def weights_of_classes(y: Any, class_weight: Any) -> Any:
+    """Returns one weight a row."""
+    return _data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+
+
+def build(model: keras.Model, batch: Any) -> None:
+    """Makes all variables of a model, its metrics and its optimizer; `batch` has the shapes of a global batch."""
+    model._symbolic_build(data_batch=batch)
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether all variables of a model are made."""
+    return all(layer.built for layer in model._flatten_layers())
+
+
+def require_compiled(model: keras.Model, method: str) -> None:
+    """Raises Keras's error for a model that is not compiled."""
+    model._assert_compile_called(method)
+
+
+def forward(model: keras.Model, x: Any, *, training: bool) -> Any:
+    """Calls a model."""
+    return model(x, training=training) if model._call_has_training_arg else model(x)
+
+
+def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool) -> Any:
+    """Returns the loss of a model, with the losses of its layers."""
+    return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+
+
+def loss_tracker(model: keras.Model) -> Any:
+    """Returns the metric that averages the loss."""
+    return model._loss_tracker
+
+
+def logs_or_metrics(model: keras.Model, logs: Any) -> Any:
+    """Returns the results of a model's metrics where `logs` has their names, else `logs`."""
+    return dict(model._get_metrics_result_or_logs(logs))
+
+
+def in_order(model: keras.Model, logs: Any) -> Any:
+    """Returns the values of logs in the order of a model's metrics."""
+    return model._flatten_metrics_in_order(logs)
+
+
+def to_python(logs: Any) -> Any:
+    """Returns logs with Python's numbers."""
+    return _pythonify_logs(logs)
+
+
+def is_evaluated(model: keras.Model, epoch: int, frequency: Any) -> bool:
+    """Whether `fit` validates after this epoch."""
+    return model._should_eval(epoch, frequency)
+
+
+def first_epoch(model: keras.Model, given: int) -> int:
+    """Returns with which epoch `fit` begins: a callback may have restored a later one."""
+    return model._initial_epoch or given

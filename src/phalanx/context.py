@@ -7,10 +7,11 @@ A context variable, so that a scope entered in one thread is not seen in another
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from phalanx import compat
@@ -84,6 +85,13 @@ class ReplicaContext:
           InputError: several padded batches with different masks were passed.
         """
         return self._rows.count if self._rows else None
+
+    @property
+    def weight(self) -> Any:
+        """Which part of the rows of the global batch this replica has: a scalar; the parts of all add up to 1."""
+        if self.padding is None:
+            return 1 / self.num_replicas_in_sync
+        return self.padding.mask.sum() / jnp.maximum(self.padding.count, 1)
 
     @property
     def padding(self) -> RowMask | None:
@@ -197,12 +205,14 @@ class Mode:
       replica: the replica context, if this code runs for one replica.
       was_set: whether `experimental_set_strategy` made it.
       merging: whether it is a merge function, which replicas that run have called.
+      averaging: whether replicas compute means over their own rows, of which gradients make one over the global batch.
     """
 
     strategy: "Strategy"
     replica: "ReplicaContext | None"
     was_set: bool = False
     merging: bool = False
+    averaging: bool = False
 
 
 _stack: ContextVar[tuple[Mode, ...]] = ContextVar("phalanx_context", default=())
@@ -233,6 +243,13 @@ def push(mode: Mode) -> Token[tuple[Mode, ...]]:
 def pop(token: Token[tuple[Mode, ...]]) -> None:
     """Takes back one `push`."""
     _stack.reset(token)
+
+
+@contextmanager
+def averaging() -> Iterator[None]:
+    """Lets the replica function compute means over its own rows, as Keras's trainer does."""
+    with enter(replace(current(), averaging=True)):
+        yield
 
 
 @contextmanager

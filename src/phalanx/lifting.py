@@ -319,6 +319,8 @@ class LiftScope(compat.AbstractLiftScope):
     ) -> None:
         if not any(o is optimizer for o in self.pass_.found.optimizers):
             self.pass_.found.optimizers.append(optimizer)
+        if not self._free_writes:
+            grads = _weighted(grads)
         if not self._free_writes and _replicas() > 1:
             grads = context.get_strategy().aggregate_gradients(grads)
         with self.updating():
@@ -331,6 +333,35 @@ class LiftScope(compat.AbstractLiftScope):
     def example_mask(self) -> Any:
         replica = context.get_replica_context()
         return None if replica is None else replica.example_mask
+
+    @override
+    def reduce_rows(self, values: Any, counts: Any, reduction: str) -> Any:
+        replica = context.get_replica_context()
+        assert replica is not None
+        mask = jnp.ones(values.shape[:1], bool) if replica.padding is None else replica.padding.mask
+        own = mask.reshape((-1,) + (1,) * (values.ndim - 1))
+        total = jnp.where(own, values, 0).sum()
+        if not self.is_averaging:
+            return total
+        divisor = jnp.ones((), values.dtype)
+        if reduction != "sum":
+            count = jnp.where(own, jnp.broadcast_to(counts, values.shape), 0).sum()
+            divisor = primitives.all_reduce(ReduceOp.SUM, count, _replicas())
+        return _divided(_divided(total, divisor), jnp.asarray(replica.weight, values.dtype))
+
+    @property
+    @override
+    def is_averaging(self) -> bool:
+        mode = context.current()
+        return mode.averaging and mode.replica is not None
+
+    @override
+    def weight_of_mean(self, weight: Any) -> Any:
+        replica = context.get_replica_context()
+        assert replica is not None
+        if weight is None:
+            return replica.weight
+        return weight if replica.padding is None else weight * replica.padding.mask.mean()
 
     @override
     def check_loss(self, name: str, reduction: str) -> None:
@@ -450,6 +481,20 @@ def user_line() -> str:
     # contextlib stands between our own frames.
     frames = [f for f in frames if os.path.basename(f.filename) != "contextlib.py"]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"
+
+
+def _divided(value: Any, divisor: Any) -> Any:
+    """Returns the quotient; zero where the divisor is."""
+    return jnp.where(divisor == 0, 0, value / jnp.where(divisor == 0, 1, divisor))
+
+
+def _weighted(grads: Sequence[Any]) -> Sequence[Any]:
+    """Returns gradients of means over a replica's own rows as its part of the gradients over the global batch."""
+    mode = context.current()
+    if not mode.averaging or mode.replica is None:
+        return grads
+    weight = jnp.asarray(mode.replica.weight)
+    return [None if g is None else g * weight.astype(g.dtype) for g in grads]
 
 
 def _replicas() -> int:

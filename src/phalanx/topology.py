@@ -183,16 +183,16 @@ class Topology:
         first = self.devices.index(self.local_devices[0])
         return range(first, first + len(self.local_devices))
 
-    def put_per_replica(self, local: Any) -> jax.Array:
-        """Puts an array `(local replicas, ...)` on the devices. May be called in a background thread.
+    def put_per_replica(self, local: list[Any]) -> list[jax.Array]:
+        """Puts arrays `(local replicas, ...)` on the devices. May be called in a background thread.
 
         Returns:
-          The global array `(num_replicas, ...)`.
+          The global arrays `(num_replicas, ...)`.
         """
         if self.num_workers == 1:
             return jax.device_put(local, self.per_replica)
-        shape = (self.num_replicas, *local.shape[1:])
-        return jax.make_array_from_process_local_data(self.per_replica, local, shape)
+        whole = lambda x: (self.num_replicas, *x.shape[1:])  # noqa: E731
+        return [jax.make_array_from_process_local_data(self.per_replica, x, whole(x)) for x in local]
 
     def join_per_replica(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Makes one array `(num_replicas, ...)` of one for each local replica, which is on its device already or put there."""

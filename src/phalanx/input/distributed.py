@@ -197,15 +197,19 @@ class DistributedIterator:
         batch = self._next(self._form)
         return Optional(() if batch is None else (batch.value,))
 
-    def next_steps(self, steps: int) -> tuple[Any, int]:
-        """Returns the next batches stacked into one with room for `steps`, and how many they are: fewer at the end.
+    def next_steps(self, steps: int, *, room: int | None = None) -> tuple[Any, int]:
+        """Returns the next batches stacked into one, and how many they are: fewer at the end.
 
         `Strategy.run_steps` asks for them.
+
+        Args:
+          steps: how many.
+          room: for how many steps the stack has room, whether it is full or not; None for `steps`.
 
         Raises:
           OutOfRangeError: there is none.
         """
-        batch = self._next(Form(steps, full=True))
+        batch = self._next(Form(steps, room or steps))
         if batch is None:
             raise _at_end("the next steps of an iterator")
         return batch.value, len(batch.steps)
@@ -290,7 +294,8 @@ class DistributedIterator:
         else:
             # Under the default strategy nothing is put anywhere, and a dataset on a device is read where it is.
             here = self._topology is None or self._options.experimental_place_dataset_on_device
-            self._batches = ReadAhead(reader, place, 0 if here else ahead)
+            in_thread = not self._plan.source.facts.is_in_memory
+            self._batches = ReadAhead(reader, place, 0 if here else ahead, in_thread=in_thread)
 
     def _placing(self) -> Place:
         if self._topology is None:

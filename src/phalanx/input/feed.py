@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from typing_extensions import override
 
@@ -19,11 +19,11 @@ class Form:
 
     Args:
       steps: how many are stacked into one; None for single batches.
-      full: whether a stack has room for `steps` also where fewer are left.
+      places: for how many steps a stack has room; None for as many as there are.
     """
 
     steps: int | None = None
-    full: bool = False
+    places: int | None = None
 
     @property
     def size(self) -> int:
@@ -32,11 +32,10 @@ class Form:
 
     def room(self, count: int) -> int | None:
         """Returns for how many steps a stack of `count` has room; None for a single batch."""
-        return None if self.steps is None else self.steps if self.full else count
+        return None if self.steps is None else self.places or count
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One worker's part in one step.
 
     Args:
@@ -52,8 +51,7 @@ class Step:
     state: State | None
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """What is handed out at once: one step's batch, or that of several, stacked.
 
     Args:
@@ -67,8 +65,7 @@ class Batch:
     @property
     def state(self) -> State | None:
         """The position after it; None where it has not moved."""
-        known = [step.state for step in self.steps if step.state is not None]
-        return known[-1] if known else None
+        return next((step.state for step in reversed(self.steps) if step.state is not None), None)
 
 
 Place = Callable[[Sequence[Step], int | None], Any]
@@ -144,10 +141,11 @@ class ReadAhead(AbstractBatches):
       reader: reads pieces.
       place: makes batches of them.
       ahead: how many batches in advance.
+      in_thread: whether a thread reads them; else the caller does.
     """
 
-    def __init__(self, reader: AbstractReader, place: Place, ahead: int) -> None:
-        self._feed, self._place, self._ahead = Feed(reader), place, ahead
+    def __init__(self, reader: AbstractReader, place: Place, ahead: int, *, in_thread: bool) -> None:
+        self._feed, self._place, self._ahead, self._in_thread = Feed(reader), place, ahead, in_thread
         self._form: Form | None = None
         self._readings: AbstractReadings[Batch] | None = None
 
@@ -156,7 +154,7 @@ class ReadAhead(AbstractBatches):
         if form != self._form or self._readings is None:
             self.stop()
             self._form = form
-            self._readings = readings(_reads(self._feed, self._place, form), self._ahead)
+            self._readings = readings(_reads(self._feed, self._place, form), self._ahead, in_thread=self._in_thread)
         return self._readings.get()
 
     @override

@@ -47,7 +47,7 @@ class Lockstep(AbstractBatches):
         ahead: bool,
     ) -> None:
         feed = Feed(reader)
-        self._readings = readings(lambda: next(iter(feed.read(1)), None), AHEAD if ahead else 0)
+        self._readings = readings(lambda: next(iter(feed.read(1)), None), AHEAD if ahead else 0, in_thread=True)
         self._place, self._worker, self._exchange = place, worker, exchange
         self._own: deque[Step] = deque()
         self._agreed: deque[tuple[bool, int, int]] = deque()

@@ -60,22 +60,27 @@ class Placement:
           steps: this worker's rows.
           room: None for the batch of one step; else for how many steps to make room.
         """
-        evenly = (shard.places(step.rows, self._worker.num_replicas) for step in steps)
-        # What every worker finds, for they have to choose one layout.
-        self._places = places = max(self._places, *evenly, *(step.widest for step in steps))
-        is_full = all(step.rows == places * self._worker.num_replicas for step in steps)
-        if room is None and is_full and self._worker.num_replicas == 1 and not self._is_masked:
-            (whole,) = steps[0].piece.parts
-            return jax.device_put(whole, self._topology.replicated) if self._fetches else whole
+        self._grow(steps)
+        places, replicas = self._places, self._worker.num_replicas
+        is_full = all(step.rows == places * replicas for step in steps)
+        parts = steps[0].piece.parts
+        if room is None and is_full and replicas == 1 and not self._is_masked:
+            return jax.device_put(parts[0], self._topology.replicated) if self._fetches else parts[0]
         mask = self._mask(steps, room) if self._is_masked or not is_full else None
-        if room is None and is_full and _are_on_devices(steps[0].piece.parts):
-            return jax.tree.map(
-                lambda *xs: PerReplica(self._topology.join_per_replica(xs), mask), *steps[0].piece.parts
-            )
-        if room is None:
-            return jax.tree.map(lambda x: PerReplica(self._put(x), mask), self._local(steps[0].piece, places))
-        trees = [self._local(step.piece, places) for step in steps]
-        return jax.tree.map(lambda *xs: PerReplica(self._put(_stacked(xs, room)), mask), *trees)
+        if room is None and is_full and _are_on_devices(parts):
+            return jax.tree.map(lambda *xs: PerReplica(self._topology.join_per_replica(xs), mask), *parts)
+        flat: list[tuple[list[Any], Any]] = [jax.tree.flatten(self._local(step.piece, places)) for step in steps]
+        leaves, tree = flat[0]
+        if room is not None:
+            leaves = [_stacked(arrays, room) for arrays in zip(*(each for each, _ in flat), strict=True)]
+        return tree.unflatten([PerReplica(x, mask) for x in self._put(leaves)])
+
+    def _grow(self, steps: Sequence[Step]) -> None:
+        """Makes room for these batches: as every worker finds it, for they have to choose one layout."""
+        for step in steps:
+            if step.widest > self._places or step.rows > self._places * self._worker.num_replicas:
+                self._places = max(step.widest, shard.places(step.rows, self._worker.num_replicas))
+        self._places = self._places or 1
 
     @property
     def _is_masked(self) -> bool:
@@ -91,11 +96,11 @@ class Placement:
         place = np.arange(self._places)
         masks = [place < np.asarray(step.piece.counts)[:, None] for step in steps]
         if room is None:
-            made = RowMask(self._put(masks[0]), steps[0].rows)
+            made = RowMask(self._put(masks[:1])[0], steps[0].rows)
         else:
             rows = np.zeros(room, np.int32)
             rows[: len(steps)] = [step.rows for step in steps]
-            made = RowMask(self._put(_stacked(masks, room)), rows)
+            made = RowMask(self._put([_stacked(masks, room)])[0], rows)
         if len(self._masks) < _MASKS_KEPT:  # Those of full batches come first, and again and again.
             self._masks[key] = made
         return made
@@ -106,11 +111,11 @@ class Placement:
             return jax.tree.map(lambda *xs: _padded_stack(xs, places), *piece.parts)
         if sum(piece.counts) == places * len(piece.counts):
             shape = (len(piece.counts), places)
-            return jax.tree.map(lambda x: np.asarray(x).reshape(*shape, *np.shape(x)[1:]), piece.parts[0])
+            return jax.tree.map(lambda x: np.reshape(x, shape + np.shape(x)[1:]), piece.parts[0])
         index = shard.split(piece.counts, places).index
         return jax.tree.map(lambda x: _taken(np.asarray(x), index), piece.parts[0])
 
-    def _put(self, local: Any) -> Any:
+    def _put(self, local: list[np.ndarray]) -> list[Any]:
         return self._topology.put_per_replica(local) if self._fetches else local
 
 
@@ -143,9 +148,10 @@ def _padded_stack(parts: Sequence[Any], places: int) -> np.ndarray:
 def _stacked(arrays: Sequence[np.ndarray], steps: int) -> np.ndarray:
     """Stacks the arrays of several steps `(replicas, steps, ...)`, with room for `steps` of them."""
     shape = arrays[0].shape
-    out = np.zeros((shape[0], steps, *shape[1:]), arrays[0].dtype)
+    out = np.empty((shape[0], steps, *shape[1:]), arrays[0].dtype)
     for step, array in enumerate(arrays):
         out[:, step] = array
+    out[:, len(arrays) :] = 0
     return out
 
 
@@ -179,7 +185,8 @@ def _stack(parts: Sequence[Any], topology: Topology) -> PerReplica:
     counts = np.array([len(a) if a.ndim else 1 for a in arrays])
     all_counts = topology.exchange(counts)
     if (all_counts == counts[0]).all():
-        return PerReplica(topology.put_per_replica(np.stack(arrays)))
+        return PerReplica(topology.put_per_replica([np.stack(arrays)])[0])
     widest = int(all_counts.max())
-    mask = topology.put_per_replica(np.arange(widest) < counts[:, None])
-    return PerReplica(topology.put_per_replica(_padded_stack(arrays, widest)), RowMask(mask, int(all_counts.sum())))
+    mask = np.arange(widest) < counts[:, None]
+    data, placed = topology.put_per_replica([_padded_stack(arrays, widest), mask])
+    return PerReplica(data, RowMask(placed, int(all_counts.sum())))

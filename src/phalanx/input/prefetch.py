@@ -32,27 +32,43 @@ class AbstractReadings(ABC, Generic[T]):
         """Ends reading; returns the items that were read but not handed out, and the failure after them."""
 
 
-def readings(read: Callable[[], T | None], ahead: int) -> AbstractReadings[T]:
-    """Returns what `read` returns, up to `ahead` items of it read in advance by a thread."""
-    return _Ahead(read, ahead) if ahead else _OnDemand(read)
+def readings(read: Callable[[], T | None], ahead: int, *, in_thread: bool) -> AbstractReadings[T]:
+    """Returns what `read` returns, up to `ahead` items of it read in advance.
+
+    Args:
+      read: returns the next item, or None.
+      ahead: how many.
+      in_thread: whether a thread reads them; else the caller does, when it takes one.
+    """
+    return _InThread(read, ahead) if ahead and in_thread else _ByCaller(read, ahead)
 
 
 @final
-class _OnDemand(AbstractReadings[T]):
-    def __init__(self, read: Callable[[], T | None]) -> None:
+class _ByCaller(AbstractReadings[T]):
+    """For what takes no time to read: handing an item from one thread to another takes longer.
+
+    What is read ahead is on its way to the devices while the caller works, for `device_put` does not wait.
+    """
+
+    def __init__(self, read: Callable[[], T | None], ahead: int) -> None:
         self._read: Callable[[], T | None] = read
+        self._size = ahead + 1
+        self._items: deque[T] = deque()
 
     @override
     def get(self) -> T | None:
-        return self._read()
+        while len(self._items) < self._size and (item := self._read()) is not None:
+            self._items.append(item)
+        return self._items.popleft() if self._items else None
 
     @override
     def stop(self) -> tuple[list[T], BaseException | None]:
-        return [], None
+        unused, self._items = list(self._items), deque()
+        return unused, None
 
 
 @final
-class _Ahead(AbstractReadings[T]):
+class _InThread(AbstractReadings[T]):
     """Starts the thread. It ends with the last item, with a failure, on `stop`, or when this object is no more."""
 
     def __init__(self, read: Callable[[], T | None], ahead: int) -> None:

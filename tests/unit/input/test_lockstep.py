@@ -112,7 +112,7 @@ def test_positions_are_those_of_what_was_handed_out():
     assert [b.state["batches"] for b in results[0]] == list(range(1, 21))
 
 
-@pytest.mark.parametrize("form", [Form(3), Form(3, full=True)])
+@pytest.mark.parametrize("form", [Form(3), Form(3, 3)])
 def test_steps_of_one_batch(form):
     """All workers stack the same number."""
     one, two = run(([4] * 7, [4] * 2), form)

@@ -1,7 +1,5 @@
 """Batches on the devices: one layout for all, and one mask for all leaves."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import keras
@@ -188,7 +186,7 @@ def test_a_full_part_of_a_short_batch(steps):
     placement = Placement(Topology.of(["cpu:0"]), worker, Facts(batch_size=8), fetches=False, agreed=True)
     room = None if steps == 1 else steps
     for rows in (8, 4, 8):
-        batch = placement.place([dataclasses.replace(step, rows=rows)] * steps, room)
+        batch = placement.place([step._replace(rows=rows)] * steps, room)
         assert np.ravel(batch.rows.count).tolist() == [rows] * steps
 
 

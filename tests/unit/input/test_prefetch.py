@@ -56,7 +56,7 @@ class Source:
 @pytest.mark.parametrize("end", [0, 1, 5, 30])
 def test_items_in_order(ahead, end):
     """Then None, again and again."""
-    items = readings(Source(end), ahead)
+    items = readings(Source(end), ahead, in_thread=True)
     assert [items.get() for _ in range(end)] == list(range(1, end + 1))
     assert [items.get() for _ in range(3)] == [None] * 3
 
@@ -65,7 +65,7 @@ def test_items_in_order(ahead, end):
 def test_no_more_ahead_than_asked(ahead):
     """As soon as one is taken, the next is read."""
     source = Source(100)
-    items = readings(source, ahead)
+    items = readings(source, ahead, in_thread=True)
     for taken in range(4):
         wait_for(lambda: source.count == taken + ahead)
         time.sleep(0.02)
@@ -77,7 +77,7 @@ def test_no_more_ahead_than_asked(ahead):
 def test_nothing_ahead_needs_no_thread():
     """Each item is read when it is asked for, by who asks."""
     source = Source(3)
-    items = readings(source, 0)
+    items = readings(source, 0, in_thread=True)
     assert (source.count, prefetching()) == (0, [])
     assert (items.get(), source.count) == (1, 1)
     assert items.stop() == ([], None)
@@ -86,7 +86,7 @@ def test_nothing_ahead_needs_no_thread():
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_failure_has_its_place(ahead):
     """The items before it are delivered, and nothing after it."""
-    items = readings(Source(2, OSError("disk gone")), ahead)
+    items = readings(Source(2, OSError("disk gone")), ahead, in_thread=True)
     assert [items.get(), items.get()] == [1, 2]
     with pytest.raises(OSError, match="disk gone"):
         items.get()
@@ -96,7 +96,7 @@ def test_failure_has_its_place(ahead):
 
 def test_stop_gives_back_what_was_read():
     """The items that nobody has taken, in order, and the failure behind them."""
-    items = readings(Source(2, OSError("disk gone")), 5)
+    items = readings(Source(2, OSError("disk gone")), 5, in_thread=True)
     wait_for(lambda: not prefetching())
     rest, failure = items.stop()
     assert rest == [1, 2]
@@ -105,7 +105,7 @@ def test_stop_gives_back_what_was_read():
 
 def test_stop_ends_the_thread():
     """At once, also where it waits for room."""
-    items = readings(Source(100), 2)
+    items = readings(Source(100), 2, in_thread=True)
     items.get()
     items.stop()
     assert prefetching() == []
@@ -113,7 +113,7 @@ def test_stop_ends_the_thread():
 
 def test_dropped():
     """The thread does not keep what it reads for alive."""
-    items = readings(Source(100), 2)
+    items = readings(Source(100), 2, in_thread=True)
     seen = weakref.ref(items)
     assert len(prefetching()) == 1
     del items

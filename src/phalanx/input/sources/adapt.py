@@ -203,8 +203,9 @@ def _maker(dataset: Any) -> Callable[[], Iterator[Any]]:
 
 def _is_all(dataset: Any, kinds: Any) -> bool:
     """Whether it is one pytree of such arrays."""
-    if not isinstance(dataset, (list, tuple, Mapping)):
-        return isinstance(dataset, kinds)
+    if isinstance(dataset, kinds) or not isinstance(dataset, (list, tuple, Mapping)):
+        is_tree = not isinstance(dataset, Iterable) and not callable(dataset)
+        return isinstance(dataset, kinds) or (is_tree and all(isinstance(x, kinds) for x in jax.tree.leaves(dataset)))
     # One look is enough to see that a list of a million records is none.
     first = next(iter(dataset.values() if isinstance(dataset, Mapping) else dataset), None)
     if first is not None and not isinstance(first, kinds) and not isinstance(first, (list, tuple, Mapping)):

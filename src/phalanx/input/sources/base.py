@@ -4,7 +4,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,8 +20,7 @@ State = Mapping[str, Any]
 """A position in a source: numbers, strings, bytes, lists and dicts of them."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What one worker reads for one step.
 
     Args:

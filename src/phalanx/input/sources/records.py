@@ -69,17 +69,22 @@ class AbstractRecords(AbstractSource):
 class _RecordsReader(AbstractReader):
     def __init__(self, source: AbstractRecords, worker: Worker, position: int) -> None:
         self._source, self._worker, self._position = source, worker, position
+        self._full = self._own(source.batch_size)
 
     @override
     def read(self) -> Piece | None:
-        source = self._source
-        rows = min(source.batch_size, source.num_records - self._position)
+        source, start = self._source, self._position
+        rows = min(source.batch_size, source.num_records - start)
         if rows <= 0 or (source.drop_remainder and rows < source.batch_size):
             return None
-        start, own = self._position, self._worker.rows(rows) or range(1)
-        part = source.records(start + own.start, start + own.stop)
+        first, stop, counts = self._full if rows == source.batch_size else self._own(rows)
         self._position = start + rows
-        return Piece([part], self._worker.shares(rows), rows)
+        return Piece([source.records(start + first, start + stop)], counts, rows)
+
+    def _own(self, rows: int) -> tuple[int, int, list[int]]:
+        """Returns the first and the last (exclusive) of this worker's rows of a batch, and its replicas' shares."""
+        own = self._worker.rows(rows) or range(1)
+        return own.start, own.stop, self._worker.shares(rows)
 
     @override
     def get_state(self) -> State:

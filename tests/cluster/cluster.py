@@ -1,0 +1,117 @@
+"""Several processes on this machine that are the workers of one cluster, and do what the test tells them."""
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Self
+
+_HERE = Path(__file__).resolve().parent
+_OF_THIS_PROCESS = ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS")
+_START_S = 60.0
+
+
+class ClusterError(RuntimeError):
+    """A worker died or was late. Its log says why."""
+
+
+class Cluster:
+    """Workers that run the functions of `tasks`; all of them the same one at a time.
+
+    Args:
+      workers: how many processes.
+      devices: how many CPU devices each of them has.
+    """
+
+    def __init__(self, workers: int, devices: int) -> None:
+        self.workers, self.devices = workers, devices
+        self._processes: list[subprocess.Popen] = []
+        self._pipes: list[Connection] = []
+        self._logs: list[Any] = []
+
+    def __enter__(self) -> Self:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for index in range(self.workers):
+            self._start(index, port)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill_all()
+        for closable in (*self._pipes, *self._logs):
+            closable.close()
+
+    def call(self, task: str, deadline_s: float = 30.0, **kwargs: Any) -> list[Any]:
+        """Calls `tasks.<task>(strategy, **kwargs)` in every worker, and returns what each of them returned.
+
+        An exception there is returned as the text "Class: message".
+
+        Raises:
+          ClusterError: a worker died, or took longer than it may.
+        """
+        for pipe in self._pipes:
+            pipe.send((task, kwargs))
+        return self._replies(deadline_s, f"{task}({kwargs})")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all workers are still there."""
+        return all(process.poll() is None for process in self._processes)
+
+    def _start(self, index: int, port: int) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        log = tempfile.TemporaryFile("a+")  # noqa: SIM115
+        one_device = {"NPROC": str(max(1, (os.cpu_count() or 1) // self.workers))}
+        environment = {k: v for k, v in os.environ.items() if k not in _OF_THIS_PROCESS} | {
+            "PYTHONPATH": f"{_HERE}{os.pathsep}{_HERE.parent / 'sources'}",
+            "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=12",
+            **(one_device if self.devices == 1 else {"PHALANX_CPU_DEVICES": str(self.devices)}),
+        }
+        command = [sys.executable, _HERE / "worker.py", theirs.fileno(), index, self.workers, port]
+        self._processes.append(
+            subprocess.Popen(
+                list(map(str, command)), env=environment, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
+            )
+        )
+        theirs.close()
+        self._pipes.append(ours)
+        self._logs.append(log)
+
+    def wait_until_ready(self) -> None:
+        """Waits until all workers have found each other."""
+        self._replies(_START_S, "the start")
+
+    def _replies(self, deadline_s: float, what: str) -> list[Any]:
+        deadline, replies = time.monotonic() + deadline_s, {}
+        while waiting := [pipe for pipe in self._pipes if pipe not in replies]:
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._failure(waiting[0], f"is late in {what}")
+            for pipe in ready:
+                try:
+                    replies[pipe] = pipe.recv()
+                except (EOFError, ConnectionError) as e:
+                    raise self._failure(pipe, f"has died in {what}") from e
+        return [replies[pipe] for pipe in self._pipes]
+
+    def _failure(self, pipe: Any, problem: str) -> ClusterError:
+        """Ends all workers, for those that are left would wait for each other."""
+        self._kill_all()
+        return ClusterError(f"worker {self._pipes.index(pipe)} of {self.workers} {problem}")
+
+    def _kill_all(self) -> None:
+        for process in self._processes:
+            process.kill()  # JAX's preemption service would swallow SIGTERM.
+            process.wait()
+
+    def logs(self) -> str:
+        """What the workers have printed last."""
+        for log in self._logs:
+            log.seek(0)
+        return "\n".join(f"--- worker {i} of {self.workers}:\n{log.read()[-4000:]}" for i, log in enumerate(self._logs))

@@ -1,0 +1,255 @@
+"""What a worker can be told to do. Each function runs in all workers of a cluster at once."""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from evaluation import BATCH, ROWS, Evaluation, X, Y
+
+import phalanx
+from phalanx.data import AutoShardPolicy
+from phalanx.testing import assert_restores_everywhere
+from phalanx.topology import Topology
+
+ALL = {"x": X, "y": Y, "id": np.arange(ROWS, dtype="int32")}
+
+
+class AllDevices(phalanx.Strategy):
+    """One replica on each device of all workers, until there is a strategy for several workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._topology = Topology(tuple(jax.devices()))
+        self._cross_device_ops = phalanx.NcclAllReduce().for_devices(self._topology.devices)
+
+    @property
+    def topology(self) -> Topology:
+        """All devices, in the order of their processes."""
+        return self._topology
+
+    @property
+    def cross_device_ops(self) -> phalanx.CrossDeviceOps:
+        """Packed, as it pays between processes."""
+        return self._cross_device_ops
+
+
+class Opened(list):
+    """The names of the files that were opened, in order."""
+
+    def reader(self, path: str) -> list[dict[str, Any]]:
+        """Returns the records of a file that `write_files` wrote."""
+        self.append(Path(path).name)
+        with np.load(path) as arrays:
+            return [_row(int(i)) for i in arrays["id"]]
+
+
+def write_files(folder: Path, lengths: Iterable[int]) -> None:
+    """Writes files of that many rows each; called by the test."""
+    start = 0
+    for number, length in enumerate(lengths):
+        np.savez(folder / f"{number}.npz", id=np.arange(start, start + length))
+        start += length
+
+
+def evaluate(strategy: phalanx.Strategy, **kwargs: Any) -> dict[str, Any]:
+    """Evaluates a dataset; returns the result, the rows of each step and local replica, the files and what was logged."""
+    opened, steps = Opened(), []
+    with _logged() as messages:
+        dataset = _distributed(strategy, opened, **kwargs)
+    result = Evaluation(strategy).run(_noted(dataset, steps))
+    shards = [(s.policy.name, s.records, len(s.files), str(s)) for s in dataset.shards]
+    return {"result": result, "steps": steps, "opened": opened, "messages": messages, "shards": shards}
+
+
+def read(
+    strategy: phalanx.Strategy,
+    steps: int | None = None,
+    load: str | None = None,
+    save: str | None = None,
+    **kwargs: Any,
+) -> list[list[list[int]]]:
+    """Reads some steps from a position, and leaves another; returns the rows of each step and local replica."""
+    noted: list[list[list[int]]] = []
+    iterator = iter(_distributed(strategy, Opened(), **kwargs))
+    if load is not None:
+        iterator.load_state(load)
+    for _ in _noted(iterator, noted):
+        if len(noted) == steps:
+            break
+    if save is not None:
+        iterator.save_state(save)
+    return noted
+
+
+def states_everywhere(strategy: phalanx.Strategy, **kwargs: Any) -> int:
+    """Checks that an iterator goes on equally from each of its positions; returns how many batches there are."""
+    dataset = _distributed(strategy, Opened(), **kwargs)
+    assert_restores_everywhere(dataset)
+    return sum(1 for _ in dataset)
+
+
+def explain(strategy: phalanx.Strategy, **kwargs: Any) -> list[tuple[str, str]]:
+    """Returns policies and sentences."""
+    shards = _distributed(strategy, Opened(), call=phalanx.explain_sharding, **kwargs)
+    return [(shard.policy.name, str(shard)) for shard in shards]
+
+
+def local_results(strategy: phalanx.Strategy) -> list[list[int]]:
+    """Reads short batches by the public verb."""
+    dataset = strategy.experimental_distribute_dataset(np.arange(10, dtype="int32"), batch_size=7)
+    return [[part.tolist() for part in strategy.experimental_local_results(batch)] for batch in dataset]
+
+
+def local_results_of_nest(strategy: phalanx.Strategy) -> list[Any]:
+    """A distributed value beside one that is not."""
+    (batch,) = strategy.experimental_distribute_dataset([np.arange(8, dtype="int32")])
+    return [(r["a"].tolist(), r["b"]) for r in strategy.experimental_local_results({"a": batch, "b": 3.0})]
+
+
+def gathered(strategy: phalanx.Strategy) -> list[list[int]]:
+    """Gathers short batches: every worker gets all rows."""
+    dataset = strategy.experimental_distribute_dataset(np.arange(10, dtype="int32"), batch_size=7)
+    return [np.asarray(strategy.gather(batch, axis=0)).tolist() for batch in dataset]
+
+
+def several_steps(strategy: phalanx.Strategy, **kwargs: Any) -> list[float]:
+    """Sums the row numbers, four steps in one program."""
+    iterator = iter(_distributed(strategy, Opened(), **kwargs))
+    sums: list[float] = []
+    while True:
+        try:
+            parts = strategy.run_steps(_masked_sum, iterator, 4)
+        except phalanx.errors.OutOfRangeError:
+            return sums
+        sums += np.asarray(strategy.reduce("SUM", parts, axis=None)).tolist()
+
+
+def growing_batches(strategy: phalanx.Strategy) -> list[tuple[float, tuple[int, ...]]]:
+    """Batches that grow, so that the replicas of one worker need more room before those of the other do.
+
+    Returns the sum of each batch, and its global shape, which all workers must agree on.
+    """
+    sizes = [4, 5, 9, 6, 17]
+    dataset = strategy.experimental_distribute_dataset(lambda: (np.ones(size, "float32") for size in sizes))
+    return [(float(strategy.reduce("SUM", batch, axis=0)), batch.data.shape) for batch in dataset]
+
+
+def values_from_function(strategy: phalanx.Strategy) -> list[float]:
+    """Each replica's value has as many rows as its number says."""
+    value = strategy.experimental_distribute_values_from_function(
+        lambda c: np.ones(1 + c.replica_id_in_sync_group, "float32")
+    )
+    return [float(strategy.reduce(op, value, axis=0)) for op in ("SUM", "MEAN")]
+
+
+def one_thread_for_one_device(strategy: phalanx.Strategy) -> int:
+    """With one device a process, the rule is NPROC = cores / processes, which may be 1."""
+    with mock.patch.dict(os.environ, NPROC="1"):
+        return AllDevices().num_replicas_in_sync
+
+
+def _masked_sum(batch: dict[str, Any]) -> Any:
+    mask = phalanx.get_replica_context().example_mask
+    return (batch["id"] if mask is None else batch["id"] * mask).sum()
+
+
+def _distributed(
+    strategy: phalanx.Strategy,
+    opened: Opened,
+    *,
+    source: str,
+    policy: str = "AUTO",
+    folder: str = "",
+    call: Callable[..., Any] | None = None,
+) -> Any:
+    """Distributes one of the datasets that tests name, or passes it to another function."""
+    options = phalanx.InputOptions(auto_shard_policy=AutoShardPolicy[policy])
+    worker = jax.process_index()
+
+    def distribute(dataset: Any, **kwargs: Any) -> Any:
+        if call is not None:
+            return call(dataset, strategy, options, **kwargs)
+        return strategy.experimental_distribute_dataset(dataset, options, **kwargs)
+
+    if source == "arrays":
+        return distribute(ALL, batch_size=BATCH)
+    if source == "generator":
+        return distribute(lambda: (_batch(range(i, min(i + BATCH, ROWS))) for i in range(0, ROWS, BATCH)))
+    if source == "rows":
+        return distribute(lambda: map(_row, range(ROWS)), batch_size=BATCH)
+    if source == "files":
+        return distribute(phalanx.data.from_files(f"{folder}/*.npz", opened.reader), batch_size=BATCH)
+    if source == "failing files":
+        return distribute(phalanx.data.from_files(f"{folder}/*.npz", _fails_at_zero), batch_size=BATCH)
+    if source == "failing generator":
+        return distribute(lambda: _fails_in_worker_1(worker))
+    # Worker 0 has the first 900 rows, the others share the rest.
+    edges = np.linspace(900, ROWS, strategy.topology.num_workers).astype(int)
+    own = range(0, 900) if worker == 0 else range(edges[worker - 1], edges[worker])
+    functions = {
+        "function": lambda c: [_batch(own[i : i + BATCH]) for i in range(0, len(own), BATCH)],
+        "failing function": lambda c: _fails_in_worker_1(c.input_pipeline_id),
+    }
+    return strategy.distribute_datasets_from_function(functions[source], options)
+
+
+def _row(i: int) -> dict[str, Any]:
+    return {key: values[i] for key, values in ALL.items()}
+
+
+def _batch(rows: range) -> dict[str, Any]:
+    return {key: values[rows.start : rows.stop] for key, values in ALL.items()}
+
+
+def _fails_in_worker_1(worker: int) -> Iterator[Any]:
+    for start in range(0, ROWS, BATCH):
+        if worker == 1 and start == 3 * BATCH:
+            raise OSError("the disk of worker 1 is gone")
+        yield _batch(range(start, min(start + BATCH, ROWS)))
+
+
+def _fails_at_zero(path: str) -> Iterator[Any]:
+    """Reads files, of which those with an odd number are broken."""
+    with np.load(path) as arrays:
+        for i in arrays["id"][:30]:
+            yield _row(int(i))
+    if int(Path(path).stem) % 2:
+        raise OSError(f"{Path(path).name} is broken")
+
+
+def _noted(batches: Iterable[Any], noted: list[list[list[int]]]) -> Iterator[Any]:
+    """Yields the batches, and notes the real rows of each local replica."""
+    for batch in batches:
+        noted.append(_real_rows(batch["id"]))
+        yield batch
+
+
+def _real_rows(value: phalanx.PerReplica) -> list[list[int]]:
+    """Returns what this worker's devices hold, by JAX alone."""
+    if value.rows is None:
+        return [np.asarray(shard.data)[0].tolist() for shard in _shards(value.data)]
+    parts = zip(_shards(value.data), _shards(value.rows.mask), strict=True)
+    return [np.asarray(data.data)[np.asarray(mask.data)].tolist() for data, mask in parts]
+
+
+def _shards(array: jax.Array) -> list[Any]:
+    return sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+
+
+class _logged:
+    """Collects what Phalanx's input says."""
+
+    def __enter__(self) -> list[str]:
+        self.messages: list[str] = []
+        self._handler = logging.Handler()
+        self._handler.emit = lambda record: self.messages.append(record.getMessage())
+        logging.getLogger("phalanx.input").addHandler(self._handler)
+        return self.messages
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("phalanx.input").removeHandler(self._handler)

@@ -1,0 +1,60 @@
+"""What holds for the datasets of every library. A test module has one subclass, with the table of its library."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import evaluation
+import pytest
+from evaluation import BATCH, Evaluation
+
+import phalanx
+from phalanx.testing import assert_restores_everywhere
+
+Source = Callable[[phalanx.Strategy, Path], phalanx.DistributedDataset]
+"""Distributes a dataset of all rows; the folder is for files."""
+
+
+def batches(make: Callable[[Path], Any], **kwargs: Any) -> Source:
+    """A row of the table: a dataset of global batches."""
+    return lambda strategy, folder: strategy.experimental_distribute_dataset(make(folder), **kwargs)
+
+
+def rows(make: Callable[[Path], Any]) -> Source:
+    """A row of the table: a dataset of single rows."""
+    return batches(make, batch_size=BATCH)
+
+
+def slices(batch_size: int = BATCH) -> list[slice]:
+    """The rows of each batch."""
+    return [slice(i, i + batch_size) for i in range(0, evaluation.ROWS, batch_size)]
+
+
+@functools.cache
+def mirrored(replicas: int) -> Evaluation:
+    """The evaluation on some replicas; its step is compiled once for all sources of one layout."""
+    return Evaluation(strategy_of(replicas))
+
+
+@functools.cache
+def strategy_of(replicas: int) -> phalanx.Strategy:
+    """The first CPU devices."""
+    return phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+
+
+class SourceLaws:
+    """Every row exactly once, on any number of replicas, and from any position."""
+
+    SOURCES: ClassVar[dict[str, Source]]
+    RESTORED_STEPS: ClassVar[int | None] = None
+
+    @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+    def test_evaluation_is_exact(self, source, replicas, folder):
+        """Loss and accuracy are those of NumPy on all rows, to 1e-6, though the last batch is short."""
+        result = mirrored(replicas).run(source(strategy_of(replicas), folder))
+        assert result == pytest.approx(evaluation.expected(), rel=0, abs=1e-6)
+
+    def test_restores_everywhere(self, source, folder):
+        """From the position after each batch the rest follows, batch by batch."""
+        assert_restores_everywhere(source(strategy_of(2), folder), steps=self.RESTORED_STEPS)

@@ -1,0 +1,112 @@
+"""Grain: the recommended data library."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from evaluation import BATCH, ROWS, X, Y
+from laws import SourceLaws, batches, rows, slices, strategy_of
+
+import phalanx
+from phalanx.errors import InputError
+
+grain = pytest.importorskip("grain", reason="Grain is in the extra [data]")
+experimental = pytest.importorskip("grain.experimental")
+
+
+def records():
+    """All rows, with random access."""
+    return grain.MapDataset.range(ROWS).map(lambda i: (X[i], Y[i]))
+
+
+def encoded(i: int) -> bytes:
+    """One row as bytes."""
+    return X[i].tobytes() + Y[i].tobytes()
+
+
+def decoded(record: bytes):
+    """The row that `encoded` has written."""
+    return np.frombuffer(record[:-4], "float32"), np.frombuffer(record[-4:], "int32")[0]
+
+
+def array_records(folder: Path) -> list[str]:
+    """Files that can be read in any order."""
+    module = pytest.importorskip("array_record.python.array_record_module")
+    for number, s in enumerate(slices(170)):
+        writer = module.ArrayRecordWriter(str(folder / f"{number}.arrayrecord"), "group_size:1")
+        for i in range(ROWS)[s]:
+            writer.write(encoded(i))
+        writer.close()
+    return sorted(map(str, folder.glob("*.arrayrecord")))
+
+
+def read_array_record(path: str):
+    """The records of one file, with random access."""
+    return grain.MapDataset.source(grain.sources.ArrayRecordDataSource(path)).map(decoded)
+
+
+def tfrecords(folder: Path):
+    """Files of records one after the other; Grain does not check their sums."""
+    for number, s in enumerate(slices(170)):
+        with open(folder / f"{number}.tfrecord", "wb") as file:
+            for i in range(ROWS)[s]:
+                file.write(struct.pack("<QI", len(encoded(i)), 0) + encoded(i) + struct.pack("<I", 0))
+    return phalanx.data.from_files(f"{folder}/*.tfrecord", lambda p: experimental.TFRecordIterDataset(p).map(decoded))
+
+
+def parquet(folder: Path):
+    """Tables, whose rows are dicts."""
+    arrow = pytest.importorskip("pyarrow")
+    tables = pytest.importorskip("pyarrow.parquet")
+    for number, s in enumerate(slices(170)):
+        x = arrow.array(list(X[s]), arrow.list_(arrow.float32()))
+        tables.write_table(arrow.table({"x": x, "y": Y[s]}), folder / f"{number}.parquet")
+    return phalanx.data.from_files(f"{folder}/*.parquet", experimental.ParquetIterDataset)
+
+
+def data_loader():
+    """With a sampler, and the batch as an operation."""
+    sampler = grain.samplers.IndexSampler(ROWS, shuffle=False, num_epochs=1)
+    operations = [grain.transforms.Batch(BATCH, drop_remainder=False)]
+    return grain.DataLoader(data_source=list(zip(X, Y, strict=True)), sampler=sampler, operations=operations)
+
+
+class TestGrain(SourceLaws):
+    """Each of its datasets, and each kind of file that it reads."""
+
+    SOURCES = {
+        "map_dataset_of_batches": batches(lambda _: records().batch(BATCH)),
+        "map_dataset_of_rows": rows(lambda _: records()),
+        "shuffled_map_dataset": rows(lambda _: records().shuffle(seed=3)),
+        "iter_dataset_of_batches": batches(lambda _: records().to_iter_dataset().batch(BATCH)),
+        "iter_dataset_of_rows": rows(lambda _: records().to_iter_dataset()),
+        "prefetched_iter_dataset": batches(
+            lambda _: records().to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)).batch(BATCH)
+        ),
+        "data_loader": batches(lambda _: data_loader()),
+        "array_record_files": rows(lambda f: phalanx.data.from_files(array_records(f), read_array_record)),
+        "array_record_source": rows(
+            lambda f: grain.MapDataset.source(grain.sources.ArrayRecordDataSource(array_records(f))).map(decoded)
+        ),
+        "tfrecord_files": rows(tfrecords),
+        "parquet_files": rows(parquet),
+    }
+
+
+def test_array_records_are_bytes(folder):
+    """They have to be decoded before they can be placed on devices; it says so."""
+    source = grain.sources.ArrayRecordDataSource(array_records(folder))
+    dataset = strategy_of(2).experimental_distribute_dataset(source, batch_size=BATCH)
+    with pytest.raises(InputError, match=r"a batch of dtype \S*S28: only numbers"):
+        next(iter(dataset))
+
+
+def test_filtered_records():
+    """A filter on an `IterDataset` leaves rows out; on a `MapDataset` it leaves holes, which is an error."""
+    even = records().filter(lambda record: record[1] % 2 == 0)
+    dataset = strategy_of(3).experimental_distribute_dataset(even.to_iter_dataset(), batch_size=BATCH)
+    kept = [y for _, labels in dataset for part in labels.values for y in np.asarray(part)]
+    assert kept == [y for y in Y if y % 2 == 0]
+    with pytest.raises(InputError, match="some of them are None: a filter"):
+        list(strategy_of(3).experimental_distribute_dataset(even, batch_size=BATCH))

@@ -1,0 +1,78 @@
+"""Hugging Face's datasets."""
+
+import numpy as np
+import pytest
+from evaluation import BATCH, ROWS, X, Y
+from laws import SourceLaws, batches, rows, strategy_of
+
+from phalanx.errors import InputError
+
+datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed: make test-sources")
+
+
+def table():
+    """All rows, in memory: `x` is a list of numbers for those who ask for no format."""
+    return datasets.Dataset.from_dict({"x": X, "y": Y})
+
+
+def stream():
+    """Rows one after the other."""
+    return table().to_iterable_dataset(num_shards=3)
+
+
+def torch_loader():
+    """The loader that most of its users know."""
+    torch = pytest.importorskip("torch")
+    return torch.utils.data.DataLoader(table().with_format("torch"), BATCH)
+
+
+class TestHuggingFace(SourceLaws):
+    """With random access and as streams, in each format."""
+
+    SOURCES = {
+        "dataset": rows(lambda _: table()),
+        "dataset_in_numpy": rows(lambda _: table().with_format("numpy")),
+        "dataset_in_torch": rows(lambda _: table().with_format("torch")),
+        "dataset_in_jax": rows(lambda _: table().with_format("jax")),
+        "shuffled_dataset": rows(lambda _: table().shuffle(seed=3).with_format("numpy")),
+        "mapped_dataset": rows(lambda _: table().map(lambda row: {"x": np.float32(row["x"])}).with_format("numpy")),
+        "iterable_dataset": rows(lambda _: stream()),
+        "iterable_dataset_in_numpy": rows(lambda _: stream().with_format("numpy")),
+        "torch_loader": batches(lambda _: torch_loader()),
+    }
+
+
+def test_token_lists():
+    """The commonest column of all: lists of integers, one length. Each list is one row of an array."""
+    tokens = datasets.Dataset.from_dict({"input_ids": [[i, i + 1, i + 2] for i in range(10)]})
+    (batch,) = strategy_of(2).experimental_distribute_dataset(tokens, batch_size=10)
+    assert [part.shape for part in batch["input_ids"].values] == [(5, 3), (5, 3)]
+
+
+def test_token_lists_of_different_lengths():
+    """Have to be padded; the error says so."""
+    tokens = datasets.Dataset.from_dict({"input_ids": [list(range(i)) for i in range(1, 11)]})
+    with pytest.raises(InputError, match="HINT: pad"):
+        next(iter(strategy_of(2).experimental_distribute_dataset(tokens, batch_size=10)))
+
+
+def test_text_column():
+    """Text cannot be placed on devices; the error says so."""
+    texts = datasets.Dataset.from_dict({"text": ["a", "b"] * 5})
+    with pytest.raises(InputError, match="(?s)a batch of dtype .*HINT: encode the text first"):
+        next(iter(strategy_of(2).experimental_distribute_dataset(texts, batch_size=10)))
+
+
+@pytest.mark.parametrize("make", [table, stream])
+def test_dataset_without_batch_size(make):
+    """It is one of rows; the error says what is missing."""
+    with pytest.raises(InputError, match="it is a dataset of single rows.\nHINT: batch_size="):
+        strategy_of(2).experimental_distribute_dataset(make())
+
+
+def test_reads_its_own_rows_only():
+    """Random access: nothing is read twice, and nothing ahead of its turn but the next batch."""
+    read = []
+    dataset = table().with_transform(lambda rows: read.extend(rows["y"]) or {k: np.asarray(v) for k, v in rows.items()})
+    assert len(list(strategy_of(2).experimental_distribute_dataset(dataset, batch_size=BATCH))) == 21
+    assert len(read) == ROWS
