@@ -26,7 +26,7 @@ from phalanx.context import (
 from phalanx.control_flow import checkpoint, cond, scan, while_loop
 from phalanx.function import function
 
-# from phalanx import keras as keras
+from phalanx import keras as keras
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
 from phalanx.input.sources.functions import InputContext
 from phalanx.options import InputOptions, InputReplicationMode, ReduceOp, RunOptions

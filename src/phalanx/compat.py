@@ -38,7 +38,7 @@ import numpy as np  # noqa: E402
 from keras import Variable as Variable  # noqa: E402, PLC0414  (exported)
 from keras.src import backend  # noqa: E402
 from keras.src.backend.common import global_state  # noqa: E402
-from keras.src.trainers.compile_utils import CompileLoss  # noqa: E402
+from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList  # noqa: E402
 from keras.src.trainers.data_adapters import array_slicing as _array_slicing  # noqa: E402
 from keras.src.trainers.data_adapters import data_adapter_utils as _data_adapter_utils  # noqa: E402
 from keras.src.trainers.data_adapters import get_data_adapter as _get_data_adapter  # noqa: E402
@@ -96,6 +96,10 @@ class AbstractLiftScope(keras.StatelessScope):
 
     def check_loss(self, name: str, reduction: str) -> None:
         """Raises for a loss that is a mean, where there are several replicas."""
+        raise NotImplementedError
+
+    def moments(self, values: Any, counts: Any, axes: Sequence[int], *, everywhere: bool) -> tuple[Any, Any]:
+        """Returns mean and variance over some dims of the values that count; `everywhere` over all replicas."""
         raise NotImplementedError
 
     def count_of_a_row(self) -> Any:
@@ -257,6 +261,8 @@ def _extend(owner: type, name: str) -> Callable[[Callable[..., Any]], None]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             return wrapper(original, self, *args, **kwargs)
 
+        # Keras asks for the arguments by name, past what `wraps` does.
+        method.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
         setattr(owner, name, method)
 
     return install
@@ -335,18 +341,22 @@ def _next_seed(original: Callable[..., Any], self: keras.random.SeedGenerator, *
     return seed if scope is None else scope.fold_seed(seed)
 
 
+_CONTAINERS = (CompileMetrics, MetricsList)
+
+
 def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *args: Any, **kwargs: Any) -> Any:
     """Weighs the padded rows of a short batch with zero."""
     scope, call = lift_scope(), inspect.signature(original)
     mask = None if scope is None else scope.example_mask()
     rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args)}
     weighed = global_state.get_global_attribute("phalanx_weighed")
-    is_mean = scope is not None and scope.is_averaging and rows == {()} and not weighed
-    if is_mean and "sample_weight" in call.parameters:
+    # Keras's containers of metrics hand everything on.
+    takes_weights = "sample_weight" in call.parameters and not weighed and not isinstance(self, _CONTAINERS)
+    if scope is not None and scope.is_averaging and rows == {()} and takes_weights:
         given = call.bind(self, *args, **kwargs).arguments
         given["sample_weight"] = scope.weight_of_mean(given.get("sample_weight"))
         return original(**given)
-    if scope is None or mask is None or weighed or rows == {()} or "sample_weight" not in call.parameters:
+    if scope is None or mask is None or rows == {()} or not takes_weights:
         return original(self, *args, **kwargs)
     if rows != {mask.shape}:
         if call.bind(self, *args, **kwargs).arguments.get("sample_weight") is None:
@@ -403,6 +413,46 @@ def _loss(
 def _like(weights: Any, values: Any) -> Any:
     """Returns weights of rows in a shape that broadcasts to their values."""
     return weights.reshape(weights.shape[: values.ndim] + (1,) * (values.ndim - weights.ndim))
+
+
+@_extend(keras.layers.BatchNormalization, "__init__")
+def _init_batch_normalization(
+    original: Callable[..., None], self: Any, *args: Any, synchronized: bool = False, **kwargs: Any
+) -> None:
+    # Keras refuses it on JAX, for want of replicas.
+    original(self, *args, **kwargs)
+    self.synchronized = synchronized
+
+
+@_extend(keras.layers.BatchNormalization, "_moments")
+def _moments(original: Callable[..., Any], self: Any, inputs: Any, mask: Any) -> Any:
+    """Leaves padded rows out of the statistics, and computes synchronized ones over all replicas."""
+    scope = lift_scope()
+    rows = None if scope is None else scope.example_mask()
+    if scope is None or (rows is None and not self.synchronized):
+        return _moments_here(original, self, inputs, mask)
+    if rows is None:
+        rows = jnp.ones(inputs.shape[:1], bool)
+    if inputs.shape[0] % rows.shape[0]:
+        raise InputError(
+            f"{self.name} of inputs {inputs.shape}",
+            f"this batch is padded to {rows.shape[0]} rows, and its mask does not fit.",
+            "inputs whose dim 0 is the rows of the batch",
+        )
+    counts = jnp.repeat(rows, inputs.shape[0] // rows.shape[0]).reshape((-1,) + (1,) * (inputs.ndim - 1))
+    if mask is not None:
+        counts = counts & jnp.asarray(mask, bool)[..., None]
+    return scope.moments(
+        inputs, jnp.broadcast_to(counts, inputs.shape), self._reduction_axes, everywhere=self.synchronized
+    )
+
+
+def _moments_here(original: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
+    synchronized, layer.synchronized = layer.synchronized, False
+    try:
+        return original(layer, inputs, mask)
+    finally:
+        layer.synchronized = synchronized
 
 
 def _extend_metric(metric: type) -> None:

@@ -364,6 +364,19 @@ class LiftScope(compat.AbstractLiftScope):
         return weight if replica.padding is None else weight * replica.padding.mask.mean()
 
     @override
+    def moments(self, values: Any, counts: Any, axes: Sequence[int], *, everywhere: bool) -> tuple[Any, Any]:
+        replicas = _replicas() if everywhere else 1
+
+        def mean(x: Any) -> Any:
+            total = jnp.where(counts, x, 0).sum(axis=tuple(axes), keepdims=True)
+            return primitives.all_reduce(ReduceOp.SUM, total, replicas) / count
+
+        number = counts.sum(axis=tuple(axes), keepdims=True).astype(values.dtype)
+        count = jnp.maximum(primitives.all_reduce(ReduceOp.SUM, number, replicas), 1)
+        center = mean(values)
+        return center.squeeze(tuple(axes)), mean(jnp.square(values - center)).squeeze(tuple(axes))
+
+    @override
     def check_loss(self, name: str, reduction: str) -> None:
         if _replicas() > 1:
             raise InvalidArgumentError(

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loops of `fit`, `evaluate` and `predict`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from phalanx import compat, context, lifting
+from phalanx.errors import ContextError, InvalidArgumentError
+from phalanx.function import Function
+from phalanx.keras import steps
+from phalanx.keras.data import EpochData
+from phalanx.keras.interrupts import Interrupts
+from phalanx.options import RunOptions
+from phalanx.replicate import trace_run
+from phalanx.strategies.base import Strategy
+from phalanx.values import PerReplica, is_distributed
+
+ReplicaStep = Callable[[keras.Model, Any], Any]
+
+
+class ModelTrainer:
+    """Trains, evaluates and predicts with one model on the replicas of a strategy, in place of Keras's trainer.
+
+    Args:
+      model: the model.
+      strategy: the strategy.
+    """
+
+    def __init__(self, model: keras.Model, strategy: Strategy) -> None:
+        self._model, self._strategy = model, strategy
+        self._train = self._program(steps.train)
+        self._test = self._program(steps.test)
+        self._predict = self._program(steps.predict)
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: Any = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+    ) -> Any:
+        """`keras.Model.fit`."""
+        model = self._ready("fit")
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = compat.validation_split((x, y, sample_weight), validation_split)
+        with self._strategy.scope(), Interrupts() as interrupts:
+            data = self._data(
+                x,
+                steps_per_epoch,
+                y=y,
+                sample_weight=sample_weight,
+                batch_size=batch_size,
+                shuffle=shuffle,
+                class_weight=class_weight,
+            )
+            validation = None
+            if validation_data is not None:
+                validation = self._validation_data(
+                    validation_data, validation_batch_size or batch_size, validation_steps
+                )
+            self._build(data)
+            callbacks = self._callbacks(callbacks, verbose, epochs, data, add_history=True)
+            model.stop_training, logs = False, {}
+            callbacks.on_train_begin()
+            try:
+                for epoch in range(compat.first_epoch(model, initial_epoch), epochs):
+                    model.reset_metrics()
+                    callbacks.on_epoch_begin(epoch)
+                    logs = self._epoch(data, self._train, callbacks, "train", interrupts)
+                    if validation is not None and compat.is_evaluated(model, epoch, validation_freq):
+                        results = self._evaluate(validation, callbacks, interrupts)
+                        logs |= {f"val_{name}": value for name, value in results.items()}
+                    callbacks.on_epoch_end(epoch, logs)
+                    if model.stop_training:
+                        break
+            finally:
+                if epochs > 0 and model.optimizer is not None:
+                    model.optimizer.finalize_variable_values(model.trainable_weights)
+            callbacks.on_train_end(logs=logs)
+        return model.history
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """`keras.Model.evaluate`."""
+        model = self._ready("evaluate")
+        with self._strategy.scope(), Interrupts() as interrupts:
+            data = self._data(x, steps, y=y, sample_weight=sample_weight, batch_size=batch_size)
+            self._build(data)
+            callbacks = self._callbacks(callbacks, verbose, 1, data)
+            logs = self._evaluate(data, callbacks, interrupts)
+        return logs if return_dict else compat.in_order(model, logs)
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """`keras.Model.predict`."""
+        model = self._ready(None)
+        with self._strategy.scope(), Interrupts() as interrupts:
+            data = self._data(x, steps, batch_size=batch_size)
+            self._build(data, only_model=True)
+            callbacks = self._callbacks(callbacks, verbose, 1, data)
+            model.stop_predicting, outputs = False, []
+            callbacks.on_predict_begin()
+            for first, count, batches in data.epoch():
+                callbacks.on_predict_batch_begin(first)
+                with interrupts.held():
+                    outputs.append(_rows(self._predict(batches, count)))
+                callbacks.on_predict_batch_end(first + count - 1, {"outputs": outputs[-1]})
+                if model.stop_predicting:
+                    break
+            callbacks.on_predict_end()
+        if not outputs:
+            raise InvalidArgumentError("predict of no batch", "the data is empty.", "at least one row")
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+
+    def train_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, return_dict: bool = False
+    ) -> Any:
+        """`keras.Model.train_on_batch`."""
+        if class_weight is not None:
+            if sample_weight is not None:
+                raise InvalidArgumentError(
+                    "train_on_batch with class_weight and sample_weight",
+                    "one of them is allowed.",
+                    "sample_weight alone",
+                )
+            sample_weight = compat.weights_of_classes(y, class_weight)
+        return self._on_batch("train_on_batch", self._train, (x, y, sample_weight), return_dict=return_dict)
+
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
+        """`keras.Model.test_on_batch`."""
+        return self._on_batch("test_on_batch", self._test, (x, y, sample_weight), return_dict=return_dict)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """`keras.Model.predict_on_batch`."""
+        self._ready(None)
+        with self._strategy.scope():
+            batch = self._one_batch((x,))
+            return _rows(self._predict(batch, 1))
+
+    def _on_batch(self, method: str, program: Callable[..., Any], data: Any, *, return_dict: bool) -> Any:
+        model = self._ready(method)
+        with self._strategy.scope():
+            batch = self._one_batch(data)
+            model.reset_metrics()
+            logs = compat.to_python(program(batch, 1))
+        return logs if return_dict else compat.in_order(model, logs)
+
+    def _one_batch(self, data: Any) -> Any:
+        dataset = self._strategy.experimental_distribute_dataset([jax.tree.map(np.asarray, data)])
+        compat.build(self._model, data) if self._model.compiled else None
+        return next(iter(dataset))
+
+    def _evaluate(self, data: EpochData, callbacks: Any, interrupts: Interrupts) -> dict[str, Any]:
+        model = self._model
+        model.stop_evaluating = False
+        callbacks.on_test_begin()
+        model.reset_metrics()
+        logs = compat.to_python(self._epoch(data, self._test, callbacks, "test", interrupts))
+        callbacks.on_test_end(logs)
+        return logs
+
+    def _epoch(
+        self, data: EpochData, program: Callable[..., Any], callbacks: Any, kind: str, interrupts: Interrupts
+    ) -> dict[str, Any]:
+        """Runs the steps of an epoch, and returns the metrics."""
+        model, logs = self._model, {}
+        begin, end = (getattr(callbacks, f"on_{kind}_batch_{when}") for when in ("begin", "end"))
+        for first, count, batches in data.epoch():
+            begin(first)
+            with interrupts.held():
+                logs = program(batches, count)
+            end(first + count - 1, logs)
+            if model.stop_training if kind == "train" else model.stop_evaluating:
+                break
+        return compat.logs_or_metrics(model, logs)
+
+    def _program(self, step: ReplicaStep) -> Callable[[Any, int], Any]:
+        """Returns what runs some steps on all replicas, as one compiled program; or step by step where asked for."""
+        model, strategy = self._model, self._strategy
+
+        def replica_step(batch: Any) -> Any:
+            return step(model, batch)
+
+        def run(batches: Any, count: Any = None) -> Any:
+            scope = lifting.innermost()
+            assert scope is not None
+            outputs = trace_run(strategy, replica_step, (batches,), {}, scope, steps=count)
+            return outputs if step is steps.predict else self._logs(outputs, count)
+
+        compiled = Function(run)
+
+        def call(batches: Any, count: int) -> Any:
+            if model.run_eagerly or not model.jit_compile:
+                return self._eagerly(replica_step, batches, is_prediction=step is steps.predict)
+            return compiled(batches) if model.steps_per_execution == 1 else compiled(batches, count)
+
+        return call
+
+    def _eagerly(self, replica_step: Callable[[Any], Any], batches: Any, *, is_prediction: bool) -> Any:
+        if self._model.steps_per_execution > 1:
+            raise InvalidArgumentError(
+                f"steps_per_execution={self._model.steps_per_execution} with run_eagerly=True",
+                "several steps in one execution are one compiled program.",
+                "compile(..., steps_per_execution=1)",
+            )
+        outputs = self._strategy.run(replica_step, args=(batches,), options=RunOptions(eager=True))
+        return outputs if is_prediction else self._logs(outputs, None)
+
+    def _logs(self, outputs: Any, count: Any) -> Any:
+        """Returns the metrics after the last step; with a step of the user's own what it returned, averaged."""
+        results = self._model.get_metrics_result()
+        if not isinstance(outputs, dict):
+            return results
+        own = {name: value for name, value in outputs.items() if name not in results}
+        averaged = self._strategy.reduce("MEAN", own, axis=None) if own else {}
+        last = averaged if count is None else jax.tree.map(lambda x: x[count - 1], averaged)
+        return {name: results.get(name, last.get(name)) for name in outputs}
+
+    def _ready(self, method: str | None) -> keras.Model:
+        if context.depth() and context.current().replica is not None:
+            raise ContextError(
+                f"{method or 'predict'} in replica context",
+                "it runs all replicas itself.",
+                "call it outside strategy.run",
+            )
+        if method is not None:
+            compat.require_compiled(self._model, method)
+        return self._model
+
+    def _data(self, x: Any, num_steps: int | None, **data: Any) -> EpochData:
+        return EpochData(self._strategy, x, steps=num_steps, group=self._model.steps_per_execution, **data)
+
+    def _validation_data(self, data: Any, batch_size: int | None, num_steps: int | None) -> EpochData:
+        x, y, sample_weight = compat.unpacked(data)
+        return self._data(x, num_steps, y=y, sample_weight=sample_weight, batch_size=batch_size)
+
+    def _build(self, data: EpochData, *, only_model: bool = False) -> None:
+        model = self._model
+        if only_model and compat.is_built(model):
+            return
+        spec = data.element_spec
+        if only_model:
+            x, _, _ = compat.unpacked(spec)
+            keras.backend.compute_output_spec(
+                model, jax.tree.map(lambda s: keras.KerasTensor(s.shape, str(s.dtype)), x)
+            )
+            return
+        compat.build(model, spec)
+
+    def _callbacks(
+        self, callbacks: Any, verbose: Any, epochs: int, data: EpochData, *, add_history: bool = False
+    ) -> Any:
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return callbacks
+        return keras.callbacks.CallbackList(
+            callbacks,
+            add_history=add_history,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=epochs,
+            steps=data.num_batches,
+            model=self._model,
+        )
+
+
+def _rows(outputs: Any) -> Any:
+    """Returns the real rows of predictions, in order, on the host."""
+    return jax.tree.map(_rows_of, outputs, is_leaf=is_distributed)
+
+
+def _rows_of(output: Any) -> np.ndarray:
+    if not isinstance(output, PerReplica):
+        return np.asarray(output)
+    if output.rows is None or not output.rows.row_dim:
+        return np.concatenate([np.asarray(v) for v in output.values])
+    # (replicas, steps, rows, ...): the rows of a step are those of all replicas.
+    data = np.moveaxis(np.asarray(output.data), 1, 0)
+    return data[np.moveaxis(np.asarray(output.rows.mask), 1, 0)]
