@@ -214,10 +214,13 @@ def test_exception_in_the_data(training, count):
 
 @on("mirrored_x2")
 def test_ragged_batch(training):
-    """A batch whose leaves disagree is refused when it is asked for, and the dataset can be used again."""
-    data = training.strategy.experimental_distribute_dataset([(BATCH, BATCH[:3])])
+    """A batch whose leaves disagree is refused: of a list at once, of a stream when it is asked for, again and again."""
+    ragged, message = [(BATCH, BATCH[:3])], r"its leaves have \[3, 8\] rows"
+    distribute = training.strategy.experimental_distribute_dataset
+    assert_survives(training, InputError, message, lambda: distribute(ragged))
+    data = distribute(lambda: iter(ragged))
     for _ in range(2):
-        assert_survives(training, InputError, r"its leaves have \[3, 8\] rows", lambda: next(iter(data)))
+        assert_survives(training, InputError, message, lambda: next(iter(data)))
 
 
 WRONG = {

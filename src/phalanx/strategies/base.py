@@ -431,7 +431,7 @@ class Strategy(ABC):
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """`distribute_datasets_from_function` under its older name."""
+        """`distribute_datasets_from_function` under its older name. In cross-replica context or outside all scopes."""
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     @final
