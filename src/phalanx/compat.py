@@ -347,16 +347,17 @@ _CONTAINERS = (CompileMetrics, MetricsList)
 def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *args: Any, **kwargs: Any) -> Any:
     """Weighs the padded rows of a short batch with zero."""
     scope, call = lift_scope(), inspect.signature(original)
-    mask = None if scope is None else scope.example_mask()
-    rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args)}
     weighed = global_state.get_global_attribute("phalanx_weighed")
     # Keras's containers of metrics hand everything on.
-    takes_weights = "sample_weight" in call.parameters and not weighed and not isinstance(self, _CONTAINERS)
-    if scope is not None and scope.is_averaging and rows == {()} and takes_weights:
+    if scope is None or weighed or "sample_weight" not in call.parameters or isinstance(self, _CONTAINERS):
+        return original(self, *args, **kwargs)
+    mask = scope.example_mask()
+    rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args) if x is not None}
+    if scope.is_averaging and rows == {()}:
         given = call.bind(self, *args, **kwargs).arguments
         given["sample_weight"] = scope.weight_of_mean(given.get("sample_weight"))
         return original(**given)
-    if scope is None or mask is None or rows == {()} or not takes_weights:
+    if mask is None or rows == {()}:
         return original(self, *args, **kwargs)
     if rows != {mask.shape}:
         if call.bind(self, *args, **kwargs).arguments.get("sample_weight") is None:
