@@ -346,10 +346,12 @@ _CONTAINERS = (CompileMetrics, MetricsList)
 
 def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *args: Any, **kwargs: Any) -> Any:
     """Weighs the padded rows of a short batch with zero."""
-    scope, call = lift_scope(), inspect.signature(original)
-    weighed = global_state.get_global_attribute("phalanx_weighed")
+    scope, weighed = lift_scope(), global_state.get_global_attribute("phalanx_weighed")
     # Keras's containers of metrics hand everything on.
-    if scope is None or weighed or "sample_weight" not in call.parameters or isinstance(self, _CONTAINERS):
+    if scope is None or weighed or isinstance(self, _CONTAINERS):
+        return original(self, *args, **kwargs)
+    call = inspect.signature(original)
+    if "sample_weight" not in call.parameters:
         return original(self, *args, **kwargs)
     mask = scope.example_mask()
     rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args) if x is not None}
