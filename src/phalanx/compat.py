@@ -42,6 +42,9 @@ from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, Metric
 from keras.src.trainers.data_adapters import array_slicing as _array_slicing  # noqa: E402
 from keras.src.trainers.data_adapters import data_adapter_utils as _data_adapter_utils  # noqa: E402
 from keras.src.trainers.data_adapters import get_data_adapter as _get_data_adapter  # noqa: E402
+from keras.src.trainers.data_adapters.array_data_adapter import (  # noqa: E402
+    ArrayDataAdapter as _ArrayDataAdapter,
+)
 from keras.src.trainers.trainer import Trainer as _Trainer  # noqa: E402
 from keras.src.utils.python_utils import pythonify_logs as _pythonify_logs  # noqa: E402
 
@@ -548,6 +551,17 @@ def weights_of_classes(y: Any, class_weight: Any) -> Any:
 def build(model: keras.Model, batch: Any) -> None:
     """Makes all variables of a model, its metrics and its optimizer; `batch` has the shapes of a global batch."""
     model._symbolic_build(data_batch=batch)
+
+
+def is_array_adapter(adapter: Any) -> bool:
+    """Whether a data adapter is one of arrays."""
+    return isinstance(adapter, _ArrayDataAdapter)
+
+
+def needs_batch(model: keras.Model) -> bool:
+    """Whether `build` has to see the shapes of a batch."""
+    parts = (model._compile_metrics, model._compile_loss)
+    return not is_built(model) or any(part is not None and not part.built for part in parts)
 
 
 def is_built(model: keras.Model) -> bool:

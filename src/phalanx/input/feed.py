@@ -151,7 +151,7 @@ class ReadAhead(AbstractBatches):
 
     @override
     def get(self, form: Form) -> Batch | None:
-        if form != self._form or self._readings is None:
+        if self._readings is None or (form is not self._form and form != self._form):
             self.stop()
             self._form = form
             self._readings = readings(_reads(self._feed, self._place, form), self._ahead, in_thread=self._in_thread)

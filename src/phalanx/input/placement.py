@@ -69,7 +69,7 @@ class Placement:
         mask = self._mask(steps, room) if self._is_masked or not is_full else None
         if room is None and is_full and _are_on_devices(parts):
             return jax.tree.map(lambda *xs: PerReplica(self._topology.join_per_replica(xs), mask), *parts)
-        flat: list[tuple[list[Any], Any]] = [jax.tree.flatten(self._local(step.piece, places)) for step in steps]
+        flat = [self._local(step.piece, places) for step in steps]
         leaves, tree = flat[0]
         if room is not None:
             leaves = [_stacked(arrays, room) for arrays in zip(*(each for each, _ in flat), strict=True)]
@@ -105,15 +105,18 @@ class Placement:
             self._masks[key] = made
         return made
 
-    def _local(self, piece: Piece, places: int) -> Any:
-        """Returns this worker's rows `(replicas, places, ...)`."""
-        if len(piece.parts) > 1:
-            return jax.tree.map(lambda *xs: _padded_stack(xs, places), *piece.parts)
-        if sum(piece.counts) == places * len(piece.counts):
-            shape = (len(piece.counts), places)
-            return jax.tree.map(lambda x: np.reshape(x, shape + np.shape(x)[1:]), piece.parts[0])
-        index = shard.split(piece.counts, places).index
-        return jax.tree.map(lambda x: _taken(np.asarray(x), index), piece.parts[0])
+    def _local(self, piece: Piece, places: int) -> tuple[list[Any], Any]:
+        """Returns this worker's rows, the arrays `(replicas, places, ...)` and the nest that they make."""
+        flat: list[tuple[list[Any], Any]] = [jax.tree.flatten(part) for part in piece.parts]
+        leaves, tree = flat[0]
+        if len(flat) > 1:
+            return [_padded_stack(xs, places) for xs in zip(*(each for each, _ in flat), strict=True)], tree
+        counts = piece.counts
+        if sum(counts) == places * len(counts):
+            shape = (len(counts), places)
+            return [np.asarray(x).reshape(shape + x.shape[1:]) for x in leaves], tree
+        index = shard.split(counts, places).index
+        return [_taken(np.asarray(x), index) for x in leaves], tree
 
     def _put(self, local: list[np.ndarray]) -> list[Any]:
         return self._topology.put_per_replica(local) if self._fetches else local

@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from phalanx import compat
 from phalanx.errors import OutOfRangeError
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
@@ -45,8 +47,12 @@ class EpochData:
 
     @property
     def element_spec(self) -> Any:
-        """What one replica gets of a batch."""
-        return self._dataset.element_spec
+        """The shapes of a batch."""
+        if not compat.is_array_adapter(self._adapter):
+            return self._dataset.element_spec
+        # Keras draws a batch for this, and with it an order of the rows: the epochs are to have the same orders.
+        batch = next(iter(self._adapter.get_numpy_iterator()))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
     def epoch(self) -> Iterator[tuple[int, int, Any]]:
         """Yields the first step, the number of steps, and the batch or the stacked batches, of each group of an epoch."""

@@ -269,7 +269,7 @@ class ModelTrainer:
         model = self._model
         if only_model and compat.is_built(model):
             return
-        spec = data.element_spec
+        spec = data.element_spec if only_model or compat.needs_batch(model) else None
         if only_model:
             x, _, _ = compat.unpacked(spec)
             keras.backend.compute_output_spec(

@@ -96,9 +96,10 @@ class ArrayRecords(AbstractRecords):
     """The rows of a pytree of arrays. `Strategy.make_experimental_numpy_dataset` makes it."""
 
     def __init__(self, arrays: Any, batch_size: int, *, drop_remainder: bool = False) -> None:
-        # On the host once: a background thread that sliced arrays of JAX would run programs.
-        self._arrays = jax.tree.map(np.asarray, arrays)
-        super().__init__(num_rows(self._arrays), batch_size, drop_remainder=drop_remainder)
+        # On the host once: slicing an array of JAX would run a program for every batch.
+        leaves, self._tree = jax.tree.flatten(arrays)
+        self._leaves = [np.asarray(x) for x in leaves]
+        super().__init__(num_rows(self._leaves), batch_size, drop_remainder=drop_remainder)
 
     @property
     @override
@@ -107,7 +108,8 @@ class ArrayRecords(AbstractRecords):
 
     @override
     def records(self, start: int, stop: int) -> Any:
-        return jax.tree.map(lambda x: x[start:stop], self._arrays)
+        tree: Any = self._tree
+        return tree.unflatten([x[start:stop] for x in self._leaves])
 
 
 @final
