@@ -45,6 +45,9 @@ from keras.src.trainers.data_adapters import get_data_adapter as _get_data_adapt
 from keras.src.trainers.data_adapters.array_data_adapter import (  # noqa: E402
     ArrayDataAdapter as _ArrayDataAdapter,
 )
+from keras.src.trainers.data_adapters.generator_data_adapter import (  # noqa: E402
+    GeneratorDataAdapter as _GeneratorDataAdapter,
+)
 from keras.src.trainers.trainer import Trainer as _Trainer  # noqa: E402
 from keras.src.utils.python_utils import pythonify_logs as _pythonify_logs  # noqa: E402
 
@@ -514,7 +517,8 @@ def on_model(hear: Callable[[keras.Model], None]) -> None:
         hear(self)
 
     _extend(_Trainer, "__init__")(made)
-    _extend(keras.Model, "compile")(made)
+    # Where it is defined: Keras compares it with a model's own, to know whether a user has overridden it.
+    _extend(_Trainer, "compile")(made)
 
 
 def take_over(names: Sequence[str], choose: Callable[[keras.Model], Any]) -> None:
@@ -556,6 +560,24 @@ def build(model: keras.Model, batch: Any) -> None:
 def is_array_adapter(adapter: Any) -> bool:
     """Whether a data adapter is one of arrays."""
     return isinstance(adapter, _ArrayDataAdapter)
+
+
+def goes_on(adapter: Any) -> bool:
+    """Whether a new iterator of a data adapter goes on where the last one stopped."""
+    return isinstance(adapter, _GeneratorDataAdapter)
+
+
+def size_of_batches(adapter: Any) -> tuple[int | None, bool]:
+    """Returns the batch size of a data adapter, if it has one, and whether no batch is shorter."""
+    try:
+        return adapter.batch_size, adapter.has_partial_batch is False
+    except NotImplementedError:  # Only the batches can tell.
+        return None, False
+
+
+def build_layers(model: keras.Model, x: Any) -> None:
+    """Makes the variables of a model alone; `x` has the shapes of its inputs."""
+    backend.compute_output_spec(model, jax.tree.map(lambda s: keras.KerasTensor(s.shape, str(s.dtype)), x))
 
 
 def needs_batch(model: keras.Model) -> bool:

@@ -35,7 +35,8 @@ class EpochData:
             return
         self._adapter = adapter = compat.data_adapter(x=x, steps_per_epoch=steps, **data)
         count = UNKNOWN if adapter.num_batches is None else adapter.num_batches
-        facts = Facts(batch_size=adapter.batch_size, is_full=adapter.has_partial_batch is False, num_batches=count)
+        batch_size, is_full = compat.size_of_batches(adapter)
+        facts = Facts(batch_size=batch_size, is_full=is_full, num_batches=count)
         source = BatchStream(lambda: iter(adapter.get_numpy_iterator()), facts, copies=True)
         self._dataset = strategy.experimental_distribute_dataset(source)
 
@@ -53,6 +54,11 @@ class EpochData:
         # Keras draws a batch for this, and with it an order of the rows: the epochs are to have the same orders.
         batch = next(iter(self._adapter.get_numpy_iterator()))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+
+    def restart(self) -> None:
+        """Lets the next epoch begin with the first batch, where the data can be read again."""
+        if not compat.goes_on(self._adapter):
+            self._iterator = None
 
     def epoch(self) -> Iterator[tuple[int, int, Any]]:
         """Yields the first step, the number of steps, and the batch or the stacked batches, of each group of an epoch."""

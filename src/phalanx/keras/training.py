@@ -163,28 +163,33 @@ class ModelTrainer:
 
     def predict_on_batch(self, x: Any) -> Any:
         """`keras.Model.predict_on_batch`."""
-        self._ready(None)
-        with self._strategy.scope():
+        model = self._ready(None)
+        with self._strategy.scope(), Interrupts() as interrupts:
+            if not compat.is_built(model):
+                compat.build_layers(model, x)
             batch = self._one_batch((x,))
-            return _rows(self._predict(batch, 1))
+            with interrupts.held():
+                return _rows(self._predict(batch, 1))
 
     def _on_batch(self, method: str, program: Callable[..., Any], data: Any, *, return_dict: bool) -> Any:
         model = self._ready(method)
-        with self._strategy.scope():
+        with self._strategy.scope(), Interrupts() as interrupts:
+            compat.build(model, data)
             batch = self._one_batch(data)
             model.reset_metrics()
-            logs = compat.to_python(program(batch, 1))
+            with interrupts.held():
+                logs = compat.to_python(program(batch, 1))
         return logs if return_dict else compat.in_order(model, logs)
 
     def _one_batch(self, data: Any) -> Any:
         dataset = self._strategy.experimental_distribute_dataset([jax.tree.map(np.asarray, data)])
-        compat.build(self._model, data) if self._model.compiled else None
         return next(iter(dataset))
 
     def _evaluate(self, data: EpochData, callbacks: Any, interrupts: Interrupts) -> dict[str, Any]:
         model = self._model
         model.stop_evaluating = False
         callbacks.on_test_begin()
+        data.restart()
         model.reset_metrics()
         logs = compat.to_python(self._epoch(data, self._test, callbacks, "test", interrupts))
         callbacks.on_test_end(logs)
@@ -272,9 +277,7 @@ class ModelTrainer:
         spec = data.element_spec if only_model or compat.needs_batch(model) else None
         if only_model:
             x, _, _ = compat.unpacked(spec)
-            keras.backend.compute_output_spec(
-                model, jax.tree.map(lambda s: keras.KerasTensor(s.shape, str(s.dtype)), x)
-            )
+            compat.build_layers(model, x)
             return
         compat.build(model, spec)
 
