@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from phalanx import compat
-from phalanx.errors import OutOfRangeError
+from phalanx.errors import InputError, OutOfRangeError
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
 from phalanx.input.sources.base import UNKNOWN, Facts
 from phalanx.input.sources.batches import BatchStream
@@ -52,7 +52,9 @@ class EpochData:
         if not compat.is_array_adapter(self._adapter):
             return self._dataset.element_spec
         # Keras draws a batch for this, and with it an order of the rows: the epochs are to have the same orders.
-        batch = next(iter(self._adapter.get_numpy_iterator()))
+        batch = next(iter(self._adapter.get_numpy_iterator()), None)
+        if batch is None:
+            raise InputError("data without a row", "there is nothing to build the model with.", "at least one row")
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
     def restart(self) -> None:

@@ -14,6 +14,7 @@ import keras
 
 from phalanx import compat, context
 from phalanx.autodiff import value_and_grad
+from phalanx.errors import TraceError
 
 
 def train(model: keras.Model, batch: Any) -> Any:
@@ -22,18 +23,21 @@ def train(model: keras.Model, batch: Any) -> Any:
     if own is None:
         return _train(model, batch)
     with context.averaging():
-        return _called(model, own, batch, with_optimizer=True)
+        return _called(own, batch)
 
 
 def test(model: keras.Model, batch: Any) -> Any:
     """One step of `evaluate`; returns what the model's own `test_step` does, or nothing."""
     with context.averaging():
         own = _overridden(model, "test_step")
-        return _test(model, batch) if own is None else _called(model, own, batch, with_optimizer=False)
+        return _test(model, batch) if own is None else _called(own, batch)
 
 
 def predict(model: keras.Model, batch: Any) -> Any:
     """One step of `predict`; returns the model's outputs."""
+    own = _overridden(model, "predict_step")
+    if own is not None:
+        return _called(own, batch)
     x, _, _ = compat.unpacked(batch)
     return compat.forward(model, x, training=False)
 
@@ -76,15 +80,17 @@ def _overridden(model: keras.Model, name: str) -> Callable[..., Any] | None:
     return None if method is getattr(keras.Model, name) else getattr(model, name)
 
 
-def _called(model: keras.Model, step: Callable[..., Any], batch: Any, *, with_optimizer: bool) -> Any:
-    """Calls `step(data)`, or `step(state, data)` as Keras on JAX has it."""
+def _called(step: Callable[..., Any], batch: Any) -> Any:
+    """Calls a step of the user's own.
+
+    Raises:
+      TraceError: it is written for Keras's trainer on JAX, whose gradients no strategy sees.
+    """
     if len(inspect.signature(step).parameters) == 1:
         return step(batch)
-    groups = [model.trainable_variables, model.non_trainable_variables]
-    groups += [model.optimizer.variables] if with_optimizer else []
-    groups += [model.metrics_variables]
-    logs, state = step(tuple([v.value for v in group] for group in groups), batch)
-    for group, values in zip(groups, state, strict=True):
-        for variable, value in zip(group, values, strict=True):
-            variable.assign(value)
-    return logs
+    name = step.__name__
+    raise TraceError(
+        f"{name}{inspect.signature(step)} of {type(step.__self__).__name__}",  # type: ignore[attr-defined]
+        "it takes and returns the state, so its gradients would stay those of one replica.",
+        f"def {name}(self, data), which reads and assigns variables; gradients with phalanx.GradientTape",
+    )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loops of `fit`, `evaluate` and `predict`."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,10 +32,17 @@ class ModelTrainer:
     """
 
     def __init__(self, model: keras.Model, strategy: Strategy) -> None:
-        self._model, self._strategy = model, strategy
+        # Not kept alive: the trainer lives as long as the model.
+        self._reference, self._strategy = weakref.ref(model), strategy
         self._train = self._program(steps.train)
         self._test = self._program(steps.test)
         self._predict = self._program(steps.predict)
+
+    @property
+    def _model(self) -> keras.Model:
+        model = self._reference()
+        assert model is not None
+        return model
 
     def fit(
         self,
@@ -212,10 +220,10 @@ class ModelTrainer:
 
     def _program(self, step: ReplicaStep) -> Callable[[Any, int], Any]:
         """Returns what runs some steps on all replicas, as one compiled program; or step by step where asked for."""
-        model, strategy = self._model, self._strategy
+        strategy = self._strategy
 
         def replica_step(batch: Any) -> Any:
-            return step(model, batch)
+            return step(self._model, batch)
 
         def run(batches: Any, count: Any = None) -> Any:
             scope = lifting.innermost()
@@ -226,6 +234,7 @@ class ModelTrainer:
         compiled = Function(run)
 
         def call(batches: Any, count: int) -> Any:
+            model = self._model
             if model.run_eagerly or not model.jit_compile:
                 return self._eagerly(replica_step, batches, is_prediction=step is steps.predict)
             return compiled(batches) if model.steps_per_execution == 1 else compiled(batches, count)
