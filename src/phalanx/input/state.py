@@ -4,7 +4,7 @@
 import base64
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,7 @@ def of_worker(state: State, index: int, count: int) -> State:
     Raises:
       InputError: it is of another number of workers, and the position is not one that other workers could take over.
     """
-    if "workers" not in state:
+    if not isinstance(state, Mapping) or "workers" not in state:
         return state
     states: Sequence[Any] = state["workers"]
     if len(states) != count:

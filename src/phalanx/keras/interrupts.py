@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C between two steps, never within one."""
+"""Ctrl-C between two steps, never within one; the second one at once."""
 
 import signal
 import threading
@@ -43,7 +43,7 @@ class Interrupts:
             self._previous(signal.SIGINT, None)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._is_held:
+        if self._is_held and not self._is_due:
             self._is_due = True
         else:
             self._previous(number, frame)

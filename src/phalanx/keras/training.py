@@ -211,9 +211,10 @@ class ModelTrainer:
         begin, end = (getattr(callbacks, f"on_{kind}_batch_{when}") for when in ("begin", "end"))
         for first, count, batches in data.epoch():
             begin(first)
+            # Keras reads the logs for its callbacks, and swallows what comes meanwhile.
             with interrupts.held():
                 logs = program(batches, count)
-            end(first + count - 1, logs)
+                end(first + count - 1, logs)
             if model.stop_training if kind == "train" else model.stop_evaluating:
                 break
         return compat.logs_or_metrics(model, logs)
@@ -235,7 +236,7 @@ class ModelTrainer:
 
         def call(batches: Any, count: int) -> Any:
             model = self._model
-            if model.run_eagerly or not model.jit_compile:
+            if model.run_eagerly:
                 return self._eagerly(replica_step, batches, is_prediction=step is steps.predict)
             return compiled(batches) if model.steps_per_execution == 1 else compiled(batches, count)
 

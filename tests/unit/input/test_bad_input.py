@@ -53,7 +53,8 @@ def test_batches_that_cannot_be_split(strategy, as_dataset, batch, match):
 @pytest.mark.parametrize(
     ("rows", "match"),
     [
-        ([[1, 2], [1, 2, 3]], "records of one batch: they have the structures"),
+        ([[1, 2], [1, 2, 3]], r"records of shapes \[\(2,\), \(3,\)\]: .*\nHINT: pad them"),
+        ([np.ones(2), np.ones(2)], "a list of 2 arrays with batch_size=.*: each could be a row.*\nHINT: np.stack"),
         ([{"x": [1], "y": np.ones(2)}, {"x": [1], "y": np.ones(3)}], r"shapes \[\(2,\), \(3,\)\]: .*\nHINT: pad them"),
         ([{"a": 1}, {"b": 2}], "records of one batch: they have the structures"),
         (

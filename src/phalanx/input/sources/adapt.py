@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which source a user's dataset is. Libraries are asked for only where the user has imported them."""
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -12,7 +13,7 @@ import keras
 import numpy as np
 
 from phalanx.errors import InputError
-from phalanx.input.sources.base import INFINITE, UNKNOWN, AbstractSource, Facts, check_batch_size
+from phalanx.input.sources.base import INFINITE, UNKNOWN, AbstractSource, Facts, check_batch_size, stack_leaf
 from phalanx.input.sources.batches import BatchSequence, BatchStream, OneShot, batched, sizes
 from phalanx.input.sources.files import FileRecords, Files
 from phalanx.input.sources.records import ArrayRecords, NumpyDataset, SequenceRecords, SlicedRecords
@@ -109,7 +110,10 @@ def _of_torch(dataset: Any, batch_size: int | None, drop: bool) -> AbstractSourc
         )
     if isinstance(dataset, data.IterableDataset):
         return _stream_of_records(lambda: (_from_torch(row) for row in dataset), batch_size, drop)
-    if batch_size is not None and _is_all(dataset, torch.Tensor):
+    is_columns = isinstance(dataset, (tuple, Mapping)) and all(
+        isinstance(x, torch.Tensor) for x in jax.tree.leaves(dataset)
+    )
+    if batch_size is not None and (isinstance(dataset, torch.Tensor) or is_columns):
         return ArrayRecords(_from_torch(dataset), batch_size, drop_remainder=drop)
     if not isinstance(dataset, data.Dataset):
         return None
@@ -160,15 +164,42 @@ def _of_hugging_face(dataset: Any, batch_size: int | None, drop: bool) -> Abstra
 
 
 def _of_python(dataset: Any, batch_size: int | None, drop: bool) -> AbstractSource:
-    is_function = callable(dataset) and not isinstance(dataset, Iterable)
-    if batch_size is not None:
-        if isinstance(dataset, Iterator) or is_function or isinstance(dataset, (map, filter, zip)):
-            return _stream_of_records(dataset, batch_size, drop)
-        if _is_all(dataset, (np.ndarray, jax.Array)):
-            return ArrayRecords(dataset, batch_size, drop_remainder=drop)
-        if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-            return SequenceRecords(dataset, batch_size, drop_remainder=drop)
+    if isinstance(dataset, (str, os.PathLike)):
+        raise InputError(
+            f"dataset={dataset!r}", "it is text, or a path.", "phalanx.data.from_files(pattern, reader) for files"
+        )
+    return _batches(dataset, drop) if batch_size is None else _rows(dataset, batch_size, drop)
+
+
+def _rows(dataset: Any, batch_size: int, drop: bool) -> AbstractSource:
+    """Returns the source of a dataset of single rows."""
+    if isinstance(dataset, Iterator) or (callable(dataset) and not isinstance(dataset, Iterable)):
         return _stream_of_records(dataset, batch_size, drop)
+    if isinstance(dataset, list):
+        _refuse_arrays(dataset, batch_size)
+    is_column = isinstance(dataset, list) and isinstance(next(iter(dataset), None), (int, float, complex, list))
+    if is_column or isinstance(dataset, (np.ndarray, jax.Array, tuple, Mapping)) or _is_tree(dataset):
+        return ArrayRecords(_with_arrays(dataset), batch_size, drop_remainder=drop)
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return SequenceRecords(dataset, batch_size, drop_remainder=drop)
+    if isinstance(dataset, Iterable):
+        return _stream_of_records(dataset, batch_size, drop)
+    raise InputError(
+        f"dataset={type(dataset).__name__}", "neither arrays nor something to iterate over.", "a pytree of arrays"
+    )
+
+
+def _refuse_arrays(dataset: list[Any], batch_size: int) -> None:
+    if dataset and isinstance(dataset[0], (np.ndarray, jax.Array)) and np.ndim(dataset[0]):
+        raise InputError(
+            f"a list of {len(dataset)} arrays with batch_size={batch_size}",
+            "each could be a row, or a column of all rows.",
+            "np.stack(arrays) for rows, tuple(arrays) for columns",
+        )
+
+
+def _batches(dataset: Any, drop: bool) -> AbstractSource:
+    """Returns the source of a dataset of global batches."""
     if isinstance(dataset, (tuple, Mapping)):
         raise InputError(
             f"a dataset that is a {type(dataset).__name__} of arrays",
@@ -177,6 +208,7 @@ def _of_python(dataset: Any, batch_size: int | None, drop: bool) -> AbstractSour
         )
     if isinstance(dataset, list):
         return BatchSequence(dataset, sizes(dataset), drop_remainder=drop)
+    is_function = callable(dataset) and not isinstance(dataset, Iterable)
     if hasattr(dataset, "shape") or not (is_function or isinstance(dataset, Iterable)):
         raise InputError(
             f"dataset={type(dataset).__name__}", "not an iterable of batches.", "batch_size=n for a pytree of arrays"
@@ -201,17 +233,19 @@ def _maker(dataset: Any) -> Callable[[], Iterator[Any]]:
     return lambda: iter(dataset if isinstance(dataset, Iterable) else dataset())
 
 
-def _is_all(dataset: Any, kinds: Any) -> bool:
-    """Whether it is one pytree of such arrays."""
-    if isinstance(dataset, kinds) or not isinstance(dataset, (list, tuple, Mapping)):
-        is_tree = not isinstance(dataset, Iterable) and not callable(dataset)
-        return isinstance(dataset, kinds) or (is_tree and all(isinstance(x, kinds) for x in jax.tree.leaves(dataset)))
-    # One look is enough to see that a list of a million records is none.
-    first = next(iter(dataset.values() if isinstance(dataset, Mapping) else dataset), None)
-    if first is not None and not isinstance(first, kinds) and not isinstance(first, (list, tuple, Mapping)):
+def _is_tree(dataset: Any) -> bool:
+    """Whether it is a pytree of arrays of a kind of its own, such as a dataclass."""
+    if isinstance(dataset, Iterable) or callable(dataset):
         return False
     leaves = jax.tree.leaves(dataset)
-    return bool(leaves) and all(isinstance(x, kinds) for x in leaves)
+    return leaves != [dataset] and all(isinstance(x, (np.ndarray, jax.Array)) for x in leaves)
+
+
+def _with_arrays(tree: Any) -> Any:
+    """Returns a pytree with an array for each list in it."""
+    return jax.tree.map(
+        lambda x: stack_leaf(x) if isinstance(x, list) else x, tree, is_leaf=lambda x: isinstance(x, list)
+    )
 
 
 def _length(dataset: Any) -> int:

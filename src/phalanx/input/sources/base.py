@@ -97,9 +97,9 @@ def state_entry(state: State | None, key: str, default: Any) -> Any:
     """
     if state is None:
         return default
-    if key not in state:
+    if not isinstance(state, Mapping) or key not in state:
         raise InputError(
-            f"set_state({dict(state)!r})",
+            f"set_state({state!r})",
             f"this source keeps its position as {key!r}.",
             "a state that get_state of the same kind of dataset returned",
         )
@@ -112,9 +112,9 @@ def check_batch_size(batch_size: Any) -> int:
     Raises:
       InvalidArgumentError: it is no positive integer.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
         raise InvalidArgumentError(f"batch_size={batch_size!r}", "must be an integer of at least 1.", "batch_size=64")
-    return batch_size
+    return int(batch_size)
 
 
 def to_host(batch: Any, *, copy: bool = False) -> Any:

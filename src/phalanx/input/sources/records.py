@@ -62,7 +62,12 @@ class AbstractRecords(AbstractSource):
 
     @override
     def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
-        return _RecordsReader(self, worker, state_entry(state, "records", 0))
+        start = state_entry(state, "records", 0)
+        if not 0 <= start <= self.num_records:
+            raise InputError(
+                f"set_state of record {start}", f"this dataset has {self.num_records}.", "a state of the same data"
+            )
+        return _RecordsReader(self, worker, start)
 
 
 @final
