@@ -54,7 +54,26 @@ def test_batches_that_cannot_be_split(strategy, as_dataset, batch, match):
     ("rows", "match"),
     [
         ([[1, 2], [1, 2, 3]], r"records of shapes \[\(2,\), \(3,\)\]: .*\nHINT: pad them"),
-        ([np.ones(2), np.ones(2)], "a list of 2 arrays with batch_size=.*: each could be a row.*\nHINT: np.stack"),
+        ([np.ones(2), np.ones(2)], "a list of 2 arrays with batch_size=2: each could be a row.*\nHINT: np.stack"),
+        (5, "dataset=int: neither arrays nor something to iterate over"),
+        ("a*.txt", "dataset='a.*.txt': it is text, or a path.\nHINT: phalanx.data.from_files"),
+    ],
+)
+def test_what_is_neither_rows_nor_columns(strategy, rows, match):
+    """The message says what to write."""
+    with pytest.raises(InputError, match=match):
+        strategy.experimental_distribute_dataset(rows, batch_size=2)
+
+
+def test_lists_are_columns_in_a_nest(strategy):
+    """As in tf.data: labels that are a list belong to the rows of the images."""
+    (batch,) = strategy.experimental_distribute_dataset((np.ones((4, 3)), [1, 2, 3, 4]), batch_size=4)
+    assert strategy.gather(batch[1], axis=0).tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("rows", "match"),
+    [
         ([{"x": [1], "y": np.ones(2)}, {"x": [1], "y": np.ones(3)}], r"shapes \[\(2,\), \(3,\)\]: .*\nHINT: pad them"),
         ([{"a": 1}, {"b": 2}], "records of one batch: they have the structures"),
         (
