@@ -621,6 +621,13 @@ def in_order(model: keras.Model, logs: Any) -> Any:
     return model._flatten_metrics_in_order(logs)
 
 
+def stop_callbacks(callbacks: Any) -> None:
+    """Ends the threads of a list of callbacks whose end no one will tell it."""
+    if callbacks._executor is not None:
+        callbacks._executor.shutdown()
+        callbacks._executor = None
+
+
 def to_python(logs: Any) -> Any:
     """Returns logs with Python's numbers."""
     return _pythonify_logs(logs)

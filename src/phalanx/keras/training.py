@@ -97,6 +97,9 @@ class ModelTrainer:
                     callbacks.on_epoch_end(epoch, logs)
                     if model.stop_training:
                         break
+            except BaseException:
+                compat.stop_callbacks(callbacks)
+                raise
             finally:
                 if epochs > 0 and model.optimizer is not None:
                     model.optimizer.finalize_variable_values(model.trainable_weights)
@@ -120,7 +123,11 @@ class ModelTrainer:
             data = self._data(x, steps, y=y, sample_weight=sample_weight, batch_size=batch_size)
             self._build(data)
             callbacks = self._callbacks(callbacks, verbose, 1, data)
-            logs = self._evaluate(data, callbacks, interrupts)
+            try:
+                logs = self._evaluate(data, callbacks, interrupts)
+            except BaseException:
+                compat.stop_callbacks(callbacks)
+                raise
         return logs if return_dict else compat.in_order(model, logs)
 
     def predict(
@@ -142,7 +149,7 @@ class ModelTrainer:
             for first, count, batches in data.epoch():
                 callbacks.on_predict_batch_begin(first)
                 with interrupts.held():
-                    outputs.append(_rows(self._predict(batches, count)))
+                    outputs.append(_rows(self._predict(batches, count), self._stacked(count)))
                 callbacks.on_predict_batch_end(first + count - 1, {"outputs": outputs[-1]})
                 if model.stop_predicting:
                     break
@@ -177,7 +184,11 @@ class ModelTrainer:
                 compat.build_layers(model, x)
             batch = self._one_batch((x,))
             with interrupts.held():
-                return _rows(self._predict(batch, 1))
+                return _rows(self._predict(batch, None), None)
+
+    def _stacked(self, count: int) -> int | None:
+        """Returns how many steps are stacked in what a program returns; None where it did one alone."""
+        return None if self._model.steps_per_execution == 1 or self._model.run_eagerly else count
 
     def _on_batch(self, method: str, program: Callable[..., Any], data: Any, *, return_dict: bool) -> Any:
         model = self._ready(method)
@@ -186,7 +197,7 @@ class ModelTrainer:
             batch = self._one_batch(data)
             model.reset_metrics()
             with interrupts.held():
-                logs = compat.to_python(program(batch, 1))
+                logs = compat.to_python(program(batch, None))
         return logs if return_dict else compat.in_order(model, logs)
 
     def _one_batch(self, data: Any) -> Any:
@@ -219,7 +230,7 @@ class ModelTrainer:
                 break
         return compat.logs_or_metrics(model, logs)
 
-    def _program(self, step: ReplicaStep) -> Callable[[Any, int], Any]:
+    def _program(self, step: ReplicaStep) -> Callable[[Any, int | None], Any]:
         """Returns what runs some steps on all replicas, as one compiled program; or step by step where asked for."""
         strategy = self._strategy
 
@@ -234,11 +245,12 @@ class ModelTrainer:
 
         compiled = Function(run)
 
-        def call(batches: Any, count: int) -> Any:
+        def call(batches: Any, count: int | None) -> Any:
             model = self._model
             if model.run_eagerly:
                 return self._eagerly(replica_step, batches, is_prediction=step is steps.predict)
-            return compiled(batches) if model.steps_per_execution == 1 else compiled(batches, count)
+            is_single = count is None or model.steps_per_execution == 1
+            return compiled(batches) if is_single else compiled(batches, count)
 
         return call
 
@@ -307,16 +319,18 @@ class ModelTrainer:
         )
 
 
-def _rows(outputs: Any) -> Any:
-    """Returns the real rows of predictions, in order, on the host."""
-    return jax.tree.map(_rows_of, outputs, is_leaf=is_distributed)
+def _rows(outputs: Any, steps: int | None) -> Any:
+    """Returns the real rows of predictions, in order, on the host; `steps` are stacked."""
+    return jax.tree.map(lambda x: _rows_of(x, steps), outputs, is_leaf=is_distributed)
 
 
-def _rows_of(output: Any) -> np.ndarray:
+def _rows_of(output: Any, steps: int | None) -> np.ndarray:
     if not isinstance(output, PerReplica):
         return np.asarray(output)
-    if output.rows is None or not output.rows.row_dim:
+    if steps is None:
         return np.concatenate([np.asarray(v) for v in output.values])
     # (replicas, steps, rows, ...): the rows of a step are those of all replicas.
-    data = np.moveaxis(np.asarray(output.data), 1, 0)
-    return data[np.moveaxis(np.asarray(output.rows.mask), 1, 0)]
+    data = np.moveaxis(np.asarray(output.data), 1, 0)[:steps]
+    if output.rows is None:
+        return data.reshape(-1, *data.shape[3:])
+    return data[np.moveaxis(np.asarray(output.rows.mask), 1, 0)[:steps]]

@@ -1,0 +1,10 @@
+"""Most tests of `fit` take a strategy of two replicas."""
+
+import pytest
+from twins import replicas
+
+
+@pytest.fixture
+def strategy():
+    """Two replicas."""
+    return replicas(2)

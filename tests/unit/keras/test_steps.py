@@ -1,0 +1,207 @@
+"""Steps of the user's own, and of Keras's, on one replica's rows."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from twins import (
+    CLASSES,
+    FIT,
+    X,
+    Y,
+    alone,
+    compiled,
+    crossentropy,
+    mlp,
+    replicas,
+    same,
+    same_fit,
+    same_state,
+    twins,
+    under,
+)
+
+import phalanx
+from phalanx.errors import TraceError
+
+
+class Base(keras.Model):
+    """Two layers."""
+
+    def __init__(self, penalty=None):
+        super().__init__()
+        self.hidden = layers.Dense(6, activation="tanh")
+        self.out = layers.Dense(CLASSES, kernel_regularizer=penalty)
+
+    def call(self, x, training=False):
+        """Logits."""
+        return self.out(self.hidden(x))
+
+
+class Taped(Base):
+    """Trains with a tape, as a TensorFlow user writes it."""
+
+    def train_step(self, data):
+        """One step."""
+        x, y = data
+        with phalanx.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=y_pred)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {m.name: m.result() for m in self.metrics}
+
+
+class Stateless(Base):
+    """Trains as Keras's guide on JAX writes it."""
+
+    def train_step(self, state, data):
+        """One step."""
+        trainable, rest, optimizer, metrics = state
+        x, y = data
+        grad_fn = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
+        (_, (loss, y_pred, rest, metrics)), grads = grad_fn(
+            trainable, rest, metrics, x, y, None, training=True, optimizer_variables=optimizer
+        )
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, grads, trainable)
+        logs, metrics = self._update_metrics_variables(metrics, loss, x, y, y_pred, None)
+        return logs, (trainable, rest, optimizer, metrics)
+
+
+class Calling(Base):
+    """Calls Keras's own step and adds to its logs."""
+
+    def train_step(self, state, data):
+        """One step."""
+        logs, state = super().train_step(state, data)
+        return logs | {"double": 2 * logs["loss"]}, state
+
+
+class Penalized(Base):
+    """Has a loss of its own."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        """Keras's loss and a penalty."""
+        return super().compute_loss(x, y, y_pred, sample_weight, training) + 0.01 * ops.sum(ops.square(self.out.kernel))
+
+
+class Measured(Base):
+    """Has a metric of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = keras.metrics.Mean(name="largest")
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        """Keras's metrics and the mean largest output."""
+        self.largest.update_state(ops.max(y_pred, -1))
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+
+class Evaluated(Base):
+    """Evaluates as Keras's guide on JAX writes it."""
+
+    def test_step(self, state, data):
+        """One step."""
+        trainable, rest, metrics = state
+        x, y = data
+        _, (loss, y_pred, rest, metrics) = self.compute_loss_and_updates(trainable, rest, metrics, x, y, None)
+        logs, metrics = self._update_metrics_variables(metrics, loss, x, y, y_pred, None)
+        return logs, (trainable, rest, metrics)
+
+
+class Predicting(Base):
+    """Predicts the class."""
+
+    def predict_step(self, state, data):
+        """One step."""
+        outputs, rest = super().predict_step(state, data)
+        return ops.argmax(outputs, -1), rest
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("rows", [96, 103])
+def test_train_step_with_a_tape(k, rows):
+    """The same step as Keras's own, whether or not the batches divide."""
+    ours = under(replicas(3), compiled(Taped, metrics=[keras.metrics.SparseCategoricalAccuracy], steps_per_execution=k))
+    theirs = alone(compiled(Base))
+    ours.fit(X[:rows], Y[:rows], **FIT, epochs=2)
+    theirs.fit(X[:rows], Y[:rows], **FIT, epochs=2)
+    same_state(ours, theirs)
+
+
+@pytest.mark.parametrize("model", [Stateless, Calling])
+def test_steps_in_the_style_of_keras_on_jax_are_refused(model):
+    """Their gradients would stay those of one replica."""
+    with pytest.raises(TraceError, match=r"train_step.* of .*: it takes and returns the state"):
+        under(replicas(2), compiled(model)).fit(X, Y, **FIT)
+
+
+@pytest.mark.parametrize("model", [Penalized, Measured])
+def test_overridden_methods(model):
+    """Each means on three replicas what it means on one device; these batches divide."""
+    same_fit(replicas(3), compiled(model, metrics=["accuracy"]), X[:90], Y[:90], batch_size=15)
+
+
+def test_own_logs_are_averaged_over_replicas(strategy):
+    """What a `train_step` returns beside metrics is the mean of the replicas'."""
+
+    class Logging(Base):
+        def train_step(self, data):
+            context = phalanx.get_replica_context()
+            return {"replica": 1.0 * context.replica_id_in_sync_group}
+
+    history = under(strategy, compiled(Logging)).fit(X, Y, **FIT).history
+    same(history["replica"], [0.5])
+
+
+def test_replica_context_in_train_step(strategy):
+    """`train_step` may reduce over the replicas."""
+
+    class Reducing(Base):
+        def train_step(self, data):
+            total = phalanx.get_replica_context().all_reduce("SUM", ops.sum(data[0]))
+            return {"total": total}
+
+    history = under(strategy, compiled(Reducing)).fit(X[:16], Y[:16], **FIT).history
+    same(history["total"], [X[:16].sum()])
+
+
+def test_tape_sees_the_losses_of_layers(strategy):
+    """`compute_loss` within a tape counts regularizers once."""
+
+    l2 = keras.regularizers.L2(0.1)
+    ours, theirs = under(strategy, compiled(lambda: Taped(l2))), alone(compiled(lambda: Base(l2)))
+    for model in (ours, theirs):
+        model.fit(X[:96], Y[:96], **FIT)
+    same(ours.get_weights(), theirs.get_weights())
+
+
+def test_loss_as_a_function(strategy):
+    """A loss that is a function of one's own is averaged over the rows."""
+
+    def distance(y_true, y_pred):
+        return ops.mean(ops.square(ops.one_hot(ops.cast(y_true, "int32"), CLASSES) - y_pred), axis=-1)
+
+    def make():
+        model = mlp()
+        model.compile(keras.optimizers.SGD(0.1), distance)
+        return model
+
+    ours, theirs = twins(strategy, make)
+    same(*(m.fit(X, np.squeeze(Y), **FIT).history for m in (ours, theirs)))
+    same_state(ours, theirs)
+
+
+def test_compute_loss_outside_a_step(strategy):
+    """A model under a strategy still computes with arrays outside its steps."""
+    ours, theirs = twins(strategy, compiled())
+    losses = [float(m.compute_loss(X[:9], Y[:9], m(X[:9]))) for m in (ours, theirs)]
+    same(losses[0], losses[1])
+    same(losses[0], float(crossentropy()(Y[:9], ours(X[:9]))))

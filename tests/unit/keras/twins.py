@@ -1,0 +1,155 @@
+"""The same model twice: on the replicas of a strategy, and in the hands of Keras's own trainer on one device."""
+
+import keras
+import numpy as np
+
+import phalanx
+
+ROWS, BATCH, CLASSES = 103, 16, 3
+RANDOM = np.random.RandomState(7)
+X = RANDOM.rand(ROWS, 5).astype("float32")
+Y = X[:, :CLASSES].argmax(1)
+WEIGHTS = RANDOM.rand(ROWS).astype("float32")
+# Seven batches, the last one of seven rows.
+FIT = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+
+
+def crossentropy():
+    """The loss of `mlp`."""
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def mlp():
+    """A small model of `X`, not compiled."""
+    layers = keras.layers
+    return keras.Sequential([layers.Input((5,)), layers.Dense(6, activation="tanh"), layers.Dense(CLASSES)])
+
+
+def compiled(model=mlp, **given):
+    """Returns a function that makes a model and compiles it."""
+
+    def make():
+        made, arguments = model(), dict(given)
+        loss = arguments.pop("loss", None) or crossentropy()
+        optimizer = arguments.pop("optimizer", lambda: keras.optimizers.SGD(0.5, momentum=0.9))()
+        metrics = {
+            key: [m if isinstance(m, (str, dict, keras.metrics.Metric)) else m() for m in arguments.pop(key, [])]
+            for key in _METRICS
+        }
+        made.compile(optimizer, loss, **metrics, **arguments)
+        return made
+
+    return make
+
+
+_METRICS = ("metrics", "weighted_metrics")
+
+
+def replicas(count):
+    """A strategy over the first `count` CPU devices."""
+    return phalanx.MirroredStrategy([f"cpu:{i}" for i in range(count)])
+
+
+def alone(make):
+    """The model, for Keras's own trainer."""
+    keras.utils.set_random_seed(1)
+    return make()
+
+
+def under(strategy, make):
+    """The same model with the same weights, under a strategy."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        return make()
+
+
+def twins(strategy, make):
+    """Both."""
+    return under(strategy, make), alone(make)
+
+
+def same(ours, theirs, rtol=1e-4, atol=1e-5):
+    """Asserts that two nests of numbers are equal, with the same names in the same order."""
+    keras.tree.assert_same_structure(ours, theirs)
+    for a, b in zip(keras.tree.flatten(ours), keras.tree.flatten(theirs), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol)
+
+
+def state(model):
+    """The weights and the state of the optimizer."""
+    return [np.asarray(v) for v in [*model.variables, *model.optimizer.variables]]
+
+
+def same_state(ours, theirs, **tolerance):
+    """Asserts that weights and the state of the optimizers are equal."""
+    seeds = lambda m: {id(v) for v in m.variables if "seed" in v.path}  # noqa: E731
+    pairs = zip(
+        [v for v in [*ours.variables, *ours.optimizer.variables] if id(v) not in seeds(ours)],
+        [v for v in [*theirs.variables, *theirs.optimizer.variables] if id(v) not in seeds(theirs)],
+        strict=True,
+    )
+    for a, b in pairs:
+        same(a.numpy(), b.numpy(), **tolerance)
+
+
+def same_fit(strategy, make, *args, **kwargs):
+    """Asserts that `fit` does the same to both; returns them."""
+    ours, theirs = twins(strategy, make)
+    given = FIT | {"epochs": 2} | kwargs
+    args = args or (X, Y)
+    keras.utils.set_random_seed(2)
+    expected = theirs.fit(*args, **given).history
+    keras.utils.set_random_seed(2)
+    same(ours.fit(*args, **given).history, expected)
+    same_state(ours, theirs)
+    return ours, theirs
+
+
+class Recorder(keras.callbacks.Callback):
+    """Writes down which callbacks were called with which step and which names of metrics."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.logs = [], []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Before a step."""
+        self.calls.append(("begin", batch))
+
+    def on_train_batch_end(self, batch, logs=None):
+        """After a step."""
+        self.calls.append(("end", batch))
+        self.logs.append({k: float(v) for k, v in logs.items()})
+
+    def on_epoch_end(self, epoch, logs=None):
+        """After an epoch."""
+        self.calls.append(("epoch", epoch, *sorted(logs)))
+
+    def on_test_batch_end(self, batch, logs=None):
+        """After a step of evaluate."""
+        self.calls.append(("test", batch))
+
+    def on_predict_batch_end(self, batch, logs=None):
+        """After a step of predict."""
+        self.calls.append(("predict", batch, len(logs["outputs"])))
+
+
+class Raising(keras.callbacks.Callback):
+    """Raises after a step of `kind`, and remembers the state of the model then."""
+
+    def __init__(self, kind, at, error=ZeroDivisionError):
+        super().__init__()
+        self._at, self._error, self.state = at, error, None
+        setattr(self, f"on_{kind}_batch_end", self._raise)
+
+    def _raise(self, batch, logs=None):
+        if batch == self._at:
+            self.state = state(self.model)
+            raise self._error
+
+
+def failing_after(count, error=ZeroDivisionError):
+    """Yields `count` batches of `(x, y)`, then raises."""
+    for i in range(count):
+        yield X[i * 4 : i * 4 + 4], Y[i * 4 : i * 4 + 4]
+    raise error
