@@ -185,11 +185,39 @@ def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
     return inner._learning_rate
 
 
-def apply_stateless(optimizer: keras.optimizers.LossScaleOptimizer, grads: Sequence[Any], variables: Any) -> None:
-    """Applies a loss-scaling optimizer, whose `apply` assigns inside a branch, through its stateless form."""
+def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int | None:
+    """Returns over how many steps gradients are accumulated; None where each step is applied.
+
+    A loss-scaling optimizer has to see at each step whether the gradients of all replicas are finite.
+    """
+    is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return None if is_scaling else optimizer.gradient_accumulation_steps
+
+
+def accumulators(optimizer: keras.optimizers.Optimizer, variables: Any) -> list[Variable]:
+    """Returns the variables that hold the accumulated gradients of `variables`; each replica gets its own sum."""
+    _build_optimizer(optimizer, variables)
+    trained = optimizer._trainable_variables if variables is None else variables
+    found = [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in trained]
+    for variable in found:
+        variable._synchronization, variable._aggregation = "on_demand", "sum"
+    return found
+
+
+def is_last_accumulated(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Whether what is accumulated is applied at this step."""
+    return (optimizer._iterations.value + 1) % optimizer.gradient_accumulation_steps == 0
+
+
+def _build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Any) -> None:
     if not optimizer.built:
         with keras.name_scope(optimizer.name):
             optimizer.build(list(variables))
+
+
+def apply_stateless(optimizer: keras.optimizers.LossScaleOptimizer, grads: Sequence[Any], variables: Any) -> None:
+    """Applies a loss-scaling optimizer, whose `apply` assigns inside a branch, through its stateless form."""
+    _build_optimizer(optimizer, variables)
     trained = optimizer._trainable_variables if variables is None else list(variables)
     own = optimizer.variables
     new_trained, new_own = optimizer.stateless_apply([v.value for v in own], list(grads), [v.value for v in trained])
@@ -231,6 +259,14 @@ _listeners: list[Callable[[Variable], None]] = []
 def on_assign(hear: Callable[[Variable], None]) -> None:
     """Lets `hear(variable)` be called after every eager assignment."""
     _listeners.append(hear)
+
+
+_readers: list[Callable[[Variable], None]] = []
+
+
+def on_first_read(fill: Callable[[Variable], None]) -> None:
+    """Lets `fill(variable)` be called before a variable is read that has no stored array."""
+    _readers.append(fill)
 
 
 @contextmanager
@@ -283,6 +319,17 @@ _trainable: Any = next(vars(c)["trainable"] for c in Variable.__mro__ if "traina
 Variable.trainable = property(_trainable.fget, _set_trainable, doc=_trainable.__doc__)
 
 
+def _read(variable: Variable) -> Any:
+    if variable._value is None:
+        for fill in _readers:
+            fill(variable)
+    return _value.fget(variable)
+
+
+_value: Any = next(vars(c)["value"] for c in Variable.__mro__ if "value" in vars(c))
+Variable.value = property(_read, doc=_value.__doc__)
+
+
 @_extend(Variable, "__init__")
 def _init(original: Callable[..., Any], self: Variable, initializer: Any, *args: Any, **kwargs: Any) -> None:
     # Keras refuses a concrete first value inside a scope. As a function of nothing it is as good as any initializer.
@@ -323,7 +370,7 @@ def _direct_assign(original: Callable[..., Any], self: Variable, value: Any) -> 
     log = global_state.get_global_attribute("phalanx_undo_log")
     # During __init__ there is no value yet to go back to.
     if log is not None and "_value" in vars(self):
-        log.append((self, self._value))
+        log.append((self, self.value))
     original(self, value)
     for hear in _listeners:
         hear(self)

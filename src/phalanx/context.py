@@ -131,7 +131,7 @@ class ReplicaContext:
         """
         self._require("all_reduce")
         op, n = ReduceOp.parse(reduce_op), self.num_replicas_in_sync
-        counts = None if self.padding is None else self.padding.mask.any()
+        counts = None if self.padding is None else self.padding.has_rows
         if options is None or not options.bytes_per_pack:
             return primitives.all_reduce(op, value, n, counts=counts)
         leaves, tree = flatten(value)

@@ -201,7 +201,7 @@ class Entry:
       variable: the variable.
       policy: its row of the policy table.
       initial: its value when the function started.
-      value: its value now.
+      value: its value now; None where it is the sum of the components, on demand.
       written: whether it was written.
       diverged: whether the replicas hold different values, to be combined when the program ends.
       components: in cross-replica context, the replicas' own values of an on-read variable, `(num_replicas, ...)`.
@@ -279,7 +279,7 @@ class LiftScope(compat.AbstractLiftScope):
             self._read_inside.add(id(variable))
         if self.mapped and context.in_cross_replica_context() and (entry.diverged or entry.policy.on_read):
             return combine([entry], None)[0]
-        return entry.value
+        return entry.components.sum(0) if entry.value is None else entry.value
 
     @override
     def add_update(self, update: tuple[Variable, Any]) -> None:
@@ -322,12 +322,32 @@ class LiftScope(compat.AbstractLiftScope):
         if not self._free_writes:
             grads = _weighted(grads)
         if not self._free_writes and _replicas() > 1:
-            grads = context.get_strategy().aggregate_gradients(grads)
+            aggregate = context.get_strategy().aggregate_gradients
+            steps = compat.accumulation_steps(optimizer)
+            grads = self._accumulated(optimizer, grads, variables, aggregate) if steps else aggregate(grads)
         with self.updating():
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 compat.apply_stateless(optimizer, grads, variables)
             else:
                 apply(grads, variables)
+
+    def _accumulated(
+        self, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any, aggregate: Callable[..., Any]
+    ) -> Sequence[Any]:
+        """Aggregates at the last of the steps that are accumulated; between, each replica sums its own gradients."""
+        sums = compat.accumulators(optimizer, variables)
+        own = [self.get_current_value(s) for s in sums]
+
+        def last() -> Any:
+            totals = [None if g is None else g + x for g, x in zip(grads, own, strict=True)]
+            return aggregate(totals), [jnp.zeros_like(x) for x in own]
+
+        # What Keras adds to the gradients is what is in the accumulators.
+        grads, own = lax.cond(compat.is_last_accumulated(optimizer), last, lambda: (list(grads), own))
+        with self.updating():
+            for variable, value in zip(sums, own, strict=True):
+                variable.assign(value)
+        return grads
 
     @override
     def example_mask(self) -> Any:
@@ -440,10 +460,9 @@ class LiftScope(compat.AbstractLiftScope):
         if entry.policy.combine is Combine.SUM:
             return primitives.all_reduce(ReduceOp.SUM, value, replicas)
         replica = context.get_replica_context()
-        padding = None if replica is None else replica.padding
-        counts = None if padding is None else padding.mask.any()
-        mean = primitives.all_reduce(ReduceOp.MEAN, value, replicas, counts=counts).astype(value.dtype)
-        return mean if padding is None else jnp.where(padding.count > 0, mean, entry.value)
+        assert replica is not None
+        mean = replica.all_reduce(ReduceOp.MEAN, value).astype(value.dtype)
+        return mean if replica.padding is None else jnp.where(replica.padding.count > 0, mean, entry.value)
 
 
 def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
@@ -459,13 +478,13 @@ def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
         if e.policy.combine is Combine.FIRST:
             x = primitives.only_on(0, x)
         elif e.policy.combine is Combine.MEAN and padding is not None:
-            x = jnp.where(padding.mask.any(), x, 0)
+            x = jnp.where(padding.has_rows, x, 0)
         prepared.append(x)
     packs = packing.by_length([str(x.dtype) for x in prepared], _ARRAYS_IN_A_BUFFER)
     sums = primitives.packed(lambda buffers: list(lax.psum(buffers, REPLICA_AXIS)), prepared, packs)
     divisor: Any = lax.axis_size(REPLICA_AXIS)
     if padding is not None and any(e.policy.combine is Combine.MEAN for e in entries):
-        divisor = jnp.maximum(lax.psum(padding.mask.any().astype(jnp.float32), REPLICA_AXIS), 1)
+        divisor = jnp.maximum(lax.psum(padding.has_rows.astype(jnp.float32), REPLICA_AXIS), 1)
     combined = []
     for e, total in zip(entries, sums, strict=True):
         value = total

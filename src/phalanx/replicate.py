@@ -213,7 +213,8 @@ class _Run:
         room = lambda x: jnp.zeros((self._num_steps, *x.shape), x.dtype)  # noqa: E731
         results, mirrored, values, _ = shapes
         outputs = ([room(jax.ShapeDtypeStruct(x.shape[1:], x.dtype)) for x in results], jax.tree.map(room, mirrored))
-        combined = [jnp.zeros(x.shape, x.dtype) for r, x in zip(on_read, values, strict=True) if r]
+        zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+        combined = jax.tree.map(zeros, [x for r, x in zip(on_read, values, strict=True) if r])
         own, (results, mirrored), combined = lax.fori_loop(0, count, body, (own, outputs, combined))
         ends = [x for w, x in zip(found.written, own, strict=True) if w]
         last = iter(combined)
@@ -336,12 +337,10 @@ def _written(scope: LiftScope, found: Discovery) -> list[Entry]:
 
 
 def _combine_at_boundary(entries: list[Entry], padding: RowMask | None) -> list[Any]:
-    """Returns the values that a program stores: one for all replicas of each variable."""
-    diverged = [e for e in entries if e.diverged or e.policy.on_read]
-    if not diverged:
-        return [e.value for e in entries]
-    combined = dict(zip(map(id, diverged), combine(diverged, padding), strict=True))
-    return [combined.get(id(e), e.value) for e in entries]
+    """Returns the values that a program stores: one for all replicas of each variable, None for those on demand."""
+    diverged = [e for e in entries if (e.diverged or e.policy.on_read) and not e.policy.on_demand]
+    combined = dict(zip(map(id, diverged), combine(diverged, padding) if diverged else (), strict=True))
+    return [None if e.policy.on_demand else combined.get(id(e), e.value) for e in entries]
 
 
 def _first(tree: Any) -> Any:

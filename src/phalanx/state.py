@@ -100,6 +100,21 @@ def _forget(variable: Variable) -> None:
 compat.on_assign(_forget)
 
 
+def _combine_on_demand(variable: Variable) -> None:
+    slot = _slots.get(variable)
+    if slot is not None and slot.components is not None:
+        slot.array = _sum_of_components(slot.components)
+        compat.set_raw_values([variable], [slot.array])
+
+
+@jax.jit
+def _sum_of_components(components: Any) -> Any:
+    return components.sum(0)
+
+
+compat.on_first_read(_combine_on_demand)
+
+
 _HELD_BY_VARIABLE_AND_SLOT = compat.UNSHARED + 1
 
 
@@ -122,9 +137,7 @@ class State:
 
     def take(self) -> tuple[Group, Group]:
         """Returns what the program may consume, the values of what it writes, and what it only reads."""
-        donated = self._written.arrays(own=True)
-        kept = self._read.arrays(own=False)
-        return (donated, self._written.components(donated)), (kept, self._read.components(kept))
+        return self._written.take(own=True), self._read.take(own=False)
 
     def merge(self, donated: Group, kept: Group) -> Group:
         """Returns values and components in the order of the variables."""
@@ -143,8 +156,8 @@ class State:
         Raises:
           StateLostError: it has.
         """
-        pairs = zip(self._written.variables, donated[0], strict=True)
-        lost = [v.path for v, x in pairs if raw_value(v) is x and _is_lost(x)]
+        triples = zip(self._written.variables, *donated, strict=True)
+        lost = [v.path for v, x, parts in triples if raw_value(v) is x and _is_lost(parts if x is None else x)]
         if not lost:
             return
         names = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
@@ -167,22 +180,30 @@ class _Variables:
         self.slots = [slot_of(v) for v in variables]
         mapped = topology is not None and topology.num_replicas > 1
         self._on_read = [i for i, v in enumerate(variables) if mapped and policy_of(v).on_read]
+        self._on_demand = [i for i in self._on_read if policy_of(variables[i]).on_demand]
 
-    def arrays(self, *, own: bool) -> list[Any]:
-        """Returns the arrays, on the program's devices; with `own` those that it may consume."""
+    def take(self, *, own: bool) -> Group:
+        """Returns arrays on the program's devices, and components; with `own` those that it may consume."""
+        arrays = self._arrays(own=own)
+        components = self._components(arrays)
+        for i in self._on_demand:
+            arrays[i] = None
+        return arrays, components
+
+    def _arrays(self, *, own: bool) -> list[Any]:
         arrays = compat.raw_values(self.variables)
         counts = compat.reference_counts(arrays)
         # One short loop in which nothing happens at the steady state: it runs at every step, for every variable.
         for i, (slot, array, count) in enumerate(zip(self.slots, arrays, counts, strict=True)):
             if slot.array is not array or slot.home is not self._topology:
                 arrays[i] = self._adopt(self.variables[i], slot, array)
-            elif not own or (slot.owned and count == _HELD_BY_VARIABLE_AND_SLOT):
+            elif array is None or not own or (slot.owned and count == _HELD_BY_VARIABLE_AND_SLOT):
                 continue
             if own:
                 arrays[i] = jnp.copy(arrays[i])
         return arrays
 
-    def components(self, arrays: Sequence[Any]) -> list[Any]:
+    def _components(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the replicas' own values of on-read variables; None for the others."""
         parts: list[Any] = [None] * len(arrays)
         for i in self._on_read:

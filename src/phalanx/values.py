@@ -33,6 +33,11 @@ class RowMask:
         """Which dim of a replica's component are the rows: 1 where dim 0 are the steps."""
         return len(self.mask.shape) - 2
 
+    @property
+    def has_rows(self) -> Any:
+        """Inside a replica's program: whether it has a real row."""
+        return self.mask.any()
+
     @cached_property
     def per_replica_counts(self) -> np.ndarray:
         """How many rows of each of this process's replicas are real; real rows come first."""

@@ -14,6 +14,9 @@ There is one variable type, `keras.Variable`. Its `synchronization` and `aggrega
     on_read           mean                 each replica its own            mean, when read outside
     on_read           only_first_replica   each replica its own            the first's, when read outside
     on_read           none                 as auto with none
+    on_demand         sum                  each replica its own            sum, at each read outside
+
+`on_demand` is what Phalanx makes of an optimizer's gradient accumulators: no step combines them.
 
 In cross-replica context an assignment stores the value as it is, and a read gives the combined value. In update context
 (an optimizer at work, `extended.update`) every replica holds the same gradients and assignments are free. `assign_add` and
@@ -54,11 +57,13 @@ class Policy:
       write: when a write is combined.
       combine: how.
       on_read: whether each replica keeps its own component from program to program.
+      on_demand: whether they are combined when somebody reads the variable, and not at the end of each program.
     """
 
     write: Write
     combine: Combine
     on_read: bool = False
+    on_demand: bool = False
 
 
 _COMBINE = {"sum": Combine.SUM, "mean": Combine.MEAN, "only_first_replica": Combine.FIRST}
@@ -87,6 +92,8 @@ def policy_of(variable: Variable) -> Policy:
         if variable.trainable and floating and variable.synchronization != "on_read":
             return Policy(Write.REFUSED, Combine.MEAN)
         return Policy(Write.AT_BOUNDARY, Combine.MEAN if floating else Combine.FIRST)
+    if variable.synchronization == "on_demand":
+        return Policy(Write.AT_BOUNDARY, Combine.SUM, on_read=True, on_demand=True)
     if variable.synchronization == "on_read":
         return Policy(Write.AT_BOUNDARY, _COMBINE[aggregation], on_read=True)
     return Policy(Write.NOW, _COMBINE[aggregation])

@@ -223,7 +223,7 @@ class DistributedIterator:
           OutOfRangeError: there is none.
         """
         batches: list[Any] = []
-        while len(batches) < steps and (batch := self._batches.get(Form())) is not None:
+        while len(batches) < steps and (batch := self._read(Form())) is not None:
             if batches and jax.tree.map(np.shape, batch.value) != jax.tree.map(np.shape, batches[0]):
                 self._batches.put_back(batch)
                 break
@@ -240,7 +240,7 @@ class DistributedIterator:
         Raises:
           InputError: there is no further batch.
         """
-        batch = self._batches.get(self._form)
+        batch = self._read(self._form)
         if batch is None:
             raise InputError("element_spec", "the dataset has no further batch.", "a dataset that is not empty")
         self._batches.put_back(batch)
@@ -304,16 +304,19 @@ class DistributedIterator:
         return Placement(self._topology, self._worker, facts, fetches=fetches, agreed=self._plan.agreed).place
 
     def _next(self, form: Form) -> Batch | None:
+        batch = self._read(form)
+        if batch is not None and batch.state is not None:
+            self._state = batch.state
+        return batch
+
+    def _read(self, form: Form) -> Batch | None:
         if compat.lift_scope() is not None:
             raise ContextError(
                 "next(iterator) in a traced step",
                 "the step would be compiled with this one batch in it.",
                 "pass the batch to the step: step(next(iterator))",
             )
-        batch = self._batches.get(form)
-        if batch is not None and batch.state is not None:
-            self._state = batch.state
-        return batch
+        return self._batches.get(form)
 
 
 def distribute(

@@ -2,7 +2,8 @@
 """The loops of `fit`, `evaluate` and `predict`."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -83,27 +84,24 @@ class ModelTrainer:
                     validation_data, validation_batch_size or batch_size, validation_steps
                 )
             self._build(data)
-            callbacks = self._callbacks(callbacks, verbose, epochs, data, add_history=True)
-            model.stop_training, logs = False, {}
-            callbacks.on_train_begin()
-            try:
-                for epoch in range(compat.first_epoch(model, initial_epoch), epochs):
-                    model.reset_metrics()
-                    callbacks.on_epoch_begin(epoch)
-                    logs = self._epoch(data, self._train, callbacks, "train", interrupts)
-                    if validation is not None and compat.is_evaluated(model, epoch, validation_freq):
-                        results = self._evaluate(validation, callbacks, interrupts)
-                        logs |= {f"val_{name}": value for name, value in results.items()}
-                    callbacks.on_epoch_end(epoch, logs)
-                    if model.stop_training:
-                        break
-            except BaseException:
-                compat.stop_callbacks(callbacks)
-                raise
-            finally:
-                if epochs > 0 and model.optimizer is not None:
-                    model.optimizer.finalize_variable_values(model.trainable_weights)
-            callbacks.on_train_end(logs=logs)
+            with self._calling(callbacks, verbose, epochs, data, add_history=True) as hooks:
+                model.stop_training, logs = False, {}
+                hooks.on_train_begin()
+                try:
+                    for epoch in range(compat.first_epoch(model, initial_epoch), epochs):
+                        model.reset_metrics()
+                        hooks.on_epoch_begin(epoch)
+                        logs = self._epoch(data, self._train, hooks, "train", interrupts)
+                        if validation is not None and compat.is_evaluated(model, epoch, validation_freq):
+                            results = self._evaluate(validation, hooks, interrupts)
+                            logs |= {f"val_{name}": value for name, value in results.items()}
+                        hooks.on_epoch_end(epoch, logs)
+                        if model.stop_training:
+                            break
+                finally:
+                    if epochs > 0 and model.optimizer is not None:
+                        model.optimizer.finalize_variable_values(model.trainable_weights)
+                hooks.on_train_end(logs=logs)
         return model.history
 
     def evaluate(
@@ -122,12 +120,8 @@ class ModelTrainer:
         with self._strategy.scope(), Interrupts() as interrupts:
             data = self._data(x, steps, y=y, sample_weight=sample_weight, batch_size=batch_size)
             self._build(data)
-            callbacks = self._callbacks(callbacks, verbose, 1, data)
-            try:
-                logs = self._evaluate(data, callbacks, interrupts)
-            except BaseException:
-                compat.stop_callbacks(callbacks)
-                raise
+            with self._calling(callbacks, verbose, 1, data) as hooks:
+                logs = self._evaluate(data, hooks, interrupts)
         return logs if return_dict else compat.in_order(model, logs)
 
     def predict(
@@ -143,17 +137,17 @@ class ModelTrainer:
         with self._strategy.scope(), Interrupts() as interrupts:
             data = self._data(x, steps, batch_size=batch_size)
             self._build(data, only_model=True)
-            callbacks = self._callbacks(callbacks, verbose, 1, data)
-            model.stop_predicting, outputs = False, []
-            callbacks.on_predict_begin()
-            for first, count, batches in data.epoch():
-                callbacks.on_predict_batch_begin(first)
-                with interrupts.held():
-                    outputs.append(_rows(self._predict(batches, count), self._stacked(count)))
-                callbacks.on_predict_batch_end(first + count - 1, {"outputs": outputs[-1]})
-                if model.stop_predicting:
-                    break
-            callbacks.on_predict_end()
+            with self._calling(callbacks, verbose, 1, data) as hooks:
+                model.stop_predicting, outputs = False, []
+                hooks.on_predict_begin()
+                for first, count, batches in data.epoch():
+                    hooks.on_predict_batch_begin(first)
+                    with interrupts.held():
+                        outputs.append(_rows(self._predict(batches, count), self._stacked(count)))
+                    hooks.on_predict_batch_end(first + count - 1, {"outputs": outputs[-1]})
+                    if model.stop_predicting:
+                        break
+                hooks.on_predict_end()
         if not outputs:
             raise InvalidArgumentError("predict of no batch", "the data is empty.", "at least one row")
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
@@ -303,20 +297,26 @@ class ModelTrainer:
             return
         compat.build(model, spec)
 
-    def _callbacks(
+    @contextmanager
+    def _calling(
         self, callbacks: Any, verbose: Any, epochs: int, data: EpochData, *, add_history: bool = False
-    ) -> Any:
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            return callbacks
-        return keras.callbacks.CallbackList(
-            callbacks,
-            add_history=add_history,
-            add_progbar=verbose != 0,
-            verbose=verbose,
-            epochs=epochs,
-            steps=data.num_batches,
-            model=self._model,
-        )
+    ) -> Iterator[keras.callbacks.CallbackList]:
+        """Yields the list of callbacks, whose threads end with a failure."""
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = keras.callbacks.CallbackList(
+                callbacks,
+                add_history=add_history,
+                add_progbar=verbose != 0,
+                verbose=verbose,
+                epochs=epochs,
+                steps=data.num_batches,
+                model=self._model,
+            )
+        try:
+            yield callbacks
+        except BaseException:
+            compat.stop_callbacks(callbacks)
+            raise
 
 
 def _rows(outputs: Any, steps: int | None) -> Any:
