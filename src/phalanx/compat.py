@@ -80,6 +80,10 @@ class AbstractLiftScope(keras.StatelessScope):
         """Aggregates gradients over the replicas, then lets `apply` update the variables."""
         raise NotImplementedError
 
+    def aggregated(self, grads: Sequence[Any]) -> Sequence[Any]:
+        """Returns gradients aggregated over the replicas, unless this is update context."""
+        raise NotImplementedError
+
     def example_mask(self) -> Any:
         """Returns which rows of this replica's batch are real, or None for a batch without padding."""
         raise NotImplementedError
@@ -126,6 +130,14 @@ def lift_scope() -> AbstractLiftScope | None:
     """Returns the innermost lifting scope, if it is the innermost scope."""
     scope = active_scope()
     return scope if isinstance(scope, AbstractLiftScope) else None
+
+
+def _surrounding_scope() -> AbstractLiftScope | None:
+    """Returns the innermost lifting scope, past the scopes in which Keras's stateless methods work."""
+    scope = active_scope()
+    while scope is not None and not isinstance(scope, AbstractLiftScope):
+        scope = scope.original_scope
+    return scope
 
 
 def raw_value(variable: Variable) -> Any:
@@ -387,10 +399,7 @@ def _get_current_value(original: Callable[..., Any], self: keras.StatelessScope,
 
 @_extend(keras.random.SeedGenerator, "next")
 def _next_seed(original: Callable[..., Any], self: keras.random.SeedGenerator, *args: Any, **kwargs: Any) -> Any:
-    seed = original(self, *args, **kwargs)
-    scope = active_scope()
-    while scope is not None and not isinstance(scope, AbstractLiftScope):
-        scope = scope.original_scope
+    seed, scope = original(self, *args, **kwargs), _surrounding_scope()
     return seed if scope is None else scope.fold_seed(seed)
 
 
@@ -399,7 +408,7 @@ _CONTAINERS = (CompileMetrics, MetricsList)
 
 def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *args: Any, **kwargs: Any) -> Any:
     """Weighs the padded rows of a short batch with zero."""
-    scope, weighed = lift_scope(), global_state.get_global_attribute("phalanx_weighed")
+    scope, weighed = _surrounding_scope(), global_state.get_global_attribute("phalanx_weighed")
     # Keras's containers of metrics hand everything on.
     if scope is None or weighed or isinstance(self, _CONTAINERS):
         return original(self, *args, **kwargs)
@@ -445,7 +454,7 @@ def _loss(
     original: Callable[..., Any], self: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:
     """Refuses a mean over one replica's rows, which the sum of the replicas' losses counts once for each replica."""
-    scope, reduction = lift_scope(), self.reduction
+    scope, reduction = _surrounding_scope(), self.reduction
     if scope is None or reduction in ("none", None) or isinstance(self, CompileLoss):
         return original(self, y_true, y_pred, sample_weight)
     if not scope.is_averaging and reduction != "sum":
@@ -483,7 +492,7 @@ def _init_batch_normalization(
 @_extend(keras.layers.BatchNormalization, "_moments")
 def _moments(original: Callable[..., Any], self: Any, inputs: Any, mask: Any) -> Any:
     """Leaves padded rows out of the statistics, and computes synchronized ones over all replicas."""
-    scope = lift_scope()
+    scope = _surrounding_scope()
     rows = None if scope is None else scope.example_mask()
     if scope is None or (rows is None and not self.synchronized):
         return _moments_here(original, self, inputs, mask)
@@ -547,10 +556,24 @@ def _apply_gradients(
         return original(self, grads_and_vars)
 
 
+def _stateless_apply(
+    original: Callable[..., Any], self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+) -> Any:
+    scope = _surrounding_scope()
+    # In a replica function of the user's own what is stateless is theirs; in Keras's trainer it is how steps are written.
+    if scope is None or not scope.is_averaging:
+        return original(self, optimizer_variables, grads, trainable_variables)
+    grads = scope.aggregated(grads)
+    with scope.updating():
+        return original(self, optimizer_variables, grads, trainable_variables)
+
+
 _BaseOptimizer = next(c for c in keras.optimizers.Optimizer.__mro__ if "apply_gradients" in vars(c))
 _extend(_BaseOptimizer, "apply")(_apply)
 _extend(_BaseOptimizer, "apply_gradients")(_apply_gradients)
+_extend(_BaseOptimizer, "stateless_apply")(_stateless_apply)
 _extend(keras.optimizers.LossScaleOptimizer, "apply")(_apply)
+_extend(keras.optimizers.LossScaleOptimizer, "stateless_apply")(_stateless_apply)
 
 
 # Keras's trainer.

@@ -79,6 +79,10 @@ class StartupError(PhalanxError, RuntimeError):
     """Too late, or unsafe, to set up this process."""
 
 
+class MissingDependencyError(PhalanxError, ImportError):
+    """An optional library that is not installed."""
+
+
 class VariableError(PhalanxError, ValueError):
     """A variable that cannot do what was asked."""
 

@@ -230,6 +230,7 @@ class LiftScope(compat.AbstractLiftScope):
         self.mapped = mapped
         self.entries: dict[int, Entry] = {}
         self._free_writes = 0
+        self.aggregations = 0
         self._state: Any = None
         self._read_inside: set[int] = set()
         self._cache_key: Any = None
@@ -319,22 +320,29 @@ class LiftScope(compat.AbstractLiftScope):
     ) -> None:
         if not any(o is optimizer for o in self.pass_.found.optimizers):
             self.pass_.found.optimizers.append(optimizer)
-        if not self._free_writes:
-            grads = _weighted(grads)
-        if not self._free_writes and _replicas() > 1:
-            aggregate = context.get_strategy().aggregate_gradients
-            steps = compat.accumulation_steps(optimizer)
-            grads = self._accumulated(optimizer, grads, variables, aggregate) if steps else aggregate(grads)
+        if compat.accumulation_steps(optimizer) and not self._free_writes and _replicas() > 1:
+            grads = self._accumulated(optimizer, _weighted(grads), variables)
+        else:
+            grads = self.aggregated(grads)
         with self.updating():
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 compat.apply_stateless(optimizer, grads, variables)
             else:
                 apply(grads, variables)
 
+    @override
+    def aggregated(self, grads: Sequence[Any]) -> Sequence[Any]:
+        if self._free_writes:
+            return grads
+        self.aggregations += 1
+        grads = _weighted(grads)
+        return context.get_strategy().aggregate_gradients(grads) if _replicas() > 1 else grads
+
     def _accumulated(
-        self, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any, aggregate: Callable[..., Any]
+        self, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any
     ) -> Sequence[Any]:
         """Aggregates at the last of the steps that are accumulated; between, each replica sums its own gradients."""
+        aggregate = context.get_strategy().aggregate_gradients
         sums = compat.accumulators(optimizer, variables)
         own = [self.get_current_value(s) for s in sums]
 

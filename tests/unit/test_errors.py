@@ -18,6 +18,7 @@ BUILTINS = {
     errors.ContextError: RuntimeError,
     errors.MixedStrategyError: RuntimeError,
     errors.StartupError: RuntimeError,
+    errors.MissingDependencyError: ImportError,
     errors.VariableError: ValueError,
     errors.AggregationError: ValueError,
     errors.NestedWriteError: ValueError,

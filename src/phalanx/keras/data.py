@@ -2,17 +2,56 @@
 """What `fit`, `evaluate` and `predict` are given, as epochs of distributed batches."""
 
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, final
 
 import jax
 
 from phalanx import compat
-from phalanx.errors import InputError, OutOfRangeError
+from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
 from phalanx.input.sources.base import UNKNOWN, Facts
 from phalanx.input.sources.batches import BatchStream
+from phalanx.input.sources.files import Files
+from phalanx.input.sources.functions import InputContext
+from phalanx.options import InputOptions
 from phalanx.strategies.base import Strategy
+
+
+@final
+class DatasetCreator:
+    """A function that makes a dataset, as an argument of `fit` and `evaluate`. May be made in any context.
+
+    Args:
+      dataset_fn: maps a `phalanx.InputContext` to a dataset of per-replica batches; called once for each input pipeline.
+      input_options: those of `Strategy.distribute_datasets_from_function`.
+
+    Raises:
+      InvalidArgumentError: `dataset_fn` cannot be called, or `input_options` are none.
+
+    Source: tf.keras.utils.experimental.DatasetCreator.
+
+    Example:
+      >>> import numpy as np, phalanx
+      >>> creator = phalanx.keras.DatasetCreator(lambda context: [np.full((2, 3), context.input_pipeline_id)])
+      >>> creator(phalanx.InputContext())[0].shape
+      (2, 3)
+    """
+
+    def __init__(self, dataset_fn: Callable[[InputContext], Any], input_options: InputOptions | None = None) -> None:
+        if not callable(dataset_fn):
+            raise InvalidArgumentError(
+                f"DatasetCreator({dataset_fn!r})", "it cannot be called.", "DatasetCreator(lambda context: dataset)"
+            )
+        if not isinstance(input_options, (InputOptions, type(None))):
+            raise InvalidArgumentError(
+                f"input_options={input_options!r}", "they are no InputOptions.", "phalanx.InputOptions()"
+            )
+        self._dataset_fn, self.input_options = dataset_fn, input_options
+
+    def __call__(self, context: InputContext) -> Any:
+        """Returns the dataset for one input pipeline."""
+        return self._dataset_fn(context)
 
 
 class EpochData:
@@ -20,7 +59,7 @@ class EpochData:
 
     Args:
       strategy: on whose replicas they are divided.
-      x: what Keras takes, or a `DistributedDataset`.
+      x: what Keras takes, a `DistributedDataset`, a `DatasetCreator`, or what `phalanx.data.from_files` returns.
       steps: how many batches make an epoch; None for all.
       group: how many batches are handed out at once.
       **data: what else Keras's data adapters take.
@@ -30,8 +69,9 @@ class EpochData:
         self._steps, self._group = steps, group
         self._iterator: DistributedIterator | None = None
         self._adapter: Any = None
-        if isinstance(x, DistributedDataset):
-            self._dataset = x
+        batched = _batched(strategy, x, data)
+        if batched is not None:
+            self._dataset = batched
             return
         self._adapter = adapter = compat.data_adapter(x=x, steps_per_epoch=steps, **data)
         count = UNKNOWN if adapter.num_batches is None else adapter.num_batches
@@ -66,20 +106,25 @@ class EpochData:
         """Yields the first step, the number of steps, and the batch or the stacked batches, of each group of an epoch."""
         if self._adapter is not None:
             self._adapter.on_epoch_begin()
-        # Where an epoch is so many steps, the next one goes on where it ends.
-        iterator = self._iterator or iter(self._dataset)
+        # Where an epoch is so many steps, the next one goes on where it ends; where the data end, from their beginning.
+        goes_on, self._iterator = self._iterator, None
+        iterator = goes_on or iter(self._dataset)
         done = 0
         while self._steps is None or done < self._steps:
             wanted = self._group if self._steps is None else min(self._group, self._steps - done)
             group = _next_group(iterator, self._group, wanted)
+            if group is None and goes_on and not done:
+                goes_on, iterator = None, iter(self._dataset)
+                continue
             if group is None:
-                if self._steps is not None:
-                    self._warn(done)
                 break
             batches, count = group
             yield done, count, batches
             done += count
-        self._iterator = iterator if self._steps is not None else None
+        if done == self._steps:
+            self._iterator = iterator
+        elif self._steps is not None:
+            self._warn(done)
         if self._adapter is not None:
             self._adapter.on_epoch_end()
 
@@ -88,6 +133,36 @@ class EpochData:
             f"The data ended after {done} of {self._steps} steps of an epoch. HINT: .repeat() the dataset, or leave out steps_per_epoch.",
             stacklevel=4,
         )
+
+
+def _batched(strategy: Strategy, x: Any, data: dict[str, Any]) -> DistributedDataset | None:
+    """Returns the batches of what is none of Keras's own kinds of data; None of those.
+
+    Raises:
+      InvalidArgumentError: it has its labels, weights and sizes of batches already, and they are given.
+      InputError: it is an iterator.
+    """
+    if isinstance(x, DistributedIterator):
+        raise InputError(
+            "fit of a DistributedIterator",
+            "it can be read once, an epoch needs a dataset.",
+            "fit(dataset) without iter",
+        )
+    if not isinstance(x, (DistributedDataset, DatasetCreator, Files)):
+        return None
+    batch_size = data.pop("batch_size", None) if isinstance(x, Files) else None
+    given = [name for name, value in data.items() if value is not None and name != "shuffle"]
+    if given:
+        raise InvalidArgumentError(
+            f"{', '.join(given)} with a {type(x).__name__}",
+            "its elements are (inputs, targets, sample_weight) already, in batches of its own.",
+            "put them into the dataset",
+        )
+    if isinstance(x, DistributedDataset):
+        return x
+    if isinstance(x, DatasetCreator):
+        return strategy.distribute_datasets_from_function(x, x.input_options)
+    return strategy.experimental_distribute_dataset(x, batch_size=batch_size)
 
 
 def _next_group(iterator: DistributedIterator, room: int, wanted: int) -> tuple[Any, int] | None:

@@ -5,14 +5,14 @@ Each computes means over its own rows; `context.averaging` makes of them the mea
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
 
-from phalanx import compat, context
+from phalanx import compat, context, lifting
 from phalanx.autodiff import value_and_grad
 from phalanx.errors import TraceError
 
@@ -23,21 +23,34 @@ def train(model: keras.Model, batch: Any) -> Any:
     if own is None:
         return _train(model, batch)
     with context.averaging():
-        return _called(own, batch)
+        return own(batch) if _is_stateful(own) else _stateless_train(model, own, batch)
 
 
 def test(model: keras.Model, batch: Any) -> Any:
     """One step of `evaluate`; returns what the model's own `test_step` does, or nothing."""
     with context.averaging():
         own = _overridden(model, "test_step")
-        return _test(model, batch) if own is None else _called(own, batch)
+        if own is None:
+            return _test(model, batch)
+        if _is_stateful(own):
+            return own(batch)
+        groups = [model.trainable_variables, model.non_trainable_variables, model.metrics_variables]
+        logs, new = own(_values(groups), batch)
+        _refuse(own, groups[0], new[0])
+        _assign(groups[1:], new[1:])
+        return logs
 
 
 def predict(model: keras.Model, batch: Any) -> Any:
     """One step of `predict`; returns the model's outputs."""
     own = _overridden(model, "predict_step")
+    if own is not None and _is_stateful(own):
+        return own(batch)
     if own is not None:
-        return _called(own, batch)
+        groups = [model.trainable_variables, model.non_trainable_variables]
+        outputs, new = own(_values(groups), batch)
+        _assign(groups[1:], [new])
+        return outputs
     x, _, _ = compat.unpacked(batch)
     return compat.forward(model, x, training=False)
 
@@ -80,17 +93,47 @@ def _overridden(model: keras.Model, name: str) -> Callable[..., Any] | None:
     return None if method is getattr(keras.Model, name) else getattr(model, name)
 
 
-def _called(step: Callable[..., Any], batch: Any) -> Any:
-    """Calls a step of the user's own.
+def _is_stateful(step: Callable[..., Any]) -> bool:
+    """Whether a step of the user's own takes the data alone; Keras's on JAX take and return the state too."""
+    return len(inspect.signature(step).parameters) == 1
+
+
+def _stateless_train(model: keras.Model, step: Callable[..., Any], batch: Any) -> Any:
+    groups = [model.trainable_variables, model.non_trainable_variables, model.optimizer.variables]
+    groups.append(model.metrics_variables)
+    scope = lifting.innermost()
+    assert scope is not None
+    known = scope.aggregations
+    logs, (trained, rest, slots, metrics) = step(_values(groups), batch)
+    if scope.aggregations == known:
+        _refuse(step, groups[0], trained)
+    # Equal on all replicas: the gradients were aggregated.
+    with scope.updating():
+        _assign([groups[0], groups[2]], [trained, slots])
+    _assign([groups[1], groups[3]], [rest, metrics])
+    return logs
+
+
+def _values(groups: Sequence[Sequence[keras.Variable]]) -> tuple[list[Any], ...]:
+    return tuple([v.value for v in group] for group in groups)
+
+
+def _assign(groups: Sequence[Sequence[keras.Variable]], values: Sequence[Sequence[Any]]) -> None:
+    for group, new in zip(groups, values, strict=True):
+        for variable, value in zip(group, new, strict=True):
+            if value is not variable.value:
+                variable.assign(value)
+
+
+def _refuse(step: Callable[..., Any], variables: Sequence[keras.Variable], values: Sequence[Any]) -> None:
+    """Raises where a step changes weights without the optimizer.
 
     Raises:
-      TraceError: it is written for Keras's trainer on JAX, whose gradients no strategy sees.
+      TraceError: it does.
     """
-    if len(inspect.signature(step).parameters) == 1:
-        return step(batch)
-    name = step.__name__
-    raise TraceError(
-        f"{name}{inspect.signature(step)} of {type(step.__self__).__name__}",  # type: ignore[attr-defined]
-        "it takes and returns the state, so its gradients would stay those of one replica.",
-        f"def {name}(self, data), which reads and assigns variables; gradients with phalanx.GradientTape",
-    )
+    if any(x is not v.value for v, x in zip(variables, values, strict=True)):
+        raise TraceError(
+            f"{step.__name__}{inspect.signature(step)} of {type(step.__self__).__name__}",  # type: ignore[attr-defined]
+            "it returns new weights without the optimizer, so each replica would go its own way.",
+            "self.optimizer.stateless_apply(optimizer_variables, grads, trainable_variables) in train_step",
+        )

@@ -263,6 +263,7 @@ class ModelTrainer:
         results = self._model.get_metrics_result()
         if not isinstance(outputs, dict):
             return results
+        outputs = _flat(outputs)
         own = {name: value for name, value in outputs.items() if name not in results}
         averaged = self._strategy.reduce("MEAN", own, axis=None) if own else {}
         last = averaged if count is None else jax.tree.map(lambda x: x[count - 1], averaged)
@@ -317,6 +318,12 @@ class ModelTrainer:
         except BaseException:
             compat.stop_callbacks(callbacks)
             raise
+
+
+def _flat(logs: dict[str, Any]) -> dict[str, Any]:
+    """Returns logs with those of a container of metrics among the others, as Keras does."""
+    parts = (item if isinstance(item, dict) else {name: item} for name, item in logs.items())
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _rows(outputs: Any, steps: int | None) -> Any:

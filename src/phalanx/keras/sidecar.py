@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation beside training: a process that follows a folder of checkpoints."""
+
+import logging
+import os
+import re
+import threading
+import time
+import zipfile
+from pathlib import Path
+from typing import Any, final
+
+import keras
+
+from phalanx import compat
+from phalanx.errors import InputError, InvalidArgumentError
+
+_log = logging.getLogger("phalanx")
+_SUFFIXES = (".keras", ".weights.h5")
+
+
+@final
+class SidecarEvaluator:
+    """Evaluates a model with each checkpoint that appears in a folder. Run it in a process of its own, in any context.
+
+    It takes what `keras.callbacks.ModelCheckpoint` writes: files `*.keras` and `*.weights.h5`. Of several new checkpoints it takes the newest. One that cannot be read is tried again: it may still be being written.
+
+    Args:
+      model: a compiled model with the structure of the one that trains; of any strategy, or of none.
+      data: what `fit` takes as `validation_data`: `(x, y)`, `(x, y, sample_weight)`, or a dataset.
+      checkpoint_dir: the folder. It may appear later.
+      steps: how many batches to evaluate; None for all.
+      max_evaluations: it ends after the checkpoint whose name ends with this number, or a greater one (`model-10.keras`;
+        without numbers in the names, after so many evaluations). None for no end.
+      callbacks: those for `model.evaluate`; `phalanx.keras.TensorBoard` draws the values over the steps of training.
+      stop_at_step: it ends after a checkpoint of which `optimizer.iterations` is at least this; None for no end.
+      poll_s: how many seconds to wait before it looks again.
+      timeout_s: after how many seconds without a new checkpoint it ends; None for never.
+
+    Raises:
+      InvalidArgumentError: the model is not compiled, or a number is not positive.
+
+    Source: tf.keras.experimental.SidecarEvaluator.
+
+    Example:
+      >>> import keras, numpy as np, phalanx
+      >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+      >>> model.compile("sgd", "mse")
+      >>> data = (np.ones((4, 2)), np.ones((4, 1)))
+      >>> evaluator = phalanx.keras.SidecarEvaluator(model, data, "checkpoints", timeout_s=0.1)
+      >>> evaluator.start()
+      []
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        data: Any,
+        checkpoint_dir: str | os.PathLike[str],
+        steps: int | None = None,
+        max_evaluations: int | None = None,
+        callbacks: Any = None,
+        *,
+        stop_at_step: int | None = None,
+        poll_s: float = 1.0,
+        timeout_s: float | None = None,
+    ) -> None:
+        limits = {"max_evaluations": max_evaluations, "stop_at_step": stop_at_step, "poll_s": poll_s}
+        for name, value in limits.items():
+            if value is not None and value <= 0:
+                raise InvalidArgumentError(f"{name}={value!r}", "must be positive.", f"{name}=None")
+        if not model.compiled:
+            raise InvalidArgumentError(
+                f"SidecarEvaluator of {model.name!r}",
+                "the model is not compiled.",
+                "model.compile(loss=..., metrics=[...])",
+            )
+        self._model, self._data, self._dir, self._steps = model, data, Path(checkpoint_dir), steps
+        self._max_evaluations, self._stop_at_step = max_evaluations, stop_at_step
+        self._callbacks, self._poll_s, self._timeout_s = callbacks, poll_s, timeout_s
+        self._stopped = threading.Event()
+
+    def start(self) -> list[dict[str, float]]:
+        """Follows the folder until an end is reached, and returns the results of all evaluations, each with its `step`."""
+        results: list[dict[str, float]] = []
+        seen = done = None
+        since = time.monotonic()
+        while not self._stopped.is_set():
+            newest, before = self._newest(), seen
+            seen = newest
+            # One that changed since the last look is still being written.
+            if newest is None or newest != before or newest == done or not self._load(newest[1]):
+                if self._timeout_s is not None and time.monotonic() - since > self._timeout_s:
+                    _log.info("SidecarEvaluator: no new checkpoint in %s for %s s", self._dir, self._timeout_s)
+                    break
+                self._stopped.wait(self._poll_s)
+                continue
+            results.append(self._evaluate(newest[1]))
+            done, since = newest, time.monotonic()
+            if self._is_last(newest[1], results):
+                break
+        return results
+
+    def stop(self) -> None:
+        """Ends `start` after the evaluation that is going on. From another thread, or from a callback."""
+        self._stopped.set()
+
+    def _newest(self) -> tuple[float, str] | None:
+        """Returns when the newest checkpoint was changed, and its name."""
+        try:
+            found = [entry for entry in os.scandir(self._dir) if entry.name.endswith(_SUFFIXES)]
+            return max(((entry.stat().st_mtime, entry.name) for entry in found), default=None)
+        except FileNotFoundError:  # The folder is not there yet, or a file of it not any more.
+            return None
+
+    def _load(self, name: str) -> bool:
+        path = self._dir / name
+        optimizer = self._model.optimizer
+        if optimizer is not None and not optimizer.built and self._model.built:
+            optimizer.build(self._model.trainable_variables)
+        try:
+            self._model.load_weights(os.fspath(path))
+        except (OSError, KeyError, EOFError, zipfile.BadZipFile) as e:
+            _log.info("SidecarEvaluator: %s cannot be read, and is tried again (%s)", path, e)
+            return False
+        except ValueError as e:
+            if not path.exists():
+                return False
+            raise InputError(
+                f"SidecarEvaluator of {self._model.name!r} with {path}",
+                f"it is a checkpoint of another model: {e}",
+                "make the model as the training program does",
+            ) from e
+        return True
+
+    def _evaluate(self, name: str) -> dict[str, float]:
+        x, y, sample_weight = compat.unpacked(self._data)
+        given = {"y": y, "sample_weight": sample_weight, "steps": self._steps, "callbacks": self._callbacks}
+        logs = self._model.evaluate(x, **given, verbose=0, return_dict=True)
+        step = 0 if self._model.optimizer is None else int(self._model.optimizer.iterations)
+        _log.info("SidecarEvaluator: %s, step %d: %s", name, step, logs)
+        return {"step": step, **{key: float(value) for key, value in logs.items()}}
+
+    def _is_last(self, name: str, results: list[dict[str, float]]) -> bool:
+        if self._stop_at_step is not None and results[-1]["step"] >= self._stop_at_step:
+            return True
+        numbers = re.findall(r"\d+", name.removesuffix(".weights.h5").removesuffix(".keras"))
+        number = int(numbers[-1]) if numbers else len(results)
+        return self._max_evaluations is not None and number >= self._max_evaluations
