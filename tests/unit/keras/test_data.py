@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from twins import FIT, X, Y, compiled, failing_after, replicas, same, state, twins, under
 
+import phalanx
+from phalanx.errors import InputError, InvalidArgumentError
 from phalanx.keras.data import EpochData
 
 
@@ -54,6 +56,76 @@ def test_integers_and_floats_of_other_widths(strategy):
     ours, theirs = twins(strategy, compiled())
     given = X.astype("float64"), Y.astype("int64")
     same(*(m.fit(*given, **FIT).history for m in (ours, theirs)))
+
+
+def test_steps_begin_again_where_the_data_ended(strategy):
+    """Of seven batches, epochs of four have four, three and four; epochs of seven have all; epochs of nine warn."""
+
+    def epochs(steps, count):
+        data = EpochData(strategy, X, steps=steps, group=1, y=Y, batch_size=16, shuffle=False)
+        return [sum(n for _, n, _ in data.epoch()) for _ in range(count)]
+
+    with pytest.warns(UserWarning, match="ended after 3 of 4 steps"):
+        assert epochs(4, 3) == [4, 3, 4]
+    assert epochs(7, 3) == [7, 7, 7]
+    with pytest.warns(UserWarning, match="ended after 7 of 9 steps"):
+        assert epochs(9, 2) == [7, 7]
+
+
+def test_dataset_creator(strategy):
+    """A function of an input context makes the per-replica batches, and is called with what it should know."""
+    seen = []
+
+    def dataset_fn(context):
+        seen.append((context.num_input_pipelines, context.num_replicas_in_sync))
+        size = context.get_per_replica_batch_size(16)
+        return [(X[i : i + size], Y[i : i + size]) for i in range(0, 96, size)]
+
+    ours, theirs = twins(strategy, compiled())
+    creator = phalanx.keras.DatasetCreator(dataset_fn)
+    given = {"epochs": 2, "verbose": 0}
+    same(ours.fit(creator, **given).history, theirs.fit(X[:96], Y[:96], batch_size=16, shuffle=False, **given).history)
+    same(ours.evaluate(creator, verbose=0), theirs.evaluate(X[:96], Y[:96], verbose=0))
+    assert set(seen) == {(1, 2)}
+
+
+@pytest.mark.parametrize(("args", "message"), [((3,), "it cannot be called"), ((len, 3), "they are no InputOptions")])
+def test_what_is_no_dataset_creator(args, message):
+    """It is found out at once."""
+    with pytest.raises(InvalidArgumentError, match=message):
+        phalanx.keras.DatasetCreator(*args)
+
+
+def test_files(strategy, tmp_path):
+    """`fit` batches the records of files itself."""
+    for i in range(3):
+        np.savez(tmp_path / f"{i}.npz", x=X[i * 32 : i * 32 + 32], y=Y[i * 32 : i * 32 + 32])
+
+    def records(path):
+        with np.load(path) as arrays:
+            yield from zip(arrays["x"], arrays["y"], strict=True)
+
+    ours, theirs = twins(strategy, compiled())
+    files = phalanx.data.from_files(tmp_path / "*.npz", records)
+    same(
+        ours.fit(files, batch_size=16, epochs=2, verbose=0).history,
+        theirs.fit(X[:96], Y[:96], batch_size=16, epochs=2, shuffle=False, verbose=0).history,
+    )
+
+
+def test_iterator(strategy):
+    """An iterator is no dataset."""
+    dataset = strategy.experimental_distribute_dataset((X, Y), batch_size=16)
+    with pytest.raises(InputError, match="HINT: fit\\(dataset\\) without iter"):
+        under(strategy, compiled()).fit(iter(dataset))
+
+
+@pytest.mark.parametrize("given", [{"y": Y}, {"sample_weight": Y}, {"batch_size": 4}, {"class_weight": {0: 2.0}}])
+def test_arguments_that_a_distributed_dataset_has_itself(strategy, given):
+    """They are not ignored."""
+    dataset = strategy.experimental_distribute_dataset((X, Y), batch_size=16)
+    with pytest.raises(InvalidArgumentError, match=f"{next(iter(given))} with a DistributedDataset"):
+        under(strategy, compiled()).fit(dataset, **given)
 
 
 def test_predict_of_a_larger_batch_than_rows():

@@ -137,10 +137,79 @@ def test_train_step_with_a_tape(k, rows):
 
 
 @pytest.mark.parametrize("model", [Stateless, Calling])
-def test_steps_in_the_style_of_keras_on_jax_are_refused(model):
-    """Their gradients would stay those of one replica."""
-    with pytest.raises(TraceError, match=r"train_step.* of .*: it takes and returns the state"):
-        under(replicas(2), compiled(model)).fit(X, Y, **FIT)
+@pytest.mark.parametrize(("count", "k"), [(1, 1), (2, 1), (3, 4)])
+def test_stateless_train_step(model, count, k):
+    """Keras's own style on JAX gives Keras's own numbers, whether or not the batches divide."""
+    make = compiled(model, metrics=["accuracy"], optimizer=lambda: keras.optimizers.Adam(0.05))
+    ours, theirs = twins(replicas(count), make)
+    ours.compile(ours.optimizer, crossentropy(), metrics=["accuracy"], steps_per_execution=k)
+    got, expected = (m.fit(X, Y, **FIT, epochs=2).history for m in (ours, theirs))
+    # What is no metric is the mean of what the replicas return, and not all have as many rows.
+    same(got.pop("double", []), expected.pop("double", []), rtol=1e-2)
+    same(got, expected)
+    same_state(ours, theirs)
+
+
+def test_stateless_train_step_of_a_layer_with_state(strategy):
+    """Statistics of a synchronized BatchNormalization leave out the padding; seeds of Dropout are counted."""
+
+    class Normal(Stateless):
+        def __init__(self):
+            super().__init__()
+            self.normal, self.dropout = layers.BatchNormalization(synchronized=True), layers.Dropout(0.0)
+
+        def call(self, x, training=False):
+            return super().call(self.dropout(self.normal(x, training=training), training=training))
+
+    with strategy.scope():
+        ours = compiled(Normal)()
+    theirs = compiled(Normal)()
+    for model in (ours, theirs):
+        model(X[:1])
+    theirs.set_weights(ours.get_weights())
+    same(*(m.fit(X, Y, **FIT, epochs=2).history for m in (ours, theirs)))
+    same_state(ours, theirs)
+
+
+def test_stateless_train_step_with_loss_scaling(strategy):
+    """The gradients are aggregated before they are looked at."""
+    same_fit(strategy, compiled(Stateless, optimizer=lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))))
+
+
+def test_stateless_train_step_without_the_optimizer(strategy):
+    """Weights that only a replica's own gradients have changed are refused."""
+
+    class Descending(Base):
+        def train_step(self, state, data):
+            return {}, ([v * 0.9 for v in state[0]], *state[1:])
+
+    with pytest.raises(TraceError, match=r"train_step\(state, data\) of Descending.*\n?.*HINT: .*stateless_apply"):
+        under(strategy, compiled(Descending)).fit(X, Y, **FIT)
+
+
+def test_stateless_test_step_that_trains(strategy):
+    """So are weights that an evaluation changes."""
+
+    class Training(Base):
+        def test_step(self, state, data):
+            return {}, ([v * 0.9 for v in state[0]], *state[1:])
+
+    with pytest.raises(TraceError, match=r"test_step\(state, data\) of Training"):
+        under(strategy, compiled(Training)).evaluate(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_stateless_test_step(count):
+    """It sees each row once."""
+    ours, theirs = twins(replicas(count), compiled(Evaluated, metrics=["accuracy"]))
+    same(*(m.evaluate(X, Y, batch_size=16, verbose=0) for m in (ours, theirs)))
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_stateless_predict_step(k):
+    """Its outputs come in order."""
+    ours, theirs = under(replicas(3), compiled(Predicting, steps_per_execution=k)), alone(compiled(Predicting))
+    same(*(m.predict(X, batch_size=16, verbose=0) for m in (ours, theirs)))
 
 
 @pytest.mark.parametrize("model", [Penalized, Measured])
