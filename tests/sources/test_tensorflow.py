@@ -1,5 +1,8 @@
 """tf.data: the datasets of those who come from tf.distribute."""
 
+from contextlib import nullcontext
+
+import keras
 import numpy as np
 import pytest
 from evaluation import BATCH, ROWS, X, Y
@@ -100,3 +103,18 @@ def test_tensors_are_a_list_of_batches():
     """Eager tensors in a plain list are batches as NumPy arrays are."""
     dataset = strategy_of(2).experimental_distribute_dataset([tf.range(4), tf.range(3)])
     assert [[p.tolist() for p in b.values] for b in dataset] == [[[0, 1], [2, 3]], [[0, 1], [2]]]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_export(tmp_path, inside):
+    """A model of two replicas is exported as a SavedModel that predicts the same, inside the scope and outside."""
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)])
+        model.compile("adam", "mse")
+    x = np.random.default_rng(0).random((40, 8)).astype("float32")
+    model.fit(x, x[:, :3], verbose=0)
+    with strategy.scope() if inside else nullcontext():
+        model.export(tmp_path / "exported", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_allclose(loaded.serve(x).numpy(), model.predict(x, verbose=0), rtol=1e-6, atol=1e-6)

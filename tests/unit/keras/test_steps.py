@@ -173,7 +173,9 @@ def test_stateless_train_step_of_a_layer_with_state(strategy):
 
 def test_stateless_train_step_with_loss_scaling(strategy):
     """The gradients are aggregated before they are looked at."""
-    same_fit(strategy, compiled(Stateless, optimizer=lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))))
+    same_fit(
+        strategy, compiled(Stateless, optimizer=lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+    )
 
 
 def test_stateless_train_step_without_the_optimizer(strategy):

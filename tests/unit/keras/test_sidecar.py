@@ -1,0 +1,179 @@
+"""Evaluation beside training, and what TensorBoard gets to see."""
+
+import sys
+import threading
+
+import keras
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+from twins import FIT, X, Y, alone, compiled, mlp, replicas, same, under
+
+import phalanx
+from phalanx.errors import InputError, InvalidArgumentError, MissingDependencyError
+
+ACCURATE = compiled(metrics=["accuracy"], optimizer=lambda: keras.optimizers.Adam(0.05))
+QUICK = {"poll_s": 0.05, "timeout_s": 60.0}
+STEPS = 7  # A pass over the rows.
+
+
+def saving(path):
+    """Keras's callback that saves after each epoch."""
+    return keras.callbacks.ModelCheckpoint(path, save_weights_only=str(path).endswith(".weights.h5"))
+
+
+@pytest.fixture
+def evaluator(tmp_path):
+    """A function that makes an evaluator on three replicas."""
+
+    def make(**given):
+        model = under(replicas(3), ACCURATE)
+        return phalanx.keras.SidecarEvaluator(model, (X, Y), tmp_path / "saved", **(QUICK | given))
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["model-{epoch}.keras", "{epoch}.weights.h5"])
+def test_results_are_those_of_the_saved_models(evaluator, tmp_path, name):
+    """Every file that is there when it looks gives the loss that the trained model had."""
+    trained = under(replicas(2), ACCURATE)
+    for epoch in (1, 2):
+        trained.fit(X, Y, **FIT, initial_epoch=epoch - 1, epochs=epoch, callbacks=[saving(tmp_path / "saved" / name)])
+        (result,) = evaluator(max_evaluations=epoch).start()
+        expected = trained.evaluate(X, Y, verbose=0, return_dict=True)
+        same(result, {"accuracy": expected["accuracy"], "loss": expected["loss"], "step": epoch * STEPS})
+
+
+def test_follows_a_training_program(evaluator, tmp_path):
+    """It waits for the folder, and ends after the last file of a training that goes on meanwhile."""
+    follower, results = evaluator(max_evaluations=3), []
+    thread = threading.Thread(target=lambda: results.extend(follower.start()))
+    thread.start()
+    model = alone(ACCURATE)
+    model.fit(X, Y, **FIT, epochs=3, callbacks=[saving(tmp_path / "saved" / "model-{epoch}.keras")])
+    thread.join(timeout=100)
+    assert not thread.is_alive()
+    assert results[-1]["step"] == 3 * STEPS
+    same(results[-1]["loss"], model.evaluate(X, Y, verbose=0)[0])
+
+
+def test_stops_at_a_step(evaluator, tmp_path):
+    """The number of steps that the optimizer has done decides, whatever the name of the file."""
+    alone(ACCURATE).fit(X, Y, **FIT, epochs=2, callbacks=[saving(tmp_path / "saved" / "newest.keras")])
+    assert [r["step"] for r in evaluator(stop_at_step=2 * STEPS).start()] == [2 * STEPS]
+
+
+def test_stops_on_request(evaluator, tmp_path):
+    """A callback can stop it."""
+    alone(ACCURATE).fit(X, Y, **FIT, callbacks=[saving(tmp_path / "saved" / "newest.keras")])
+    made = []
+
+    class Stopping(keras.callbacks.Callback):
+        def on_test_end(self, logs=None):
+            made[0].stop()
+
+    made.append(evaluator(callbacks=[Stopping()], timeout_s=None))
+    assert len(made[0].start()) == 1
+
+
+def test_counts_evaluations_without_numbers(evaluator, tmp_path):
+    """Where the names have no numbers, each evaluation counts."""
+    alone(ACCURATE).fit(X, Y, **FIT, callbacks=[saving(tmp_path / "saved" / "newest.keras")])
+    assert len(evaluator(max_evaluations=1).start()) == 1
+
+
+def test_ends_where_nothing_comes(evaluator):
+    """A folder that never appears is no hang."""
+    assert evaluator(timeout_s=0.2).start() == []
+
+
+def test_file_that_is_not_whole(evaluator, tmp_path):
+    """It is tried again, and not taken for an error."""
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "model-1.keras").write_bytes(b"PK\x03\x04")
+    (tmp_path / "saved" / "model-2.weights.h5").write_bytes(b"\x89HDF")
+    assert evaluator(timeout_s=0.5).start() == []
+
+
+def test_checkpoint_of_another_model(evaluator, tmp_path):
+    """The error names the file."""
+    (tmp_path / "saved").mkdir()
+    keras.Sequential([keras.Input((9,)), keras.layers.Dense(2)]).save_weights(tmp_path / "saved" / "1.weights.h5")
+    with pytest.raises(InputError, match=r"1\.weights\.h5\n?.*another model"):
+        evaluator().start()
+
+
+def test_model_that_is_not_compiled(tmp_path):
+    """There is nothing to evaluate with."""
+    with pytest.raises(InvalidArgumentError, match="the model is not compiled"):
+        phalanx.keras.SidecarEvaluator(mlp(), (X, Y), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["max_evaluations", "stop_at_step", "poll_s"])
+def test_numbers_that_are_not_positive(evaluator, name):
+    """They are found out before anything is waited for."""
+    with pytest.raises(InvalidArgumentError, match=f"{name}=0"):
+        evaluator(**{name: 0})
+
+
+def written(folder):
+    """Returns `{tag: [(step, value)]}` of the files that TensorBoard reads in a folder."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        for event in map(Event.FromString, records(path)):
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return found
+
+
+def records(path):
+    """Yields the records of an event file: a length of 8 bytes, its checksum of 4, the data, and their checksum."""
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 8], "little")
+        yield data[at + 12 : at + 12 + size]
+        at += size + 16
+
+
+def test_tensorboard(strategy, tmp_path):
+    """The values of the history, of validation and of the learning rate, under Keras's names."""
+    model = under(strategy, ACCURATE)
+    board = phalanx.keras.TensorBoard(tmp_path)
+    history = model.fit(X, Y, **FIT, epochs=2, validation_data=(X[:9], Y[:9]), callbacks=[board]).history
+    train, validation = written(tmp_path / "train"), written(tmp_path / "validation")
+    same([v for _, v in train["epoch_loss"]], history["loss"])
+    same([v for _, v in train["epoch_accuracy"]], history["accuracy"])
+    same([v for _, v in train["epoch_learning_rate"]], [0.05, 0.05])
+    same([v for _, v in validation["epoch_loss"]], history["val_loss"])
+    assert [s for s, _ in train["epoch_loss"]] == [0, 1]
+    assert [s for s, _ in validation["evaluation_loss_vs_iterations"]] == [STEPS, 2 * STEPS]
+
+
+def test_tensorboard_of_batches(strategy, tmp_path):
+    """Every third batch of all."""
+    board = phalanx.keras.TensorBoard(tmp_path, update_freq=3)
+    under(strategy, ACCURATE).fit(X, Y, **FIT, epochs=2, callbacks=[board])
+    assert [s for s, _ in written(tmp_path / "train")["batch_loss"]] == [3, 6, 9, 12]
+
+
+def test_tensorboard_of_evaluate(strategy, tmp_path):
+    """`evaluate` alone writes too."""
+    model = under(strategy, ACCURATE)
+    model.fit(X, Y, **FIT)
+    loss, _ = model.evaluate(X, Y, verbose=0, callbacks=[phalanx.keras.TensorBoard(tmp_path)])
+    ((step, value),) = written(tmp_path / "validation")["evaluation_loss_vs_iterations"]
+    assert step == STEPS
+    same(value, loss)
+
+
+@pytest.mark.parametrize("frequency", ["step", 0, 1.5])
+def test_frequencies_that_are_none(frequency):
+    """They are named."""
+    with pytest.raises(InvalidArgumentError, match="update_freq="):
+        phalanx.keras.TensorBoard(update_freq=frequency)
+
+
+def test_without_tensorboardx(monkeypatch):
+    """The error says what to install."""
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(MissingDependencyError, match=r"HINT: pip install phalanx\[tensorboard\]"):
+        phalanx.keras.TensorBoard()
