@@ -8,6 +8,7 @@ import functools
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ from keras.src.trainers.data_adapters.generator_data_adapter import (  # noqa: E
     GeneratorDataAdapter as _GeneratorDataAdapter,
 )
 from keras.src.trainers.trainer import Trainer as _Trainer  # noqa: E402
+from keras.src.utils.python_utils import is_default as _is_default  # noqa: E402
 from keras.src.utils.python_utils import pythonify_logs as _pythonify_logs  # noqa: E402
 
 
@@ -403,6 +405,23 @@ def _next_seed(original: Callable[..., Any], self: keras.random.SeedGenerator, *
     return seed if scope is None else scope.fold_seed(seed)
 
 
+def _is_number(metric: Any, given: dict[str, Any]) -> bool:
+    """Whether a metric is a function that makes one number of a batch."""
+    if not isinstance(metric, keras.metrics.MeanMetricWrapper) or not {"y_true", "y_pred"} <= given.keys():
+        return False
+    fn = functools.partial(metric._fn, **metric._fn_kwargs)
+    return jnp.ndim(jax.eval_shape(fn, given["y_true"], given["y_pred"])) == 0
+
+
+def _warn_of_padding(what: str) -> None:
+    warnings.warn(
+        f"{what} is one number for a batch, in which the rows count that pad it for the replicas. "
+        "HINT: return one value for each row; they are averaged without the padding.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
 _CONTAINERS = (CompileMetrics, MetricsList)
 
 
@@ -417,21 +436,24 @@ def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *arg
         return original(self, *args, **kwargs)
     mask = scope.example_mask()
     rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args) if x is not None}
+    given = call.bind(self, *args, **kwargs).arguments
+    if rows != {()} and _is_number(self, given):
+        rows = {()}
+        if mask is not None:
+            _warn_of_padding(f"the metric {self.name!r}")
     if scope.is_averaging and rows == {()}:
-        given = call.bind(self, *args, **kwargs).arguments
         given["sample_weight"] = scope.weight_of_mean(given.get("sample_weight"))
         return original(**given)
     if mask is None or rows == {()}:
         return original(self, *args, **kwargs)
     if rows != {mask.shape}:
-        if call.bind(self, *args, **kwargs).arguments.get("sample_weight") is None:
+        if given.get("sample_weight") is None:
             raise InputError(
                 f"{self.name}.update_state of {sorted(rows)} rows",
                 f"this batch is padded to {mask.shape[0]} rows, and its mask does not fit.",
                 "arrays whose dim 0 is the rows of the batch, or a sample_weight that is 0 for padding",
             )
         return original(self, *args, **kwargs)
-    given = call.bind(self, *args, **kwargs).arguments
     weight = given.get("sample_weight")
     arrays = [jnp.asarray(x) for x in args]
     if isinstance(self, keras.metrics.MeanMetricWrapper) and weight is None and all(x.ndim == 1 for x in arrays):
@@ -466,6 +488,8 @@ def _loss(
         values = jnp.asarray(original(self, y_true, y_pred, sample_weight))
     finally:
         self.reduction = reduction
+    if values.ndim == 0 and scope.example_mask() is not None:
+        _warn_of_padding(f"the loss {self.name!r}")
     counts = jnp.ones((), values.dtype)
     mask = backend.get_keras_mask(y_pred)
     if mask is not None:
@@ -689,6 +713,21 @@ def logs_or_metrics(model: keras.Model, logs: Any) -> Any:
 def in_order(model: keras.Model, logs: Any) -> Any:
     """Returns the values of logs in the order of a model's metrics."""
     return model._flatten_metrics_in_order(logs)
+
+
+def batch_hooks(callbacks: Any, kind: str) -> list[Callable[..., None]]:
+    """Returns what to call before and after a batch: nothing where no callback listens, which Keras does in threads."""
+    return [_hook(callbacks, kind, when) for when in ("begin", "end")]
+
+
+def _hook(callbacks: Any, kind: str, when: str) -> Callable[..., None]:
+    names = [f"on_{kind}_batch_{when}"] + ([f"on_batch_{when}"] if kind == "train" else [])
+    listens = any(not _is_default(getattr(c, name)) for c in callbacks.callbacks for name in names)
+    return getattr(callbacks, names[0]) if listens else _nothing
+
+
+def _nothing(batch: int, logs: Any = None) -> None:
+    """What nobody listens to."""
 
 
 def stop_callbacks(callbacks: Any) -> None:

@@ -47,7 +47,8 @@ class Discovery:
       runs: what was found in each `Strategy.run` inside, in order.
       optimizers: those that were applied.
       strategies: those whose `run` was called.
-      has_rows: for one `Strategy.run`, which of its results have one row for each row of a padded batch.
+      rows_each: for one `Strategy.run`, how many rows its results have for each row of a padded batch; 0 for those that
+        have nothing to do with rows.
       eager: whether the second pass executes the function with real values instead of tracing it.
     """
 
@@ -59,7 +60,7 @@ class Discovery:
     runs: list["Discovery"] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
     strategies: list[Any] = field(default_factory=list)
-    has_rows: list[bool] = field(default_factory=list)
+    rows_each: list[int] = field(default_factory=list)
     eager: bool = False
 
     def take(self, scope: "LiftScope", jaxpr: jex.ClosedJaxpr) -> None:
@@ -187,10 +188,6 @@ class Building(AbstractPass):
                 "do not branch on Python state that the function itself changes",
             )
         return item
-
-
-# XLA's compile time grows with the square of it: 1,000 arrays in one buffer took 24 s, in buffers of 32 under 3 s.
-_ARRAYS_IN_A_BUFFER = 32
 
 
 @dataclass
@@ -366,13 +363,19 @@ class LiftScope(compat.AbstractLiftScope):
     def reduce_rows(self, values: Any, counts: Any, reduction: str) -> Any:
         replica = context.get_replica_context()
         assert replica is not None
+        if values.ndim == 0:  # A mean of the function's own.
+            return values
         mask = jnp.ones(values.shape[:1], bool) if replica.padding is None else replica.padding.mask
         own = mask.reshape((-1,) + (1,) * (values.ndim - 1))
         total = jnp.where(own, values, 0).sum()
         if not self.is_averaging:
             return total
         divisor = jnp.ones((), values.dtype)
-        if reduction != "sum":
+        if reduction != "sum" and counts.ndim == 0:
+            # How many rows there are is known, without asking the other replicas.
+            rows = len(mask) * _replicas() if replica.num_examples is None else replica.num_examples
+            divisor = counts * jnp.asarray(rows * (values.size // len(mask)), values.dtype)
+        elif reduction != "sum":
             count = jnp.where(own, jnp.broadcast_to(counts, values.shape), 0).sum()
             divisor = primitives.all_reduce(ReduceOp.SUM, count, _replicas())
         return _divided(_divided(total, divisor), jnp.asarray(replica.weight, values.dtype))
@@ -488,7 +491,7 @@ def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
         elif e.policy.combine is Combine.MEAN and padding is not None:
             x = jnp.where(padding.has_rows, x, 0)
         prepared.append(x)
-    packs = packing.by_length([str(x.dtype) for x in prepared], _ARRAYS_IN_A_BUFFER)
+    packs = packing.by_length([str(x.dtype) for x in prepared])
     sums = primitives.packed(lambda buffers: list(lax.psum(buffers, REPLICA_AXIS)), prepared, packs)
     divisor: Any = lax.axis_size(REPLICA_AXIS)
     if padding is not None and any(e.policy.combine is Combine.MEAN for e in entries):

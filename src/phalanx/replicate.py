@@ -92,7 +92,8 @@ class _Run:
         else:
             results, mirrored = self._build(scope, found)
         rows = self._rows[0] if self._rows else None
-        wrapped = (self._wrapped(x, rows if has else None) for x, has in zip(results, found.has_rows, strict=True))
+        masks = [rows.repeated(each) if rows and each else None for each in found.rows_each]
+        wrapped = (self._wrapped(x, mask) for x, mask in zip(results, masks, strict=True))
         return self._rebuild(wrapped, map(Mirrored, mirrored))
 
     def _wrapped(self, array: Any, rows: RowMask | None) -> Any:
@@ -106,7 +107,7 @@ class _Run:
         inner, jaxpr, (results, mirrored) = self._trace_abstract(one_step, whole)
         found = inner.pass_.found
         found.take(inner, jaxpr)
-        found.has_rows = self._find_rows(results, one_step, whole)
+        found.rows_each = self._find_rows(results, one_step, whole)
         scope.pass_.found.runs.append(found)
         for variable, written in zip(found.variables, found.written, strict=True):
             scope.entry(variable).written |= written
@@ -143,15 +144,15 @@ class _Run:
         inner, jaxpr, shapes = seen
         return inner, jaxpr, shapes
 
-    def _find_rows(self, results: list[Any], sharded: list[Any], whole: list[Any]) -> list[bool]:
-        """Returns which results have one row for each row of a padded batch: those that grow with the batch."""
+    def _find_rows(self, results: list[Any], sharded: list[Any], whole: list[Any]) -> list[int]:
+        """Returns how many rows results have for each row of a padded batch: those that grow with the batch."""
         if len(self._rows) != 1:
-            return [False] * len(results)
+            return [0] * len(results)
         rows = self._rows[0]
         places = rows.mask.shape[-1]
-        fits = [x.ndim > 0 and x.shape[0] == places for x in results]
-        if not any(fits):
-            return fits
+        each = [x.shape[0] // places if x.ndim > 0 and x.shape[0] % places == 0 else 0 for x in results]
+        if not any(each):
+            return each
         padded = [x.rows is rows for x in self._of(_is_per_replica)] + [True]
         longer = [
             jax.ShapeDtypeStruct((x.shape[0], places + 1, *x.shape[2:]), x.dtype) if p else x
@@ -160,8 +161,9 @@ class _Run:
         try:
             _, _, (grown, _) = self._trace_abstract(longer, whole)
         except Exception:  # The function is written for this size of batch: the shape alone must tell.
-            return fits
-        return [f and len(g.shape) > 0 and g.shape[0] == places + 1 for f, g in zip(fits, grown, strict=True)]
+            return [int(n == 1) for n in each]
+        grows = [len(g.shape) > 0 and g.shape[0] == n * (places + 1) for n, g in zip(each, grown, strict=True)]
+        return [n if g else 0 for n, g in zip(each, grows, strict=True)]
 
     def _build(self, scope: LiftScope, found: Discovery) -> Any:
         entries = [scope.entry(v) for v in found.variables]

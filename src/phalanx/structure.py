@@ -19,12 +19,14 @@ class _Array:
 
 @dataclass(frozen=True)
 class _PerReplica:
-    row: int | None
+    each: int | None
     batch: int | None
 
     def join(self, arrays: Iterator[Any], rows: Sequence[RowMask]) -> Any:
-        batch = None if self.batch is None else rows[self.batch]
-        return PerReplica(next(arrays), None if self.row is None else batch, batch)
+        if self.batch is None:
+            return PerReplica(next(arrays))
+        batch = rows[self.batch]
+        return PerReplica(next(arrays), None if self.each is None else batch.repeated(self.each), batch)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def _take(leaf: Any, is_array: Callable[[Any], bool], contents: _Contents) -> An
         if leaf.batch is None:
             return _UNPADDED
         batch = _row_number(leaf.batch, contents.rows)
-        return _PerReplica(None if leaf.rows is None else batch, batch)
+        return _PerReplica(None if leaf.rows is None else leaf.rows.each, batch)
     if isinstance(leaf, Mirrored):
         values, tree = jax.tree.flatten(leaf.value)
         for value in values:

@@ -23,10 +23,24 @@ class RowMask:
     Args:
       mask: `(num_replicas, per_replica_batch)` bools; of several steps `(num_replicas, steps, per_replica_batch)`.
       count: how many rows of the global batch are real, a scalar; of several steps `(steps,)`.
+      each: how many rows a value has for each row of the batch.
     """
 
     mask: Any
     count: Any
+    each: int = 1
+
+    def repeated(self, each: int) -> "RowMask":
+        """Returns the mask of values with `each` rows for each of these."""
+        if each == 1:
+            return self
+        if each not in self._repeated:
+            self._repeated[each] = RowMask(jnp.repeat(self.mask, each, axis=-1), self.count * each, each)
+        return self._repeated[each]
+
+    @cached_property
+    def _repeated(self) -> "dict[int, RowMask]":
+        return {}
 
     @property
     def row_dim(self) -> int:
@@ -80,7 +94,7 @@ class PerReplica(DistributedValues):
     __slots__ = ("batch", "data", "rows")
 
     def __init__(self, data: Any, rows: RowMask | None = None, batch: RowMask | None = None) -> None:
-        self.data, self.rows, self.batch = data, rows, rows or batch
+        self.data, self.rows, self.batch = data, rows, batch or rows
 
     @property
     def values(self) -> tuple[Any, ...]:

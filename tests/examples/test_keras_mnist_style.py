@@ -6,7 +6,6 @@ import keras
 import numpy as np
 import pytest
 
-
 EPOCHS = 8
 
 

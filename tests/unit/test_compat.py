@@ -478,3 +478,92 @@ def test_weak_types_are_values_of_the_array():
     """A variable made of a Python number is weakly typed, an array of a program is not."""
     assert keras.Variable(1.0).value.weak_type
     assert not jax.jit(lambda x: jax.lax.convert_element_type(x, "float32"))(1.0).weak_type
+
+
+def test_value_of_a_variable_without_an_array():
+    """`Variable.value`: who stores arrays is asked first, and Keras's own placeholder comes where nobody has one."""
+    v = keras.Variable(jnp.zeros(2))
+    v._initializer = keras.initializers.Ones()
+    asked = []
+
+    def fill(variable):
+        if variable is v:
+            asked.append(variable)
+
+    compat.on_first_read(fill)
+    compat.set_raw_values([v], [None])
+    np.testing.assert_array_equal(v.value, [1.0, 1.0])
+    assert len(asked) == 1
+    compat._readers.remove(fill)
+
+
+def test_accumulators_of_an_optimizer():
+    """`_accumulated_gradients`, `_get_variable_index`, `_synchronization` and `_aggregation`."""
+    weights = [keras.Variable(jnp.zeros(i)) for i in (2, 3)]
+    optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    found = compat.accumulators(optimizer, weights[::-1])
+    assert [v.shape for v in found] == [(3,), (2,)]
+    assert {(v.synchronization, v.aggregation) for v in found} == {("on_demand", "sum")}
+    assert not compat.is_last_accumulated(optimizer)
+    optimizer._iterations.assign(1)
+    assert compat.is_last_accumulated(optimizer)
+
+
+def test_accumulation_steps():
+    """None of an optimizer that scales losses, nor of one that applies each step."""
+    steps = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    assert compat.accumulation_steps(steps) == 2
+    assert compat.accumulation_steps(keras.optimizers.SGD()) is None
+    assert compat.accumulation_steps(keras.optimizers.LossScaleOptimizer(steps)) is None
+
+
+def test_batch_hooks():
+    """`is_default`: nothing is called for callbacks that do not listen to batches."""
+
+    class Listening(keras.callbacks.Callback):
+        def on_batch_end(self, batch, logs=None):
+            seen.append(batch)
+
+    seen = []
+    deaf, ear = (keras.callbacks.CallbackList([c]) for c in (keras.callbacks.Callback(), Listening()))
+    begin, end = compat.batch_hooks(deaf, "train")
+    assert begin is end is compat._nothing
+    begin, end = compat.batch_hooks(ear, "train")
+    end(3, {})
+    assert begin is compat._nothing
+    assert seen == [3]
+    assert compat.batch_hooks(ear, "test")[1] is compat._nothing
+
+
+def test_function_of_a_metric():
+    """`_fn` and `_fn_kwargs`: whether it makes one number of a batch."""
+    given = {"y_true": jnp.zeros((4, 2)), "y_pred": jnp.zeros((4, 2))}
+    metric = lambda fn: keras.metrics.MeanMetricWrapper(fn, axis=-1)  # noqa: E731
+    assert compat._is_number(metric(lambda y, p, axis: jnp.mean(y - p)), given)
+    assert not compat._is_number(metric(lambda y, p, axis: jnp.mean(y - p, axis=axis)), given)
+    assert not compat._is_number(keras.metrics.Mean(), {"values": jnp.zeros(4)})
+
+
+def test_stateless_apply_of_a_trainer():
+    """A trainer's step in Keras's own style has its gradients aggregated once; in other scopes Keras does as it does."""
+
+    class Averaging(Recording):
+        is_averaging = True
+
+        def aggregated(self, grads):
+            self.calls.append("aggregated")
+            return [g * 10 for g in grads]
+
+        @contextlib.contextmanager
+        def updating(self):
+            self.updates += 1
+            yield
+
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build([keras.Variable(jnp.zeros(1))])
+    given = [v.value for v in optimizer.variables], [jnp.ones(1)], [jnp.zeros(1)]
+    (plain,), _ = optimizer.stateless_apply(*given)
+    with Averaging() as scope:
+        (aggregated,), _ = optimizer.stateless_apply(*given)
+    assert (float(plain[0]), float(aggregated[0])) == (-1.0, -10.0)
+    assert scope.calls.count("aggregated") == scope.updates == 1

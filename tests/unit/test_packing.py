@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.collectives.packing import by_bytes, by_count
+from phalanx.collectives.packing import ARRAYS_IN_A_BUFFER, by_bytes, by_count, small_together
 
 ARRAYS = st.lists(st.tuples(st.sampled_from(["f4", "i4", "f2"]), st.integers(0, 100)), max_size=30)
 
@@ -66,3 +66,20 @@ def test_by_bytes(arrays, bytes_per_pack):
 def test_by_count_examples(sizes, num_packs, expected):
     """Buffers of about equal bytes, in order."""
     assert by_count(["f4"] * len(sizes), sizes, num_packs) == expected
+
+
+@settings(deadline=None)
+@given(ARRAYS, st.integers(0, 120))
+def test_small_together(arrays, limit):
+    """Arrays above the limit are alone, those below share as few buffers as their dtypes allow."""
+    dtypes, sizes = unzipped(arrays)
+    packs = small_together(dtypes, sizes, limit)
+    assert sorted(i for p in packs for i in p) == list(range(len(arrays)))
+    assert all(len(p) == 1 for p in packs for i in p if sizes[i] > limit)
+    small = {dtypes[i] for i, size in enumerate(sizes) if size <= limit}
+    assert sum(1 for p in packs if sizes[p[0]] <= limit) == len(small)
+
+
+def test_small_arrays_do_not_make_a_buffer_of_any_length():
+    """XLA would take long to compile it."""
+    assert max(map(len, small_together(["f4"] * 100, [4] * 100, 8))) == ARRAYS_IN_A_BUFFER

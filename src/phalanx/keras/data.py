@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import jax
+import keras
+import numpy as np
 
 from phalanx import compat
 from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError
@@ -66,6 +68,10 @@ class EpochData:
     """
 
     def __init__(self, strategy: Strategy, x: Any, *, steps: int | None, group: int, **data: Any) -> None:
+        most = keras.config.max_steps_per_epoch()
+        if most and (steps is None or steps > most):
+            warnings.warn(f"Limiting steps_per_epoch to {most}", stacklevel=3)
+            steps = most
         self._steps, self._group = steps, group
         self._iterator: DistributedIterator | None = None
         self._adapter: Any = None
@@ -76,8 +82,9 @@ class EpochData:
         self._adapter = adapter = compat.data_adapter(x=x, steps_per_epoch=steps, **data)
         count = UNKNOWN if adapter.num_batches is None else adapter.num_batches
         batch_size, is_full = compat.size_of_batches(adapter)
-        facts = Facts(batch_size=batch_size, is_full=is_full, num_batches=count)
-        source = BatchStream(lambda: iter(adapter.get_numpy_iterator()), facts, copies=True)
+        in_memory = compat.is_array_adapter(adapter)
+        facts = Facts(batch_size=batch_size, is_full=is_full, num_batches=count, is_in_memory=in_memory)
+        source = BatchStream(lambda: map(_dense, adapter.get_numpy_iterator()), facts, copies=True)
         self._dataset = strategy.experimental_distribute_dataset(source)
 
     @property
@@ -133,6 +140,12 @@ class EpochData:
             f"The data ended after {done} of {self._steps} steps of an epoch. HINT: .repeat() the dataset, or leave out steps_per_epoch.",
             stacklevel=4,
         )
+
+
+def _dense(batch: Any) -> Any:
+    """Returns a batch without sparse matrices: rows of all replicas have one layout."""
+    is_sparse = lambda x: hasattr(x, "todense")  # noqa: E731
+    return jax.tree.map(lambda x: np.asarray(x.todense()) if is_sparse(x) else x, batch, is_leaf=is_sparse)
 
 
 def _batched(strategy: Strategy, x: Any, data: dict[str, Any]) -> DistributedDataset | None:

@@ -55,7 +55,7 @@ def predict(model: keras.Model, batch: Any) -> Any:
     return compat.forward(model, x, training=False)
 
 
-def _train(model: keras.Model, batch: Any) -> None:
+def _train(model: keras.Model, batch: Any) -> Any:
     x, y, sample_weight = compat.unpacked(batch)
     replica = context.get_replica_context()
     assert replica is not None
@@ -71,20 +71,22 @@ def _train(model: keras.Model, batch: Any) -> None:
         (_, (loss, y_pred)), grads = value_and_grad(loss_of, variables, has_aux=True)()
     model.optimizer.apply(grads, variables)
     with context.averaging():
-        _update_metrics(model, x, y, y_pred, sample_weight, loss)
+        return _update_metrics(model, x, y, y_pred, sample_weight, loss)
 
 
-def _test(model: keras.Model, batch: Any) -> None:
+def _test(model: keras.Model, batch: Any) -> Any:
     x, y, sample_weight = compat.unpacked(batch)
     y_pred = compat.forward(model, x, training=False)
     loss = compat.compute_loss(model, x, y, y_pred, sample_weight, training=False)
-    _update_metrics(model, x, y, y_pred, sample_weight, loss)
+    return _update_metrics(model, x, y, y_pred, sample_weight, loss)
 
 
-def _update_metrics(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, loss: Any) -> None:
+def _update_metrics(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, loss: Any) -> Any:
+    """Returns what the model's own `compute_metrics` does, or nothing."""
     rows = jax.tree.leaves(x)[0].shape[0]
     compat.loss_tracker(model).update_state(loss, sample_weight=rows)
-    model.compute_metrics(x, y, y_pred, sample_weight)
+    logs = model.compute_metrics(x, y, y_pred, sample_weight)
+    return None if _overridden(model, "compute_metrics") is None else logs
 
 
 def _overridden(model: keras.Model, name: str) -> Callable[..., Any] | None:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loops of `fit`, `evaluate` and `predict`."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
@@ -88,7 +90,7 @@ class ModelTrainer:
                 model.stop_training, logs = False, {}
                 hooks.on_train_begin()
                 try:
-                    for epoch in range(compat.first_epoch(model, initial_epoch), epochs):
+                    for epoch in range(compat.first_epoch(model, initial_epoch), _capped(epochs)):
                         model.reset_metrics()
                         hooks.on_epoch_begin(epoch)
                         logs = self._epoch(data, self._train, hooks, "train", interrupts)
@@ -140,11 +142,12 @@ class ModelTrainer:
             with self._calling(callbacks, verbose, 1, data) as hooks:
                 model.stop_predicting, outputs = False, []
                 hooks.on_predict_begin()
+                begin, end = compat.batch_hooks(hooks, "predict")
                 for first, count, batches in data.epoch():
-                    hooks.on_predict_batch_begin(first)
+                    begin(first)
                     with interrupts.held():
                         outputs.append(_rows(self._predict(batches, count), self._stacked(count)))
-                    hooks.on_predict_batch_end(first + count - 1, {"outputs": outputs[-1]})
+                    end(first + count - 1, {"outputs": outputs[-1]})
                     if model.stop_predicting:
                         break
                 hooks.on_predict_end()
@@ -213,7 +216,7 @@ class ModelTrainer:
     ) -> dict[str, Any]:
         """Runs the steps of an epoch, and returns the metrics."""
         model, logs = self._model, {}
-        begin, end = (getattr(callbacks, f"on_{kind}_batch_{when}") for when in ("begin", "end"))
+        begin, end = compat.batch_hooks(callbacks, kind)
         for first, count, batches in data.epoch():
             begin(first)
             # Keras reads the logs for its callbacks, and swallows what comes meanwhile.
@@ -266,7 +269,8 @@ class ModelTrainer:
         outputs = _flat(outputs)
         own = {name: value for name, value in outputs.items() if name not in results}
         averaged = self._strategy.reduce("MEAN", own, axis=None) if own else {}
-        last = averaged if count is None else jax.tree.map(lambda x: x[count - 1], averaged)
+        # Python's numbers are the same at every step.
+        last = jax.tree.map(lambda x: x if count is None or not jnp.ndim(x) else x[count - 1], averaged)
         return {name: results.get(name, last.get(name)) for name in outputs}
 
     def _ready(self, method: str | None) -> keras.Model:
@@ -318,6 +322,14 @@ class ModelTrainer:
         except BaseException:
             compat.stop_callbacks(callbacks)
             raise
+
+
+def _capped(epochs: int) -> int:
+    most = keras.config.max_epochs()
+    if not most or epochs <= most:
+        return epochs
+    warnings.warn(f"Limiting epochs to {most}", stacklevel=3)
+    return most
 
 
 def _flat(logs: dict[str, Any]) -> dict[str, Any]:

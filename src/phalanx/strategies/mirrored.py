@@ -38,7 +38,7 @@ class MirroredStrategy(Strategy):
         super().__init__()
         self._topology = Topology.of(devices)
         # Packing costs more than it saves between devices of one process.
-        ops = NcclAllReduce(num_packs=0) if cross_device_ops is None else cross_device_ops
+        ops = NcclAllReduce(num_packs=None) if cross_device_ops is None else cross_device_ops
         if not isinstance(ops, CrossDeviceOps):
             raise InvalidArgumentError(
                 f"cross_device_ops={ops!r}", "must be CrossDeviceOps.", "cross_device_ops=phalanx.NcclAllReduce()"
