@@ -3,7 +3,7 @@
 
 import argparse
 
-from benchmarks import against_tensorflow, compile_time, host_time, memory, run_steps, soak, step
+from benchmarks import against_tensorflow, compile_time, fit, host_time, memory, run_steps, soak, step
 from benchmarks import input as reading
 
 BENCHMARKS = {
@@ -14,6 +14,7 @@ BENCHMARKS = {
     "memory": memory.run,
     "input": reading.run,
     "run_steps": run_steps.run,
+    "fit": fit.run,
     "soak": soak.run,
 }
 

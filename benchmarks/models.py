@@ -52,17 +52,21 @@ def _filled(weight: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return (rng.standard_normal(weight.shape) * math.sqrt(2 / fan_in)).astype(weight.dtype)
 
 
-def _dense_stack(keras: Any, widths: list[int]) -> Any:
+def _dense_stack(keras: Any, width: int, widths: list[int]) -> Any:
     layers = [keras.layers.Dense(w, activation="relu") for w in widths]
-    return keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(NUM_CLASSES)])
+    return keras.Sequential([keras.Input((width,)), *layers, keras.layers.Dense(NUM_CLASSES)])
+
+
+def _small_mlp(keras: Any) -> Any:
+    return _dense_stack(keras, 32, [64, 64])
 
 
 def _mlp(keras: Any) -> Any:
-    return _dense_stack(keras, [512, 512])
+    return _dense_stack(keras, 784, [512, 512])
 
 
 def _deep_mlp(keras: Any) -> Any:
-    return _dense_stack(keras, [128] * 49)
+    return _dense_stack(keras, 784, [128] * 49)
 
 
 def _lstm(keras: Any) -> Any:
@@ -97,6 +101,7 @@ def _cnn(keras: Any) -> Any:
 
 
 CASES = {
+    "small_mlp": Case(_small_mlp, (32,)),
     "mlp": Case(_mlp, (784,)),
     "mlp_50_layers": Case(_deep_mlp, (784,)),
     "lstm": Case(_lstm, (_LENGTH, _WIDTH)),

@@ -32,7 +32,9 @@ class Child:
     ) -> None:
         own = {k: v for k, v in os.environ.items() if k not in _OF_THE_PARENT} | (environment or {})
         if devices is not None:
-            own |= {"PHALANX_CPU_DEVICES": str(devices), "KERAS_BACKEND": "jax"}
+            # What Phalanx sets, for programs without it: all-reduces deadlock with fewer threads.
+            threads = {"NPROC": str(2 * devices)} if devices > 1 else {}
+            own |= {"PHALANX_CPU_DEVICES": str(devices), "KERAS_BACKEND": "jax"} | threads
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [python, "-m", "benchmarks.child"]
         pipe = subprocess.PIPE

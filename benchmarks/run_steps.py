@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import timing
-from benchmarks.models import CASES, LEARNING_RATE, NUM_CLASSES, Case
+from benchmarks.models import CASES
 from benchmarks.parent import call_in_child
 from benchmarks.report import Report, all_rounds, verdict
 
 _STEPS = (1, 4, 16, 64)
-_PASS = {"mlp 32-64-64-10": 1024, "mlp 784-512-512-10": 128}
+_PASS = {"small_mlp": 1024, "mlp": 128}
 _TITLES = {"single steps": "single", "scan": "scan"}
 Pass = Callable[[], list[float]]
 
@@ -83,17 +83,9 @@ def _seconds_a_step(one: Pass, count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def _small_mlp(keras: Any) -> Any:
-    layers = [keras.layers.Dense(64, activation="relu") for _ in range(2)]
-    return keras.Sequential([keras.Input((32,)), *layers, keras.layers.Dense(NUM_CLASSES)])
-
-
-_CASES = {"mlp 32-64-64-10": Case(_small_mlp, (32,)), "mlp 784-512-512-10": CASES["mlp"]}
-
-
 def _data(case: str, replicas: int) -> tuple[Any, Any]:
     """Returns the rows of one pass."""
-    return _CASES[case].batch(replicas * _PASS[case])
+    return CASES[case].batch(replicas * _PASS[case])
 
 
 def _with_phalanx(case: str, steps: int) -> Pass:
@@ -101,24 +93,12 @@ def _with_phalanx(case: str, steps: int) -> Pass:
     import numpy as np
 
     import phalanx
+    from benchmarks.with_phalanx import train_step
 
     strategy = phalanx.MirroredStrategy()
     n = strategy.num_replicas_in_sync
-    with strategy.scope():
-        model = _CASES[case].model(keras)
-        optimizer = keras.optimizers.Adam(LEARNING_RATE)
-        optimizer.build(model.trainable_variables)
-        losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-
-    def step(batch: Any) -> Any:
-        x, y = batch
-        with phalanx.GradientTape() as tape:
-            loss = phalanx.nn.compute_average_loss(losses(y, model(x, training=True)))
-        grads = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-        return loss
-
-    dataset = strategy.experimental_distribute_dataset(_data(case, n), batch_size=_CASES[case].per_replica_batch * n)
+    step = train_step(strategy, lambda: CASES[case].model(keras))
+    dataset = strategy.experimental_distribute_dataset(_data(case, n), batch_size=CASES[case].per_replica_batch * n)
 
     def one() -> list[float]:
         iterator = iter(dataset)
@@ -139,12 +119,12 @@ class _HandWritten:
 
         from benchmarks.handwritten import pure_step
 
-        self.n, self.rows = len(jax.devices()), _CASES[case].per_replica_batch
+        self.n, self.rows = len(jax.devices()), CASES[case].per_replica_batch
         mesh = Mesh(np.array(jax.devices()), ("replica",), axis_types=(AxisType.Auto,))
         self.split, self.whole = PartitionSpec("replica"), PartitionSpec()
         self.sharding = NamedSharding(mesh, self.split)
         sum_grads = functools.partial(jax.lax.psum, axis_name="replica") if self.n > 1 else lambda grads: grads
-        self.step, state = pure_step(_CASES[case].model(keras), sum_grads, self.rows * self.n)
+        self.step, state = pure_step(CASES[case].model(keras), sum_grads, self.rows * self.n)
         self.state = jax.device_put(jax.tree.map(np.asarray, state), NamedSharding(mesh, self.whole))
         specs = {"in_specs": (self.whole, self.split, self.split), "out_specs": (self.split, self.whole)}
         self.mapped = lambda f: jax.shard_map(f, mesh=mesh, check_vma=False, **specs) if self.n > 1 else f

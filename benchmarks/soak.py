@@ -42,34 +42,28 @@ def _add(report: Report, title: str, replicas: int, samples: list[tuple[int, int
 
 def measure(count: int, steps: int) -> list[tuple[int, int]]:
     """In a child: trains for `count` steps after the warm-up; returns after how many there were how many resident bytes."""
-    import keras
     import numpy as np
 
     import phalanx
+    from benchmarks.with_phalanx import train_step
 
     strategy = phalanx.MirroredStrategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((_WIDTH,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)])
-        optimizer = keras.optimizers.Adam()
-        losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-
-    def train_step(batch: Any) -> Any:
-        x, y = batch
-        with phalanx.GradientTape() as tape:
-            loss = phalanx.nn.compute_average_loss(losses(y, model(x, training=True)))
-        grads = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-        return loss
-
+    step = train_step(strategy, _model)
     rng = np.random.default_rng(0)
     rows = rng.random((_ROWS, _WIDTH), dtype="float32"), rng.integers(10, size=_ROWS).astype("int32")
-    loop = _Loop(strategy, train_step, strategy.experimental_distribute_dataset(rows, batch_size=_BATCH), steps)
+    loop = _Loop(strategy, step, strategy.experimental_distribute_dataset(rows, batch_size=_BATCH), steps)
     loop.until(_WARM_UP)
     samples = []
     for at in range(_WARM_UP, _WARM_UP + count + 1, _EVERY):
         loop.until(at)
         samples.append((loop.done - _WARM_UP, _resident_bytes()))
     return samples
+
+
+def _model() -> Any:
+    import keras
+
+    return keras.Sequential([keras.Input((_WIDTH,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)])
 
 
 class _Loop:

@@ -13,6 +13,30 @@ from benchmarks.handwritten import HandWritten
 from benchmarks.models import CASES, LEARNING_RATE
 
 
+def train_step(strategy: phalanx.Strategy, model_of: Callable[[], Any]) -> Callable[[Any], Any]:
+    """Makes a model in the scope of a strategy, and returns one replica's training step.
+
+    Args:
+      strategy: the strategy.
+      model_of: makes the model, which returns logits.
+    """
+    with strategy.scope():
+        model = model_of()
+        optimizer = keras.optimizers.Adam(LEARNING_RATE)
+        optimizer.build(model.trainable_variables)
+        losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+
+    def step(batch: Any) -> Any:
+        x, y = batch
+        with phalanx.GradientTape() as tape:
+            loss = phalanx.nn.compute_average_loss(losses(y, model(x, training=True)))
+        grads = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        return loss
+
+    return step
+
+
 class WithPhalanx:
     """A training step over all devices of this process.
 
@@ -21,25 +45,10 @@ class WithPhalanx:
     """
 
     def __init__(self, case: str) -> None:
-        self.strategy = strategy = phalanx.MirroredStrategy()
-        n = strategy.num_replicas_in_sync
-        with strategy.scope():
-            model = CASES[case].model(keras)
-            optimizer = keras.optimizers.Adam(LEARNING_RATE)
-            optimizer.build(model.trainable_variables)
-            losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-
-        def train_step(batch: Any) -> Any:
-            x, y = batch
-            with phalanx.GradientTape() as tape:
-                loss = phalanx.nn.compute_average_loss(losses(y, model(x, training=True)))
-            grads = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-            return loss
-
-        self._train_step = train_step
-        batches = strategy.experimental_distribute_dataset([CASES[case].batch(n)])
-        self._batch = next(iter(batches))
+        self.strategy = phalanx.MirroredStrategy()
+        self._train_step = train_step(self.strategy, lambda: CASES[case].model(keras))
+        batch = CASES[case].batch(self.strategy.num_replicas_in_sync)
+        self._batch = next(iter(self.strategy.experimental_distribute_dataset([batch])))
 
     def __call__(self) -> Any:
         """Does one step and returns the replicas' losses."""

@@ -193,35 +193,43 @@ class _Run:
     def _loop(
         self, step: Callable[..., Any], found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]
     ) -> Any:
-        """Calls `step` as often as there are steps; returns what one call returns, the results stacked."""
+        """Calls `step` as often as there are steps; returns what one call returns, the results stacked.
+
+        On-read variables are combined once, after the last step.
+        """
         count, arguments = whole[0], (sharded, whole[1:])
         at = lambda i: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), arguments)  # noqa: E731
         # Traced once here, for the shapes of the results, and not again by the loop.
         jaxpr, shapes = jax.make_jaxpr(step, return_shape=True)(own, *at(0))
         once: Any = jex.jaxpr_as_fun(jaxpr)
         tree: Any = jax.tree.structure(shapes)
-        on_read = [policy_of(v).on_read for v, w in zip(found.variables, found.written, strict=True) if w]
+        written = [v for v, w in zip(found.variables, found.written, strict=True) if w]
 
         def body(i: Any, carry: Any) -> Any:
-            own, outputs, _ = carry
+            own, outputs = carry
             results, mirrored, values, parts = tree.unflatten(once(*jax.tree.leaves((own, *at(i)))))
             put = lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, i, 0)  # noqa: E731
             outputs = jax.tree.map(put, outputs, ([x[0] for x in results], mirrored))
-            mine, values = iter(parts), list(values)
-            new = iter([next(mine)[0] if r else x for r, x in zip(on_read, values, strict=True)])
-            own = [next(new) if w else x for w, x in zip(found.written, own, strict=True)]
-            return own, outputs, [x for r, x in zip(on_read, values, strict=True) if r]
+            mine = iter(parts)
+            new = iter([next(mine)[0] if policy_of(v).on_read else x for v, x in zip(written, values, strict=True)])
+            return [next(new) if w else x for w, x in zip(found.written, own, strict=True)], outputs
 
         room = lambda x: jnp.zeros((self._num_steps, *x.shape), x.dtype)  # noqa: E731
-        results, mirrored, values, _ = shapes
+        results, mirrored, _, _ = shapes
         outputs = ([room(jax.ShapeDtypeStruct(x.shape[1:], x.dtype)) for x in results], jax.tree.map(room, mirrored))
-        zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
-        combined = jax.tree.map(zeros, [x for r, x in zip(on_read, values, strict=True) if r])
-        own, (results, mirrored), combined = lax.fori_loop(0, count, body, (own, outputs, combined))
+        own, (results, mirrored) = lax.fori_loop(0, count, body, (own, outputs))
         ends = [x for w, x in zip(found.written, own, strict=True) if w]
-        last = iter(combined)
-        values = [next(last) if r else x for r, x in zip(on_read, ends, strict=True)]
-        return [x[None] for x in results], mirrored, values, [x[None] for r, x in zip(on_read, ends, strict=True) if r]
+        entries = [Entry(v, policy_of(v), x, x) for v, x in zip(written, ends, strict=True)]
+        values = _combine_at_boundary(entries, self._padding_at(count - 1, sharded, whole))
+        return [x[None] for x in results], mirrored, values, [e.value[None] for e in entries if e.policy.on_read]
+
+    def _padding_at(self, step: Any, sharded: list[Any], whole: list[Any]) -> RowMask | None:
+        """Returns which rows of this replica are real at one of several steps."""
+        if len(self._rows) != 1:
+            return None
+        count = whole[1 + len(self._of(_is_mirrored))]
+        at = functools.partial(lax.dynamic_index_in_dim, index=step, keepdims=False)
+        return RowMask(at(sharded[-1]), at(count))
 
     def _replica(self, found: Discovery, values: list[Any], sharded: Any, whole: Any, gradients: Any = None) -> Any:
         """The program of one replica: its results, the mirrored results, new values, and components of its own."""
@@ -229,7 +237,10 @@ class _Run:
             results, mirrored = self._call(sharded, whole, lax.axis_index(REPLICA_AXIS))
         written = _written(scope, found)
         parts = [e.value[None] for e in written if e.policy.on_read]
-        return [x[None] for x in results], mirrored, _combine_at_boundary(written, self._padding), parts
+        # Of several steps, the last one's are combined.
+        now = [e for e in written if self._steps is None or not e.policy.on_read]
+        combined = dict(zip(map(id, now), _combine_at_boundary(now, self._padding), strict=True))
+        return [x[None] for x in results], mirrored, [combined.get(id(e)) for e in written], parts
 
     def _call(self, sharded: list[Any], whole: list[Any], replica_id: Any) -> tuple[list[Any], list[Any]]:
         """Calls the user's function with one replica's arguments; returns its arrays and its mirrored trees."""

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras `fit` on the replicas of a strategy, beside `fit` under Keras's own `DataParallel`.
+
+Both read the same NumPy arrays in the same global batches, with the same optimizer, loss and metric, and neither has a
+callback that looks at single steps. With several steps an execution Keras dispatches them one by one: it gets whichever
+of 1 and 16 is faster for it.
+"""
+
+import math
+from typing import Any
+
+from benchmarks import timing
+from benchmarks.parent import Child, call_in_child
+from benchmarks.report import Report, all_rounds, verdict
+
+_REPLICAS, _STEPS = 2, 16
+_EPOCH = {"small_mlp": 1024, "mlp": 64, "lstm": 64, "transformer": 64}
+_TARGETS = {
+    **{(case, 1): 1.0 for case in _EPOCH},
+    **{(case, _STEPS): None for case in _EPOCH},
+    ("small_mlp", 1): 1.1,
+    ("small_mlp", _STEPS): 4.0,
+}
+_FIRST_STEP_TARGET = 1.0
+_CHILD = "benchmarks.fit_epochs"
+
+
+def run(*, quick: bool) -> Report:
+    """Measures each model: epochs, with both processes alive and only one at work, then first steps in fresh ones."""
+    report = Report(
+        "fit",
+        f"Keras fit with Phalanx against keras.distribution.DataParallel, {_REPLICAS} replicas (Keras time / Phalanx time);"
+        " of first steps Phalanx time / Keras time",
+        (
+            "model",
+            "steps an execution",
+            "Keras's",
+            "loss, accuracy differ by",
+            "Keras",
+            "Phalanx",
+            "ratio",
+            "target",
+            "middle half",
+            "all rounds",
+        ),
+    )
+    for case in _EPOCH:
+        for steps in (1, _STEPS):
+            _add_epochs(report, case, steps, quick)
+    for case in _EPOCH:
+        _add_first_step(report, case, quick)
+    return report
+
+
+def _add_epochs(report: Report, case: str, steps: int, quick: bool) -> None:
+    size = (3, 1) if quick else (9, 1)
+    theirs = 1 if steps == 1 else _best_of_keras(case)
+    with Child(_REPLICAS) as peer, Child(_REPLICAS) as ours:
+        difference = _difference(_prepared(peer, "keras", case, theirs), _prepared(ours, "phalanx", case, steps))
+        rounds = timing.interleaved(lambda: _seconds(peer), lambda: _seconds(ours), *size)
+    keras_s, phalanx_s = timing.medians(rounds)
+    ratio = timing.median_ratio(rounds)
+    row = [
+        case,
+        steps,
+        theirs,
+        f"{difference:.0e}",
+        f"{1 / keras_s:.1f} steps/s",
+        f"{1 / phalanx_s:.1f} steps/s",
+        ratio,
+    ]
+    row += [verdict(ratio, at_least=_TARGETS[case, steps]), timing.middle_half(rounds), all_rounds(rounds)]
+    report.add(row, case=case, steps=steps, steps_of_keras=theirs, difference=difference, ratio=ratio, rounds=rounds)
+
+
+def _best_of_keras(case: str) -> int:
+    """Returns with how many steps an execution Keras is faster."""
+    with Child(_REPLICAS) as single, Child(_REPLICAS) as several:
+        _difference(_prepared(single, "keras", case, 1), _prepared(several, "keras", case, _STEPS))
+        rounds = timing.interleaved(lambda: _seconds(single), lambda: _seconds(several), 3)
+    return _STEPS if timing.median_ratio(rounds) > 1 else 1
+
+
+def _prepared(child: Child, library: str, case: str, steps: int) -> list[float]:
+    options = {"library": library, "case": case, "steps": _EPOCH[case], "steps_per_execution": steps}
+    return child.call(f"{_CHILD}:prepare", 300, **options)
+
+
+def _seconds(child: Child) -> float:
+    return child.call(f"{_CHILD}:seconds_a_step", 120, epochs=1)
+
+
+def _difference(theirs: list[float], ours: list[float]) -> float:
+    """Returns by which part of its value a loss or an accuracy differs most."""
+    pairs: list[Any] = list(zip(theirs, ours, strict=True))
+    if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in pairs):
+        raise AssertionError(f"the two compute different losses or accuracies: {pairs}")
+    return max(abs(a - b) / b for a, b in pairs)
+
+
+def _add_first_step(report: Report, case: str, quick: bool) -> None:
+    first_s = lambda library: call_in_child(  # noqa: E731
+        f"{_CHILD}:first_step", 300, devices=_REPLICAS, library=library, case=case
+    )
+    rounds = timing.interleaved(lambda: first_s("phalanx"), lambda: first_s("keras"), 2 if quick else 5)
+    phalanx_s, keras_s = timing.medians(rounds)
+    ratio = timing.median_ratio(rounds)
+    row = [f"{case}, first step", 1, 1, "", f"{keras_s:.2f} s", f"{phalanx_s:.2f} s", ratio]
+    row += [verdict(ratio, at_most=_FIRST_STEP_TARGET), timing.middle_half(rounds), all_rounds(rounds)]
+    report.add(row, case=case, first_step=True, ratio=ratio, rounds=rounds)

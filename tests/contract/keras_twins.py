@@ -1,0 +1,139 @@
+"""A model on the replicas of a strategy and its twin, with the same weights, in the hands of Keras's own trainer."""
+
+import keras
+import numpy as np
+from keras import layers
+
+RANDOM = np.random.RandomState(3)
+X = RANDOM.rand(21, 3).astype("float32")
+# Two numbers a row, and the class of a row.
+Y = (X @ RANDOM.rand(3, 2)).astype("float32")
+KIND = X.argmax(1)
+WEIGHTS = RANDOM.rand(21).astype("float32")
+# Rows of a mean of the user's own: no batch of them is padded.
+EVEN = X[:16], Y[:16]
+# Three batches, the last one of five rows.
+FIT = {"batch_size": 8, "shuffle": False, "verbose": 0}
+EVALUATE = {"batch_size": 8, "verbose": 0}
+
+
+def linear():
+    """The smallest model of `X`, not compiled."""
+    return keras.Sequential([layers.Input((3,)), layers.Dense(2, name="out")])
+
+
+def compiled(model=linear, **given):
+    """Returns what makes a model and compiles it.
+
+    The optimizer, and each class in a list of metrics, is called for each model.
+    """
+
+    def make():
+        made = model()
+        made.compile(**{"optimizer": sgd, "loss": "mse"} | given | _made(given))
+        return made
+
+    return make
+
+
+def _made(given):
+    optimizer = given.get("optimizer", sgd)
+    lists = {
+        key: [m() if isinstance(m, type) else m for m in given[key]]
+        for key in _LISTS & given.keys()
+        if isinstance(given[key], list)
+    }
+    return {"optimizer": optimizer() if callable(optimizer) else optimizer} | lists
+
+
+_LISTS = {"metrics", "weighted_metrics"}
+
+
+def sgd():
+    """A large step, so that a wrong gradient shows."""
+    return keras.optimizers.SGD(0.3, momentum=0.5)
+
+
+def classes(**given):
+    """Returns what makes a model of `KIND`."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return compiled(lambda: keras.Sequential([layers.Input((3,)), layers.Dense(3)]), loss=loss, **given)
+
+
+def made(make, strategy=None):
+    """Returns the model with the weights that both twins have."""
+    keras.utils.set_random_seed(1)
+    if strategy is not None:
+        with strategy.scope():
+            return make()
+    model = make()
+    # Step by step, tests share their compiled operations: a twin takes a tenth of the time.
+    model.jit_compile = False
+    return model
+
+
+def agree(strategy, make, act, *, weights=True):
+    """Asserts that `act(model)` returns the same of both twins and leaves them with the same weights; returns them."""
+    models, results = (made(make, strategy), made(make)), []
+    for model in models:
+        keras.utils.set_random_seed(2)
+        results.append(act(model))
+    same(*results)
+    if weights:
+        same(*(m.get_weights() for m in models))
+    return models
+
+
+def same(ours, theirs, rtol=1e-4, atol=1e-5):
+    """Asserts that two nests are equal: numbers nearly, everything else exactly, names in the same order."""
+    keras.tree.assert_same_structure(ours, theirs)
+    for a, b in zip(keras.tree.flatten(ours), keras.tree.flatten(theirs), strict=True):
+        if isinstance(b, (str, bool, type(None))):
+            assert a == b
+        else:
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol)
+
+
+def history(*args, **kwargs):
+    """Returns an act: `fit`, whose history it returns."""
+    args = args or (X, Y)
+    return lambda model: model.fit(*args, **FIT | kwargs).history
+
+
+def everything(x, y, **kwargs):
+    """Returns an act: two epochs of `fit`, `evaluate` both ways, `predict`."""
+
+    def act(model):
+        fitted = model.fit(x, y, **FIT, epochs=2, **kwargs).history
+        tested = [model.evaluate(x, y, **EVALUATE, return_dict=d) for d in (False, True)]
+        return fitted, tested, model.predict(x, **EVALUATE)
+
+    return act
+
+
+class Calls(keras.callbacks.Callback):
+    """Writes down every call of a callback: its name, the number that it was given and the names of its logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.all, self.logs = [], []
+        for name in _EVENTS:
+            setattr(self, name, self._noting(name))
+
+    def _noting(self, name):
+        def note(*args, logs=None):
+            *number, given = (*args, logs) if logs is not None else args
+            self.all.append((name, *number, *sorted(given or {})))
+            if "outputs" not in (given or {}):
+                self.logs.append({k: float(v) for k, v in (given or {}).items()})
+
+        return note
+
+    def of(self, *names):
+        """Returns the calls of some names."""
+        return [call for call in self.all if call[0] in names]
+
+
+_EVENTS = [f"on_{kind}_{when}" for kind in ("train", "test", "predict") for when in ("begin", "end")]
+_EVENTS += [f"on_{kind}_batch_{when}" for kind in ("train", "test", "predict") for when in ("begin", "end")]
+_EVENTS += ["on_epoch_begin", "on_epoch_end"]

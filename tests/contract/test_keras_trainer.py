@@ -1,0 +1,440 @@
+"""The loops of Keras's trainer, on two replicas: what its own tests hold of `fit`, `evaluate`, `predict` and steps.
+
+Every test compares a model of the strategy with its twin in Keras's hands, or with NumPy. Not held, and why:
+
+- A trainer mixed into a layer that is no `keras.Model`: its class is private, and models belong to strategies.
+- Variables without a value between steps: Keras frees its own for memory; ours can be read in every callback.
+- The last number of a short group of `steps_per_execution`: Keras counts steps that it did not do.
+- `run_eagerly` with `steps_per_execution` of several steps: refused with an error.
+- `keras.distribution`: the strategy places the variables. Ragged tensors, `unrolled_steps_per_execution`, op determinism:
+  TensorFlow alone has them; `torch.compile`: torch alone.
+- A remote monitor needs a server, and sees nothing of the trainer but callbacks.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from keras_twins import EVALUATE, FIT, WEIGHTS, Calls, X, Y, agree, classes, compiled, everything, history, made, same
+from strategy_table import on
+
+pytestmark = on("mirrored_x2")
+
+
+def test_the_three_loops(strategy):
+    """Fit, evaluate and predict."""
+    agree(strategy, compiled(metrics=["mae"]), everything(X, Y))
+
+
+HOW = [({"jit_compile": True}, "train"), ({"jit_compile": False}, "train"), ({"run_eagerly": True}, "test")]
+
+
+@pytest.mark.parametrize(("how", "what"), HOW, ids=["compiled", "not_compiled", "eager"])
+def test_ways_to_compile(strategy, how, what):
+    """Compiled, not compiled, or every step in Python: one number."""
+    agree(strategy, compiled(**how), lambda m: getattr(m, f"{what}_on_batch")(X[:5], Y[:5]))
+
+
+def test_evaluate_equals_numpy(strategy):
+    """The loss of all rows, once each."""
+    model = made(compiled(metrics=["mae"]), strategy)
+    kernel, bias = model.get_weights()
+    error = X @ kernel + bias - Y
+    same(model.evaluate(X, Y, **EVALUATE), [np.square(error).mean(), np.abs(error).mean()])
+
+
+def test_any_batch_size_gives_one_loss(strategy):
+    """Of a model that learns nothing."""
+
+    def frozen():
+        model = compiled()()
+        model.trainable = False
+        model.compile("sgd", "mse")
+        return model
+
+    model = made(frozen, strategy)
+    losses = [model.fit(X, Y, batch_size=size, verbose=0).history["loss"][0] for size in (21, 16)]
+    losses += [model.evaluate(X, Y, batch_size=size, verbose=0) for size in (21, 16)]
+    same(losses, [losses[0]] * 4)
+    same(losses[0], made(frozen).evaluate(X, Y, verbose=0))
+
+
+def test_fit_without_an_optimizer_given(strategy):
+    """Keras's default optimizer is RMSprop."""
+    ours, _ = agree(strategy, lambda: with_loss_alone(), history())
+    assert isinstance(ours.optimizer, keras.optimizers.RMSprop)
+
+
+def with_loss_alone():
+    """A model compiled with nothing but a loss."""
+    model = keras.Sequential([layers.Input((3,)), layers.Dense(2)])
+    model.compile(loss="mse")
+    return model
+
+
+def on_batch(model):
+    """Results of the methods of one batch, as lists and dicts."""
+    results = []
+    for as_dict in (False, True):
+        results.append(model.train_on_batch(X[:5], Y[:5], WEIGHTS[:5], return_dict=as_dict))
+        results.append(model.test_on_batch(X[:5], Y[:5], WEIGHTS[:5], return_dict=as_dict))
+    return results, model.predict_on_batch(X[:5])
+
+
+def test_on_batch_methods(strategy):
+    """Lists or dicts, of batches that do not divide."""
+    ours, _ = agree(strategy, compiled(metrics=["mae"], weighted_metrics=["mae"]), on_batch)
+    assert type(ours.train_on_batch(X[:5], Y[:5], WEIGHTS[:5])) is list
+    assert isinstance(ours.predict_on_batch(X[:5]), np.ndarray)
+
+
+def test_on_batch_with_the_loss_alone(strategy):
+    """As many results as with Keras."""
+    agree(strategy, compiled(), lambda m: m.train_on_batch(X, Y))
+
+
+def test_on_batch_methods_without_training(strategy):
+    """Of a model compiled with nothing but a loss, `predict_on_batch` before the others."""
+
+    def act(model):
+        return model.predict_on_batch(X[:5]), model.test_on_batch(X[:5], Y[:5]), model.test_on_batch(X[:5], Y[:5])
+
+    agree(strategy, with_loss_alone, act)
+
+
+def test_train_on_batch_with_class_weights(strategy):
+    """Each row has the weight of its class."""
+    weights = {0: 0.2, 1: 0.3, 2: 2.0}
+    agree(strategy, classes(), lambda m: m.train_on_batch(X[:5], X[:5].argmax(1), class_weight=weights))
+
+
+def test_training_argument(strategy):
+    """True in `fit`, false in `evaluate` and `predict`."""
+
+    class Doubling(layers.Layer):
+        def call(self, x, training=False):
+            return 2 * x if training else 0 * x
+
+    make = compiled(lambda: keras.Sequential([layers.Input((3,)), Doubling()]))
+    model = made(make, strategy)
+    same(model.fit(X, 0 * X, **FIT).history["loss"][0], 4 * np.square(X).mean())
+    same(model.evaluate(X, 0 * X, **EVALUATE), 0.0)
+    same(model.predict(X, **EVALUATE), 0 * X)
+
+
+def test_training_argument_of_a_layer(strategy):
+    """A dropout that was called with `training=True` drops in `predict` if it does with Keras, which changed its mind."""
+
+    def dropping():
+        inputs = layers.Input((20,))
+        return keras.Model(inputs, layers.Dropout(0.5, seed=5)(inputs, training=True))
+
+    rows = np.ones((8, 20), "float32")
+    ours, theirs = (made(dropping, s).predict(rows, batch_size=4, verbose=0) for s in (strategy, None))
+    assert set(np.unique(ours)) == set(np.unique(theirs))
+
+
+def test_dropout_is_off_in_predict(strategy):
+    """Predict repeats, and equals Keras."""
+
+    def dropping():
+        return keras.Sequential([layers.Input((3,)), layers.Dropout(0.5), layers.Dense(2)])
+
+    agree(strategy, dropping, lambda m: [m.predict(X, **EVALUATE) for _ in range(2)])
+
+
+def test_random_numbers_move_on_in_predict(strategy):
+    """A layer with a seed of its own gives other numbers at each call."""
+
+    class Noise(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.seed = keras.random.SeedGenerator(4)
+
+        def call(self, x):
+            return x + keras.random.normal(ops.shape(x), seed=self.seed)
+
+    model = made(lambda: keras.Sequential([layers.Input((3,)), Noise()]), strategy)
+    first, second = (model.predict(X, **EVALUATE) for _ in range(2))
+    assert np.abs(first - second).mean() > 0.1
+    assert np.abs((first - X)[:4] - (first - X)[4:8]).mean() > 0.1, "both replicas drew the same numbers"
+
+
+@pytest.mark.parametrize("k", [2, 50])
+def test_steps_per_execution_does_not_show(strategy, k):
+    """The numbers are those of single steps, with a short group or with one group alone."""
+    ours, theirs = made(compiled(metrics=["mae"], steps_per_execution=k), strategy), made(compiled(metrics=["mae"]))
+    same(everything(X, Y)(ours), everything(X, Y)(theirs))
+    same(ours.get_weights(), theirs.get_weights())
+
+
+def test_first_steps_of_groups(strategy):
+    """Callbacks of all three loops hear of steps 0 and 2."""
+
+    def act(model):
+        calls = Calls()
+        model.fit(X, Y, **FIT, callbacks=[calls])
+        model.evaluate(X, Y, **EVALUATE, callbacks=[calls])
+        model.predict(X, **EVALUATE, callbacks=[calls])
+        return calls.of("on_train_batch_begin", "on_test_batch_begin", "on_predict_batch_begin")
+
+    assert [step for _, step in act(made(compiled(steps_per_execution=2), strategy))] == [0, 2] * 3
+
+
+@pytest.mark.parametrize(("steps", "k"), [(1, 1), (1, 2), (3, 1), (3, 2)])
+def test_steps_per_epoch_that_match(strategy, steps, k):
+    """Three batches: three steps an epoch, or epochs of one step that go through them."""
+
+    act = history(epochs=3, steps_per_epoch=steps)
+    ours, theirs = made(compiled(steps_per_execution=k), strategy), made(compiled())
+    same(act(ours), act(theirs))
+    same(ours.get_weights(), theirs.get_weights())
+
+
+@pytest.mark.filterwarnings("ignore:.*ran out of data:UserWarning", "ignore:The data ended:UserWarning")
+@pytest.mark.parametrize("steps", [2, 5])
+def test_steps_per_epoch_that_do_not_match(strategy, steps):
+    """Three batches: after epochs that they cannot fill, the next one begins anew."""
+
+    def act(model):
+        calls = Calls()
+        fitted = model.fit(X, Y, **FIT, epochs=4, steps_per_epoch=steps, callbacks=[calls]).history
+        return fitted, calls.of("on_train_batch_end", "on_epoch_end")
+
+    agree(strategy, compiled(), act)
+
+
+def test_too_few_batches_are_warned_of(strategy):
+    """Whoever asks for more steps than there are batches is told."""
+    with pytest.warns(UserWarning, match="data ended after 3 of 5 steps"):
+        made(compiled(), strategy).fit(X, Y, **FIT, steps_per_epoch=5)
+
+
+def test_epochs_and_steps_capped(strategy):
+    """`keras.config` can cap both, to try a program out."""
+
+    def act(model):
+        calls = Calls()
+        with pytest.warns(UserWarning, match="Limiting"):
+            model.fit(X, Y, **FIT, epochs=3, callbacks=[calls])
+        return calls.of("on_epoch_end", "on_train_batch_end")
+
+    keras.config.set_max_epochs(2)
+    keras.config.set_max_steps_per_epoch(1)
+    try:
+        agree(strategy, compiled(), act)
+    finally:
+        keras.config.set_max_epochs(None)
+        keras.config.set_max_steps_per_epoch(None)
+
+
+def test_initial_epoch(strategy):
+    """Epochs are counted from it."""
+
+    def act(model):
+        fitted = model.fit(X, Y, **FIT, initial_epoch=2, epochs=4)
+        return fitted.epoch, fitted.history
+
+    agree(strategy, compiled(), act)
+
+
+@pytest.mark.parametrize("given", [{"epochs": 0}, {"batch_size": None}])
+def test_bounds_of_the_loop(strategy, given):
+    """No epoch at all; Keras's own batch size, which is more than there is."""
+    agree(strategy, compiled(), history(**given))
+
+
+def test_steps_are_counted(strategy):
+    """The optimizer counts those of `fit` and of `train_on_batch`, single or several in one execution."""
+
+    def act(model):
+        model.fit(X, Y, **FIT)
+        return model.train_on_batch(X, Y), int(model.optimizer.iterations)
+
+    ours, theirs = made(compiled(steps_per_execution=2), strategy), made(compiled())
+    same(act(ours), act(theirs))
+
+
+@pytest.mark.filterwarnings("ignore:.*ran out of data:UserWarning", "ignore:The data ended:UserWarning")
+def test_steps_of_evaluate_and_predict(strategy):
+    """So many batches."""
+
+    def act(model):
+        return model.evaluate(X, Y, **EVALUATE, steps=2), model.predict(X, **EVALUATE, steps=2)
+
+    agree(strategy, compiled(), act)
+
+
+def test_weights_set_between_fits(strategy, tmp_path):
+    """The next fit goes on from them, whether they were set or loaded."""
+
+    def act(model):
+        losses = model.fit(X, Y, **FIT).history["loss"]
+        model.save_weights(tmp_path / "w.weights.h5")
+        model.set_weights([np.ones_like(w) for w in model.get_weights()])
+        losses += model.fit(X, Y, **FIT).history["loss"]
+        model.load_weights(tmp_path / "w.weights.h5")
+        return losses + model.fit(X, Y, **FIT).history["loss"]
+
+    agree(strategy, compiled(), act)
+
+
+def test_a_model_without_the_shape_of_its_inputs(strategy):
+    """It is built with the first batch."""
+    agree(strategy, compiled(lambda: keras.Sequential([layers.Dense(2)])), history())
+
+
+def test_history_is_of_the_last_fit(strategy):
+    """`fit` returns it, the model keeps it, and it has the parameters of the loop."""
+
+    def act(model):
+        model.fit(X, Y, **FIT, epochs=3)
+        returned = model.fit(X, Y, **FIT, epochs=2)
+        assert model.history is returned
+        return returned.epoch, returned.history, returned.params
+
+    agree(strategy, compiled(), act)
+
+
+def test_metrics_start_anew_each_epoch(strategy):
+    """The loss of an epoch is not that of those before."""
+    model = made(compiled(optimizer=lambda: keras.optimizers.SGD(0.0)), strategy)
+    fitted = model.fit(np.concatenate([X, 3 * X]), np.concatenate([Y, Y]), **FIT, epochs=3, validation_data=(X, Y))
+    same(fitted.history["loss"], [fitted.history["loss"][0]] * 3)
+    same(fitted.history["val_loss"], [model.evaluate(X, Y, **EVALUATE)] * 3)
+    assert fitted.history["loss"][0] > 1.5 * fitted.history["val_loss"][0]
+
+
+STOPPERS = {
+    "fit": ("stop_training", "on_train_batch_end"),
+    "evaluate": ("stop_evaluating", "on_test_batch_end"),
+    "predict": ("stop_predicting", "on_predict_batch_end"),
+}
+
+
+@pytest.mark.parametrize("method", STOPPERS)
+def test_stopping_an_endless_loop(strategy, method):
+    """A callback ends the loop over a generator without end after four steps, and the next loop is not stopped."""
+    flag, event = STOPPERS[method]
+
+    def endless():
+        while True:
+            yield (X[:8],) if method == "predict" else (X[:8], Y[:8])
+
+    def act(model):
+        calls = Calls()
+        stop = {event: lambda step, logs=None: setattr(model, flag, step == 3)}
+        stopper = keras.callbacks.LambdaCallback(**stop)
+        data, extra = (endless(),), {"verbose": 0} | ({"shuffle": False} if method == "fit" else {})
+        results = [getattr(model, method)(*data, **extra, callbacks=[stopper, calls]) for _ in range(2)]
+        return [r.history if method == "fit" else r for r in results], calls.of(event)
+
+    ours, _ = agree(strategy, compiled(), act)
+    assert len(act(ours)[1]) == 8
+
+
+def test_validation_by_a_generator_without_end(strategy):
+    """Two steps of training and three of validation an epoch; the generators go on."""
+
+    def endless(first):
+        while True:
+            for i in range(first, 12, 4):
+                yield X[i : i + 8], Y[i : i + 8]
+
+    def act(model):
+        calls = Calls()
+        fitted = model.fit(
+            endless(0),
+            validation_data=endless(4),
+            steps_per_epoch=2,
+            validation_steps=3,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=[calls],
+        )
+        return fitted.history["loss"], calls.of("on_train_batch_end", "on_test_batch_end")
+
+    agree(strategy, compiled(), act)
+
+
+def test_validation_frequency(strategy):
+    """In the epochs of a list."""
+
+    def act(model):
+        calls = Calls()
+        fitted = model.fit(X, Y, **FIT, epochs=3, validation_split=0.3, validation_freq=[1, 3], callbacks=[calls])
+        return fitted.history, calls.of("on_epoch_end", "on_test_begin")
+
+    agree(strategy, compiled(), act)
+
+
+def test_validation_goes_on_after_wrong_validation_data(strategy):
+    """A fit whose validation fails leaves a model whose next fit is right."""
+
+    def act(model):
+        model.fit(X, Y, **FIT, validation_data=(X, Y))
+        with pytest.raises(Exception, match=r"."):
+            model.fit(X, Y, **FIT, validation_data=(X[None], Y[None]))
+        return model.fit(X, Y, **FIT, validation_data=(X[:5], Y[:5])).history
+
+    agree(strategy, compiled(), act)
+
+
+def test_programs_are_traced_once(strategy):
+    """More epochs, more steps and a second call trace nothing anew."""
+    traced = []
+
+    class Counting(layers.Layer):
+        def call(self, x):
+            traced.append(1)
+            return x
+
+    model = made(compiled(lambda: keras.Sequential([layers.Input((3,)), Counting(), layers.Dense(2)])), strategy)
+    act = everything(X, Y)
+    act(model)
+    count = len(traced)
+    act(model)
+    model.fit(X, Y, **FIT, epochs=3)
+    assert len(traced) == count
+
+
+def test_variables_of_a_first_predict(strategy):
+    """An optimizer is not needed to predict, and predict leaves the metrics alone."""
+
+    def act(model):
+        model.train_on_batch(X, Y)
+        before = model.get_metrics_result()
+        model.predict(X, **EVALUATE)
+        return {k: float(v) for k, v in before.items()}, {k: float(v) for k, v in model.get_metrics_result().items()}
+
+    agree(strategy, compiled(metrics=["mae"]), act)
+
+
+@pytest.mark.parametrize("verbose", [0, 2])
+def test_verbose(strategy, capsys, verbose):
+    """Nothing, a bar, or a line for each epoch."""
+    model = made(compiled(metrics=["mae"]), strategy)
+    model.fit(X, Y, batch_size=8, epochs=2, verbose=verbose, validation_data=(X, Y))
+    out = capsys.readouterr().out
+    assert ("Epoch 2/2" in out) == ("3/3" in out) == ("val_mae" in out) == (verbose != 0)
+
+
+def test_a_bar_without_a_known_end(strategy, capsys):
+    """Of a generator, the number of steps is known after the first epoch."""
+    model = made(compiled(), strategy)
+    model.fit(((X[i : i + 7], Y[i : i + 7]) for i in (0, 7, 14)), shuffle=False, verbose=2)
+    assert "3/3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "train_on_batch", "test_on_batch"])
+def test_not_compiled(strategy, method):
+    """The message of Keras."""
+    with pytest.raises(ValueError, match="call `compile"):
+        getattr(made(lambda: keras.Sequential([layers.Dense(2)]), strategy), method)(X, Y)
+
+
+def test_unknown_argument_of_evaluate(strategy):
+    """Is refused by its name."""
+    with pytest.raises((TypeError, ValueError), match="stpes"):
+        made(compiled(), strategy).evaluate(X, Y, stpes=3)

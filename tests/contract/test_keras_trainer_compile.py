@@ -1,0 +1,487 @@
+"""What Keras's trainer is compiled with, on two replicas: losses, metrics, optimizers, methods of the model's own.
+
+Every test compares a model of the strategy with its twin in Keras's hands, or with NumPy. Not held, and why:
+
+- Classes that `compile` uses inside, tried out apart from a model: they are Keras's, and private.
+- A mean of the user's own over the rows of a batch that the replicas cannot divide evenly: it sees the padding.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from keras_twins import (
+    EVALUATE,
+    EVEN,
+    FIT,
+    KIND,
+    WEIGHTS,
+    X,
+    Y,
+    agree,
+    classes,
+    compiled,
+    everything,
+    history,
+    linear,
+    made,
+    same,
+)
+from strategy_table import on
+
+import phalanx
+
+pytestmark = on("mirrored_x2")
+
+
+def listed():
+    """Two outputs in a list, the second of three numbers."""
+    x = layers.Input((3,))
+    return keras.Model(x, [layers.Dense(2, name="two")(x), layers.Dense(3, name="three")(x)])
+
+
+def named():
+    """The same by name; the names of the layers are others."""
+    x = layers.Input((3,))
+    return keras.Model(x, {"b": layers.Dense(2, name="two")(x), "a": layers.Dense(3, name="three")(x)})
+
+
+def nested():
+    """A dict in a dict."""
+    x = layers.Input((3,))
+    outputs = {"a": layers.Dense(2, name="two")(x), "b": {"c": layers.Dense(3, name="three")(x)}}
+    return keras.Model(x, outputs)
+
+
+BY_NAME = {"b": Y, "a": X}
+# A model, how it is compiled, its targets.
+LOSSES = {
+    "one_for_all": (listed, {"loss": "mse"}, [Y, X]),
+    "list_and_weights": (listed, {"loss": ["mse", "mae"], "loss_weights": [0.1, 2.0]}, [Y, X]),
+    "by_name_of_layer": (
+        listed,
+        {"loss": {"two": "mse", "three": "mae"}, "loss_weights": {"two": 3.0, "three": 1.0}},
+        [Y, X],
+    ),
+    "dict": (named, {"loss": {"a": "mae", "b": "mse"}, "loss_weights": {"a": 0.2, "b": 0.5}}, BY_NAME),
+    "nested": (nested, {"loss": {"a": "mse", "b": {"c": "mae"}}}, {"a": Y, "b": {"c": X}}),
+    "one_weight": (linear, {"loss": "mse", "loss_weights": 0.2}, Y),
+    "object": (linear, {"loss": keras.losses.Huber(0.1)}, Y),
+    "function": (linear, {"loss": lambda y, p: ops.sum(ops.abs(y - p), -1)}, Y),
+    "none": (linear, {"loss": None}, Y),
+}
+
+
+@pytest.mark.parametrize(("model", "how", "targets"), LOSSES.values(), ids=LOSSES)
+def test_losses(strategy, model, how, targets):
+    """Of one or several outputs, with their own means in the logs."""
+    agree(strategy, compiled(model, **how), history(X, targets))
+
+
+def test_outputs_without_a_loss(strategy):
+    """An output without a loss is not trained."""
+    ours, _ = agree(strategy, compiled(listed, loss=["mse", None]), history(X, [Y, X]))
+    same(ours.get_layer("three").get_weights()[1], np.zeros(3))
+
+
+def test_targets_of_some_outputs(strategy):
+    """Only the output that has a loss has targets."""
+    agree(strategy, compiled(listed, loss=["mse", None]), lambda m: m.evaluate(X, Y, **EVALUATE, return_dict=True))
+
+
+LOSSES_THAT_ARE_REFUSED = {
+    "structure": (listed, {"loss": ["mse", "mse"]}, Y),
+    "path": (named, {"loss": {"c": "mse"}}, BY_NAME),
+    "too_many_weights": (listed, {"loss": ["mse", "mse"], "loss_weights": [1.0, 2.0, 3.0]}, [Y, X]),
+    "name": (linear, {"loss": "no_such_loss"}, Y),
+    "metric": (linear, {"metrics": ["no_such_metric"]}, Y),
+}
+
+
+@pytest.mark.parametrize(("model", "how", "targets"), LOSSES_THAT_ARE_REFUSED.values(), ids=LOSSES_THAT_ARE_REFUSED)
+def test_what_is_refused(strategy, model, how, targets):
+    """With the error of Keras."""
+    with pytest.raises(Exception, match=".") as theirs:
+        made(compiled(model, **how)).fit(X, targets, **FIT)
+    with pytest.raises(type(theirs.value)) as ours:
+        made(compiled(model, **how), strategy).fit(X, targets, **FIT)
+    assert str(ours.value)[:40] == str(theirs.value)[:40]
+
+
+def nothing(y_true, y_pred):
+    """A metric that is a number."""
+    return 0.0
+
+
+def one(y_true, y_pred):
+    """Another."""
+    return 1.0
+
+
+def worst(y_true, y_pred):
+    """A metric of each row."""
+    return ops.max(ops.abs(y_true - y_pred), -1)
+
+
+METRICS = {
+    "names": (linear, {"metrics": ["mse", "mae"], "weighted_metrics": ["mae"]}, Y),
+    "objects": (linear, {"metrics": [keras.metrics.MeanSquaredError, keras.metrics.RootMeanSquaredError]}, Y),
+    "function": (linear, {"metrics": [worst], "weighted_metrics": [worst]}, Y),
+    "lists": (listed, {"metrics": [["mse", "mae"], ["mse"]]}, [Y, X]),
+    "by_name_of_layer": (listed, {"metrics": {"three": "mae"}, "weighted_metrics": {"two": ["mse"]}}, [Y, X]),
+    "dict": (named, {"metrics": {"a": ["mse", "mae"], "b": "mse"}}, BY_NAME),
+    "some": (named, {"weighted_metrics": {"b": "mse"}}, BY_NAME),
+    "accuracy": (linear, {"metrics": ["acc", "accuracy"]}, (Y.mean() < Y).astype("float32")),
+}
+
+
+@pytest.mark.parametrize(("model", "how", "targets"), METRICS.values(), ids=METRICS)
+def test_metrics(strategy, model, how, targets):
+    """Weighted or not, with Keras's names in Keras's order."""
+    weights = keras.tree.map_structure(lambda _: WEIGHTS, targets)
+    given = EVALUATE | {"sample_weight": weights, "return_dict": True}
+    ours, theirs = agree(strategy, compiled(model, **how), lambda m: m.evaluate(X, targets, **given))
+    assert ours.metrics_names == theirs.metrics_names
+
+
+@pytest.mark.parametrize("order", [[nothing, one], [one, nothing]])
+def test_metrics_that_are_numbers(strategy, order):
+    """Results come in the order of the metrics; a batch that is padded is warned of, for the padding counts in them."""
+    model = made(compiled(metrics=order), strategy)
+    with pytest.warns(UserWarning, match="is one number for a batch"):
+        result = model.evaluate(X, Y, **EVALUATE)
+    same(result[1:], [order[0](None, None), order[1](None, None)])
+
+
+class Sums(keras.metrics.Metric):
+    """Two results in one metric."""
+
+    def __init__(self):
+        super().__init__(name="sums")
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        """Adds up the targets."""
+        self.total.assign_add(ops.sum(y_true))
+
+    def result(self):
+        """By name."""
+        return {"once": ops.copy(self.total), "twice": 2 * self.total}
+
+
+def test_a_metric_with_results_by_name(strategy):
+    """Each of them is in the logs."""
+    agree(strategy, compiled(metrics=[Sums]), history(*EVEN, epochs=2, validation_data=EVEN))
+
+
+LOSS_OBJECTS = [
+    keras.losses.MeanSquaredError(reduction="sum"),
+    keras.losses.MeanAbsoluteError(reduction="mean_with_sample_weight"),
+    keras.losses.CosineSimilarity(),
+]
+
+
+@pytest.mark.parametrize("loss", LOSS_OBJECTS, ids=["sum", "weighted_mean", "cosine"])
+def test_reductions_of_losses(strategy, loss):
+    """Over the rows of the whole batch, weighted."""
+    how = compiled(loss=loss, optimizer=lambda: keras.optimizers.SGD(0.02))
+    agree(strategy, how, history(sample_weight=WEIGHTS))
+
+
+def test_metrics_of_a_model(strategy):
+    """The loss, what is compiled, and the model's own, which `fit` resets but does not update."""
+
+    def make():
+        model = linear()
+        model.mine = keras.metrics.Mean(name="mine")
+        model.compile(sgd_slow(), "mse", metrics=["mae"])
+        return model
+
+    def act(model):
+        model.fit(X, Y, **FIT)
+        model.mine.update_state(3.0)
+        fitted = model.fit(X, Y, **FIT).history
+        shapes = [v.shape for v in model.metrics_variables]
+        return fitted, [m.name for m in model.metrics], shapes, len(model.non_trainable_variables)
+
+    agree(strategy, make, act)
+
+
+def sgd_slow():
+    """An optimizer."""
+    return keras.optimizers.SGD(0.1)
+
+
+def test_metrics_of_a_model_within_a_model(strategy):
+    """Those that the inner one was compiled with stay out of the outer one's."""
+
+    def make():
+        inner = compiled(metrics=["mse"])()
+        x = layers.Input((3,))
+        outer = keras.Model(x, layers.Dense(2)(inner(x)))
+        outer.compile("sgd", "mse", metrics=["mae"])
+        return outer
+
+    agree(strategy, make, history())
+
+
+class Watched(layers.Layer):
+    """Has a metric of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.metrics.Mean(name="mean_input")
+
+    def call(self, x):
+        """Notes the mean of each row."""
+        self.mean.update_state(ops.mean(x, -1))
+        return x
+
+
+def test_metrics_of_a_layer_deep_inside(strategy):
+    """A metric of a layer within a layer counts the real rows alone; Keras on JAX cannot update it in a call."""
+
+    def make():
+        block = keras.Sequential([Watched(), layers.Dense(2)])
+        model = keras.Sequential([layers.Input((3,)), block])
+        model.compile("sgd", "mse")
+        return model
+
+    same(made(make, strategy).fit(X, Y, **FIT).history["mean_input"], [X.mean()])
+
+
+def test_compiled_again(strategy):
+    """Other metrics, another loss and another optimizer from then on, with the weights learned so far."""
+
+    def act(model):
+        results = [model.fit(X, Y, **FIT).history, model.evaluate(X, Y, **EVALUATE, return_dict=True)]
+        model.compile(keras.optimizers.Adam(0.1), "mae", metrics=["mse"])
+        return [*results, model.fit(X, Y, **FIT).history, model.evaluate(X, Y, **EVALUATE, return_dict=True)]
+
+    agree(strategy, compiled(metrics=["mae"]), act)
+
+
+OPTIMIZERS = [{"class_name": "SGD", "config": {"learning_rate": 0.2}}, keras.optimizers.RMSprop]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["config", "object"])
+def test_optimizers(strategy, optimizer):
+    """A config or an object."""
+    agree(strategy, compiled(optimizer=optimizer), history(epochs=2))
+
+
+def test_constraints(strategy):
+    """They hold after each step."""
+
+    def make():
+        layer = layers.Dense(2, kernel_constraint="non_neg")
+        model = keras.Sequential([layers.Input((3,)), layer])
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        return model
+
+    ours, _ = agree(strategy, make, history(X, -Y))
+    assert np.min(ours.layers[0].get_weights()[0]) >= 0
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_loss_scaling(strategy, scaled):
+    """In float16 the gradients of a deep model vanish unless the loss is scaled."""
+
+    def make():
+        kwargs = {"use_bias": False, "kernel_initializer": "ones", "activation": "sigmoid", "dtype": "mixed_float16"}
+        deep = keras.Sequential([layers.Input((1,)), *(layers.Dense(1, **kwargs) for _ in range(15))])
+        deep.dtype_policy = keras.DTypePolicy("mixed_float16")
+        deep.compile(keras.optimizers.SGD(1e9), "mse", auto_scale_loss=scaled)
+        return deep
+
+    model = made(make, strategy)
+    model.fit(np.ones((2, 1)), np.ones((2, 1)), batch_size=2, verbose=0)
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer) == scaled
+    assert (model.layers[0].get_weights()[0] != 1).all() == scaled
+
+
+def test_losses_of_layers_alone(strategy):
+    """No loss is compiled, but a layer adds one."""
+
+    class Penalty(layers.Layer):
+        def call(self, x):
+            self.add_loss(ops.sum(ops.square(x)) / ops.shape(x)[0])
+            return x
+
+    def make():
+        model = keras.Sequential([layers.Input((3,)), layers.Dense(2), Penalty()])
+        model.compile(sgd_slow())
+        return model
+
+    agree(strategy, make, history(*EVEN))
+
+
+def test_activity_regularizers(strategy):
+    """They are part of the loss."""
+
+    def model():
+        return keras.Sequential([layers.Input((3,)), layers.Dense(2, activity_regularizer="l2")])
+
+    agree(strategy, compiled(model), history(*EVEN))
+
+
+class Measured(keras.Model):
+    """Watches its own loss, four times."""
+
+    def __init__(self, penalty=None):
+        super().__init__()
+        self.watch = keras.metrics.Mean(name="watch")
+        self.dense = layers.Dense(2, activity_regularizer=penalty)
+
+    def call(self, x):
+        """One layer."""
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        """Keras's loss, which is noted."""
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        self.watch.update_state(loss * 4)
+        return loss
+
+
+class WithoutTraining(Measured):
+    """The signature of an older Keras."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        """Keras's loss, which is noted."""
+        return super().compute_loss(x, y, y_pred, sample_weight)
+
+
+@pytest.mark.parametrize("model", [Measured, WithoutTraining])
+def test_metrics_in_compute_loss(strategy, model):
+    """The metric is four times the loss, in `fit` and `evaluate`, of a short batch too."""
+    ours, _ = agree(strategy, compiled(model), history(validation_data=(X, Y)))
+    fitted = ours.fit(*EVEN, **FIT).history
+    same(fitted["watch"][0], 4 * fitted["loss"][0])
+
+
+def test_losses_of_layers_in_compute_loss(strategy):
+    """They are there when it is called."""
+
+    class Seeing(Measured):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            self.watch.update_state(sum(self.losses))
+            return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+    ours, _ = agree(strategy, compiled(lambda: Seeing("l2")), history(*EVEN))
+    assert ours.history.history["watch"][0] > 0
+
+
+def test_training_in_compute_loss(strategy):
+    """True in `fit`, false in `evaluate`."""
+    seen = set()
+
+    class Asking(Measured):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            seen.add(training)
+            return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+    model = made(compiled(Asking), strategy)
+    model.fit(X, Y, **FIT)
+    assert True in seen
+    seen.clear()
+    model.evaluate(X, Y, **EVALUATE)
+    assert seen == {False}
+
+
+class Largest(Measured):
+    """Has a metric that it computes itself, and hides Keras's."""
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        """The mean of the largest outputs."""
+        super().compute_metrics(x, y, y_pred, sample_weight)
+        self.watch.reset_state()
+        self.watch.update_state(ops.max(y_pred, -1))
+        return {"largest": self.watch.result(), "loss": self._loss_tracker.result()}
+
+
+class Taped(Measured):
+    """Steps of its own, with a tape where the strategy needs one."""
+
+    def train_step(self, data):
+        """One step, and something of its own in the logs."""
+        x, y = data
+        with phalanx.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=y_pred)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        self._loss_tracker.update_state(loss, sample_weight=ops.shape(x)[0])
+        return self.compute_metrics(x, y, y_pred) | {"own": 10.0}
+
+    def test_step(self, data):
+        """One step, and something else in the logs."""
+        x, y = data
+        y_pred = self(x, training=False)
+        self._loss_tracker.update_state(self.compute_loss(x=x, y=y, y_pred=y_pred), sample_weight=ops.shape(x)[0])
+        return self.compute_metrics(x, y, y_pred) | {"own": 5.0}
+
+    def predict_step(self, data):
+        """Twice the outputs."""
+        return 2 * self(data[0] if isinstance(data, tuple) else data, training=False)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_own_steps(strategy, k):
+    """They train as Keras's, and what they return is in the logs; the results of `evaluate` end with it."""
+    ours = made(compiled(Taped, metrics=["mae"], steps_per_execution=k), strategy)
+    theirs = made(compiled(Measured, metrics=["mae"]))
+    fitted, expected = (m.fit(*EVEN, **FIT, epochs=2).history for m in (ours, theirs))
+    assert fitted.pop("own") == [10.0, 10.0]
+    same(dict(sorted(fitted.items())), dict(sorted(expected.items())))
+    same(ours.get_weights(), theirs.get_weights())
+    tested = ours.evaluate(*EVEN, **EVALUATE)
+    assert tested[-1] == 5.0
+    same(sorted(tested[:-1]), sorted(theirs.evaluate(*EVEN, **EVALUATE)))
+    assert ours.evaluate(*EVEN, **EVALUATE, return_dict=True)["own"] == 5.0
+    same(ours.predict(X, **EVALUATE), 2 * theirs.predict(X, **EVALUATE))
+
+
+class Stateless(Measured):
+    """Steps of its own in Keras's style on JAX: they call Keras's and add to the logs."""
+
+    def train_step(self, state, data):
+        """One step."""
+        logs, state = super().train_step(state, data)
+        return logs | {"own": 10.0}, state
+
+    def test_step(self, state, data):
+        """One step."""
+        logs, state = super().test_step(state, data)
+        return logs | {"own": 5.0}, state
+
+
+def test_own_stateless_steps(strategy):
+    """What they add is in the logs, and last in the results of `evaluate`."""
+    ours, _ = agree(strategy, compiled(Stateless, metrics=["mae"]), everything(*EVEN))
+    assert ours.history.history["own"] == [10.0, 10.0]
+
+
+def test_own_metrics(strategy):
+    """What `compute_metrics` returns is what the history has."""
+    agree(strategy, compiled(Largest), history(*EVEN))
+
+
+def test_a_subclass_is_built_by_its_first_batch(strategy):
+    """Building leaves nothing in the metrics, and no weight is drawn twice."""
+
+    def act(model):
+        first = model.evaluate(X, Y, **EVALUATE)
+        assert model.built
+        weights = model.get_weights()
+        model.compile(sgd_slow(), "mse", metrics=["mae"])
+        second = model.evaluate(X, Y, **EVALUATE)
+        same(model.get_weights(), weights)
+        return first, second
+
+    agree(strategy, compiled(Measured), act)
+
+
+def test_accuracy_of_classes(strategy):
+    """The name becomes the metric that fits the targets."""
+    agree(strategy, classes(metrics=["accuracy"]), lambda m: m.evaluate(X, KIND, **EVALUATE))

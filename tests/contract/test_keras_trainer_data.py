@@ -1,0 +1,482 @@
+"""What Keras's trainer is fed with, on two replicas: kinds of data, nests, weights, and data that it refuses.
+
+Every test compares a model of the strategy with its twin in Keras's hands, or with NumPy. Not held, and why:
+
+- Datasets of tf.data and torch need libraries that are optional: their tests are in `tests/sources`.
+- PyDataset with `use_multiprocessing`: Keras itself leaves it out with JAX.
+- Adapters that divide rows among processes: the strategy does that.
+"""
+
+import collections
+import re
+
+import grain
+import jax.experimental.sparse
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+import scipy.sparse
+from keras import layers
+from keras_twins import (
+    EVALUATE,
+    FIT,
+    KIND,
+    RANDOM,
+    WEIGHTS,
+    Calls,
+    X,
+    Y,
+    agree,
+    classes,
+    compiled,
+    history,
+    linear,
+    made,
+    same,
+)
+from strategy_table import on
+
+# Keras's own trainer warns where a generator ends, in some versions.
+pytestmark = [on("mirrored_x2"), pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")]
+
+CLASS_WEIGHTS = {0: 0.5, 2: 3.0}
+QUIET = {"shuffle": False, "verbose": 0}
+
+
+class Batches(keras.utils.PyDataset):
+    """Three batches, the last one short; it counts its epochs."""
+
+    def __init__(self, targets=Y, **kwargs):
+        super().__init__(**kwargs)
+        self._targets, self.epochs = targets, 0
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        rows = slice(8 * index, min(8 * index + 8, 21))
+        return X[rows], self._targets[rows]
+
+    def on_epoch_end(self):
+        """One more."""
+        self.epochs += 1
+
+
+class Endless(Batches):
+    """The same batches over and over."""
+
+    num_batches = None
+    __len__ = None
+
+    def __getitem__(self, index):
+        return super().__getitem__(index % 3)
+
+
+def some(*sizes, rows=(X, Y)):
+    """Yields batches of these sizes, once."""
+    first = 0
+    for size in sizes:
+        yield tuple(a[first : first + size] for a in rows)
+        first += size
+
+
+class Records:
+    """Rows for Grain."""
+
+    def __len__(self):
+        return 21
+
+    def __getitem__(self, index):
+        return X[index], Y[index]
+
+
+def loader():
+    """Grain's DataLoader."""
+    sampler = grain.samplers.SequentialSampler(21, grain.sharding.NoSharding())
+    return grain.DataLoader(
+        data_source=Records(), sampler=sampler, operations=[grain.transforms.Batch(8)], worker_count=0
+    )
+
+
+KINDS = {
+    "numpy": lambda: (X, Y),
+    "jax": lambda: (jnp.asarray(X), jnp.asarray(Y)),
+    "float64": lambda: (X.astype("float64"), Y.astype("float64")),
+    "py_dataset": lambda: (Batches(),),
+    "workers": lambda: (Batches(workers=2, max_queue_size=3),),
+    "generator": lambda: (some(8, 8, 5),),
+    "grain_map": lambda: (grain.MapDataset.source(Records()).batch(8),),
+    "grain_iter": lambda: (grain.MapDataset.source(Records()).to_iter_dataset().batch(8),),
+    "grain_loader": lambda: (loader(),),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_data(strategy, kind):
+    """Each kind trains the model that arrays train in Keras's hands."""
+    ours, theirs = made(compiled(), strategy), made(compiled())
+    arrays, batch = (X, Y), FIT if len(KINDS[kind]()) == 2 else QUIET
+    same(ours.fit(*KINDS[kind](), **batch).history, theirs.fit(*arrays, **FIT).history)
+    same(ours.get_weights(), theirs.get_weights())
+
+
+def test_epochs_of_a_dataset_of_batches(strategy):
+    """It is read again in each epoch and told of its end."""
+
+    def act(model):
+        data = Batches()
+        fitted = model.fit(data, **QUIET, epochs=3).history
+        assert data.epochs >= 3
+        return fitted, model.evaluate(data, verbose=0)
+
+    agree(strategy, compiled(), act)
+
+
+def test_dataset_without_an_end(strategy):
+    """So many steps an epoch, with weights of classes too."""
+
+    def act(model):
+        data = Endless(KIND)
+        return model.fit(data, **QUIET, epochs=2, steps_per_epoch=4, class_weight=CLASS_WEIGHTS).history
+
+    agree(strategy, classes(), act)
+
+
+def test_class_weights_of_a_dataset_of_batches(strategy):
+    """Each row has the weight of its class, a class without one has 1; with workers Keras begins with the second batch."""
+    ours, theirs = made(classes(), strategy), made(classes())
+    fitted = ours.fit(Batches(KIND, workers=2), **QUIET, class_weight=CLASS_WEIGHTS).history
+    same(fitted, theirs.fit(X, KIND, **FIT, class_weight=CLASS_WEIGHTS).history)
+    same(ours.get_weights(), theirs.get_weights())
+
+
+def test_class_weights_of_targets_in_a_column(strategy):
+    """Targets of shape (rows, 1) are classes too."""
+    agree(strategy, classes(), history(X, KIND[:, None], class_weight=CLASS_WEIGHTS))
+
+
+@pytest.mark.parametrize("bad", [{"sample_weight": WEIGHTS, "class_weight": CLASS_WEIGHTS}, {"class_weight": {"a": 1}}])
+def test_class_weights_that_are_refused(strategy, bad):
+    """With sample weights too, or not of a class: what Keras says."""
+    message = said(lambda: made(classes()).fit(X, KIND, **FIT, **bad))
+    assert said(lambda: made(classes(), strategy).fit(X, KIND, **FIT, **bad)) == message
+
+
+def said(call):
+    """Returns the message of the error that a call raises, None where it raises none."""
+    try:
+        call()
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def test_class_weights_of_several_outputs(strategy):
+    """Keras allows them for one output alone."""
+    with pytest.raises(ValueError, match="single output"):
+        made(compiled(two_outputs, loss=["mse", "mse"]), strategy).fit(X, [Y, Y], **FIT, class_weight=CLASS_WEIGHTS)
+
+
+def two_outputs():
+    """Two outputs in a list."""
+    x = layers.Input((3,))
+    return keras.Model(x, [layers.Dense(2, name="a")(x), layers.Dense(2, name="b")(x)])
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 5), (8, 2)])
+def test_generator_of_batches(strategy, sizes):
+    """Batches of any size that do not grow."""
+    agree(strategy, compiled(), lambda m: m.fit(some(*sizes), **QUIET).history)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_generator_of_growing_batches(strategy, k):
+    """A later batch may be larger than the first; Keras cannot stack them where four are one execution."""
+    ours, theirs = made(compiled(steps_per_execution=k), strategy), made(compiled())
+    same(*(m.fit(some(2, 4, 10), **QUIET).history for m in (ours, theirs)))
+    same(ours.get_weights(), theirs.get_weights())
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_predict_keeps_the_order_of_uneven_batches(strategy, k):
+    """Every row once, in order, from batches of 2, 3, 4, 2, ... rows."""
+    rows = np.arange(20, dtype="float32")
+    model = made(
+        compiled(lambda: keras.Sequential([layers.Input(()), layers.Identity()]), steps_per_execution=k), strategy
+    )
+    same(model.predict(some(2, 3, 4, 2, 3, 4, 2, rows=(rows,)), verbose=0), rows)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_predict_by_a_generator(strategy, k):
+    """Of rows that are numbers."""
+    rows = np.arange(10, dtype="float32")
+    model = made(
+        compiled(lambda: keras.Sequential([layers.Input(()), layers.Identity()]), steps_per_execution=k), strategy
+    )
+    same(model.predict(some(2, 2, 2, 2, 2, rows=(rows,)), verbose=0), rows)
+
+
+def test_generator_with_weights(strategy):
+    """Batches of `(x, y, sample_weight)`."""
+    agree(
+        strategy,
+        compiled(weighted_metrics=["mae"]),
+        lambda m: m.fit(some(8, 8, 5, rows=(X, Y, WEIGHTS)), **QUIET).history,
+    )
+
+
+def test_generator_that_ends(strategy):
+    """One that ends with the first of two epochs: a warning says so."""
+    model = made(compiled(), strategy)
+    with pytest.warns(UserWarning, match="ended|ran out"):
+        model.fit(some(8, 8, 5), **QUIET, epochs=2, steps_per_epoch=3)
+
+
+def pooled():
+    """A model of sequences of any length."""
+    return keras.Sequential([layers.Input((None, 3)), layers.GlobalAveragePooling1D(), layers.Dense(2)])
+
+
+SEQUENCES = [RANDOM.rand(rows, steps, 3).astype("float32") for rows, steps in ((4, 5), (4, 2), (3, 7))]
+
+
+def sequences():
+    """Yields batches of sequences of different lengths."""
+    for i, x in enumerate(SEQUENCES):
+        yield x, Y[4 * i : 4 * i + len(x)]
+
+
+def test_batches_of_different_lengths(strategy):
+    """Sequences are as long as the longest of their batch."""
+    agree(strategy, compiled(pooled), lambda m: m.fit(sequences(), **QUIET).history)
+
+
+def test_predict_of_batches_of_different_lengths(strategy):
+    """As many rows as there are in all."""
+    agree(strategy, pooled, lambda m: m.predict(((x,) for x in SEQUENCES), verbose=0))
+
+
+SPARSE = {"scipy": scipy.sparse.csr_matrix, "jax": jax.experimental.sparse.BCOO.fromdense}
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_batches(strategy, kind):
+    """Matrices of SciPy and JAX, as a generator yields them."""
+
+    def batches(*targets):
+        return ((SPARSE[kind](X[i : i + 4]), *(y[i : i + 4] for y in targets)) for i in (0, 4, 8))
+
+    agree(
+        strategy,
+        compiled(),
+        lambda m: [m.fit(batches(Y), **QUIET).history, m.predict(batches(), verbose=0)],
+    )
+
+
+class Adding(keras.Model):
+    """Adds its inputs, whatever nest they are in."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+
+    def call(self, inputs):
+        """The dense sum of all inputs."""
+        return self.dense(sum(keras.tree.flatten(inputs)))
+
+
+Pair = collections.namedtuple("Pair", ["first", "second"])
+NESTS = {
+    "tuple": (X, 2 * X),
+    "nested": {"a": (X, {"c": 3 * X}), "b": [2 * X]},
+    "namedtuple": Pair(X, 2 * X),
+}
+
+
+@pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
+def test_nests_of_inputs(strategy, nest):
+    """Inputs reach the model in the nest in which they were given."""
+    agree(strategy, compiled(Adding), history(nest, Y))
+
+
+def test_nests_of_inputs_on_a_batch(strategy):
+    """In the methods of one batch too."""
+
+    def act(model):
+        x = {"a": X, "b": (X, X)}
+        return model.predict_on_batch(x), model.train_on_batch(x, Y), model.test_on_batch(x, Y)
+
+    agree(strategy, compiled(Adding), act)
+
+
+def test_predict_of_nests_before_anything_else(strategy):
+    """Of a model that is neither built nor compiled."""
+    agree(strategy, Adding, lambda m: m.predict((X, {"b": X}), **EVALUATE))
+
+
+OUTPUTS = {
+    "list": lambda a, b: [a, b],
+    "tuple": lambda a, b: (a, b),
+    "dict": lambda a, b: {"second": b, "first": a},
+    "nested": lambda a, b: {"a": [a], "b": {"c": b}},
+    "namedtuple": Pair,
+}
+
+
+@pytest.mark.parametrize("nest", OUTPUTS.values(), ids=OUTPUTS)
+def test_nests_of_predictions(strategy, nest):
+    """Outputs come in the nest in which the model returns them."""
+
+    class Twice(keras.Model):
+        def call(self, x):
+            return nest(x, 2 * x)
+
+    ours, theirs = (made(Twice, s) for s in (strategy, None))
+    ours.steps_per_execution = 2
+    predicted, expected = ours.predict(X, **EVALUATE), theirs.predict(X, **EVALUATE)
+    same(predicted, expected)
+    assert type(predicted) is type(expected)
+
+
+def test_predictions_of_several_rows_for_each_row(strategy):
+    """Keras returns all that a model does."""
+
+    class Flat(keras.Model):
+        def call(self, x):
+            return keras.ops.reshape(x, (-1, 1))
+
+    same(made(Flat, strategy).predict(X, **EVALUATE), X.reshape(-1, 1))
+
+
+def test_predict_of_one_row(strategy):
+    """Of fewer rows than replicas, and of none on a batch."""
+    model = made(linear, strategy)
+    same(model.predict(X[:1], **EVALUATE), made(linear).predict(X[:1], **EVALUATE))
+    assert model.predict_on_batch(X[:0]).shape == (0, 2)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bool"])
+def test_dtypes_of_predictions(strategy, kind):
+    """An output has the dtype that the model gives it."""
+
+    class Cast(keras.Model):
+        def call(self, x):
+            return keras.ops.cast(x, kind)
+
+    ours, theirs = (made(Cast, s).predict(X, **EVALUATE) for s in (strategy, None))
+    assert ours.dtype == theirs.dtype
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["uint8"])
+def test_dtypes_of_inputs(strategy, kind):
+    """Keras decides what a model gets."""
+    agree(strategy, compiled(), history((4 * X).astype(kind), Y))
+
+
+WEIGHTED = {"metrics": ["mae"], "weighted_metrics": ["mse"]}
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS[:, None], WEIGHTS > 0.5])
+def test_sample_weights(strategy, weights):
+    """A row or a column, zeros, booleans."""
+    agree(strategy, compiled(**WEIGHTED), history(X, Y, sample_weight=weights))
+
+
+def test_sample_weights_of_each_output(strategy):
+    """A list of weights for a list of outputs."""
+    weights = [WEIGHTS, 1 - WEIGHTS]
+    agree(strategy, compiled(two_outputs, loss=["mse", "mae"]), history(X, [Y, -Y], sample_weight=weights))
+
+
+def test_sample_weights_by_the_name_of_the_output(strategy):
+    """A dict of weights for a dict of outputs."""
+
+    def named():
+        x = layers.Input((3,))
+        return keras.Model(x, {"a": layers.Dense(2, name="a")(x), "b": layers.Dense(2, name="b")(x)})
+
+    make = compiled(named, loss={"a": "mse", "b": "mae"}, weighted_metrics={"a": ["mae"], "b": ["mse"]})
+    data = X, {"a": Y, "b": -Y}
+    agree(strategy, make, history(*data, sample_weight={"a": WEIGHTS, "b": 1 - WEIGHTS}))
+
+
+def test_validation_split(strategy):
+    """The last rows, before rows are shuffled; arrays of JAX."""
+    data = jnp.asarray(X), jnp.asarray(Y)
+    agree(strategy, compiled(), history(*data, validation_split=0.4, shuffle=True, epochs=2))
+
+
+def test_validation_by_a_dataset_of_batches(strategy):
+    """The whole of it, in each epoch."""
+
+    def act(model):
+        calls = Calls()
+        fitted = model.fit(Batches(), **QUIET, epochs=2, validation_data=Batches(workers=2), callbacks=[calls])
+        return fitted.history, calls.of("on_test_batch_end")
+
+    agree(strategy, compiled(), act)
+
+
+REFUSED = {
+    "rows": ((X, Y[:-1]), {}),
+    "rows_of_weights": ((X, Y), {"sample_weight": WEIGHTS[:-2]}),
+    "type": (("words",), {}),
+    "targets_of_a_dataset": ((Batches(), Y), {}),
+    "weights_of_a_dataset": ((Batches(),), {"sample_weight": WEIGHTS}),
+    "targets_of_a_generator": ((some(8), Y), {}),
+    "weights_of_a_generator": ((some(8),), {"sample_weight": WEIGHTS}),
+    "split_of_a_dataset": ((Batches(),), {"validation_split": 0.2}),
+    "empty_generator": ((some(),), {}),
+    "nothing": ((None,), {}),
+    "lists_of_numbers": ((X.tolist(), Y), {}),
+}
+
+
+@pytest.mark.parametrize(("args", "kwargs"), REFUSED.values(), ids=REFUSED)
+def test_data_that_is_refused(strategy, args, kwargs):
+    """With the error and the words of Keras."""
+    kind, message = said(lambda: made(compiled()).fit(*args, **QUIET, **kwargs))
+    with pytest.raises(kind, match=re.escape(message[:40])):
+        made(compiled(), strategy).fit(*args, **QUIET, **kwargs)
+
+
+@pytest.mark.parametrize(("x", "y"), [(X[:, :2], Y), (X, X), (X, None), (X[None], Y[None])])
+def test_shapes_that_do_not_fit(strategy, x, y):
+    """What Keras says."""
+    message = said(lambda: made(compiled()).fit(x, y, **FIT))
+    kind, text = said(lambda: made(compiled(), strategy).fit(x, y, **FIT))
+    assert kind is message[0]
+    assert text[:40] == message[1][:40]
+
+
+@pytest.mark.parametrize(("method", "workers"), [("fit", 2), ("evaluate", 1), ("predict", 2)])
+def test_an_error_of_the_dataset(strategy, method, workers):
+    """It reaches the caller as it is."""
+
+    class Failing(Batches):
+        def __getitem__(self, index):
+            if index == 2:
+                raise RuntimeError("no such row")
+            x, y = super().__getitem__(index)
+            return (x,) if method == "predict" else (x, y)
+
+    with pytest.raises(RuntimeError, match="no such row"):
+        getattr(made(compiled(), strategy), method)(Failing(workers=workers), verbose=0)
+
+
+def test_weights_survive_data_that_ends_in_an_error(strategy):
+    """What was learned before an error of the generator stays, and the model trains on."""
+
+    def failing():
+        yield from some(8, 8)
+        raise RuntimeError("no such row")
+
+    def act(model):
+        with pytest.raises(RuntimeError, match="no such row"):
+            model.fit(failing(), **QUIET)
+        return model.fit(X, Y, **FIT).history
+
+    agree(strategy, compiled(linear), act)

@@ -1,0 +1,59 @@
+"""The law of `fit`: on N replicas, K steps in one execution, it trains like plain Keras on one device."""
+
+import numpy as np
+import pytest
+from fit_models import VALIDATION_ROWS, WORKLOADS, train, train_on_one_device
+from strategy_table import mirrored
+
+# Keras's metrics of intersections ask for 64-bit integers.
+pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")
+
+TABLE = [(name, count, k) for name in WORKLOADS for count in (1, 2, 3, 4) for k in (1, 8)]
+# Each model on each number of replicas, with either K in turn; `--full` has every cell.
+COVER = [
+    (name, count, k) for i, name in enumerate(WORKLOADS) for count in (1, 2, 3, 4) for k in ((1, 8)[(i + count) % 2],)
+]
+
+
+def pytest_generate_tests(metafunc):
+    """Takes the whole table or a part that covers it."""
+    if "count" in metafunc.fixturenames:
+        # Where only the whole suite is named, pytest does not know the option.
+        cells = TABLE if metafunc.config.getoption("--full", default=False) else COVER
+        metafunc.parametrize(("name", "count", "k"), cells)
+
+
+def assert_equal(got, wanted, atol, what):
+    """Equal within rtol 1e-4; atol is for numbers that are almost zero."""
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=atol, err_msg=what)
+
+
+def assert_equal_copies(strategy, variables):
+    """Every replica holds the same bits of every variable."""
+    for variable in variables:
+        copies = strategy.experimental_local_results(variable)
+        assert len(copies) == strategy.num_replicas_in_sync
+        assert len({np.asarray(c).tobytes() for c in copies}) == 1, variable.path
+
+
+def test_fit_equals_keras(name, count, k):
+    """Five epochs with validation leave the same history, weights, optimizer, evaluation and predictions."""
+    wanted = train_on_one_device(name)
+    assert wanted.history["loss"][-1] < 0.7 * wanted.history["loss"][0], "a model that does not learn shows nothing"
+    strategy = mirrored(count)()
+    with strategy.scope():
+        model = WORKLOADS[name].compiled(k=k, synchronized=True)
+    got = train(WORKLOADS[name], model)
+    assert list(got.history) == list(wanted.history)
+    assert list(got.evaluated) == list(wanted.evaluated)
+    for metric, values in wanted.history.items():
+        assert_equal(got.history[metric], values, 1e-6, metric)
+        if not metric.startswith("val_"):
+            assert_equal(got.evaluated[metric], wanted.evaluated[metric], 1e-6, metric)
+    assert len(got.predictions) == VALIDATION_ROWS
+    assert_equal(got.predictions, wanted.predictions, 1e-6, "predictions")
+    for ours, theirs in ((got.weights, wanted.weights), (got.state, wanted.state)):
+        for value, (path, expected) in zip(ours.values(), theirs.items(), strict=True):
+            # The key bias of attention has a true gradient of zero, and Adam divides noise by noise.
+            assert_equal(value, expected, 2e-5 if path.endswith("attention/key/bias") else 1e-6, path)
+    assert_equal_copies(strategy, [*model.variables, *model.optimizer.variables])
