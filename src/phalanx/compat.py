@@ -409,8 +409,9 @@ def _is_number(metric: Any, given: dict[str, Any]) -> bool:
     """Whether a metric is a function that makes one number of a batch."""
     if not isinstance(metric, keras.metrics.MeanMetricWrapper) or not {"y_true", "y_pred"} <= given.keys():
         return False
-    fn = functools.partial(metric._fn, **metric._fn_kwargs)
-    return jnp.ndim(jax.eval_shape(fn, given["y_true"], given["y_pred"])) == 0
+    # Of rows without further dims Keras's own functions take the mean, of columns they do not.
+    columns = [x[:, None] if jnp.ndim(x) == 1 else x for x in (given["y_true"], given["y_pred"])]
+    return jnp.ndim(jax.eval_shape(functools.partial(metric._fn, **metric._fn_kwargs), *columns)) == 0
 
 
 def _warn_of_padding(what: str) -> None:

@@ -27,7 +27,9 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from phalanx.compat import Variable
 from phalanx.errors import AggregationError
@@ -116,6 +118,8 @@ def describe(variable: Variable) -> str:
 
 def initial_components(variable: Variable, value: Any, num_replicas: int) -> Any:
     """Returns what the replicas hold of an on-read variable whose combined value is `value`, `(num_replicas, ...)`."""
+    # On the host, where nothing is compiled for each shape.
+    xp: Any = jnp if isinstance(value, jax.core.Tracer) else np
     if policy_of(variable).combine is not Combine.SUM:
-        return jnp.stack([value] * num_replicas)
-    return jnp.stack([value] + [jnp.zeros_like(value)] * (num_replicas - 1))
+        return xp.stack([value] * num_replicas)
+    return xp.stack([value] + [xp.zeros_like(value)] * (num_replicas - 1))
