@@ -1,84 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phalanx: the tf.distribute.Strategy system on JAX and Keras 3."""
 
-from importlib.metadata import version as _version
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
 
-from phalanx import compat as compat  # First: it chooses the Keras backend.
-from phalanx import data as data
-from phalanx import errors as errors
-from phalanx import experimental as experimental
-from phalanx import nn as nn
-from phalanx.autodiff import GradientTape, value_and_grad
-from phalanx.collectives.cross_device import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
-from phalanx.context import (
-    ReplicaContext,
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from phalanx.control_flow import checkpoint, cond, scan, while_loop
-from phalanx.function import function
+from phalanx.errors import InvalidArgumentError
 
-from phalanx import keras as keras
-from phalanx.input.distributed import DistributedDataset, DistributedIterator
-from phalanx.input.sources.functions import InputContext
-from phalanx.options import InputOptions, InputReplicationMode, ReduceOp, RunOptions
-from phalanx.strategies.base import Strategy, explain_sharding
-from phalanx.strategies.extended import StrategyExtended
-from phalanx.strategies.mirrored import MirroredStrategy
-from phalanx.strategies.single import OneDeviceStrategy
-from phalanx.topology import REPLICA_AXIS, set_virtual_cpu_devices
-from phalanx.topology import apply_environment as _apply_environment
-from phalanx.values import DistributedValues, Mirrored, PerReplica
+if TYPE_CHECKING:
+    from phalanx.api import *
 
-__version__ = _version("phalanx")
+    __version__: str
 
-__all__ = [
-    "REPLICA_AXIS",
-    "CrossDeviceOps",
-    "DistributedDataset",
-    "DistributedIterator",
-    "DistributedValues",
-    "GradientTape",
-    "HierarchicalCopyAllReduce",
-    "InputContext",
-    "InputOptions",
-    "InputReplicationMode",
-    "Mirrored",
-    "MirroredStrategy",
-    "NcclAllReduce",
-    "OneDeviceStrategy",
-    "PerReplica",
-    "ReduceOp",
-    "ReductionToOneDevice",
-    "ReplicaContext",
-    "RunOptions",
-    "Strategy",
-    "StrategyExtended",
-    "checkpoint",
-    "cond",
-    "data",
-    "errors",
-    "experimental",
-    "experimental_set_strategy",
-    "explain_sharding",
-    "function",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-    "nn",
-    "scan",
-    "set_virtual_cpu_devices",
-    "value_and_grad",
-    "while_loop",
-]
+
+_WITHOUT_JAX = ("cluster", "cluster_resolver", "launch")
+
+
+def _apply_environment() -> None:
+    """Chooses Keras's backend and the number of CPU devices, which cannot change once Keras and JAX are imported."""
+    if "keras" in sys.modules:
+        importlib.import_module("phalanx.compat")  # It checks the backend.
+    else:
+        os.environ["KERAS_BACKEND"] = "jax"
+    devices = os.environ.get("PHALANX_CPU_DEVICES")
+    if not devices:
+        return
+    if not devices.isdigit() or int(devices) < 1:
+        raise InvalidArgumentError(
+            f"PHALANX_CPU_DEVICES={devices!r}", "must be a number of devices.", "PHALANX_CPU_DEVICES=2"
+        )
+    if "jax" in sys.modules:
+        importlib.import_module("phalanx.topology").set_virtual_cpu_devices(int(devices))
+        return
+    os.environ["JAX_NUM_CPU_DEVICES"] = devices
+    if int(devices) > 1:
+        os.environ["NPROC"] = str(2 * int(devices))
+
 
 _apply_environment()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("phalanx")
+    if name in _WITHOUT_JAX:
+        return importlib.import_module(f"phalanx.{name}")
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+    api = importlib.import_module("phalanx.api")
+    globals().update({public: getattr(api, public) for public in api.__all__}, __all__=api.__all__)
+    try:
+        return globals()[name] if name in globals() else importlib.import_module(f"phalanx.{name}")
+    except ModuleNotFoundError:
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return list(__getattr__("__all__"))

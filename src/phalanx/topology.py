@@ -62,18 +62,6 @@ def set_virtual_cpu_devices(count: int) -> None:
         os.environ["NPROC"] = str(2 * count)
 
 
-def apply_environment() -> None:
-    """Honours `PHALANX_CPU_DEVICES`; called when phalanx is imported."""
-    wanted = os.environ.get("PHALANX_CPU_DEVICES")
-    if not wanted:
-        return
-    if not wanted.isdigit():
-        raise InvalidArgumentError(
-            f"PHALANX_CPU_DEVICES={wanted!r}", "must be a number of devices.", "PHALANX_CPU_DEVICES=2"
-        )
-    set_virtual_cpu_devices(int(wanted))
-
-
 def device_name(device: jax.Device) -> str:
     """Returns the canonical name of a device, for example `"cpu:1"`."""
     platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform

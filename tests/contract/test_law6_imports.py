@@ -16,6 +16,7 @@ class Seen:
         self.names.add(name.partition(".")[0])
 sys.meta_path.insert(0, Seen())
 import phalanx
+phalanx.MirroredStrategy
 print(*sorted(Seen.names | {name.partition(".")[0] for name in sys.modules}))
 """
 
@@ -27,7 +28,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def modules():
-    """The packages that `import phalanx` alone loads or looks for."""
+    """The packages that `import phalanx` and the use of it load or look for."""
     done = run("-c", TRACE)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
@@ -44,7 +45,14 @@ def test_brings_what_it_stands_on(modules):
     assert {"phalanx", "jax", "keras", "numpy"} <= modules
 
 
+@pytest.mark.parametrize("module", ["phalanx", "phalanx.errors", "phalanx.cluster_resolver", "phalanx.launch.cli"])
+def test_launcher_needs_no_jax(module):
+    """What stands below the strategies imports neither JAX nor Keras."""
+    done = run("-c", f"import {module}, sys; print({{'jax', 'keras', 'numpy'}} & set(sys.modules))")
+    assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
 def test_prints_nothing():
     """Importing phalanx writes nothing to stdout or stderr, and no warning."""
-    done = run("-W", "error", "-c", "import phalanx")
+    done = run("-W", "error", "-c", "import phalanx; phalanx.MirroredStrategy")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

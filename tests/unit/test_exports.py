@@ -31,7 +31,7 @@ def test_all_is_sorted():
 def test_all_is_what_is_importable():
     """Every name in `__all__` exists, and every public name that is no module of ours is in it."""
     modules = {name.split(".")[1] for name in sys.modules if name.startswith("phalanx.")}
-    public = {name for name in vars(phalanx) if not name.startswith("_")}
+    public = {name for name in vars(phalanx.api) if not name.startswith("_")}
     assert {*phalanx.__all__} <= public
     assert public - modules <= {*phalanx.__all__}
 

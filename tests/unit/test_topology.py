@@ -107,7 +107,7 @@ def test_environment_variable_is_read(monkeypatch):
     with monkeypatch.context() as m:
         m.setenv("PHALANX_CPU_DEVICES", "two")
         with pytest.raises(InvalidArgumentError, match="PHALANX_CPU_DEVICES='two': must be a number of devices"):
-            phalanx.topology.apply_environment()
+            phalanx._apply_environment()
 
 
 def test_too_few_threads(monkeypatch):

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All public names. `import phalanx` loads them when one is asked for: they need JAX and Keras, the launcher does not."""
+
+from phalanx import compat  # noqa: F401  (first: it makes sure of the Keras backend)
+from phalanx import data
+from phalanx import errors
+from phalanx import experimental
+from phalanx import nn
+from phalanx.autodiff import GradientTape, value_and_grad
+from phalanx.collectives.cross_device import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from phalanx.context import (
+    ReplicaContext,
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from phalanx.control_flow import checkpoint, cond, scan, while_loop
+from phalanx.function import function
+
+from phalanx import keras
+from phalanx.input.distributed import DistributedDataset, DistributedIterator
+from phalanx.input.sources.functions import InputContext
+from phalanx.options import InputOptions, InputReplicationMode, ReduceOp, RunOptions
+from phalanx.strategies.base import Strategy, explain_sharding
+from phalanx.strategies.extended import StrategyExtended
+from phalanx.strategies.mirrored import MirroredStrategy
+from phalanx.strategies.single import OneDeviceStrategy
+from phalanx.topology import REPLICA_AXIS, set_virtual_cpu_devices
+from phalanx.values import DistributedValues, Mirrored, PerReplica
+
+__all__ = [
+    "REPLICA_AXIS",
+    "CrossDeviceOps",
+    "DistributedDataset",
+    "DistributedIterator",
+    "DistributedValues",
+    "GradientTape",
+    "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
+    "Mirrored",
+    "MirroredStrategy",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "RunOptions",
+    "Strategy",
+    "StrategyExtended",
+    "checkpoint",
+    "cond",
+    "data",
+    "errors",
+    "experimental",
+    "experimental_set_strategy",
+    "explain_sharding",
+    "function",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "keras",
+    "nn",
+    "scan",
+    "set_virtual_cpu_devices",
+    "value_and_grad",
+    "while_loop",
+]
