@@ -9,7 +9,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/text_lm.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 test-sources: .venv-sources/.installed
 	.venv-sources/bin/python -m pytest -q tests/sources

@@ -2,6 +2,7 @@
 """All public names. `import phalanx` loads them when one is asked for: they need JAX and Keras, the launcher does not."""
 
 from phalanx import compat  # noqa: F401  (first: it makes sure of the Keras backend)
+from phalanx import cluster_resolver
 from phalanx import data
 from phalanx import errors
 from phalanx import experimental
@@ -31,6 +32,7 @@ from phalanx.options import InputOptions, InputReplicationMode, ReduceOp, RunOpt
 from phalanx.strategies.base import Strategy, explain_sharding
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.mirrored import MirroredStrategy
+from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
 from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.topology import REPLICA_AXIS, set_virtual_cpu_devices
 from phalanx.values import DistributedValues, Mirrored, PerReplica
@@ -48,6 +50,7 @@ __all__ = [
     "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
@@ -58,6 +61,7 @@ __all__ = [
     "Strategy",
     "StrategyExtended",
     "checkpoint",
+    "cluster_resolver",
     "cond",
     "data",
     "errors",

@@ -52,6 +52,7 @@ from keras.src.trainers.data_adapters.generator_data_adapter import (  # noqa: E
 from keras.src.trainers.trainer import Trainer as _Trainer  # noqa: E402
 from keras.src.utils.python_utils import is_default as _is_default  # noqa: E402
 from keras.src.utils.python_utils import pythonify_logs as _pythonify_logs  # noqa: E402
+from keras.src.utils.rng_utils import get_random_seed as _get_random_seed  # noqa: E402
 
 
 class AbstractLiftScope(keras.StatelessScope):
@@ -601,6 +602,14 @@ _extend(keras.optimizers.LossScaleOptimizer, "apply")(_apply)
 _extend(keras.optimizers.LossScaleOptimizer, "stateless_apply")(_stateless_apply)
 
 
+def agree_on_seed(agree: Callable[[np.ndarray], Any]) -> None:
+    """Lets all processes have the random seed that `agree` returns, but for those with a seed that was set."""
+    own = _get_random_seed()
+    agreed = agree(np.array(np.random.default_rng().integers(2**31 - 1) if own is None else own, np.int32))
+    if own is None:
+        keras.utils.set_random_seed(int(agreed))
+
+
 # Keras's trainer.
 
 
@@ -718,13 +727,16 @@ def in_order(model: keras.Model, logs: Any) -> Any:
 
 def batch_hooks(callbacks: Any, kind: str) -> list[Callable[..., None]]:
     """Returns what to call before and after a batch: nothing where no callback listens, which Keras does in threads."""
-    return [_hook(callbacks, kind, when) for when in ("begin", "end")]
+    return [
+        getattr(callbacks, f"on_{kind}_batch_{when}") if listens(callbacks.callbacks, kind, when) else _nothing
+        for when in ("begin", "end")
+    ]
 
 
-def _hook(callbacks: Any, kind: str, when: str) -> Callable[..., None]:
+def listens(callbacks: Sequence[Any], kind: str, when: str) -> bool:
+    """Whether one of some callbacks has a method of its own for the begin or the end of a batch."""
     names = [f"on_{kind}_batch_{when}"] + ([f"on_batch_{when}"] if kind == "train" else [])
-    listens = any(not _is_default(getattr(c, name)) for c in callbacks.callbacks for name in names)
-    return getattr(callbacks, names[0]) if listens else _nothing
+    return any(not _is_default(getattr(c, name, None)) for c in callbacks for name in names)
 
 
 def _nothing(batch: int, logs: Any = None) -> None:
@@ -746,6 +758,15 @@ def to_python(logs: Any) -> Any:
 def is_evaluated(model: keras.Model, epoch: int, frequency: Any) -> bool:
     """Whether `fit` validates after this epoch."""
     return model._should_eval(epoch, frequency)
+
+
+def take_over_state(model: keras.Model, from_chief: Callable[[list[Any]], list[Any]]) -> None:
+    """Gives a model and its optimizer the values, and `fit` the first epoch, that the chief has."""
+    variables = [*model.variables, *model.optimizer.variables]
+    *values, epoch = from_chief([*(np.asarray(v.value) for v in variables), np.int32(model._initial_epoch or 0)])
+    model._initial_epoch = int(epoch)
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
 
 
 def first_epoch(model: keras.Model, given: int) -> int:

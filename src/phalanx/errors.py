@@ -7,9 +7,13 @@
     │   ├── ReduceOpError                     an operation, dim or dtype that cannot be reduced
     │   └── InputError                        data that cannot be split into per-replica batches
     │       └── CardinalityError (TypeError)  the length of a dataset that has none
+    ├── ClusterError (ValueError)             a cluster that is described wrongly
+    │   ├── ClusterTypeError (TypeError)      a description, or a part of one, of the wrong type
+    │   └── ClusterSourceError (RuntimeError) a place that does not tell, or not yet, what the cluster is
     ├── ContextError (RuntimeError)           the right call in the wrong context
     │   └── MixedStrategyError                two strategies where one is allowed
     ├── StartupError (RuntimeError)           too late, or unsafe, to set up this process
+    ├── MissingDependencyError (ImportError)  an optional library that is not installed
     ├── VariableError (ValueError)            a variable that cannot do what was asked
     │   ├── AggregationError                  a write that the policy table refuses
     │   └── NestedWriteError                  a write inside a jax.lax body or another inner trace
@@ -109,6 +113,18 @@ class OutOfRangeError(PhalanxError, IndexError):
 
 class StateLostError(PhalanxError, RuntimeError):
     """A failed program took donated variables with it."""
+
+
+class ClusterError(PhalanxError, ValueError):
+    """A cluster that is described wrongly."""
+
+
+class ClusterTypeError(ClusterError, TypeError):
+    """A description of a cluster, or a part of one, of the wrong type."""
+
+
+class ClusterSourceError(ClusterError, RuntimeError):
+    """An environment or a service that does not tell, or not yet, what the cluster is."""
 
 
 class RecompilationWarning(UserWarning):

@@ -3,6 +3,7 @@
 
 from phalanx.input.placement import ValueContext
 from phalanx.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions
+from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 CollectiveCommunication = CommunicationImplementation
 
@@ -11,5 +12,6 @@ __all__ = [
     "CollectiveCommunication",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
     "ValueContext",
 ]

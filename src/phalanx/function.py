@@ -293,7 +293,9 @@ class Program:
             return array
         sharding = self._topology.per_replica if sharded else self._topology.replicated
         placed = isinstance(array, jax.Array) and (array.sharding is sharding or array.sharding == sharding)
-        return array if placed else jax.device_put(array, sharding)
+        if placed:
+            return array
+        return self._topology.put_per_replica([array])[0] if sharded else self._topology.put_replicated(array)
 
     def _call_abstract(self, arrays: list[Any]) -> None:
         args, kwargs, _ = self._rebuild(arrays)

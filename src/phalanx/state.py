@@ -190,6 +190,8 @@ class _Variables:
         return arrays, components
 
     def _arrays(self, *, own: bool) -> list[Any]:
+        if self._topology is not None and self._topology.num_workers > 1:
+            self._take_from_chief(self._topology)
         arrays = compat.raw_values(self.variables)
         counts = compat.reference_counts(arrays)
         # One short loop in which nothing happens at the steady state: it runs at every step, for every variable.
@@ -203,6 +205,17 @@ class _Variables:
                 arrays[i] = jax.device_put(arrays[i], arrays[i].sharding, may_alias=False)
         return arrays
 
+    def _take_from_chief(self, topology: Topology) -> None:
+        """Gives variables that no program has had yet the chief's values."""
+        fresh = [i for i, slot in enumerate(self.slots) if slot.home is not topology]
+        if not fresh:
+            return
+        variables = [self.variables[i] for i in fresh]
+        for i, variable, value in zip(fresh, variables, topology.from_chief(compat.raw_values(variables)), strict=True):
+            array = topology.put_replicated(value)
+            compat.set_raw_values([variable], [array])
+            self.slots[i].store(array, topology, owned=False)
+
     def _components(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the replicas' own values of on-read variables; None for the others."""
         parts: list[Any] = [None] * len(arrays)
@@ -211,7 +224,8 @@ class _Variables:
             if parts[i] is None:
                 assert self._topology is not None
                 first = initial_components(self.variables[i], arrays[i], self._topology.num_replicas)
-                parts[i] = jax.device_put(first, self._topology.per_replica)
+                own = self._topology.local_replicas
+                parts[i] = self._topology.put_per_replica([first[own.start : own.stop]])[0]
         return parts
 
     def _adopt(self, variable: Variable, slot: Slot, array: Any) -> Any:
@@ -220,7 +234,7 @@ class _Variables:
             # Made of a Python number. What a program returns is not weakly typed, and would be compiled for again.
             array = jax.lax.convert_element_type(array, array.dtype)
         if self._topology is not None:
-            array = jax.device_put(array, self._topology.replicated)
+            array = self._topology.put_replicated(array)
         compat.set_raw_values([variable], [array])
         slot.store(array, self._topology, owned=False)
         return array

@@ -182,6 +182,24 @@ class Topology:
         whole = lambda x: (self.num_replicas, *x.shape[1:])  # noqa: E731
         return [jax.make_array_from_process_local_data(self.per_replica, x, whole(x)) for x in local]
 
+    def put_replicated(self, tree: Any) -> Any:
+        """Puts a pytree of arrays on all devices; of several processes all must have the same values."""
+        if self.num_workers == 1:
+            return jax.device_put(tree, self.replicated)
+        return jax.tree.map(self._put_on_local_devices, tree)
+
+    def _put_on_local_devices(self, value: Any) -> jax.Array:
+        # Unlike device_put it asks no other process.
+        if isinstance(value, jax.Array) and value.sharding == self.replicated:
+            return value
+        parts = [jax.device_put(value, device) for device in self.local_devices]
+        return jax.make_array_from_single_device_arrays(np.shape(value), self.replicated, parts)
+
+    def from_chief(self, values: list[Any]) -> list[Any]:
+        """Returns what the first worker has of some arrays; all workers must call it, on their main threads."""
+        with dispatch_lock:
+            return multihost_utils.broadcast_one_to_all(values, is_source=self.worker_index == 0)
+
     def join_per_replica(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Makes one array `(num_replicas, ...)` of one for each local replica, which is on its device already or put there."""
         placed = [jax.device_put(x, d)[None] for x, d in zip(parts, self.local_devices, strict=True)]

@@ -1,5 +1,6 @@
 """Several processes on this machine that are the workers of one cluster, and do what the test tells them."""
 
+import json
 import multiprocessing
 import os
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +20,15 @@ _START_S = 60.0
 
 class ClusterError(RuntimeError):
     """A worker died or was late. Its log says why."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports of the loopback that nobody has."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 class Cluster:
@@ -35,11 +46,9 @@ class Cluster:
         self._logs: list[Any] = []
 
     def __enter__(self) -> Self:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(self.workers)]
         for index in range(self.workers):
-            self._start(index, port)
+            self._start(index, addresses)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,16 +73,17 @@ class Cluster:
         """Whether all workers are still there."""
         return all(process.poll() is None for process in self._processes)
 
-    def _start(self, index: int, port: int) -> None:
+    def _start(self, index: int, addresses: list[str]) -> None:
         ours, theirs = multiprocessing.Pipe()
         log = tempfile.TemporaryFile("a+")  # noqa: SIM115
         one_device = {"NPROC": str(max(1, (os.cpu_count() or 1) // self.workers))}
         environment = {k: v for k, v in os.environ.items() if k not in _OF_THIS_PROCESS} | {
-            "PYTHONPATH": f"{_HERE}{os.pathsep}{_HERE.parent / 'sources'}",
+            "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}),
+            "PYTHONPATH": os.pathsep.join(map(str, (_HERE, _HERE.parent / "sources", _HERE.parent / "contract"))),
             "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=12",
             **(one_device if self.devices == 1 else {"PHALANX_CPU_DEVICES": str(self.devices)}),
         }
-        command = [sys.executable, _HERE / "worker.py", theirs.fileno(), index, self.workers, port]
+        command = [sys.executable, _HERE / "worker.py", theirs.fileno()]
         self._processes.append(
             subprocess.Popen(
                 list(map(str, command)), env=environment, stdout=log, stderr=log, pass_fds=[theirs.fileno()]

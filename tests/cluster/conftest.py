@@ -4,7 +4,8 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "sources"))  # For `evaluation`.
+# For `evaluation` and `reference_training`.
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("sources", "contract")]
 
 import pytest
 from cluster import Cluster

@@ -10,32 +10,13 @@ from unittest import mock
 import jax
 import numpy as np
 from evaluation import BATCH, ROWS, Evaluation, X, Y
+from training import accumulated, first_values, fit, interrupted, loop, shuffled, verbs, writing  # noqa: F401  (found here)
 
 import phalanx
 from phalanx.data import AutoShardPolicy
 from phalanx.testing import assert_restores_everywhere
-from phalanx.topology import Topology
 
 ALL = {"x": X, "y": Y, "id": np.arange(ROWS, dtype="int32")}
-
-
-class AllDevices(phalanx.Strategy):
-    """One replica on each device of all workers, until there is a strategy for several workers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._topology = Topology(tuple(jax.devices()))
-        self._cross_device_ops = phalanx.NcclAllReduce().for_devices(self._topology.devices)
-
-    @property
-    def topology(self) -> Topology:
-        """All devices, in the order of their processes."""
-        return self._topology
-
-    @property
-    def cross_device_ops(self) -> phalanx.CrossDeviceOps:
-        """Packed, as it pays between processes."""
-        return self._cross_device_ops
 
 
 class Opened(list):
@@ -150,7 +131,7 @@ def values_from_function(strategy: phalanx.Strategy) -> list[float]:
 def one_thread_for_one_device(strategy: phalanx.Strategy) -> int:
     """With one device a process, the rule is NPROC = cores / processes, which may be 1."""
     with mock.patch.dict(os.environ, NPROC="1"):
-        return AllDevices().num_replicas_in_sync
+        return phalanx.MultiWorkerMirroredStrategy().num_replicas_in_sync
 
 
 def _masked_sum(batch: dict[str, Any]) -> Any:

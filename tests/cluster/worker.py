@@ -1,4 +1,4 @@
-"""One worker of a cluster: python worker.py <file descriptor of a pipe> <index> <workers> <port>."""
+"""One worker of a cluster, which TF_CONFIG describes: python worker.py <file descriptor of a pipe>."""
 
 import sys
 import traceback
@@ -7,16 +7,11 @@ from multiprocessing.connection import Connection
 import phalanx  # Before Keras, whose backend it chooses.
 
 
-def main(descriptor: int, index: int, workers: int, port: int) -> None:
+def main(descriptor: int) -> None:
     """Does what the test asks for, until the pipe is closed."""
-    import jax
-
-    address = f"127.0.0.1:{port}"
-    bind = {"coordinator_bind_address": address} if index == 0 else {}
-    jax.distributed.initialize(address, workers, index, **bind)
+    strategy = phalanx.MultiWorkerMirroredStrategy()
     import tasks
 
-    strategy = tasks.AllDevices()
     pipe = Connection(descriptor)
     pipe.send(f"ready: {phalanx.__version__}")
     while True:
@@ -33,4 +28,4 @@ def main(descriptor: int, index: int, workers: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(int(sys.argv[1]))

@@ -26,6 +26,9 @@ BUILTINS = {
     errors.TraceError: RuntimeError,
     errors.OutOfRangeError: IndexError,
     errors.StateLostError: RuntimeError,
+    errors.ClusterError: ValueError,
+    errors.ClusterTypeError: TypeError,
+    errors.ClusterSourceError: RuntimeError,
 }
 
 

@@ -65,7 +65,7 @@ class Placement:
         is_full = all(step.rows == places * replicas for step in steps)
         parts = steps[0].piece.parts
         if room is None and is_full and replicas == 1 and not self._is_masked:
-            return jax.device_put(parts[0], self._topology.replicated) if self._fetches else parts[0]
+            return self._topology.put_replicated(parts[0]) if self._fetches else parts[0]
         mask = self._mask(steps, room) if self._is_masked or not is_full else None
         if room is None and is_full and _are_on_devices(parts):
             return jax.tree.map(lambda *xs: PerReplica(self._topology.join_per_replica(xs), mask), *parts)

@@ -5,7 +5,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,23 @@ from phalanx import compat, context, lifting
 from phalanx.errors import ContextError, InvalidArgumentError
 from phalanx.function import Function
 from phalanx.keras import steps
+from phalanx.keras.callbacks import TensorBoard
 from phalanx.keras.data import EpochData
 from phalanx.keras.interrupts import Interrupts
 from phalanx.options import RunOptions
 from phalanx.replicate import trace_run
 from phalanx.strategies.base import Strategy
+from phalanx.topology import Topology
 from phalanx.values import PerReplica, is_distributed
+
+_WRITERS = (
+    TensorBoard,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.TensorBoard,
+)
+"""Callbacks that write files and do not steer the training."""
 
 ReplicaStep = Callable[[keras.Model, Any], Any]
 
@@ -40,6 +51,7 @@ class ModelTrainer:
         self._train = self._program(steps.train)
         self._test = self._program(steps.test)
         self._predict = self._program(steps.predict)
+        self._hears_batches = False
 
     @property
     def _model(self) -> keras.Model:
@@ -89,6 +101,8 @@ class ModelTrainer:
             with self._calling(callbacks, verbose, epochs, data, add_history=True) as hooks:
                 model.stop_training, logs = False, {}
                 hooks.on_train_begin()
+                if self._has_peers and _any_of(callbacks, keras.callbacks.BackupAndRestore):
+                    compat.take_over_state(model, self._topology.from_chief)
                 try:
                     for epoch in range(compat.first_epoch(model, initial_epoch), _capped(epochs)):
                         model.reset_metrics()
@@ -97,6 +111,7 @@ class ModelTrainer:
                         if validation is not None and compat.is_evaluated(model, epoch, validation_freq):
                             results = self._evaluate(validation, hooks, interrupts)
                             logs |= {f"val_{name}": value for name, value in results.items()}
+                        self._read_on_demand()
                         hooks.on_epoch_end(epoch, logs)
                         if model.stop_training:
                             break
@@ -183,6 +198,23 @@ class ModelTrainer:
             with interrupts.held():
                 return _rows(self._predict(batch, None), None)
 
+    @property
+    def _topology(self) -> Topology:
+        assert self._strategy.topology is not None
+        return self._strategy.topology
+
+    @property
+    def _has_peers(self) -> bool:
+        """Whether other processes train the same model."""
+        return self._topology.num_workers > 1
+
+    def _read_on_demand(self) -> None:
+        """Combines accumulated gradients on all processes, for the first one's callbacks may save them."""
+        optimizer = self._model.optimizer
+        if self._has_peers and optimizer is not None and compat.accumulation_steps(optimizer):
+            for variable in optimizer.variables:
+                _ = variable.value
+
     def _stacked(self, count: int) -> int | None:
         """Returns how many steps are stacked in what a program returns; None where it did one alone."""
         return None if self._model.steps_per_execution == 1 or self._model.run_eagerly else count
@@ -222,6 +254,8 @@ class ModelTrainer:
             # Keras reads the logs for its callbacks, and swallows what comes meanwhile.
             with interrupts.held():
                 logs = program(batches, count)
+                if kind == "train" and self._hears_batches:
+                    self._read_on_demand()
                 end(first + count - 1, logs)
             if model.stop_training if kind == "train" else model.stop_evaluating:
                 break
@@ -238,7 +272,7 @@ class ModelTrainer:
             scope = lifting.innermost()
             assert scope is not None
             outputs = trace_run(strategy, replica_step, (batches,), {}, scope, steps=count)
-            return outputs if step is steps.predict else self._logs(outputs, count)
+            return strategy.on_all_workers(_apart(outputs)) if step is steps.predict else self._logs(outputs, count)
 
         compiled = Function(run)
 
@@ -259,7 +293,7 @@ class ModelTrainer:
                 "compile(..., steps_per_execution=1)",
             )
         outputs = self._strategy.run(replica_step, args=(batches,), options=RunOptions(eager=True))
-        return outputs if is_prediction else self._logs(outputs, None)
+        return _apart(outputs) if is_prediction else self._logs(outputs, None)
 
     def _logs(self, outputs: Any, count: Any) -> Any:
         """Returns the metrics after the last step; with a step of the user's own what it returned, averaged."""
@@ -306,7 +340,15 @@ class ModelTrainer:
     def _calling(
         self, callbacks: Any, verbose: Any, epochs: int, data: EpochData, *, add_history: bool = False
     ) -> Iterator[keras.callbacks.CallbackList]:
-        """Yields the list of callbacks, whose threads end with a failure."""
+        """Yields the list of callbacks, whose threads end with a failure.
+
+        Of several processes the first one writes, to the terminal and to files.
+        """
+        given = [c for c in keras.tree.flatten(callbacks) if c is not None]
+        # Asked of all callbacks, of which other processes have fewer.
+        self._hears_batches = compat.listens(given, "train", "end")
+        if self._has_peers and self._topology.worker_index:
+            callbacks, verbose = [c for c in given if not isinstance(c, _WRITERS)], 0
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks = keras.callbacks.CallbackList(
                 callbacks,
@@ -324,6 +366,10 @@ class ModelTrainer:
             raise
 
 
+def _any_of(callbacks: Any, kind: type) -> bool:
+    return any(isinstance(c, kind) for c in keras.tree.flatten(callbacks))
+
+
 def _capped(epochs: int) -> int:
     most = keras.config.max_epochs()
     if not most or epochs <= most:
@@ -338,18 +384,35 @@ def _flat(logs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for part in parts for name, value in part.items()}
 
 
+class _Rows(NamedTuple):
+    """The replicas' outputs, `(replicas, [steps,] rows, ...)`, and which rows are real; None for all."""
+
+    data: Any
+    mask: Any
+
+
+def _apart(outputs: Any) -> Any:
+    """Takes per-replica outputs apart, so that all processes can have the whole of them."""
+    return jax.tree.map(_apart_of, outputs, is_leaf=is_distributed)
+
+
+def _apart_of(output: Any) -> Any:
+    if not isinstance(output, PerReplica):
+        return output
+    return _Rows(output.data, None if output.rows is None else output.rows.mask)
+
+
 def _rows(outputs: Any, steps: int | None) -> Any:
     """Returns the real rows of predictions, in order, on the host; `steps` are stacked."""
-    return jax.tree.map(lambda x: _rows_of(x, steps), outputs, is_leaf=is_distributed)
+    return jax.tree.map(lambda x: _rows_of(x, steps), outputs, is_leaf=lambda x: isinstance(x, _Rows))
 
 
 def _rows_of(output: Any, steps: int | None) -> np.ndarray:
-    if not isinstance(output, PerReplica):
+    if not isinstance(output, _Rows):
         return np.asarray(output)
-    if steps is None:
-        return np.concatenate([np.asarray(v) for v in output.values])
-    # (replicas, steps, rows, ...): the rows of a step are those of all replicas.
-    data = np.moveaxis(np.asarray(output.data), 1, 0)[:steps]
-    if output.rows is None:
-        return data.reshape(-1, *data.shape[3:])
-    return data[np.moveaxis(np.asarray(output.rows.mask), 1, 0)[:steps]]
+    data, mask = np.asarray(output.data), None if output.mask is None else np.asarray(output.mask)
+    if steps is not None:
+        # The rows of a step are those of all replicas.
+        data = np.moveaxis(data, 1, 0)[:steps]
+        mask = None if mask is None else np.moveaxis(mask, 1, 0)[:steps]
+    return data.reshape(-1, *data.shape[2 + (steps is not None) :]) if mask is None else data[mask]

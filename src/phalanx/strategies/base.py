@@ -30,7 +30,7 @@ from phalanx.input.placement import ValueContext, distribute_values
 from phalanx.input.sharding import WorkerShard
 from phalanx.input.sources.functions import InputContext
 from phalanx.input.sources.records import NumpyDataset
-from phalanx.options import InputOptions, ReduceOp, RunOptions
+from phalanx.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from phalanx.replicate import trace_run
 from phalanx.state import components_of
 from phalanx.strategies.extended import StrategyExtended
@@ -44,7 +44,7 @@ class Strategy(ABC):
     """Where variables live and where replicas run.
 
     The verbs below are the same for all strategies. A strategy of your own overrides `topology`, and where it differs
-    `cross_device_ops`, `cluster_resolver`, `aggregate_gradients` and `execute`.
+    `cross_device_ops`, `communication_options`, `cluster_resolver`, `aggregate_gradients` and `execute`.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,12 @@ class Strategy(ABC):
         return None
 
     @property
-    def cluster_resolver(self) -> None:
+    def communication_options(self) -> CommunicationOptions | None:
+        """Hints for the all-reduce of gradients."""
+        return None
+
+    @property
+    def cluster_resolver(self) -> Any:
         """The resolver of the cluster; None on one machine. May be called in any context."""
         return None
 
@@ -72,7 +77,8 @@ class Strategy(ABC):
         """Sums gradients over the replicas, inside a program; None stays None."""
         assert self.cross_device_ops is not None
         given = [g for g in grads if g is not None]
-        summed = iter(self.cross_device_ops.batch_reduce(ReduceOp.SUM, [(g, g) for g in given]))
+        pairs = [(g, g) for g in given]
+        summed = iter(self.cross_device_ops.batch_reduce(ReduceOp.SUM, pairs, self.communication_options))
         return [None if g is None else next(summed) for g in grads]
 
     def execute(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: RunOptions) -> Any:
@@ -477,21 +483,21 @@ class Strategy(ABC):
             "Strategy.replicate", self, "return phalanx.Mirrored(tree) from the replica function"
         )
         context.require_not_running("Strategy.replicate", "place the tree outside the step")
-        return Mirrored(tree if self.topology is None else jax.device_put(tree, self.topology.replicated))
+        return Mirrored(tree if self.topology is None else self.topology.put_replicated(tree))
 
     def _require_distributing(self, method: str) -> None:
         context.require_cross_replica(method, self, "distribute the dataset outside the replica function")
         context.require_not_running(method, "distribute it outside the step")
 
     def _in_program(self, key: Any, fn: Callable[[Any], Any], value: Any) -> Any:
-        on_all = lambda v: self._on_all_workers(fn(v))  # noqa: E731
+        on_all = lambda v: self.on_all_workers(fn(v))  # noqa: E731
         if lifting.innermost() is not None:
             return on_all(value)
         with context.enter(self._cross_replica):
             return self._programs.call(self._programs, on_all, (value,), {}, key=key)
 
-    def _on_all_workers(self, tree: Any) -> Any:
-        """Gives every process the whole of each array in a program."""
+    def on_all_workers(self, tree: Any) -> Any:
+        """Gives every process the whole of each array. Inside a program."""
         if self.topology is None or self.topology.num_workers == 1:
             return tree
         whole = self.topology.replicated
@@ -541,7 +547,9 @@ class Scope:
         with ExitStack() as stack:
             if self._strategy.topology is not None:
                 stack.enter_context(context.enter(Mode(self._strategy, None)))
-                stack.enter_context(compat.variable_layout(self._strategy.topology.replicated))
+                # Between processes variables are placed when a program first needs them, with the chief's values.
+                if self._strategy.topology.num_workers == 1:
+                    stack.enter_context(compat.variable_layout(self._strategy.topology.replicated))
             self._open.append(stack.pop_all())
         return self._strategy
 

@@ -173,13 +173,18 @@ class StrategyExtended:
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process writes checkpoints."""
-        return True
+        """Whether this process writes checkpoints: the first of several."""
+        return self._is_chief
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process writes summaries."""
-        return True
+        """Whether this process writes summaries: the first of several."""
+        return self._is_chief
+
+    @property
+    def _is_chief(self) -> bool:
+        topology = self._strategy.topology
+        return topology is None or topology.worker_index == 0
 
 
 def _is_per_replica(value: object) -> bool:

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which resolver the environment of a process calls for."""
+
+import os
+from collections.abc import Mapping
+
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.resolvers.kubernetes import KubernetesClusterResolver
+from phalanx.cluster.resolvers.sagemaker import SageMakerClusterResolver
+from phalanx.cluster.resolvers.slurm import SlurmClusterResolver
+from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
+from phalanx.cluster.resolvers.tpu import TPUClusterResolver
+
+_SLURM_STEP = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
+
+
+def resolver_of_environment(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
+    """Returns the resolver that the environment calls for, or None where there is no cluster. May be used in any context.
+
+    In this order, because each may run inside the next, and what a person wrote goes before what a machine set:
+
+    1. TF_CONFIG.
+    2. A Slurm job step: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE.
+    3. Kubernetes: PHALANX_NUM_PODS.
+    4. SageMaker: SM_HOSTS and SM_CURRENT_HOST.
+    5. TPU: several hosts in TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES. The metadata server is not asked.
+
+    Args:
+      environ: replaces the environment of this process.
+
+    Example:
+      >>> type(resolver_of_environment({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"})).__name__
+      'SageMakerClusterResolver'
+      >>> resolver_of_environment({}) is None
+      True
+    """
+    found = os.environ if environ is None else environ
+    if "TF_CONFIG" in found:
+        return TFConfigClusterResolver(environ=environ)
+    if all(found.get(name) for name in _SLURM_STEP):
+        return SlurmClusterResolver(environ=environ)
+    if "PHALANX_NUM_PODS" in found:
+        return KubernetesClusterResolver(environ=environ)
+    if found.get("SM_HOSTS") and found.get("SM_CURRENT_HOST"):
+        return SageMakerClusterResolver(environ=environ)
+    if "," in (found.get("TPU_PROCESS_ADDRESSES") or found.get("TPU_WORKER_HOSTNAMES", "")):
+        return TPUClusterResolver(environ=environ)
+    return None

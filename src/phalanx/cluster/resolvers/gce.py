@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The running machines of an instance group on Google Compute Engine."""
+
+from collections.abc import Iterator
+from typing import Any, final
+
+from typing_extensions import override
+
+from phalanx.cluster.resolvers.base import ClusterResolver, google_service
+from phalanx.cluster.spec import ClusterSpec
+from phalanx.errors import ClusterSourceError
+
+
+@final
+class GCEClusterResolver(ClusterResolver):
+    """The running machines of an instance group on Google Compute Engine, by address. May be used in any context.
+
+    Args:
+      project: the project of the group.
+      zone: its zone.
+      instance_group: its name.
+      port: where each machine listens.
+      task_type: the job of all machines.
+      task_id: this machine's index.
+      rpc_layer: what precedes addresses in `master()`.
+      credentials: of google-auth; by default those of the machine.
+      service: the client of the Compute Engine API; by default google-api-python-client's.
+
+    Source: tf.distribute.cluster_resolver.GCEClusterResolver.
+
+    Example:
+      >>> resolver = GCEClusterResolver("my-project", "us-west1-a", "my-group", 8470)
+      >>> resolver.task_type, resolver.task_id
+      ('worker', 0)
+    """
+
+    def __init__(
+        self,
+        project: str,
+        zone: str,
+        instance_group: str,
+        port: int,
+        task_type: str = "worker",
+        task_id: int = 0,
+        rpc_layer: str = "grpc",
+        credentials: Any = "default",
+        service: Any = None,
+    ) -> None:
+        self._project, self._zone, self._group, self._port = project, zone, instance_group, port
+        self._job, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
+        self._credentials, self._service = credentials, service
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the addresses of the machines that run, sorted.
+
+        Raises:
+          ClusterSourceError: none runs.
+          MissingDependencyError: no service was given, and google-api-python-client is not installed.
+        """
+        addresses = sorted(f"{address}:{self._port}" for address in self._internal_addresses())
+        if not addresses:
+            asked = f"instance_group={self._group!r} in {self._zone} of {self._project}"
+            raise ClusterSourceError(
+                asked, "no machine of it runs.", "gcloud compute instance-groups list-instances ..."
+            )
+        return ClusterSpec({self._job: addresses})
+
+    @property
+    @override
+    def task_type(self) -> str:
+        return self._job
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        raise ClusterSourceError(
+            f"task_type={task_type!r}",
+            f"all machines of the group are {self._job!r}.",
+            f"GCEClusterResolver(..., task_type={task_type!r})",
+        )
+
+    def _internal_addresses(self) -> Iterator[str]:
+        service = self._service or google_service("compute", "v1", self._credentials)
+        place = {"project": self._project, "zone": self._zone}
+        groups = service.instanceGroups()
+        request = groups.listInstances(**place, instanceGroup=self._group, body={"instanceState": "RUNNING"})
+        while request is not None:
+            page = request.execute()
+            for item in page.get("items", []):
+                name = item["instance"].rsplit("/", 1)[-1]
+                machine = service.instances().get(**place, instance=name).execute()
+                yield machine["networkInterfaces"][0]["networkIP"]
+            request = groups.listInstances_next(previous_request=request, previous_response=page)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster that the program itself describes."""
+
+from typing import final
+
+from typing_extensions import override
+
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.spec import ClusterSpec
+from phalanx.errors import ClusterTypeError
+
+
+@final
+class SimpleClusterResolver(ClusterResolver):
+    """A cluster that the program itself describes. May be used in any context.
+
+    Args:
+      cluster_spec: the addresses of all tasks.
+      master: what `master()` returns where it is not asked for a task.
+      task_type: this process's job.
+      task_id: this process's index in its job.
+      environment: where the cluster runs.
+      num_accelerators: how many devices of each kind a task has.
+      rpc_layer: what precedes addresses in `master()`.
+
+    Raises:
+      ClusterTypeError: `cluster_spec` is no ClusterSpec, or `master` no string.
+
+    Source: tf.distribute.cluster_resolver.SimpleClusterResolver.
+
+    Example:
+      >>> spec = ClusterSpec({"worker": ["host0:12345", "host1:12345"]})
+      >>> SimpleClusterResolver(spec, task_type="worker", task_id=0).master("worker", 1, rpc_layer="grpc")
+      'grpc://host1:12345'
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: dict[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not isinstance(cluster_spec, ClusterSpec):
+            raise ClusterTypeError(
+                f"cluster_spec={cluster_spec!r:.80}",
+                "must be a ClusterSpec.",
+                "phalanx.cluster_resolver.ClusterSpec(...)",
+            )
+        if not isinstance(master, str):
+            raise ClusterTypeError(f"master={master!r:.80}", "must be a string.", 'master="host0:12345"')
+        self._spec, self._master, self._environment = cluster_spec, master, environment
+        self._accelerators = dict(num_accelerators or {})
+        self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        return self._spec
+
+    @override
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        if task_type is None or task_id is None:
+            return self._with_layer(self._master, rpc_layer)
+        return super().master(task_type, task_id, rpc_layer)
+
+    @override
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
+    ) -> dict[str, int]:
+        return dict(self._accelerators)
+
+    @property
+    @override
+    def environment(self) -> str:
+        return self._environment

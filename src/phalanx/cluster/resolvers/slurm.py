@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks of a Slurm job step: what `srun` started."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import final
+
+from typing_extensions import override
+
+from phalanx.cluster.resolvers.base import ClusterResolver, number, variable
+from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.errors import ClusterSourceError
+
+_MEANING = "srun sets it for each task of a job step"
+_HINT = "srun --ntasks=2 python train.py"
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Returns the hosts of a host list of Slurm, in its order.
+
+    Args:
+      text: names between commas, in which `[8-10,12]` stands for numbers; a range that begins with zeros keeps its width.
+
+    Raises:
+      ClusterSourceError: the text is no such list.
+
+    Example:
+      >>> expand_hosts("login,gpu[08-10,12]")
+      ['login', 'gpu08', 'gpu09', 'gpu10', 'gpu12']
+    """
+    return [host for item in _items(text) for host in _hosts_of(item, text)]
+
+
+def expand_counts(text: str) -> list[int]:
+    """Returns the number of each node in a list of counts of Slurm.
+
+    Args:
+      text: numbers between commas; `4(x2)` stands for `4,4`.
+
+    Raises:
+      ClusterSourceError: the text is no such list.
+
+    Example:
+      >>> expand_counts("4(x2),3")
+      [4, 4, 3]
+    """
+    counts = []
+    for item in text.split(","):
+        if not (match := _COUNT.fullmatch(item.strip())):
+            raise ClusterSourceError(f"tasks per node {text!r}", f"{item!r} is no number of tasks.", "4(x2),3")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _items(text: str) -> list[str]:
+    """Splits at the commas outside brackets."""
+    items = re.split(r",(?![^\[\]]*\])", text)
+    for item in items:
+        plain = re.sub(r"\[[^\[\]]*\]", "", item)
+        if not item or set(plain) & set("[] \t"):
+            raise _bad_list(text, f"{item!r} is no host or has a bracket too many")
+    return items
+
+
+def _hosts_of(item: str, text: str) -> Iterator[str]:
+    before, bracket, rest = item.partition("[")
+    if not bracket:
+        yield before
+        return
+    numbers, _, after = rest.partition("]")
+    for part in numbers.split(","):
+        for value in _values(part, text):
+            for end in _hosts_of(after, text):
+                yield before + value + end
+
+
+def _values(part: str, text: str) -> Iterator[str]:
+    match = _RANGE.fullmatch(part)
+    if not match or int(match[2] or match[1]) < int(match[1]):
+        raise _bad_list(text, f"{part!r} is no number, and no range of ascending numbers")
+    first, last = match[1], match[2] or match[1]
+    return (f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1))
+
+
+def _bad_list(text: str, found: str) -> ClusterSourceError:
+    return ClusterSourceError(f"host list {text!r:.80}", f"{found}.", "host[01-04,07]")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one rank runs: on which node, and as which of that node's tasks."""
+
+    node: int
+    local: int
+
+
+def _placed(counts: list[int], distribution: str) -> list[_Place]:
+    """Returns where each rank runs."""
+    places = [_Place(node, local) for node, count in enumerate(counts) for local in range(count)]
+    kind = distribution.partition(":")[0].lower()
+    if kind.startswith("cyclic"):
+        return sorted(places, key=lambda p: (p.local, p.node))
+    if kind in ("", "*") or kind.startswith(("block", "pack", "nopack")):
+        return places
+    raise ClusterSourceError(
+        f"SLURM_DISTRIBUTION={distribution!r}",
+        "nothing tells which node a rank is on; block and cyclic do.",
+        "srun --distribution=block ...",
+    )
+
+
+@final
+class SlurmClusterResolver(ClusterResolver):
+    """The tasks of a Slurm job step: what `srun` started. May be used in any context.
+
+    The ranks are given to the jobs in the order of the jobs' names. The tasks of one node listen at `port_base` and the
+    ports after it.
+
+    Args:
+      jobs: how many tasks each job has; by default all are workers.
+      port_base: the port of the first task of each node.
+      gpus_per_node: how many GPUs each node has; by default Slurm tells.
+      gpus_per_task: how many of them a task takes; by default they are shared evenly.
+      tasks_per_node: how many tasks each node has, for all nodes or by host; by default Slurm tells.
+      auto_set_gpu: whether `cluster_spec()` sets CUDA_VISIBLE_DEVICES of this process to its share of the GPUs.
+      rpc_layer: what precedes addresses in `master()`.
+      environ: replaces the environment of this process.
+
+    Source: tf.distribute.cluster_resolver.SlurmClusterResolver, where `auto_set_gpu` is True by default.
+
+    Example:
+      >>> environ = {
+      ...     "SLURM_PROCID": "2",
+      ...     "SLURM_STEP_NUM_TASKS": "3",
+      ...     "SLURM_STEP_NODELIST": "gpu[08-09]",
+      ...     "SLURM_STEP_TASKS_PER_NODE": "2,1",
+      ... }
+      >>> resolver = SlurmClusterResolver(environ=environ)
+      >>> resolver.cluster_spec()
+      ClusterSpec({'worker': ['gpu08:8888', 'gpu08:8889', 'gpu09:8888']})
+      >>> resolver.get_task_info()
+      ('worker', 2)
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = False,
+        rpc_layer: str = "grpc",
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._jobs, self._port_base, self._tasks_per_node = jobs, port_base, tasks_per_node
+        self._gpus_per_node, self._gpus_per_task, self._sets_gpus = gpus_per_node, gpus_per_task, auto_set_gpu
+        self._rpc_layer, self._given_environ = rpc_layer, environ
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the addresses of all tasks.
+
+        Raises:
+          ClusterSourceError: this is no job step, its variables contradict each other or the arguments, or a node has too
+            few GPUs for its tasks.
+        """
+        hosts, places = self._layout()
+        addresses = [f"{hosts[p.node]}:{self._port_base + p.local}" for p in places]
+        cluster: dict[str, list[str]] = {}
+        for job, count in self._counts_of_jobs(len(places)):
+            cluster[job], addresses = addresses[:count], addresses[count:]
+        if self._sets_gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._own_gpus(places))
+        return ClusterSpec(cluster)
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """Returns the job of this process, and its index in it."""
+        return self.task_type, self.task_id
+
+    @override
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
+    ) -> dict[str, int]:
+        count = self._gpus_of_task(self._layout()[1])
+        return {"GPU": count} if count else {}
+
+    @override
+    def _find_task(self) -> Task:
+        places = self._layout()[1]
+        tasks = [Task(job, i) for job, count in self._counts_of_jobs(len(places)) for i in range(count)]
+        return tasks[self._rank(places)]
+
+    def _layout(self) -> tuple[list[str], list[_Place]]:
+        """Returns the hosts, and for each rank where it runs."""
+        hosts = expand_hosts(self._variable("SLURM_STEP_NODELIST"))
+        counts = self._counts_of_nodes(hosts)
+        if len(counts) != len(hosts):
+            found = f"that is {len(counts)} nodes; SLURM_STEP_NODELIST={self._variable('SLURM_STEP_NODELIST')} has {len(hosts)}."
+            raise ClusterSourceError(f"tasks per node {counts}", found, _HINT)
+        places = _placed(counts, self._environ.get("SLURM_DISTRIBUTION", ""))
+        self._check_own_place(places)
+        return hosts, places
+
+    def _counts_of_nodes(self, hosts: list[str]) -> list[int]:
+        given = self._tasks_per_node
+        if given is None:
+            return expand_counts(self._variable("SLURM_STEP_TASKS_PER_NODE"))
+        if isinstance(given, int):
+            return [given] * len(hosts)
+        if missing := [host for host in hosts if host not in given]:
+            raise ClusterSourceError(
+                f"tasks_per_node={dict(given)}", f"host {missing[0]!r} of the job step is missing.", _HINT
+            )
+        return [given[host] for host in hosts]
+
+    def _counts_of_jobs(self, num_tasks: int) -> list[tuple[str, int]]:
+        jobs = sorted((self._jobs or {"worker": self._number("SLURM_STEP_NUM_TASKS")}).items())
+        if (asked := sum(count for _, count in jobs)) != num_tasks:
+            found = f"{asked} tasks were requested, and {num_tasks} were assigned."
+            raise ClusterSourceError(f"jobs={dict(jobs)}", found, f"srun --ntasks={asked} python train.py")
+        return jobs
+
+    def _rank(self, places: list[_Place]) -> int:
+        rank = self._number("SLURM_PROCID")
+        if rank >= len(places):
+            raise ClusterSourceError(f"SLURM_PROCID={rank}", f"the job step has {len(places)} tasks.", _HINT)
+        return rank
+
+    def _check_own_place(self, places: list[_Place]) -> None:
+        rank = self._rank(places)
+        place = places[rank]
+        for name, computed in (("SLURM_NODEID", place.node), ("SLURM_LOCALID", place.local)):
+            # Slurm tells each task its own place only, so it can contradict what follows for all from the counts.
+            if self._environ.get(name) and self._number(name) != computed:
+                found = f"rank {rank} would have {computed} if the tasks were placed as SLURM_STEP_TASKS_PER_NODE says."
+                raise ClusterSourceError(f"{name}={self._number(name)}", found, "srun --distribution=block ...")
+
+    def _visible_gpus(self) -> list[str]:
+        return [d.strip() for d in self._environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d.strip()]
+
+    def _gpus_on_node(self) -> int | None:
+        """Returns how many GPUs this node has for its tasks, None where nothing tells."""
+        if self._gpus_per_node is not None:
+            return self._gpus_per_node
+        return self._number("SLURM_GPUS_ON_NODE", default=len(self._visible_gpus())) or None
+
+    def _gpus_of_task(self, places: list[_Place]) -> int:
+        most = max(p.local for p in places) + 1
+        available = self._gpus_on_node()
+        count = (available or 0) // most if self._gpus_per_task is None else self._gpus_per_task
+        if available is not None and count * most > available:
+            found = f"{most} tasks on one node need {count * most} GPUs, and it has {available}."
+            raise ClusterSourceError(f"gpus_per_task={count}", found, f"gpus_per_task={available // most}")
+        return count
+
+    def _own_gpus(self, places: list[_Place]) -> list[str]:
+        count, local = self._gpus_of_task(places), places[self._rank(places)].local
+        visible = self._visible_gpus()
+        # Where Slurm binds each task to its GPUs, the task sees them alone already.
+        if len(visible) == count:
+            return visible
+        names = visible if len(visible) >= (local + 1) * count else [str(i) for i in range((local + 1) * count)]
+        return names[local * count : (local + 1) * count]
+
+    def _variable(self, name: str) -> str:
+        return variable(self._environ, name, _MEANING, _HINT)
+
+    def _number(self, name: str, default: int | None = None) -> int:
+        return number(self._environ, name, _MEANING, _HINT, default)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hosts of a slice of TPUs: from the environment on GKE, from the metadata on Google Compute Engine."""
+
+import math
+import urllib.request
+from collections.abc import Mapping
+from typing import Any, final
+
+from typing_extensions import override
+
+from phalanx.cluster.resolvers.base import ClusterResolver, google_service, number
+from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.errors import ClusterSourceError
+
+_MEANING = "GKE sets it for each host of a slice"
+_TIMEOUT_S = 5.0
+
+
+@final
+class TPUClusterResolver(ClusterResolver):
+    """The hosts of a slice of TPUs, each a worker. May be used in any context.
+
+    The first of these that tells is used: the addresses in `tpu`, the Cloud TPU API (where `service`, or `zone` and
+    `project` are given), TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES with TPU_WORKER_ID (GKE sets them), the metadata
+    server of a TPU machine.
+
+    Args:
+      tpu: "local" for the TPUs of this machine alone; addresses as in `grpc://10.0.0.2:8470`, with commas between; or a
+        name. By default TPU_NAME.
+      zone: where the TPU of this name is.
+      project: whose it is.
+      job_name: the job of all hosts.
+      coordinator_name: a further job, of one task that has no TPU.
+      coordinator_address: the address of that task.
+      credentials: of google-auth; by default those of the machine.
+      service: the client of the Cloud TPU API; by default google-api-python-client's.
+      discovery_url: where that API describes itself.
+      port: where each host listens, for hosts that are known by name.
+      environ: replaces the environment of this process.
+
+    Source: tf.distribute.cluster_resolver.TPUClusterResolver.
+
+    Example:
+      >>> environ = {"TPU_WORKER_HOSTNAMES": "tpu-0.slice,tpu-1.slice", "TPU_WORKER_ID": "1"}
+      >>> resolver = TPUClusterResolver(environ=environ)
+      >>> resolver.task_id, resolver.cluster_spec()
+      (1, ClusterSpec({'worker': ['tpu-0.slice:8482', 'tpu-1.slice:8482']}))
+    """
+
+    def __init__(
+        self,
+        tpu: str | None = None,
+        zone: str | None = None,
+        project: str | None = None,
+        job_name: str = "worker",
+        coordinator_name: str | None = None,
+        coordinator_address: str | None = None,
+        credentials: Any = "default",
+        service: Any = None,
+        discovery_url: str | None = None,
+        *,
+        port: int = 8482,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._tpu, self._zone, self._project, self._port = tpu, zone, project, port
+        self._job, self._coordinator = job_name, (coordinator_name, coordinator_address)
+        self._credentials, self._service, self._discovery_url = credentials, service, discovery_url
+        self._given_environ = environ
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the addresses of all hosts; none for "local".
+
+        Raises:
+          ClusterSourceError: nothing tells the hosts, the TPU is not ready, or there are several slices.
+          MissingDependencyError: the API has to be asked, and google-api-python-client is not installed.
+        """
+        if self._name() == "local":
+            return ClusterSpec({})
+        cluster = {self._job: self._addresses()}
+        name, address = self._coordinator
+        return ClusterSpec({**cluster, name: [address]} if name and address else cluster)
+
+    @override
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
+    ) -> dict[str, int]:
+        names = ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS")
+        bounds = next((self._environ[n] for n in names if self._environ.get(n)), "")
+        sides = bounds.split(",")
+        if not all(side.isdecimal() for side in sides):
+            return {}
+        # The chips of these two generations are two devices each.
+        cores = 2 if self._environ.get("TPU_ACCELERATOR_TYPE", "")[:3] in ("v2-", "v3-") else 1
+        return {"TPU": cores * math.prod(map(int, sides))}
+
+    def get_job_name(self) -> str:
+        """Returns the job of all hosts."""
+        return self._job
+
+    @override
+    def _find_task(self) -> Task:
+        return Task(self._job, self._index())
+
+    def _index(self) -> int:
+        if self._given_addresses() or self._asks_api() or self._name() == "local":
+            return 0
+        if not self._hosts_of_environ():
+            return int(self._metadata("agent-worker-number"))
+        # Several processes of one host have a number each.
+        name = "CLOUD_TPU_TASK_ID" if "CLOUD_TPU_TASK_ID" in self._environ else "TPU_WORKER_ID"
+        count = len(self._hosts_of_environ())
+        index = number(self._environ, name, _MEANING, f"{name}=0")
+        if index >= count:
+            raise ClusterSourceError(f"{name}={index}", f"the slice has {count} hosts.", f"{name}=0")
+        return index
+
+    def _addresses(self) -> list[str]:
+        if given := self._given_addresses():
+            return given
+        if self._asks_api():
+            return self._addresses_of_api()
+        if number(self._environ, "MEGASCALE_NUM_SLICES", _MEANING, "MEGASCALE_NUM_SLICES=1", default=1) > 1:
+            raise ClusterSourceError(
+                f"MEGASCALE_NUM_SLICES={self._environ['MEGASCALE_NUM_SLICES']}",
+                "a host is told the hosts of its own slice only.",
+                "KubernetesClusterResolver(num_pods=...) in a JobSet with one replica of the job for each slice",
+            )
+        return self._with_ports(self._hosts_of_environ() or self._hosts_of_metadata())
+
+    def _name(self) -> str:
+        return self._tpu or self._environ.get("TPU_NAME", "")
+
+    def _given_addresses(self) -> list[str]:
+        text = self._tpu or self._environ.get("KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "")
+        return [a.strip().removeprefix("grpc://") for a in text.split(",")] if text.startswith("grpc://") else []
+
+    def _asks_api(self) -> bool:
+        return self._service is not None or bool(self._zone and self._project)
+
+    def _hosts_of_environ(self) -> list[str]:
+        names = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+        text = next((self._environ[n] for n in names if self._environ.get(n)), "")
+        return [host.strip().partition(":")[0] for host in text.split(",") if host.strip()]
+
+    def _hosts_of_metadata(self) -> list[str]:
+        # Older machines tell `name:number:address`, newer ones the address alone.
+        return [item.strip().rpartition(":")[2] for item in self._metadata("worker-network-endpoints").split(",")]
+
+    def _with_ports(self, hosts: list[str]) -> list[str]:
+        return [f"{host}:{self._port + hosts[:i].count(host)}" for i, host in enumerate(hosts)]
+
+    def _metadata(self, key: str) -> str:
+        host = self._environ.get("GCE_METADATA_IP", "metadata.google.internal")
+        asked = f"TPUClusterResolver(tpu={self._tpu!r})"
+        hint = 'TPUClusterResolver("local") for the TPUs of this machine alone'
+        if self._environ.get("TPU_SKIP_MDS_QUERY"):
+            raise ClusterSourceError(asked, "TPU_WORKER_HOSTNAMES is not set, and TPU_SKIP_MDS_QUERY is.", hint)
+        url = f"http://{host}/computeMetadata/v1/instance/attributes/{key}"
+        request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+        # The server is this machine's own, so no proxy leads to it.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=_TIMEOUT_S) as answer:
+                text: str = answer.read().decode().strip()
+        except OSError as e:
+            found = f"TPU_WORKER_HOSTNAMES is not set, and {url} does not answer: {e}."
+            raise ClusterSourceError(asked, found, hint) from e
+        return text
+
+    def _addresses_of_api(self) -> list[str]:
+        service = self._service or google_service("tpu", "v1", self._credentials, self._discovery_url)
+        name = f"projects/{self._project}/locations/{self._zone}/nodes/{self._name()}"
+        node = service.projects().locations().nodes().get(name=name).execute()
+        state, health = node.get("state"), node.get("health", "HEALTHY")
+        if (state, health) != ("READY", "HEALTHY"):
+            found = f"its state is {state}, its health {health}."
+            raise ClusterSourceError(f"TPU {name}", found, "gcloud compute tpus tpu-vm describe ...")
+        return [f"{end['ipAddress']}:{end.get('port', self._port)}" for end in node["networkEndpoints"]]

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several clusters as one."""
+
+from typing import final
+
+from typing_extensions import override
+
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.spec import ClusterSpec, Task
+from phalanx.errors import ClusterError, ClusterTypeError
+
+
+@final
+class UnionResolver(ClusterResolver):
+    """Several clusters as one. May be used in any context.
+
+    The tasks of a job are those of the first resolver, then those of the next; where one of them tells indices, all keep
+    theirs. Everything else is the first resolver's.
+
+    Args:
+      *resolvers: at least one.
+      task_type: this process's job.
+      task_id: this process's index in its job.
+      rpc_layer: what precedes addresses in `master()`.
+
+    Raises:
+      ClusterError: there is no resolver.
+      ClusterTypeError: one is none.
+
+    Source: tf.distribute.cluster_resolver.UnionResolver.
+
+    Example:
+      >>> from phalanx.cluster.resolvers.simple import SimpleClusterResolver
+      >>> parts = [SimpleClusterResolver(ClusterSpec({"worker": [f"host{i}:12345"]})) for i in range(2)]
+      >>> UnionResolver(*parts).cluster_spec()
+      ClusterSpec({'worker': ['host0:12345', 'host1:12345']})
+    """
+
+    def __init__(
+        self,
+        *resolvers: ClusterResolver,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not resolvers:
+            raise ClusterError("UnionResolver()", "a union needs one resolver at least.", "UnionResolver(a, b)")
+        for resolver in resolvers:
+            if not isinstance(resolver, ClusterResolver):
+                raise ClusterTypeError(f"{resolver!r:.80}", "is no ClusterResolver.", "UnionResolver(a, b)")
+        self._resolvers = resolvers
+        self._task_type, self._task_id = task_type, task_id
+        self._rpc_layer = rpc_layer or resolvers[0].rpc_layer
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the tasks of all resolvers.
+
+        Raises:
+          ClusterError: two resolvers give one index to different tasks.
+        """
+        specs = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
+        jobs = {job for spec in specs for job in spec}
+        return ClusterSpec({job: _merged(job, [spec[job] for spec in specs if job in spec]) for job in jobs})
+
+    @override
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        if task_type is None or task_id is None:
+            return self._resolvers[0].master(rpc_layer=rpc_layer or self.rpc_layer)
+        return super().master(task_type, task_id, rpc_layer)
+
+    @override
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
+    ) -> dict[str, int]:
+        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+
+    @property
+    @override
+    def environment(self) -> str | None:
+        return self._resolvers[0].environment
+
+    @override
+    def _find_task(self) -> Task | None:
+        first = self._resolvers[0]
+        kind, index = first.task_type, first.task_id
+        return None if kind is None or index is None else Task(kind, index)
+
+
+def _merged(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
+    lists = [part for part in parts if isinstance(part, list)]
+    if len(lists) == len(parts):
+        return [address for part in lists for address in part]
+    merged: dict[int, str] = {}
+    for part in parts:
+        tasks = part if isinstance(part, dict) else dict(enumerate(part))
+        if twice := sorted(merged.keys() & tasks.keys()):
+            found = f"two resolvers have it: {merged[twice[0]]!r} and {tasks[twice[0]]!r}."
+            raise ClusterError(
+                f"index {twice[0]} of job {job!r}", found, f'"{job}": {{{max(merged) + 1}: "host0:12345"}}'
+            )
+        merged |= tasks
+    return merged

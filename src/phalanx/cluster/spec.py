@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tasks a cluster has, which of them is the chief, and TF_CONFIG in and out: pure functions."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+from phalanx.errors import ClusterError, ClusterTypeError
+
+ROLES = ("chief", "worker", "ps", "evaluator")
+
+_SINGLE = ("chief", "evaluator")
+_CLUSTER_HINT = '"cluster": {"worker": ["host0:12345", "host1:12345"]}'
+_TASK_HINT = '"task": {"type": "worker", "index": 0}'
+_MAX_PORT = 65535
+
+
+@final
+class ClusterSpec:
+    """The addresses of all tasks, by job and index. May be used in any context.
+
+    Args:
+      cluster: for each job a list of addresses, or a dict of some indices to their addresses; or another ClusterSpec.
+
+    Raises:
+      ClusterTypeError: something else than this.
+      ClusterError: an index that is no number, 0 or more.
+
+    Source: tf.train.ClusterSpec.
+
+    Example:
+      >>> spec = ClusterSpec({"worker": ["host0:12345", "host1:12345"], "ps": {2: "host2:12345"}})
+      >>> spec
+      ClusterSpec({'ps': {2: 'host2:12345'}, 'worker': ['host0:12345', 'host1:12345']})
+      >>> spec.task_address("worker", 1)
+      'host1:12345'
+    """
+
+    def __init__(self, cluster: "ClusterSpec | Mapping[str, Sequence[str] | Mapping[int, str]]") -> None:
+        if isinstance(cluster, ClusterSpec):
+            cluster = cluster.as_dict()
+        if not isinstance(cluster, Mapping):
+            raise ClusterTypeError(
+                f"cluster={cluster!r:.80}", "must be a dict of jobs or a ClusterSpec.", _CLUSTER_HINT
+            )
+        self._tasks = {_job_name(job): _addresses_of(job, cluster[job]) for job in sorted(cluster, key=str)}
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """Returns the addresses of each job: a list, or a dict where an index is missing."""
+        return {job: list(t.values()) if _is_dense(t) else dict(t) for job, t in self._tasks.items()}
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of all jobs, sorted."""
+        return list(self._tasks)
+
+    def num_tasks(self, job_name: str) -> int:
+        """Returns how many tasks a job has.
+
+        Raises:
+          ClusterError: there is no such job.
+        """
+        return len(self._job(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """Returns the indices of a job's tasks, ascending.
+
+        Raises:
+          ClusterError: there is no such job.
+        """
+        return list(self._job(job_name))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """Returns the address of one task.
+
+        Raises:
+          ClusterError: there is no such job, or it has no such task.
+        """
+        tasks = self._job(job_name)
+        if task_index not in tasks:
+            raise ClusterError(
+                f"task {task_index!r} of job {job_name!r}", f"{job_name!r} has the tasks {_list(tasks)}.", _TASK_HINT
+            )
+        return tasks[task_index]
+
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """Returns the addresses of a job by index, None where an index is missing.
+
+        Raises:
+          ClusterError: there is no such job.
+        """
+        tasks = self._job(job_name)
+        return [tasks.get(i) for i in range(max(tasks, default=-1) + 1)]
+
+    def _job(self, name: str) -> dict[int, str]:
+        if name not in self._tasks:
+            raise ClusterError(f"job {name!r}", f"the cluster has the jobs {_list(self._tasks)}.", _CLUSTER_HINT)
+        return self._tasks[name]
+
+    def __bool__(self) -> bool:
+        return bool(self._tasks)
+
+    def __eq__(self, other: object) -> bool:
+        return self._tasks == other._tasks if isinstance(other, ClusterSpec) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({self.as_dict()!r})"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of a cluster.
+
+    Args:
+      type: its job.
+      index: which task of that job, from 0.
+
+    Example:
+      >>> print(Task("worker", 1))
+      worker:1
+    """
+
+    type: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.index}"
+
+
+class TFConfig(NamedTuple):
+    """What TF_CONFIG says: the cluster, this task, and what precedes or replaces addresses."""
+
+    spec: ClusterSpec
+    task: Task | None
+    rpc_layer: str | None
+    session_master: str | None
+
+
+def check(spec: ClusterSpec, task: Task | None = None) -> None:
+    """Makes sure that `spec` has known jobs, one chief at most, and `task`.
+
+    Raises:
+      ClusterError: an unknown role, a second chief or evaluator, or a task that is not in the cluster.
+    """
+    for job in [*spec.jobs, *([task.type] if task else [])]:
+        if job not in ROLES:
+            hint = '"chief": ["host0:12345"]' if job == "master" else _CLUSTER_HINT
+            raise ClusterError(f"job {job!r}", f"the roles are {_list(ROLES)}.", hint)
+    for job in {*_SINGLE} & {*spec.jobs}:
+        if spec.num_tasks(job) > 1:
+            hint = f'"{job}": ["{spec.job_tasks(job)[0]}"]'
+            raise ClusterError(f"{spec.num_tasks(job)} tasks of job {job!r}", "a cluster has one at most.", hint)
+    # The others need no address of an evaluator, so a cluster may leave it out.
+    if task and not (task.type == "evaluator" and "evaluator" not in spec.jobs):
+        _check_member(spec, task)
+
+
+def _check_member(spec: ClusterSpec, task: Task) -> None:
+    if task.type not in spec.jobs:
+        found = f"the cluster has the jobs {_list(spec.jobs)}." if spec else "the cluster is empty."
+        raise ClusterError(f"task {task}", found, f'"cluster": {{"{task.type}": ["host0:12345"]}}')
+    indices = spec.task_indices(task.type)
+    if task.index not in indices:
+        first = f'"task": {{"type": "{task.type}", "index": {indices[0] if indices else 0}}}'
+        raise ClusterError(f"task {task}", f"the indices of {task.type!r} are {_list(indices)}.", first)
+
+
+def leader(spec: ClusterSpec) -> Task:
+    """Returns the chief, or the first worker where there is none.
+
+    Raises:
+      ClusterError: there is neither, or a role is unknown.
+
+    Example:
+      >>> leader(ClusterSpec({"worker": ["host0:12345", "host1:12345"]}))
+      Task(type='worker', index=0)
+    """
+    check(spec)
+    if not (trainers := _trainers(spec)):
+        raise ClusterError(f"{spec!r}", "there is neither a chief nor a worker.", _CLUSTER_HINT)
+    return trainers[0]
+
+
+def is_chief(spec: ClusterSpec, task: Task) -> bool:
+    """Returns whether `task` is the one that writes: the chief, the first worker of a cluster without, an evaluator.
+
+    Raises:
+      ClusterError: `task` is not in the cluster.
+    """
+    check(spec, task)
+    return task.type == "evaluator" or task in _trainers(spec)[:1]
+
+
+def worker_count(spec: ClusterSpec, task: Task) -> int:
+    """Returns how many tasks train together with `task`: chief and workers; an evaluator is alone.
+
+    Raises:
+      ClusterError: `task` is not in the cluster, or is a parameter server.
+    """
+    check(spec, task)
+    _refuse_ps(task, "worker count")
+    return 1 if task.type == "evaluator" else len(_trainers(spec))
+
+
+def id_in_cluster(spec: ClusterSpec, task: Task) -> int:
+    """Returns the number of `task` among those that train together, from 0: the chief, then the workers.
+
+    Raises:
+      ClusterError: `task` is not in the cluster, or is a parameter server.
+
+    Example:
+      >>> id_in_cluster(ClusterSpec({"chief": ["a:1"], "worker": ["b:1", "c:1"]}), Task("worker", 1))
+      2
+    """
+    check(spec, task)
+    _refuse_ps(task, "id")
+    return task.index if task.type == "evaluator" else _trainers(spec).index(task)
+
+
+def addresses_of_workers(spec: ClusterSpec) -> list[str]:
+    """Returns the addresses of the chief and the workers, in the order of `id_in_cluster`."""
+    return [spec.task_address(t.type, t.index) for t in _trainers(spec)]
+
+
+def _trainers(spec: ClusterSpec) -> list[Task]:
+    return [Task(job, i) for job in ("chief", "worker") if job in spec.jobs for i in spec.task_indices(job)]
+
+
+def _refuse_ps(task: Task, what: str) -> None:
+    if task.type == "ps":
+        raise ClusterError(f"{what} of task {task}", "a parameter server does not train.", _TASK_HINT)
+
+
+def tf_config(spec: ClusterSpec, task: Task, *, rpc_layer: str | None = None) -> str:
+    """Returns the value of TF_CONFIG for one process.
+
+    Args:
+      spec: the whole cluster, which all processes share.
+      task: the process that the text is for.
+      rpc_layer: what precedes addresses in `master()`.
+
+    Raises:
+      ClusterError: `parse_tf_config` would refuse the text.
+
+    Example:
+      >>> print(tf_config(ClusterSpec({"worker": ["host0:12345"]}), Task("worker", 0)))
+      {"cluster": {"worker": ["host0:12345"]}, "task": {"type": "worker", "index": 0}}
+    """
+    _check_addresses(spec)
+    check(spec, task)
+    layer = {"rpc_layer": rpc_layer} if rpc_layer else {}
+    return json.dumps({"cluster": spec.as_dict(), "task": {"type": task.type, "index": task.index}, **layer})
+
+
+def parse_tf_config(text: str, *, task_type: str | None = None, task_id: int | None = None) -> TFConfig:
+    """Returns what a value of TF_CONFIG says, or which part of it is wrong.
+
+    Args:
+      text: JSON; `{}` says nothing.
+      task_type: replaces the type of the task.
+      task_id: replaces the index of the task.
+
+    Raises:
+      ClusterError: the text is not JSON or not of this form, an address cannot be one or stands twice, a role is unknown
+        or there are two chiefs, or the task is missing or not in the cluster.
+
+    Example:
+      >>> text = '{"cluster": {"worker": ["host0:12345"]}, "task": {"type": "worker", "index": 0}}'
+      >>> spec, task, rpc_layer, session_master = parse_tf_config(text)
+      >>> spec, task
+      (ClusterSpec({'worker': ['host0:12345']}), Task(type='worker', index=0))
+    """
+    config = _json_object(text)
+    cluster = _part(config, "cluster", _CLUSTER_HINT)
+    spec = ClusterSpec(cluster)
+    _check_addresses(spec)
+    chosen = {"type": task_type, "index": task_id}
+    given = {**_part(config, "task", _TASK_HINT), **{k: v for k, v in chosen.items() if v is not None}}
+    task = _task_of(given) if given or spec else None
+    check(spec, task)
+    return TFConfig(spec, task, _text(config, "rpc_layer"), _text(config, "session_master"))
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    hint = f"TF_CONFIG='{{{_CLUSTER_HINT}, {_TASK_HINT}}}'"
+    if not text.strip():
+        raise ClusterError("TF_CONFIG", "is set and empty; it must be JSON.", hint)
+    try:
+        config = json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        near = text[max(error.pos - 20, 0) : error.pos + 20]
+        found = f"is not JSON: {error.msg} at character {error.pos}, near {near!r}."
+        raise ClusterError("TF_CONFIG", found, hint) from None
+    if not isinstance(config, dict):
+        raise ClusterError(f"TF_CONFIG={text:.80}", f"must be a JSON object, not {_kind(config)}.", hint)
+    return config
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ClusterError(f"TF_CONFIG with {key!r} twice", "the second would hide the first.", _CLUSTER_HINT)
+        found[key] = value
+    return found
+
+
+def _part(config: dict[str, Any], name: str, hint: str) -> dict[str, Any]:
+    part = config.get(name)
+    if part is not None and not isinstance(part, dict):
+        raise ClusterError(f'"{name}": {json.dumps(part):.80}', f"must be a JSON object, not {_kind(part)}.", hint)
+    return part or {}
+
+
+def _text(config: dict[str, Any], name: str) -> str | None:
+    value = config.get(name)
+    if value is not None and not isinstance(value, str):
+        raise ClusterError(f'"{name}": {json.dumps(value):.80}', f"must be a string, not {_kind(value)}.")
+    return value or None
+
+
+def _task_of(given: dict[str, Any]) -> Task:
+    for key in ("type", "index"):
+        if key not in given:
+            found = (
+                f"the task has no {key!r}."
+                if given
+                else "the cluster is there, and which task this process is, is not."
+            )
+            raise ClusterError("TF_CONFIG", found, _TASK_HINT)
+    kind, index = given["type"], given["index"]
+    if not isinstance(kind, str):
+        raise ClusterError(f'"type": {json.dumps(kind):.80}', f"must be a string, not {_kind(kind)}.", _TASK_HINT)
+    return Task(kind, _index(f'"index": {json.dumps(index):.80}', index))
+
+
+def _index(asked: str, value: Any) -> int:
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ClusterError(asked, "an index is a number, 0 or more.", _TASK_HINT)
+    return value
+
+
+def _job_name(job: Any) -> str:
+    if not isinstance(job, str):
+        raise ClusterTypeError(f"job {job!r}", "the name of a job is a string.", _CLUSTER_HINT)
+    return job
+
+
+def _addresses_of(job: str, tasks: Any) -> dict[int, str]:
+    if isinstance(tasks, str) or not isinstance(tasks, Mapping | Sequence):
+        hint = f'"{job}": ["host0:12345"]'
+        raise ClusterTypeError(f'"{job}": {tasks!r:.80}', "must be a list of addresses, or index to address.", hint)
+    items = tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
+    found = {_index(f"index {i!r} of job {job!r}", i): a for i, a in items}
+    for i, address in found.items():
+        if not isinstance(address, str):
+            hint = f'"{job}": ["host0:12345"]'
+            raise ClusterTypeError(f"address {address!r:.80} of {job}:{i}", "must be a string.", hint)
+    return dict(sorted(found.items()))
+
+
+def _check_addresses(spec: ClusterSpec) -> None:
+    seen: dict[str, Task] = {}
+    for task in [Task(job, i) for job in spec.jobs for i in spec.task_indices(job)]:
+        address = spec.task_address(task.type, task.index)
+        host, _, port = address.rpartition(":")
+        # More than one colon is an IPv6 address, whose brackets tell where the port begins.
+        if not host or set(host) & set("/ ,") or (":" in host and not (host[0] == "[" and host[-1] == "]")):
+            found = "must be host:port, and [host]:port for an IPv6 address."
+            raise ClusterError(f"address {address!r} of {task}", found, f'"{task.type}": ["host0:12345"]')
+        if not (port.isdecimal() and 0 < int(port) <= _MAX_PORT):
+            found = f"its port {port!r} is not a number from 1 to {_MAX_PORT}."
+            raise ClusterError(f"address {address!r} of {task}", found, f'"{task.type}": ["{host}:12345"]')
+        if address in seen:
+            found = f"{seen[address]} has it too; each process listens at its own."
+            raise ClusterError(f"address {address!r} of {task}", found, _CLUSTER_HINT)
+        seen[address] = task
+
+
+def _is_dense(tasks: Mapping[int, str]) -> bool:
+    return list(tasks) == list(range(len(tasks)))
+
+
+def _list(items: Iterable[object]) -> str:
+    return ", ".join(map(str, items)) or "(none)"
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MultiWorkerMirroredStrategy`: several processes, one replica on each of their devices."""
+
+from typing import final
+
+import jax
+from typing_extensions import override
+
+from phalanx import bootstrap, compat
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.resolvers.environment import resolver_of_environment
+from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
+from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
+from phalanx.errors import InvalidArgumentError
+from phalanx.options import CommunicationImplementation, CommunicationOptions
+from phalanx.strategies.base import Strategy
+from phalanx.topology import Topology
+
+
+@final
+class MultiWorkerMirroredStrategy(Strategy):
+    """Synchronous training on the devices of several processes, on one machine or on many.
+
+    Every process runs the same program and makes the strategy at its top, before JAX uses a device. It returns once all
+    are there. Variables get the first worker's initial values. Without a cluster it is local.
+
+    Args:
+      cluster_resolver: which processes there are, and which of them this is; None reads TF_CONFIG, or what Slurm, Kubernetes
+        and the like have put into the environment.
+      communication_options: `bytes_per_pack` for the gradients; `timeout_seconds` for how long to wait for the others at the
+        start; `implementation`.
+
+    Raises:
+      ClusterError: the cluster is described wrongly, or has no task for this process.
+      InvalidArgumentError: an argument of another kind, or collectives that these devices do not have.
+      StartupError: others are missing, an address cannot be used, or JAX has used its devices already.
+
+    Source: tf.distribute.MultiWorkerMirroredStrategy.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.MultiWorkerMirroredStrategy().extended.should_checkpoint
+      True
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        super().__init__()
+        resolver = cluster_resolver
+        if resolver is None:
+            resolver = resolver_of_environment() or TFConfigClusterResolver()
+        options = CommunicationOptions() if communication_options is None else communication_options
+        if not isinstance(resolver, ClusterResolver):
+            raise InvalidArgumentError(
+                f"cluster_resolver={cluster_resolver!r}",
+                "must be a ClusterResolver.",
+                "cluster_resolver=phalanx.cluster_resolver.TFConfigClusterResolver()",
+            )
+        if not isinstance(options, CommunicationOptions):
+            raise InvalidArgumentError(
+                f"communication_options={communication_options!r}",
+                "must be CommunicationOptions.",
+                "communication_options=phalanx.experimental.CommunicationOptions(bytes_per_pack=1 << 20)",
+            )
+        self._resolver = resolver
+        bootstrap.start(resolver, options.timeout_seconds)
+        self._topology = Topology(tuple(jax.devices()))
+        _require_implementation(options.implementation, self._topology)
+        # Between processes one buffer is faster than many.
+        between = self._topology.num_workers > 1
+        self._options, self._cross_device_ops = options, NcclAllReduce(num_packs=1 if between else None)
+        if between:
+            compat.agree_on_seed(lambda seed: self._topology.from_chief([seed])[0])
+
+    @property
+    @override
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    @override
+    def cross_device_ops(self) -> CrossDeviceOps | None:
+        return self._cross_device_ops if self.num_replicas_in_sync > 1 else None
+
+    @property
+    @override
+    def communication_options(self) -> CommunicationOptions:
+        return self._options
+
+    @property
+    @override
+    def cluster_resolver(self) -> ClusterResolver:
+        """The resolver of the cluster. May be called in any context."""
+        return self._resolver
+
+
+def _require_implementation(implementation: CommunicationImplementation, topology: Topology) -> None:
+    platform = topology.devices[0].platform
+    has = CommunicationImplementation.RING if platform == "cpu" else CommunicationImplementation.NCCL
+    if implementation not in (CommunicationImplementation.AUTO, has):
+        raise InvalidArgumentError(
+            f"implementation={implementation}",
+            f"devices of platform {platform!r} communicate by {has.name}.",
+            "implementation=CommunicationImplementation.AUTO",
+        )

@@ -1,0 +1,116 @@
+"""MultiWorkerMirroredStrategy in real processes: the numbers of one device, on every process."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+import training
+from reference_training import train_on_one_device
+
+SIZES = [(2, 1), (2, 2), (4, 1)]
+EVERYWHERE = pytest.mark.parametrize("size", SIZES, ids=["2x1", "2x2", "4x1"])
+
+
+def same(ours, theirs, rtol=1e-5, atol=1e-6):
+    """Asserts that two nests of numbers are equal."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), ours, theirs)
+
+
+def replies(cluster, task, **kwargs):
+    """What all workers return; equal to the last bit."""
+    first, *others = found = cluster.call(task, deadline_s=90.0, **kwargs)
+    assert not isinstance(first, str), first
+    for other in others:
+        same(other, first, rtol=0, atol=0)
+    return found
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(
+    ("model", "optimizer", "sizes"),
+    [("mlp_l2", "adam", [24]), ("mlp", "momentum", [24, 13, 3]), ("cnn", "adam", [13]), ("lstm", "momentum", [24, 13])],
+)
+def test_custom_loop(cluster_of, size, model, optimizer, sizes):
+    """Twenty steps give the losses and weights of a hand-written step on one device; batches need not divide."""
+    wanted = train_on_one_device(model, optimizer, tuple(sizes))
+    got = replies(cluster_of(*size), "loop", model=model, optimizer=optimizer, sizes=sizes)[0]
+    same(got["start"], wanted.start)
+    same(got["losses"], wanted.losses)
+    same(got["weights"], wanted.weights)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """What Keras does with the same model on one device."""
+    return training.fit_of(training.make_model())
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("k", [1, 8])
+def test_fit(cluster_of, reference, size, k):
+    """History, evaluation, all predictions and the weights of 1,003 rows in batches of 64, on every process."""
+    got = replies(cluster_of(*size), "fit", steps_per_execution=k)[0]
+    assert got["predict"].shape == (training.ROWS, training.CLASSES)
+    same(got, reference, rtol=1e-4, atol=1e-5)
+
+
+@EVERYWHERE
+def test_chiefs_first_values(cluster_of, size):
+    """Each process draws other weights, and all go on with those of the first."""
+    drawn, used = zip(*cluster_of(*size).call("first_values"), strict=True)
+    assert any((d != drawn[0]).any() for d in drawn[1:])
+    for values in used:
+        same(values, drawn[0], rtol=0, atol=0)
+
+
+def test_order_of_rows(cluster_of):
+    """All shuffle alike, though nobody has set a seed."""
+    replies(cluster_of(2, 1), "shuffled")
+
+
+@EVERYWHERE
+def test_verbs(cluster_of, size):
+    """Replica numbers, sums, and who writes."""
+    workers, devices = size
+    n = workers * devices
+    for index, got in enumerate(cluster_of(*size).call("verbs")):
+        assert got == {
+            "replicas": n,
+            "local": list(range(index * devices, index * devices + devices)),
+            "total": [n * (n - 1) // 2] * devices,
+            "gathered": [list(range(n))] * devices,
+            "sum": n * (n - 1) // 2,
+            "count": n * (n - 1) // 2,
+            "writes": (index == 0, index == 0),
+            "task": ("worker", index),
+        }
+
+
+@pytest.mark.parametrize("verbose", [1, 2])
+def test_one_writer(cluster_of, tmp_path, verbose):
+    """With the same paths on all workers there is one log, one set of files, and one progress bar."""
+    chief, other = cluster_of(2, 1).call("writing", deadline_s=60.0, folder=str(tmp_path), verbose=verbose)
+    assert "Epoch 2/2" in chief
+    assert other == ""
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1.keras", "2.keras", "board", "log.csv"]
+    assert len((tmp_path / "log.csv").read_text().splitlines()) == 3
+    assert len(list((tmp_path / "board" / "train").iterdir())) == 1
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_backup_and_restore(cluster_of, tmp_path, shared):
+    """A training goes on from the chief's backup, whether or not the others see its disk."""
+    got = replies(cluster_of(2, 1), "interrupted", folder=str(tmp_path), shared=shared)[0]
+    model = training.make_model()
+    model.fit(training.X, training.Y, **training.THREE_EPOCHS)
+    same(got, model.get_weights(), rtol=1e-4, atol=1e-5)
+
+
+def test_saving_accumulated_gradients(cluster_of, tmp_path):
+    """The chief alone saves what all have accumulated, and does not wait for the others in vain."""
+    got = replies(cluster_of(2, 1), "accumulated", path=str(tmp_path / "{batch}.keras"))[0]
+    model = training.make_model()
+    model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=3), model.loss)
+    model.fit(training.X[:640], training.Y[:640], batch_size=training.BATCH, shuffle=False, verbose=0)
+    same(got, [v.numpy() for v in [*model.weights, *model.optimizer.variables]], rtol=1e-4, atol=1e-5)
+    assert {p.name for p in tmp_path.iterdir()} == {"4.keras", "8.keras"}

@@ -1,0 +1,166 @@
+"""Trainings that a worker can be told to do, and the same on one device without a cluster."""
+
+import contextlib
+import io
+from typing import Any
+
+import keras
+import numpy as np
+from reference_training import MODELS, OPTIMIZERS, batches, per_example
+
+import phalanx
+
+ROWS, BATCH, WIDTH, CLASSES = 1003, 64, 6, 3
+RANDOM = np.random.RandomState(11)
+X = RANDOM.normal(size=(ROWS, WIDTH)).astype("float32")
+Y = X[:, :CLASSES].argmax(1)
+
+
+def loop(strategy: phalanx.Strategy, model: str, optimizer: str, sizes: list[int]) -> dict[str, Any]:
+    """Twenty steps of a custom loop; returns losses, and the weights before and after."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        made, optimizer_ = MODELS[model](), OPTIMIZERS[optimizer]()
+
+    def step(batch: Any) -> Any:
+        x, y = batch
+        with phalanx.GradientTape() as tape:
+            loss = phalanx.nn.compute_average_loss(per_example(y, made(x, training=True)))
+            loss += phalanx.nn.scale_regularization_loss(made.losses)
+        gradients = tape.gradient(loss, made.trainable_variables)
+        optimizer_.apply_gradients(zip(gradients, made.trainable_variables, strict=True))
+        return loss
+
+    start, losses = made.get_weights(), []
+    for batch in strategy.experimental_distribute_dataset(batches(made, tuple(sizes))):
+        losses.append(float(strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)))
+    return {"start": start, "losses": losses, "weights": made.get_weights()}
+
+
+def make_model(steps_per_execution: int = 1) -> keras.Model:
+    """A compiled model with statistics, whose weights are those of the seed."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            layers.Input((WIDTH,)),
+            layers.Dense(8, activation="tanh", kernel_regularizer=keras.regularizers.L2(1e-3)),
+            layers.BatchNormalization(synchronized=True),
+            layers.Dense(CLASSES),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"], steps_per_execution=steps_per_execution)
+    return model
+
+
+def fit_of(model: keras.Model) -> dict[str, Any]:
+    """Fits, evaluates and predicts."""
+    keras.utils.set_random_seed(2)
+    history = model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0, validation_data=(X[:101], Y[:101])).history
+    return {
+        "history": history,
+        "evaluate": model.evaluate(X, Y, batch_size=BATCH, verbose=0),
+        "predict": model.predict(X, batch_size=BATCH, verbose=0),
+        "weights": model.get_weights(),
+    }
+
+
+def fit(strategy: phalanx.Strategy, steps_per_execution: int) -> dict[str, Any]:
+    """`fit` under the strategy."""
+    with strategy.scope():
+        model = make_model(steps_per_execution)
+    return fit_of(model)
+
+
+def first_values(strategy: phalanx.Strategy) -> list[np.ndarray]:
+    """The weights of a model of which each worker has drawn others, after a step that only reads them."""
+    keras.utils.set_random_seed(strategy.topology.worker_index)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(2)])
+    drawn = model.get_weights()[0]
+    strategy.run(lambda: model(np.ones((1, 2), "float32")))
+    return [drawn, model.get_weights()[0]]
+
+
+def shuffled(strategy: phalanx.Strategy) -> list[float]:
+    """The losses of a training whose order of rows nobody has chosen."""
+    with strategy.scope():
+        model = make_model()
+    return model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0).history["loss"]
+
+
+def verbs(strategy: phalanx.Strategy) -> dict[str, Any]:
+    """What the public verbs return."""
+    context = phalanx.get_replica_context
+
+    def replica() -> Any:
+        number = context().replica_id_in_sync_group
+        return number, context().all_reduce("SUM", number), context().all_gather(np.ones(1) * number, axis=0)
+
+    numbers, total, gathered = strategy.run(replica)
+    with strategy.scope():
+        count = keras.Variable(0, aggregation="sum", synchronization="on_read", trainable=False)
+    strategy.run(lambda: count.assign_add(context().replica_id_in_sync_group))
+    return {
+        "replicas": strategy.num_replicas_in_sync,
+        "local": [int(x) for x in strategy.experimental_local_results(numbers)],
+        "total": [int(x) for x in strategy.experimental_local_results(total)],
+        "gathered": [x.tolist() for x in strategy.experimental_local_results(gathered)],
+        "sum": int(strategy.reduce("SUM", numbers, axis=None)),
+        "count": int(count.value),
+        "writes": (strategy.extended.should_checkpoint, strategy.extended.should_save_summary),
+        "task": (strategy.cluster_resolver.task_type, strategy.cluster_resolver.task_id),
+    }
+
+
+class Stopping(keras.callbacks.Callback):
+    """Raises at the end of an epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self._epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Raises."""
+        if epoch == self._epoch:
+            raise ZeroDivisionError
+
+
+def writing(strategy: phalanx.Strategy, folder: str, verbose: int) -> str:
+    """Fits with all callbacks that write, into the same folder on all workers; returns what it prints."""
+    with strategy.scope():
+        model = make_model()
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.keras"),
+        keras.callbacks.CSVLogger(f"{folder}/log.csv"),
+        phalanx.keras.TensorBoard(f"{folder}/board"),
+    ]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=verbose, callbacks=callbacks)
+    return printed.getvalue()
+
+
+def interrupted(strategy: phalanx.Strategy, folder: str, shared: bool) -> list[np.ndarray]:
+    """Fits until the second epoch has failed, then anew from what is backed up; returns the weights."""
+    if not shared:
+        folder = f"{folder}/{strategy.topology.worker_index}"
+    for callbacks in ([Stopping(1)], []):
+        with strategy.scope():
+            model = make_model()
+        with contextlib.suppress(ZeroDivisionError):
+            model.fit(X, Y, callbacks=[keras.callbacks.BackupAndRestore(folder), *callbacks], **THREE_EPOCHS)
+    return model.get_weights()
+
+
+THREE_EPOCHS = {"batch_size": BATCH, "epochs": 3, "shuffle": False, "verbose": 0}
+
+
+def accumulated(strategy: phalanx.Strategy, path: str) -> list[np.ndarray]:
+    """Saves in the middle of a round of accumulated gradients; returns weights and slots."""
+    with strategy.scope():
+        model = make_model()
+        model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=3), model.loss)
+    saving = keras.callbacks.ModelCheckpoint(path, save_freq=4)
+    model.fit(X[:640], Y[:640], batch_size=BATCH, shuffle=False, verbose=0, callbacks=[saving])
+    return [v.numpy() for v in [*model.weights, *model.optimizer.variables]]
