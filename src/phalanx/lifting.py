@@ -24,7 +24,7 @@ from typing_extensions import override
 from phalanx import compat, context, markers
 from phalanx.collectives import packing, primitives
 from phalanx.compat import Variable
-from phalanx.errors import InvalidArgumentError, NestedWriteError, TraceError, VariableError
+from phalanx.errors import InputError, InvalidArgumentError, NestedWriteError, TraceError, VariableError
 from phalanx.options import ReduceOp
 from phalanx.topology import REPLICA_AXIS
 from phalanx.values import RowMask
@@ -366,6 +366,12 @@ class LiftScope(compat.AbstractLiftScope):
         if values.ndim == 0:  # A mean of the function's own.
             return values
         mask = jnp.ones(values.shape[:1], bool) if replica.padding is None else replica.padding.mask
+        if len(mask) != len(values):
+            raise InputError(
+                f"a Keras loss of {len(values)} rows",
+                f"this batch is padded to {len(mask)} rows, and its mask does not fit.",
+                "losses of the rows of the batch; or a sample_weight made of get_replica_context().example_mask",
+            )
         own = mask.reshape((-1,) + (1,) * (values.ndim - 1))
         total = jnp.where(own, values, 0).sum()
         if not self.is_averaging:

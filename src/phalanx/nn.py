@@ -66,7 +66,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     else:
         rows = loss.shape[0] * (1 if replica is None else replica.num_replicas_in_sync)
     size = rows if global_batch_size is None else _checked_size(global_batch_size)
-    return jnp.where(size == 0, 0, loss.sum() / jnp.maximum(size, 1)).astype(loss.dtype)
+    return (jnp.where(size == 0, 0, loss.sum() / jnp.maximum(size, 1)) / _own_part()).astype(loss.dtype)
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
@@ -95,7 +95,16 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
             "call it in the replica function",
         )
     total = sum(jnp.sum(jnp.asarray(x)) for x in jax.tree.leaves(regularization_loss))
-    return jnp.asarray(total) / replica.num_replicas_in_sync
+    return jnp.asarray(total) / (1 if context.current().averaging else replica.num_replicas_in_sync)
+
+
+def _own_part() -> Any:
+    """Returns what a loss has to be divided by: in a `train_step`, where it counts for its replica's part of the rows."""
+    mode = context.current()
+    if not mode.averaging or mode.replica is None:
+        return 1
+    weight = jnp.asarray(mode.replica.weight)
+    return jnp.where(weight == 0, 1, weight)
 
 
 def _checked_size(size: Any) -> jax.Array:

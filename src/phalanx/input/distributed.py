@@ -198,7 +198,7 @@ class DistributedIterator:
         return Optional(() if batch is None else (batch.value,))
 
     def next_steps(self, steps: int, *, room: int | None = None) -> tuple[Any, int]:
-        """Returns the next batches stacked into one, and how many they are: fewer at the end.
+        """Returns the next batches stacked into one, and how many they are: fewer at the end, or before one of another size.
 
         `Strategy.run_steps` asks for them.
 
@@ -209,7 +209,7 @@ class DistributedIterator:
         Raises:
           OutOfRangeError: there is none.
         """
-        batch = self._next(Form(steps, room or steps))
+        batch = self._next(Form(steps, room or steps, alike=not self._plan.source.facts.one_layout))
         if batch is None:
             raise _at_end("the next steps of an iterator")
         return batch.value, len(batch.steps)

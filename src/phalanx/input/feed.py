@@ -20,10 +20,12 @@ class Form:
     Args:
       steps: how many are stacked into one; None for single batches.
       places: for how many steps a stack has room; None for as many as there are.
+      alike: whether only batches of one size are stacked into one.
     """
 
     steps: int | None = None
     places: int | None = None
+    alike: bool = False
 
     @property
     def size(self) -> int:
@@ -49,6 +51,13 @@ class Step(NamedTuple):
     rows: int
     widest: int
     state: State | None
+
+
+def split(steps: list[Step], form: Form) -> tuple[list[Step], list[Step]]:
+    """Returns the steps that make the next batch, and those that are left for the ones after it."""
+    others = (i for i, step in enumerate(steps) if step.rows != steps[0].rows or step.widest != steps[0].widest)
+    end = next(others, len(steps)) if form.alike else len(steps)
+    return steps[:end], steps[end:]
 
 
 class Batch(NamedTuple):
@@ -173,7 +182,8 @@ class ReadAhead(AbstractBatches):
 
 def _reads(feed: Feed, place: Place, form: Form) -> Callable[[], Batch | None]:
     def read() -> Batch | None:
-        steps = feed.read(form.size)
+        steps, left = split(feed.read(form.size), form)
+        feed.put_back(left)
         return Batch(place(steps, form.room(len(steps))), steps) if steps else None
 
     return read

@@ -11,7 +11,7 @@ import numpy as np
 from typing_extensions import override
 
 from phalanx.errors import InputError
-from phalanx.input.feed import AbstractBatches, Batch, Feed, Form, Place, Step
+from phalanx.input.feed import AbstractBatches, Batch, Feed, Form, Place, Step, split
 from phalanx.input.prefetch import readings
 from phalanx.input.shard import Worker
 from phalanx.input.sources.base import AbstractReader, Piece
@@ -60,6 +60,8 @@ class Lockstep(AbstractBatches):
         steps: list[Step] = []
         while len(steps) < form.size and (step := self._step()) is not None:
             steps.append(step)
+        steps, left = split(steps, form)
+        self._returned.extendleft(reversed(left))
         return Batch(self._place(steps, form.room(len(steps))), steps) if steps else None
 
     @override

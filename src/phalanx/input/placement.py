@@ -37,7 +37,7 @@ _MASKS_KEPT = 4
 
 
 class Placement:
-    """Puts the pieces of one dataset on the devices, all in one layout, so that one program takes them all.
+    """Puts the pieces of one dataset on the devices; in one layout, unless the dataset says otherwise.
 
     Args:
       topology: the replicas' devices.
@@ -60,7 +60,10 @@ class Placement:
           steps: this worker's rows.
           room: None for the batch of one step; else for how many steps to make room.
         """
-        self._grow(steps)
+        if self._facts.one_layout:
+            self._grow(steps)
+        else:
+            self._places = max(steps[0].widest, shard.places(steps[0].rows, self._worker.num_replicas), 1)
         places, replicas = self._places, self._worker.num_replicas
         is_full = all(step.rows == places * replicas for step in steps)
         parts = steps[0].piece.parts
@@ -85,6 +88,8 @@ class Placement:
     @property
     def _is_masked(self) -> bool:
         """Whether all batches carry a mask: those that are full too, for then one program serves all."""
+        if not self._facts.one_layout:
+            return False
         full_size = self._places * self._worker.num_replicas
         return self._agreed or not self._facts.is_full or (self._facts.batch_size or full_size) != full_size
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `fit`, `evaluate` and `predict` are given, as epochs of distributed batches."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -84,6 +85,8 @@ class EpochData:
         batch_size, is_full = compat.size_of_batches(adapter)
         in_memory = compat.is_array_adapter(adapter)
         facts = Facts(batch_size=batch_size, is_full=is_full, num_batches=count, is_in_memory=in_memory)
+        # A mean of the user's own sees as little padding as can be, and none where the replicas divide the batch.
+        facts = dataclasses.replace(facts, one_layout=False)
         source = BatchStream(lambda: map(_dense, adapter.get_numpy_iterator()), facts, copies=True)
         self._dataset = strategy.experimental_distribute_dataset(source)
 
@@ -109,8 +112,8 @@ class EpochData:
         if not compat.goes_on(self._adapter):
             self._iterator = None
 
-    def epoch(self) -> Iterator[tuple[int, int, Any]]:
-        """Yields the first step, the number of steps, and the batch or the stacked batches, of each group of an epoch."""
+    def epoch(self) -> Iterator[tuple[int, list[tuple[Any, int]]]]:
+        """Yields the first step of each group of an epoch, and its parts: a batch, or stacked ones of a size, and how many."""
         if self._adapter is not None:
             self._adapter.on_epoch_begin()
         # Where an epoch is so many steps, the next one goes on where it ends; where the data end, from their beginning.
@@ -119,15 +122,14 @@ class EpochData:
         done = 0
         while self._steps is None or done < self._steps:
             wanted = self._group if self._steps is None else min(self._group, self._steps - done)
-            group = _next_group(iterator, self._group, wanted)
-            if group is None and goes_on and not done:
+            parts = list(_parts(iterator, self._group, wanted))
+            if not parts and goes_on and not done:
                 goes_on, iterator = None, iter(self._dataset)
                 continue
-            if group is None:
+            if not parts:
                 break
-            batches, count = group
-            yield done, count, batches
-            done += count
+            yield done, parts
+            done += sum(count for _, count in parts)
         if done == self._steps:
             self._iterator = iterator
         elif self._steps is not None:
@@ -178,8 +180,12 @@ def _batched(strategy: Strategy, x: Any, data: dict[str, Any]) -> DistributedDat
     return strategy.experimental_distribute_dataset(x, batch_size=batch_size)
 
 
-def _next_group(iterator: DistributedIterator, room: int, wanted: int) -> tuple[Any, int] | None:
-    try:
-        return (iterator.get_next(), 1) if room == 1 else iterator.next_steps(wanted, room=room)
-    except OutOfRangeError:
-        return None
+def _parts(iterator: DistributedIterator, room: int, wanted: int) -> Iterator[tuple[Any, int]]:
+    """Yields the batches of a group of so many steps; those of another size apart from the others."""
+    while wanted:
+        try:
+            batches, count = (iterator.get_next(), 1) if room == 1 else iterator.next_steps(wanted, room=room)
+        except OutOfRangeError:
+            return
+        yield batches, count
+        wanted -= count

@@ -23,7 +23,7 @@ def train(model: keras.Model, batch: Any) -> Any:
     if own is None:
         return _train(model, batch)
     with context.averaging():
-        return own(batch) if _is_stateful(own) else _stateless_train(model, own, batch)
+        return _averaged(own(batch) if _is_stateful(own) else _stateless_train(model, own, batch))
 
 
 def test(model: keras.Model, batch: Any) -> Any:
@@ -33,12 +33,12 @@ def test(model: keras.Model, batch: Any) -> Any:
         if own is None:
             return _test(model, batch)
         if _is_stateful(own):
-            return own(batch)
+            return _averaged(own(batch))
         groups = [model.trainable_variables, model.non_trainable_variables, model.metrics_variables]
         logs, new = own(_values(groups), batch)
         _refuse(own, groups[0], new[0])
         _assign(groups[1:], new[1:])
-        return logs
+        return _averaged(logs)
 
 
 def predict(model: keras.Model, batch: Any) -> Any:
@@ -86,7 +86,18 @@ def _update_metrics(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weig
     rows = jax.tree.leaves(x)[0].shape[0]
     compat.loss_tracker(model).update_state(loss, sample_weight=rows)
     logs = model.compute_metrics(x, y, y_pred, sample_weight)
-    return None if _overridden(model, "compute_metrics") is None else logs
+    return None if _overridden(model, "compute_metrics") is None else _averaged(logs)
+
+
+def _averaged(logs: Any) -> Any:
+    """Returns a step's logs as means over the rows of all replicas."""
+    replica = context.get_replica_context()
+    assert replica is not None
+    if replica.num_replicas_in_sync == 1:
+        return logs
+    mean = lambda x: replica.all_reduce("SUM", x * jnp.asarray(replica.weight, x.dtype))  # noqa: E731
+    is_mean = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: mean(x) if is_mean(x) else x, logs)
 
 
 def _overridden(model: keras.Model, name: str) -> Callable[..., Any] | None:

@@ -158,17 +158,18 @@ class ModelTrainer:
                 model.stop_predicting, outputs = False, []
                 hooks.on_predict_begin()
                 begin, end = compat.batch_hooks(hooks, "predict")
-                for first, count, batches in data.epoch():
+                for first, parts in data.epoch():
                     begin(first)
                     with interrupts.held():
-                        outputs.append(_rows(self._predict(batches, count), self._stacked(count)))
-                    end(first + count - 1, {"outputs": outputs[-1]})
+                        found = [_rows(self._predict(batches, n), self._stacked(n)) for batches, n in parts]
+                    outputs.append(_joined(found))
+                    end(first + _num_steps(parts) - 1, {"outputs": outputs[-1]})
                     if model.stop_predicting:
                         break
                 hooks.on_predict_end()
         if not outputs:
             raise InvalidArgumentError("predict of no batch", "the data is empty.", "at least one row")
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+        return _joined(outputs)
 
     def train_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, return_dict: bool = False
@@ -249,14 +250,15 @@ class ModelTrainer:
         """Runs the steps of an epoch, and returns the metrics."""
         model, logs = self._model, {}
         begin, end = compat.batch_hooks(callbacks, kind)
-        for first, count, batches in data.epoch():
+        for first, parts in data.epoch():
             begin(first)
             # Keras reads the logs for its callbacks, and swallows what comes meanwhile.
             with interrupts.held():
-                logs = program(batches, count)
+                for batches, count in parts:
+                    logs = program(batches, count)
                 if kind == "train" and self._hears_batches:
                     self._read_on_demand()
-                end(first + count - 1, logs)
+                end(first + _num_steps(parts) - 1, logs)
             if model.stop_training if kind == "train" else model.stop_evaluating:
                 break
         return compat.logs_or_metrics(model, logs)
@@ -376,6 +378,15 @@ def _capped(epochs: int) -> int:
         return epochs
     warnings.warn(f"Limiting epochs to {most}", stacklevel=3)
     return most
+
+
+def _num_steps(parts: list[tuple[Any, int]]) -> int:
+    return sum(count for _, count in parts)
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """Returns the rows of several predictions as one."""
+    return outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
 
 
 def _flat(logs: dict[str, Any]) -> dict[str, Any]:

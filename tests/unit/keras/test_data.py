@@ -13,19 +13,21 @@ def test_epochs_of_arrays(strategy):
     """Every epoch has all batches, the last one short."""
     data = EpochData(strategy, X, steps=None, group=1, y=Y, batch_size=16, shuffle=False)
     assert data.num_batches == 7
-    assert [[(i, n) for i, n, _ in data.epoch()] for _ in range(2)] == [[(i, 1) for i in range(7)]] * 2
+    assert [[(i, [n for _, n in parts]) for i, parts in data.epoch()] for _ in range(2)] == [
+        [(i, [1]) for i in range(7)]
+    ] * 2
 
 
 def test_groups(strategy):
-    """Four batches at once, and the rest."""
+    """Four batches at once, and the rest; a short batch has a program of its own."""
     data = EpochData(strategy, X, steps=None, group=4, y=Y, batch_size=16, shuffle=False)
-    assert [(first, count) for first, count, _ in data.epoch()] == [(0, 4), (4, 3)]
+    assert [(first, [n for _, n in parts]) for first, parts in data.epoch()] == [(0, [4]), (4, [2, 1])]
 
 
 def test_groups_of_a_number_of_steps(strategy):
     """An epoch ends where it was told to, within a group."""
     data = EpochData(strategy, X, steps=6, group=4, y=Y, batch_size=16, shuffle=False)
-    assert [(first, count) for first, count, _ in data.epoch()] == [(0, 4), (4, 2)]
+    assert [(first, [n for _, n in parts]) for first, parts in data.epoch()] == [(0, [4]), (4, [2])]
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -63,7 +65,7 @@ def test_steps_begin_again_where_the_data_ended(strategy):
 
     def epochs(steps, count):
         data = EpochData(strategy, X, steps=steps, group=1, y=Y, batch_size=16, shuffle=False)
-        return [sum(n for _, n, _ in data.epoch()) for _ in range(count)]
+        return [sum(len(parts) for _, parts in data.epoch()) for _ in range(count)]
 
     with pytest.warns(UserWarning, match="ended after 3 of 4 steps"):
         assert epochs(4, 3) == [4, 3, 4]

@@ -23,7 +23,7 @@ from twins import (
 )
 
 import phalanx
-from phalanx.errors import TraceError
+from phalanx.errors import InputError, TraceError
 
 
 class Base(keras.Model):
@@ -221,7 +221,7 @@ def test_overridden_methods(model):
 
 
 def test_own_logs_are_averaged_over_replicas(strategy):
-    """What a `train_step` returns beside metrics is the mean of the replicas'."""
+    """What a `train_step` returns beside metrics is the mean of the replicas', each by its rows: four and three at last."""
 
     class Logging(Base):
         def train_step(self, data):
@@ -229,7 +229,7 @@ def test_own_logs_are_averaged_over_replicas(strategy):
             return {"replica": 1.0 * context.replica_id_in_sync_group}
 
     history = under(strategy, compiled(Logging)).fit(X, Y, **FIT).history
-    same(history["replica"], [0.5])
+    same(history["replica"], [3 / 7])
 
 
 def test_replica_context_in_train_step(strategy):
@@ -276,3 +276,51 @@ def test_compute_loss_outside_a_step(strategy):
     losses = [float(m.compute_loss(X[:9], Y[:9], m(X[:9]))) for m in (ours, theirs)]
     same(losses[0], losses[1])
     same(losses[0], float(crossentropy()(Y[:9], ours(X[:9]))))
+
+
+class Averaging(Base):
+    """Trains with the loss of a custom loop, as scripts for tf.distribute do."""
+
+    def train_step(self, data):
+        """One step."""
+        x, y = data
+        losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+        with phalanx.GradientTape() as tape:
+            loss = phalanx.nn.compute_average_loss(losses(y, self(x, training=True)))
+            loss += phalanx.nn.scale_regularization_loss(self.losses)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"mean": loss}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_compute_average_loss_in_train_step(count):
+    """Losses and gradients count once, as those of Keras's own step."""
+    make = lambda model: compiled(lambda: model("l2"))  # noqa: E731
+    ours, theirs = under(replicas(count), make(Averaging)), alone(make(Base))
+    ours.fit(X, Y, **FIT, epochs=2)
+    theirs.fit(X, Y, **FIT, epochs=2)
+    same_state(ours, theirs)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_means_of_ones_own(count):
+    """Where the replicas divide the batches, the short one too, `ops.mean` and flattened rows mean what they do in Keras."""
+
+    class Own(Base):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            flat = keras.losses.MeanSquaredError()(ops.ravel(ops.one_hot(y, CLASSES)), ops.ravel(y_pred))
+            return ops.mean(ops.square(y_pred)) + flat
+
+    same_fit(replicas(count), compiled(Own), X[:100], Y[:100])
+
+
+def test_loss_of_other_rows_than_those_of_a_padded_batch(strategy):
+    """The error says what does not fit."""
+
+    class Doubling(Base):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return crossentropy()(ops.concatenate([y, y]), ops.concatenate([y_pred, y_pred]))
+
+    with pytest.raises(InputError, match=r"a Keras loss of 8 rows: this batch is padded to 4 rows"):
+        under(strategy, compiled(Doubling)).fit(X[:7], Y[:7], **FIT)

@@ -59,6 +59,8 @@ class Facts:
       files: the files it reads.
       has_random_access: whether a worker reads no rows but its own.
       is_in_memory: whether reading cannot fail.
+      one_layout: whether all batches are padded to one layout, so that one program takes them all; else each is padded no
+        further than the replicas need, and a shorter one has a program of its own.
     """
 
     batch_size: int | None = None
@@ -68,6 +70,7 @@ class Facts:
     files: tuple[str, ...] = field(default=(), repr=False)
     has_random_access: bool = False
     is_in_memory: bool = False
+    one_layout: bool = True
 
 
 class AbstractSource(ABC):

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `phalanx run` and `phalanx cluster`."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+from typing_extensions import override
+
+try:
+    import click
+except ImportError as e:
+    raise SystemExit("phalanx: the command line needs click and rich.\nHINT: pip install 'phalanx[cli]'") from e
+
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.resolvers.environment import resolver_of_environment
+from phalanx.cluster.spec import ClusterSpec, Task, leader
+from phalanx.errors import PhalanxError
+from phalanx.launch.plan import Machine, Request, free_ports, plan
+from phalanx.launch.supervise import run_group
+from phalanx.launch.templates import TEMPLATES
+
+_NO_CLUSTER = """Nothing here describes a cluster: this process is alone.
+HINT: phalanx run --workers 2 train.py    starts one on this machine
+HINT: phalanx run --workers 2 --print slurm train.py    writes a script for sbatch (or: --print kubernetes)
+HINT: TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}'"""
+
+
+@final
+class _Refused(click.ClickException):
+    """An error of Phalanx, told without a stack."""
+
+    exit_code = 2
+
+    @override
+    def show(self, file: object = None) -> None:
+        click.echo(f"phalanx: {self.message}", err=True)
+
+
+@contextmanager
+def _errors_told() -> Iterator[None]:
+    try:
+        yield
+    except PhalanxError as e:
+        raise _Refused(str(e)) from e
+
+
+@click.group()
+@click.version_option(package_name="phalanx")
+def main() -> None:
+    """Phalanx: distributed training with Keras 3 on JAX."""
+
+
+@main.command(context_settings={"allow_interspersed_args": False})
+@click.option("--workers", default=1, show_default=True, help="How many processes.")
+@click.option("--devices-per-worker", type=int, help="How many devices each has.  [default: 1; its share of the GPUs]")
+@click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="How often to start again.")
+@click.option(
+    "--grace-seconds", type=click.FloatRange(0), default=5.0, show_default=True, help="From SIGTERM to SIGKILL."
+)
+@click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as after `python -m`.")
+@click.option("--print", "template", type=click.Choice(list(TEMPLATES)), help="Write a template, and start nothing.")
+@click.argument("target", metavar="SCRIPT")
+@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+def run(max_restarts: int, grace_seconds: float, template: str | None, **asked: Any) -> None:
+    """Runs SCRIPT as the workers of a cluster on this machine, and ends all of them when one fails.
+
+    Each gets TF_CONFIG, its devices and its share of the cores. Ends with 0 if all of them did, else with the code of
+    the first that failed.
+    """
+    with _errors_told():
+        request = Request(**asked)
+        if template:
+            click.echo(TEMPLATES[template](request, max_restarts), nl=False)
+            return
+        request.check_script()
+        machine = Machine.this(os.environ)
+        outcome = run_group(
+            lambda restart: plan(request, machine, os.environ, free_ports(request.workers), restart=restart),
+            max_restarts=max_restarts,
+            grace_s=grace_seconds,
+            say=lambda text: click.echo(text, err=True),
+        )
+    sys.exit(outcome.exit_code)
+
+
+@main.command()
+def cluster() -> None:
+    """Shows the cluster that the environment of this process describes."""
+    with _errors_told():
+        resolver = resolver_of_environment(os.environ)
+        spec = resolver.cluster_spec() if resolver else None
+        if resolver is None or not spec:
+            click.echo(_NO_CLUSTER)
+            return
+        _show(resolver, spec)
+
+
+def _show(resolver: ClusterResolver, spec: ClusterSpec) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    own, chief = (resolver.task_type, resolver.task_id), leader(spec)
+    table = Table("job", "task", "address", "", title=f"As {type(resolver).__name__} sees it")
+    for task in [Task(job, i) for job in spec.jobs for i in spec.task_indices(job)]:
+        notes = [("chief", task == chief), ("this process", (task.type, task.index) == own)]
+        said = ", ".join(note for note, is_so in notes if is_so)
+        table.add_row(task.type, str(task.index), spec.task_address(task.type, task.index), said)
+    Console().print(table)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The signals that ask the launcher to end, and the one that wakes it."""
+
+import signal
+import socket
+import time
+from types import FrameType
+from typing import Any, Self, final
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SAME_SIGNAL_S = 0.5
+
+
+@final
+class Signals:
+    """The signals that ask this process to end, while it is entered; and what wakes it when a child has ended.
+
+    A signal that is ignored already stays so, as `nohup` wants it. Only in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._received: list[tuple[int, float]] = []
+
+    def __enter__(self) -> Self:
+        self._ours, self._theirs = socket.socketpair()
+        self._ours.setblocking(False)
+        self._theirs.setblocking(False)
+        self._fd_before = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+        heard = [s for s in _ENDING if signal.getsignal(s) is not signal.SIG_IGN]
+        self._before: dict[int, Any] = {s: signal.signal(s, self._note) for s in heard}
+        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._fd_before)
+        self._ours.close()
+        self._theirs.close()
+
+    @property
+    def first(self) -> int | None:
+        """The first signal that asked for the end, if any did."""
+        return self._received[0][0] if self._received else None
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a second one followed. Some senders send each signal twice, to a process and to its group."""
+        return bool(self._received) and self._received[-1][1] - self._received[0][1] > _SAME_SIGNAL_S
+
+    @property
+    def fileno(self) -> int:
+        """The file descriptor that is ready after a signal."""
+        return self._ours.fileno()
+
+    def clear(self) -> None:
+        """Makes `fileno` wait for the next signal."""
+        self._ours.recv(1 << 12)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self._received.append((number, time.monotonic()))

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the processes of a group, passes on what they print, and ends all of them when one fails."""
+
+import secrets
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import final
+
+from phalanx.errors import PhalanxError, StartupError
+from phalanx.launch.outcome import Outcome, report
+from phalanx.launch.output import Sink, Stream, wait
+from phalanx.launch.plan import ProcessSpec
+from phalanx.launch.processes import Guard, Worker, strays, tell_all
+from phalanx.launch.signals import Signals
+
+_TICK_S = 0.05
+_LONGEST_WAIT_S = 1.0
+_DRAIN_S = 1.0
+
+
+def run_group(
+    plan: Callable[[int], Sequence[ProcessSpec]],
+    *,
+    max_restarts: int = 0,
+    grace_s: float = 5.0,
+    sink: Sink | None = None,
+    say: Callable[[str], None] = print,
+) -> Outcome:
+    """Runs a group of processes to its end, and again when one of them fails.
+
+    Args:
+      plan: returns the processes to start, given how often they were started before.
+      max_restarts: how often to start them again.
+      grace_s: how long processes that were told to end may take for it, in seconds.
+      sink: takes what they print; None means the standard output.
+      say: takes reports.
+
+    Raises:
+      StartupError: a process cannot be started.
+    """
+    sink = sink or Sink(1)
+    with Signals() as signals:
+        for restart in range(max_restarts + 1):
+            outcome = supervise(plan(restart), signals, sink, grace_s=grace_s)
+            if text := report(outcome):
+                say(text)
+            if outcome.culprit is None or outcome.signal is not None or restart == max_restarts:
+                break
+            say(f"The group starts again: {restart + 1} of {max_restarts}.")
+    return outcome
+
+
+def supervise(specs: Sequence[ProcessSpec], signals: Signals, sink: Sink, *, grace_s: float) -> Outcome:
+    """Runs a group of processes once, until all of them have ended.
+
+    Args:
+      specs: the processes to start.
+      signals: what this process is asked to do meanwhile.
+      sink: takes what they print.
+      grace_s: how long processes that were told to end may take for it, in seconds.
+
+    Raises:
+      StartupError: a process cannot be started. The others have been ended.
+    """
+    group = _Group(specs, signals, sink)
+    try:
+        group.start()
+        group.run()
+    finally:
+        group.end(grace_s)
+    return group.outcome()
+
+
+@final
+class _Group:
+    """All processes of one attempt."""
+
+    def __init__(self, specs: Sequence[ProcessSpec], signals: Signals, sink: Sink) -> None:
+        self._specs, self._signals, self._sink = specs, signals, sink
+        self._mark = secrets.token_hex(16)
+        self._started_s = time.monotonic()
+        self._workers: list[Worker] = []
+        self._guard: Guard | None = None
+
+    def start(self) -> None:
+        """Starts all processes."""
+        for spec in self._specs:
+            try:
+                self._workers.append(Worker(spec, self._mark, self._started_s))
+            except OSError as error:
+                raise StartupError(
+                    f"the command of {spec.name}: {' '.join(spec.argv)}", f"cannot be started: {error}."
+                ) from error
+        # It is for the case that this process is killed; the workers can do without.
+        with suppress(OSError):
+            self._guard = Guard(self._workers)
+
+    def run(self) -> None:
+        """Returns when one has failed, all have ended, a signal came, or nobody reads the output any more."""
+        while (alive := self._alive()) and not self._is_over(alive):
+            self._pass_output(_LONGEST_WAIT_S)
+
+    def end(self, grace_s: float) -> None:
+        """Ends what is left by SIGTERM, after `grace_s` or a second signal by SIGKILL, and passes on the last lines."""
+        deadline_s = time.monotonic() + grace_s
+        is_told = False
+        while self._alive() or strays(self._mark, self._workers):
+            if time.monotonic() >= deadline_s or self._signals.is_urgent:
+                tell_all(signal.SIGKILL, self._mark, self._workers)
+            elif not is_told:
+                tell_all(signal.SIGTERM, self._mark, self._workers)
+                # One that stands still would not see that it shall end.
+                tell_all(signal.SIGCONT, self._mark, self._workers)
+                is_told = True
+            self._pass_output(_TICK_S)
+        if self._guard:
+            self._guard.release()
+        self._drain(grace_s)
+
+    def outcome(self) -> Outcome:
+        """How it ended, once it has.
+
+        Raises:
+          PhalanxError: what the workers printed could not be written.
+        """
+        error, number = self._sink.error, self._signals.first
+        if isinstance(error, BrokenPipeError):
+            number = number or signal.SIGPIPE
+        elif error is not None:
+            raise PhalanxError("the output of the workers", f"cannot be written: {error}. They have been ended.")
+        return Outcome(tuple(worker.ending() for worker in self._workers), number)
+
+    def _alive(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.is_alive]
+
+    def _is_over(self, alive: list[Worker]) -> bool:
+        has_failed = any(worker.has_failed for worker in self._workers if worker not in alive)
+        return has_failed or self._signals.first is not None or self._sink.error is not None
+
+    def _open_streams(self) -> list[Stream]:
+        return [stream for worker in self._workers for stream in worker.streams if stream.is_open]
+
+    def _pass_output(self, timeout_s: float) -> bool:
+        """Waits for output, or for a signal, and passes on what there is. Returns whether there was any."""
+        # Where the reader of the output is slow the workers wait, as they would without a launcher.
+        streams = [] if self._sink.is_full else self._open_streams()
+        readers = [self._signals.fileno, *(stream.fileno for stream in streams)]
+        ready = wait(readers, [] if self._sink.is_empty else [self._sink.fd], timeout_s=timeout_s)
+        if self._signals.fileno in ready:
+            self._signals.clear()
+        readable = [stream for stream in streams if stream.fileno in ready]
+        for stream in readable:
+            self._sink.put(stream.read())
+        self._sink.write()
+        return bool(readable)
+
+    def _drain(self, patience_s: float) -> None:
+        """Passes on what is left in the pipes. They are closed even where an unknown process still holds them."""
+        started_s = moved_s = time.monotonic()
+        while self._open_streams() or not self._sink.is_empty:
+            if self._pass_output(_TICK_S) or not self._sink.is_empty:
+                moved_s = time.monotonic()
+            is_too_late = self._signals.first is not None and time.monotonic() - started_s > patience_s
+            if is_too_late or time.monotonic() - moved_s > _DRAIN_S:
+                break
+        for stream in self._open_streams():
+            self._sink.put(stream.close())
+        self._sink.write()
