@@ -4,7 +4,16 @@ import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=12")
 
+import shutil
+import tempfile
 import threading
+
+# Many tests compile the same program. All processes of a run share what they have compiled; no run knows of another.
+_IS_FIRST = "JAX_COMPILATION_CACHE_DIR" not in os.environ
+if _IS_FIRST:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="phalanx-programs-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import phalanx
 
@@ -15,6 +24,12 @@ import keras
 import pytest
 
 from phalanx import context
+
+
+def pytest_unconfigure():
+    """Removes what was compiled."""
+    if _IS_FIRST:
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 def _environment():
