@@ -329,8 +329,7 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
             "call it at the top of the script",
         )
     topology = None if strategy is None else strategy.topology
-    has_layout = topology is not None and topology.num_workers == 1
-    compat.set_variable_layout(topology.replicated if topology is not None and has_layout else None)
+    compat.set_variable_layout(None if topology is None else topology.of_new_variables)
     _stack.set(() if strategy is None or topology is None else (Mode(strategy, None, was_set=True),))
 
 

@@ -221,6 +221,14 @@ class Topology:
         """The sharding of a value that every replica holds whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
+    @property
+    def of_new_variables(self) -> NamedSharding | None:
+        """The sharding with which variables are made.
+
+        None between processes: there they are placed when a program first needs them, with the chief's values.
+        """
+        return self.replicated if self.num_workers == 1 else None
+
     @cached_property
     def per_replica(self) -> NamedSharding:
         """The sharding of an array whose leading dim is the replica."""

@@ -3,15 +3,15 @@
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
+
+from phalanx.launch.plan import free_ports
 
 _HERE = Path(__file__).resolve().parent
 _OF_THIS_PROCESS = ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS")
@@ -20,15 +20,6 @@ _START_S = 60.0
 
 class ClusterError(RuntimeError):
     """A worker died or was late. Its log says why."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns ports of the loopback that nobody has."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 class Cluster:

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from cluster import free_ports
+
+from phalanx.launch.plan import free_ports
 
 MAKE = "import phalanx\nstrategy = phalanx.MultiWorkerMirroredStrategy()\nprint('started', strategy.num_replicas_in_sync)\n"
 LATE = "import jax, jax.numpy as jnp\njnp.ones(1).block_until_ready()\n" + MAKE

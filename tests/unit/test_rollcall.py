@@ -7,22 +7,16 @@ import time
 import pytest
 
 from phalanx.errors import StartupError
+from phalanx.launch.plan import free_ports
 from phalanx.rollcall import call_roll
 
 SHORT_S = 0.6
 
 
-def free_port():
-    """A port of the loopback that nobody has."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 @pytest.fixture
 def addresses():
     """Of four ranks."""
-    return [f"127.0.0.1:{free_port()}" for _ in range(4)]
+    return [f"127.0.0.1:{port}" for port in free_ports(4)]
 
 
 class Process(threading.Thread):

@@ -547,9 +547,9 @@ class Scope:
         with ExitStack() as stack:
             if self._strategy.topology is not None:
                 stack.enter_context(context.enter(Mode(self._strategy, None)))
-                # Between processes variables are placed when a program first needs them, with the chief's values.
-                if self._strategy.topology.num_workers == 1:
-                    stack.enter_context(compat.variable_layout(self._strategy.topology.replicated))
+                sharding = self._strategy.topology.of_new_variables
+                if sharding is not None:
+                    stack.enter_context(compat.variable_layout(sharding))
             self._open.append(stack.pop_all())
         return self._strategy
 
