@@ -2,6 +2,7 @@
 """Phalanx: the tf.distribute.Strategy system on JAX and Keras 3."""
 
 import importlib
+import importlib.util
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,6 @@ if TYPE_CHECKING:
     from phalanx.api import *
 
     __version__: str
-
-
-_WITHOUT_JAX = ("cluster", "cluster_resolver", "launch")
 
 
 def _apply_environment() -> None:
@@ -44,16 +42,16 @@ _apply_environment()
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("phalanx")
-    if name in _WITHOUT_JAX:
-        return importlib.import_module(f"phalanx.{name}")
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+    # Modules first, and each alone: those of clusters and of the launcher know nothing of JAX.
+    if importlib.util.find_spec(f"phalanx.{name}"):
+        return importlib.import_module(f"phalanx.{name}")
     api = importlib.import_module("phalanx.api")
     globals().update({public: getattr(api, public) for public in api.__all__}, __all__=api.__all__)
-    try:
-        return globals()[name] if name in globals() else importlib.import_module(f"phalanx.{name}")
-    except ModuleNotFoundError:
-        raise AttributeError(f"module 'phalanx' has no attribute {name!r}") from None
+    if name not in globals():
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -23,7 +23,7 @@ from phalanx.context import (
     in_cross_replica_context,
 )
 from phalanx.control_flow import checkpoint, cond, scan, while_loop
-from phalanx.function import function
+from phalanx.programs import function
 
 from phalanx import keras
 from phalanx.input.distributed import DistributedDataset, DistributedIterator

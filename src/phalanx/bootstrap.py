@@ -1,33 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start of a process that is one of several: the only caller of `jax.distributed`."""
 
+import atexit
+import functools
+import math
 import os
+import signal
 import sys
 import traceback
 from types import TracebackType
 
 import jax
 
+from phalanx import watch
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.spec import Task, addresses_of_workers, id_in_cluster
-from phalanx.errors import ClusterError, StartupError
+from phalanx.errors import ClusterError, InvalidArgumentError, StartupError
 from phalanx.rollcall import call_roll
 
 START_TIMEOUT_S = 300.0
 """How long a process waits for the others, unless the caller or PHALANX_START_TIMEOUT_S says otherwise."""
-HEARTBEAT_TIMEOUT_S = 10
-"""After how many seconds without a sign a process is taken for dead, and the others end."""
+_A_DAY_S = 24 * 60 * 60
 
 
-def start(resolver: ClusterResolver, timeout_s: float | None = None) -> None:
+def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeout_s: float | None = None) -> None:
     """Connects this process with the others of its cluster; does nothing where there are none, or where it is done.
 
     Args:
       resolver: what describes the cluster and this process's task in it.
       timeout_s: how long to wait for the others.
+      stall_timeout_s: how long the processes may stand still, later, while one of them waits.
 
     Raises:
       ClusterError: the cluster has no task for this process.
+      InvalidArgumentError: a time that is none, in the environment.
       StartupError: others are missing, or JAX has used its devices already.
     """
     spec = resolver.cluster_spec()
@@ -41,10 +47,25 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None) -> None:
         return
     if len(addresses) == 1:
         return
-    timeout_s = timeout_s or float(os.environ.get("PHALANX_START_TIMEOUT_S") or START_TIMEOUT_S)
-    call_roll(addresses, rank, about=f"{spec.as_dict()}", timeout_s=timeout_s)
+    timeout_s = timeout_s or _seconds_of("PHALANX_START_TIMEOUT_S", START_TIMEOUT_S)
+    stall_timeout_s = stall_timeout_s or _seconds_of("PHALANX_STALL_TIMEOUT_S", watch.STALL_TIMEOUT_S)
+    lines = call_roll(addresses, rank, about=f"{spec.as_dict()}", timeout_s=timeout_s)
+    own = watch.start(addresses, rank, lines, stall_timeout_s)
     _initialize(addresses, rank, timeout_s)
-    sys.excepthook = _end_at_once
+    sys.excepthook = functools.partial(_end_at_once, own)
+    # After JAX has registered its own, so that it runs before: JAX waits for the others there.
+    atexit.register(own.leave)
+
+
+def _seconds_of(variable: str, default: float) -> float:
+    text = os.environ.get(variable) or str(default)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise InvalidArgumentError(f"{variable}={text!r}", "must be a number of seconds above 0.", f"{variable}=60")
+    return seconds
 
 
 def _own_task(resolver: ClusterResolver) -> Task:
@@ -79,7 +100,8 @@ def _initialize(addresses: list[str], rank: int, timeout_s: float) -> None:
             rank,
             cluster_detection_method="deactivate",
             initialization_timeout=max(1, int(timeout_s)),
-            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+            # One that has come to its end waits for the others there; the watch knows whether they come.
+            shutdown_timeout_seconds=_A_DAY_S,
             coordinator_bind_address=bind,
         )
     except RuntimeError as e:
@@ -90,9 +112,12 @@ def _initialize(addresses: list[str], rank: int, timeout_s: float) -> None:
         ) from e
 
 
-def _end_at_once(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+def _end_at_once(
+    own: watch.Watch, kind: type[BaseException], error: BaseException, where: TracebackType | None
+) -> None:
     """Ends this process without waiting for the others, which wait for it in the middle of a step."""
     traceback.print_exception(kind, error, where)
+    own.fail(f"has ended by {kind.__name__}: {error}".partition("\n")[0])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)

@@ -20,7 +20,9 @@
     ├── TapeError (RuntimeError)              a gradient tape used where it cannot record
     ├── TraceError (RuntimeError)             a replica function that cannot become one program
     ├── OutOfRangeError (IndexError)          an iterator that has no further batch
-    └── StateLostError (RuntimeError)         a failed program took donated variables with it
+    ├── StateLostError (RuntimeError)         a failed program took donated variables with it
+    ├── PeerLostError (RuntimeError)          another process of the cluster has died
+    └── DivergenceError (AssertionError)      replicas that hold different values of one variable
 
 Every message has three parts: what was asked, what was found or is allowed, and a line to write instead.
 """
@@ -113,6 +115,14 @@ class OutOfRangeError(PhalanxError, IndexError):
 
 class StateLostError(PhalanxError, RuntimeError):
     """A failed program took donated variables with it."""
+
+
+class PeerLostError(PhalanxError, RuntimeError):
+    """Another process of the cluster has died."""
+
+
+class DivergenceError(PhalanxError, AssertionError):
+    """Replicas that hold different values of one variable."""
 
 
 class ClusterError(PhalanxError, ValueError):

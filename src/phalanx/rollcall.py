@@ -4,7 +4,7 @@
 JAX's own start ends the process where somebody does not come. Standard library only.
 
 The first process listens on its address. Each other one connects, says its rank and what it knows of the cluster, and waits
-for a line: `go` once all are there, else why not.
+for a line: `go` once all are there, else why not. Those connections stay open, for `phalanx.watch`.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _HELLO_S = 5.0
 _RETRY_S = 0.1
 
 
-def call_roll(addresses: Sequence[str], rank: int, *, about: str, timeout_s: float) -> None:
+def call_roll(addresses: Sequence[str], rank: int, *, about: str, timeout_s: float) -> dict[int, socket.socket]:
     """Returns once the processes of all ranks have called it.
 
     Args:
@@ -29,15 +29,17 @@ def call_roll(addresses: Sequence[str], rank: int, *, about: str, timeout_s: flo
       about: what this process knows of the cluster; all must know the same.
       timeout_s: how long to wait for the others.
 
+    Returns:
+      Open connections by rank: those of rank 0 to all others, and of another one to rank 0.
+
     Raises:
       StartupError: ranks are missing at the deadline, one was started twice, one knows another cluster, or the address
         of rank 0 is taken, is none of this machine, or does not answer.
     """
     deadline = time.monotonic() + timeout_s
     if rank == 0:
-        _Chief(addresses, about, deadline, timeout_s).wait()
-    else:
-        _report(addresses, rank, about, deadline, timeout_s)
+        return _Chief(addresses, about, deadline, timeout_s).wait()
+    return {0: _report(addresses, rank, about, deadline, timeout_s)}
 
 
 class _Chief:
@@ -47,24 +49,22 @@ class _Chief:
         self._addresses, self._about, self._deadline, self._timeout_s = addresses, about, deadline, timeout_s
         self._present: dict[int, socket.socket] = {}
 
-    def wait(self) -> None:
-        with contextlib.ExitStack() as stack:
-            server = stack.enter_context(_listening(self._addresses[0]))
+    def wait(self) -> dict[int, socket.socket]:
+        with _listening(self._addresses[0]) as server:
             try:
                 while self._missing and (left := self._deadline - time.monotonic()) > 0:
                     server.settimeout(left)
                     with contextlib.suppress(TimeoutError):
-                        self._meet(stack.enter_context(server.accept()[0]))
+                        self._meet(server.accept()[0])
                 if self._missing:
                     raise self._error()
             except StartupError as e:
                 self._tell({"error": [e.asked, e.found, e.hint]})
+                for connection in self._present.values():
+                    connection.close()
                 raise
-            self._tell({"go": True})
-            for connection in self._present.values():
-                # They hang up first, so that the port is free for JAX at once.
-                with contextlib.suppress(OSError):
-                    connection.recv(1)
+        self._tell({"go": True})
+        return self._present
 
     @property
     def _missing(self) -> list[int]:
@@ -82,7 +82,8 @@ class _Chief:
         hello = _received(connection, _HELLO_S)
         rank = hello.get("rank")
         if not isinstance(rank, int) or not 0 < rank < len(self._addresses):
-            return  # Not one of ours.
+            connection.close()  # Not one of ours.
+            return
         if rank in self._present:
             twice = StartupError(
                 f"rank {rank} ({self._addresses[rank]})",
@@ -90,6 +91,7 @@ class _Chief:
                 "one process for each task of the cluster",
             )
             _send(connection, {"error": [twice.asked, twice.found, twice.hint]})
+            connection.close()
             return
         self._present[rank] = connection
         if hello.get("about") != self._about:
@@ -104,20 +106,22 @@ class _Chief:
             _send(connection, message)
 
 
-def _report(addresses: Sequence[str], rank: int, about: str, deadline: float, timeout_s: float) -> None:
+def _report(addresses: Sequence[str], rank: int, about: str, deadline: float, timeout_s: float) -> socket.socket:
     """Another rank: comes to rank 0 and waits for what it says."""
-    with _connected(addresses[0], rank, deadline, timeout_s) as connection:
-        _send(connection, {"rank": rank, "about": about})
-        # Rank 0 has the same deadline, and may have begun later.
-        answer = _received(connection, max(0.0, deadline - time.monotonic()) + timeout_s)
+    connection = _connected(addresses[0], rank, deadline, timeout_s)
+    _send(connection, {"rank": rank, "about": about})
+    # Rank 0 has the same deadline, and may have begun later.
+    answer = _received(connection, max(0.0, deadline - time.monotonic()) + timeout_s)
+    if "go" in answer:
+        return connection
+    connection.close()
     if "error" in answer:
         raise StartupError(*answer["error"])
-    if "go" not in answer:
-        raise StartupError(
-            f"rank 0 ({addresses[0]})",
-            f"it hung up, or said nothing, while rank {rank} waited for the other ranks.",
-            "look at the output of rank 0",
-        )
+    raise StartupError(
+        f"rank 0 ({addresses[0]})",
+        f"it hung up, or said nothing, while rank {rank} waited for the other ranks.",
+        "look at the output of rank 0",
+    )
 
 
 @contextlib.contextmanager
@@ -136,19 +140,14 @@ def _listening(address: str) -> Iterator[socket.socket]:
         yield server
 
 
-@contextlib.contextmanager
-def _connected(address: str, rank: int, deadline: float, timeout_s: float) -> Iterator[socket.socket]:
+def _connected(address: str, rank: int, deadline: float, timeout_s: float) -> socket.socket:
     cause: OSError | None = None
     while (left := deadline - time.monotonic()) > 0:
         try:
-            connection = socket.create_connection(_split(address), timeout=left)
+            return socket.create_connection(_split(address), timeout=left)
         except OSError as e:
             cause = e
             time.sleep(min(_RETRY_S, max(0.0, deadline - time.monotonic())))
-            continue
-        with connection:
-            yield connection
-        return
     raise StartupError(
         f"rank 0 ({address})",
         f"rank {rank} could not reach it for {timeout_s:g} s ({cause}).",
@@ -171,7 +170,8 @@ def _received(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
     """Returns one message; an empty one where none came, or something else did."""
     connection.settimeout(timeout_s)
     try:
-        with connection.makefile("rb") as lines:
+        # Without a buffer, for what follows the line is another reader's.
+        with connection.makefile("rb", buffering=0) as lines:
             message = json.loads(lines.readline(1 << 16))
     except (OSError, ValueError):
         return {}

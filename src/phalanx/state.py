@@ -102,7 +102,8 @@ compat.on_assign(_forget)
 def _combine_on_demand(variable: Variable) -> None:
     slot = _slots.get(variable)
     if slot is not None and slot.components is not None:
-        slot.array = _sum_of_components(slot.components)
+        with slot.home.dispatching(is_step=False):
+            slot.array = _sum_of_components(slot.components)
         compat.set_raw_values([variable], [slot.array])
 
 

@@ -1,14 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws that code of your own can be tested against."""
 
+import hashlib
+from collections import Counter
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 
+from phalanx.compat import Variable, raw_value
+from phalanx.errors import DivergenceError, InvalidArgumentError
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
 from phalanx.input.state import from_text, to_text
+from phalanx.state import slot_of
+from phalanx.topology import Topology
 from phalanx.values import is_distributed
+
+_DIGEST_BYTES = 8
+
+
+def assert_in_sync(*objects: Any) -> None:
+    """Asserts that all replicas hold the same values of variables, to the last bit. Outside all programs, on all processes.
+
+    Variables that no program has used yet are left out: each process may have other values, and all will take the first one's.
+
+    Args:
+      objects: variables, or models, layers, optimizers or metrics, whose variables are meant; or lists of them.
+
+    Raises:
+      DivergenceError: they differ; the message names the variable, and the ranks that are not like most.
+      InvalidArgumentError: an object that neither is nor has variables.
+
+    Example:
+      >>> import keras, phalanx, phalanx.testing
+      >>> with phalanx.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+      ...     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+      >>> phalanx.testing.assert_in_sync(model)
+    """
+    variables = [v for o in objects for v in _variables_of(o)]
+    by_home: dict[int, list[Variable]] = {}
+    for variable in variables:
+        if slot_of(variable).home is not None and raw_value(variable) is not None:
+            by_home.setdefault(id(slot_of(variable).home), []).append(variable)
+    for group in by_home.values():
+        _assert_equal_everywhere(group, slot_of(group[0]).home)
+
+
+def _variables_of(thing: Any) -> list[Variable]:
+    if isinstance(thing, Variable):
+        return [thing]
+    if isinstance(thing, list | tuple):
+        return [v for x in thing for v in _variables_of(x)]
+    if isinstance(thing, keras.Model):
+        # With those of the optimizer and the metrics.
+        return [*thing.variables, *thing.metrics_variables, *(thing.optimizer.variables if thing.optimizer else [])]
+    if not hasattr(thing, "variables"):
+        raise InvalidArgumentError(
+            f"assert_in_sync({thing!r})", "neither is a variable nor has any.", "assert_in_sync(model)"
+        )
+    return list(thing.variables)
+
+
+def _assert_equal_everywhere(variables: list[Variable], topology: Topology) -> None:
+    own = np.array([[_digest(c) for c in _copies(v, topology)] for v in variables])
+    # (variables, replicas, words)
+    everywhere = np.concatenate(topology.exchange(own), axis=1)
+    odd = {i: found for i, words in enumerate(everywhere) if (found := _odd_ones(words))}
+    if not odd:
+        return
+    first = next(iter(odd))
+    ranks = sorted({topology.devices[replica].process_index for replica in odd[first]})
+    where = ", ".join(f"rank {rank}" for rank in ranks)
+    replicas = ", ".join(map(str, odd[first]))
+    raise DivergenceError(
+        f"assert_in_sync of {len(variables)} variables",
+        f"{variables[first].path!r} on {where} (replica {replicas} of {topology.num_replicas}) differs from most; "
+        f"{len(odd)} variable(s) differ in all.",
+        "assign only what all processes compute alike, or assign it inside strategy.run",
+    )
+
+
+def _copies(variable: Variable, topology: Topology) -> list[Any]:
+    """Returns what each local replica holds."""
+    value = raw_value(variable)
+    placed = isinstance(value, jax.Array) and value.sharding == topology.replicated
+    return [s.data for s in value.addressable_shards] if placed else [value] * len(topology.local_devices)
+
+
+def _digest(value: Any) -> np.ndarray:
+    array = np.ascontiguousarray(value)
+    return np.frombuffer(hashlib.blake2b(array.tobytes(), digest_size=_DIGEST_BYTES).digest(), np.uint32)
+
+
+def _odd_ones(digests: np.ndarray) -> list[int]:
+    """Returns the replicas whose digest is not that of most; where none is, not that of the first."""
+    texts = [d.tobytes() for d in digests]
+    usual, _ = Counter(texts).most_common(1)[0]
+    return [replica for replica, text in enumerate(texts) if text != usual]
 
 
 def assert_restores_everywhere(dataset: DistributedDataset, *, steps: int | None = None) -> None:

@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from phalanx.errors import DeviceError, InvalidArgumentError, StartupError
+from phalanx import watch
+from phalanx.errors import DeviceError, InvalidArgumentError, PeerLostError, StartupError, StateLostError
 
 REPLICA_AXIS = "replica"
 """The mesh axis over which `Strategy.run` maps its replica function."""
@@ -23,6 +25,7 @@ REPLICA_AXIS = "replica"
 dispatch_lock = threading.RLock()
 """Two threads that dispatch programs over several devices can deadlock inside XLA, whatever its thread pool."""
 
+_NEWS_S = 3.0
 _DEVICE_NAME = re.compile(
     r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d+)$", re.IGNORECASE
 )
@@ -171,6 +174,15 @@ class Topology:
         first = self.devices.index(self.local_devices[0])
         return range(first, first + len(self.local_devices))
 
+    def dispatching(self, *, is_step: bool) -> AbstractContextManager[Any]:
+        """Returns what must be held while a program over these devices is dispatched.
+
+        Raises:
+          PeerLostError: another process has died, before or meanwhile.
+        """
+        own = None if self.num_workers == 1 else watch.own()
+        return dispatch_lock if own is None else _Turn(own, is_step)
+
     def put_per_replica(self, local: list[Any]) -> list[jax.Array]:
         """Puts arrays `(local replicas, ...)` on the devices. May be called in a background thread.
 
@@ -197,7 +209,7 @@ class Topology:
 
     def from_chief(self, values: list[Any]) -> list[Any]:
         """Returns what the first worker has of some arrays; all workers must call it, on their main threads."""
-        with dispatch_lock:
+        with self.dispatching(is_step=False):
             return multihost_utils.broadcast_one_to_all(values, is_source=self.worker_index == 0)
 
     def join_per_replica(self, parts: Sequence[jax.Array]) -> jax.Array:
@@ -213,7 +225,7 @@ class Topology:
         """
         if self.num_workers == 1:
             return values[None]
-        with dispatch_lock:
+        with self.dispatching(is_step=False):
             return np.asarray(multihost_utils.process_allgather(values))
 
     @cached_property
@@ -233,6 +245,34 @@ class Topology:
     def per_replica(self) -> NamedSharding:
         """The sharding of an array whose leading dim is the replica."""
         return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
+
+
+class _Turn:
+    """Something that all processes do together, one after the other."""
+
+    def __init__(self, own: watch.Watch, is_step: bool) -> None:
+        self._watch, self._is_step = own, is_step
+
+    def __enter__(self) -> None:
+        if lost := self._watch.loss():
+            raise _peer_lost(lost)
+        dispatch_lock.acquire()
+        self._watch.begin(is_step=self._is_step)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self._watch.end(is_step=self._is_step, has_failed=error is not None)
+        dispatch_lock.release()
+        # Where a process dies, what the others see first is a program that fails.
+        if isinstance(error, (jax.errors.JaxRuntimeError, StateLostError)) and (lost := self._watch.loss(_NEWS_S)):
+            raise _peer_lost(lost) from error
+
+
+def _peer_lost(how: str) -> PeerLostError:
+    return PeerLostError(
+        "a step that needs all processes",
+        f"{how}.",
+        "phalanx run --max-restarts 3 ..., with keras.callbacks.BackupAndRestore, to go on from the last epoch",
+    )
 
 
 def _schedulable_cpus() -> int:

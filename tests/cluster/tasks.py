@@ -10,7 +10,9 @@ from unittest import mock
 import jax
 import numpy as np
 from evaluation import BATCH, ROWS, Evaluation, X, Y
-from training import accumulated, first_values, fit, interrupted, loop, shuffled, verbs, writing  # noqa: F401  (found here)
+
+# They are found here, by their names.
+from training import accumulated, diverged, first_values, fit, interrupted, loop, shuffled, verbs, writing  # noqa: F401
 
 import phalanx
 from phalanx.data import AutoShardPolicy

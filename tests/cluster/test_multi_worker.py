@@ -114,3 +114,13 @@ def test_saving_accumulated_gradients(cluster_of, tmp_path):
     model.fit(training.X[:640], training.Y[:640], batch_size=training.BATCH, shuffle=False, verbose=0)
     same(got, [v.numpy() for v in [*model.weights, *model.optimizer.variables]], rtol=1e-4, atol=1e-5)
     assert {p.name for p in tmp_path.iterdir()} == {"4.keras", "8.keras"}
+
+
+@pytest.mark.parametrize(
+    ("size", "where"), [((2, 2), "rank 1 (replica 2, 3 of 4)"), ((4, 1), "rank 3 (replica 3 of 4)")]
+)
+def test_divergence(cluster_of, size, where):
+    """A value that one worker has assigned alone is found on all, and named."""
+    for text in cluster_of(*size).call("diverged", deadline_s=60.0):
+        assert text.startswith("DivergenceError: assert_in_sync of ")
+        assert f"/bias' on {where} differs from most; 1 variable(s) differ in all." in text

@@ -9,6 +9,7 @@ import numpy as np
 from reference_training import MODELS, OPTIMIZERS, batches, per_example
 
 import phalanx
+import phalanx.testing
 
 ROWS, BATCH, WIDTH, CLASSES = 1003, 64, 6, 3
 RANDOM = np.random.RandomState(11)
@@ -164,3 +165,13 @@ def accumulated(strategy: phalanx.Strategy, path: str) -> list[np.ndarray]:
     saving = keras.callbacks.ModelCheckpoint(path, save_freq=4)
     model.fit(X[:640], Y[:640], batch_size=BATCH, shuffle=False, verbose=0, callbacks=[saving])
     return [v.numpy() for v in [*model.weights, *model.optimizer.variables]]
+
+
+def diverged(strategy: phalanx.Strategy) -> None:
+    """Lets the last worker assign a value of its own, once all are in sync."""
+    with strategy.scope():
+        model = make_model()
+    model.fit(X[:64], Y[:64], batch_size=BATCH, verbose=0, callbacks=[phalanx.keras.SyncCheck(1)])
+    bias = model.weights[1]
+    bias.assign(bias.value + (strategy.topology.worker_index == strategy.topology.num_workers - 1))
+    phalanx.testing.assert_in_sync(model)

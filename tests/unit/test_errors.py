@@ -26,6 +26,8 @@ BUILTINS = {
     errors.TraceError: RuntimeError,
     errors.OutOfRangeError: IndexError,
     errors.StateLostError: RuntimeError,
+    errors.PeerLostError: RuntimeError,
+    errors.DivergenceError: AssertionError,
     errors.ClusterError: ValueError,
     errors.ClusterTypeError: TypeError,
     errors.ClusterSourceError: RuntimeError,

@@ -25,6 +25,7 @@ class Process(threading.Thread):
     def __init__(self, addresses, rank, about="us", timeout_s=5.0, after_s=0.0):
         super().__init__()
         self._given, self._after_s, self.said = (addresses, rank, about, timeout_s), after_s, "nothing"
+        self.connections = {}
         self.start()
 
     def run(self):
@@ -32,27 +33,35 @@ class Process(threading.Thread):
         time.sleep(self._after_s)
         addresses, rank, about, timeout_s = self._given
         try:
-            call_roll(addresses, rank, about=about, timeout_s=timeout_s)
+            self.connections = call_roll(addresses, rank, about=about, timeout_s=timeout_s)
             self.said = "go"
         except StartupError as e:
             self.said = str(e)
 
 
 def said(*processes):
-    """What they were told in the end."""
+    """What they were told in the end; their connections are closed."""
     for process in processes:
         process.join(timeout=30)
         assert not process.is_alive()
+        for connection in process.connections.values():
+            connection.close()
     return [process.said for process in processes]
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
 def test_all_come(addresses, late):
-    """In any order; the port is free afterwards."""
+    """In any order. The port is free afterwards, for JAX, while the connections stay open."""
     ranks = [Process(addresses, rank, after_s=0.3 * (rank == late)) for rank in range(4)]
-    assert said(*ranks) == ["go"] * 4
+    for process in ranks:
+        process.join(timeout=30)
     with socket.create_server(("127.0.0.1", int(addresses[0].split(":")[1]))):
-        pass
+        chief = ranks[0].connections
+        assert sorted(chief) == [1, 2, 3]
+        for rank in chief:
+            chief[rank].sendall(b"%d" % rank)
+            assert ranks[rank].connections[0].recv(10) == b"%d" % rank
+    assert said(*ranks) == ["go"] * 4
 
 
 def test_missing_ranks_are_named(addresses):

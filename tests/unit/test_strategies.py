@@ -763,3 +763,10 @@ def test_default_strategy_runs_a_tape():
 
     assert [float(phalanx.get_strategy().run(step, args=(x,))) for x in (1.0, 2.0)] == [6, 12]
     assert log.numpy() == 2
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_stall_timeout(seconds):
+    """It is a time."""
+    with pytest.raises(phalanx.errors.InvalidArgumentError, match=r"must be more than 0 seconds, or None"):
+        phalanx.MultiWorkerMirroredStrategy(stall_timeout_s=seconds)

@@ -2,8 +2,8 @@
 """Keras's `fit`, `evaluate` and `predict` on the replicas of a strategy, and what belongs beside them."""
 
 from phalanx.keras import bridge as bridge
-from phalanx.keras.callbacks import TensorBoard
+from phalanx.keras.callbacks import SyncCheck, TensorBoard
 from phalanx.keras.data import DatasetCreator
 from phalanx.keras.sidecar import SidecarEvaluator
 
-__all__ = ["DatasetCreator", "SidecarEvaluator", "TensorBoard"]
+__all__ = ["DatasetCreator", "SidecarEvaluator", "SyncCheck", "TensorBoard"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks that Keras has for TensorFlow only."""
+"""Callbacks: what Keras has for TensorFlow only, and what it has not."""
 
 import os
 from typing import Any, final
@@ -8,6 +8,51 @@ import keras
 from typing_extensions import override
 
 from phalanx.errors import InvalidArgumentError, MissingDependencyError
+from phalanx.testing import assert_in_sync
+
+
+@final
+class SyncCheck(keras.callbacks.Callback):
+    """Checks at times that all replicas hold the same variables. May be made in any context.
+
+    Training ends by the error of `phalanx.testing.assert_in_sync`, which names the variable and the ranks, where they do not.
+    Each check copies all variables to the host.
+
+    Args:
+      every: after how many batches it checks; it also does at the end of the training.
+
+    Raises:
+      InvalidArgumentError: `every` is less than 1.
+
+    Example:
+      >>> import phalanx
+      >>> callbacks = [phalanx.keras.SyncCheck(every=1000)]
+    """
+
+    def __init__(self, every: int = 1000) -> None:
+        super().__init__()
+        if every < 1:
+            raise InvalidArgumentError(f"every={every}", "must be 1 or more batches.", "every=1000")
+        self._every, self._batches = every, 0
+        self._last = -1
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Notes that batches are numbered from 0 again."""
+        self._last = -1
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Checks, if it is time."""
+        before, self._batches = self._batches, self._batches + batch - self._last
+        self._last = batch
+        if self._batches // self._every > before // self._every:
+            assert_in_sync(self.model)
+
+    @override
+    def on_train_end(self, logs: Any = None) -> None:
+        """Checks once more."""
+        assert_in_sync(self.model)
 
 
 @final

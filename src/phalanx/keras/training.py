@@ -14,12 +14,12 @@ import numpy as np
 
 from phalanx import compat, context, lifting
 from phalanx.errors import ContextError, InvalidArgumentError
-from phalanx.function import Function
 from phalanx.keras import steps
 from phalanx.keras.callbacks import TensorBoard
 from phalanx.keras.data import EpochData
 from phalanx.keras.interrupts import Interrupts
 from phalanx.options import RunOptions
+from phalanx.programs import Function
 from phalanx.replicate import trace_run
 from phalanx.strategies.base import Strategy
 from phalanx.topology import Topology

@@ -12,7 +12,7 @@ from phalanx.launch.output import KeptLine
 _SHOWN_LINES = 20
 _TRACEBACK = "Traceback (most recent call last):"
 _CRASH = "Fatal Python error:"
-_THREAD = re.compile(r"^(Current thread|Thread) 0x")
+_THREAD = re.compile(r"^(Current thread|Thread) .*\(most recent call (first|last)\)")
 _CHAINS = ("During handling of the above exception", "The above exception was the direct cause")
 _REASONS = {
     -signal.SIGKILL: "from outside; by the kernel, where memory runs out",

@@ -16,7 +16,6 @@ from phalanx import compat, context, lifting
 from phalanx.collectives.cross_device import CrossDeviceOps
 from phalanx.context import Mode
 from phalanx.errors import ContextError, InvalidArgumentError, MixedStrategyError
-from phalanx.function import Programs
 from phalanx.input.distributed import (
     DistributedDataset,
     DistributedIterator,
@@ -31,6 +30,7 @@ from phalanx.input.sharding import WorkerShard
 from phalanx.input.sources.functions import InputContext
 from phalanx.input.sources.records import NumpyDataset
 from phalanx.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
+from phalanx.programs import Programs
 from phalanx.replicate import trace_run
 from phalanx.state import components_of
 from phalanx.strategies.extended import StrategyExtended

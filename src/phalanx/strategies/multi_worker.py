@@ -29,6 +29,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         and the like have put into the environment.
       communication_options: `bytes_per_pack` for the gradients; `timeout_seconds` for how long to wait for the others at the
         start; `implementation`.
+      stall_timeout_s: where one process waits and none gets any further for so many seconds, all of them write the stacks of
+        their threads and end, and say which one stood still. None means PHALANX_STALL_TIMEOUT_S, or 600.
 
     Raises:
       ClusterError: the cluster is described wrongly, or has no task for this process.
@@ -47,6 +49,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         self,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
+        *,
+        stall_timeout_s: float | None = None,
     ) -> None:
         super().__init__()
         resolver = cluster_resolver
@@ -65,8 +69,12 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "must be CommunicationOptions.",
                 "communication_options=phalanx.experimental.CommunicationOptions(bytes_per_pack=1 << 20)",
             )
+        if stall_timeout_s is not None and not stall_timeout_s > 0:
+            raise InvalidArgumentError(
+                f"stall_timeout_s={stall_timeout_s}", "must be more than 0 seconds, or None.", "stall_timeout_s=600"
+            )
         self._resolver = resolver
-        bootstrap.start(resolver, options.timeout_seconds)
+        bootstrap.start(resolver, options.timeout_seconds, stall_timeout_s)
         self._topology = Topology(tuple(jax.devices()))
         _require_implementation(options.implementation, self._topology)
         # Between processes one buffer is faster than many.

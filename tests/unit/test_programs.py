@@ -163,7 +163,7 @@ def test_lambda_made_anew_warns_once(strategy):
         results = [float(strategy.run(lambda x: x + i, args=(1.0,)).values[0]) for i in range(6)]  # noqa: B023
     assert results == [1, 2, 3, 4, 5, 6]
     (warning,) = [w for w in caught if w.category is RecompilationWarning]
-    assert "test_function.py" in str(warning.message)
+    assert "test_programs.py" in str(warning.message)
     assert "HINT: define it once" in str(warning.message)
 
 

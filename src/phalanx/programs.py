@@ -257,7 +257,7 @@ class Program:
 
     def __call__(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
         """Runs the program of `fn` and stores what it wrote."""
-        with dispatch_lock:
+        with dispatch_lock if self._topology is None else self._topology.dispatching(is_step=True):
             inputs = self._inputs(arguments)
             donated, kept = self._state.take()
             self._fn = fn

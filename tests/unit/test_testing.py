@@ -1,0 +1,119 @@
+"""`phalanx.testing.assert_in_sync` and the callback that calls it, on replicas that are made to differ."""
+
+import subprocess
+import sys
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import phalanx
+import phalanx.testing
+from phalanx.compat import set_raw_values
+from phalanx.errors import DivergenceError, InvalidArgumentError
+
+
+@pytest.fixture
+def strategy():
+    """Of three replicas."""
+    return phalanx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+
+
+def trained(strategy, callbacks=()):
+    """A model after one batch."""
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(3, name="d"), keras.layers.Dropout(0.5)])
+        model.compile("adam", "mse", metrics=["mae"])
+    model.fit(np.ones((6, 2)), np.ones((6, 3)), batch_size=3, verbose=0, callbacks=list(callbacks))
+    return model
+
+
+def give_other_copies(variable, *values):
+    """Gives each device a value of its own, in one array that jax takes for replicated."""
+    array = variable.value
+    copies = [jax.device_put(np.float32(v), s.device) for v, s in zip(values, array.addressable_shards, strict=True)]
+    set_raw_values([variable], [jax.make_array_from_single_device_arrays(array.shape, array.sharding, copies)])
+
+
+def test_in_sync(strategy):
+    """Weights, slots, seeds and metrics after training; variables that no program has used; a value assigned from outside."""
+    model = trained(strategy)
+    phalanx.testing.assert_in_sync(model, model.optimizer, [model.weights[0], model.layers[0]])
+    model.weights[0].assign(np.ones((2, 3)))
+    phalanx.testing.assert_in_sync(model)
+    phalanx.testing.assert_in_sync(keras.Variable(1.0))
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        (([1, 1, 1], [1, 2, 1], [1, 1, 1]), "/d/bias' on rank 0 (replica 1 of 3)"),
+        (([0, 0, 0], [1, 1, 1], [1, 1, 1]), "/d/bias' on rank 0 (replica 0 of 3)"),
+        (([0, 0, 0], [-0.0, 0, 0], [np.nan, 0, 0]), "/d/bias' on rank 0 (replica 1, 2 of 3)"),
+    ],
+)
+def test_out_of_sync(strategy, values, where):
+    """The variable and the replicas that are not like most are named; one bit is enough."""
+    model = trained(strategy)
+    give_other_copies(model.layers[0].bias, *values)
+    with pytest.raises(DivergenceError) as e:
+        phalanx.testing.assert_in_sync(model)
+    assert f"{where} differs from most; 1 variable(s) differ in all." in str(e.value)
+    assert e.value.hint == "assign only what all processes compute alike, or assign it inside strategy.run"
+
+
+def test_neither_variable_nor_owner(strategy):
+    """What has no variables is refused."""
+    with pytest.raises(InvalidArgumentError, match="neither is a variable nor has any"):
+        phalanx.testing.assert_in_sync(3)
+
+
+class Breaking(keras.callbacks.Callback):
+    """Makes the replicas differ after a batch."""
+
+    def __init__(self, batch):
+        super().__init__()
+        self._batch, self.seen = batch, []
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Breaks the bias."""
+        self.seen.append(batch)
+        if len(self.seen) - 1 == self._batch:
+            give_other_copies(self.model.layers[0].bias, [1, 1, 1], [1, 2, 1], [1, 1, 1])
+
+
+@pytest.mark.parametrize(("breaks", "every", "noticed"), [(2, 2, 3), (3, 2, 3), (0, 5, 4), (6, 5, 7)])
+def test_callback(strategy, breaks, every, noticed):
+    """It checks after every so many batches, over the ends of epochs, and at the end of the training."""
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(3)])
+        # Nothing is trained, so that what differs stays so.
+        model.trainable = False
+        model.compile("sgd", "mse")
+    breaking = Breaking(breaks)
+    with pytest.raises(DivergenceError):
+        model.fit(
+            np.ones((12, 2)),
+            np.ones((12, 3)),
+            batch_size=3,
+            epochs=2,
+            verbose=0,
+            callbacks=[breaking, phalanx.keras.SyncCheck(every)],
+        )
+    assert len(breaking.seen) - 1 == noticed
+
+
+@pytest.mark.parametrize("every", [0, -1])
+def test_callback_that_never_checks(every):
+    """It must be asked to."""
+    with pytest.raises(InvalidArgumentError, match=f"every={every}: must be 1 or more batches"):
+        phalanx.keras.SyncCheck(every)
+
+
+@pytest.mark.parametrize("module", ["testing", "keras", "context", "cluster_resolver"])
+def test_modules_come_first(module):
+    """Any module may be what a program imports first; `phalanx.function` stays what it is."""
+    code = f"import phalanx.{module}\nprint(phalanx.{module}.__name__, phalanx.function.__name__)"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert process.stdout == f"phalanx.{module} function\n", process.stderr

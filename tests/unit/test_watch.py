@@ -1,0 +1,206 @@
+"""The watch: what it judges, and with real processes, without JAX, what each of them is told and ends with."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from phalanx.launch.plan import free_ports
+from phalanx.watch import Member, judge_presence, judge_progress
+
+DEADLINE_S = 30.0
+STALL_S = 1.5
+MEMBER = """
+import json, os, sys, time
+from phalanx import watch
+from phalanx.rollcall import call_roll
+addresses, rank = json.loads(sys.argv[1]), int(sys.argv[2])
+own = watch.start(addresses, rank, call_roll(addresses, rank, about="us", timeout_s=20), float(sys.argv[3]))
+def steps(count):
+    for _ in range(count):
+        own.begin(is_step=True)
+        own.end(is_step=True, has_failed=False)
+def waits(forever=600):
+    own.begin(is_step=True)
+    time.sleep(forever)
+def leave():
+    own.leave()
+    time.sleep(600)
+print("here", flush=True)
+"""
+
+
+def member(rank, **known):
+    """A process that was heard of at second 100, and has not moved since second 0."""
+    return Member(f"rank {rank}", heard_s=known.pop("heard_s", 100.0), moved_s=known.pop("moved_s", 0.0), **known)
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ({}, None),
+        ({"heard_s": 71.0}, None),
+        ({"heard_s": 69.0, "step": 4}, "rank 1 has said nothing for 30 s, since step 4: the process,"),
+        ({"heard_s": 1.0, "has_left": True}, None),
+        ({"end": "has ended by ValueError: no"}, "rank 1 has ended by ValueError: no"),
+    ],
+)
+def test_presence(second, said):
+    """Who was not heard of for long, or has failed, is named; who has come to its end may be silent."""
+    verdict = judge_presence([member(0), member(1, **second)], 100.0, stall_s=600.0)
+    assert (verdict and verdict.text.startswith(said)) if said else verdict is None
+    assert verdict is None or verdict.is_loss == ("end" in second)
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        # Nobody waits, however long it takes: the user reads data, or thinks.
+        ([{"turn": 5}, {"turn": 5}, {"turn": 5}], None),
+        ([{"turn": 6, "step": 6, "is_inside": True}, {"turn": 5, "moved_s": 95.0}, {"turn": 5}], None),
+        (
+            [{"turn": 6, "step": 4, "is_inside": True}, {"turn": 5, "step": 3}, {"turn": 6, "is_inside": True}],
+            "rank 1 stands still after step 3, and rank 0 has waited in step 4 for 100 s",
+        ),
+        (
+            [{"turn": 4, "step": 4}, {"turn": 4, "step": 4}, {"turn": 5, "step": 5, "is_inside": True}],
+            "rank 0, rank 1 stand still after step 4, and rank 2 has waited in step 5 for 100 s",
+        ),
+        # It dispatches ahead, and so is not inside any more.
+        ([{"turn": 9, "step": 9}, {"turn": 5, "step": 5}, {"turn": 9}], "rank 1 stands still after step 5, and rank 0"),
+        (
+            [{"turn": 2, "step": 2, "is_inside": True}] * 3,
+            "rank 0, rank 1, rank 2 cannot end step 2 for 100 s, while all of them are there",
+        ),
+        (
+            [{"turn": 2, "step": 2, "has_left": True}, {"turn": 2, "step": 2, "is_inside": True}, {"turn": 2}],
+            "rank 1 cannot end step 2 for 100 s, while the others have ended theirs",
+        ),
+        (
+            [
+                {"turn": 7, "step": 7, "is_inside": True},
+                {"turn": 6, "step": 6, "has_left": True, "moved_s": 96.0},
+                {"turn": 7, "step": 7, "is_inside": True},
+            ],
+            "rank 1 has ended its program after step 6, and rank 0 has waited in step 7 for 4 s",
+        ),
+        ([{"turn": 7, "has_left": True}, {"turn": 7, "has_left": True}, {"turn": 7}], None),
+    ],
+)
+def test_progress(known, said):
+    """Who stands still while somebody waits is named, with the step."""
+    verdict = judge_progress([member(rank, **each) for rank, each in enumerate(known)], 100.0, stall_s=60.0)
+    assert (verdict and verdict.text.startswith(said)) if said else verdict is None
+    assert verdict is None or not verdict.is_loss
+
+
+class Processes:
+    """Three ranks; each runs some lines once all are there."""
+
+    def __init__(self, *codes):
+        addresses = json.dumps([f"127.0.0.1:{port}" for port in free_ports(len(codes))])
+        pipe = subprocess.PIPE
+        self.running = [
+            subprocess.Popen(
+                [sys.executable, "-c", MEMBER + code, addresses, str(rank), str(STALL_S)],
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+            )
+            for rank, code in enumerate(codes)
+        ]
+
+    def __enter__(self):
+        for process in self.running:
+            assert process.stdout.readline() == "here\n"
+        return self
+
+    def __exit__(self, *_):
+        for process in self.running:
+            process.kill()
+            process.communicate()
+
+    def ends(self, *ranks):
+        """Waits until these have ended; returns exit statuses and what each has printed last."""
+        deadline = time.monotonic() + DEADLINE_S
+        found = []
+        for rank in ranks:
+            _, text = self.running[rank].communicate(timeout=max(0.1, deadline - time.monotonic()))
+            found.append((self.running[rank].returncode, text))
+        return found
+
+
+def test_all_end_well():
+    """Nobody is ended who has come to the end, one after the other."""
+    with Processes("steps(3); own.leave(); time.sleep(0.5)", "steps(3); own.leave()", "steps(3); own.leave()") as three:
+        assert three.ends(0, 1, 2) == [(0, "")] * 3
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_one_stands_still(culprit):
+    """All end; all say which rank it was and after which step, and where each of their threads is."""
+    codes = ["steps(5); waits()"] * 3
+    codes[culprit] = "steps(5); time.sleep(600)"
+    with Processes(*codes) as three:
+        for rank, (status, text) in enumerate(three.ends(0, 1, 2)):
+            assert status == 75
+            assert f"Phalanx: rank {culprit} (127.0.0.1:" in text
+            assert ") stands still after step 5, and rank " in text
+            assert f"rank {rank} ends here.\nThread MainThread (most recent call last):\n" in text
+            assert ("in waits" in text) == (rank != culprit)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_one_is_stopped(culprit):
+    """A process that SIGSTOP holds says nothing, and is named by the others."""
+    with Processes("waits()", "waits()", "waits()") as three:
+        three.running[culprit].send_signal(signal.SIGSTOP)
+        others = [rank for rank in range(3) if rank != culprit]
+        for status, text in three.ends(*others):
+            assert status == 75
+            assert f"Phalanx: rank {culprit} (127.0.0.1:" in text
+            assert f"has said nothing for {STALL_S} s" in text
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("os._exit(3)", "has ended without a word: it was killed, or has crashed"),
+        ("own.fail('has ended by ValueError: no'); os._exit(1)", "has ended by ValueError: no"),
+    ],
+)
+def test_one_dies(culprit, code, how):
+    """The others learn it at once, and end by it where their main thread does not."""
+    codes = ["steps(2); waits()"] * 3
+    codes[culprit] = f"steps(2); {code}"
+    learn = "steps(2)\nprint(own.loss(20), file=sys.stderr)"
+    codes[2] = learn
+    with Processes(*codes) as three:
+        ((status, text),) = three.ends(2)
+        assert status == 0
+        assert text.startswith(f"rank {culprit} (127.0.0.1:")
+        assert text.endswith(f") {how}\n")
+        ((status, text),) = three.ends(1 - culprit)
+        assert status == 75
+        assert how in text
+
+
+def test_one_leaves_early():
+    """It is named soon, and does not wait for the others either."""
+    with Processes("steps(4); waits()", "steps(3); leave()", "steps(4); waits()") as three:
+        for status, text in three.ends(0, 1, 2):
+            assert status == 75
+            assert "has ended its program after step 3, and rank 0 (127.0.0.1:" in text
+
+
+def test_the_chief_was_held_up():
+    """After it was stopped itself it does not take the others for silent."""
+    with Processes("time.sleep(1.2); steps(1); own.leave()", *["steps(1); own.leave(); time.sleep(1)"] * 2) as three:
+        three.running[0].send_signal(signal.SIGSTOP)
+        time.sleep(0.9 * STALL_S)
+        three.running[0].send_signal(signal.SIGCONT)
+        assert [status for status, _ in three.ends(0, 1, 2)] == [0, 0, 0]
