@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MultiWorkerMirroredStrategy`: several processes, one replica on each of their devices."""
 
-from typing import final
-
 import jax
 from typing_extensions import override
 
@@ -17,7 +15,6 @@ from phalanx.strategies.base import Strategy
 from phalanx.topology import Topology
 
 
-@final
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on the devices of several processes, on one machine or on many.
 
