@@ -61,8 +61,9 @@ class CommunicationOptions:
     """Hints for collectives; all but `wire_dtype` change speed, never results. May be used in any context.
 
     Args:
-      bytes_per_pack: gradients are concatenated into buffers that are closed once they exceed this many bytes;
-        0 leaves the choice to the strategy (one buffer between processes, none between the devices of one process).
+      bytes_per_pack: gradients are concatenated into buffers that are closed once they hold this many bytes, or 64
+        gradients; 0 leaves the choice to the strategy: as few buffers as that between processes, and buffers for small
+        gradients only between the devices of one.
       timeout_seconds: how long a collective between processes may wait for the others, in seconds. Strategies of one
         machine have one process.
       implementation: which collectives to use between processes; likewise.

@@ -10,7 +10,7 @@ from unittest import mock
 import jax
 import numpy as np
 from evaluation import BATCH, ROWS, Evaluation, X, Y
-from training import accumulated, first_values, fit, interrupted, loop, shuffled, verbs, writing  # noqa: F401  (found here)
+from training import accumulated, first_values, fit, interrupted, loop, one_step, shuffled, verbs, writing  # noqa: F401  (found here)
 
 import phalanx
 from phalanx.data import AutoShardPolicy

@@ -128,8 +128,8 @@ class _Packed(CrossDeviceOps):
         self, reduce_op: ReduceOp, pairs: Sequence[Pair], options: CommunicationOptions
     ) -> list[jax.Array]:
         values = [value for value, _ in pairs]
-        reduce = lambda buffers: self._sum(buffers, options)  # noqa: E731
-        return mean_or_sum(reduce_op, packed(reduce, values, self._packs(values, options)))
+        packs = packing.no_longer_than(packing.ARRAYS_IN_A_MESSAGE, self._packs(values, options))
+        return mean_or_sum(reduce_op, packed(lambda buffers: self._sum(buffers, options), values, packs))
 
     def _packs(self, values: list[jax.Array], options: CommunicationOptions) -> list[list[int]]:
         dtypes, sizes = [str(v.dtype) for v in values], [v.nbytes for v in values]
@@ -147,8 +147,8 @@ class NcclAllReduce(_Packed):
     Where there is no NCCL the same program uses what the hardware has.
 
     Args:
-      num_packs: into how many buffers the gradients of one dtype are concatenated; 0 does not concatenate, None only
-        gradients of at most 32 KiB.
+      num_packs: into how many buffers the gradients of one dtype are concatenated, into more where one would hold over 64;
+        0 does not concatenate, None only gradients of at most 32 KiB.
 
     Raises:
       InvalidArgumentError: `num_packs` is negative.
@@ -166,8 +166,8 @@ class HierarchicalCopyAllReduce(_Packed):
     The devices that sum rotate from buffer to buffer, which spreads the load.
 
     Args:
-      num_packs: into how many buffers the gradients of one dtype are concatenated; 0 does not concatenate, None only
-        gradients of at most 32 KiB.
+      num_packs: into how many buffers the gradients of one dtype are concatenated, into more where one would hold over 64;
+        0 does not concatenate, None only gradients of at most 32 KiB.
 
     Raises:
       InvalidArgumentError: `num_packs` is negative.

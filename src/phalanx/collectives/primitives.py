@@ -86,7 +86,7 @@ def all_reduce(op: ReduceOp, tree: Any, num_replicas: int, *, counts: Any = None
         divisor = jnp.maximum(lax.psum(jnp.asarray(counts, jnp.int32), REPLICA_AXIS), 1)
     if num_replicas > 1:
         arrays = sums(arrays, wire_dtype)
-    return structure.unflatten([_divided(x, divisor) for x in arrays] if op is ReduceOp.MEAN else arrays)
+    return jax.tree.unflatten(structure, [_divided(x, divisor) for x in arrays] if op is ReduceOp.MEAN else arrays)
 
 
 def _divided(total: jax.Array, count: Any) -> jax.Array:
