@@ -67,10 +67,10 @@ class CommunicationOptions:
       timeout_seconds: how long a collective between processes may wait for the others, in seconds. Strategies of one
         machine have one process.
       implementation: which collectives to use between processes; likewise.
-      wire_dtype: None, or "bfloat16": wider floats are rounded to it before they are sent, added in their own dtype, and the
-        sum is rounded once more. It halves the bytes of float32. The result is equal on all replicas, and its error below 1%
-        of the sum of the magnitudes. The algorithms that copy from device to device (`HierarchicalCopyAllReduce`,
-        `ReductionToOneDevice`) send what they are given.
+      wire_dtype: None, or "bfloat16": wider floats are rounded to it before they are sent, added in their own dtype, and
+        the sum is rounded once more. It sends half the bytes of float32; within one machine the rounding costs more than
+        that saves. The result is equal on all replicas, and its error below 1% of the sum of the magnitudes. The algorithms
+        that copy from device to device (`HierarchicalCopyAllReduce`, `ReductionToOneDevice`) send what they are given.
 
     Raises:
       InvalidArgumentError: a negative size or time, or an unknown implementation or dtype.
