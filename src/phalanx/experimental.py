@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of `tf.distribute.experimental`."""
 
+from phalanx import partitioners
 from phalanx.input.placement import ValueContext
 from phalanx.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions
 from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -14,4 +15,5 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ValueContext",
+    "partitioners",
 ]
