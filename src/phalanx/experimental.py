@@ -3,6 +3,7 @@
 
 from typing import final
 
+from phalanx import partitioners
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.input.placement import ValueContext
 from phalanx.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions
@@ -46,4 +47,5 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ValueContext",
+    "partitioners",
 ]
