@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -314,6 +315,7 @@ class Program:
         values = [own.sum(0) if x is None else x for x, own in zip(values, parts, strict=True)]
         if self._eager:
             assert self._trace_made is not None
+            inputs = list(map(jnp.asarray, inputs))
             result, values, parts = execute_program(self._call, inputs, self._trace_made, values, parts)
             return values, parts, result
         result, values, parts = self._taken_trace(inputs).evaluate(values, parts, inputs)
