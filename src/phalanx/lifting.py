@@ -354,7 +354,7 @@ class LiftScope(compat.AbstractLiftScope):
     def components(self, variable: Variable, num_replicas: int) -> Any:
         """Returns the replicas' own values of an on-read variable; None where they follow from its value."""
         entry = self.entry(variable)
-        if entry.components is None and entry.policy.on_read and not entry.written:
+        if num_replicas > 1 and entry.components is None and entry.policy.on_read and not entry.written:
             entry.components = self.pass_.components(variable, num_replicas)
         return entry.components
 
