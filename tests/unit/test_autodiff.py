@@ -161,6 +161,25 @@ def test_unconnected_source(target):
     )
 
 
+def test_a_tape_around_run(two_replicas):
+    """It sees through the replicas: each of them adds to the sum."""
+    with two_replicas.scope():
+        v = floating()
+
+    def record(tape):
+        return two_replicas.reduce("SUM", two_replicas.run(lambda: v * v), axis=None)
+
+    assert taped(record, v) == 2 * (2 * 3)
+
+
+@pytest.mark.parametrize(("num_sources", "traces"), [(1, 1), (2, 2)])
+def test_a_gradient_that_is_none_takes_a_second_trace(num_sources, traces):
+    """Only the trace shows which one it is."""
+    v, w, calls = floating(), floating(), []
+    taped(lambda tape: (calls.append(1), w * 2, v * v)[-1], [v, w][:num_sources])
+    assert len(calls) == traces
+
+
 def test_connected_and_unconnected_sources_together():
     """None stands in its place among the others."""
     a, b, c = floating(), floating(), floating()
