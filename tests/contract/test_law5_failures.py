@@ -114,14 +114,6 @@ def test_exception_at_trace_time(training, place):
     assert_survives(training, Boom, "mine", lambda: training.run(BATCH[:5]))
 
 
-@on("default", "one_device", "mirrored_x2", "mirrored_x3_hierarchical")
-def test_exception_in_the_second_pass(training):
-    """The first pass may go well, and the second fail."""
-    calls = []
-    training.failures["end"] = lambda loss: raise_boom() if calls else calls.append(1)
-    assert_survives(training, Boom, "mine", lambda: training.run(BATCH[:5]))
-
-
 @on("default", "mirrored_x2")
 def test_keyboard_interrupt(training):
     """An interrupt while tracing leaves everything as it was, too."""
