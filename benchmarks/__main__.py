@@ -2,8 +2,21 @@
 """`python -m benchmarks [name...] [--quick]`."""
 
 import argparse
+import functools
 
-from benchmarks import against_tensorflow, compile_time, fit, host_time, memory, run_steps, soak, step
+from benchmarks import (
+    against_tensorflow,
+    all_reduce,
+    compile_time,
+    fit,
+    host_time,
+    memory,
+    multi_worker,
+    restarts,
+    run_steps,
+    soak,
+    step,
+)
 from benchmarks import input as reading
 
 BENCHMARKS = {
@@ -15,7 +28,10 @@ BENCHMARKS = {
     "input": reading.run,
     "run_steps": run_steps.run,
     "fit": fit.run,
+    "multi_worker": multi_worker.run,
+    "all_reduce": all_reduce.run,
     "soak": soak.run,
+    "restarts": restarts.run,
 }
 
 
@@ -24,12 +40,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name", help=f"some of {', '.join(BENCHMARKS)}; none means all")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: to see that it works")
+    parser.add_argument("--rounds", type=int, default=50, help="how many rounds of restarts (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the number of its first round (default: %(default)s)")
     options = parser.parse_args()
     unknown = set(options.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
-    for name in options.names or BENCHMARKS:
-        BENCHMARKS[name](quick=options.quick).show()
+    drawn = functools.partial(restarts.run, rounds=options.rounds, seed=options.seed)
+    benchmarks = BENCHMARKS | {"restarts": drawn}
+    for name in options.names or benchmarks:
+        benchmarks[name](quick=options.quick).show()
 
 
 if __name__ == "__main__":

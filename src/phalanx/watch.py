@@ -195,7 +195,8 @@ class Watch(threading.Thread):
                 selector.register(line.connection, selectors.EVENT_READ, rank)
             due_s = time.monotonic()
             while self._verdict is None:
-                ready = selector.select(max(0.0, due_s - time.monotonic()))
+                began_s = time.monotonic()
+                ready = selector.select(max(0.0, due_s - began_s))
                 now_s = time.monotonic()
                 for key, _ in ready:
                     if not self._listen(key.data, now_s):
@@ -205,7 +206,7 @@ class Watch(threading.Thread):
                     due_s = now_s + self._tick_s
                     self._members[self._rank].hear(self._progress(), now_s)
                     self._say(self._progress())
-                self._verdict = self._verdict or self._judged(now_s)
+                self._verdict = self._verdict or self._judged(began_s)
         self._act(self._verdict)
 
     def _judged(self, now_s: float) -> Verdict | None:
@@ -239,7 +240,14 @@ class Watch(threading.Thread):
         """Ends this process, after the main thread has had its chance to."""
         if self._rank == 0:
             self._say({"verdict": verdict.text, "is_loss": verdict.is_loss})
+        elif not verdict.is_loss:
+            # The first process stands still, and may go on: it is not to name this one as the cause.
+            self._say({"end": f"has ended, because {verdict.text}"})
         self._is_told.set()
+        if verdict.is_loss:
+            # At once: where the first process dies, JAX aborts the others within a tenth of a second.
+            with suppress(OSError):
+                os.write(2, f"\nPhalanx: {verdict.text}.\n".encode())
         started_s = time.monotonic()
         while verdict.is_loss and time.monotonic() - started_s < self._grace_s:
             time.sleep(self._tick_s)

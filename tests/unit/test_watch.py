@@ -98,14 +98,14 @@ def test_progress(known, said):
 
 
 class Processes:
-    """Three ranks; each runs some lines once all are there."""
+    """Some ranks; each runs some lines once all are there."""
 
-    def __init__(self, *codes):
+    def __init__(self, *codes, member=MEMBER):
         addresses = json.dumps([f"127.0.0.1:{port}" for port in free_ports(len(codes))])
         pipe = subprocess.PIPE
         self.running = [
             subprocess.Popen(
-                [sys.executable, "-c", MEMBER + code, addresses, str(rank), str(STALL_S)],
+                [sys.executable, "-c", member + code, addresses, str(rank), str(STALL_S)],
                 stdout=pipe,
                 stderr=pipe,
                 text=True,
@@ -215,3 +215,22 @@ def test_it_rests():
         for status, text in three.ends(0, 1, 2):
             assert status == 0
             assert float(text) < 0.1
+
+
+def test_one_that_was_stopped_accuses_nobody():
+    """Awake again, it hears what was said meanwhile before it judges."""
+    short = MEMBER.replace("float(sys.argv[3])", "60.0 if rank else 1.0")
+    ours, theirs = "time.sleep(8); own.leave()", "time.sleep(8); own.leave()"
+    with Processes(ours, theirs, member=short) as two:
+        two.running[0].send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        two.running[0].send_signal(signal.SIGCONT)
+        assert two.ends(0, 1) == [(0, ""), (0, "")]
+
+
+def test_a_death_is_told_at_once():
+    """Also while the main thread is elsewhere: JAX may end this process before the grace is over."""
+    with Processes("os._exit(0)", "time.sleep(2); os._exit(7)") as two:
+        ((status, text),) = two.ends(1)
+        assert status == 7
+        assert text.endswith(") has ended without a word: it was killed, or has crashed.\n")
