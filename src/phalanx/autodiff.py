@@ -12,7 +12,7 @@ import keras
 from phalanx import compat, lifting, markers
 from phalanx.control_flow import BodyScope
 from phalanx.errors import InvalidArgumentError, TapeError
-from phalanx.lifting import Discovering, LiftScope, NeedsProgram
+from phalanx.lifting import Entry, LiftScope, NeedsProgram
 from phalanx.values import flatten
 from phalanx.variables import describe
 
@@ -77,22 +77,27 @@ class GradientTape:
             )
         self._scope, self._recording = scope, True
         self._number = next(_tape_numbers)
-        for variable in scope.pass_.found.variables:
-            scope.entry(variable)
-        entries = [e for e in scope.entries.values() if jnp.issubdtype(e.value.dtype, jnp.floating)]
         scope.values_change()
-        values = [e.value for e in entries]
-        if scope.pass_.marks_tapes:
-            values = markers.enter_p.bind(*values, tape=self._number)
-        for entry, value in zip(entries, values, strict=True):
-            entry.value = value
-            self._entered[id(entry.variable)] = (entry.variable, value)
+        self._take(list(scope.entries.values()))
+        scope.tapes.append(self._take)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._recording = False
-        if kind is None and self._scope is not None and self._scope.pass_.marks_tapes:
+        if self._scope is None:
+            return
+        self._scope.tapes.remove(self._take)
+        if kind is None and self._scope.pass_.marks_tapes:
             markers.leave_p.bind(tape=self._number)
+
+    def _take(self, entries: Sequence[Entry]) -> None:
+        """Watches variables, from here on."""
+        assert self._scope is not None
+        entries = [e for e in entries if jnp.issubdtype(e.value.dtype, jnp.floating)]
+        values = self._scope.pass_.entered(self._number, [e.value for e in entries])
+        for entry, value in zip(entries, values, strict=True):
+            entry.value = value
+            self._entered[id(entry.variable)] = (entry.variable, value)
 
     def watch(self, tensor: Any) -> None:
         """Lets `gradient` be asked for with respect to `tensor`. Inside the tape.
@@ -185,10 +190,8 @@ class GradientTape:
             return source if any(source is w for w in self._watched) else None
         if not self._is_source(source) or not jnp.issubdtype(source.dtype, jnp.floating):
             return None
-        if id(source) in self._entered:
-            return self._entered[id(source)][1]
-        # The first pass meets a variable after the tape was entered: its first value stands for it.
-        return self._scope.entry(source).initial if isinstance(self._scope.pass_, Discovering) else None
+        entered = self._entered.get(id(source))
+        return None if entered is None else entered[1]
 
     def _is_source(self, variable: keras.Variable) -> bool:
         return any(variable is w for w in self._watched) or (self._watch_accessed and variable.trainable)

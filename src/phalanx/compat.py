@@ -143,6 +143,11 @@ def _surrounding_scope() -> AbstractLiftScope | None:
     return scope
 
 
+def is_new(variable: Variable) -> bool:
+    """Whether `variable` was made in a scope that is still open: it gets its first value when that closes."""
+    return variable._initializer is not None
+
+
 def raw_value(variable: Variable) -> Any:
     """Returns the stored array of `variable`, whatever scope is open; None before its initialization."""
     return variable._value

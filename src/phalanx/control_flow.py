@@ -6,7 +6,7 @@ functions and `phalanx.function`, and outside programs.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -35,6 +35,14 @@ class _Body(AbstractPass):
         return self._outer.value(variable) if known is None else known
 
     @override
+    def components(self, variable: Variable, num_replicas: int) -> Any:
+        return None
+
+    @override
+    def entered(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
+        raise AssertionError("tapes refuse to be entered in a body")
+
+    @override
     def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
         raise AssertionError("tapes refuse to be entered in a body")
 
@@ -43,7 +51,7 @@ class _Body(AbstractPass):
         return None
 
     @override
-    def next_run(self) -> Discovery | None:
+    def next_run(self, trace: Callable[[], Discovery]) -> Discovery:
         raise TraceError(
             "Strategy.run inside a control-flow body of Phalanx",
             "the replicas' program cannot start in the middle of a loop or branch.",

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a Python function that reads and writes Keras variables is traced.
 
-A function is traced twice. The first pass *discovers*: it hands out abstract values and notes which variables are used, in
-which order, and what each gradient tape wants. The second pass *builds*: the variables are inputs and outputs of the traced
-function, which must use nothing that the first pass did not find.
+A variable becomes an input of the trace where the function first uses it, and an output where it was written: what a function
+uses need not be known before. Tapes answer as if each target depended on each source; where the trace shows that one does
+not, the function is traced once more, with the right answers.
+
+A function that is to be executed with real values is traced first, and what was found then is binding.
 """
 
 import os
@@ -36,11 +38,14 @@ _values_of_variables = jax.make_user_context()
 
 @dataclass
 class Discovery:
-    """What the first pass found in one function.
+    """What was found in one function while it was traced.
 
     Args:
       variables: those that are read or written, in the order of their first use.
       written: for each, whether it is written.
+      inputs: the first inputs of the trace: which variable each is of, and whether it is the replicas' own values of it.
+      jaxpr: the trace.
+      outputs: shapes and dtypes of what it returns.
       connected: for each gradient marker, which of its sources its targets depend on.
       has_tapes: whether a gradient tape was entered.
       has_callback: whether the function calls back to Python while it runs.
@@ -49,11 +54,14 @@ class Discovery:
       strategies: those whose `run` was called.
       rows_each: for one `Strategy.run`, how many rows its results have for each row of a padded batch; 0 for those that
         have nothing to do with rows.
-      eager: whether the second pass executes the function with real values instead of tracing it.
+      eager: whether the function is executed with real values.
     """
 
     variables: list[Variable] = field(default_factory=list)
     written: list[bool] = field(default_factory=list)
+    inputs: list[tuple[int, bool]] = field(default_factory=list)
+    jaxpr: Any = None
+    outputs: Any = None
     connected: list[tuple[bool, ...]] = field(default_factory=list)
     has_tapes: bool = False
     has_callback: bool = False
@@ -63,18 +71,32 @@ class Discovery:
     rows_each: list[int] = field(default_factory=list)
     eager: bool = False
 
-    def take(self, scope: "LiftScope", jaxpr: jex.ClosedJaxpr) -> None:
+    def take(self, scope: "LiftScope", inputs: Sequence[tuple[Variable, bool]], jaxpr: Any, outputs: Any) -> None:
         """Notes what `scope` saw while `jaxpr` was traced."""
-        self.variables = [e.variable for e in scope.entries.values()]
-        self.written = [e.written for e in scope.entries.values()]
-        self.connected = markers.connected(jaxpr.jaxpr)
-        self.has_tapes = markers.has_tapes(jaxpr.jaxpr)
-        self.has_callback = _has_callback(jaxpr.jaxpr) or any(r.has_callback for r in self.runs)
+        entries = list(scope.entries.values())
+        self.variables = [e.variable for e in entries]
+        self.written = [e.written for e in entries]
+        order = {id(v): i for i, v in enumerate(self.variables)}
+        self.inputs = [(order[id(v)], own) for v, own in inputs]
+        self.jaxpr, self.outputs = markers.with_first_values(jaxpr), outputs
+        self.connected = markers.connected(self.jaxpr.jaxpr)
+        self.has_tapes = markers.has_tapes(self.jaxpr.jaxpr)
+        self.has_callback = _has_callback(self.jaxpr.jaxpr)
         self.optimizers += [o for r in self.runs for o in r.optimizers]
+
+    def flat(self, values: Sequence[Any], parts: Sequence[Any], *args: Any) -> list[Any]:
+        """Returns the inputs of the trace: of the variables' values and components, and of the arguments."""
+        return [(parts if own else values)[i] for i, own in self.inputs] + jax.tree.leaves(args)
+
+    def evaluate(self, values: Sequence[Any], parts: Sequence[Any], *args: Any) -> Any:
+        """Runs the trace with these values and components of the variables; returns what it returns."""
+        run = markers.evaluate if self.has_tapes else _evaluate
+        tree: Any = jax.tree.structure(self.outputs)
+        return tree.unflatten(run(self.jaxpr, *self.flat(values, parts, *args)))
 
 
 class DiscoveryMismatch(BaseException):
-    """The second pass used a variable that the first did not find.
+    """A function used a variable that was not found when it was traced before.
 
     Not an `Exception`: Keras makes those that pass through a layer anew, with other arguments.
     """
@@ -104,6 +126,14 @@ class AbstractPass(ABC):
         """Returns the value of `variable` when the function starts."""
 
     @abstractmethod
+    def components(self, variable: Variable, num_replicas: int) -> Any:
+        """Returns the replicas' own values of it, `(num_replicas, ...)`; None where they follow from its value."""
+
+    @abstractmethod
+    def entered(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
+        """Returns values of variables as those that a tape watches."""
+
+    @abstractmethod
     def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
         """Returns which sources of the next gradient marker are connected."""
 
@@ -112,54 +142,77 @@ class AbstractPass(ABC):
         """Returns the values of that marker in an eager execution; None where it is to be traced."""
 
     @abstractmethod
-    def next_run(self) -> Discovery | None:
-        """Returns what is known about the next `Strategy.run`; None in the first pass."""
+    def next_run(self, trace: Callable[[], Discovery]) -> Discovery:
+        """Returns what is known about the next `Strategy.run`, which `trace` finds out."""
 
 
-class Discovering(AbstractPass):
-    """The first pass."""
+class Tracing(AbstractPass):
+    """The pass in which the variables become inputs of a trace.
 
-    def __init__(self) -> None:
+    Args:
+      connected: which sources of each gradient marker are connected, if the function was traced before.
+    """
+
+    def __init__(self, connected: Sequence[tuple[bool, ...]] | None = None) -> None:
         self.found = Discovery()
+        self.inputs: list[tuple[Variable, bool]] = []
+        self._connected = None if connected is None else iter(connected)
         with jex.take_current_trace() as trace:
             self._trace = trace
 
     @override
     def initial(self, variable: Variable) -> Any:
-        # In the trace in which the function started, also when a lax body reads the variable first: a tape must be able
-        # to see that its targets depend on it.
+        return self._input(variable, tuple(variable.shape), own=False)
+
+    @override
+    def components(self, variable: Variable, num_replicas: int) -> Any:
+        return self._input(variable, (num_replicas, *variable.shape), own=True)
+
+    @override
+    def entered(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
         with jex.set_current_trace(self._trace):
-            return markers.first_value(variable.shape, compat.dtype_of(variable))
+            return markers.enter_p.bind(*values, tape=tape)  # type: ignore[no-any-return]
 
     @override
     def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
-        return (True,) * num_sources
+        return (True,) * num_sources if self._connected is None else _next(self._connected, num_sources)
 
     @override
     def next_values(self) -> list[Any] | None:
         return None
 
     @override
-    def next_run(self) -> Discovery | None:
-        return None
+    def next_run(self, trace: Callable[[], Discovery]) -> Discovery:
+        self.found.runs.append(trace())
+        return self.found.runs[-1]
+
+    def _input(self, variable: Variable, shape: tuple[int, ...], *, own: bool) -> Any:
+        self.inputs.append((variable, own))
+        # In the trace in which the function started, also when a lax body reads the variable first: a tape must be able
+        # to see that its targets depend on it.
+        with jex.set_current_trace(self._trace):
+            return markers.first_value(shape, compat.dtype_of(variable))
 
 
-class Building(AbstractPass):
-    """The second pass, with the variables' values as inputs.
+class Executing(AbstractPass):
+    """The pass over a function that is executed with real values.
 
     Args:
-      found: what the first pass found.
+      found: what was found when it was traced.
       values: one value for each variable found.
-      gradients: in an eager execution, the values of the gradient markers.
+      parts: components of each, or None; nothing for one replica.
+      gradients: the values of the gradient markers.
     """
 
-    def __init__(self, found: Discovery, values: Sequence[Any], gradients: Sequence[list[Any]] | None = None) -> None:
+    marks_tapes = False
+
+    def __init__(
+        self, found: Discovery, values: Sequence[Any], parts: Sequence[Any], gradients: Sequence[list[Any]]
+    ) -> None:
         self.found = found
-        self._recorded = None if gradients is None else iter(gradients)
-        self.marks_tapes = gradients is None
-        self._values = {id(v): x for v, x in zip(found.variables, values, strict=True)}
-        self._gradients = iter(found.connected)
-        self._runs = iter(found.runs)
+        self._values = dict(zip(map(id, found.variables), values, strict=True))
+        self._parts = dict(zip(map(id, found.variables), parts, strict=False))
+        self._connected, self._gradients, self._runs = iter(found.connected), iter(gradients), iter(found.runs)
 
     @override
     def initial(self, variable: Variable) -> Any:
@@ -168,26 +221,44 @@ class Building(AbstractPass):
         return self._values[id(variable)]
 
     @override
+    def components(self, variable: Variable, num_replicas: int) -> Any:
+        return self._parts[id(variable)]
+
+    @override
+    def entered(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
+        return values
+
+    @override
     def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
-        return self._next(self._gradients, lambda wanted: len(wanted) == num_sources, "a gradient tape")
+        return _next(self._connected, num_sources)
 
     @override
     def next_values(self) -> list[Any] | None:
-        return None if self._recorded is None else next(self._recorded)
+        return next(self._gradients)
 
     @override
-    def next_run(self) -> Discovery | None:
-        return self._next(self._runs, lambda _: True, "Strategy.run")
+    def next_run(self, trace: Callable[[], Discovery]) -> Discovery:
+        return next(self._runs)
 
-    def _next(self, found: Iterator[Any], fits: Callable[[Any], bool], what: str) -> Any:
-        item = next(found, None)
-        if item is None or not fits(item):
-            raise TraceError(
-                f"{what} in a traced function",
-                "it was used differently when the function was traced a second time.",
-                "do not branch on Python state that the function itself changes",
-            )
-        return item
+
+def _next(connected: Iterator[tuple[bool, ...]], num_sources: int) -> tuple[bool, ...]:
+    found = next(connected, ())
+    if len(found) != num_sources:
+        raise used_differently("a gradient tape")
+    return found
+
+
+def used_differently(what: str) -> TraceError:
+    """Returns the error for a function that is not the same when it is traced a second time."""
+    return TraceError(
+        f"{what} in a traced function",
+        "it was used differently when the function was traced a second time.",
+        "do not branch on Python state that the function itself changes",
+    )
+
+
+def _evaluate(closed: jex.ClosedJaxpr, *args: Any) -> list[Any]:
+    return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
 
 
 @dataclass
@@ -196,7 +267,6 @@ class Entry:
 
     Args:
       variable: the variable.
-      policy: its row of the policy table.
       initial: its value when the function started.
       value: its value now; None where it is the sum of the components, on demand.
       written: whether it was written.
@@ -205,12 +275,16 @@ class Entry:
     """
 
     variable: Variable
-    policy: Policy
     initial: Any
     value: Any
     written: bool = False
     diverged: bool = False
     components: Any = None
+
+    @property
+    def policy(self) -> Policy:
+        """Its row of the policy table."""
+        return policy_of(self.variable)
 
 
 class LiftScope(compat.AbstractLiftScope):
@@ -219,6 +293,10 @@ class LiftScope(compat.AbstractLiftScope):
     Args:
       of: the pass over the function.
       mapped: whether this is the program of one of several replicas.
+
+    Attributes:
+      entries: the variables that were used so far, by id.
+      tapes: the gradient tapes that record; each takes variables that are used for the first time.
     """
 
     def __init__(self, of: AbstractPass, *, mapped: bool = False) -> None:
@@ -226,6 +304,7 @@ class LiftScope(compat.AbstractLiftScope):
         self.pass_ = of
         self.mapped = mapped
         self.entries: dict[int, Entry] = {}
+        self.tapes: list[Callable[[Sequence[Entry]], None]] = []
         self._free_writes = 0
         self.aggregations = 0
         self._state: Any = None
@@ -267,8 +346,17 @@ class LiftScope(compat.AbstractLiftScope):
         entry = self.entries.get(id(variable))
         if entry is None:
             initial = self.pass_.initial(variable)
-            entry = self.entries[id(variable)] = Entry(variable, policy_of(variable), initial, initial)
+            entry = self.entries[id(variable)] = Entry(variable, initial, initial)
+            for take in self.tapes:
+                take([entry])
         return entry
+
+    def components(self, variable: Variable, num_replicas: int) -> Any:
+        """Returns the replicas' own values of an on-read variable; None where they follow from its value."""
+        entry = self.entry(variable)
+        if entry.components is None and entry.policy.on_read and not entry.written:
+            entry.components = self.pass_.components(variable, num_replicas)
+        return entry.components
 
     @override
     def get_current_value(self, variable: Variable) -> Any:

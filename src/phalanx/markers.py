@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient tapes as markers in one jaxpr, and the walk that differentiates between them.
 
-A tape leaves equations of four primitives in the trace of a function: `enter` (identity over the variables it watches),
+A tape leaves equations of four primitives in the trace of a function: `enter` (identity over variables it watches),
 `watch` (a tensor), `leave`, and `gradient`. `evaluate` runs such a jaxpr: what a tape recorded is evaluated once under
 `jax.linearize`, as a function of perturbations of its sources, and each `gradient` transposes its part of that linear map.
 Tapes that record the same equations share one linearization; a tape inside another is walked inside it, which gives
@@ -45,8 +45,20 @@ def gradient(tape: int, targets: Sequence[Any], cotangents: Sequence[Any], sourc
 
 
 def first_value(shape: Sequence[int], dtype: Any) -> Any:
-    """Stands for the first value of a variable while the function is traced for the first time."""
+    """Stands for the first value of a variable while the function is traced."""
     return _first_value_p.bind(aval=jax.core.ShapedArray(tuple(shape), jnp.dtype(dtype)))[0]
+
+
+def with_first_values(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Returns a jaxpr whose first inputs are the first values that stand in `closed`, in order."""
+    jaxpr = closed.jaxpr
+    values = [eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive is _first_value_p]
+    inner = jaxpr.replace(
+        invars=[*values, *jaxpr.invars],
+        eqns=[eqn for eqn in jaxpr.eqns if eqn.primitive is not _first_value_p],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    return jex.ClosedJaxpr(inner, closed.consts)
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,7 @@ def gradients_of(jaxpr: Jaxpr) -> list[_Gradient]:
     for at, eqn in enumerate(jaxpr.eqns):
         tape: Any = eqn.params.get("tape")
         if eqn.primitive is enter_p:
-            starts[tape] = at
+            starts.setdefault(tape, at)
         elif eqn.primitive is leave_p:
             ends[tape] = at
         elif eqn.primitive is gradient_p:

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax import lax
 
 from phalanx import compat, context, lifting
 from phalanx.errors import RecompilationWarning, TraceError
-from phalanx.lifting import Discovery, DiscoveryMismatch
-from phalanx.replicate import build_program, discover_program
+from phalanx.lifting import Discovery, DiscoveryMismatch, used_differently
+from phalanx.replicate import execute_program, trace_program
 from phalanx.state import Group, State
 from phalanx.structure import Structure, is_number, take_apart
 from phalanx.topology import Topology, dispatch_lock
@@ -169,24 +170,21 @@ class Programs:
         return Program(fn, arguments, eager=False).lower(fn, arguments)
 
     def _first_call(self, fn: Callable[..., Any], arguments: Arguments, eager: bool) -> tuple["Program", Any]:
-        for attempt in range(2):
-            try:
-                program = Program(fn, arguments, eager=eager)
-                return program, program(fn, arguments)
-            except DiscoveryMismatch as e:
-                if attempt:
-                    raise TraceError(
-                        f"{describe(e.variable)} in a traced function",
-                        "each time the function is traced it makes or uses another variable.",
-                        "make variables outside, or once: `if self.v is None: self.v = keras.Variable(...)`",
-                    ) from None
-            except _VALUES_ASKED_FOR as e:
-                raise TraceError(
-                    "the value of an array (by `if`, `float`, `int`, `range` or NumPy) in a traced function",
-                    "it has none yet: the function is traced once and compiled; numbers among its arguments are traced too.",
-                    "jnp.where(condition, a, b) or phalanx.cond for `if`; return the value to read it outside; jax.debug.print to print it",
-                ) from e
-        raise AssertionError("unreachable")
+        try:
+            program = Program(fn, arguments, eager=eager)
+            return program, program(fn, arguments)
+        except DiscoveryMismatch as e:
+            raise TraceError(
+                f"{describe(e.variable)} in a traced function",
+                "each time the function is traced it makes or uses another variable.",
+                "make variables outside, or once: `if self.v is None: self.v = keras.Variable(...)`",
+            ) from None
+        except _VALUES_ASKED_FOR as e:
+            raise TraceError(
+                "the value of an array (by `if`, `float`, `int`, `range` or NumPy) in a traced function",
+                "it has none yet: the function is traced once and compiled; numbers among its arguments are traced too.",
+                "jnp.where(condition, a, b) or phalanx.cond for `if`; return the value to read it outside; jax.debug.print to print it",
+            ) from e
 
     def _warn_of_new_functions(self, function: Any) -> None:
         code = _code_of(function)
@@ -234,14 +232,17 @@ class Program:
         self._fn: Callable[..., Any] | None = fn
         self._eager = eager
         self._structure, self._num_rows = arguments.structure, len(arguments.rows)
-        self.found = discover_program(self._call_abstract, arguments.arrays, eager=eager)
-        self._topology = _topology_of(self.found)
-        self._state = State(self.found.variables, self.found.written, self._topology)
-        self._trainable, self._changes = self._trainable_flags(), compat.changes.trainable
-        self._rates = [compat.learning_rate_of(o) for o in self.found.optimizers]
         self._output: Structure
+        found = self._trace(arguments.arrays)
+        self._trace_made: Discovery | None = found
+        self._variables, self._written, self._optimizers = found.variables, found.written, found.optimizers
+        self._has_callback = found.has_callback
+        self._topology = _topology_of(found)
+        self._state = State(found.variables, found.written, self._topology)
+        self._trainable, self._changes = self._trainable_flags(), compat.changes.trainable
+        self._rates = [compat.learning_rate_of(o) for o in found.optimizers]
         # jax runs a program with a NaN in its results again; and a callback that raises must find the state as it was.
-        donate = () if self.found.has_callback or _checks_numbers() else (0,)
+        donate = () if found.has_callback or _checks_numbers() else (0,)
         self._compiled = jax.jit(self._traced, donate_argnums=donate)
         self._execute = self._traced if eager else self._compiled
         # Not kept: the function lives as long as its owner wants, and its programs as long as the function.
@@ -253,7 +254,7 @@ class Program:
             if self._trainable_flags() != self._trainable:
                 return False
             self._changes = compat.changes.trainable
-        return all(compat.learning_rate_of(o) is r for o, r in zip(self.found.optimizers, self._rates, strict=True))
+        return all(compat.learning_rate_of(o) is r for o, r in zip(self._optimizers, self._rates, strict=True))
 
     def __call__(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
         """Runs the program of `fn` and stores what it wrote."""
@@ -263,7 +264,7 @@ class Program:
             self._fn = fn
             try:
                 values, parts, flat = self._execute(donated, kept, inputs)
-                if self.found.has_callback:
+                if self._has_callback:
                     jax.block_until_ready((values, parts, flat))
             except Exception as e:
                 self._state.raise_if_lost(donated, e)
@@ -297,11 +298,6 @@ class Program:
             return array
         return self._topology.put_per_replica([array])[0] if sharded else self._topology.put_replicated(array)
 
-    def _call_abstract(self, arrays: list[Any]) -> None:
-        args, kwargs, _ = self._rebuild(arrays)
-        assert self._fn is not None
-        self._fn(*args, **kwargs)
-
     def _rebuild(self, arrays: Sequence[Any]) -> tuple[Any, Any, list[RowMask]]:
         """Returns `(args, kwargs, row masks)` with these arrays."""
         split = len(arrays) - 2 * self._num_rows
@@ -309,26 +305,43 @@ class Program:
         return (*self._structure.join(arrays[:split], rows), rows)
 
     def _trainable_flags(self) -> list[bool]:
-        return [v.trainable for v in self.found.variables]
+        return [v.trainable for v in self._variables]
 
     def _traced(self, donated: Group, kept: Group, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """The program as jax sees it: state and inputs to new state and results."""
-        args, kwargs, rows = self._rebuild(inputs)
-        call = self._flat_call(args, kwargs, rows)
-        result, values, parts = build_program(call, self.found, *self._state.merge(donated, kept))
-        if self._topology is not None and self._topology.num_replicas > 1 and not self._eager:
-            values = [jax.lax.with_sharding_constraint(v, self._topology.replicated) for v in values]
+        values, parts = self._state.merge(donated, kept)
+        # What is combined on demand has components alone.
+        values = [own.sum(0) if x is None else x for x, own in zip(values, parts, strict=True)]
+        if self._eager:
+            assert self._trace_made is not None
+            result, values, parts = execute_program(self._call, inputs, self._trace_made, values, parts)
+            return values, parts, result
+        result, values, parts = self._taken_trace(inputs).evaluate(values, parts, inputs)
+        if self._topology is not None and self._topology.num_replicas > 1:
+            values = [x if x is None else lax.with_sharding_constraint(x, self._topology.replicated) for x in values]
         # State first: XLA hands donated buffers to outputs of their size in order, and a variable is to get its own back.
         return values, parts, result
 
-    def _flat_call(self, args: Any, kwargs: Any, rows: list[RowMask]) -> Callable[[], list[Any]]:
-        def call() -> list[Any]:
-            assert self._fn is not None
-            parts = take_apart(self._fn(*args, **kwargs), lambda x: isinstance(x, jax.Array), rows)
-            self._output = parts.structure
-            return parts.arrays
+    def _taken_trace(self, inputs: list[Any]) -> Discovery:
+        """Returns the trace, which is not kept for longer; a new one where jax compiles again, for it is set otherwise."""
+        found, self._trace_made = self._trace_made, None
+        if found is None:
+            found = self._trace(inputs)
+            known = list(map(id, self._variables)), self._written
+            if (list(map(id, found.variables)), found.written) != known:
+                raise used_differently("a variable")
+        return found
 
-        return call
+    def _trace(self, inputs: list[Any]) -> Discovery:
+        return trace_program(self._call, inputs, eager=self._eager)
+
+    def _call(self, inputs: list[Any]) -> list[Any]:
+        """Calls the function, and returns the arrays that it does."""
+        assert self._fn is not None
+        args, kwargs, rows = self._rebuild(inputs)
+        parts = take_apart(self._fn(*args, **kwargs), lambda x: isinstance(x, jax.Array), rows)
+        self._output = parts.structure
+        return parts.arrays
 
 
 def _checks_numbers() -> bool:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Strategy.run` inside a program: one `shard_map` for all replicas, and the two passes over a whole program."""
+"""`Strategy.run` inside a program: one `shard_map` for all replicas; and how whole programs are traced."""
 
+import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,18 +12,17 @@ import jax.numpy as jnp
 import keras
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend import core as jex
 from jax.sharding import PartitionSpec
 
-from phalanx import context, markers
+from phalanx import compat, context, markers
 from phalanx.context import Mode, ReplicaContext
 from phalanx.lifting import (
-    Building,
-    Discovering,
     Discovery,
     DiscoveryMismatch,
     Entry,
+    Executing,
     LiftScope,
+    Tracing,
     combine,
     first_component,
 )
@@ -85,12 +86,18 @@ class _Run:
 
     def mapped(self, scope: LiftScope) -> Any:
         """Several replicas: calls it under `shard_map`."""
-        found = scope.pass_.next_run()
-        if found is None:
-            results, mirrored = self._discover(scope)
-            found = scope.pass_.found.runs[-1]
-        else:
-            results, mirrored = self._build(scope, found)
+        found = scope.pass_.next_run(self._trace)
+        entries = [scope.entry(v) for v in found.variables]
+        parts = [scope.components(v, self._strategy.num_replicas_in_sync) for v in found.variables]
+        whole = self._whole if self._steps is None else [self._steps, *self._whole]
+        body = functools.partial(self._body, found)
+        replicas = self._shard_map(body, (False, True, True, False), (True, False, False, True))
+        results, mirrored, values, parts = replicas([e.value for e in entries], parts, self._sharded, whole)
+        kept = iter(parts)
+        scope.values_change()
+        for entry, value in zip(itertools.compress(entries, found.written), values, strict=True):
+            entry.value, entry.written = value, True
+            entry.components = next(kept) if entry.policy.on_read else None
         rows = self._rows[0] if self._rows else None
         masks = [rows.repeated(each) if rows and each else None for each in found.rows_each]
         wrapped = (self._wrapped(x, mask) for x, mask in zip(results, masks, strict=True))
@@ -102,18 +109,12 @@ class _Run:
             return array[0]
         return PerReplica(array, rows, self._rows[0] if len(self._rows) == 1 else None)
 
-    def _discover(self, scope: LiftScope) -> Any:
-        one_step, whole = self._one_step()
-        inner, jaxpr, (results, mirrored) = self._trace_abstract(one_step, whole)
-        found = inner.pass_.found
-        found.take(inner, jaxpr)
-        found.rows_each = self._find_rows(results, one_step, whole)
-        scope.pass_.found.runs.append(found)
-        for variable, written in zip(found.variables, found.written, strict=True):
-            scope.entry(variable).written |= written
-        n, stacked = self._strategy.num_replicas_in_sync, () if self._steps is None else (self._num_steps,)
-        zeros = lambda x: jnp.zeros((*stacked, *x.shape), x.dtype)  # noqa: E731
-        return [jnp.zeros((n, *stacked, *x.shape), x.dtype) for x in results], jax.tree.map(zeros, mirrored)
+    def _trace(self) -> Discovery:
+        """Traces one call for one replica."""
+        inputs = self._one_step()
+        found = self._trace_replica(*inputs)
+        found.rows_each = self._find_rows(found.outputs[0], *inputs)
+        return found
 
     @property
     def _num_steps(self) -> int:
@@ -127,22 +128,15 @@ class _Run:
         one = lambda x, dim: jax.ShapeDtypeStruct(x.shape[:dim] + x.shape[dim + 1 :], x.dtype)  # noqa: E731
         return [one(x, 1) for x in self._sharded], [one(x, 0) for x in self._whole]
 
-    def _trace_abstract(self, sharded: list[Any], whole: list[Any]) -> tuple[LiftScope, Any, Any]:
-        """Traces one replica with abstract variables; returns its scope, its jaxpr, and the shapes of its results."""
-        seen: list[Any] = []
+    def _trace_replica(self, sharded: list[Any], whole: list[Any]) -> Discovery:
+        seen: list[Discovery] = []
 
         def body(sharded: Any, whole: Any) -> Any:
-            def replica(sharded: Any, whole: Any) -> Any:
-                with LiftScope(Discovering(), mapped=True) as inner:
-                    seen.append(inner)
-                    return self._call(sharded, whole, lax.axis_index(REPLICA_AXIS))
-
-            seen.extend(jax.make_jaxpr(replica, return_shape=True)(_first(sharded), whole))
+            seen.append(_traced(self._replica, _first(sharded), whole, mapped=True))
             return jnp.zeros((1,))
 
         jax.eval_shape(self._shard_map(body, (True, False), True), sharded, whole)
-        inner, jaxpr, shapes = seen
-        return inner, jaxpr, shapes
+        return seen[0]
 
     def _find_rows(self, results: list[Any], sharded: list[Any], whole: list[Any]) -> list[int]:
         """Returns how many rows results have for each row of a padded batch: those that grow with the batch."""
@@ -150,7 +144,8 @@ class _Run:
             return [0] * len(results)
         rows = self._rows[0]
         places = rows.mask.shape[-1]
-        each = [x.shape[0] // places if x.ndim > 0 and x.shape[0] % places == 0 else 0 for x in results]
+        lengths = [x.shape[1] if len(x.shape) > 1 else -1 for x in results]
+        each = [n // places if n >= 0 and n % places == 0 else 0 for n in lengths]
         if not any(each):
             return each
         padded = [x.rows is rows for x in self._of(_is_per_replica)] + [True]
@@ -159,55 +154,40 @@ class _Run:
             for x, p in zip(sharded, padded, strict=True)
         ]
         try:
-            _, _, (grown, _) = self._trace_abstract(longer, whole)
+            # By a copy, for it notes what the function returned.
+            grown = copy.copy(self)._trace_replica(longer, whole).outputs[0]
         except Exception:  # The function is written for this size of batch: the shape alone must tell.
             return [int(n == 1) for n in each]
-        grows = [len(g.shape) > 0 and g.shape[0] == n * (places + 1) for n, g in zip(each, grown, strict=True)]
+        grows = [len(g.shape) > 1 and g.shape[1] == n * (places + 1) for n, g in zip(each, grown, strict=True)]
         return [n if g else 0 for n, g in zip(each, grows, strict=True)]
 
-    def _build(self, scope: LiftScope, found: Discovery) -> Any:
-        entries = [scope.entry(v) for v in found.variables]
-        written = [e for e, w in zip(entries, found.written, strict=True) if w]
+    def _body(self, found: Discovery, values: list[Any], parts: list[Any], sharded: Any, whole: Any) -> Any:
+        """The program of one replica: its results, the mirrored results, new values, and components of its own."""
+        own = [
+            first_component(policy_of(variable), value) if part is None else part[0]
+            for variable, value, part in zip(found.variables, values, parts, strict=True)
+        ]
+        if self._steps is not None:
+            return self._loop(found, own, _first(sharded), whole)
+        step = self._execute if found.eager else Discovery.evaluate
+        return step(found, own, [], _first(sharded), whole)
 
-        def body(values: list[Any], parts: list[Any], sharded: Any, whole: Any) -> Any:
-            own = [
-                first_component(e.policy, v) if p is None else p[0]
-                for e, v, p in zip(entries, values, parts, strict=True)
-            ]
-            step = functools.partial(_with_tapes, functools.partial(self._replica, found), found)
-            if self._steps is None:
-                return step(own, _first(sharded), whole)
-            return self._loop(step, found, own, _first(sharded), whole)
+    def _execute(self, found: Discovery, own: list[Any], parts: list[Any], sharded: Any, whole: Any) -> Any:
+        """Calls the function with one replica's real values."""
+        return self._replica(_executing(found, own, parts, sharded, whole, mapped=True), sharded, whole)
 
-        mapped = self._shard_map(body, (False, True, True, False), (True, False, False, True))
-        whole = self._whole if self._steps is None else [self._steps, *self._whole]
-        inputs = ([e.value for e in entries], [e.components for e in entries], self._sharded, whole)
-        results, mirrored, values, parts = mapped(*inputs)
-        kept = iter(parts)
-        scope.values_change()
-        for entry, value in zip(written, values, strict=True):
-            entry.value, entry.written = value, True
-            entry.components = next(kept) if entry.policy.on_read else None
-        return results, mirrored
-
-    def _loop(
-        self, step: Callable[..., Any], found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]
-    ) -> Any:
-        """Calls `step` as often as there are steps; returns what one call returns, the results stacked.
+    def _loop(self, found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]) -> Any:
+        """Does as many steps as there are; returns what one returns, the results stacked.
 
         On-read variables are combined once, after the last step.
         """
         count, arguments = whole[0], (sharded, whole[1:])
         at = lambda i: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), arguments)  # noqa: E731
-        # Traced once here, for the shapes of the results, and not again by the loop.
-        jaxpr, shapes = jax.make_jaxpr(step, return_shape=True)(own, *at(0))
-        once: Any = jex.jaxpr_as_fun(jaxpr)
-        tree: Any = jax.tree.structure(shapes)
         written = [v for v, w in zip(found.variables, found.written, strict=True) if w]
 
         def body(i: Any, carry: Any) -> Any:
             own, outputs = carry
-            results, mirrored, values, parts = tree.unflatten(once(*jax.tree.leaves((own, *at(i)))))
+            results, mirrored, values, parts = found.evaluate(own, [], *at(i))
             put = lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, i, 0)  # noqa: E731
             outputs = jax.tree.map(put, outputs, ([x[0] for x in results], mirrored))
             mine = iter(parts)
@@ -215,11 +195,11 @@ class _Run:
             return [next(new) if w else x for w, x in zip(found.written, own, strict=True)], outputs
 
         room = lambda x: jnp.zeros((self._num_steps, *x.shape), x.dtype)  # noqa: E731
-        results, mirrored, _, _ = shapes
+        results, mirrored, _, _ = found.outputs
         outputs = ([room(jax.ShapeDtypeStruct(x.shape[1:], x.dtype)) for x in results], jax.tree.map(room, mirrored))
         own, (results, mirrored) = lax.fori_loop(0, count, body, (own, outputs))
         ends = [x for w, x in zip(found.written, own, strict=True) if w]
-        entries = [Entry(v, policy_of(v), x, x) for v, x in zip(written, ends, strict=True)]
+        entries = [Entry(v, x, x) for v, x in zip(written, ends, strict=True)]
         values = _combine_at_boundary(entries, self._padding_at(count - 1, sharded, whole))
         return [x[None] for x in results], mirrored, values, [e.value[None] for e in entries if e.policy.on_read]
 
@@ -231,11 +211,11 @@ class _Run:
         at = functools.partial(lax.dynamic_index_in_dim, index=step, keepdims=False)
         return RowMask(at(sharded[-1]), at(count))
 
-    def _replica(self, found: Discovery, values: list[Any], sharded: Any, whole: Any, gradients: Any = None) -> Any:
-        """The program of one replica: its results, the mirrored results, new values, and components of its own."""
-        with LiftScope(Building(found, values, gradients), mapped=True) as scope:
+    def _replica(self, scope: LiftScope, sharded: Any, whole: Any) -> Any:
+        """Calls the function for one replica, in `scope`; returns what `_body` does."""
+        with scope:
             results, mirrored = self._call(sharded, whole, lax.axis_index(REPLICA_AXIS))
-        written = _written(scope, found)
+        written = _written(scope)
         parts = [e.value[None] for e in written if e.policy.on_read]
         # Of several steps, the last one's are combined.
         now = [e for e in written if self._steps is None or not e.policy.on_read]
@@ -286,67 +266,96 @@ class _Run:
         )
 
 
-def discover_program(fn: Callable[..., Any], *inputs: Any, eager: bool = False) -> Discovery:
-    """The first pass over a whole program: calls `fn(*inputs)`."""
-    seen: list[LiftScope] = []
+def trace_program(fn: Callable[..., Any], inputs: Any, *, eager: bool = False) -> Discovery:
+    """Traces a whole program: calls `fn(inputs)`, which returns arrays.
 
-    def traced(*inputs: Any) -> None:
-        with LiftScope(Discovering()) as scope:
-            seen.append(scope)
-            fn(*inputs)
+    Args:
+      fn: what it does.
+      inputs: its arguments.
+      eager: whether it will be executed with real values.
 
-    # Variables that are made on the way get their first values when this outer scope closes, outside the trace.
-    with keras.StatelessScope():
-        jaxpr = jax.make_jaxpr(traced)(*inputs)
-    found = seen[0].pass_.found
-    found.take(seen[0], jaxpr)
+    Raises:
+      DiscoveryMismatch: each time it is traced it makes another variable.
+    """
+    for _ in range(2):
+        # Variables that are made on the way get their first values when this outer scope closes, outside the trace.
+        with keras.StatelessScope():
+            found = _traced(functools.partial(_program, fn), inputs)
+            made = [v for v in found.variables if compat.is_new(v)]
+        # What makes variables is not what is called again.
+        if not made:
+            break
+    else:
+        raise DiscoveryMismatch(made[0])
     for each in (found, *found.runs):
         each.eager = eager
     return found
 
 
-def build_program(
-    fn: Callable[[], Any], found: Discovery, values: list[Any], parts: list[Any]
+def execute_program(
+    fn: Callable[..., Any], inputs: Any, found: Discovery, values: list[Any], parts: list[Any]
 ) -> tuple[Any, list[Any], list[Any]]:
-    """The second pass over a whole program: calls `fn()` with the variables' values and components.
+    """Calls `fn(inputs)` with real values of the variables, and components.
 
     Returns:
       The result of `fn`, and new values and components of the variables that are written.
     """
-
-    def program(values: list[Any], parts: list[Any], gradients: Any = None) -> Any:
-        with LiftScope(Building(found, values, gradients)) as scope:
-            for variable, part in zip(found.variables, parts, strict=True):
-                scope.entry(variable).components = part
-            result = fn()
-        written = _written(scope, found)
-        return result, [e.value for e in written], [e.components for e in written]
-
-    return _with_tapes(program, found, values, parts)
+    return _program(fn, _executing(found, values, parts, inputs), inputs)
 
 
-def _with_tapes(fn: Callable[..., Any], found: Discovery, *inputs: Any) -> Any:
-    """Calls `fn`; where it uses gradient tapes, traces it first and evaluates the trace."""
-    if not found.has_tapes:
-        return fn(*inputs)
-    jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*inputs)
-    if found.eager:
-        return fn(*inputs, gradients=markers.gradient_values(jaxpr, *jax.tree.leaves(inputs)))
-    tree: Any = jax.tree.structure(out)
-    return tree.unflatten(markers.evaluate(jaxpr, *jax.tree.leaves(inputs)))
+def _program(fn: Callable[..., Any], scope: LiftScope, inputs: Any) -> tuple[Any, list[Any], list[Any]]:
+    with scope:
+        result = fn(inputs)
+    written = _written(scope)
+    return result, [e.value for e in written], [e.components for e in written]
 
 
-def _written(scope: LiftScope, found: Discovery) -> list[Entry]:
-    """Returns the entries that the first pass found to be written.
+def _traced(fn: Callable[..., Any], *args: Any, mapped: bool = False) -> Discovery:
+    """Traces `fn(scope, *args)`; once more where a tape was asked for a gradient that is none."""
+    found = _traced_once(fn, None, *args, mapped=mapped)
+    if all(map(all, found.connected)):
+        return found
+    return _traced_once(fn, found.connected, *args, mapped=mapped)
+
+
+def _traced_once(
+    fn: Callable[..., Any], connected: Sequence[tuple[bool, ...]] | None, *args: Any, mapped: bool
+) -> Discovery:
+    passes: list[Tracing] = []
+    scopes: list[LiftScope] = []
+
+    def lifted(*args: Any) -> Any:
+        passes.append(Tracing(connected))
+        scopes.append(LiftScope(passes[0], mapped=mapped))
+        return fn(scopes[0], *args)
+
+    jaxpr, outputs = jax.make_jaxpr(lifted, return_shape=True)(*args)
+    found = passes[0].found
+    found.take(scopes[0], passes[0].inputs, jaxpr, outputs)
+    return found
+
+
+def _executing(found: Discovery, values: list[Any], parts: list[Any], *args: Any, mapped: bool = False) -> LiftScope:
+    """Returns the scope in which a function is executed with real values."""
+    gradients = markers.gradient_values(found.jaxpr, *found.flat(values, parts, *args)) if found.has_tapes else []
+    return LiftScope(Executing(found, values, parts, gradients), mapped=mapped)
+
+
+def _written(scope: LiftScope) -> list[Entry]:
+    """Returns the entries of the variables that are written, in the order of the program's outputs.
 
     Raises:
-      DiscoveryMismatch: the second pass wrote another variable.
+      DiscoveryMismatch: another one was written than when the function was traced before.
     """
-    known = {id(v) for v, written in zip(found.variables, found.written, strict=True) if written}
-    for entry in scope.entries.values():
-        if entry.written and id(entry.variable) not in known:
+    now = [e for e in scope.entries.values() if e.written]
+    if not isinstance(scope.pass_, Executing):
+        return now
+    found = scope.pass_.found
+    known = list(itertools.compress(found.variables, found.written))
+    for entry in now:
+        if not any(entry.variable is v for v in known):
             raise DiscoveryMismatch(entry.variable)
-    return [scope.entry(v) for v in found.variables if id(v) in known]
+    return [scope.entry(v) for v in known]
 
 
 def _combine_at_boundary(entries: list[Entry], padding: RowMask | None) -> list[Any]:

@@ -511,7 +511,7 @@ class Strategy(ABC):
         n, scope = self.num_replicas_in_sync, lifting.innermost()
         if n == 1 or not policy_of(value).on_read or (scope is not None and scope.mapped):
             return value.value
-        parts = components_of(value) if scope is None else scope.entry(value).components
+        parts = components_of(value) if scope is None else scope.components(value, n)
         return PerReplica(initial_components(value, value.value, n) if parts is None else parts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
