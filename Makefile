@@ -3,10 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-sources bench check clean
+.PHONY: demo demo-multi-worker test test-sources bench soak check clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/text_lm.py
+
+# On CPUs everywhere: two workers cannot share a GPU.
+demo-multi-worker: $(INSTALLED)
+	JAX_PLATFORMS=cpu $(BIN)/phalanx run --workers 2 examples/multi_worker.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
@@ -16,6 +20,9 @@ test-sources: .venv-sources/.installed
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
+
+soak: $(INSTALLED)
+	$(BIN)/python -m benchmarks restarts
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -2,7 +2,7 @@
 """The models and batches on which everything is measured, for any Keras: it is passed in."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 LEARNING_RATE = 1e-3
 NUM_CLASSES = 10
+COMPARED_STEPS = 16
 _VOCABULARY, _LENGTH, _WIDTH = 1000, 32, 64
 
 
@@ -40,9 +41,19 @@ class Case:
     def model(self, keras: Any) -> Any:
         """Returns the built model, with the same weights whatever Keras it is."""
         model = self.build(keras)
-        rng = np.random.default_rng(1)
-        model.set_weights([_filled(w, rng) for w in model.get_weights()])
+        model.set_weights(initial(model.get_weights()))
         return model
+
+
+def initial(weights: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the weights a model begins with: those of its layers, but the same kernels in every library."""
+    rng = np.random.default_rng(1)
+    return [_filled(w, rng) for w in weights]
+
+
+def sizes(weights: Sequence[np.ndarray]) -> list[float]:
+    """Returns the mean size of the elements of each weight, to compare models in several processes."""
+    return [float(np.abs(w).mean()) for w in weights]
 
 
 def _filled(weight: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -108,3 +119,4 @@ CASES = {
     "transformer": Case(_transformer, (_LENGTH,), per_replica_batch=16, vocabulary=_VOCABULARY),
     "cnn": Case(_cnn, (28, 28, 1)),
 }
+MLP = CASES["mlp"]

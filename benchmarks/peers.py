@@ -8,6 +8,9 @@ from pathlib import Path
 
 from benchmarks.parent import ROOT
 
+TENSORFLOW = ("tensorflow-cpu==2.21.0", "tf_keras==2.21.0")
+TORCH = ("torch==2.13.0", "numpy==2.4.6")
+
 
 def interpreter(name: str, packages: Sequence[str]) -> Path:
     """Makes an environment of its own with these packages, once, and returns its Python."""

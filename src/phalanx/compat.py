@@ -6,6 +6,7 @@
 
 import functools
 import inspect
+import math
 import os
 import sys
 import warnings
@@ -333,6 +334,18 @@ def _extend(owner: type, name: str) -> Callable[[Callable[..., Any]], None]:
         setattr(owner, name, method)
 
     return install
+
+
+_FEW = 1 << 18
+"""So many zeros are on a device sooner by a copy than by a program that writes them, which has to be compiled."""
+
+
+@_extend(keras.initializers.Zeros, "__call__")
+def _zeros(original: Callable[..., Any], self: Any, shape: Sequence[int], dtype: Any = None) -> Any:
+    """Compiles nothing: an optimizer's slots have many shapes."""
+    if math.prod(shape) > _FEW:
+        return original(self, shape, dtype)
+    return jax.device_put(np.zeros(shape, jnp.dtype(keras.backend.standardize_dtype(dtype))))
 
 
 def _set_trainable(variable: Variable, value: bool) -> None:

@@ -120,7 +120,8 @@ class ReplicaContext:
         Args:
           reduce_op: SUM or MEAN.
           value: a pytree of arrays, with equal shapes on all replicas.
-          options: with `bytes_per_pack`, leaves share buffers of that many bytes.
+          options: with `bytes_per_pack`, leaves share buffers of that many bytes; with `wire_dtype`, the gradient
+            crosses in that dtype too.
 
         Returns:
           A pytree like `value`.
@@ -132,12 +133,13 @@ class ReplicaContext:
         self._require("all_reduce")
         op, n = ReduceOp.parse(reduce_op), self.num_replicas_in_sync
         counts = None if self.padding is None else self.padding.has_rows
-        if options is None or not options.bytes_per_pack:
-            return primitives.all_reduce(op, value, n, counts=counts)
+        options = options or CommunicationOptions()
+        reduce = lambda tree: primitives.all_reduce(op, tree, n, counts=counts, wire_dtype=options.wire_dtype)  # noqa: E731
+        if not options.bytes_per_pack:
+            return reduce(value)
         leaves, tree = flatten(value)
         arrays = [primitives.to_array(x) for x in leaves]
         packs = packing.by_bytes([str(x.dtype) for x in arrays], [x.nbytes for x in arrays], options.bytes_per_pack)
-        reduce = lambda buffers: primitives.all_reduce(op, buffers, n, counts=counts)  # noqa: E731
         return tree.unflatten(primitives.packed(reduce, arrays, packs))
 
     def all_gather(self, value: Any, axis: int) -> Any:

@@ -22,6 +22,7 @@
     ├── OutOfRangeError (IndexError)          an iterator that has no further batch
     ├── StateLostError (RuntimeError)         a failed program took donated variables with it
     ├── PeerLostError (RuntimeError)          another process of the cluster has died
+    ├── CancelledError (RuntimeError)         a scheduled step that will not run to its end
     └── DivergenceError (AssertionError)      replicas that hold different values of one variable
 
 Every message has three parts: what was asked, what was found or is allowed, and a line to write instead.
@@ -119,6 +120,10 @@ class StateLostError(PhalanxError, RuntimeError):
 
 class PeerLostError(PhalanxError, RuntimeError):
     """Another process of the cluster has died."""
+
+
+class CancelledError(PhalanxError, RuntimeError):
+    """A scheduled step that will not run to its end."""
 
 
 class DivergenceError(PhalanxError, AssertionError):

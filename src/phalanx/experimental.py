@@ -1,12 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of `tf.distribute.experimental`."""
 
+from typing import final
+
+from phalanx import partitioners
+from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.input.placement import ValueContext
 from phalanx.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions
+from phalanx.strategies import multi_worker
 from phalanx.strategies.central_storage import CentralStorageStrategy
-from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 CollectiveCommunication = CommunicationImplementation
+
+
+@final
+class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
+    """`phalanx.MultiWorkerMirroredStrategy` with the arguments that it had in TensorFlow 2.3.
+
+    Args:
+      communication: which collectives to use between processes.
+      cluster_resolver: as there.
+
+    Raises:
+      ClusterError, InvalidArgumentError, StartupError: as there.
+
+    Source: tf.distribute.experimental.MultiWorkerMirroredStrategy.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.experimental.MultiWorkerMirroredStrategy("auto").num_replicas_in_sync > 0
+      True
+    """
+
+    def __init__(
+        self,
+        communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+        cluster_resolver: ClusterResolver | None = None,
+    ) -> None:
+        options = CommunicationOptions(implementation=CommunicationImplementation.parse(communication))
+        super().__init__(cluster_resolver, options)
+
 
 __all__ = [
     "AutoShardPolicy",
@@ -16,4 +49,5 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ValueContext",
+    "partitioners",
 ]

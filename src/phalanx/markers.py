@@ -128,8 +128,6 @@ _CALLS = (
     "pjit",
     "closed_call",
     "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
     "checkpoint",
     "remat2",
     "remat",

@@ -58,17 +58,22 @@ class CommunicationImplementation(enum.Enum):
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """Hints for collectives; they change speed, never results. May be used in any context.
+    """Hints for collectives; all but `wire_dtype` change speed, never results. May be used in any context.
 
     Args:
-      bytes_per_pack: gradients are concatenated into buffers that are closed once they exceed this many bytes;
-        0 leaves the choice to the strategy (one buffer between processes, none between the devices of one process).
+      bytes_per_pack: gradients are concatenated into buffers that are closed once they hold this many bytes, or 64
+        gradients; 0 leaves the choice to the strategy: as few buffers as that between processes, and buffers for small
+        gradients only between the devices of one.
       timeout_seconds: how long a collective between processes may wait for the others, in seconds. Strategies of one
         machine have one process.
       implementation: which collectives to use between processes; likewise.
+      wire_dtype: None, or "bfloat16": wider floats are rounded to it before they are sent, added in their own dtype, and
+        the sum is rounded once more. It sends half the bytes of float32; within one machine the rounding costs more than
+        that saves. The result is equal on all replicas, and its error below 1% of the sum of the magnitudes. The algorithms
+        that copy from device to device (`HierarchicalCopyAllReduce`, `ReductionToOneDevice`) send what they are given.
 
     Raises:
-      InvalidArgumentError: a negative size or time, or an unknown implementation.
+      InvalidArgumentError: a negative size or time, or an unknown implementation or dtype.
 
     Example:
       >>> CommunicationOptions(bytes_per_pack=1 << 20, implementation="ring").implementation
@@ -78,6 +83,7 @@ class CommunicationOptions:
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+    wire_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.bytes_per_pack < 0:
@@ -87,6 +93,10 @@ class CommunicationOptions:
         if self.timeout_seconds is not None and self.timeout_seconds <= 0:
             raise InvalidArgumentError(
                 f"timeout_seconds={self.timeout_seconds}", "must be more than 0 seconds, or None.", "timeout_seconds=60"
+            )
+        if self.wire_dtype not in (None, "bfloat16"):
+            raise InvalidArgumentError(
+                f"wire_dtype={self.wire_dtype!r}", 'must be "bfloat16" or None.', 'wire_dtype="bfloat16"'
             )
         object.__setattr__(self, "implementation", CommunicationImplementation.parse(self.implementation))
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -323,6 +324,7 @@ class Program:
         values = [own.sum(0) if x is None else x for x, own in zip(values, parts, strict=True)]
         if self._eager:
             assert self._trace_made is not None
+            inputs = list(map(jnp.asarray, inputs))
             result, values, parts, gradients = execute_program(self._call, inputs, self._trace_made, values, parts)
             return values, parts, result, gradients
         result, values, parts, gradients = self._taken_trace(inputs).evaluate(values, parts, inputs)

@@ -171,14 +171,12 @@ class _Run:
             first_component(policy_of(variable), value) if part is None else part[0]
             for variable, value, part in zip(found.variables, values, parts, strict=True)
         ]
+        sharded = _first(sharded)
         if self._steps is not None:
-            return self._loop(found, own, _first(sharded), whole)
-        step = self._execute if found.eager else Discovery.evaluate
-        return step(found, own, [], _first(sharded), whole)
-
-    def _execute(self, found: Discovery, own: list[Any], parts: list[Any], sharded: Any, whole: Any) -> Any:
-        """Calls the function with one replica's real values."""
-        return self._replica(_executing(found, own, parts, sharded, whole, mapped=True), sharded, whole)
+            return self._loop(found, own, sharded, whole)
+        if found.eager:
+            return self._replica(_executing(found, own, [], sharded, whole, mapped=True), sharded, whole)
+        return found.evaluate(own, [], sharded, whole)
 
     def _loop(self, found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]) -> Any:
         """Does as many steps as there are; returns what one returns, the results stacked.
@@ -282,19 +280,23 @@ def trace_program(fn: Callable[..., Any], inputs: Any, *, eager: bool = False) -
     Raises:
       DiscoveryMismatch: each time it is traced it makes another variable.
     """
-    for _ in range(2):
-        # Variables that are made on the way get their first values when this outer scope closes, outside the trace.
-        with keras.StatelessScope():
-            found = _traced(functools.partial(_program, fn), inputs)
-            made = [v for v in found.variables if compat.is_new(v)]
+    found, made = _traced_whole(fn, inputs)
+    if made:
         # What makes variables is not what is called again.
-        if not made:
-            break
-    else:
+        found, made = _traced_whole(fn, inputs)
+    if made:
         raise DiscoveryMismatch(made[0])
     for each in (found, *found.runs):
         each.eager = eager
     return found
+
+
+def _traced_whole(fn: Callable[..., Any], inputs: Any) -> tuple[Discovery, list[keras.Variable]]:
+    """Traces a whole program; returns the variables that were made meanwhile too."""
+    # They get their first values when this outer scope closes, outside the trace.
+    with keras.StatelessScope():
+        found = _traced(functools.partial(_program, fn), inputs)
+        return found, [v for v in found.variables if compat.is_new(v)]
 
 
 def execute_program(

@@ -193,14 +193,18 @@ class Watch(threading.Thread):
         with selectors.DefaultSelector() as selector:
             for rank, line in self._lines.items():
                 selector.register(line.connection, selectors.EVENT_READ, rank)
+            due_s = time.monotonic()
             while self._verdict is None:
-                ready = [key.data for key, _ in selector.select(self._tick_s)]
+                ready = selector.select(max(0.0, due_s - time.monotonic()))
                 now_s = time.monotonic()
-                for rank in ready:
-                    if not self._listen(rank, now_s):
-                        selector.unregister(self._lines[rank].connection)
-                self._members[self._rank].hear(self._progress(), now_s)
-                self._say(self._progress())
+                for key, _ in ready:
+                    if not self._listen(key.data, now_s):
+                        selector.unregister(key.fileobj)
+                # Not for each message that comes: two that answer each other never rest.
+                if now_s >= due_s:
+                    due_s = now_s + self._tick_s
+                    self._members[self._rank].hear(self._progress(), now_s)
+                    self._say(self._progress())
                 self._verdict = self._verdict or self._judged(now_s)
         self._act(self._verdict)
 

@@ -63,6 +63,25 @@ def test_chiefs_first_values(cluster_of, size):
         same(values, drawn[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("options", "sent"),
+    [
+        ({}, {"f32": [4060]}),
+        ({"bytes_per_pack": 100}, {"f32": [30, 30, 4000]}),
+        ({"wire_dtype": "bfloat16"}, {"u16": [2030, 2030, 4060]}),
+    ],
+    ids=["default", "bytes_per_pack", "wire_dtype"],
+)
+def test_communication_options(cluster_of, options, sent):
+    """They change what crosses between two processes, and all hold the sum, to the last bit the same."""
+    got = replies(cluster_of(2, 1), "one_step", **options)[0]
+    assert got["sent"] == sent
+    for weight, a, b in zip(got["weights"], training.gradients_of(0), training.gradients_of(1), strict=True):
+        bound = 0.01 if "wire_dtype" in options else 1e-6
+        assert (np.abs(weight + (a + b)) <= bound * (np.abs(a) + np.abs(b))).all()
+        assert weight.any()
+
+
 def test_order_of_rows(cluster_of):
     """All shuffle alike, though nobody has set a seed."""
     replies(cluster_of(2, 1), "shuffled")

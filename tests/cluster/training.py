@@ -2,8 +2,11 @@
 
 import contextlib
 import io
+import math
+import re
 from typing import Any
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 from reference_training import MODELS, OPTIMIZERS, batches, per_example
@@ -72,6 +75,41 @@ def fit(strategy: phalanx.Strategy, steps_per_execution: int) -> dict[str, Any]:
     with strategy.scope():
         model = make_model(steps_per_execution)
     return fit_of(model)
+
+
+def gradients_of(replica: int) -> list[np.ndarray]:
+    """What one replica adds to four weights."""
+    random = np.random.default_rng(replica)
+    return [random.normal(size=size).astype("float32") for size in (10, 20, 4000, 30)]
+
+
+def one_step(strategy: phalanx.Strategy, **options: Any) -> dict[str, Any]:
+    """Subtracts the sum of all replicas' gradients from zeros; returns the weights, and what collectives send."""
+    del strategy
+    options_ = phalanx.experimental.CommunicationOptions(**options)
+    own = phalanx.MultiWorkerMirroredStrategy(communication_options=options_)
+    with own.scope():
+        weights = [keras.Variable(np.zeros_like(g)) for g in gradients_of(0)]
+        optimizer = keras.optimizers.SGD(1.0)
+    all_gradients = [np.stack(gs) for gs in zip(*map(gradients_of, range(own.num_replicas_in_sync)), strict=True)]
+
+    def step() -> None:
+        replica = phalanx.get_replica_context().replica_id_in_sync_group
+        optimizer.apply([jnp.asarray(g)[replica] for g in all_gradients], weights)
+
+    whole = phalanx.function(lambda: own.run(step))
+    whole()
+    text = whole.lower().compile().as_text()
+    return {"weights": [w.numpy() for w in weights], "sent": _sent(text)}
+
+
+def _sent(text: str) -> dict[str, list[int]]:
+    """The sizes of what the collectives of a program send, by dtype."""
+    sizes: dict[str, list[int]] = {}
+    for arrays in re.findall(r" = (.*) (?:all-reduce|all-to-all|all-gather)(?:-start)?\(", text):
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", arrays):
+            sizes.setdefault(dtype, []).append(math.prod(int(d) for d in dims.split(",") if d))
+    return {dtype: sorted(found) for dtype, found in sizes.items()}
 
 
 def first_values(strategy: phalanx.Strategy) -> list[np.ndarray]:

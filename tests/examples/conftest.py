@@ -8,24 +8,30 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-DEADLINE_S = 120  # On a busy machine; alone, each takes a tenth of it.
+DEADLINE_S = 300  # On a busy machine; alone, each takes less than a tenth of it.
 
 
 @pytest.fixture(scope="module")
 def run_example(tmp_path_factory):
-    """Runs an example in a folder of its own and returns what it prints."""
+    """Runs an example in a folder of its own, where asked for by `phalanx run`, and returns what it prints."""
 
-    def run(name, *arguments, folder=None):
+    def run(name, *arguments, folder=None, launcher=None):
+        # The size of this process's thread pool is not that of the example.
+        environment = {name: value for name, value in os.environ.items() if name != "NPROC"}
+        started_by = []
+        if launcher is not None:
+            environment["JAX_PLATFORMS"] = "cpu"  # Two workers cannot share a GPU.
+            started_by = ["-c", "from phalanx.launch.cli import main; main()", "run", *launcher]
         result = subprocess.run(
-            [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
+            [sys.executable, *map(str, [*started_by, EXAMPLES / name, *arguments])],
             cwd=folder or tmp_path_factory.mktemp("run"),
-            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+            env={**environment, "PYTHONIOENCODING": "utf-8"},
             capture_output=True,
             encoding="utf-8",
             timeout=DEADLINE_S,
             check=False,
         )
-        assert result.returncode == 0, result.stderr
+        assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
     return run

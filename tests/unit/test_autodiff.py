@@ -52,6 +52,15 @@ def doubled_backwards(x):
 doubled_backwards.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
 
 
+@jax.custom_vjp
+def rounded_to_eighths(x):
+    """Goes through integers; its gradient goes straight through."""
+    return jnp.round(x * 8).astype("int8").astype("float32") / 8
+
+
+rounded_to_eighths.defvjp(lambda x: (rounded_to_eighths(x), None), lambda _, g: (g,))
+
+
 @jax.custom_jvp
 def tripled_forwards(x):
     """Identity with three times the tangent."""
@@ -71,6 +80,7 @@ tripled_forwards.defjvp(lambda primals, tangents: (primals[0], 3 * tangents[0]))
         pytest.param(lambda v: v + stop(v) * v, 4, id="partly stopped"),
         pytest.param(lambda v: doubled_backwards(v * v), 12, id="custom_vjp"),
         pytest.param(lambda v: tripled_forwards(v * v), 18, id="custom_jvp"),
+        pytest.param(lambda v: rounded_to_eighths(v * 1.0) * v, 6, id="custom_vjp through integers"),
         pytest.param(
             lambda v: jax.checkpoint(lambda x: jnp.sin(x) * x)(v * 1.0), np.sin(3) + 3 * np.cos(3), id="remat"
         ),
@@ -149,6 +159,25 @@ def test_unconnected_source(target):
     np.testing.assert_array_equal(
         taped(lambda tape: target(v, w), [v], {"unconnected_gradients": "zero"}), np.zeros((1, 3))
     )
+
+
+def test_a_tape_around_run(two_replicas):
+    """It sees through the replicas: each of them adds to the sum."""
+    with two_replicas.scope():
+        v = floating()
+
+    def record(tape):
+        return two_replicas.reduce("SUM", two_replicas.run(lambda: v * v), axis=None)
+
+    assert taped(record, v) == 2 * (2 * 3)
+
+
+@pytest.mark.parametrize(("num_sources", "traces"), [(1, 1), (2, 2)])
+def test_a_gradient_that_is_none_takes_a_second_trace(num_sources, traces):
+    """Only the trace shows which one it is."""
+    v, w, calls = floating(), floating(), []
+    taped(lambda tape: (calls.append(1), w * 2, v * v)[-1], [v, w][:num_sources])
+    assert len(calls) == traces
 
 
 def test_connected_and_unconnected_sources_together():

@@ -211,6 +211,32 @@ def test_variable_with_a_concrete_first_value_in_a_scope():
     assert w.numpy() == 3
 
 
+def test_is_new():
+    """A variable is new until the scope in which it was made closes."""
+    with keras.StatelessScope():
+        v = keras.Variable("zeros", shape=(2,))
+        assert compat.is_new(v)
+    assert not compat.is_new(v)
+    assert not compat.is_new(keras.Variable(1.0))
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16", "int32", "bool"])
+def test_zeros_compile_nothing(dtype, caplog):
+    """Those of an optimizer's slots have many shapes."""
+    with caplog.at_level("WARNING", logger="jax"), jax.log_compiles():
+        few = keras.initializers.Zeros()((3, 5, 7), dtype=dtype)
+    assert not caplog.records
+    assert (few.shape, few.dtype) == ((3, 5, 7), dtype or "float32")
+    assert not np.asarray(few).any()
+
+
+def test_many_zeros_are_made_on_the_device(caplog):
+    """Copying them would take longer than compiling."""
+    with caplog.at_level("WARNING", logger="jax"), jax.log_compiles():
+        assert not keras.initializers.Zeros()((1001, 999)).any()
+    assert "broadcast_in_dim" in caplog.text
+
+
 def test_seed_generator_next():
     """Every random layer and function draws its seeds through `SeedGenerator.next`."""
     seeds = keras.random.SeedGenerator(1)

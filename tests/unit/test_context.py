@@ -245,7 +245,16 @@ VALUE = {"a": [1.0, np.float32([2, 3])], "b": (4, None)}
 @pytest.mark.parametrize(
     ("op", "expected"), [("SUM", {"a": [3, [6, 9]], "b": [12]}), ("mean", {"a": [1.5, [3, 4.5]], "b": [6]})]
 )
-@pytest.mark.parametrize("options", [None, CommunicationOptions(bytes_per_pack=8)], ids=["plain", "packed"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        None,
+        CommunicationOptions(bytes_per_pack=8),
+        CommunicationOptions(wire_dtype="bfloat16"),
+        CommunicationOptions(bytes_per_pack=8, wire_dtype="bfloat16"),
+    ],
+    ids=["plain", "packed", "narrow", "packed narrow"],
+)
 def test_all_reduce(strategy, op, expected, options):
     """Nests of arrays and numbers; every replica gets the result; options change nothing."""
 
@@ -299,17 +308,33 @@ def test_bad_collectives(replicas, call, error, match):
     assert float(total) == replicas
 
 
-def test_gradient_of_all_reduce(strategy):
+@pytest.mark.parametrize("options", [None, CommunicationOptions(wire_dtype="bfloat16")], ids=["plain", "narrow"])
+def test_gradient_of_all_reduce(strategy, options):
     """The all-reduce of the gradient with the same operation: x^2 of 1 and 2 gives 2*2x for SUM, 2x for MEAN."""
 
     def replica_fn():
         replica = phalanx.get_replica_context()
         x = replica.replica_id_in_sync_group + 1.0
-        return [jax.grad(lambda x: replica.all_reduce(op, x * x))(x) for op in ("SUM", "MEAN")]  # noqa: B023
+        return [jax.grad(lambda x: replica.all_reduce(op, x * x, options))(x) for op in ("SUM", "MEAN")]  # noqa: B023
 
     total, mean = strategy.run(replica_fn)
     assert [float(g) for g in total.values] == [4, 8]
     assert [float(g) for g in mean.values] == [2, 4]
+
+
+def test_tape_through_a_narrow_all_reduce(strategy):
+    """A tape sees through what crosses: 2x times the sum 1 + 2 of the replicas' weights."""
+    options = CommunicationOptions(wire_dtype="bfloat16")
+
+    def replica_fn(x):
+        replica = phalanx.get_replica_context()
+        with phalanx.GradientTape() as tape:
+            tape.watch(x)
+            loss = (replica.replica_id_in_sync_group + 1) * replica.all_reduce("SUM", x * x, options).sum()
+        return tape.gradient(loss, x)
+
+    for gradient in strategy.run(replica_fn, args=(jnp.array([3.0, -5.0]),)).values:
+        assert gradient.tolist() == [2 * 3 * 3, 2 * -5 * 3]
 
 
 def test_gradient_of_all_gather(strategy):

@@ -45,8 +45,8 @@ def gradients(replicas):
     return [random.integers(-9, 9, (replicas, *s)).astype(d) for s, d in zip(SHAPES, DTYPES, strict=True)]
 
 
-def program(ops, replicas, op="SUM", options=None):
-    """The compiled program of one batch_reduce, and its arguments."""
+def program(ops, replicas, op="SUM", options=None, values=None):
+    """The compiled program of one batch_reduce, and its arguments: those given, or `gradients`."""
     topology = Topology.of([f"cpu:{i}" for i in range(replicas)])
 
     def replica(values):
@@ -55,7 +55,7 @@ def program(ops, replicas, op="SUM", options=None):
 
     spec = PartitionSpec(phalanx.REPLICA_AXIS)
     mapped = jax.shard_map(replica, mesh=topology.mesh, in_specs=(spec,), out_specs=spec, check_vma=False)
-    values = jax.device_put(gradients(replicas), topology.per_replica)
+    values = jax.device_put(gradients(replicas) if values is None else values, topology.per_replica)
     return jax.jit(mapped).lower(values).compile(), values
 
 
@@ -129,12 +129,77 @@ def test_hierarchical_copies_fewer_times_than_one_device():
     assert collectives(star)[1] == 5 * 14
 
 
-def test_bytes_per_pack_changes_the_program_only():
+def sent(compiled):
+    """Dtypes and numbers of elements of what collectives send, in the order of the text."""
+    lines = re.findall(r" = (.*) (?:all-reduce|all-to-all|all-gather)(?:-start)?\(", compiled.as_text())
+    arrays = [array for line in lines for array in re.findall(r"(\w+)\[([\d,]*)\]", line)]
+    return [(dtype, int(np.prod([int(d) for d in dims.split(",") if d]))) for dtype, dims in arrays]
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_pack", "expected"),
+    [(1 << 20, [("f32", 13), ("s32", 4)]), (16, [("f32", 4), ("f32", 4), ("f32", 5), ("s32", 4)])],
+)
+def test_bytes_per_pack_changes_the_program_only(bytes_per_pack, expected):
     """Options fill buffers by size; the numbers stay."""
-    compiled, values = program(NcclAllReduce(num_packs=0), 2, options=CommunicationOptions(bytes_per_pack=1 << 20))
-    assert collectives(compiled) == (2, 0)
+    compiled, values = program(NcclAllReduce(), 2, options=CommunicationOptions(bytes_per_pack=bytes_per_pack))
+    assert sorted(sent(compiled)) == expected
     for given, got in zip(gradients(2), compiled(values), strict=True):
         np.testing.assert_array_equal(got[1], given.sum(axis=0))
+
+
+@pytest.mark.parametrize("options", [None, CommunicationOptions(bytes_per_pack=1 << 20)], ids=["count", "bytes"])
+def test_one_buffer_does_not_hold_any_number_of_arrays(options):
+    """XLA would take long to compile it."""
+    values = [np.full((2, 2), i, "float32") for i in range(80)]
+    compiled, values = program(NcclAllReduce(), 2, options=options, values=values)
+    assert sorted(sent(compiled)) == [("f32", 32), ("f32", 128)]
+    np.testing.assert_array_equal([x[1, 0] for x in compiled(values)], np.arange(80) * 2)
+
+
+NARROW = CommunicationOptions(wire_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("op", "replicas"), [("SUM", 2), ("MEAN", 3), ("SUM", 4)])
+@pytest.mark.parametrize("num_packs", [0, 1])
+def test_wire_dtype(num_packs, replicas, op):
+    """Near the sum of the float64 values, and equal on all replicas; odd sizes, scalars and empty arrays included."""
+    random = np.random.default_rng(0)
+    given = [random.normal(size=(replicas, *shape)).astype("float32") for shape in [(7,), (), (0,), (3, 5), (1001,)]]
+    compiled, values = program(NcclAllReduce(num_packs), replicas, op, NARROW, given)
+    for x, got in zip(given, compiled(values), strict=True):
+        total, magnitude = x.astype("float64").sum(axis=0), np.abs(x).sum(axis=0)
+        scale = replicas if op == "MEAN" else 1
+        assert got.dtype == np.float32
+        assert (np.abs(got[0] * scale - total) <= 0.01 * magnitude).all()
+        np.testing.assert_array_equal(got, np.stack([got[0]] * replicas))
+
+
+def test_wire_dtype_adds_in_float32():
+    """The sums of rounded values are rounded once: 256 + 1 + 1 + 1 is 260 in bfloat16, but 256 if each addition rounds."""
+    compiled, values = program(NcclAllReduce(), 4, "SUM", NARROW, [np.float32([[256], [1], [1], [1]])])
+    assert compiled(values)[0].tolist() == [[260.0]] * 4
+
+
+def test_wire_dtype_rounds_to_nearest():
+    """What is sent is rounded, not cut: of 1 + 1/128 and 3/512 more the next bfloat16 is 1 + 2/128."""
+    compiled, values = program(NcclAllReduce(), 2, "SUM", NARROW, [np.float32([[1 + 7 / 512], [0]])])
+    assert compiled(values)[0].tolist() == [[1 + 2 / 128]] * 2
+
+
+def test_wire_dtype_leaves_others_alone():
+    """Integers and floats that are narrow already are as exact as without it."""
+    given = [np.int32([[123457], [1]]), np.float16([[1.001], [1]]), np.array([[1], [2]], jnp.bfloat16)]
+    compiled, values = program(NcclAllReduce(), 2, "SUM", NARROW, given)
+    for x, got in zip(given, compiled(values), strict=True):
+        assert got.dtype == x.dtype
+        np.testing.assert_array_equal(got[1], x.sum(axis=0))
+
+
+def test_wire_dtype_halves_what_is_sent():
+    """Per replica an all-reduce sends each element twice, and so do an all-to-all and an all-gather, of 16 bits each."""
+    compiled, _ = program(NcclAllReduce(), 4, "SUM", NARROW, [np.ones((4, 1000), "float32")])
+    assert sorted(sent(compiled)) == [("u16", 250)] * 4 + [("u16", 1000)]
 
 
 @pytest.mark.parametrize("ops", FAMILY, ids=name)

@@ -27,6 +27,7 @@ BUILTINS = {
     errors.OutOfRangeError: IndexError,
     errors.StateLostError: RuntimeError,
     errors.PeerLostError: RuntimeError,
+    errors.CancelledError: RuntimeError,
     errors.DivergenceError: AssertionError,
     errors.ClusterError: ValueError,
     errors.ClusterTypeError: TypeError,

@@ -36,6 +36,8 @@ def test_implementation_parse(given):
         ("timeout_seconds", -1.5, "timeout_seconds=-1.5: must be more than 0"),
         ("implementation", "FOO", "implementation='FOO': not a CommunicationImplementation"),
         ("implementation", 3, "implementation=3: not a CommunicationImplementation"),
+        ("wire_dtype", "int8", 'wire_dtype=\'int8\': must be "bfloat16" or None.\nHINT: wire_dtype="bfloat16"'),
+        ("wire_dtype", "float32", "wire_dtype='float32': must be"),
     ],
 )
 def test_bad_communication_options(field, value, match):
@@ -47,8 +49,8 @@ def test_bad_communication_options(field, value, match):
 def test_merge_prefers_what_is_set():
     """Fields that the other options set win."""
     ours = CommunicationOptions(bytes_per_pack=7, timeout_seconds=3, implementation="ring")
-    merged = ours.merge(CommunicationOptions(timeout_seconds=9))
-    assert merged == CommunicationOptions(bytes_per_pack=7, timeout_seconds=9, implementation="ring")
+    merged = ours.merge(CommunicationOptions(timeout_seconds=9, wire_dtype="bfloat16"))
+    assert merged == CommunicationOptions(7, timeout_seconds=9, implementation="ring", wire_dtype="bfloat16")
     assert ours.merge(None) is ours
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.collectives.packing import ARRAYS_IN_A_BUFFER, by_bytes, by_count, small_together
+from phalanx.collectives.packing import ARRAYS_IN_A_BUFFER, by_bytes, by_count, no_longer_than, small_together
 
 ARRAYS = st.lists(st.tuples(st.sampled_from(["f4", "i4", "f2"]), st.integers(0, 100)), max_size=30)
 
@@ -83,3 +83,14 @@ def test_small_together(arrays, limit):
 def test_small_arrays_do_not_make_a_buffer_of_any_length():
     """XLA would take long to compile it."""
     assert max(map(len, small_together(["f4"] * 100, [4] * 100, 8))) == ARRAYS_IN_A_BUFFER
+
+
+@settings(deadline=None)
+@given(ARRAYS, st.integers(1, 9))
+def test_no_longer_than(arrays, length):
+    """What was one buffer is as few as hold it."""
+    packs = by_count(*unzipped(arrays), 1)
+    divided = no_longer_than(length, packs)
+    check(divided, arrays)
+    assert all(len(p) <= length for p in divided)
+    assert len(divided) == sum(-(-len(p) // length) for p in packs)

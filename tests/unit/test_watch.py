@@ -204,3 +204,14 @@ def test_the_chief_was_held_up():
         time.sleep(0.9 * STALL_S)
         three.running[0].send_signal(signal.SIGCONT)
         assert [status for status, _ in three.ends(0, 1, 2)] == [0, 0, 0]
+
+
+def test_it_rests():
+    """A watch wakes once a tick, whatever the others say: the rest of the time is the program's."""
+    busy = (
+        "start = time.process_time(); time.sleep(2); print(time.process_time() - start, file=sys.stderr)\nown.leave()"
+    )
+    with Processes(busy, busy, busy) as three:
+        for status, text in three.ends(0, 1, 2):
+            assert status == 0
+            assert float(text) < 0.1

@@ -14,7 +14,7 @@ from jax import lax
 from typing_extensions import override
 
 from phalanx.collectives import packing
-from phalanx.collectives.primitives import only_on, packed, to_array
+from phalanx.collectives.primitives import only_on, packed, sums, to_array
 from phalanx.errors import ContextError, InvalidArgumentError
 from phalanx.options import CommunicationOptions, ReduceOp
 from phalanx.topology import REPLICA_AXIS, device_name, parse_device
@@ -114,7 +114,7 @@ class _Packed(CrossDeviceOps):
             raise InvalidArgumentError(f"num_packs={num_packs}", "must be 0 (no packing) or more.", "num_packs=1")
         self.num_packs = num_packs
 
-    def _sum(self, buffers: list[jax.Array]) -> list[jax.Array]:
+    def _sum(self, buffers: list[jax.Array], options: CommunicationOptions) -> list[jax.Array]:
         raise NotImplementedError
 
     @override
@@ -128,7 +128,8 @@ class _Packed(CrossDeviceOps):
         self, reduce_op: ReduceOp, pairs: Sequence[Pair], options: CommunicationOptions
     ) -> list[jax.Array]:
         values = [value for value, _ in pairs]
-        return mean_or_sum(reduce_op, packed(self._sum, values, self._packs(values, options)))
+        packs = packing.no_longer_than(packing.ARRAYS_IN_A_MESSAGE, self._packs(values, options))
+        return mean_or_sum(reduce_op, packed(lambda buffers: self._sum(buffers, options), values, packs))
 
     def _packs(self, values: list[jax.Array], options: CommunicationOptions) -> list[list[int]]:
         dtypes, sizes = [str(v.dtype) for v in values], [v.nbytes for v in values]
@@ -146,16 +147,16 @@ class NcclAllReduce(_Packed):
     Where there is no NCCL the same program uses what the hardware has.
 
     Args:
-      num_packs: into how many buffers the gradients of one dtype are concatenated; 0 does not concatenate, None only
-        gradients of at most 32 KiB.
+      num_packs: into how many buffers the gradients of one dtype are concatenated, into more where one would hold over 64;
+        0 does not concatenate, None only gradients of at most 32 KiB.
 
     Raises:
       InvalidArgumentError: `num_packs` is negative.
     """
 
     @override
-    def _sum(self, buffers: list[jax.Array]) -> list[jax.Array]:
-        return list(lax.psum(buffers, REPLICA_AXIS))
+    def _sum(self, buffers: list[jax.Array], options: CommunicationOptions) -> list[jax.Array]:
+        return sums(buffers, options.wire_dtype)
 
 
 @final
@@ -165,15 +166,15 @@ class HierarchicalCopyAllReduce(_Packed):
     The devices that sum rotate from buffer to buffer, which spreads the load.
 
     Args:
-      num_packs: into how many buffers the gradients of one dtype are concatenated; 0 does not concatenate, None only
-        gradients of at most 32 KiB.
+      num_packs: into how many buffers the gradients of one dtype are concatenated, into more where one would hold over 64;
+        0 does not concatenate, None only gradients of at most 32 KiB.
 
     Raises:
       InvalidArgumentError: `num_packs` is negative.
     """
 
     @override
-    def _sum(self, buffers: list[jax.Array]) -> list[jax.Array]:
+    def _sum(self, buffers: list[jax.Array], options: CommunicationOptions) -> list[jax.Array]:
         return [self._sum_one(b, turn) for turn, b in enumerate(buffers)]
 
     def _sum_one(self, value: jax.Array, turn: int) -> jax.Array:

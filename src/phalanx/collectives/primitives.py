@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import linear_call
 
 from phalanx.errors import ReduceOpError
 from phalanx.options import ReduceOp
@@ -32,7 +33,42 @@ def to_array(value: Any) -> jax.Array:
     return array
 
 
-def all_reduce(op: ReduceOp, tree: Any, num_replicas: int, *, counts: Any = None) -> Any:
+def sums(arrays: list[jax.Array], wire_dtype: str | None = None) -> list[jax.Array]:
+    """Sums arrays over the replicas; with a `wire_dtype`, floats that are wider cross as that dtype."""
+    if wire_dtype is None:
+        return list(lax.psum(arrays, REPLICA_AXIS))
+    return [_narrow_sum(wire_dtype, x) if _is_wider(x, wire_dtype) else lax.psum(x, REPLICA_AXIS) for x in arrays]
+
+
+def _is_wider(x: jax.Array, wire_dtype: str) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > jnp.dtype(wire_dtype).itemsize
+
+
+def _narrow_sum(wire_dtype: str, x: jax.Array) -> jax.Array:
+    """Sums over the replicas. Each adds up one part of the array, which all then get from it, so all hold the same bits."""
+
+    def total(_: tuple[()], x: jax.Array) -> jax.Array:
+        n = lax.axis_size(REPLICA_AXIS)
+        parts = jnp.pad(x.ravel(), (0, -x.size % n)).reshape(n, -1)
+        arrived = lax.all_to_all(_bits(parts, wire_dtype), REPLICA_AXIS, split_axis=0, concat_axis=0)
+        own = _numbers(arrived, wire_dtype, x.dtype).sum(axis=0)
+        everything = lax.all_gather(_bits(own, wire_dtype), REPLICA_AXIS).ravel()
+        return _numbers(everything[: x.size].reshape(x.shape), wire_dtype, x.dtype)
+
+    # Like psum it is its own transpose; JAX's would add in the narrow dtype.
+    return linear_call(total, total, (), x)
+
+
+# XLA for CPUs sends narrow floats as float32, but integers as they are.
+def _bits(x: jax.Array, wire_dtype: str) -> jax.Array:
+    return lax.bitcast_convert_type(x.astype(wire_dtype), jnp.uint16)
+
+
+def _numbers(bits: jax.Array, wire_dtype: str, dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.dtype(wire_dtype)).astype(dtype)
+
+
+def all_reduce(op: ReduceOp, tree: Any, num_replicas: int, *, counts: Any = None, wire_dtype: str | None = None) -> Any:
     """Sums or averages every leaf over the replicas; each replica gets the result.
 
     Args:
@@ -40,15 +76,17 @@ def all_reduce(op: ReduceOp, tree: Any, num_replicas: int, *, counts: Any = None
       tree: a pytree of this replica's arrays; shapes must agree between replicas.
       num_replicas: the size of the replica axis; 1 outside a mapped program.
       counts: whether this replica counts in a mean; None where all do. Where none does the mean is zero.
+      wire_dtype: as which dtype wider floats cross; None as their own.
     """
-    arrays = jax.tree.map(to_array, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [to_array(x) for x in leaves]
     divisor: Any = num_replicas
     if num_replicas > 1 and op is ReduceOp.MEAN and counts is not None:
-        arrays = jax.tree.map(lambda x: jnp.where(counts, x, 0), arrays)
+        arrays = [jnp.where(counts, x, 0) for x in arrays]
         divisor = jnp.maximum(lax.psum(jnp.asarray(counts, jnp.int32), REPLICA_AXIS), 1)
     if num_replicas > 1:
-        arrays = lax.psum(arrays, REPLICA_AXIS)
-    return jax.tree.map(lambda x: _divided(x, divisor), arrays) if op is ReduceOp.MEAN else arrays
+        arrays = sums(arrays, wire_dtype)
+    return jax.tree.unflatten(structure, [_divided(x, divisor) for x in arrays] if op is ReduceOp.MEAN else arrays)
 
 
 def _divided(total: jax.Array, count: Any) -> jax.Array:

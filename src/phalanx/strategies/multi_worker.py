@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MultiWorkerMirroredStrategy`: several processes, one replica on each of their devices."""
 
-from typing import final
-
 import jax
 from typing_extensions import override
 
@@ -17,7 +15,6 @@ from phalanx.strategies.base import Strategy
 from phalanx.topology import Topology
 
 
-@final
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on the devices of several processes, on one machine or on many.
 
@@ -27,8 +24,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
       cluster_resolver: which processes there are, and which of them this is; None reads TF_CONFIG, or what Slurm, Kubernetes
         and the like have put into the environment.
-      communication_options: `bytes_per_pack` for the gradients; `timeout_seconds` for how long to wait for the others at the
-        start; `implementation`.
+      communication_options: `bytes_per_pack` and `wire_dtype` for the gradients; `timeout_seconds` for how long to wait for
+        the others at the start; `implementation`.
       stall_timeout_s: where one process waits and none gets any further for so many seconds, all of them write the stacks of
         their threads and end, and say which one stood still. None means PHALANX_STALL_TIMEOUT_S, or 600.
 
@@ -77,7 +74,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         bootstrap.start(resolver, options.timeout_seconds, stall_timeout_s)
         self._topology = Topology(tuple(jax.devices()))
         _require_implementation(options.implementation, self._topology)
-        # Between processes one buffer is faster than many.
+        # Between processes one buffer is faster than many: each message costs more than the copies.
         between = self._topology.num_workers > 1
         self._options, self._cross_device_ops = options, NcclAllReduce(num_packs=1 if between else None)
         if between:

@@ -1,0 +1,291 @@
+"""The calls of TensorFlow's guide to multi-worker training, with the imports changed, made by two processes.
+
+This file is also the program of the workers, each of which leaves what the calls returned in a file.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import phalanx  # isort: skip  (before Keras, whose backend it chooses)
+
+import jax
+import keras
+import numpy as np
+import pytest
+from test_guide import GUIDE_LOSSES, custom_loop, ones
+
+WORKERS = 2
+DEADLINE_S = 200  # On a busy machine; alone, they take less than a tenth of it.
+X = np.random.RandomState(7).normal(size=(50, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+# What a worker does: the snippets of the guide.
+
+
+def worker(folder):
+    """Calls all snippets, and leaves in the folder what they return."""
+    strategy = strategy_of_guide()
+    snippets = (whose_task, train_epoch, batch_sizes, dataset_of_function, losses_of_loop, fit, save, backed_up)
+    found = {snippet.__name__: snippet(strategy, folder) for snippet in snippets}
+    number = strategy.cluster_resolver.task_id
+    (folder / f"{number}.pickle").write_bytes(pickle.dumps(found))
+
+
+def strategy_of_guide():
+    """TF_CONFIG is set by the program itself, and names parameter servers, which this strategy does without."""
+    given = json.loads(os.environ["TF_CONFIG"])
+    os.environ["TF_CONFIG"] = json.dumps(
+        {
+            "cluster": {"worker": given["cluster"]["worker"], "ps": ["localhost:34567"]},
+            "task": {"type": "worker", "index": given["task"]["index"]},
+        }
+    )
+    communication_options = phalanx.experimental.CommunicationOptions(
+        implementation=phalanx.experimental.CommunicationImplementation.RING
+    )
+    assert phalanx.MultiWorkerMirroredStrategy(communication_options=communication_options).num_replicas_in_sync == 2
+    return phalanx.experimental.MultiWorkerMirroredStrategy()
+
+
+def whose_task(strategy, folder):
+    """What a program asks the resolver, to do something on workers only."""
+    resolver = strategy.cluster_resolver
+    return {
+        "task": (resolver.task_type, resolver.task_id),
+        "jobs": {job: len(tasks) for job, tasks in resolver.cluster_spec().as_dict().items()},
+        "chief": (strategy.extended.should_checkpoint, strategy.extended.should_save_summary),
+        "replicas": strategy.num_replicas_in_sync,
+    }
+
+
+def train_epoch(strategy, folder):
+    """The loop on the page of `Strategy`: a replica function, and a sum over all batches."""
+    with strategy.scope():
+
+        @phalanx.function
+        def distribute_train_epoch(batch):
+            return strategy.reduce(phalanx.ReduceOp.SUM, strategy.run(lambda x: (x**2).sum(), args=(batch,)), axis=None)
+
+        dist_dataset = strategy.experimental_distribute_dataset(np.split(X, 5))
+        return sum(float(distribute_train_epoch(x)) for x in dist_dataset)
+
+
+def batch_sizes(strategy, folder):
+    """A global batch that grows with the replicas; this worker's results are those of its own replicas."""
+    global_batch_size = 5 * strategy.num_replicas_in_sync
+    dist_dataset = strategy.experimental_distribute_dataset(ones(global_batch_size, 1))
+    features, _ = next(iter(dist_dataset))
+    return [x.shape for x in strategy.experimental_local_results(features)]
+
+
+def dataset_of_function(strategy, folder):
+    """Nothing is divided but by the function itself, which is told which worker asks."""
+
+    def dataset_fn(context):
+        rows = X[context.input_pipeline_id :: context.num_input_pipelines]
+        size = context.get_per_replica_batch_size(10)
+        return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+    dataset = strategy.experimental_distribute_datasets_from_function(dataset_fn)
+    return np.concatenate([np.asarray(strategy.gather(batch, axis=0)) for batch in dataset])
+
+
+def losses_of_loop(strategy, folder):
+    """Twenty steps over the dataset, ten with an iterator."""
+    _, distributed_train_step = custom_loop(strategy, GUIDE_LOSSES[0])
+    dist_dataset = strategy.experimental_distribute_dataset(ones(5, 20))
+    losses = [float(distributed_train_step(dist_inputs)) for dist_inputs in dist_dataset]
+    iterator = iter(dist_dataset)
+    return losses + [float(distributed_train_step(next(iterator))) for _ in range(10)]
+
+
+def compiled_model():
+    """The guide's model, for rows of four, with the same weights in all processes."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(loss="mse", optimizer="sgd")
+    model.set_weights([np.full((4, 1), 0.1), np.zeros(1)])
+    return model
+
+
+def fit_of(model):
+    """Trains with a dataset of batches and with arrays, and evaluates."""
+    batches = ((X[i : i + 10], Y[i : i + 10]) for i in [0, 10, 20, 30] * 2)
+    return [
+        *model.fit(batches, epochs=2, steps_per_epoch=4, shuffle=False, verbose=0).history["loss"],
+        *model.fit(X, Y, epochs=2, batch_size=20, shuffle=False, verbose=0).history["loss"],
+        model.evaluate(X, Y, batch_size=20, verbose=0),
+    ]
+
+
+def fit(strategy, folder):
+    """The model is made and compiled in the scope; all else is as without a strategy."""
+    with strategy.scope():
+        model = compiled_model()
+    return fit_of(model)
+
+
+def save(strategy, folder):
+    """As tf.distribute has to be told to save: all call it, the chief to the place, the others to one that they remove."""
+    with strategy.scope():
+        model = compiled_model()
+    model.fit(X, Y, epochs=1, batch_size=20, shuffle=False, verbose=0)
+    resolver = strategy.cluster_resolver
+    is_chief = resolver.task_type == "worker" and resolver.task_id == 0
+    target = folder if is_chief else folder / f"workertemp_{resolver.task_id}"
+    target.mkdir(exist_ok=True)
+    model.save(target / "saved.keras")
+    if not is_chief:
+        shutil.rmtree(target)
+    return model.predict(X, batch_size=20, verbose=0)
+
+
+class Interrupted(keras.callbacks.Callback):
+    """Fails in the second epoch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Fails."""
+        if epoch == 1:
+            raise ZeroDivisionError
+
+
+def backed_up(strategy, folder):
+    """A training of three epochs that fails on all workers, and the same lines again."""
+    for others in ([Interrupted()], []):
+        with strategy.scope():
+            model = compiled_model()
+        callbacks = [keras.callbacks.BackupAndRestore(backup_dir=folder / "backup"), *others]
+        with contextlib.suppress(ZeroDivisionError):
+            model.fit(X, Y, epochs=3, batch_size=20, shuffle=False, verbose=0, callbacks=callbacks)
+    return model.get_weights()
+
+
+# What the test does: start the workers, and compare.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the workers write."""
+    return tmp_path_factory.mktemp("guide")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """What the snippets returned, by worker."""
+    # The size of this process's thread pool and the number of its devices are not those of the workers.
+    kept = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES", "TF_CONFIG")}
+    launcher = [sys.executable, "-c", "from phalanx.launch.cli import main; main()"]
+    done = subprocess.run(
+        [*launcher, "run", "--workers", str(WORKERS), "--grace-seconds", "0.5", __file__, str(folder)],
+        env={**kept, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [pickle.loads((folder / f"{number}.pickle").read_bytes()) for number in range(WORKERS)]
+
+
+def same_everywhere(found, name):
+    """Returns what a snippet returned, once it is known that it was the same on all workers."""
+    first, *others = [each[name] for each in found]
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
+    return first
+
+
+def test_resolver(found):
+    """Each process finds its own task in TF_CONFIG; the first worker is the chief, and a parameter server no replica."""
+    for number, each in enumerate(found):
+        assert each["whose_task"] == {
+            "task": ("worker", number),
+            "jobs": {"worker": WORKERS, "ps": 1},
+            "chief": (number == 0, number == 0),
+            "replicas": WORKERS,
+        }
+
+
+def test_sum_over_an_epoch(found):
+    """Every row counts once, on all workers."""
+    assert same_everywhere(found, "train_epoch") == pytest.approx((X.astype("float64") ** 2).sum(), rel=1e-5)
+
+
+def test_batch_size_from_number_of_replicas(found):
+    """Each worker has its replica's share of the global batch."""
+    assert [each["batch_sizes"] for each in found] == [[(5, 1)]] * WORKERS
+
+
+def test_dataset_function(found):
+    """Every row is read once, each worker's by itself."""
+    rows = same_everywhere(found, "dataset_of_function")
+    np.testing.assert_array_equal(np.sort(rows, axis=0), np.sort(X, axis=0))
+    np.testing.assert_array_equal(rows[:10], np.concatenate([X[0:10:2], X[1:10:2]]))
+
+
+def test_custom_loop_prints_the_losses_of_the_guide(found):
+    """Batches of five rows, which two workers cannot share evenly."""
+    np.testing.assert_allclose(same_everywhere(found, "losses_of_loop"), GUIDE_LOSSES, rtol=0, atol=2e-6)
+
+
+def test_fit(found):
+    """Losses of training and evaluation are those of Keras without a strategy."""
+    np.testing.assert_allclose(same_everywhere(found, "fit"), fit_of(compiled_model()), rtol=1e-5)
+
+
+def test_save(found, folder):
+    """What the chief has saved predicts the same without a strategy, and no other file is left."""
+    model = keras.models.load_model(folder / "saved.keras")
+    expected = model.predict(X, verbose=0)
+    np.testing.assert_allclose(same_everywhere(found, "save"), expected, rtol=1e-5, atol=1e-6)
+    assert np.abs(expected - compiled_model().predict(X, verbose=0)).max() > 1e-2, "the model has learnt nothing"
+    assert list(folder.glob("workertemp_*")) == []
+
+
+def test_backup_and_restore(found):
+    """The weights are those of a training that was not interrupted."""
+    model = compiled_model()
+    model.fit(X, Y, epochs=3, batch_size=20, shuffle=False, verbose=0)
+    for ours, theirs in zip(same_everywhere(found, "backed_up"), model.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_alone():
+    """Without a cluster all local devices are replicas, as when the guide makes the strategy in a notebook."""
+    options = phalanx.experimental.CommunicationOptions(
+        implementation=phalanx.experimental.CommunicationImplementation.AUTO
+    )
+    for strategy in (
+        phalanx.MultiWorkerMirroredStrategy(),
+        phalanx.MultiWorkerMirroredStrategy(communication_options=options),
+        phalanx.experimental.MultiWorkerMirroredStrategy(),
+    ):
+        assert strategy.num_replicas_in_sync == jax.local_device_count()
+        assert not strategy.cluster_resolver.cluster_spec()
+
+
+def test_communication_of_older_guide():
+    """The guide for TensorFlow 2.3 passes the implementation alone."""
+    implementation = phalanx.experimental.CollectiveCommunication.AUTO
+    strategy = phalanx.experimental.MultiWorkerMirroredStrategy(implementation)
+    assert strategy.communication_options.implementation is implementation
+    assert isinstance(strategy, phalanx.MultiWorkerMirroredStrategy)
+
+
+def test_nccl_without_gpus():
+    """tf.distribute warns; here the error says what there is."""
+    options = phalanx.experimental.CommunicationOptions(
+        implementation=phalanx.experimental.CommunicationImplementation.NCCL
+    )
+    with pytest.raises(phalanx.errors.InvalidArgumentError, match="'cpu' communicate by RING"):
+        phalanx.MultiWorkerMirroredStrategy(communication_options=options)
+
+
+if __name__ == "__main__":
+    worker(Path(sys.argv[1]))

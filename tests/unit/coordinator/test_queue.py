@@ -1,0 +1,580 @@
+"""The queue of closures: with real threads, against sequential models; every wait has a deadline."""
+
+import collections
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import Future
+from contextlib import suppress
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from phalanx.coordinator.queue import CAPACITY, Closure, ClosureQueue, Outcome
+from phalanx.errors import CancelledError, InvalidArgumentError
+
+DEADLINE_S = 60.0
+A_WHILE_S = 0.05
+BY_ANOTHER = (
+    "a scheduled step: it was cancelled, for another one failed first: StepError: 1\nHINT: coordinator.schedule"
+)
+BY_STOP = "the coordinator was stopped, and what had not ended then is cancelled.\nHINT: coordinator.join"
+Point = collections.namedtuple("Point", "x y")
+
+
+class StepError(Exception):
+    """What a step raises."""
+
+
+class Call:
+    """A call in a thread of its own."""
+
+    def __init__(self, function, *args):
+        self._future = Future()
+        threading.Thread(target=self._run, args=(function, args), daemon=True).start()
+
+    def _run(self, function, args):
+        try:
+            self._future.set_result(function(*args))
+        except BaseException as e:
+            self._future.set_exception(e)
+
+    def end(self):
+        """Returns or raises what the function did; at the deadline it fails."""
+        return self._future.result(DEADLINE_S)
+
+    def error(self):
+        """What it raised, or None."""
+        return self._future.exception(DEADLINE_S)
+
+    def is_waiting(self):
+        """Whether it has not come back after a while."""
+        time.sleep(A_WHILE_S)
+        return not self._future.done()
+
+
+def put(queue, *works):
+    """Queues a closure for each."""
+    closures = [Closure(work) for work in works]
+    for closure in closures:
+        Call(queue.put, closure).end()
+    return closures
+
+
+def get(queue):
+    """The next closure."""
+    return Call(queue.get).end()
+
+
+def value(closure):
+    """What became of it."""
+    return Call(closure.outcome.get).end()
+
+
+def failed():
+    """A queue whose first of three closures has failed while the second was in flight, and is: that one, and the third."""
+    queue = ClosureQueue()
+    closures = put(queue, 1, 2, 3)
+    get(queue), get(queue)
+    queue.fail(closures[0], StepError(1))
+    return queue, *closures[1:]
+
+
+CALLS = {
+    "schedule": lambda queue: queue.put(Closure("late")),
+    "join": ClosureQueue.join,
+    "done": ClosureQueue.done,
+}
+
+
+def test_values():
+    """`get` returns what the step did, to all who wait; `fetch` the same structure of NumPy arrays and numbers."""
+    outcome = Outcome()
+    values = {"a": (jnp.arange(3), [Point(1.5, None)]), "b": jnp.ones((), "bfloat16"), "c": "text"}
+    waiting = [Call(outcome.get) for _ in range(3)]
+    assert all(call.is_waiting() for call in waiting)
+    outcome.settle(values)
+    assert all(call.end() is values for call in waiting)
+    fetched = Call(outcome.fetch).end()
+    assert type(fetched["a"][0]) is np.ndarray
+    assert fetched["a"][0].tolist() == [0, 1, 2]
+    assert fetched["a"][1] == [Point(1.5, None)]
+    assert type(fetched["a"][1][0].x) is np.float64
+    assert (fetched["b"].dtype, fetched["b"].shape) == (jnp.bfloat16, ())
+    assert isinstance(fetched["b"], np.generic)
+    assert fetched["c"] == "text"
+
+
+def test_own_error():
+    """The step's own, with its own traceback, however often it is asked for."""
+
+    def step():
+        raise StepError("no")
+
+    queue = ClosureQueue()
+    [closure] = put(queue, step)
+    try:
+        get(queue).work()
+    except StepError as e:
+        error = e
+    queue.fail(closure, error)
+    depths = []
+    for ask in (closure.outcome.get, closure.outcome.fetch, closure.outcome.get):
+        with pytest.raises(StepError, match="no") as raised:
+            ask()
+        assert raised.value is error
+        frames = traceback.extract_tb(error.__traceback__)
+        assert frames[-1].name == "step"
+        depths.append(len(frames))
+    assert depths[0] == depths[2]
+
+
+def test_first_in_first_out():
+    """A closure that is put back comes first."""
+    queue = ClosureQueue()
+    closures = put(queue, 1, 2, 3)
+    assert [get(queue), get(queue)] == closures[:2]
+    queue.put_back(closures[1])
+    assert [get(queue), get(queue)] == closures[1:]
+    assert not queue.done()
+    for closure in closures:
+        queue.finish(closure, closure.work)
+    assert queue.done()
+    assert [value(closure) for closure in closures] == [1, 2, 3]
+
+
+def test_consumers_wait_for_work():
+    """All of them, and each closure goes to one."""
+    queue = ClosureQueue()
+    waiting = [Call(queue.get) for _ in range(3)]
+    assert all(call.is_waiting() for call in waiting)
+    closures = put(queue, 1, 2, 3)
+    assert {call.end() for call in waiting} == set(closures)
+    late = Call(queue.get)
+    assert late.is_waiting()
+    queue.put_back(closures[1])
+    assert late.end() is closures[1]
+
+
+def test_capacity():
+    """Who puts waits for room, and hears of it whoever else waits; who puts back does not wait."""
+    queue = ClosureQueue(capacity=2)
+    put(queue, 1, 2)
+    assert Call(queue.join).is_waiting()
+    third = Call(queue.put, Closure(3))
+    assert third.is_waiting()
+    first = get(queue)
+    third.end()
+    queue.put_back(first)
+    fourth = Call(queue.put, Closure(4))
+    assert fourth.is_waiting()
+    assert [get(queue).work] == [1]
+    assert fourth.is_waiting()
+    assert [get(queue).work] == [2]
+    fourth.end()
+
+
+def test_capacity_must_be_positive():
+    """The default is that of tf.distribute."""
+    assert CAPACITY == 262144
+    with pytest.raises(InvalidArgumentError, match=r"capacity=0: must be at least 1.\nHINT: capacity=262144"):
+        ClosureQueue(capacity=0)
+
+
+def test_join():
+    """It waits for what is queued and what is in flight, a closure that was put back included."""
+    queue = ClosureQueue()
+    Call(queue.join).end()
+    [closure] = put(queue, 1)
+    call = Call(queue.join)
+    assert call.is_waiting()
+    get(queue)
+    assert call.is_waiting()
+    queue.put_back(closure)
+    get(queue)
+    assert call.is_waiting()
+    queue.finish(closure, None)
+    call.end()
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("end", ["finish", "put_back", "fail"])
+def test_first_error(name, end):
+    """It cancels what is queued, and waits for what is in flight; then one call raises it, and the queue is as new."""
+    queue, running, queued = failed()
+    with pytest.raises(CancelledError, match=BY_ANOTHER) as cancelled:
+        value(queued)
+    assert cancelled.value.__cause__.args == (1,)
+    assert not queue.done()
+    waiting = None if name == "done" else Call(CALLS[name], queue)
+    assert waiting is None or waiting.is_waiting()
+    getattr(queue, end)(running, *{"finish": ["late"], "put_back": [], "fail": [StepError("second")]}[end])
+    with pytest.raises(StepError, match="^1$"):
+        (waiting or Call(CALLS[name], queue)).end()
+    with pytest.raises(
+        StepError if end == "fail" else CancelledError, match="^second$" if end == "fail" else BY_ANOTHER
+    ):
+        value(running)
+    Call(queue.join).end()
+    assert queue.done()
+    [closure] = put(queue, "new")
+    assert get(queue) is closure
+    queue.finish(closure, 7)
+    Call(queue.join).end()
+    assert value(closure) == 7
+
+
+def test_one_of_many_raises():
+    """Those who waited for room go on, and those in `join` come back, but for one."""
+    queue = ClosureQueue(capacity=1)
+    put(queue, 1)
+    first = get(queue)
+    put(queue, 2)
+    producers = [Call(queue.put, Closure(i)) for i in range(4)]
+    joins = [Call(queue.join) for _ in range(3)]
+    assert all(call.is_waiting() for call in producers + joins)
+    queue.fail(first, StepError(1))
+    consumer = Call(consume, queue)
+    errors = [call.error() for call in producers + joins]
+    assert sorted(map(repr, errors)) == ["None"] * 6 + ["StepError(1)"]
+    Call(queue.join).end()
+    queue.stop()
+    assert consumer.end() == 4 - sum(call.error() is not None for call in producers)
+
+
+def consume(queue):
+    """A worker whose steps return None; returns how many it has run."""
+    count = 0
+    while (closure := queue.get()) is not None:
+        queue.finish(closure, None)
+        count += 1
+    return count
+
+
+def test_stop():
+    """Nobody waits any more, neither for the queue nor for a value; what comes late is thrown away."""
+    queue = ClosureQueue(capacity=1)
+    late = []
+    for i in range(3):
+        late += put(queue, i)
+        get(queue)
+    [queued] = put(queue, 3)
+    stuck = [Call(queue.put, Closure(4)), Call(queue.join), *[Call(c.outcome.get) for c in (*late, queued)]]
+    assert all(call.is_waiting() for call in stuck)
+    queue.stop()
+    for call in stuck:
+        with pytest.raises(CancelledError, match=BY_STOP):
+            call.end()
+    assert get(queue) is None
+    assert not queue.done()
+    queue.finish(late[0], "late")
+    queue.fail(late[1], StepError("late"))
+    queue.put_back(late[2])
+    assert queue.done()
+    for closure in late:
+        with pytest.raises(CancelledError, match=f"a scheduled step: {BY_STOP}"):
+            value(closure)
+
+
+def test_stop_ends_all_consumers():
+    """Also when it comes twice, and those that come later."""
+    queue = ClosureQueue()
+    waiting = [Call(queue.get) for _ in range(4)]
+    assert all(call.is_waiting() for call in waiting)
+    queue.stop()
+    queue.stop()
+    assert [call.end() for call in [*waiting, Call(queue.get)]] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"), [("schedule", r"coordinator.schedule\(...\): "), ("join", r"coordinator.join\(\): ")]
+)
+def test_after_stop(name, asked):
+    """An error that nobody has heard of is raised once; then each call says that the coordinator was stopped."""
+    queue, running, _ = failed()
+    queue.stop()
+    with pytest.raises(StepError, match="^1$"):
+        Call(CALLS[name], queue).end()
+    for _ in range(2):
+        with pytest.raises(CancelledError, match=asked + BY_STOP):
+            Call(CALLS[name], queue).end()
+    queue.finish(running, None)
+    assert queue.done()
+
+
+def test_done_after_stop():
+    """It raises an error that nobody has heard of, once, and else says what is in flight."""
+    queue, running, _ = failed()
+    queue.stop()
+    with pytest.raises(StepError, match="^1$"):
+        queue.done()
+    assert not queue.done()
+    queue.put_back(running)
+    assert queue.done()
+
+
+def interrupted(function):
+    """Calls it in the main thread, which soon gets the signal of Ctrl-C."""
+    main = threading.main_thread().ident
+    assert threading.get_ident() == main
+    threading.Timer(0.02, signal.pthread_kill, (main, signal.SIGINT)).start()
+    function()
+
+
+@pytest.mark.parametrize("wait", ["join", "put", "get"])
+def test_keyboard_interrupt(wait):
+    """Ctrl-C ends the wait, and nothing else."""
+    queue = ClosureQueue(capacity=1)
+    for _ in range(10):
+        [closure] = put(queue, 1)
+        waits = {"join": queue.join, "put": lambda: queue.put(Closure(2)), "get": closure.outcome.get}[wait]
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(waits)
+        assert get(queue) is closure
+        queue.finish(closure, 3)
+        Call(queue.join).end()
+        assert value(closure) == 3
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """All calls that need not wait, in any order, against lists and a dict."""
+
+    capacity = 3
+
+    def __init__(self):
+        super().__init__()
+        self.queue = ClosureQueue(self.capacity)
+        self.waiting, self.running, self.fates = [], [], {}
+        self.error, self.is_stopped = None, False
+
+    def raises(self, function, *, when_stopped):
+        """Calls it; returns whether it raised what it had to raise."""
+        expected, self.error = self.error, None
+        error = Call(function, self.queue).error()
+        assert error is expected or (self.is_stopped and when_stopped and isinstance(error, CancelledError))
+        return error is not None
+
+    def ends(self, index):
+        """Takes one out of those in flight."""
+        return self.running.pop(index % len(self.running))
+
+    def must_wait(self):
+        """Whether the first error waits for what is in flight."""
+        return self.error is not None and self.running and not self.is_stopped
+
+    @precondition(
+        lambda self: not self.must_wait() and (self.is_stopped or self.error or len(self.waiting) < self.capacity)
+    )
+    @rule()
+    def put(self):
+        """It is queued, or an error is raised."""
+        closure = Closure(1 + len(self.fates))
+        if not self.raises(lambda queue: queue.put(closure), when_stopped=True):
+            assert not self.is_stopped
+            self.waiting.append(closure)
+            self.fates[closure] = None
+
+    @precondition(lambda self: self.waiting or self.is_stopped)
+    @rule()
+    def get(self):
+        """The first that waits."""
+        closure = get(self.queue)
+        assert closure is (None if self.is_stopped else self.waiting.pop(0))
+        if closure is not None:
+            self.running.append(closure)
+
+    @precondition(lambda self: self.running)
+    @rule(index=st.integers(0, 99))
+    def finish(self, index):
+        """Its value counts unless there is an error."""
+        closure = self.ends(index)
+        self.queue.finish(closure, closure.work)
+        self.fates[closure] = self.fates[closure] or (CancelledError if self.error else closure.work)
+
+    @precondition(lambda self: self.running)
+    @rule(index=st.integers(0, 99))
+    def fail(self, index):
+        """The first takes with it all that wait."""
+        closure, error = self.ends(index), StepError()
+        self.queue.fail(closure, error)
+        if not self.is_stopped:
+            self.fates[closure] = StepError
+            self.error = self.error or error
+            self.fates |= dict.fromkeys(self.waiting, CancelledError)
+            self.waiting = []
+
+    @precondition(lambda self: self.running)
+    @rule(index=st.integers(0, 99))
+    def put_back(self, index):
+        """It waits again, as the first, unless there is an error."""
+        closure = self.ends(index)
+        self.queue.put_back(closure)
+        if self.error or self.is_stopped:
+            self.fates[closure] = CancelledError
+        else:
+            self.waiting.insert(0, closure)
+
+    @precondition(
+        lambda self: not self.must_wait() and (self.is_stopped or self.error or not self.waiting + self.running)
+    )
+    @rule()
+    def join(self):
+        """It returns, or an error is raised."""
+        assert self.raises(ClosureQueue.join, when_stopped=True) or not self.is_stopped
+
+    @rule()
+    def done(self):
+        """True where there is nothing."""
+        if self.must_wait() or (self.error is None and not self.is_stopped):
+            assert Call(self.queue.done).end() == (not self.waiting + self.running)
+        elif not self.raises(ClosureQueue.done, when_stopped=False):
+            assert Call(self.queue.done).end() == (not self.running)
+
+    @precondition(lambda self: len(self.fates) > 5)
+    @rule()
+    def stop(self):
+        """All without a fate are cancelled."""
+        self.queue.stop()
+        self.fates |= {closure: fate or CancelledError for closure, fate in self.fates.items()}
+        self.waiting, self.is_stopped = [], True
+
+    def teardown(self):
+        """Each closure has the fate that it had to have; those that had none are cancelled at last, and not before."""
+        known = {closure: fate for closure, fate in self.fates.items() if fate is not None}
+        assert {closure: fate_of(closure) for closure in known} == known
+        self.queue.stop()
+        assert {fate_of(closure) for closure in {*self.fates} - {*known}} <= {CancelledError}
+
+
+def fate_of(closure):
+    """Its value, or the class of its error."""
+    error = Call(closure.outcome.get).error()
+    return value(closure) if error is None else type(error)
+
+
+TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class Cluster:
+    """Producers and consumers; what becomes of each number is known beforehand."""
+
+    def __init__(self, seed, *, producers, consumers, capacity, failures):
+        self.queue, self.producers = ClosureQueue(capacity), producers
+        chance = random.Random(seed)
+        self.losses = [chance.choice([0, 0, 0, 0, 1, 2]) for _ in range(400)]
+        self.fails = [chance.random() < failures for _ in self.losses]
+        self.runs = [0] * len(self.losses)
+        self.closures, self.raised = {}, []
+        self._lock = threading.Lock()
+        self.consumers = [Call(self._consume, chance.random()) for _ in range(consumers)]
+
+    def _consume(self, seed):
+        chance = random.Random(seed)
+        while (closure := self.queue.get()) is not None:
+            number = closure.work
+            if chance.random() < 0.1:
+                time.sleep(chance.random() / 1000)
+            with self._lock:
+                self.runs[number] += 1
+                is_lost = self.runs[number] <= self.losses[number]
+            if is_lost:
+                self.queue.put_back(closure)
+            elif self.fails[number]:
+                self.queue.fail(closure, StepError(number))
+            else:
+                self.queue.finish(closure, number * number)
+
+    def _produce(self, numbers):
+        for number in numbers:
+            closure = Closure(number)
+            while self._raises(self.queue.put, closure):
+                pass
+            self.closures[number] = closure
+
+    def _raises(self, function, *args):
+        try:
+            function(*args)
+        except StepError as e:
+            with self._lock:
+                self.raised.append(e.args[0])
+            return True
+        return False
+
+    def schedule(self, numbers):
+        """Puts them from several threads, and joins until no error is raised."""
+        for call in [Call(self._produce, numbers[i :: self.producers]) for i in range(self.producers)]:
+            call.end()
+        while Call(self._raises, self.queue.join).end():
+            pass
+        assert self.queue.done()
+
+    def cancelled(self):
+        """The numbers whose closures were cancelled."""
+        return [n for n, c in self.closures.items() if isinstance(Call(c.outcome.get).error(), CancelledError)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("producers", "consumers", "capacity"), [(1, 1, 8), (4, 1, 2), (1, 4, 8), (4, 8, 1), (8, 3, 1000)]
+)
+def test_every_step_runs(seed, producers, consumers, capacity):
+    """What was cancelled is scheduled again; in the end each number has the value or error that it has without a queue."""
+    cluster = Cluster(seed, producers=producers, consumers=consumers, capacity=capacity, failures=0.03)
+    numbers = list(range(len(cluster.runs)))
+    while numbers:
+        cluster.schedule(numbers)
+        numbers = cluster.cancelled()
+    cluster.queue.stop()
+    for consumer in cluster.consumers:
+        consumer.end()
+    for number, closure in cluster.closures.items():
+        error = Call(closure.outcome.get).error()
+        assert (error.args == (number,)) if cluster.fails[number] else (error is None and value(closure) == number**2)
+        assert cluster.runs[number] > cluster.losses[number]
+    failures = {number for number, fails in enumerate(cluster.fails) if fails}
+    assert len(set(cluster.raised)) == len(cluster.raised) > 0
+    # With one consumer nothing is in flight beside a failure, so that none is the second.
+    assert {*cluster.raised} == failures if consumers == 1 else {*cluster.raised} <= failures
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_failures(seed):
+    """Each step runs once, and once more for each worker that was lost with it."""
+    cluster = Cluster(seed, producers=3, consumers=5, capacity=4, failures=0.0)
+    cluster.schedule(list(range(len(cluster.runs))))
+    assert cluster.cancelled() == cluster.raised == []
+    assert cluster.runs == [losses + 1 for losses in cluster.losses]
+    cluster.queue.stop()
+    assert [consumer.end() for consumer in cluster.consumers] == [None] * 5
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_stop_at_any_time(seed):
+    """Everybody comes back, and each closure that was queued has an outcome."""
+    cluster = Cluster(seed, producers=3, consumers=3, capacity=2, failures=0.01)
+    main = Call(cluster.schedule, list(range(len(cluster.runs))))
+    time.sleep(random.Random(seed).random() / 20)
+    cluster.queue.stop()
+    for call in cluster.consumers:
+        call.end()
+    with suppress(CancelledError):
+        main.end()
+    for number, closure in cluster.closures.items():
+        with suppress(CancelledError, StepError):
+            assert value(closure) == number * number
+
+
+def test_needs_no_jax():
+    """A fresh process that imports the queue has neither JAX nor Ray."""
+    code = "import sys, phalanx.coordinator.queue; print({'jax', 'keras', 'ray'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
