@@ -16,7 +16,7 @@ import keras
 from jax import lax
 from typing_extensions import override
 
-from phalanx import compat
+from phalanx import compat, context
 from phalanx.compat import Variable
 from phalanx.errors import NestedWriteError, TraceError
 from phalanx.lifting import AbstractPass, Discovery, Entry, LiftScope, Update

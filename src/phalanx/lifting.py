@@ -425,8 +425,15 @@ class LiftScope(compat.AbstractLiftScope):
     def apply_gradients(
         self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: Any
     ) -> None:
-        if context.get_strategy().defers_updates:
-            self.leave(Update(optimizer, compat.trained_by(optimizer, variables), list(self.aggregated(grads))))
+        if context.get_strategy().defers_updates and grads:
+            trained = compat.trained_by(optimizer, variables)
+            if len(grads) != len(trained):
+                raise InvalidArgumentError(
+                    f"{type(optimizer).__name__}.apply of {len(grads)} gradients",
+                    f"to {len(trained)} variables.",
+                    "one gradient for each variable",
+                )
+            self.leave(Update(optimizer, trained, list(self.aggregated(grads))))
             return
         if not any(o is optimizer for o in self.pass_.found.optimizers):
             self.pass_.found.optimizers.append(optimizer)
