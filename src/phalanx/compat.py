@@ -236,10 +236,15 @@ def _build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Any) -> N
             optimizer.build(list(variables))
 
 
+def trained_by(optimizer: keras.optimizers.Optimizer, variables: Any) -> tuple[Variable, ...]:
+    """Returns what `optimizer.apply(grads, variables)` updates: where None are given, those that it was built with."""
+    return tuple(optimizer._trainable_variables if variables is None else variables)
+
+
 def apply_stateless(optimizer: keras.optimizers.LossScaleOptimizer, grads: Sequence[Any], variables: Any) -> None:
     """Applies a loss-scaling optimizer, whose `apply` assigns inside a branch, through its stateless form."""
     _build_optimizer(optimizer, variables)
-    trained = optimizer._trainable_variables if variables is None else list(variables)
+    trained = trained_by(optimizer, variables)
     own = optimizer.variables
     new_trained, new_own = optimizer.stateless_apply([v.value for v in own], list(grads), [v.value for v in trained])
     for variable, value in zip([*trained, *own], [*new_trained, *new_own], strict=True):

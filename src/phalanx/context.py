@@ -330,9 +330,9 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
             "must be called outside all scopes and replica functions.",
             "call it at the top of the script",
         )
-    topology = None if strategy is None else strategy.topology
-    compat.set_variable_layout(None if topology is None else topology.of_new_variables)
-    _stack.set(() if strategy is None or topology is None else (Mode(strategy, None, was_set=True),))
+    storage = None if strategy is None else strategy.storage
+    compat.set_variable_layout(None if storage is None else storage.of_new_variables)
+    _stack.set(() if strategy is None or storage is None else (Mode(strategy, None, was_set=True),))
 
 
 def require_cross_replica(method: str, strategy: "Strategy", hint: str) -> None:

@@ -16,10 +16,10 @@ import keras
 from jax import lax
 from typing_extensions import override
 
-from phalanx import compat
+from phalanx import compat, context
 from phalanx.compat import Variable
-from phalanx.errors import TraceError
-from phalanx.lifting import AbstractPass, Discovery, Entry, LiftScope
+from phalanx.errors import NestedWriteError, TraceError
+from phalanx.lifting import AbstractPass, Discovery, Entry, LiftScope, Update
 
 
 class _Body(AbstractPass):
@@ -61,6 +61,14 @@ class _Body(AbstractPass):
 
 class BodyScope(LiftScope):
     """The scope of one body."""
+
+    @override
+    def leave(self, update: Update) -> None:
+        raise NestedWriteError(
+            f"{type(update.optimizer).__name__}.apply in a body of phalanx.scan, cond, while_loop or checkpoint",
+            f"{context.get_strategy()!r} updates variables after the step.",
+            "strategy.run for each step",
+        )
 
     @staticmethod
     def around() -> "_Surroundings":

@@ -8,6 +8,7 @@ from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.input.placement import ValueContext
 from phalanx.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions
 from phalanx.strategies import multi_worker
+from phalanx.strategies.central_storage import CentralStorageStrategy
 
 CollectiveCommunication = CommunicationImplementation
 
@@ -42,6 +43,7 @@ class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
 
 __all__ = [
     "AutoShardPolicy",
+    "CentralStorageStrategy",
     "CollectiveCommunication",
     "CommunicationImplementation",
     "CommunicationOptions",

@@ -13,7 +13,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -36,6 +36,21 @@ from phalanx.variables import Combine, Policy, Write, describe, policy_of, refus
 _values_of_variables = jax.make_user_context()
 
 
+@dataclass(frozen=True)
+class Update:
+    """An optimizer's update of variables that live elsewhere than a program runs; it is done after the program.
+
+    Args:
+      optimizer: the optimizer.
+      variables: what it updates.
+      gradients: of each variable, summed over the replicas, or None.
+    """
+
+    optimizer: keras.optimizers.Optimizer
+    variables: tuple[Variable, ...]
+    gradients: list[Any]
+
+
 @dataclass
 class Discovery:
     """What was found in one function while it was traced.
@@ -52,6 +67,7 @@ class Discovery:
       runs: what was found in each `Strategy.run` inside, in order.
       optimizers: those that were applied.
       strategies: those whose `run` was called.
+      updates: those that are left to be done after the program, with abstract gradients.
       rows_each: for one `Strategy.run`, how many rows its results have for each row of a padded batch; 0 for those that
         have nothing to do with rows.
       eager: whether the function is executed with real values.
@@ -68,6 +84,7 @@ class Discovery:
     runs: list["Discovery"] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
     strategies: list[Any] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
     rows_each: list[int] = field(default_factory=list)
     eager: bool = False
 
@@ -83,6 +100,7 @@ class Discovery:
         self.has_tapes = markers.has_tapes(self.jaxpr.jaxpr)
         self.has_callback = _has_callback(self.jaxpr.jaxpr)
         self.optimizers += [o for r in self.runs for o in r.optimizers]
+        self.updates = [replace(u, gradients=[]) for u in scope.updates]
 
     def flat(self, values: Sequence[Any], parts: Sequence[Any], *args: Any) -> list[Any]:
         """Returns the inputs of the trace: of the variables' values and components, and of the arguments."""
@@ -297,6 +315,7 @@ class LiftScope(compat.AbstractLiftScope):
     Attributes:
       entries: the variables that were used so far, by id.
       tapes: the gradient tapes that record; each takes variables that are used for the first time.
+      updates: what is to be done after the program.
     """
 
     def __init__(self, of: AbstractPass, *, mapped: bool = False) -> None:
@@ -305,6 +324,8 @@ class LiftScope(compat.AbstractLiftScope):
         self.mapped = mapped
         self.entries: dict[int, Entry] = {}
         self.tapes: list[Callable[[Sequence[Entry]], None]] = []
+        self.updates: list[Update] = []
+        self._left: set[int] = set()
         self._free_writes = 0
         self.aggregations = 0
         self._state: Any = None
@@ -360,6 +381,7 @@ class LiftScope(compat.AbstractLiftScope):
 
     @override
     def get_current_value(self, variable: Variable) -> Any:
+        self._require_current(variable)
         entry = self.entry(variable)
         if not self.is_innermost_trace:
             self._read_inside.add(id(variable))
@@ -403,6 +425,16 @@ class LiftScope(compat.AbstractLiftScope):
     def apply_gradients(
         self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: Any
     ) -> None:
+        if context.get_strategy().defers_updates and grads:
+            trained = compat.trained_by(optimizer, variables)
+            if len(grads) != len(trained):
+                raise InvalidArgumentError(
+                    f"{type(optimizer).__name__}.apply of {len(grads)} gradients",
+                    f"to {len(trained)} variables.",
+                    "one gradient for each variable",
+                )
+            self.leave(Update(optimizer, trained, list(self.aggregated(grads))))
+            return
         if not any(o is optimizer for o in self.pass_.found.optimizers):
             self.pass_.found.optimizers.append(optimizer)
         if compat.accumulation_steps(optimizer) and not self._free_writes and _replicas() > 1:
@@ -414,6 +446,20 @@ class LiftScope(compat.AbstractLiftScope):
                 compat.apply_stateless(optimizer, grads, variables)
             else:
                 apply(grads, variables)
+
+    def leave(self, update: Update) -> None:
+        """Leaves an update to be done after the program, where its variables live."""
+        self._require_innermost(f"{type(update.optimizer).__name__}.apply", "strategy.run for each step")
+        self.updates.append(update)
+        self._left.update(id(v) for v in (*update.variables, *update.optimizer.variables))
+
+    def _require_current(self, variable: Variable) -> None:
+        if id(variable) in self._left:
+            raise VariableError(
+                f"{describe(variable)} after optimizer.apply in the same step, at {user_line()}",
+                "its update is done after the step, where it lives; in the step it has no new value.",
+                "use it before optimizer.apply, or in the next strategy.run",
+            )
 
     @override
     def aggregated(self, grads: Sequence[Any]) -> Sequence[Any]:
@@ -535,13 +581,20 @@ class LiftScope(compat.AbstractLiftScope):
         """Whether this is update context."""
         return self._free_writes > 0
 
-    def _writable(self, variable: Variable) -> Entry:
+    def _require_innermost(self, what: str, hint: str) -> None:
         if not self.is_innermost_trace:
             raise NestedWriteError(
-                f"assign to {describe(variable)} at {user_line()}",
+                f"{what} at {user_line()}",
                 "it is inside the body of a jax.lax loop or branch, or another transformation of jax, and the new value cannot get out.",
-                "phalanx.scan, phalanx.cond, phalanx.while_loop or phalanx.checkpoint instead of the function of jax",
+                hint,
             )
+
+    def _writable(self, variable: Variable) -> Entry:
+        self._require_innermost(
+            f"assign to {describe(variable)}",
+            "phalanx.scan, phalanx.cond, phalanx.while_loop or phalanx.checkpoint instead of the function of jax",
+        )
+        self._require_current(variable)
         entry = self.entry(variable)
         entry.written = True
         self.values_change()

@@ -9,7 +9,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,12 @@ from phalanx.lifting import Discovery, DiscoveryMismatch, used_differently
 from phalanx.replicate import execute_program, trace_program
 from phalanx.state import Group, State
 from phalanx.structure import Structure, is_number, take_apart
-from phalanx.topology import Topology, dispatch_lock
+from phalanx.topology import dispatch_lock
 from phalanx.values import RowMask
 from phalanx.variables import describe
+
+if TYPE_CHECKING:
+    from phalanx.strategies.base import Strategy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -238,8 +242,9 @@ class Program:
         self._trace_made: Discovery | None = found
         self._variables, self._written, self._optimizers = found.variables, found.written, found.optimizers
         self._has_callback = found.has_callback
-        self._topology = _topology_of(found)
-        self._state = State(found.variables, found.written, self._topology)
+        self._strategy = _strategy_of(found)
+        self._topology, self._updates = self._strategy.topology, found.updates
+        self._state = State(found.variables, found.written, self._topology, self._strategy.storage)
         self._trainable, self._changes = self._trainable_flags(), compat.changes.trainable
         self._rates = [compat.learning_rate_of(o) for o in found.optimizers]
         # jax runs a program with a NaN in its results again; and a callback that raises must find the state as it was.
@@ -264,7 +269,7 @@ class Program:
             donated, kept = self._state.take()
             self._fn = fn
             try:
-                values, parts, flat = self._execute(donated, kept, inputs)
+                values, parts, flat, gradients = self._execute(donated, kept, inputs)
                 if self._has_callback:
                     jax.block_until_ready((values, parts, flat))
             except Exception as e:
@@ -276,6 +281,8 @@ class Program:
                 self._fn = None
             del donated, kept
             self._state.store(values, parts)
+        for update, of_update in zip(self._updates, gradients, strict=True):
+            self._strategy.apply_update(replace(update, gradients=of_update))
         return self._output.join(flat, arguments.rows)
 
     def lower(self, fn: Callable[..., Any], arguments: Arguments) -> jax.stages.Lowered:
@@ -308,21 +315,23 @@ class Program:
     def _trainable_flags(self) -> list[bool]:
         return [v.trainable for v in self._variables]
 
-    def _traced(self, donated: Group, kept: Group, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """The program as jax sees it: state and inputs to new state and results."""
+    def _traced(
+        self, donated: Group, kept: Group, inputs: list[Any]
+    ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+        """The program as jax sees it: state and inputs to new state, results, and gradients for updates."""
         values, parts = self._state.merge(donated, kept)
         # What is combined on demand has components alone.
         values = [own.sum(0) if x is None else x for x, own in zip(values, parts, strict=True)]
         if self._eager:
             assert self._trace_made is not None
             inputs = list(map(jnp.asarray, inputs))
-            result, values, parts = execute_program(self._call, inputs, self._trace_made, values, parts)
-            return values, parts, result
-        result, values, parts = self._taken_trace(inputs).evaluate(values, parts, inputs)
+            result, values, parts, gradients = execute_program(self._call, inputs, self._trace_made, values, parts)
+            return values, parts, result, gradients
+        result, values, parts, gradients = self._taken_trace(inputs).evaluate(values, parts, inputs)
         if self._topology is not None and self._topology.num_replicas > 1:
             values = [x if x is None else lax.with_sharding_constraint(x, self._topology.replicated) for x in values]
         # State first: XLA hands donated buffers to outputs of their size in order, and a variable is to get its own back.
-        return values, parts, result
+        return values, parts, result, gradients
 
     def _taken_trace(self, inputs: list[Any]) -> Discovery:
         """Returns the trace, which is not kept for longer; a new one where jax compiles again, for it is set otherwise."""
@@ -358,8 +367,8 @@ def _code_of(function: Any) -> types.CodeType | None:
     return getattr(function, "__code__", None)
 
 
-def _topology_of(found: Discovery) -> Topology | None:
-    """Returns the devices of a program: those of the strategy that runs in it, else of the current one."""
+def _strategy_of(found: Discovery) -> "Strategy":
+    """Returns the strategy on whose devices a program runs: the one that runs in it, else the current one."""
     strategies = [s for s in found.strategies if s.topology is not None]
     if len(strategies) > 1:
         context.require_same(strategies[0], strategies[1], "Strategy.run")
@@ -368,8 +377,7 @@ def _topology_of(found: Discovery) -> Topology | None:
             "a program runs on the devices of one strategy.",
             "one phalanx.function for each strategy",
         )
-    strategy = strategies[0] if strategies else context.get_strategy()
-    return strategy.topology
+    return strategies[0] if strategies else context.get_strategy()
 
 
 def _spec(array: Any) -> Hashable:

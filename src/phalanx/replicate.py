@@ -2,6 +2,7 @@
 """`Strategy.run` inside a program: one `shard_map` for all replicas; and how whole programs are traced."""
 
 import copy
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -91,13 +92,16 @@ class _Run:
         parts = [scope.components(v, self._strategy.num_replicas_in_sync) for v in found.variables]
         whole = self._whole if self._steps is None else [self._steps, *self._whole]
         body = functools.partial(self._body, found)
-        replicas = self._shard_map(body, (False, True, True, False), (True, False, False, True))
-        results, mirrored, values, parts = replicas([e.value for e in entries], parts, self._sharded, whole)
+        replicas = self._shard_map(body, (False, True, True, False), (True, False, False, True, False))
+        outputs = replicas([e.value for e in entries], parts, self._sharded, whole)
+        results, mirrored, values, parts, gradients = outputs
         kept = iter(parts)
         scope.values_change()
         for entry, value in zip(itertools.compress(entries, found.written), values, strict=True):
             entry.value, entry.written = value, True
             entry.components = next(kept) if entry.policy.on_read else None
+        for update, of_update in zip(found.updates, gradients, strict=True):
+            scope.leave(dataclasses.replace(update, gradients=of_update))
         rows = self._rows[0] if self._rows else None
         masks = [rows.repeated(each) if rows and each else None for each in found.rows_each]
         wrapped = (self._wrapped(x, mask) for x, mask in zip(results, masks, strict=True))
@@ -162,7 +166,7 @@ class _Run:
         return [n if g else 0 for n, g in zip(each, grows, strict=True)]
 
     def _body(self, found: Discovery, values: list[Any], parts: list[Any], sharded: Any, whole: Any) -> Any:
-        """The program of one replica: its results, the mirrored results, new values, and components of its own."""
+        """The program of one replica: its results, the mirrored results, new values, components of its own, and gradients."""
         own = [
             first_component(policy_of(variable), value) if part is None else part[0]
             for variable, value, part in zip(found.variables, values, parts, strict=True)
@@ -185,7 +189,7 @@ class _Run:
 
         def body(i: Any, carry: Any) -> Any:
             own, outputs = carry
-            results, mirrored, values, parts = found.evaluate(own, [], *at(i))
+            results, mirrored, values, parts, _ = found.evaluate(own, [], *at(i))
             put = lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, i, 0)  # noqa: E731
             outputs = jax.tree.map(put, outputs, ([x[0] for x in results], mirrored))
             mine = iter(parts)
@@ -193,13 +197,13 @@ class _Run:
             return [next(new) if w else x for w, x in zip(found.written, own, strict=True)], outputs
 
         room = lambda x: jnp.zeros((self._num_steps, *x.shape), x.dtype)  # noqa: E731
-        results, mirrored, _, _ = found.outputs
+        results, mirrored, *_ = found.outputs
         outputs = ([room(jax.ShapeDtypeStruct(x.shape[1:], x.dtype)) for x in results], jax.tree.map(room, mirrored))
         own, (results, mirrored) = lax.fori_loop(0, count, body, (own, outputs))
         ends = [x for w, x in zip(found.written, own, strict=True) if w]
         entries = [Entry(v, x, x) for v, x in zip(written, ends, strict=True)]
         values = _combine_at_boundary(entries, self._padding_at(count - 1, sharded, whole))
-        return [x[None] for x in results], mirrored, values, [e.value[None] for e in entries if e.policy.on_read]
+        return [x[None] for x in results], mirrored, values, [e.value[None] for e in entries if e.policy.on_read], []
 
     def _padding_at(self, step: Any, sharded: list[Any], whole: list[Any]) -> RowMask | None:
         """Returns which rows of this replica are real at one of several steps."""
@@ -218,7 +222,8 @@ class _Run:
         # Of several steps, the last one's are combined.
         now = [e for e in written if self._steps is None or not e.policy.on_read]
         combined = dict(zip(map(id, now), _combine_at_boundary(now, self._padding), strict=True))
-        return [x[None] for x in results], mirrored, [combined.get(id(e)) for e in written], parts
+        values = [combined.get(id(e)) for e in written]
+        return [x[None] for x in results], mirrored, values, parts, [u.gradients for u in scope.updates]
 
     def _call(self, sharded: list[Any], whole: list[Any], replica_id: Any) -> tuple[list[Any], list[Any]]:
         """Calls the user's function with one replica's arguments; returns its arrays and its mirrored trees."""
@@ -296,20 +301,21 @@ def _traced_whole(fn: Callable[..., Any], inputs: Any) -> tuple[Discovery, list[
 
 def execute_program(
     fn: Callable[..., Any], inputs: Any, found: Discovery, values: list[Any], parts: list[Any]
-) -> tuple[Any, list[Any], list[Any]]:
+) -> tuple[Any, list[Any], list[Any], list[Any]]:
     """Calls `fn(inputs)` with real values of the variables, and components.
 
     Returns:
-      The result of `fn`, and new values and components of the variables that are written.
+      The result of `fn`, new values and components of the variables that are written, and gradients for the updates.
     """
     return _program(fn, _executing(found, values, parts, inputs), inputs)
 
 
-def _program(fn: Callable[..., Any], scope: LiftScope, inputs: Any) -> tuple[Any, list[Any], list[Any]]:
+def _program(fn: Callable[..., Any], scope: LiftScope, inputs: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
     with scope:
         result = fn(inputs)
     written = _written(scope)
-    return result, [e.value for e in written], [e.components for e in written]
+    gradients = [u.gradients for u in scope.updates]
+    return result, [e.value for e in written], [e.components for e in written], gradients
 
 
 def _traced(fn: Callable[..., Any], *args: Any, mapped: bool = False) -> Discovery:

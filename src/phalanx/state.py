@@ -127,13 +127,20 @@ class State:
       variables: all variables that it uses.
       written: for each, whether it is written.
       topology: the devices of the program; None where arrays stay where they are.
+      storage: where the variables live between programs.
     """
 
-    def __init__(self, variables: Sequence[Variable], written: Sequence[bool], topology: Topology | None) -> None:
-        self._topology = topology
+    def __init__(
+        self,
+        variables: Sequence[Variable],
+        written: Sequence[bool],
+        topology: Topology | None,
+        storage: Topology | None,
+    ) -> None:
+        self._storage, self._is_lent = storage, storage is not topology
         self._order = list(written)
-        self._written = _Variables([v for v, w in zip(variables, written, strict=True) if w], topology)
-        self._read = _Variables([v for v, w in zip(variables, written, strict=True) if not w], topology)
+        self._written = _Variables([v for v, w in zip(variables, written, strict=True) if w], topology, storage)
+        self._read = _Variables([v for v, w in zip(variables, written, strict=True) if not w], topology, storage)
 
     def take(self) -> tuple[Group, Group]:
         """Returns what the program may consume, the values of what it writes, and what it only reads."""
@@ -145,6 +152,9 @@ class State:
 
     def store(self, values: Sequence[Any], components: Sequence[Any]) -> None:
         """Gives the written variables the values that the program returned."""
+        if self._is_lent:
+            assert self._storage is not None
+            values = self._storage.take_back(values)
         compat.set_raw_values(self._written.variables, values)
         for slot, value, parts in zip(self._written.slots, values, components, strict=True):
             # What `Slot.store` does, less the call: this runs at every step, for every variable.
@@ -175,8 +185,9 @@ class State:
 class _Variables:
     """Variables that a program all writes, or all only reads."""
 
-    def __init__(self, variables: list[Variable], topology: Topology | None) -> None:
-        self.variables, self._topology = variables, topology
+    def __init__(self, variables: list[Variable], topology: Topology | None, storage: Topology | None) -> None:
+        self.variables, self._topology, self._storage = variables, topology, storage
+        self._is_lent = storage is not topology
         self.slots = [slot_of(v) for v in variables]
         mapped = topology is not None and topology.num_replicas > 1
         self._on_read = [i for i, v in enumerate(variables) if mapped and policy_of(v).on_read]
@@ -184,7 +195,10 @@ class _Variables:
 
     def take(self, *, own: bool) -> Group:
         """Returns arrays on the program's devices, and components; with `own` those that it may consume."""
-        arrays = self._arrays(own=own)
+        arrays = self._arrays(own=own and not self._is_lent)
+        if self._is_lent:
+            assert self._topology is not None
+            arrays = jax.device_put(arrays, self._topology.replicated, may_alias=False if own else None)
         components = self._components(arrays)
         for i in self._on_demand:
             arrays[i] = None
@@ -197,7 +211,7 @@ class _Variables:
         counts = compat.reference_counts(arrays)
         # One short loop in which nothing happens at the steady state: it runs at every step, for every variable.
         for i, (slot, array, count) in enumerate(zip(self.slots, arrays, counts, strict=True)):
-            if slot.array is not array or slot.home is not self._topology:
+            if slot.array is not array or slot.home is not self._storage:
                 arrays[i] = self._adopt(self.variables[i], slot, array)
             elif array is None or not own or (slot.owned and count == _HELD_BY_VARIABLE_AND_SLOT):
                 continue
@@ -234,10 +248,10 @@ class _Variables:
         if isinstance(array, jax.Array) and array.weak_type:
             # Made of a Python number. What a program returns is not weakly typed, and would be compiled for again.
             array = jax.lax.convert_element_type(array, array.dtype)
-        if self._topology is not None:
-            array = self._topology.put_replicated(array)
+        if self._storage is not None:
+            array = self._storage.put_replicated(array)
         compat.set_raw_values([variable], [array])
-        slot.store(array, self._topology, owned=False)
+        slot.store(array, self._storage, owned=False)
         return array
 
 

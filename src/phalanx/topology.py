@@ -200,6 +200,12 @@ class Topology:
             return jax.device_put(tree, self.replicated)
         return jax.tree.map(self._put_on_local_devices, tree)
 
+    def take_back(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Puts arrays that other devices hold whole, each, on these; what is there already is not copied."""
+        at_home = set(self.devices)
+        nearest = [min(x.addressable_shards, key=lambda s: s.device not in at_home).data for x in values]
+        return jax.device_put(nearest, self.replicated)
+
     def _put_on_local_devices(self, value: Any) -> jax.Array:
         # Unlike device_put it asks no other process.
         if isinstance(value, jax.Array) and value.sharding == self.replicated:

@@ -12,6 +12,11 @@ def mirrored(count: int, ops: phalanx.CrossDeviceOps | None = None) -> Callable[
     return lambda: phalanx.MirroredStrategy([f"cpu:{i}" for i in range(count)], cross_device_ops=ops)
 
 
+def central(count: int) -> Callable[[], phalanx.Strategy]:
+    """A row over the second and further CPU devices, with the variables on the first."""
+    return lambda: phalanx.experimental.CentralStorageStrategy([f"cpu:{i}" for i in range(1, count + 1)], "cpu:0")
+
+
 ROWS: dict[str, Callable[[], phalanx.Strategy]] = {
     "default": phalanx.get_strategy,
     "one_device": lambda: phalanx.OneDeviceStrategy("cpu:1"),
@@ -25,6 +30,9 @@ ROWS: dict[str, Callable[[], phalanx.Strategy]] = {
     "mirrored_x2_one_device": mirrored(2, phalanx.ReductionToOneDevice()),
     "mirrored_x3_hierarchical": mirrored(3, phalanx.HierarchicalCopyAllReduce(num_packs=2)),
     "mirrored_x4_one_device": mirrored(4, phalanx.ReductionToOneDevice("cpu:2")),
+    "central_x1": central(1),
+    "central_x2": central(2),
+    "central_x4": central(4),
 }
 
 

@@ -15,7 +15,7 @@ from strategy_table import on
 import phalanx
 from phalanx.errors import ContextError, MixedStrategyError, PhalanxError
 
-multi = on("mirrored_x1", "mirrored_x2", "mirrored_x4")
+multi = on("mirrored_x1", "mirrored_x2", "mirrored_x4", "central_x2")
 """The contexts of `default` are those of every script without a strategy, and have a test of their own."""
 
 

@@ -107,7 +107,7 @@ def raise_boom(*_):
 
 
 @pytest.mark.parametrize("place", ["start", "tape", "gradient", "end"])
-@on("default", "one_device", "mirrored_x2", "mirrored_x8")
+@on("default", "one_device", "mirrored_x2", "mirrored_x8", "central_x2")
 def test_exception_at_trace_time(training, place):
     """The user's exception comes out as it is, from whatever place in the step; another batch size retraces the step."""
     training.failures[place] = raise_boom
@@ -137,7 +137,7 @@ def run_with_a_callback(training, rows):
     training.failures.clear()
 
 
-@on("default", "one_device", "mirrored_x2", "mirrored_x2_one_device", "mirrored_x8")
+@on("default", "one_device", "mirrored_x2", "mirrored_x2_one_device", "mirrored_x8", "central_x2")
 def test_exception_in_a_callback_at_run_time(training):
     """A host callback that fails when the program has run half of the step."""
     training.failures["end"] = failing_callback
@@ -145,7 +145,7 @@ def test_exception_in_a_callback_at_run_time(training):
     run_with_a_callback(training, rows=6)
 
 
-@on("one_device", "mirrored_x2")
+@on("one_device", "mirrored_x2", "central_x2")
 def test_debug_nans(strategy):
     """`jax.debug_nans` finds a NaN, and the weights survive it."""
     training = Training(strategy)
@@ -158,7 +158,7 @@ def test_debug_nans(strategy):
     assert_survives(training, FloatingPointError, "invalid value|NaN", fail)
 
 
-@on("one_device", "mirrored_x2")
+@on("one_device", "mirrored_x2", "central_x2")
 def test_eager_run_fails_half_way(training):
     """`RunOptions(eager=True)` assigns everything at its end or nothing."""
     training.failures["end"] = raise_boom
@@ -193,7 +193,7 @@ def broken_after(count):
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-@on("default", "one_device", "mirrored_x2", "mirrored_x8")
+@on("default", "one_device", "mirrored_x2", "mirrored_x8", "central_x2")
 def test_exception_in_the_data(training, count):
     """An exception of the data comes with the batch it belongs to, after all batches before it."""
     batches = iter(training.strategy.experimental_distribute_dataset(broken_after(count)))
@@ -285,7 +285,7 @@ def test_failures_between_steps(training):
     run_with_a_callback(training, rows=7)
 
 
-@on("one_device", "mirrored_x2")
+@on("one_device", "mirrored_x2", "central_x2")
 def test_out_of_memory(strategy):
     """A program that runs out of memory took the weights it was given: no later step goes on with wrong ones."""
     with strategy.scope():

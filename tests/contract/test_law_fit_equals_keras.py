@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from fit_models import VALIDATION_ROWS, WORKLOADS, train, train_on_one_device
-from strategy_table import mirrored
+from strategy_table import central, mirrored
 
 # Keras's metrics of intersections ask for 64-bit integers.
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")
@@ -29,18 +29,28 @@ def assert_equal(got, wanted, atol, what):
 
 
 def assert_equal_copies(strategy, variables):
-    """Every replica holds the same bits of every variable."""
+    """Every device on which a variable lives holds the same bits of it."""
     for variable in variables:
         copies = strategy.experimental_local_results(variable)
-        assert len(copies) == strategy.num_replicas_in_sync
+        assert len(copies) == strategy.storage.num_replicas
         assert len({np.asarray(c).tobytes() for c in copies}) == 1, variable.path
 
 
 def test_fit_equals_keras(name, count, k):
     """Five epochs with validation leave the same history, weights, optimizer, evaluation and predictions."""
+    assert_fit_equals_keras(mirrored(count)(), name, k)
+
+
+@pytest.mark.parametrize(("name", "k"), [(name, (1, 8)[i % 2]) for i, name in enumerate(WORKLOADS)])
+def test_fit_in_central_storage(name, k):
+    """With the variables on a device of their own, too."""
+    assert_fit_equals_keras(central(2)(), name, k)
+
+
+def assert_fit_equals_keras(strategy, name, k):
+    """Trains both, and compares all that is left."""
     wanted = train_on_one_device(name)
     assert wanted.history["loss"][-1] < 0.7 * wanted.history["loss"][0], "a model that does not learn shows nothing"
-    strategy = mirrored(count)()
     with strategy.scope():
         model = WORKLOADS[name].compiled(k=k, synchronized=True)
     got = train(WORKLOADS[name], model)

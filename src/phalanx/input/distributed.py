@@ -217,14 +217,14 @@ class DistributedIterator:
     def next_alike(self, steps: int) -> list[Any]:
         """Returns the next batches one by one: up to `steps`, and no further than to one of another size.
 
-        `Strategy.run_steps` of the default strategy asks for them.
+        `Strategy.run_steps` asks for them where steps cannot be one program.
 
         Raises:
           OutOfRangeError: there is none.
         """
         batches: list[Any] = []
         while len(batches) < steps and (batch := self._read(Form())) is not None:
-            if batches and jax.tree.map(np.shape, batch.value) != jax.tree.map(np.shape, batches[0]):
+            if batches and _shapes(batch.value) != _shapes(batches[0]):
                 self._batches.put_back(batch)
                 break
             batches.append(batch.value)
@@ -423,6 +423,10 @@ def _unplaced(steps: Sequence[Step], room: int | None) -> Any:
 def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
     shape = leaf.data.shape[1:] if isinstance(leaf, PerReplica) else np.shape(leaf)
     return jax.ShapeDtypeStruct(shape, leaf.data.dtype if isinstance(leaf, PerReplica) else leaf.dtype)
+
+
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    return list(map(np.shape, jax.tree.leaves(batch)))
 
 
 def _at_end(asked: str) -> OutOfRangeError:

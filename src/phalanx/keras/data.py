@@ -74,6 +74,8 @@ class EpochData:
             warnings.warn(f"Limiting steps_per_epoch to {most}", stacklevel=3)
             steps = most
         self._steps, self._group = steps, group
+        # Where optimizers update variables between steps, each step is a program of its own.
+        self._stacked = 1 if strategy.defers_updates else group
         self._iterator: DistributedIterator | None = None
         self._adapter: Any = None
         batched = _batched(strategy, x, data)
@@ -122,7 +124,7 @@ class EpochData:
         done = 0
         while self._steps is None or done < self._steps:
             wanted = self._group if self._steps is None else min(self._group, self._steps - done)
-            parts = list(_parts(iterator, self._group, wanted))
+            parts = list(_parts(iterator, self._stacked, wanted))
             if not parts and goes_on and not done:
                 goes_on, iterator = None, iter(self._dataset)
                 continue

@@ -218,7 +218,12 @@ class ModelTrainer:
 
     def _stacked(self, count: int) -> int | None:
         """Returns how many steps are stacked in what a program returns; None where it did one alone."""
-        return None if self._model.steps_per_execution == 1 or self._model.run_eagerly else count
+        return None if self._is_single or self._model.run_eagerly else count
+
+    @property
+    def _is_single(self) -> bool:
+        """Whether a program does one step."""
+        return self._model.steps_per_execution == 1 or self._strategy.defers_updates
 
     def _on_batch(self, method: str, program: Callable[..., Any], data: Any, *, return_dict: bool) -> Any:
         model = self._ready(method)
@@ -282,8 +287,7 @@ class ModelTrainer:
             model = self._model
             if model.run_eagerly:
                 return self._eagerly(replica_step, batches, is_prediction=step is steps.predict)
-            is_single = count is None or model.steps_per_execution == 1
-            return compiled(batches) if is_single else compiled(batches, count)
+            return compiled(batches) if count is None or self._is_single else compiled(batches, count)
 
         return call
 

@@ -29,6 +29,7 @@ from phalanx.input.placement import ValueContext, distribute_values
 from phalanx.input.sharding import WorkerShard
 from phalanx.input.sources.functions import InputContext
 from phalanx.input.sources.records import NumpyDataset
+from phalanx.lifting import Update
 from phalanx.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from phalanx.programs import Programs
 from phalanx.replicate import trace_run
@@ -44,7 +45,8 @@ class Strategy(ABC):
     """Where variables live and where replicas run.
 
     The verbs below are the same for all strategies. A strategy of your own overrides `topology`, and where it differs
-    `cross_device_ops`, `communication_options`, `cluster_resolver`, `aggregate_gradients` and `execute`.
+    `storage` and `apply_update`, `cross_device_ops`, `communication_options`, `cluster_resolver`, `aggregate_gradients` and
+    `execute`.
     """
 
     def __init__(self) -> None:
@@ -57,6 +59,11 @@ class Strategy(ABC):
     @abstractmethod
     def topology(self) -> Topology | None:
         """The devices of the replicas; None where values stay where they are."""
+
+    @property
+    def storage(self) -> Topology | None:
+        """Where variables live between programs: on the devices of the replicas, unless a strategy has another place."""
+        return self.topology
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps | None:
@@ -81,6 +88,10 @@ class Strategy(ABC):
         summed = iter(self.cross_device_ops.batch_reduce(ReduceOp.SUM, pairs, self.communication_options))
         return [None if g is None else next(summed) for g in grads]
 
+    def apply_update(self, update: Update) -> None:
+        """Does an optimizer's update that a program has left, where `storage` is another place than the replicas'."""
+        raise NotImplementedError
+
     def execute(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: RunOptions) -> Any:
         """Runs a replica function outside all programs."""
 
@@ -102,6 +113,12 @@ class Strategy(ABC):
     def num_replicas_in_sync(self) -> int:
         """Over how many replicas gradients are aggregated. May be called in any context."""
         return 1 if self.topology is None else self.topology.num_replicas
+
+    @property
+    @final
+    def defers_updates(self) -> bool:
+        """Whether optimizers update variables after a step, and not in it. May be called in any context."""
+        return self.storage is not self.topology
 
     @property
     @final
@@ -223,9 +240,9 @@ class Strategy(ABC):
                 "iter(strategy.experimental_distribute_dataset(dataset))",
             )
         check_steps(steps)
-        if self.topology is None:
+        if self.topology is None or self.defers_updates:
             results = [self.run(fn, args=(batch,)) for batch in iterator.next_alike(steps)]
-            return jax.tree.map(lambda *xs: jnp.stack(xs), *results)
+            return jax.tree.map(lambda *xs: _stacked(xs), *results, is_leaf=is_distributed)
         batches, count = iterator.next_steps(steps)
 
         def program(batches: Any, count: Any) -> Any:
@@ -545,9 +562,9 @@ class Scope:
     def __enter__(self) -> Strategy:
         _require_enterable(self._strategy)
         with ExitStack() as stack:
-            if self._strategy.topology is not None:
+            if self._strategy.storage is not None:
                 stack.enter_context(context.enter(Mode(self._strategy, None)))
-                sharding = self._strategy.topology.of_new_variables
+                sharding = self._strategy.storage.of_new_variables
                 if sharding is not None:
                     stack.enter_context(compat.variable_layout(sharding))
             self._open.append(stack.pop_all())
@@ -601,6 +618,21 @@ def _require_enterable(strategy: Strategy) -> None:
             "it is for cross-replica context.",
             "phalanx.get_replica_context().merge_call(fn)",
         )
+
+
+def _stacked(results: Sequence[Any]) -> Any:
+    """Returns what one `run` after the other returned as `run_steps` stacks it."""
+    first = results[0]
+    if isinstance(first, Mirrored):
+        return Mirrored(jax.tree.map(lambda *xs: jnp.stack(xs), *(r.value for r in results)))
+    if not isinstance(first, PerReplica):
+        return jnp.stack(results)
+    batch = first.batch and _stacked_masks([r.batch for r in results])
+    return PerReplica(jnp.stack([r.data for r in results], axis=1), batch if first.rows else None, batch)
+
+
+def _stacked_masks(rows: Sequence[RowMask]) -> RowMask:
+    return RowMask(jnp.stack([r.mask for r in rows], axis=1), jnp.stack([r.count for r in rows]))
 
 
 def _first_steps(value: Any, count: int) -> Any:

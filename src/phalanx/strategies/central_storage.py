@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CentralStorageStrategy`: variables and optimizer slots on one device, replicas on all."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+from typing_extensions import override
+
+from phalanx import context, lifting
+from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
+from phalanx.context import Mode
+from phalanx.lifting import Update
+from phalanx.replicate import trace_run
+from phalanx.strategies.base import Strategy
+from phalanx.strategies.single import OneDeviceStrategy
+from phalanx.topology import Topology
+
+
+@final
+class CentralStorageStrategy(Strategy):
+    """Synchronous training with each variable, and the optimizer's slots for it, on one device. May be made outside all scopes.
+
+    Replicas on all compute devices get copies of the variables for a step. Their gradients are summed, and the optimizer
+    updates the variables where they are, after the step: so `run_steps`, and `steps_per_execution` of Keras, do one
+    step after the other.
+
+    Args:
+      compute_devices: one for each replica; None takes all accelerators, else all CPU devices.
+      parameter_device: where variables live; None is the host, `"cpu:0"`.
+
+    Raises:
+      DeviceError: a device that this process does not have, or one given twice.
+      StartupError: several CPU devices without the threads that XLA needs for them.
+
+    Source: tf.distribute.experimental.CentralStorageStrategy.
+
+    Example:
+      >>> import keras, phalanx
+      >>> strategy = phalanx.experimental.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:0")
+      >>> with strategy.scope():
+      ...     v = keras.Variable([1.0, 2.0])
+      >>> v.value.devices()
+      {CpuDevice(id=0)}
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[str | jax.Device] | None = None,
+        parameter_device: str | jax.Device | None = None,
+    ) -> None:
+        super().__init__()
+        self._topology = Topology.of(compute_devices)
+        self._keeper = OneDeviceStrategy("cpu:0" if parameter_device is None else parameter_device)
+        self._cross_device_ops = NcclAllReduce(num_packs=None)
+
+    @property
+    @override
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    @override
+    def storage(self) -> Topology:
+        return self._keeper.topology
+
+    @property
+    @override
+    def cross_device_ops(self) -> CrossDeviceOps | None:
+        return self._cross_device_ops if self.num_replicas_in_sync > 1 else None
+
+    @override
+    def apply_update(self, update: Update) -> None:
+        given = [g for g in update.gradients if g is not None]
+        here = iter(self.storage.take_back(given))
+        gradients = [None if g is None else next(here) for g in update.gradients]
+
+        def program(gradients: list[Any]) -> None:
+            scope = lifting.innermost()
+            assert scope is not None
+            trace_run(self._keeper, update.optimizer.apply, (gradients, update.variables), {}, scope)
+
+        key = tuple(map(id, update.variables))
+        with context.enter(Mode(self._keeper, None)):
+            self._programs.call(update.optimizer.apply, program, (gradients,), {}, key=key)
