@@ -243,11 +243,11 @@ class Watch(threading.Thread):
         elif not verdict.is_loss:
             # The first process stands still, and may go on: it is not to name this one as the cause.
             self._say({"end": f"has ended, because {verdict.text}"})
-        self._is_told.set()
         if verdict.is_loss:
             # At once: where the first process dies, JAX aborts the others within a tenth of a second.
             with suppress(OSError):
                 os.write(2, f"\nPhalanx: {verdict.text}.\n".encode())
+        self._is_told.set()
         started_s = time.monotonic()
         while verdict.is_loss and time.monotonic() - started_s < self._grace_s:
             time.sleep(self._tick_s)

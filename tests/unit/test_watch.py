@@ -182,7 +182,7 @@ def test_one_dies(culprit, code, how):
     with Processes(*codes) as three:
         ((status, text),) = three.ends(2)
         assert status == 0
-        assert text.startswith(f"rank {culprit} (127.0.0.1:")
+        assert text.startswith(f"\nPhalanx: rank {culprit} (127.0.0.1:")
         assert text.endswith(f") {how}\n")
         ((status, text),) = three.ends(1 - culprit)
         assert status == 75
