@@ -201,7 +201,7 @@ def test_the_chief_was_held_up():
     """After it was stopped itself it does not take the others for silent."""
     with Processes("time.sleep(1.2); steps(1); own.leave()", *["steps(1); own.leave(); time.sleep(1)"] * 2) as three:
         three.running[0].send_signal(signal.SIGSTOP)
-        time.sleep(0.9 * STALL_S)
+        time.sleep(0.5 * STALL_S)
         three.running[0].send_signal(signal.SIGCONT)
         assert [status for status, _ in three.ends(0, 1, 2)] == [0, 0, 0]
 
