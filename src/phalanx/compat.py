@@ -336,7 +336,7 @@ def _extend(owner: type, name: str) -> Callable[[Callable[..., Any]], None]:
     return install
 
 
-_FEW = 1 << 18
+_FEW = 1 << 20
 """So many zeros are on a device sooner by a copy than by a program that writes them, which has to be compiled."""
 
 
