@@ -64,8 +64,8 @@ class CommunicationOptions:
       bytes_per_pack: gradients are concatenated into buffers that are closed once they hold this many bytes, or 64
         gradients; 0 leaves the choice to the strategy: as few buffers as that between processes, and buffers for small
         gradients only between the devices of one.
-      timeout_seconds: how long a collective between processes may wait for the others, in seconds. Strategies of one
-        machine have one process.
+      timeout_seconds: how long a process waits for the others, in seconds: at the start, and in a step in which none of them
+        gets any further. Strategies of one machine have one process.
       implementation: which collectives to use between processes; likewise.
       wire_dtype: None, or "bfloat16": wider floats are rounded to it before they are sent, added in their own dtype, and
         the sum is rounded once more. It sends half the bytes of float32; within one machine the rounding costs more than

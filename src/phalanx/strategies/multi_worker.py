@@ -25,9 +25,9 @@ class MultiWorkerMirroredStrategy(Strategy):
       cluster_resolver: which processes there are, and which of them this is; None reads TF_CONFIG, or what Slurm, Kubernetes
         and the like have put into the environment.
       communication_options: `bytes_per_pack` and `wire_dtype` for the gradients; `timeout_seconds` for how long to wait for
-        the others at the start; `implementation`.
+        the others, at the start and in a step; `implementation`.
       stall_timeout_s: where one process waits and none gets any further for so many seconds, all of them write the stacks of
-        their threads and end, and say which one stood still. None means PHALANX_STALL_TIMEOUT_S, or 600.
+        their threads and end, and say which one stood still. None means `timeout_seconds`, else PHALANX_STALL_TIMEOUT_S, else 600.
 
     Raises:
       ClusterError: the cluster is described wrongly, or has no task for this process.
@@ -71,7 +71,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"stall_timeout_s={stall_timeout_s}", "must be more than 0 seconds, or None.", "stall_timeout_s=600"
             )
         self._resolver = resolver
-        bootstrap.start(resolver, options.timeout_seconds, stall_timeout_s)
+        bootstrap.start(resolver, options.timeout_seconds, stall_timeout_s or options.timeout_seconds)
         self._topology = Topology(tuple(jax.devices()))
         _require_implementation(options.implementation, self._topology)
         # Between processes one buffer is faster than many: each message costs more than the copies.
