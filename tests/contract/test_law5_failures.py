@@ -114,6 +114,21 @@ def test_exception_at_trace_time(training, place):
     assert_survives(training, Boom, "mine", lambda: training.run(BATCH[:5]))
 
 
+@on("default", "one_device", "mirrored_x2", "mirrored_x3_hierarchical")
+def test_exception_in_the_second_trace(training):
+    """A step that makes a variable is traced twice: the first trace may go well, and the second fail."""
+    made = []
+
+    def make_or_fail(_):
+        if made:
+            raise_boom()
+        made.append(keras.Variable("zeros", shape=(), trainable=False))
+        _ = made[0].value
+
+    training.failures["end"] = make_or_fail
+    assert_survives(training, Boom, "mine", lambda: training.run(BATCH[:5]))
+
+
 @on("default", "mirrored_x2")
 def test_keyboard_interrupt(training):
     """An interrupt while tracing leaves everything as it was, too."""
