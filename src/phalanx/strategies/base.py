@@ -89,7 +89,7 @@ class Strategy(ABC):
         return [None if g is None else next(summed) for g in grads]
 
     def apply_update(self, update: Update) -> None:
-        """Does an optimizer's update that a program has left, where `storage` is another place than the replicas'."""
+        """Does an optimizer's update that a program has left, where `storage` is another place. Outside all programs, in any context."""
         raise NotImplementedError
 
     def execute(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: RunOptions) -> Any:
