@@ -53,8 +53,9 @@ def _variables_of(thing: Any) -> list[Variable]:
     if isinstance(thing, list | tuple):
         return [v for x in thing for v in _variables_of(x)]
     if isinstance(thing, keras.Model):
-        # With those of the optimizer and the metrics.
-        return [*thing.variables, *thing.metrics_variables, *(thing.optimizer.variables if thing.optimizer else [])]
+        # With those of the metrics, and of the optimizer if it is compiled.
+        optimizer = getattr(thing, "optimizer", None)
+        return [*thing.variables, *thing.metrics_variables, *(optimizer.variables if optimizer else [])]
     if not hasattr(thing, "variables"):
         raise InvalidArgumentError(
             f"assert_in_sync({thing!r})", "neither is a variable nor has any.", "assert_in_sync(model)"

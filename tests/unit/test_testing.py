@@ -45,6 +45,17 @@ def test_in_sync(strategy):
     phalanx.testing.assert_in_sync(keras.Variable(1.0))
 
 
+def test_a_model_of_a_custom_loop(strategy):
+    """It is not compiled, and has no optimizer of its own."""
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(3, name="d")])
+    strategy.run(lambda: model(np.ones((1, 2))))
+    phalanx.testing.assert_in_sync(model)
+    give_other_copies(model.layers[0].bias, [1, 1, 1], [1, 1, 1], [2, 1, 1])
+    with pytest.raises(DivergenceError, match=r"replica 2 of 3"):
+        phalanx.testing.assert_in_sync(model)
+
+
 @pytest.mark.parametrize(
     ("values", "where"),
     [
