@@ -30,6 +30,7 @@ _TICK_S = 1.0
 _GRACE_IN_STEP_S = 5.0
 _GRACE_S = 20.0
 _NO_PROGRESS = 75
+_SAME_STEPS = "call fit, evaluate, predict, run and reduce on all workers, with as many batches on each"
 
 
 @dataclass
@@ -77,10 +78,15 @@ class Verdict:
     Args:
       text: who is the cause, and how.
       is_loss: whether a process has died, so that the programs of the others fail by themselves.
+      hint: what to look at; empty where the text says it all.
     """
 
     text: str
     is_loss: bool = False
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text}." + (f"\nHINT: {self.hint}" if self.hint else "")
 
 
 def judge_presence(members: Iterable[Member], now_s: float, stall_s: float) -> Verdict | None:
@@ -120,16 +126,19 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
     behind = [m for m in members if m.turn < first.turn]
     waited = f"{first.name} has waited in step {first.step} for {still_s:.0f} s"
     if (left := [m for m in behind if m.has_left]) and still_s > min(_LEFT_S, stall_s):
-        return Verdict(f"{left[0].name} has ended its program after step {left[0].step}, and {waited}")
+        return Verdict(
+            f"{left[0].name} has ended its program after step {left[0].step}, and {waited}", hint=_SAME_STEPS
+        )
     if still_s <= stall_s:
         return None
     if behind:
         names, stand = ", ".join(m.name for m in behind), "stands" if len(behind) == 1 else "stand"
-        return Verdict(f"{names} {stand} still after step {behind[0].step}, and {waited}")
+        return Verdict(f"{names} {stand} still after step {behind[0].step}, and {waited}", hint=_SAME_STEPS)
     if inside := [m.name for m in members if m.is_inside]:
         others = "the others have ended theirs" if len(inside) < len(members) else "all of them are there"
         return Verdict(
-            f"{', '.join(inside)} cannot end step {first.step} for {still_s:.0f} s, while {others}: its ranks do not run the same steps, or this one needs longer"
+            f"{', '.join(inside)} cannot end step {first.step} for {still_s:.0f} s, while {others}",
+            hint=f"{_SAME_STEPS}; or a longer stall_timeout_s",
         )
     return None
 
@@ -229,7 +238,7 @@ class Watch(threading.Thread):
         messages, is_open = self._lines[rank].hear()
         for message in messages:
             if "verdict" in message:
-                self._verdict = Verdict(message["verdict"], is_loss=bool(message.get("is_loss")))
+                self._verdict = Verdict(message["verdict"], bool(message["is_loss"]), message["hint"])
             else:
                 self._members[rank].hear(message, now_s)
         if not is_open:
@@ -239,21 +248,21 @@ class Watch(threading.Thread):
     def _act(self, verdict: Verdict) -> None:
         """Ends this process, after the main thread has had its chance to."""
         if self._rank == 0:
-            self._say({"verdict": verdict.text, "is_loss": verdict.is_loss})
+            self._say({"verdict": verdict.text, "is_loss": verdict.is_loss, "hint": verdict.hint})
         elif not verdict.is_loss:
             # The first process stands still, and may go on: it is not to name this one as the cause.
             self._say({"end": f"has ended, because {verdict.text}"})
         if verdict.is_loss:
             # At once: where the first process dies, JAX aborts the others within a tenth of a second.
             with suppress(OSError):
-                os.write(2, f"\nPhalanx: {verdict.text}.\n".encode())
+                os.write(2, f"\nPhalanx: {verdict}\n".encode())
         self._is_told.set()
         started_s = time.monotonic()
         while verdict.is_loss and time.monotonic() - started_s < self._grace_s:
             time.sleep(self._tick_s)
         with suppress(OSError, ValueError):
             sys.stdout.flush()
-        say = f"\nPhalanx: {verdict.text}.\nThe cluster cannot go on, and rank {self._rank} ends here.\n{_stacks()}"
+        say = f"\nPhalanx: {verdict}\nThe cluster cannot go on, and rank {self._rank} ends here.\n{_stacks()}"
         with suppress(OSError):
             os.write(2, say.encode())
         os._exit(_NO_PROGRESS)

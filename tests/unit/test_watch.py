@@ -195,6 +195,7 @@ def test_one_leaves_early():
         for status, text in three.ends(0, 1, 2):
             assert status == 75
             assert "has ended its program after step 3, and rank 0 (127.0.0.1:" in text
+            assert "\nHINT: call fit, evaluate, predict, run and reduce on all workers, with as many" in text
 
 
 def test_the_chief_was_held_up():
