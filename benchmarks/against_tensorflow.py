@@ -13,7 +13,6 @@ from benchmarks import peers, timing
 from benchmarks.parent import Child
 from benchmarks.report import Report, all_rounds, verdict
 
-_PACKAGES = ("tensorflow-cpu==2.21.0", "tf_keras==2.21.0")
 _TURN_S = 0.15
 _PEERS = {"custom loop": "benchmarks.tensorflow_peer", "fit": "benchmarks.tensorflow_fit"}
 _OURS = {
@@ -50,7 +49,7 @@ def run(*, quick: bool) -> Report:
             "all rounds",
         ),
     )
-    python = peers.interpreter("tensorflow", _PACKAGES)
+    python = peers.interpreter("tensorflow", peers.TENSORFLOW)
     rows = [(*program, *target) for program, targets in _TARGETS.items() for target in targets.items()]
     for case, kind, ours, replicas, target in rows:
         rounds = _rounds(python, case, _PEERS[kind], _OURS[kind, ours], replicas, *((3, 2) if quick else (11, 5)))

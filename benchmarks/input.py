@@ -17,7 +17,6 @@ _SIZES = {"64 KB": 1 << 16, "1 MB": 1 << 20, "4 MB": 1 << 22, "16 MB": 1 << 24}
 _USES = ("is waited for", "is summed", "trains")
 _TARGET, _TARGET_BYTES = 0.95, 1 << 20
 _TURN_S = 0.1
-_TORCH = ("torch==2.13.0", "numpy==2.4.6")
 _LOADERS = [("rows collated", 0, False), ("rows collated", 2, False), ("batches sliced", 0, True)]
 _OURS = "benchmarks.input_passes"
 
@@ -73,7 +72,7 @@ def _against_fit(report: Report, quick: bool) -> None:
 
 
 def _against_torch(report: Report, quick: bool) -> None:
-    python = str(peers.interpreter("torch", _TORCH))
+    python = str(peers.interpreter("torch", peers.TORCH))
     for title, workers, slices in _LOADERS:
         for size in ("1 MB",) if quick else _SIZES:
             with Child(python=python) as peer, Child(1) as ours:

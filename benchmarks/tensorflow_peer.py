@@ -40,26 +40,33 @@ def mirrored(replicas: int) -> Any:
     return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
 
 
-def _program(case: str, replicas: int) -> Callable[[], Any]:
-    strategy = mirrored(replicas)
-    with strategy.scope():
-        model = CASES[case].model(keras)
-        optimizer = keras.optimizers.legacy.Adam(LEARNING_RATE)
-        losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-    x, y = CASES[case].batch(replicas)
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(len(x))
-    batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
+def train_step(model: Any, optimizer: Any) -> Callable[[Any, Any], Any]:
+    """Returns the replica function, as the guide of tf.distribute writes it."""
+    losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 
-    def train_step(x: Any, y: Any) -> Any:
+    def step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = tf.nn.compute_average_loss(losses(y, model(x, training=True)))
         grads = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
         return loss
 
+    return step
+
+
+def _program(case: str, replicas: int) -> Callable[[], Any]:
+    strategy = mirrored(replicas)
+    with strategy.scope():
+        model = CASES[case].model(keras)
+        optimizer = keras.optimizers.legacy.Adam(LEARNING_RATE)
+    x, y = CASES[case].batch(replicas)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(len(x))
+    batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
+    train = train_step(model, optimizer)
+
     @tf.function
     def step(x: Any, y: Any) -> Any:
-        return strategy.experimental_local_results(strategy.run(train_step, args=(x, y)))
+        return strategy.experimental_local_results(strategy.run(train, args=(x, y)))
 
     return lambda: step(*batch)
 

@@ -15,6 +15,7 @@ import tf_keras as keras
 
 from benchmarks import timing
 from benchmarks.models import COMPARED_STEPS, LEARNING_RATE, MLP, sizes
+from benchmarks.tensorflow_peer import train_step
 
 _measures: dict[str, Callable[[int], float]] = {}
 
@@ -32,19 +33,12 @@ def prepare_loop(name: str, threads: int) -> list[float]:
     """Makes the custom loop, and returns the mean loss of some steps and the sizes of the weights after them."""
     strategy = _strategy(threads)
     model, optimizer = _model(strategy)
-    losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
     batch = next(iter(strategy.experimental_distribute_dataset(_dataset(strategy))))
-
-    def train_step(x: Any, y: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.nn.compute_average_loss(losses(y, model(x, training=True)))
-        grads = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-        return loss
+    train = train_step(model, optimizer)
 
     @tf.function
     def step(x: Any, y: Any) -> Any:
-        return strategy.run(train_step, args=(x, y))
+        return strategy.run(train, args=(x, y))
 
     found = [float(strategy.reduce("SUM", step(*batch), axis=None)) for _ in range(COMPARED_STEPS)]
     _measures[name] = functools.partial(timing.seconds_a_step, lambda: step(*batch), float)

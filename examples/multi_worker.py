@@ -23,7 +23,17 @@ import phalanx  # isort: skip  (before Keras, whose backend it chooses)
 
 import keras
 import numpy as np
-from text_lm import WINDOW, Trainer, console, evaluate, num_bytes, shuffled_windows, source_files, training_progress
+from text_lm import (
+    WINDOW,
+    Trainer,
+    add_training_arguments,
+    console,
+    evaluate,
+    num_bytes,
+    shuffled_windows,
+    source_files,
+    training_progress,
+)
 
 
 def main() -> None:
@@ -116,11 +126,7 @@ def crash(strategy: phalanx.Strategy) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=800, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=32, help="windows in a global batch (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=128, help="of the model (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="of the model (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=4e-3, help="at its peak (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    add_training_arguments(parser)
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (default: %(default)s)")
     parser.add_argument("--crash-at", type=int, help="kills worker 1 after this step, to see the group start again")
     parser.add_argument(

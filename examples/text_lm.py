@@ -283,6 +283,15 @@ def plot(losses: list[float], held_back_loss: float, path: Path) -> None:
     figure.savefig(path)
 
 
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what says how the model is made and trained."""
+    parser.add_argument("--batch", type=int, default=32, help="windows in a global batch (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=128, help="of the model (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=2, help="of the model (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=4e-3, help="at its peak (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", choices=STRATEGIES, default="mirrored")
@@ -290,11 +299,7 @@ def parse_arguments() -> argparse.Namespace:
         "--devices", type=int, default=2, help="CPU devices, where there is no GPU (default: %(default)s)"
     )
     parser.add_argument("--steps", type=int, default=1200, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=32, help="windows in a global batch (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=128, help="of the model (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="of the model (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=4e-3, help="at its peak (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    add_training_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("out"), help="where to save (default: %(default)s)")
     return parser.parse_args()
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `fit`, `evaluate` and `predict` are given, as epochs of distributed batches."""
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -86,9 +85,14 @@ class EpochData:
         count = UNKNOWN if adapter.num_batches is None else adapter.num_batches
         batch_size, is_full = compat.size_of_batches(adapter)
         in_memory = compat.is_array_adapter(adapter)
-        facts = Facts(batch_size=batch_size, is_full=is_full, num_batches=count, is_in_memory=in_memory)
-        # A mean of the user's own sees as little padding as can be, and none where the replicas divide the batch.
-        facts = dataclasses.replace(facts, one_layout=False)
+        facts = Facts(
+            batch_size=batch_size,
+            is_full=is_full,
+            num_batches=count,
+            is_in_memory=in_memory,
+            # A mean of the user's own sees as little padding as can be, and none where the replicas divide the batch.
+            one_layout=False,
+        )
         source = BatchStream(lambda: map(_dense, adapter.get_numpy_iterator()), facts, copies=True)
         self._dataset = strategy.experimental_distribute_dataset(source)
 

@@ -8,17 +8,17 @@ import jax
 from typing_extensions import override
 
 from phalanx import context, lifting
-from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
+from phalanx.collectives.cross_device import NcclAllReduce
 from phalanx.context import Mode
 from phalanx.lifting import Update
 from phalanx.replicate import trace_run
-from phalanx.strategies.base import Strategy
 from phalanx.strategies.single import OneDeviceStrategy
+from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.topology import Topology
 
 
 @final
-class CentralStorageStrategy(Strategy):
+class CentralStorageStrategy(SynchronousStrategy):
     """Synchronous training with each variable, and the optimizer's slots for it, on one device. May be made outside all scopes.
 
     Replicas on all compute devices get copies of the variables for a step. Their gradients are summed, and the optimizer
@@ -49,25 +49,13 @@ class CentralStorageStrategy(Strategy):
         compute_devices: Sequence[str | jax.Device] | None = None,
         parameter_device: str | jax.Device | None = None,
     ) -> None:
-        super().__init__()
-        self._topology = Topology.of(compute_devices)
+        super().__init__(Topology.of(compute_devices), NcclAllReduce(num_packs=None))
         self._keeper = OneDeviceStrategy("cpu:0" if parameter_device is None else parameter_device)
-        self._cross_device_ops = NcclAllReduce(num_packs=None)
-
-    @property
-    @override
-    def topology(self) -> Topology:
-        return self._topology
 
     @property
     @override
     def storage(self) -> Topology:
         return self._keeper.topology
-
-    @property
-    @override
-    def cross_device_ops(self) -> CrossDeviceOps | None:
-        return self._cross_device_ops if self.num_replicas_in_sync > 1 else None
 
     @override
     def apply_update(self, update: Update) -> None:

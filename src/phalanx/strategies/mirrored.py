@@ -5,16 +5,15 @@ from collections.abc import Sequence
 from typing import final
 
 import jax
-from typing_extensions import override
 
 from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
 from phalanx.errors import InvalidArgumentError
-from phalanx.strategies.base import Strategy
+from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.topology import Topology
 
 
 @final
-class MirroredStrategy(Strategy):
+class MirroredStrategy(SynchronousStrategy):
     """Synchronous training on the devices of one machine. May be made outside all scopes.
 
     Args:
@@ -35,22 +34,11 @@ class MirroredStrategy(Strategy):
     def __init__(
         self, devices: Sequence[str | jax.Device] | None = None, cross_device_ops: CrossDeviceOps | None = None
     ) -> None:
-        super().__init__()
-        self._topology = Topology.of(devices)
+        topology = Topology.of(devices)
         # Packing costs more than it saves between devices of one process.
         ops = NcclAllReduce(num_packs=None) if cross_device_ops is None else cross_device_ops
         if not isinstance(ops, CrossDeviceOps):
             raise InvalidArgumentError(
                 f"cross_device_ops={ops!r}", "must be CrossDeviceOps.", "cross_device_ops=phalanx.NcclAllReduce()"
             )
-        self._cross_device_ops = ops.for_devices(self._topology.devices)
-
-    @property
-    @override
-    def topology(self) -> Topology:
-        return self._topology
-
-    @property
-    @override
-    def cross_device_ops(self) -> CrossDeviceOps | None:
-        return self._cross_device_ops if self.num_replicas_in_sync > 1 else None
+        super().__init__(topology, ops.for_devices(topology.devices))

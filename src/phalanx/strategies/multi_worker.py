@@ -8,14 +8,14 @@ from phalanx import bootstrap, compat
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
-from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
+from phalanx.collectives.cross_device import NcclAllReduce
 from phalanx.errors import InvalidArgumentError
 from phalanx.options import CommunicationImplementation, CommunicationOptions
-from phalanx.strategies.base import Strategy
+from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.topology import Topology
 
 
-class MultiWorkerMirroredStrategy(Strategy):
+class MultiWorkerMirroredStrategy(SynchronousStrategy):
     """Synchronous training on the devices of several processes, on one machine or on many.
 
     Every process runs the same program and makes the strategy at its top, before JAX uses a device. It returns once all
@@ -49,7 +49,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         stall_timeout_s: float | None = None,
     ) -> None:
-        super().__init__()
         resolver = cluster_resolver
         if resolver is None:
             resolver = resolver_of_environment() or TFConfigClusterResolver()
@@ -70,25 +69,15 @@ class MultiWorkerMirroredStrategy(Strategy):
             raise InvalidArgumentError(
                 f"stall_timeout_s={stall_timeout_s}", "must be more than 0 seconds, or None.", "stall_timeout_s=600"
             )
-        self._resolver = resolver
         bootstrap.start(resolver, options.timeout_seconds, stall_timeout_s or options.timeout_seconds)
-        self._topology = Topology(tuple(jax.devices()))
-        _require_implementation(options.implementation, self._topology)
+        topology = Topology(tuple(jax.devices()))
+        _require_implementation(options.implementation, topology)
         # Between processes one buffer is faster than many: each message costs more than the copies.
-        between = self._topology.num_workers > 1
-        self._options, self._cross_device_ops = options, NcclAllReduce(num_packs=1 if between else None)
+        between = topology.num_workers > 1
+        super().__init__(topology, NcclAllReduce(num_packs=1 if between else None))
+        self._resolver, self._options = resolver, options
         if between:
-            compat.agree_on_seed(lambda seed: self._topology.from_chief([seed])[0])
-
-    @property
-    @override
-    def topology(self) -> Topology:
-        return self._topology
-
-    @property
-    @override
-    def cross_device_ops(self) -> CrossDeviceOps | None:
-        return self._cross_device_ops if self.num_replicas_in_sync > 1 else None
+            compat.agree_on_seed(lambda seed: topology.from_chief([seed])[0])
 
     @property
     @override

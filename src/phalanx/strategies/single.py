@@ -14,6 +14,7 @@ from phalanx.errors import ContextError
 from phalanx.lifting import NeedsProgram
 from phalanx.options import RunOptions
 from phalanx.strategies.base import Strategy
+from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.topology import Topology
 from phalanx.values import Mirrored, flatten, map_leaves
 
@@ -65,7 +66,7 @@ class DefaultStrategy(Strategy):
 
 
 @final
-class OneDeviceStrategy(Strategy):
+class OneDeviceStrategy(SynchronousStrategy):
     """Variables and computation on one device. May be made outside all scopes.
 
     Args:
@@ -82,13 +83,7 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: str | jax.Device) -> None:
-        super().__init__()
-        self._topology = Topology.of([device])
-
-    @property
-    @override
-    def topology(self) -> Topology:
-        return self._topology
+        super().__init__(Topology.of([device]))
 
 
 _default = DefaultStrategy()

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the strategies share whose replicas run on devices that are known when they are made."""
+
+from typing_extensions import override
+
+from phalanx.collectives.cross_device import CrossDeviceOps
+from phalanx.strategies.base import Strategy
+from phalanx.topology import Topology
+
+
+class SynchronousStrategy(Strategy):
+    """One replica on each device of a topology, and gradients that cross devices where there are several.
+
+    Args:
+      topology: the devices.
+      cross_device_ops: how gradients cross them.
+    """
+
+    def __init__(self, topology: Topology, cross_device_ops: CrossDeviceOps | None = None) -> None:
+        super().__init__()
+        self._topology, self._cross_device_ops = topology, cross_device_ops
+
+    @property
+    @override
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    @override
+    def cross_device_ops(self) -> CrossDeviceOps | None:
+        return self._cross_device_ops if self.num_replicas_in_sync > 1 else None
