@@ -244,7 +244,8 @@ class Program:
         self._has_callback = found.has_callback
         self._strategy = _strategy_of(found)
         self._topology, self._updates = self._strategy.topology, found.updates
-        self._state = State(found.variables, found.written, self._topology, self._strategy.storage)
+        storage = self._strategy.storage if self._strategy.defers_updates else self._topology
+        self._state = State(found.variables, found.written, self._topology, storage)
         self._trainable, self._changes = self._trainable_flags(), compat.changes.trainable
         self._rates = [compat.learning_rate_of(o) for o in found.optimizers]
         # jax runs a program with a NaN in its results again; and a callback that raises must find the state as it was.

@@ -765,6 +765,30 @@ def test_default_strategy_runs_a_tape():
     assert log.numpy() == 2
 
 
+def test_a_topology_that_is_made_anew():
+    """A strategy of one's own may return another object each time; updates are in the step all the same."""
+
+    class Own(phalanx.Strategy):
+        """Over one device."""
+
+        @property
+        def topology(self):
+            """The device."""
+            return phalanx.topology.Topology.of(["cpu:1"])
+
+    strategy = Own()
+    with strategy.scope():
+        weight = keras.Variable(3.0)
+        optimizer = keras.optimizers.SGD(0.5)
+
+    def step():
+        optimizer.apply([1.0], [weight])
+        return weight.value
+
+    assert not strategy.defers_updates
+    assert [float(strategy.run(step)) for _ in range(2)] == [2.5, 2.0]
+
+
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
 def test_stall_timeout(seconds):
     """It is a time."""

@@ -118,7 +118,8 @@ class Strategy(ABC):
     @final
     def defers_updates(self) -> bool:
         """Whether optimizers update variables after a step, and not in it. May be called in any context."""
-        return self.storage is not self.topology
+        # Not whether they differ now: a strategy may make its topology anew each time it is asked.
+        return type(self).storage is not Strategy.storage
 
     @property
     @final
