@@ -7,6 +7,7 @@ from phalanx import data
 from phalanx import errors
 from phalanx import experimental
 from phalanx import nn
+from phalanx import tpu
 from phalanx.autodiff import GradientTape, value_and_grad
 from phalanx.collectives.cross_device import (
     CrossDeviceOps,
@@ -34,6 +35,7 @@ from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.mirrored import MirroredStrategy
 from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
 from phalanx.strategies.single import OneDeviceStrategy
+from phalanx.strategies.tpu import TPUStrategy
 from phalanx.topology import REPLICA_AXIS, set_virtual_cpu_devices
 from phalanx.values import DistributedValues, Mirrored, PerReplica
 
@@ -60,6 +62,7 @@ __all__ = [
     "RunOptions",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
     "checkpoint",
     "cluster_resolver",
     "cond",
@@ -77,6 +80,7 @@ __all__ = [
     "nn",
     "scan",
     "set_virtual_cpu_devices",
+    "tpu",
     "value_and_grad",
     "while_loop",
 ]
