@@ -138,7 +138,7 @@ def test_path_of_a_slot():
     slots = [v for v in optimizer.variables if v.shape]
     paths = [v.path for v in model.trainable_variables]
     assert sorted(map(compat.layout_path, slots)) == sorted(paths * 4)
-    assert compat.layout_path(optimizer.iterations) == optimizer.iterations.path
+    assert compat.layout_path(optimizer.variables[0]) == optimizer.variables[0].path
 
 
 def test_variable_layout_is_left():

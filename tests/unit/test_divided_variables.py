@@ -151,11 +151,11 @@ def test_rules_over_both_axes():
 
 def test_rule_without_a_variable():
     """Is an error at the first step that trains, not before: variables may be made late."""
-    strategy = with_rules({"net/frist/kernel": (None, "model")})
+    strategy = with_rules({"net/fjrst/kernel": (None, "model")})
     model, optimizer = made(strategy, adam)
     strategy.run(lambda x: model(x), args=(batch_of(strategy),))
     with pytest.raises(
-        InvalidArgumentError, match=r"(?s)'net/frist/kernel'.*nearest is 'net/first/kernel'.*HINT: layout"
+        InvalidArgumentError, match=r"(?s)'net/fjrst/kernel'.*nearest is 'net/first/kernel'.*HINT: layout"
     ):
         strategy.run(step_of(model, optimizer), args=(batch_of(strategy),))
 

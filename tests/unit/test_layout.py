@@ -118,10 +118,10 @@ def test_rule_that_does_not_fit(rules, shape, message):
 
 def test_rule_without_a_variable():
     """The nearest path is named, in a rule that can be copied."""
-    layout = layout_of({".*dens_.*kernal": (None, "model"), ".*bias": ()})
+    layout = layout_of({".*dens_.*kernnel": (None, "model"), ".*bias": ()})
     for path in ("net/dense_1/kernel", "net/dense_1/bias", "net/norm/gamma"):
         layout.spec(path, (4, 4), SIZES)
-    message = r"""the rule '.\*dens_.\*kernal' .*nearest is 'net/dense_1/kernel'.\nHINT: layout={"net/dense_1/kernel": \(None, 'model'\)}"""
+    message = r"""the rule '.\*dens_.\*kernnel' .*nearest is 'net/dense_1/kernel'.\nHINT: layout={"net/dense_1/kernel": \(None, 'model'\)}"""
     with pytest.raises(InvalidArgumentError, match=message):
         layout.require_used()
 
@@ -141,8 +141,8 @@ def test_min_size(min_size):
         phalanx.fully_sharded(min_size=min_size)
 
 
-@pytest.mark.parametrize("layout", [phalanx.fully_sharded("modle"), {".*": ("modle",)}], ids=["sharded", "rules"])
+@pytest.mark.parametrize("layout", [phalanx.fully_sharded("expert_axis"), {".*": ("expert_axis",)}], ids=["sharded", "rules"])
 def test_axis_of_another_mesh(layout):
     """The message lists those that there are."""
-    with pytest.raises(InvalidArgumentError, match=r"no axis 'modle', but 'replica' of 2, 'model' of 2.\nHINT"):
+    with pytest.raises(InvalidArgumentError, match=r"no axis 'expert_axis', but 'replica' of 2, 'model' of 2.\nHINT"):
         phalanx.MirroredStrategy([f"cpu:{i}" for i in range(4)], model_axis=("model", 2), layout=layout)
