@@ -94,6 +94,8 @@ class _Surroundings:
         """Returns a scope for one trace of a body, in which variables start from `values` (by id)."""
         outer = self._scope if isinstance(self._scope, LiftScope) else None
         scope = BodyScope(_Body(self, values or {}), mapped=outer is not None and outer.mapped)
+        if outer is not None:
+            scope.pass_.found.seeds = outer.pass_.found.seeds
         if outer is not None and outer.is_updating:
             scope.allow_free_writes()
         return scope

@@ -3,12 +3,13 @@
 
 from typing import final
 
-from phalanx import partitioners
+from phalanx import coordinator, partitioners
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.input.placement import ValueContext
 from phalanx.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions
 from phalanx.strategies import multi_worker
 from phalanx.strategies.central_storage import CentralStorageStrategy
+from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 CollectiveCommunication = CommunicationImplementation
 
@@ -48,6 +49,8 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "ValueContext",
+    "coordinator",
     "partitioners",
 ]

@@ -71,6 +71,7 @@ class Discovery:
       rows_each: for one `Strategy.run`, how many rows its results have for each row of a padded batch; 0 for those that
         have nothing to do with rows.
       eager: whether the function is executed with real values.
+      seeds: the states of random generators that were drawn from.
     """
 
     variables: list[Variable] = field(default_factory=list)
@@ -87,6 +88,7 @@ class Discovery:
     updates: list[Update] = field(default_factory=list)
     rows_each: list[int] = field(default_factory=list)
     eager: bool = False
+    seeds: list[Variable] = field(default_factory=list)
 
     def take(self, scope: "LiftScope", inputs: Sequence[tuple[Variable, bool]], jaxpr: Any, outputs: Any) -> None:
         """Notes what `scope` saw while `jaxpr` was traced."""
@@ -100,6 +102,7 @@ class Discovery:
         self.has_tapes = markers.has_tapes(self.jaxpr.jaxpr)
         self.has_callback = _has_callback(self.jaxpr.jaxpr)
         self.optimizers += [o for r in self.runs for o in r.optimizers]
+        self.seeds += [v for r in self.runs for v in r.seeds]
         self.updates = [replace(u, gradients=[]) for u in scope.updates]
 
     def flat(self, values: Sequence[Any], parts: Sequence[Any], *args: Any) -> list[Any]:
@@ -290,6 +293,8 @@ class Entry:
       written: whether it was written.
       diverged: whether the replicas hold different values, to be combined when the program ends.
       components: in cross-replica context, the replicas' own values of an on-read variable, `(num_replicas, ...)`.
+      increment: what was added to it, as long as it was not assigned otherwise.
+      replaced: whether it was.
     """
 
     variable: Variable
@@ -298,6 +303,22 @@ class Entry:
     written: bool = False
     diverged: bool = False
     components: Any = None
+    increment: Any = None
+    replaced: bool = False
+
+    def add(self, increment: Any) -> None:
+        """Adds to the value."""
+        self.move(self.value + increment, increment)
+
+    def move(self, value: Any, increment: Any) -> None:
+        """Gives it the value that an increment leads to."""
+        self.value, self.components = value, None
+        if not self.replaced:
+            self.increment = increment if self.increment is None else self.increment + increment
+
+    def replace(self, value: Any, components: Any = None) -> None:
+        """Gives it another value."""
+        self.value, self.components, self.increment, self.replaced = value, components, None, True
 
     @property
     def policy(self) -> Policy:
@@ -330,6 +351,7 @@ class LiftScope(compat.AbstractLiftScope):
         self.aggregations = 0
         self._state: Any = None
         self._read_inside: set[int] = set()
+        self._averages: set[int] = set()
         self._cache_key: Any = None
 
     @override
@@ -393,7 +415,11 @@ class LiftScope(compat.AbstractLiftScope):
     def add_update(self, update: tuple[Variable, Any]) -> None:
         variable, value = update
         entry = self._writable(variable)
-        entry.value, entry.components = self._combined(entry, value), None
+        value = self._combined(entry, value)
+        if id(variable) in self._averages:
+            entry.move(value, value - entry.value)
+        else:
+            entry.replace(value)
         if self.mapped and context.in_cross_replica_context():
             entry.diverged = False
 
@@ -408,17 +434,26 @@ class LiftScope(compat.AbstractLiftScope):
                 f"an increment of shape {tuple(variable.shape)}",
             )
         delta = self._combined(entry, delta)
-        entry.value, entry.components = entry.value - delta if negative else entry.value + delta, None
+        entry.add(-delta if negative else delta)
         return entry.value
 
     def commit(self, other: Entry) -> None:
         """Takes over what the body of `phalanx.scan` and the like did to a variable."""
         entry = self._writable(other.variable)
-        entry.value, entry.components = other.value, None
+        if other.replaced:
+            entry.replace(other.value)
+        else:
+            entry.move(other.value, _difference(other.value, entry.value))
         entry.diverged |= other.diverged
 
     @override
-    def fold_seed(self, seed: Any) -> Any:
+    def note_averages(self, variables: Sequence[Variable]) -> None:
+        self._averages.update(map(id, variables))
+
+    @override
+    def fold_seed(self, seed: Any, state: Variable) -> Any:
+        if not any(v is state for v in self.pass_.found.seeds):
+            self.pass_.found.seeds.append(state)
         return seed if _replicas() == 1 else jax.random.fold_in(seed, lax.axis_index(REPLICA_AXIS))
 
     @override
@@ -671,6 +706,11 @@ def user_line() -> str:
     # contextlib stands between our own frames.
     frames = [f for f in frames if os.path.basename(f.filename) != "contextlib.py"]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"
+
+
+def _difference(value: Any, other: Any) -> Any:
+    """Returns the increment from `other` to `value`; None where a dtype has none."""
+    return None if value.dtype == jnp.bool_ else value - other
 
 
 def _divided(value: Any, divisor: Any) -> Any:
