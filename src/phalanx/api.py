@@ -8,6 +8,7 @@ from phalanx import data
 from phalanx import errors
 from phalanx import experimental
 from phalanx import nn
+from phalanx import tpu
 from phalanx.autodiff import GradientTape, value_and_grad
 from phalanx.collectives.cross_device import (
     CrossDeviceOps,
@@ -37,6 +38,7 @@ from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
 from phalanx.runtime.ray import Server
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.strategies.single import OneDeviceStrategy
+from phalanx.strategies.tpu import TPUStrategy
 from phalanx.topology import REPLICA_AXIS, set_virtual_cpu_devices
 from phalanx.values import DistributedValues, Mirrored, PerReplica
 
@@ -65,6 +67,7 @@ __all__ = [
     "Server",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
     "checkpoint",
     "cluster_resolver",
     "cond",
@@ -83,6 +86,7 @@ __all__ = [
     "nn",
     "scan",
     "set_virtual_cpu_devices",
+    "tpu",
     "value_and_grad",
     "while_loop",
 ]

@@ -64,9 +64,9 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The names of the devices over which the replicas of this program run, in replica order."""
+        """The names of the devices over which the replicas of this program run, in replica order: of each replica the first."""
         topology = self._strategy.topology
-        return () if topology is None else tuple(map(device_name, topology.devices))
+        return () if topology is None else tuple(map(device_name, topology.first_devices))
 
     @property
     def example_mask(self) -> jax.Array | None:

@@ -5,9 +5,10 @@ from typing import final
 
 from phalanx import coordinator, partitioners
 from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.device_assignment import DeviceAssignment
 from phalanx.input.placement import ValueContext
 from phalanx.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions
-from phalanx.strategies import multi_worker
+from phalanx.strategies import multi_worker, tpu
 from phalanx.strategies.central_storage import CentralStorageStrategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 
@@ -42,6 +43,32 @@ class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
         super().__init__(cluster_resolver, options)
 
 
+@final
+class TPUStrategy(tpu.TPUStrategy):
+    """`phalanx.TPUStrategy` with the arguments that it had before TensorFlow 2.3.
+
+    Args:
+      tpu_cluster_resolver: as there.
+      device_assignment: as `experimental_device_assignment` there.
+
+    Raises:
+      ClusterError, DeviceError, InvalidArgumentError, StartupError: as there.
+
+    Source: tf.distribute.experimental.TPUStrategy.
+
+    Example:
+      >>> import phalanx, phalanx.testing
+      >>> _ = phalanx.testing.virtual_topology((2, 2))
+      >>> phalanx.experimental.TPUStrategy().num_replicas_in_sync
+      4
+    """
+
+    def __init__(
+        self, tpu_cluster_resolver: ClusterResolver | None = None, device_assignment: DeviceAssignment | None = None
+    ) -> None:
+        super().__init__(tpu_cluster_resolver, device_assignment)
+
+
 __all__ = [
     "AutoShardPolicy",
     "CentralStorageStrategy",
@@ -50,6 +77,7 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "TPUStrategy",
     "ValueContext",
     "coordinator",
     "partitioners",

@@ -46,6 +46,12 @@ def explained() -> Iterator[None]:
             "each time the function is traced it makes or uses another variable.",
             "make variables outside, or once: `if self.v is None: self.v = keras.Variable(...)`",
         ) from None
+    except jax.errors.NonConcreteBooleanIndexError as e:
+        raise TraceError(
+            "an array whose shape depends on the values of another (`x[mask]`) in a traced function",
+            "all shapes of a compiled program are static: they follow from those of its arguments.",
+            "jnp.where(mask, x, 0), or jnp.nonzero(mask, size=...)",
+        ) from e
     except (
         jax.errors.ConcretizationTypeError,
         jax.errors.TracerArrayConversionError,
@@ -332,7 +338,7 @@ class Program:
             result, values, parts, gradients = execute_program(self._call, inputs, self._trace_made, values, parts)
             return values, parts, result, gradients
         result, values, parts, gradients, _ = self._taken_trace(inputs).evaluate(values, parts, inputs)
-        if self._topology is not None and self._topology.num_replicas > 1:
+        if self._topology is not None and not self._topology.is_single:
             values = [x if x is None else lax.with_sharding_constraint(x, self._topology.replicated) for x in values]
         # State first: XLA hands donated buffers to outputs of their size in order, and a variable is to get its own back.
         return values, parts, result, gradients

@@ -77,8 +77,9 @@ class _Run:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one call for one replica, whose batch has no padding."""
-        return self._strategy.num_replicas_in_sync == 1 and not self._rows and self._steps is None
+        """Whether it is one call for one replica on one device, whose batch has no padding."""
+        topology = self._strategy.topology
+        return (topology is None or topology.is_single) and not self._rows and self._steps is None
 
     def inline(self) -> Any:
         """One replica: calls the function in the program's own scope."""
@@ -87,6 +88,8 @@ class _Run:
 
     def mapped(self, scope: LiftScope) -> Any:
         """Several replicas: calls it under `shard_map`."""
+        topology = self._strategy.topology
+        assert topology is not None
         found = scope.pass_.next_run(self._trace)
         entries = [scope.entry(v) for v in found.variables]
         parts = [scope.components(v, self._strategy.num_replicas_in_sync) for v in found.variables]
@@ -95,6 +98,9 @@ class _Run:
         replicas = self._shard_map(body, (False, True, True, False), (True, False, False, True, False))
         outputs = replicas([e.value for e in entries], parts, self._sharded, whole)
         results, mirrored, values, parts, gradients = outputs
+        if topology.axes:
+            # Of a result each device of a replica has the whole: what leaves a program is read by replicas.
+            results = lax.with_sharding_constraint(results, topology.per_replica)
         kept = iter(parts)
         scope.values_change()
         for entry, value in zip(itertools.compress(entries, found.written), values, strict=True):
@@ -263,6 +269,7 @@ class _Run:
             mesh=self._strategy.topology.mesh,
             in_specs=tuple(map(spec, ins)),
             out_specs=spec(outs) if isinstance(outs, bool) else tuple(map(spec, outs)),
+            # Further axes of the mesh stay automatic: XLA divides a replica's program over them.
             axis_names={REPLICA_AXIS},
             # Gradients inside stay local, and a scan with a constant carry (Keras's LSTM) traces.
             check_vma=False,

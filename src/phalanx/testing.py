@@ -3,21 +3,47 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 
+from phalanx import device_assignment
 from phalanx.compat import Variable, raw_value
 from phalanx.errors import DivergenceError, InvalidArgumentError
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
 from phalanx.input.state import from_text, to_text
 from phalanx.state import slot_of
 from phalanx.topology import Topology
+from phalanx.tpu import system
 from phalanx.values import is_distributed
 
 _DIGEST_BYTES = 8
+
+
+def virtual_topology(mesh_shape: Sequence[int]) -> device_assignment.Topology:
+    """Lets this process's CPU devices stand for a TPU system. Outside all scopes.
+
+    From here on `initialize_tpu_system` and `TPUStrategy` find it, until `shutdown_tpu_system`.
+
+    Args:
+      mesh_shape: how many cores there are along each dim: `(2, 2, 2)`, or x, y, z and the cores of a chip.
+
+    Returns:
+      The topology, of which the last dim goes from one device to the next.
+
+    Raises:
+      DeviceError: there are fewer CPU devices.
+      InvalidArgumentError: `mesh_shape` is no sequence of positive integers.
+
+    Example:
+      >>> import phalanx, phalanx.testing
+      >>> phalanx.testing.virtual_topology((2, 2, 2)).num_tpus_per_task
+      8
+    """
+    return system.declare_virtual(device_assignment.positive_integers("mesh_shape", mesh_shape))
 
 
 def assert_in_sync(*objects: Any) -> None:
@@ -65,15 +91,16 @@ def _variables_of(thing: Any) -> list[Variable]:
 
 def _assert_equal_everywhere(variables: list[Variable], topology: Topology) -> None:
     own = np.array([[_digest(c) for c in _copies(v, topology)] for v in variables])
-    # (variables, replicas, words)
+    # (variables, devices, words)
     everywhere = np.concatenate(topology.exchange(own), axis=1)
     odd = {i: found for i, words in enumerate(everywhere) if (found := _odd_ones(words))}
     if not odd:
         return
     first = next(iter(odd))
-    ranks = sorted({topology.devices[replica].process_index for replica in odd[first]})
+    odd_replicas = [copy // topology.devices_per_replica for copy in odd[first]]
+    ranks = sorted({topology.first_devices[replica].process_index for replica in odd_replicas})
     where = ", ".join(f"rank {rank}" for rank in ranks)
-    replicas = ", ".join(map(str, odd[first]))
+    replicas = ", ".join(map(str, dict.fromkeys(odd_replicas)))
     raise DivergenceError(
         f"assert_in_sync of {len(variables)} variables",
         f"{variables[first].path!r} on {where} (replica {replicas} of {topology.num_replicas}) differs from most; "
@@ -83,10 +110,12 @@ def _assert_equal_everywhere(variables: list[Variable], topology: Topology) -> N
 
 
 def _copies(variable: Variable, topology: Topology) -> list[Any]:
-    """Returns what each local replica holds."""
+    """Returns what each local device of a replica holds."""
     value = raw_value(variable)
-    placed = isinstance(value, jax.Array) and value.sharding == topology.replicated
-    return [s.data for s in value.addressable_shards] if placed else [value] * len(topology.local_devices)
+    if not isinstance(value, jax.Array) or value.sharding != topology.replicated:
+        return [value] * (len(topology.local_replicas) * topology.devices_per_replica)
+    own = {s.device: s.data for s in value.addressable_shards}
+    return [own[d] for i in topology.local_replicas for d in topology.devices_of(i)]
 
 
 def _digest(value: Any) -> np.ndarray:

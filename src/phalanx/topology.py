@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device names, virtual CPU devices, and the mesh that maps replicas to devices."""
 
+import math
 import os
 import re
 import sys
@@ -22,10 +23,14 @@ from phalanx.errors import DeviceError, InvalidArgumentError, PeerLostError, Sta
 REPLICA_AXIS = "replica"
 """The mesh axis over which `Strategy.run` maps its replica function."""
 
+MODEL_AXIS = "model"
+"""The usual name of the mesh axis over which one replica spreads."""
+
 dispatch_lock = threading.RLock()
 """Two threads that dispatch programs over several devices can deadlock inside XLA, whatever its thread pool."""
 
 _NEWS_S = 3.0
+_MODEL_AXIS = 'model_axis=("model", 2)'
 _DEVICE_NAME = re.compile(
     r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d+)$", re.IGNORECASE
 )
@@ -102,23 +107,39 @@ def default_devices() -> list[jax.Device]:
     return list(jax.local_devices())
 
 
-@dataclass(frozen=True)
-class Topology:
-    """Which replica runs on which device.
-
-    Args:
-      devices: one device a replica, in replica order.
+def axes_of(model_axis: tuple[str, int] | None) -> tuple[tuple[str, int], ...]:
+    """Returns the mesh axes that a strategy's `model_axis` asks for.
 
     Raises:
-      DeviceError: no device, or one device twice.
+      InvalidArgumentError: it is no pair.
+    """
+    if model_axis is None:
+        return ()
+    if not isinstance(model_axis, (tuple, list)) or len(model_axis) != 2:
+        raise InvalidArgumentError(f"model_axis={model_axis!r}", "must be a name and a size.", _MODEL_AXIS)
+    return ((model_axis[0], model_axis[1]),)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which replica runs on which devices.
+
+    Args:
+      devices: those of the first replica, then those of the second, and so on.
+      axes: names and sizes of the mesh axes over which a replica spreads; none where it has one device.
+
+    Raises:
+      DeviceError: no device, one device twice, devices of two platforms, or a replica in two processes.
+      InvalidArgumentError: axes that are none, or that do not divide the devices.
       StartupError: several CPU devices without the threads they need.
 
     Example:
-      >>> Topology.of(["cpu:0"]).num_replicas
+      >>> Topology.of(["cpu:0", "cpu:1"], axes=(("model", 2),)).num_replicas
       1
     """
 
     devices: tuple[jax.Device, ...]
+    axes: tuple[tuple[str, int], ...] = ()
     mesh: Mesh = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -132,21 +153,46 @@ class Topology:
                 f"{twice} is given twice; a replica has a device of its own.",
                 f"devices={sorted(set(names))}",
             )
+        _require_one_platform(self.devices)
+        _require_axes(self.axes, len(names))
+        self._require_one_process()
         _require_threads(self.devices)
-        mesh = Mesh(np.array(self.devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+        axis_names, sizes = (REPLICA_AXIS, *(n for n, _ in self.axes)), (self.num_replicas, *(n for _, n in self.axes))
+        # Automatic: `run` maps the first axis by hand, and leaves the others to XLA.
+        mesh = Mesh(np.array(self.devices).reshape(sizes), axis_names, axis_types=(AxisType.Auto,) * len(sizes))
         object.__setattr__(self, "mesh", mesh)
 
     @classmethod
-    def of(cls, devices: Sequence[str | jax.Device] | None) -> "Topology":
+    def of(cls, devices: Sequence[str | jax.Device] | None, *, axes: tuple[tuple[str, int], ...] = ()) -> "Topology":
         """Returns the topology over `devices`, or over all local ones."""
         if isinstance(devices, str):
             raise DeviceError(f"devices={devices!r}", "must be a list of devices.", f"devices=[{devices!r}]")
-        return cls(tuple(map(parse_device, devices)) if devices else tuple(default_devices()))
+        return cls(tuple(map(parse_device, devices)) if devices else tuple(default_devices()), axes)
 
     @property
     def num_replicas(self) -> int:
         """The number of replicas."""
-        return len(self.devices)
+        return len(self.devices) // self.devices_per_replica
+
+    @property
+    def devices_per_replica(self) -> int:
+        """The number of logical devices that a replica has."""
+        return math.prod(n for _, n in self.axes)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one device."""
+        return len(self.devices) == 1
+
+    @property
+    def first_devices(self) -> tuple[jax.Device, ...]:
+        """The first device of each replica, in replica order."""
+        return self.devices[:: self.devices_per_replica]
+
+    def devices_of(self, replica: int) -> tuple[jax.Device, ...]:
+        """Returns the logical devices of a replica."""
+        count = self.devices_per_replica
+        return self.devices[replica * count : (replica + 1) * count]
 
     @cached_property
     def workers(self) -> tuple[int, ...]:
@@ -165,13 +211,13 @@ class Topology:
 
     @cached_property
     def local_devices(self) -> tuple[jax.Device, ...]:
-        """The devices of this process's replicas, in replica order."""
-        return tuple(d for d in self.devices if d.process_index == self.workers[self.worker_index])
+        """The first device of each of this process's replicas, in replica order."""
+        return tuple(d for d in self.first_devices if d.process_index == self.workers[self.worker_index])
 
     @property
     def local_replicas(self) -> range:
         """The numbers of this process's replicas."""
-        first = self.devices.index(self.local_devices[0])
+        first = self.first_devices.index(self.local_devices[0])
         return range(first, first + len(self.local_devices))
 
     def dispatching(self, *, is_step: bool) -> AbstractContextManager[Any]:
@@ -210,7 +256,7 @@ class Topology:
         # Unlike device_put it asks no other process.
         if isinstance(value, jax.Array) and value.sharding == self.replicated:
             return value
-        parts = [jax.device_put(value, device) for device in self.local_devices]
+        parts = [jax.device_put(value, device) for i in self.local_replicas for device in self.devices_of(i)]
         return jax.make_array_from_single_device_arrays(np.shape(value), self.replicated, parts)
 
     def from_chief(self, values: list[Any]) -> list[Any]:
@@ -219,8 +265,9 @@ class Topology:
             return multihost_utils.broadcast_one_to_all(values, is_source=self.worker_index == 0)
 
     def join_per_replica(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """Makes one array `(num_replicas, ...)` of one for each local replica, which is on its device already or put there."""
-        placed = [jax.device_put(x, d)[None] for x, d in zip(parts, self.local_devices, strict=True)]
+        """Makes one array `(num_replicas, ...)` of one for each local replica, which is on its devices already or put there."""
+        own = zip(parts, self.local_replicas, strict=True)
+        placed = [jax.device_put(x, d)[None] for x, i in own for d in self.devices_of(i)]
         return jax.make_array_from_single_device_arrays((self.num_replicas, *parts[0].shape), self.per_replica, placed)
 
     def exchange(self, values: np.ndarray) -> np.ndarray:
@@ -251,6 +298,16 @@ class Topology:
     def per_replica(self) -> NamedSharding:
         """The sharding of an array whose leading dim is the replica."""
         return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
+
+    def _require_one_process(self) -> None:
+        for i in range(self.num_replicas):
+            processes = sorted({d.process_index for d in self.devices_of(i)})
+            if len(processes) > 1:
+                raise DeviceError(
+                    f"replica {i} on {list(map(device_name, self.devices_of(i)))}",
+                    f"its devices belong to the processes {processes}, and each process feeds replicas of its own.",
+                    "fewer logical devices for each replica",
+                )
 
 
 class _Turn:
@@ -285,6 +342,32 @@ def _schedulable_cpus() -> int:
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _require_one_platform(devices: Sequence[jax.Device]) -> None:
+    platforms = sorted({d.platform for d in devices})
+    if len(platforms) > 1:
+        raise DeviceError(
+            f"devices={list(map(device_name, devices))}",
+            f"they are of the platforms {' and '.join(platforms)}, and one program runs on one.",
+            f"devices={[device_name(d) for d in devices if d.platform == devices[0].platform]}",
+        )
+
+
+def _require_axes(axes: Sequence[tuple[str, int]], num_devices: int) -> None:
+    names, sizes = [name for name, _ in axes], [size for _, size in axes]
+    if len({REPLICA_AXIS, *names}) <= len(names) or not all(isinstance(n, str) and n for n in names):
+        raise InvalidArgumentError(
+            f"axes={axes}", f"each needs a name of its own; {REPLICA_AXIS!r} is taken.", _MODEL_AXIS
+        )
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+        raise InvalidArgumentError(f"axes={axes}", "their sizes must be positive integers.", _MODEL_AXIS)
+    if num_devices % math.prod(sizes):
+        raise InvalidArgumentError(
+            f"axes={axes}",
+            f"{num_devices} devices cannot be divided into replicas of {math.prod(sizes)}.",
+            f"a size that divides {num_devices}",
+        )
 
 
 def _require_threads(devices: Sequence[jax.Device]) -> None:

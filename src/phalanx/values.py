@@ -271,17 +271,23 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
 def _local_components(array: Any) -> list[Any]:
     if isinstance(array, np.ndarray):
         return list(array)
-    shards = sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
-    if shards[0].data.shape[0] == 1:
+    # Those of the first device of each replica: the others of a replica hold the same.
+    first = {s.index[0].start or 0: s for s in reversed(array.addressable_shards)}
+    shards = [first[start] for start in sorted(first)]
+    if shards[0].data.shape == (1, *array.shape[1:]):
         return [s.data[0] for s in shards]
     return [array[i] for i in range(array.shape[0])]
 
 
 def _copies(array: Any) -> list[Any]:
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-        mesh = array.sharding.mesh.devices.flat if isinstance(array.sharding, NamedSharding) else ()
-        order = {device: i for i, device in enumerate(mesh)}
-        return [s.data for s in sorted(array.addressable_shards, key=lambda s: order.get(s.device, 0))]
+        if not isinstance(array.sharding, NamedSharding):
+            return [s.data for s in array.addressable_shards]
+        # The first device of each replica.
+        mesh = array.sharding.mesh.devices
+        order = {device: i for i, device in enumerate(mesh.reshape(len(mesh), -1)[:, 0])}
+        first = sorted((s for s in array.addressable_shards if s.device in order), key=lambda s: order[s.device])
+        return [s.data for s in first] if array.is_fully_replicated else [array] * len(first)
     return [array]
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import pytest
 
 import phalanx
+import phalanx.testing
+from phalanx.tpu.experimental import DeviceAssignment
 
 
 def mirrored(count: int, ops: phalanx.CrossDeviceOps | None = None) -> Callable[[], phalanx.Strategy]:
@@ -15,6 +17,22 @@ def mirrored(count: int, ops: phalanx.CrossDeviceOps | None = None) -> Callable[
 def central(count: int) -> Callable[[], phalanx.Strategy]:
     """A row over the second and further CPU devices, with the variables on the first."""
     return lambda: phalanx.experimental.CentralStorageStrategy([f"cpu:{i}" for i in range(1, count + 1)], "cpu:0")
+
+
+def tpu(shape: tuple[int, int, int], count: int) -> Callable[[], phalanx.Strategy]:
+    """A row of `count` replicas of that computation shape, on eight devices that stand for a cube of cores."""
+
+    def make() -> phalanx.Strategy:
+        assignment = DeviceAssignment.build(phalanx.testing.virtual_topology((2, 2, 2)), shape, num_replicas=count)
+        return phalanx.TPUStrategy(experimental_device_assignment=assignment)
+
+    return make
+
+
+def model_parallel(count: int, size: int) -> Callable[[], phalanx.Strategy]:
+    """A row of `count` replicas on `size` devices each."""
+    devices = [f"cpu:{i}" for i in range(count * size)]
+    return lambda: phalanx.MirroredStrategy(devices, model_axis=("model", size))
 
 
 ROWS: dict[str, Callable[[], phalanx.Strategy]] = {
@@ -33,6 +51,10 @@ ROWS: dict[str, Callable[[], phalanx.Strategy]] = {
     "central_x1": central(1),
     "central_x2": central(2),
     "central_x4": central(4),
+    "tpu_x4_of_1": tpu((1, 1, 1), 4),
+    "tpu_x4_of_2": tpu((1, 1, 2), 4),
+    "tpu_x2_of_4": tpu((1, 2, 2), 2),
+    "mirrored_x2_of_2": model_parallel(2, 2),
 }
 
 

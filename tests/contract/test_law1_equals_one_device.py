@@ -82,13 +82,13 @@ def test_every_model(strategy, model_name, optimizer_name):
 
 
 @pytest.mark.parametrize("model_name", OTHERS)
-@on("mirrored_x3", "mirrored_x8")
+@on("mirrored_x3", "mirrored_x8", "tpu_x2_of_4")
 def test_every_model_on_short_batches(strategy, model_name):
     """Padding changes nothing for any model."""
     assert_same_training(strategy, model_name, "momentum", SHORT)
 
 
-@on("default", "one_device", "mirrored_x2", "mirrored_x8", "mirrored_x3_hierarchical")
+@on("default", "one_device", "mirrored_x2", "mirrored_x8", "mirrored_x3_hierarchical", "tpu_x4_of_2")
 def test_one_compiled_step(strategy):
     """`run` and `reduce` inside one `phalanx.function` train the same too."""
     assert_same_training(strategy, "mlp_l2", "momentum", SHORT, whole=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from fit_models import VALIDATION_ROWS, WORKLOADS, train, train_on_one_device
-from strategy_table import central, mirrored
+from strategy_table import central, mirrored, model_parallel
 
 # Keras's metrics of intersections ask for 64-bit integers.
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")
@@ -45,6 +45,12 @@ def test_fit_equals_keras(name, count, k):
 def test_fit_in_central_storage(name, k):
     """With the variables on a device of their own, too."""
     assert_fit_equals_keras(central(2)(), name, k)
+
+
+@pytest.mark.parametrize(("name", "k"), [("mlp", 8)])
+def test_fit_on_replicas_of_two_devices(name, k):
+    """With a second axis in the mesh, too."""
+    assert_fit_equals_keras(model_parallel(2, 2)(), name, k)
 
 
 def assert_fit_equals_keras(strategy, name, k):

@@ -148,3 +148,52 @@ def test_import_sets_the_keras_backend():
 def test_environment_gives_two_devices():
     """The variable is honoured at import."""
     assert "[0, 1]" in run_python("import phalanx, jax; print([d.id for d in jax.devices()])", PHALANX_CPU_DEVICES="2")
+
+
+def test_further_axes():
+    """A replica spreads over neighbouring devices, along automatic axes; replicas are counted as before."""
+    topology = Topology.of([f"cpu:{i}" for i in range(8)], axes=(("rows", 2), ("columns", 2)))
+    assert (topology.num_replicas, topology.devices_per_replica, topology.is_single) == (2, 4, False)
+    assert dict(topology.mesh.shape) == {"replica": 2, "rows": 2, "columns": 2}
+    assert set(topology.mesh.axis_types) == {AxisType.Auto}
+    assert [d.id for d in topology.first_devices] == [0, 4] == [d.id for d in topology.local_devices]
+    assert [d.id for d in topology.devices_of(1)] == [4, 5, 6, 7]
+    assert topology.local_replicas == range(2)
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        (("model", 3), "4 devices cannot be divided into replicas of 3.\nHINT: a size that divides 4"),
+        (("model", 0), "their sizes must be positive integers.\nHINT: model_axis="),
+        (("model", True), "their sizes must be positive integers"),
+        (("replica", 2), "each needs a name of its own; 'replica' is taken.\nHINT"),
+        (("", 2), "each needs a name of its own"),
+        ("model", "model_axis='model': must be a name and a size.\nHINT: model_axis="),
+    ],
+)
+def test_axes_that_are_none(axis, message):
+    """The message says what is wrong with them."""
+    with pytest.raises(InvalidArgumentError, match=message):
+        phalanx.MirroredStrategy([f"cpu:{i}" for i in range(4)], model_axis=axis)
+
+
+class _Device:
+    """What a topology asks of a device, for machines that have other ones than this."""
+
+    def __init__(self, name, process=0):
+        platform, number = name.split(":")
+        self.platform, self.id, self.process_index = platform, int(number), process
+
+
+def test_two_platforms():
+    """One program runs on one."""
+    with pytest.raises(DeviceError, match=r"platforms cpu and tpu, .*\nHINT: devices=\['tpu:0'\]"):
+        Topology((_Device("tpu:0"), _Device("cpu:0")))
+
+
+def test_replica_in_two_processes():
+    """Each process feeds replicas of its own."""
+    devices = tuple(_Device(f"tpu:{i}", process=i // 3) for i in range(4))
+    with pytest.raises(DeviceError, match=r"(?s)replica 1 on .*processes \[0, 1\].*\nHINT: fewer logical devices"):
+        Topology(devices, (("model", 2),))

@@ -80,6 +80,11 @@ class Strategy(ABC):
         """The resolver of the cluster; None on one machine. May be called in any context."""
         return None
 
+    @property
+    def requires_static_shapes(self) -> bool:
+        """Whether `extended.experimental_require_static_shapes` says that shapes must not depend on values. In any context."""
+        return False
+
     def aggregate_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Sums gradients over the replicas, inside a program; None stays None."""
         assert self.cross_device_ops is not None
@@ -100,6 +105,12 @@ class Strategy(ABC):
             assert scope is not None
             return trace_run(self, fn, args, kwargs, scope)
 
+        if options.eager and self.topology is not None and self.topology.axes:
+            raise InvalidArgumentError(
+                "RunOptions(eager=True), or run_eagerly=True of Keras",
+                f"a replica has {self.topology.devices_per_replica} devices, and only a compiled program is divided between them.",
+                "phalanx.OneDeviceStrategy(...) to look into a step; jax.debug.print to print in it",
+            )
         token = context.push(self._cross_replica)
         try:
             return self._programs.call(fn, program, args, kwargs, eager=options.eager)

@@ -151,7 +151,7 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The names of the devices that run replicas, in replica order."""
+        """The names of the devices that run replicas, in replica order: of each replica the first."""
         topology = self._strategy.topology
         if topology is None:
             raise ContextError(
@@ -159,7 +159,7 @@ class StrategyExtended:
                 "it does not place anything.",
                 'phalanx.OneDeviceStrategy("cpu:0")',
             )
-        return tuple(map(device_name, topology.devices))
+        return tuple(map(device_name, topology.first_devices))
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -168,8 +168,8 @@ class StrategyExtended:
 
     @property
     def experimental_require_static_shapes(self) -> bool:
-        """Whether `run` needs static shapes beyond what every compiled program needs."""
-        return False
+        """Whether `run` says that it needs static shapes; every compiled program does."""
+        return self._strategy.requires_static_shapes
 
     @property
     def should_checkpoint(self) -> bool:

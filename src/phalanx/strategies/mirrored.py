@@ -9,7 +9,7 @@ import jax
 from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
 from phalanx.errors import InvalidArgumentError
 from phalanx.strategies.synchronous import SynchronousStrategy
-from phalanx.topology import Topology
+from phalanx.topology import Topology, axes_of
 
 
 @final
@@ -18,11 +18,13 @@ class MirroredStrategy(SynchronousStrategy):
 
     Args:
       devices: for example `["/gpu:0", "/gpu:1"]`; None takes all GPUs, else all CPU devices.
-      cross_device_ops: how gradients cross devices; None is an all-reduce of each.
+      cross_device_ops: how gradients cross replicas; None is an all-reduce of each.
+      model_axis: name and size of a mesh axis over which each replica spreads: with `("model", 2)` four devices are two
+        replicas of two.
 
     Raises:
       DeviceError: a device that this process does not have, or one given twice.
-      InvalidArgumentError: `cross_device_ops` is something else.
+      InvalidArgumentError: `cross_device_ops` is something else, or replicas of that size cannot be made of the devices.
       StartupError: several CPU devices without the threads that XLA needs for them.
 
     Example:
@@ -32,13 +34,17 @@ class MirroredStrategy(SynchronousStrategy):
     """
 
     def __init__(
-        self, devices: Sequence[str | jax.Device] | None = None, cross_device_ops: CrossDeviceOps | None = None
+        self,
+        devices: Sequence[str | jax.Device] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        model_axis: tuple[str, int] | None = None,
     ) -> None:
-        topology = Topology.of(devices)
+        topology = Topology.of(devices, axes=axes_of(model_axis))
         # Packing costs more than it saves between devices of one process.
         ops = NcclAllReduce(num_packs=None) if cross_device_ops is None else cross_device_ops
         if not isinstance(ops, CrossDeviceOps):
             raise InvalidArgumentError(
                 f"cross_device_ops={ops!r}", "must be CrossDeviceOps.", "cross_device_ops=phalanx.NcclAllReduce()"
             )
-        super().__init__(topology, ops.for_devices(topology.devices))
+        super().__init__(topology, ops.for_devices(topology.first_devices))

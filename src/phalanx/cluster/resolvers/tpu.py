@@ -67,6 +67,19 @@ class TPUClusterResolver(ClusterResolver):
         self._credentials, self._service, self._discovery_url = credentials, service, discovery_url
         self._given_environ = environ
 
+    @staticmethod
+    def connect(tpu: str | None = None, zone: str | None = None, project: str | None = None) -> "TPUClusterResolver":
+        """Returns a resolver of that TPU. May be called in any context.
+
+        What it does in TensorFlow beyond that, `initialize_tpu_system` and `TPUStrategy` do here.
+
+        Args:
+          tpu: its name, as in the constructor.
+          zone: where it is.
+          project: whose it is.
+        """
+        return TPUClusterResolver(tpu, zone, project)
+
     @override
     def cluster_spec(self) -> ClusterSpec:
         """Returns the addresses of all hosts; none for "local".

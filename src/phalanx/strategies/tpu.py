@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TPUStrategy`: one replica on the logical devices that an assignment gives it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from typing_extensions import override
+
+from phalanx import context
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.resolvers.tpu import TPUClusterResolver
+from phalanx.collectives.cross_device import NcclAllReduce
+from phalanx.device_assignment import DeviceAssignment
+from phalanx.errors import ContextError, DeviceError, InvalidArgumentError
+from phalanx.strategies.synchronous import SynchronousStrategy
+from phalanx.topology import MODEL_AXIS, Topology
+from phalanx.tpu.system import devices_of, initialize_tpu_system
+
+
+class TPUStrategy(SynchronousStrategy):
+    """Synchronous training on TPUs: one replica on each core, or on the logical devices of an assignment.
+
+    Every host of a slice runs the same program, and makes the strategy at its top. May be made outside all scopes.
+
+    A replica with several logical devices is one program that XLA divides between them. Its mesh axis is named "model"; of
+    4, 8, ... logical devices "model_0", "model_1", ..., of 2 each.
+
+    Args:
+      tpu_cluster_resolver: what knows the hosts; None is `TPUClusterResolver()`.
+      experimental_device_assignment: which cores each replica has; None makes a replica of each core.
+      experimental_spmd_xla_partitioning: whether logical devices are never addressed one by one, as in tf.distribute; all
+        programs are partitioned by XLA, whether it is set or not.
+
+    Raises:
+      DeviceError: this machine has no TPU, or the assignment is for another system.
+      ClusterError, StartupError: the hosts cannot be connected.
+      InvalidArgumentError: an argument of another kind.
+
+    Source: tf.distribute.TPUStrategy.
+
+    Example:
+      >>> import phalanx, phalanx.testing
+      >>> topology = phalanx.testing.virtual_topology((2, 2, 2))
+      >>> assignment = phalanx.tpu.experimental.DeviceAssignment.build(topology, [1, 1, 2], num_replicas=4)
+      >>> phalanx.TPUStrategy(experimental_device_assignment=assignment).num_replicas_in_sync
+      4
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: ClusterResolver | None = None,
+        experimental_device_assignment: DeviceAssignment | None = None,
+        experimental_spmd_xla_partitioning: bool = False,
+    ) -> None:
+        resolver = TPUClusterResolver() if tpu_cluster_resolver is None else tpu_cluster_resolver
+        assignment = experimental_device_assignment
+        if not isinstance(assignment, (DeviceAssignment, type(None))):
+            raise InvalidArgumentError(
+                f"experimental_device_assignment={assignment!r:.60}",
+                "must be a DeviceAssignment.",
+                "DeviceAssignment.build(topology, computation_shape, num_replicas=...)",
+            )
+        found = initialize_tpu_system(resolver)
+        if assignment is None:
+            cores = found.device_coordinates.reshape(-1, 1, found.mesh_rank)
+            assignment = DeviceAssignment(found, cores)
+        super().__init__(_topology_of(assignment, found.num_tasks), NcclAllReduce(num_packs=None))
+        self._resolver, self._is_spmd = resolver, bool(experimental_spmd_xla_partitioning)
+
+    @property
+    @override
+    def cluster_resolver(self) -> ClusterResolver:
+        """The resolver of the TPU system. May be called in any context."""
+        return self._resolver
+
+    @property
+    @override
+    def requires_static_shapes(self) -> bool:
+        return True
+
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """Lets one logical device of each replica provide a value. In replica context.
+
+        All logical devices execute one program; this one's value is kept, and sent to the others that use it.
+
+        Args:
+          tensor: an array.
+          logical_device_id: the number of a logical device.
+
+        Returns:
+          The same value.
+
+        Raises:
+          InvalidArgumentError: there is no such logical device, or the strategy was made with SPMD partitioning.
+          ContextError: called outside a replica function.
+
+        Example:
+          >>> import phalanx, phalanx.testing
+          >>> topology = phalanx.testing.virtual_topology((2, 2, 2))
+          >>> assignment = phalanx.tpu.experimental.DeviceAssignment.build(topology, [1, 1, 2], num_replicas=4)
+          >>> strategy = phalanx.TPUStrategy(experimental_device_assignment=assignment)
+          >>> result = strategy.run(lambda x: strategy.experimental_assign_to_logical_device(x + x, 1), args=(1.0,))
+          >>> [float(x) for x in result.values]
+          [2.0, 2.0, 2.0, 2.0]
+        """
+        self._require_replica("experimental_assign_to_logical_device")
+        count = self.topology.devices_per_replica
+        if self._is_spmd:
+            raise InvalidArgumentError(
+                "experimental_assign_to_logical_device with experimental_spmd_xla_partitioning=True",
+                "XLA divides all of a replica's program between its logical devices.",
+                "experimental_split_to_logical_devices(tensor, ...) or experimental_replicate_to_logical_devices(tensor)",
+            )
+        if isinstance(logical_device_id, bool) or logical_device_id not in range(count):
+            raise InvalidArgumentError(
+                f"logical_device_id={logical_device_id!r}",
+                f"a replica has the logical devices 0 to {count - 1}.",
+                "logical_device_id=0",
+            )
+        value = jnp.asarray(tensor)
+        if count == 1:
+            return value
+        own = (jnp.arange(count) == logical_device_id).reshape(-1, *(1,) * value.ndim)
+        kept = lax.with_sharding_constraint(jnp.where(own, value, jnp.zeros_like(value)), self._spec(0, value.ndim + 1))
+        return kept.sum(0).astype(value.dtype)
+
+    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+        """Divides an array between the logical devices of each replica. In replica context.
+
+        XLA divides what is computed with it likewise, as far as it can.
+
+        Args:
+          tensor: an array.
+          partition_dimensions: into how many parts to divide each dim; their product is the number of logical devices, which
+            get the parts in C order.
+
+        Returns:
+          The same value.
+
+        Raises:
+          InvalidArgumentError: not one number for each dim, numbers that do not divide the dims, or another product.
+          ContextError: called outside a replica function.
+        """
+        self._require_replica("experimental_split_to_logical_devices")
+        value = jnp.asarray(tensor)
+        parts = list(partition_dimensions)
+        count = self.topology.devices_per_replica
+        asked = f"partition_dimensions={parts} of an array {value.dtype}{list(value.shape)}"
+        if len(parts) != value.ndim or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in parts):
+            raise InvalidArgumentError(asked, "must be one positive integer for each dim.", f"{[1] * value.ndim}")
+        if wrong := [i for i, n in enumerate(parts) if value.shape[i] % n]:
+            dim = wrong[0]
+            raise InvalidArgumentError(
+                asked, f"{parts[dim]} does not divide {value.shape[dim]}, dim {dim}.", "a number that divides the dim"
+            )
+        spec = _divided(parts, self.topology.axes)
+        if spec is None:
+            raise InvalidArgumentError(
+                asked,
+                f"a replica has {count} logical devices, and the product must be that.",
+                f"{[count] + [1] * (value.ndim - 1)}",
+            )
+        return value if count == 1 else lax.with_sharding_constraint(value, spec)
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """Lets every logical device of a replica have a whole array. In replica context.
+
+        Args:
+          tensor: an array.
+
+        Returns:
+          The same value.
+
+        Raises:
+          ContextError: called outside a replica function.
+        """
+        self._require_replica("experimental_replicate_to_logical_devices")
+        value = jnp.asarray(tensor)
+        return value if self.topology.devices_per_replica == 1 else lax.with_sharding_constraint(value, PartitionSpec())
+
+    def _spec(self, dim: int, ndim: int) -> PartitionSpec:
+        """Returns how to divide a dim between all logical devices."""
+        names = tuple(name for name, _ in self.topology.axes)
+        return PartitionSpec(*(names if i == dim else None for i in range(ndim)))
+
+    def _require_replica(self, method: str) -> None:
+        mode = context.current()
+        if mode.replica is None or mode.strategy is not self:
+            raise ContextError(
+                f"{method} outside a replica function of {self!r:.60}",
+                "it says where an array of a replica's program is.",
+                "call it in the function that strategy.run runs",
+            )
+
+
+def _topology_of(assignment: DeviceAssignment, num_tasks: int) -> Topology:
+    """Returns the devices of an assignment, replica by replica."""
+    tasks = devices_of(assignment.topology)
+    if num_tasks < assignment.topology.num_tasks:
+        raise DeviceError(
+            f"{assignment} on {assignment.topology.num_tasks} hosts",
+            f"this job has {num_tasks}.",
+            "the topology that initialize_tpu_system(resolver) returns",
+        )
+    devices = [tasks[task][core] for task, core in assignment.logical_to_physical.reshape(-1, 2)]
+    return Topology(tuple(devices), _axes(assignment.num_cores_per_replica))
+
+
+def _axes(cores: int) -> tuple[tuple[str, int], ...]:
+    """Returns mesh axes for so many logical devices: of prime sizes, so that an array can be divided along several dims."""
+    sizes = []
+    while cores > 1:
+        sizes.append(next(n for n in range(2, cores + 1) if cores % n == 0))
+        cores //= sizes[-1]
+    return tuple((MODEL_AXIS if len(sizes) == 1 else f"{MODEL_AXIS}_{i}", n) for i, n in enumerate(sizes))
+
+
+def _divided(parts: Sequence[int], axes: Sequence[tuple[str, int]]) -> PartitionSpec | None:
+    """Returns how to divide each dim into so many parts, in C order; None where the axes cannot."""
+    left, spec = list(axes), []
+    for wanted in parts:
+        names: list[str] = []
+        got = 1
+        while got < wanted and left:
+            name, size = left.pop(0)
+            names.append(name)
+            got *= size
+        if got != wanted:
+            return None
+        spec.append(tuple(names) or None)
+    return None if left else PartitionSpec(*spec)
