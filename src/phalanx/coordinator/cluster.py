@@ -197,6 +197,11 @@ class ClusterCoordinator:
             staleness=dict(sorted(staleness.items())),
         )
 
+    def spec_of(self, resource: PerWorkerValues) -> Any:
+        """Returns the structure and the shapes of a worker's next batch, which is not taken. May be called in any context."""
+        ((spec,),) = self._specs([resource])
+        return spec
+
     def _specs(self, resources: Sequence[PerWorkerValues]) -> Any:
         if not resources:
             return ()
