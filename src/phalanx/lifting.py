@@ -72,6 +72,8 @@ class Discovery:
         have nothing to do with rows.
       eager: whether the function is executed with real values.
       seeds: the states of random generators that were drawn from.
+      lookups: the tables of which rows were looked up, in order, and the shapes of the ids; a trace of them takes the
+        positions of the ids among the rows that it has, after the values of the variables.
     """
 
     variables: list[Variable] = field(default_factory=list)
@@ -89,14 +91,16 @@ class Discovery:
     rows_each: list[int] = field(default_factory=list)
     eager: bool = False
     seeds: list[Variable] = field(default_factory=list)
+    lookups: list[tuple[Variable, tuple[int, ...]]] = field(default_factory=list)
 
-    def take(self, scope: "LiftScope", inputs: Sequence[tuple[Variable, bool]], jaxpr: Any, outputs: Any) -> None:
+    def take(self, scope: "LiftScope", inputs: Sequence[tuple[Variable | int, bool]], jaxpr: Any, outputs: Any) -> None:
         """Notes what `scope` saw while `jaxpr` was traced."""
         entries = list(scope.entries.values())
         self.variables = [e.variable for e in entries]
         self.written = [e.written for e in entries]
         order = {id(v): i for i, v in enumerate(self.variables)}
-        self.inputs = [(order[id(v)], own) for v, own in inputs]
+        place = lambda x: len(order) + x if isinstance(x, int) else order[id(x)]  # noqa: E731
+        self.inputs = [(place(v), own) for v, own in inputs]
         self.jaxpr, self.outputs = markers.with_first_values(jaxpr), outputs
         self.connected = markers.connected(self.jaxpr.jaxpr)
         self.has_tapes = markers.has_tapes(self.jaxpr.jaxpr)
@@ -150,6 +154,14 @@ class AbstractPass(ABC):
     def components(self, variable: Variable, num_replicas: int) -> Any:
         """Returns the replicas' own values of it, `(num_replicas, ...)`; None where they follow from its value."""
 
+    def looked_up(self, table: Variable, ids: Any) -> Any:
+        """Notes that rows of `table` are looked up; returns their positions among the rows that the program has."""
+        raise VariableError(
+            f"rows of {describe(table)}",
+            "it lives on parameter servers, and only a scheduled step gets rows of it.",
+            "coordinator.schedule(step, args=(...)), or strategy.run(fn)",
+        )
+
     @abstractmethod
     def entered(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
         """Returns values of variables as those that a tape watches."""
@@ -176,7 +188,8 @@ class Tracing(AbstractPass):
 
     def __init__(self, connected: Sequence[tuple[bool, ...]] | None = None) -> None:
         self.found = Discovery()
-        self.inputs: list[tuple[Variable, bool]] = []
+        self.inputs: list[tuple[Variable | int, bool]] = []
+        self.ids: list[Any] = []
         self._connected = None if connected is None else iter(connected)
         with jex.take_current_trace() as trace:
             self._trace = trace
@@ -188,6 +201,23 @@ class Tracing(AbstractPass):
     @override
     def components(self, variable: Variable, num_replicas: int) -> Any:
         return self._input(variable, (num_replicas, *variable.shape), own=True)
+
+    @override
+    def looked_up(self, table: Variable, ids: Any) -> Any:
+        number = len(self.ids)
+        with jex.set_current_trace(self._trace):
+            try:
+                # What was computed in an inner trace cannot be used in this one.
+                self.ids.append(ids + jnp.zeros((), ids.dtype))
+            except (jax.errors.UnexpectedTracerError, AssertionError) as e:
+                raise TraceError(
+                    f"rows of {describe(table)} looked up at {user_line()}",
+                    "the ids are computed inside the body of a loop or branch, or another transformation of jax.",
+                    "look the rows up before it, and pass them in",
+                ) from e
+            self.inputs.append((number, False))
+            self.found.lookups.append((table, tuple(ids.shape)))
+            return markers.first_value(ids.shape, "int32")
 
     @override
     def entered(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
@@ -400,6 +430,12 @@ class LiftScope(compat.AbstractLiftScope):
         if num_replicas > 1 and entry.components is None and entry.policy.on_read and not entry.written:
             entry.components = self.pass_.components(variable, num_replicas)
         return entry.components
+
+    def lookup(self, table: Variable, ids: Any) -> Any:
+        """Returns rows of a table, of which a program has only those that it looks up."""
+        self._require_current(table)
+        positions = self.pass_.looked_up(table, ids)
+        return self.entry(table).value[positions]
 
     @override
     def get_current_value(self, variable: Variable) -> Any:

@@ -337,7 +337,7 @@ class Program:
             inputs = list(map(jnp.asarray, inputs))
             result, values, parts, gradients = execute_program(self._call, inputs, self._trace_made, values, parts)
             return values, parts, result, gradients
-        result, values, parts, gradients, _ = self._taken_trace(inputs).evaluate(values, parts, inputs)
+        result, values, parts, gradients, *_ = self._taken_trace(inputs).evaluate(values, parts, inputs)
         if self._topology is not None and not self._topology.is_single:
             values = [x if x is None else lax.with_sharding_constraint(x, self._topology.replicated) for x in values]
         # State first: XLA hands donated buffers to outputs of their size in order, and a variable is to get its own back.

@@ -318,18 +318,14 @@ def execute_program(
 
 
 def _program(fn: Callable[..., Any], scope: LiftScope, inputs: Any) -> tuple[Any, ...]:
-    """Returns the result, and of what is written values, components, and increments where nothing else was; and gradients."""
+    """Returns the result; of what is written values and components; gradients; increments where nothing else was; and ids."""
     with scope:
         result = fn(inputs)
     written = _written(scope)
     gradients = [u.gradients for u in scope.updates]
-    return (
-        result,
-        [e.value for e in written],
-        [e.components for e in written],
-        gradients,
-        [e.increment for e in written],
-    )
+    values, parts = [e.value for e in written], [e.components for e in written]
+    ids = scope.pass_.ids if isinstance(scope.pass_, Tracing) else []
+    return result, values, parts, gradients, [e.increment for e in written], ids
 
 
 def _traced(fn: Callable[..., Any], *args: Any, mapped: bool = False) -> Discovery:

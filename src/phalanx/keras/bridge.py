@@ -51,8 +51,10 @@ class _Models:
                 "make it, or load it, in this strategy's scope",
             )
         if key not in self._trainers:
-            scheduled = isinstance(strategy, ParameterServerStrategy)
-            self._trainers[key] = ScheduledTrainer(model, strategy) if scheduled else ModelTrainer(model, strategy)
+            if isinstance(strategy, ParameterServerStrategy):
+                self._trainers[key] = ScheduledTrainer(model, strategy)
+            else:
+                self._trainers[key] = ModelTrainer(model, strategy)
         return self._trainers[key]
 
     def _forget(self, key: int) -> None:
