@@ -3,6 +3,7 @@
 
 from phalanx import compat  # noqa: F401  (first: it makes sure of the Keras backend)
 from phalanx import cluster_resolver
+from phalanx import coordinator
 from phalanx import data
 from phalanx import errors
 from phalanx import experimental
@@ -35,6 +36,8 @@ from phalanx.strategies.base import Strategy, explain_sharding
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.mirrored import MirroredStrategy
 from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
+from phalanx.runtime.ray import Server
+from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.strategies.tpu import TPUStrategy
 from phalanx.topology import REPLICA_AXIS, set_virtual_cpu_devices
@@ -56,17 +59,20 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
+    "Server",
     "Strategy",
     "StrategyExtended",
     "TPUStrategy",
     "checkpoint",
     "cluster_resolver",
     "cond",
+    "coordinator",
     "data",
     "errors",
     "experimental",

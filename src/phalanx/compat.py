@@ -9,7 +9,9 @@ import inspect
 import math
 import os
 import sys
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -74,8 +76,12 @@ class AbstractLiftScope(keras.StatelessScope):
         """Adds `delta` to `variable` inside the trace, or subtracts it, and returns the new value."""
         raise NotImplementedError
 
-    def fold_seed(self, seed: Any) -> Any:
-        """Returns this replica's seed for the drawn `seed`."""
+    def fold_seed(self, seed: Any, state: Variable) -> Any:
+        """Returns this replica's seed for the `seed` drawn from `state`."""
+        raise NotImplementedError
+
+    def note_averages(self, variables: Sequence[Variable]) -> None:
+        """Hears that what is assigned to `variables` next are their moving averages."""
         raise NotImplementedError
 
     def apply_gradients(
@@ -217,7 +223,7 @@ def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int | None:
 
 def accumulators(optimizer: keras.optimizers.Optimizer, variables: Any) -> list[Variable]:
     """Returns the variables that hold the accumulated gradients of `variables`; each replica gets its own sum."""
-    _build_optimizer(optimizer, variables)
+    build_optimizer(optimizer, variables)
     trained = optimizer._trainable_variables if variables is None else variables
     found = [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in trained]
     for variable in found:
@@ -230,10 +236,17 @@ def is_last_accumulated(optimizer: keras.optimizers.Optimizer) -> Any:
     return (optimizer._iterations.value + 1) % optimizer.gradient_accumulation_steps == 0
 
 
-def _build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Any) -> None:
+def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Any) -> None:
+    """Makes an optimizer's own variables, if it has not got them yet."""
     if not optimizer.built:
         with keras.name_scope(optimizer.name):
             optimizer.build(list(variables))
+
+
+def reference_of(slot: Variable) -> Variable | None:
+    """Returns the variable for which an optimizer made `slot`; None where it is for all."""
+    reference = vars(slot).get("_phalanx_reference")
+    return None if reference is None else reference()
 
 
 def trained_by(optimizer: keras.optimizers.Optimizer, variables: Any) -> tuple[Variable, ...]:
@@ -243,7 +256,7 @@ def trained_by(optimizer: keras.optimizers.Optimizer, variables: Any) -> tuple[V
 
 def apply_stateless(optimizer: keras.optimizers.LossScaleOptimizer, grads: Sequence[Any], variables: Any) -> None:
     """Applies a loss-scaling optimizer, whose `apply` assigns inside a branch, through its stateless form."""
-    _build_optimizer(optimizer, variables)
+    build_optimizer(optimizer, variables)
     trained = trained_by(optimizer, variables)
     own = optimizer.variables
     new_trained, new_own = optimizer.stateless_apply([v.value for v in own], list(grads), [v.value for v in trained])
@@ -288,6 +301,19 @@ def layout_path(variable: Variable) -> str:
     return vars(variable).get("_phalanx_follows", variable.path)  # type: ignore[no-any-return]
 
 
+@contextmanager
+def shapes(of: Sequence[tuple[Variable, tuple[int, ...]]]) -> Iterator[None]:
+    """Lets variables have other shapes meanwhile, for a trace over some of their rows."""
+    own = [v._shape for v, _ in of]
+    for variable, shape in of:
+        variable._shape = shape
+    try:
+        yield
+    finally:
+        for (variable, _), shape in zip(of, own, strict=True):
+            variable._shape = shape
+
+
 def layout_of(variable: Variable) -> Any:
     """Returns the sharding with which `variable` was made, if it was made in a scope."""
     return variable._layout
@@ -301,11 +327,14 @@ def on_assign(hear: Callable[[Variable], None]) -> None:
     _listeners.append(hear)
 
 
-_readers: list[Callable[[Variable], None]] = []
+_readers: list[Callable[[Variable], bool]] = []
 
 
-def on_first_read(fill: Callable[[Variable], None]) -> None:
-    """Lets `fill(variable)` be called before a variable is read that has no stored array."""
+def on_first_read(fill: Callable[[Variable], bool]) -> None:
+    """Lets `fill(variable)` be called before a variable is read that has no stored array.
+
+    It returns whether what it stores is for this one read.
+    """
     _readers.append(fill)
 
 
@@ -371,11 +400,19 @@ _trainable: Any = next(vars(c)["trainable"] for c in Variable.__mro__ if "traina
 Variable.trainable = property(_trainable.fget, _set_trainable, doc=_trainable.__doc__)
 
 
+_reading = threading.RLock()
+
+
 def _read(variable: Variable) -> Any:
-    if variable._value is None:
-        for fill in _readers:
-            fill(variable)
-    return _value.fget(variable)
+    if variable._value is not None:
+        return _value.fget(variable)
+    with _reading:
+        is_lent = [fill(variable) for fill in _readers]
+        try:
+            return _value.fget(variable)
+        finally:
+            if any(is_lent):
+                variable._value = None
 
 
 _value: Any = next(vars(c)["value"] for c in Variable.__mro__ if "value" in vars(c))
@@ -440,7 +477,7 @@ def _get_current_value(original: Callable[..., Any], self: keras.StatelessScope,
 @_extend(keras.random.SeedGenerator, "next")
 def _next_seed(original: Callable[..., Any], self: keras.random.SeedGenerator, *args: Any, **kwargs: Any) -> Any:
     seed, scope = original(self, *args, **kwargs), _surrounding_scope()
-    return seed if scope is None else scope.fold_seed(seed)
+    return seed if scope is None else scope.fold_seed(seed, self.state)
 
 
 def _is_number(metric: Any, given: dict[str, Any]) -> bool:
@@ -556,6 +593,8 @@ def _init_batch_normalization(
 def _moments(original: Callable[..., Any], self: Any, inputs: Any, mask: Any) -> Any:
     """Leaves padded rows out of the statistics, and computes synchronized ones over all replicas."""
     scope = _surrounding_scope()
+    if scope is not None:
+        scope.note_averages([self.moving_mean, self.moving_variance])
     rows = None if scope is None else scope.example_mask()
     if scope is None or (rows is None and not self.synchronized):
         return _moments_here(original, self, inputs, mask)
@@ -631,7 +670,17 @@ def _stateless_apply(
         return original(self, optimizer_variables, grads, trainable_variables)
 
 
+def _add_variable_from_reference(
+    original: Callable[..., Variable], self: Any, reference_variable: Variable, *args: Any, **kwargs: Any
+) -> Variable:
+    slot = original(self, reference_variable, *args, **kwargs)
+    if isinstance(reference_variable, Variable):
+        slot._phalanx_reference = weakref.ref(reference_variable)
+    return slot
+
+
 _BaseOptimizer = next(c for c in keras.optimizers.Optimizer.__mro__ if "apply_gradients" in vars(c))
+_extend(_BaseOptimizer, "add_variable_from_reference")(_add_variable_from_reference)
 _extend(_BaseOptimizer, "apply")(_apply)
 _extend(_BaseOptimizer, "apply_gradients")(_apply_gradients)
 _extend(_BaseOptimizer, "stateless_apply")(_stateless_apply)

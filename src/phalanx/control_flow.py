@@ -20,6 +20,7 @@ from phalanx import compat, context
 from phalanx.compat import Variable
 from phalanx.errors import NestedWriteError, TraceError
 from phalanx.lifting import AbstractPass, Discovery, Entry, LiftScope, Update
+from phalanx.variables import describe
 
 
 class _Body(AbstractPass):
@@ -37,6 +38,10 @@ class _Body(AbstractPass):
     @override
     def components(self, variable: Variable, num_replicas: int) -> Any:
         return None
+
+    @override
+    def looked_up(self, table: Variable, ids: Any) -> Any:
+        return self._outer.looked_up(table, ids)
 
     @override
     def entered(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
@@ -90,10 +95,22 @@ class _Surroundings:
         # Made in the body: it gets its first value when all scopes are closed.
         return jnp.zeros(variable.shape, compat.dtype_of(variable)) if value is None else value
 
+    def looked_up(self, table: Variable, ids: Any) -> Any:
+        """Notes that rows of `table` are looked up in the body."""
+        if not isinstance(self._scope, LiftScope):
+            raise TraceError(
+                f"rows of {describe(table)} in a loop or branch outside of a step",
+                "it lives on parameter servers.",
+                "coordinator.schedule(step, args=(...))",
+            )
+        return self._scope.pass_.looked_up(table, ids)
+
     def body(self, values: dict[int, Any] | None = None) -> BodyScope:
         """Returns a scope for one trace of a body, in which variables start from `values` (by id)."""
         outer = self._scope if isinstance(self._scope, LiftScope) else None
         scope = BodyScope(_Body(self, values or {}), mapped=outer is not None and outer.mapped)
+        if outer is not None:
+            scope.pass_.found.seeds = outer.pass_.found.seeds
         if outer is not None and outer.is_updating:
             scope.allow_free_writes()
         return scope

@@ -22,6 +22,7 @@
     ├── OutOfRangeError (IndexError)          an iterator that has no further batch
     ├── StateLostError (RuntimeError)         a failed program took donated variables with it
     ├── PeerLostError (RuntimeError)          another process of the cluster has died
+    ├── ServerLostError (RuntimeError)        a parameter server has died, and its variables with it
     ├── CancelledError (RuntimeError)         a scheduled step that will not run to its end
     └── DivergenceError (AssertionError)      replicas that hold different values of one variable
 
@@ -120,6 +121,10 @@ class StateLostError(PhalanxError, RuntimeError):
 
 class PeerLostError(PhalanxError, RuntimeError):
     """Another process of the cluster has died."""
+
+
+class ServerLostError(PhalanxError, RuntimeError):
+    """A parameter server has died, and its variables with it."""
 
 
 class CancelledError(PhalanxError, RuntimeError):

@@ -3,13 +3,14 @@
 
 from typing import final
 
-from phalanx import partitioners
+from phalanx import coordinator, partitioners
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.device_assignment import DeviceAssignment
 from phalanx.input.placement import ValueContext
 from phalanx.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions
 from phalanx.strategies import multi_worker, tpu
 from phalanx.strategies.central_storage import CentralStorageStrategy
+from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 CollectiveCommunication = CommunicationImplementation
 
@@ -75,7 +76,9 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "TPUStrategy",
     "ValueContext",
+    "coordinator",
     "partitioners",
 ]

@@ -50,7 +50,7 @@ class Update:
     optimizer: keras.optimizers.Optimizer
     variables: tuple[Variable, ...]
     gradients: list[Any]
-    dims: tuple[int | None, ...]
+    dims: tuple[int | None, ...] = ()
 
 
 @dataclass
@@ -73,6 +73,9 @@ class Discovery:
       rows_each: for one `Strategy.run`, how many rows its results have for each row of a padded batch; 0 for those that
         have nothing to do with rows.
       eager: whether the function is executed with real values.
+      seeds: the states of random generators that were drawn from.
+      lookups: the tables of which rows were looked up, in order, and the shapes of the ids; a trace of them takes the
+        positions of the ids among the rows that it has, after the values of the variables.
     """
 
     variables: list[Variable] = field(default_factory=list)
@@ -89,19 +92,23 @@ class Discovery:
     updates: list[Update] = field(default_factory=list)
     rows_each: list[int] = field(default_factory=list)
     eager: bool = False
+    seeds: list[Variable] = field(default_factory=list)
+    lookups: list[tuple[Variable, tuple[int, ...]]] = field(default_factory=list)
 
-    def take(self, scope: "LiftScope", inputs: Sequence[tuple[Variable, bool]], jaxpr: Any, outputs: Any) -> None:
+    def take(self, scope: "LiftScope", inputs: Sequence[tuple[Variable | int, bool]], jaxpr: Any, outputs: Any) -> None:
         """Notes what `scope` saw while `jaxpr` was traced."""
         entries = list(scope.entries.values())
         self.variables = [e.variable for e in entries]
         self.written = [e.written for e in entries]
         order = {id(v): i for i, v in enumerate(self.variables)}
-        self.inputs = [(order[id(v)], own) for v, own in inputs]
+        place = lambda x: len(order) + x if isinstance(x, int) else order[id(x)]  # noqa: E731
+        self.inputs = [(place(v), own) for v, own in inputs]
         self.jaxpr, self.outputs = markers.with_first_values(jaxpr), outputs
         self.connected = markers.connected(self.jaxpr.jaxpr)
         self.has_tapes = markers.has_tapes(self.jaxpr.jaxpr)
         self.has_callback = _has_callback(self.jaxpr.jaxpr)
         self.optimizers += [o for r in self.runs for o in r.optimizers]
+        self.seeds += [v for r in self.runs for v in r.seeds]
         self.updates = [replace(u, gradients=[]) for u in scope.updates]
 
     def flat(self, values: Sequence[Any], parts: Sequence[Any], *args: Any) -> list[Any]:
@@ -149,6 +156,14 @@ class AbstractPass(ABC):
     def components(self, variable: Variable, num_replicas: int) -> Any:
         """Returns the replicas' own values of it, `(num_replicas, ...)`; None where they follow from its value."""
 
+    def looked_up(self, table: Variable, ids: Any) -> Any:
+        """Notes that rows of `table` are looked up; returns their positions among the rows that the program has."""
+        raise VariableError(
+            f"rows of {describe(table)}",
+            "it lives on parameter servers, and only a scheduled step gets rows of it.",
+            "coordinator.schedule(step, args=(...)), or strategy.run(fn)",
+        )
+
     @abstractmethod
     def entered(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
         """Returns values of variables as those that a tape watches."""
@@ -175,7 +190,8 @@ class Tracing(AbstractPass):
 
     def __init__(self, connected: Sequence[tuple[bool, ...]] | None = None) -> None:
         self.found = Discovery()
-        self.inputs: list[tuple[Variable, bool]] = []
+        self.inputs: list[tuple[Variable | int, bool]] = []
+        self.ids: list[Any] = []
         self._connected = None if connected is None else iter(connected)
         with jex.take_current_trace() as trace:
             self._trace = trace
@@ -187,6 +203,23 @@ class Tracing(AbstractPass):
     @override
     def components(self, variable: Variable, num_replicas: int) -> Any:
         return self._input(variable, (num_replicas, *variable.shape), own=True)
+
+    @override
+    def looked_up(self, table: Variable, ids: Any) -> Any:
+        number = len(self.ids)
+        with jex.set_current_trace(self._trace):
+            try:
+                # What was computed in an inner trace cannot be used in this one.
+                self.ids.append(ids + jnp.zeros((), ids.dtype))
+            except (jax.errors.UnexpectedTracerError, AssertionError) as e:
+                raise TraceError(
+                    f"rows of {describe(table)} looked up at {user_line()}",
+                    "the ids are computed inside the body of a loop or branch, or another transformation of jax.",
+                    "look the rows up before it, and pass them in",
+                ) from e
+            self.inputs.append((number, False))
+            self.found.lookups.append((table, tuple(ids.shape)))
+            return markers.first_value(ids.shape, "int32")
 
     @override
     def entered(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
@@ -292,6 +325,8 @@ class Entry:
       written: whether it was written.
       diverged: whether the replicas hold different values, to be combined when the program ends.
       components: in cross-replica context, the replicas' own values of an on-read variable, `(num_replicas, ...)`.
+      increment: what was added to it, as long as it was not assigned otherwise.
+      replaced: whether it was.
     """
 
     variable: Variable
@@ -300,6 +335,22 @@ class Entry:
     written: bool = False
     diverged: bool = False
     components: Any = None
+    increment: Any = None
+    replaced: bool = False
+
+    def add(self, increment: Any) -> None:
+        """Adds to the value."""
+        self.move(self.value + increment, increment)
+
+    def move(self, value: Any, increment: Any) -> None:
+        """Gives it the value that an increment leads to."""
+        self.value, self.components = value, None
+        if not self.replaced:
+            self.increment = increment if self.increment is None else self.increment + increment
+
+    def replace(self, value: Any, components: Any = None) -> None:
+        """Gives it another value."""
+        self.value, self.components, self.increment, self.replaced = value, components, None, True
 
     @property
     def policy(self) -> Policy:
@@ -332,6 +383,7 @@ class LiftScope(compat.AbstractLiftScope):
         self.aggregations = 0
         self._state: Any = None
         self._read_inside: set[int] = set()
+        self._averages: set[int] = set()
         self._cache_key: Any = None
 
     @override
@@ -381,6 +433,12 @@ class LiftScope(compat.AbstractLiftScope):
             entry.components = self.pass_.components(variable, num_replicas)
         return entry.components
 
+    def lookup(self, table: Variable, ids: Any) -> Any:
+        """Returns rows of a table, of which a program has only those that it looks up."""
+        self._require_current(table)
+        positions = self.pass_.looked_up(table, ids)
+        return self.entry(table).value[positions]
+
     @override
     def get_current_value(self, variable: Variable) -> Any:
         self._require_current(variable)
@@ -395,7 +453,11 @@ class LiftScope(compat.AbstractLiftScope):
     def add_update(self, update: tuple[Variable, Any]) -> None:
         variable, value = update
         entry = self._writable(variable)
-        entry.value, entry.components = self._combined(entry, value), None
+        value = self._combined(entry, value)
+        if id(variable) in self._averages:
+            entry.move(value, value - entry.value)
+        else:
+            entry.replace(value)
         if self.mapped and context.in_cross_replica_context():
             entry.diverged = False
 
@@ -410,17 +472,26 @@ class LiftScope(compat.AbstractLiftScope):
                 f"an increment of shape {tuple(variable.shape)}",
             )
         delta = self._combined(entry, delta)
-        entry.value, entry.components = entry.value - delta if negative else entry.value + delta, None
+        entry.add(-delta if negative else delta)
         return entry.value
 
     def commit(self, other: Entry) -> None:
         """Takes over what the body of `phalanx.scan` and the like did to a variable."""
         entry = self._writable(other.variable)
-        entry.value, entry.components = other.value, None
+        if other.replaced:
+            entry.replace(other.value)
+        else:
+            entry.move(other.value, _difference(other.value, entry.value))
         entry.diverged |= other.diverged
 
     @override
-    def fold_seed(self, seed: Any) -> Any:
+    def note_averages(self, variables: Sequence[Variable]) -> None:
+        self._averages.update(map(id, variables))
+
+    @override
+    def fold_seed(self, seed: Any, state: Variable) -> Any:
+        if not any(v is state for v in self.pass_.found.seeds):
+            self.pass_.found.seeds.append(state)
         return seed if _replicas() == 1 else jax.random.fold_in(seed, lax.axis_index(REPLICA_AXIS))
 
     @override
@@ -697,6 +768,11 @@ def user_line() -> str:
 def _divided_dim(strategy: Any, variable: Variable) -> int | None:
     """Returns along which dim replicas have parts of a variable, and of its gradient."""
     return strategy.topology.divided_dim(compat.layout_path(variable), variable.shape)  # type: ignore[no-any-return]
+
+
+def _difference(value: Any, other: Any) -> Any:
+    """Returns the increment from `other` to `value`; None where a dtype has none."""
+    return None if value.dtype == jnp.bool_ else value - other
 
 
 def _divided(value: Any, divisor: Any) -> Any:

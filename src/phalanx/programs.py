@@ -34,11 +34,35 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NEW_FUNCTIONS_BEFORE_WARNING = 3
-_VALUES_ASKED_FOR = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Says in the words of Phalanx why a function cannot be traced."""
+    try:
+        yield
+    except DiscoveryMismatch as e:
+        raise TraceError(
+            f"{describe(e.variable)} in a traced function",
+            "each time the function is traced it makes or uses another variable.",
+            "make variables outside, or once: `if self.v is None: self.v = keras.Variable(...)`",
+        ) from None
+    except jax.errors.NonConcreteBooleanIndexError as e:
+        raise TraceError(
+            "an array whose shape depends on the values of another (`x[mask]`) in a traced function",
+            "all shapes of a compiled program are static: they follow from those of its arguments.",
+            "jnp.where(mask, x, 0), or jnp.nonzero(mask, size=...)",
+        ) from e
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+    ) as e:
+        raise TraceError(
+            "the value of an array (by `if`, `float`, `int`, `range` or NumPy) in a traced function",
+            "it has none yet: the function is traced once and compiled; numbers among its arguments are traced too.",
+            "jnp.where(condition, a, b) or phalanx.cond for `if`; return the value to read it outside; jax.debug.print to print it",
+        ) from e
 
 
 class Function:
@@ -115,6 +139,13 @@ class Arguments:
         self.sharded = parts.sharded + [True, False] * len(self.rows)
         self.key: Hashable = (self.structure, len(self.rows), tuple(map(_spec, self.arrays)))
 
+    @staticmethod
+    def rebuild(structure: Structure, num_rows: int, arrays: Sequence[Any]) -> tuple[Any, Any, list[RowMask]]:
+        """Returns `(args, kwargs, row masks)` with these arrays."""
+        split = len(arrays) - 2 * num_rows
+        rows = [RowMask(*arrays[i : i + 2]) for i in range(split, len(arrays), 2)]
+        return (*structure.join(arrays[:split], rows), rows)
+
 
 class Programs:
     """The compiled programs of one `phalanx.function`, or of one strategy.
@@ -165,8 +196,9 @@ class Programs:
                 if self._called_once:
                     self._called_once.pop(_code_of(function), None)
                 return program(fn, arguments)
-        with _without_collections():
-            program, result = self._first_call(fn, arguments, eager)
+        with _without_collections(), explained():
+            program = Program(fn, arguments, eager=eager)
+            result = program(fn, arguments)
         programs[full_key] = [*known, program]
         return result
 
@@ -174,29 +206,6 @@ class Programs:
         """Returns the program of `fn(*args, **kwargs)` without running it."""
         arguments = Arguments(args, kwargs)
         return Program(fn, arguments, eager=False).lower(fn, arguments)
-
-    def _first_call(self, fn: Callable[..., Any], arguments: Arguments, eager: bool) -> tuple["Program", Any]:
-        try:
-            program = Program(fn, arguments, eager=eager)
-            return program, program(fn, arguments)
-        except DiscoveryMismatch as e:
-            raise TraceError(
-                f"{describe(e.variable)} in a traced function",
-                "each time the function is traced it makes or uses another variable.",
-                "make variables outside, or once: `if self.v is None: self.v = keras.Variable(...)`",
-            ) from None
-        except jax.errors.NonConcreteBooleanIndexError as e:
-            raise TraceError(
-                "an array whose shape depends on the values of another (`x[mask]`) in a traced function",
-                "all shapes of a compiled program are static: they follow from those of its arguments.",
-                "jnp.where(mask, x, 0), or jnp.nonzero(mask, size=...)",
-            ) from e
-        except _VALUES_ASKED_FOR as e:
-            raise TraceError(
-                "the value of an array (by `if`, `float`, `int`, `range` or NumPy) in a traced function",
-                "it has none yet: the function is traced once and compiled; numbers among its arguments are traced too.",
-                "jnp.where(condition, a, b) or phalanx.cond for `if`; return the value to read it outside; jax.debug.print to print it",
-            ) from e
 
     def _warn_of_new_functions(self, function: Any) -> None:
         code = _code_of(function)
@@ -315,12 +324,6 @@ class Program:
             return array
         return self._topology.put_per_replica([array])[0] if sharded else self._topology.put_replicated(array)
 
-    def _rebuild(self, arrays: Sequence[Any]) -> tuple[Any, Any, list[RowMask]]:
-        """Returns `(args, kwargs, row masks)` with these arrays."""
-        split = len(arrays) - 2 * self._num_rows
-        rows = [RowMask(*arrays[i : i + 2]) for i in range(split, len(arrays), 2)]
-        return (*self._structure.join(arrays[:split], rows), rows)
-
     def _trainable_flags(self) -> list[bool]:
         return [v.trainable for v in self._variables]
 
@@ -336,7 +339,7 @@ class Program:
             inputs = list(map(jnp.asarray, inputs))
             result, values, parts, gradients = execute_program(self._call, inputs, self._trace_made, values, parts)
             return values, parts, result, gradients
-        result, values, parts, gradients = self._taken_trace(inputs).evaluate(values, parts, inputs)
+        result, values, parts, gradients, *_ = self._taken_trace(inputs).evaluate(values, parts, inputs)
         if self._homes:
             values = [
                 x if x is None else lax.with_sharding_constraint(x, home)
@@ -361,7 +364,7 @@ class Program:
     def _call(self, inputs: list[Any]) -> list[Any]:
         """Calls the function, and returns the arrays that it does."""
         assert self._fn is not None
-        args, kwargs, rows = self._rebuild(inputs)
+        args, kwargs, rows = Arguments.rebuild(self._structure, self._num_rows, inputs)
         parts = take_apart(self._fn(*args, **kwargs), lambda x: isinstance(x, jax.Array), rows)
         self._output = parts.structure
         return parts.arrays

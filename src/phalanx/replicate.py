@@ -105,8 +105,8 @@ class _Run:
         kept = iter(parts)
         scope.values_change()
         for entry, value in zip(itertools.compress(entries, found.written), values, strict=True):
-            entry.value, entry.written = value, True
-            entry.components = next(kept) if entry.policy.on_read else None
+            entry.written = True
+            entry.replace(value, next(kept) if entry.policy.on_read else None)
         for update, of_update in zip(found.updates, gradients, strict=True):
             left = dataclasses.replace(update, gradients=of_update)
             scope.leave(left) if self._strategy.lends_variables else scope.apply_update(self._strategy, left)
@@ -316,15 +316,18 @@ def execute_program(
     Returns:
       The result of `fn`, new values and components of the variables that are written, and gradients for the updates.
     """
-    return _program(fn, _executing(found, values, parts, inputs), inputs)
+    return _program(fn, _executing(found, values, parts, inputs), inputs)[:4]  # type: ignore[return-value]
 
 
-def _program(fn: Callable[..., Any], scope: LiftScope, inputs: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
+def _program(fn: Callable[..., Any], scope: LiftScope, inputs: Any) -> tuple[Any, ...]:
+    """Returns the result; of what is written values and components; gradients; increments where nothing else was; and ids."""
     with scope:
         result = fn(inputs)
     written = _written(scope)
     gradients = [u.gradients for u in scope.updates]
-    return result, [e.value for e in written], [e.components for e in written], gradients
+    values, parts = [e.value for e in written], [e.components for e in written]
+    ids = scope.pass_.ids if isinstance(scope.pass_, Tracing) else []
+    return result, values, parts, gradients, [e.increment for e in written], ids
 
 
 def _traced(fn: Callable[..., Any], *args: Any, mapped: bool = False) -> Discovery:

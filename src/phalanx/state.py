@@ -9,9 +9,9 @@ import jax
 
 from phalanx import compat
 from phalanx.compat import Variable, raw_value
-from phalanx.errors import StateLostError
+from phalanx.errors import StateLostError, VariableError
 from phalanx.topology import Topology
-from phalanx.variables import initial_components, policy_of
+from phalanx.variables import describe, initial_components, policy_of
 
 T = TypeVar("T")
 Group = tuple[list[Any], list[Any]]
@@ -99,12 +99,13 @@ def _forget(variable: Variable) -> None:
 compat.on_assign(_forget)
 
 
-def _combine_on_demand(variable: Variable) -> None:
+def _combine_on_demand(variable: Variable) -> bool:
     slot = _slots.get(variable)
     if slot is not None and slot.components is not None:
         with slot.home.dispatching(is_step=False):
             slot.array = _sum_of_components(slot.components)
         compat.set_raw_values([variable], [slot.array])
+    return False
 
 
 @jax.jit
@@ -245,6 +246,12 @@ class _Variables:
 
     def _adopt(self, variable: Variable, slot: Slot, array: Any) -> Any:
         """Places a value that was assigned from outside, or was made outside the scope, on the program's devices."""
+        if array is None:
+            raise VariableError(
+                f"{describe(variable)} in a program of this process",
+                "it lives on parameter servers, and steps that use it run on their workers.",
+                "coordinator.schedule(step, args=(...)), or strategy.run(fn)",
+            )
         if isinstance(array, jax.Array) and array.weak_type:
             # Made of a Python number. What a program returns is not weakly typed, and would be compiled for again.
             array = jax.lax.convert_element_type(array, array.dtype)

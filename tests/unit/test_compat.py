@@ -51,10 +51,14 @@ class Recording(compat.AbstractLiftScope):
         self.calls.append(("delta", float(delta), negative))
         return jnp.float32(0)
 
-    def fold_seed(self, seed):
+    def fold_seed(self, seed, state):
         """Notes that a seed was drawn."""
+        assert state.shape == (2,)
         self.calls.append("seed")
         return seed
+
+    def note_averages(self, variables):
+        """Nothing."""
 
     def example_mask(self):
         """No padding."""

@@ -28,6 +28,7 @@ BUILTINS = {
     errors.StateLostError: RuntimeError,
     errors.PeerLostError: RuntimeError,
     errors.CancelledError: RuntimeError,
+    errors.ServerLostError: RuntimeError,
     errors.DivergenceError: AssertionError,
     errors.ClusterError: ValueError,
     errors.ClusterTypeError: TypeError,

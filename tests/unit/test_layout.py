@@ -141,7 +141,9 @@ def test_min_size(min_size):
         phalanx.fully_sharded(min_size=min_size)
 
 
-@pytest.mark.parametrize("layout", [phalanx.fully_sharded("expert_axis"), {".*": ("expert_axis",)}], ids=["sharded", "rules"])
+@pytest.mark.parametrize(
+    "layout", [phalanx.fully_sharded("expert_axis"), {".*": ("expert_axis",)}], ids=["sharded", "rules"]
+)
 def test_axis_of_another_mesh(layout):
     """The message lists those that there are."""
     with pytest.raises(InvalidArgumentError, match=r"no axis 'expert_axis', but 'replica' of 2, 'model' of 2.\nHINT"):

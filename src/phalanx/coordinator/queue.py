@@ -193,6 +193,24 @@ class ClosureQueue:
             self._in_flight.add(closure)
             return closure
 
+    def get_more(self, most: int) -> list[Closure]:
+        """Returns further closures that are there already, for who has one."""
+        with self._lock:
+            closures = [self._queued.popleft() for _ in range(min(most, len(self._queued)))]
+            if closures:
+                self._in_flight.update(closures)
+                self._change.notify_all()
+            return closures
+
+    def __len__(self) -> int:
+        """How many closures wait."""
+        return len(self._queued)
+
+    @property
+    def num_in_flight(self) -> int:
+        """How many are being worked on."""
+        return len(self._in_flight)
+
     def finish(self, closure: Closure, values: Any) -> None:
         """Ends a closure that has run."""
         with self._lock:

@@ -7,8 +7,10 @@ import keras
 
 from phalanx import compat, context
 from phalanx.errors import MixedStrategyError
+from phalanx.keras.scheduled import ScheduledTrainer
 from phalanx.keras.training import ModelTrainer
 from phalanx.strategies.base import Strategy
+from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 _METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
@@ -49,7 +51,10 @@ class _Models:
                 "make it, or load it, in this strategy's scope",
             )
         if key not in self._trainers:
-            self._trainers[key] = ModelTrainer(model, strategy)
+            if isinstance(strategy, ParameterServerStrategy):
+                self._trainers[key] = ScheduledTrainer(model, strategy)
+            else:
+                self._trainers[key] = ModelTrainer(model, strategy)
         return self._trainers[key]
 
     def _forget(self, key: int) -> None:

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ClusterCoordinator`: steps that any worker does."""
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+
+from phalanx.coordinator.queue import Closure, ClosureQueue, RemoteValue
+from phalanx.coordinator.steps import Steps, check_call
+from phalanx.coordinator.supervisor import State, Supervisor, Work, WorkerLost
+from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, check_function
+from phalanx.errors import InvalidArgumentError
+from phalanx.strategies.parameter_server import ParameterServerStrategy, on_run
+
+_of_strategy: "weakref.WeakKeyDictionary[ParameterServerStrategy, ClusterCoordinator]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a coordinator gets on.
+
+    Args:
+      workers: how many workers there are.
+      alive: how many of them work.
+      queued: how many steps wait.
+      in_flight: how many are being done.
+      done: how many were done.
+      again: how many had to be given to another worker.
+      updates: how many updates were applied.
+      staleness: of how many steps it was how great.
+    """
+
+    workers: int
+    alive: int
+    queued: int
+    in_flight: int
+    done: int
+    again: int
+    updates: int
+    staleness: dict[int, int]
+
+
+@final
+class ClusterCoordinator:
+    """Schedules steps to the workers of a `ParameterServerStrategy`. Must be made outside all scopes, or in the strategy's.
+
+    There is one for each strategy: made once more, it is the same.
+
+    Args:
+      strategy: the strategy.
+
+    Raises:
+      InvalidArgumentError: another kind of strategy.
+
+    Source: tf.distribute.coordinator.ClusterCoordinator.
+    """
+
+    _is_ready = False
+
+    def __new__(cls, strategy: ParameterServerStrategy) -> "ClusterCoordinator":
+        """Returns the one of the strategy."""
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise InvalidArgumentError(
+                f"ClusterCoordinator({strategy!r})",
+                "only the steps of a ParameterServerStrategy are scheduled.",
+                "ClusterCoordinator(phalanx.ParameterServerStrategy())",
+            )
+        if strategy not in _of_strategy:
+            _of_strategy[strategy] = super().__new__(cls)
+        return _of_strategy[strategy]
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        if self._is_ready:
+            return
+        self._is_ready = True
+        self._strategy, self._queue, self._names = strategy, ClosureQueue(), itertools.count()
+        self._supervisors = [Supervisor(i, strategy, self._queue) for i in range(strategy.cluster.workers)]
+        platforms = sorted({s.platform() for s in self._supervisors})
+        self._steps = Steps(strategy, platforms)
+        strategy.homes.tell("enter", [s.pusher for s in self._supervisors])
+        for supervisor in self._supervisors:
+            supervisor.begin(self._steps)
+
+    @property
+    def strategy(self) -> ParameterServerStrategy:
+        """The strategy whose workers do the steps."""
+        return self._strategy
+
+    def schedule(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: dict[str, Any] | None = None
+    ) -> RemoteValue:
+        """Lets some worker call `fn(*args, **kwargs)`, and returns at once. May be called outside of scheduled steps.
+
+        The function is traced here, once for arguments of the same shapes, and sent as a program. It runs at least once: when
+        its worker is lost, another one does it again. It waits for room where very many steps are queued.
+
+        Args:
+          fn: reads and writes variables, calls `strategy.run` and the like, as in `phalanx.function`.
+          args: its arguments; of per-worker iterators and values the function gets those of its worker.
+          kwargs: its keyword arguments.
+
+        Returns:
+          What the function will return.
+
+        Raises:
+          Exception: what an earlier step raised, once; this one is not scheduled then, and those that waited are cancelled.
+          TraceError: the function cannot be traced.
+          InvalidArgumentError: a `RemoteValue` among the arguments, or no function.
+        """
+        check_function("fn", fn)
+        check_call(args, kwargs, RemoteValue)
+        return self._scheduled(fn, tuple(args or ()), kwargs or {}, is_run=False)
+
+    def _scheduled(self, fn: Any, args: Any, kwargs: Any, *, is_run: bool) -> RemoteValue:
+        step, inputs, resources = self._steps.step(fn, args, kwargs, is_run=is_run)
+        if not step.programs:
+            # Here, and not in a worker's thread: Keras's settings are those of this thread.
+            self._steps.program(step, fn, self._specs(resources))
+        closure = Closure(Work(step, fn, inputs, resources))
+        self._queue.put(closure)
+        return closure.outcome
+
+    def join(self) -> None:
+        """Waits until all scheduled steps have been done. May be called outside of scheduled steps.
+
+        Raises:
+          Exception: the first that a step raised; the others are cancelled.
+          ServerLostError: a parameter server has died.
+        """
+        self._queue.join()
+
+    def done(self) -> bool:
+        """Returns whether all scheduled steps have been done; raises what `join` raises."""
+        return self._queue.done()
+
+    def fetch(self, val: Any) -> Any:
+        """Returns a nest with the values of its `RemoteValue`s, as soon as they are known, with NumPy arrays and numbers.
+
+        Raises:
+          CancelledError: a step will not run to its end.
+          Exception: what a step raised.
+        """
+        is_remote = lambda x: isinstance(x, RemoteValue)  # noqa: E731
+        return jax.tree.map(lambda x: x.fetch() if is_remote(x) else x, val, is_leaf=is_remote)
+
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+        """Makes a dataset of each worker's own. May be called outside of scheduled steps.
+
+        Args:
+          dataset_fn: makes the dataset, on each worker, which calls it again when it comes back after a loss; or a dataset, which is
+            copied to them. A dataset is whatever gives batches when it is iterated over.
+
+        Returns:
+          What `iter` makes an argument of `schedule` of.
+
+        Raises:
+          InvalidArgumentError: neither.
+        """
+        make = dataset_fn
+        if not callable(dataset_fn):
+            if not hasattr(dataset_fn, "__iter__") and not hasattr(dataset_fn, "__getitem__"):
+                raise InvalidArgumentError(
+                    f"create_per_worker_dataset({dataset_fn!r:.80})",
+                    "must be a dataset, or a function that returns one.",
+                    "create_per_worker_dataset(lambda: dataset)",
+                )
+            make = lambda: dataset_fn  # noqa: E731
+        return PerWorkerDataset(lambda: PerWorkerIterator(next(self._names), make, self._drop))
+
+    def create_per_worker_values(self, fn: Callable[[], Any]) -> PerWorkerValues:
+        """Makes a value of each worker's own: what `fn` returns there. May be called outside of scheduled steps.
+
+        Args:
+          fn: returns a nest of arrays.
+
+        Raises:
+          InvalidArgumentError: `fn` is no function.
+        """
+        check_function("fn", fn)
+        return PerWorkerValues(next(self._names), fn, self._drop)
+
+    def status(self) -> Status:
+        """Returns how far the steps are. May be called in any context."""
+        updates, staleness, _ = self._strategy.homes.answers([self._strategy.homes.servers[0].statistics.remote()])[0]
+        return Status(
+            workers=len(self._supervisors),
+            alive=sum(s.state is State.WORKING for s in self._supervisors),
+            queued=len(self._queue),
+            in_flight=self._queue.num_in_flight,
+            done=sum(s.num_steps for s in self._supervisors),
+            again=sum(s.num_again for s in self._supervisors),
+            updates=updates,
+            staleness=dict(sorted(staleness.items())),
+        )
+
+    def spec_of(self, resource: PerWorkerValues) -> Any:
+        """Returns the structure and the shapes of a worker's next batch, which is not taken. May be called in any context."""
+        ((spec,),) = self._specs([resource])
+        return spec
+
+    def _specs(self, resources: Sequence[PerWorkerValues]) -> Any:
+        if not resources:
+            return ()
+        lost: WorkerLost | None = None
+        for supervisor in self._supervisors:
+            try:
+                return supervisor.specs(resources)
+            except WorkerLost as e:
+                lost = e
+        raise lost or AssertionError
+
+    def _drop(self, name: int) -> None:
+        for supervisor in self._supervisors:
+            supervisor.drop(name)
+
+
+def _run(strategy: ParameterServerStrategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Does `strategy.run` on some worker."""
+    return ClusterCoordinator(strategy)._scheduled(fn, args, kwargs, is_run=True).get()
+
+
+on_run(_run)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each worker has of its own."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, final
+
+from phalanx import lifting
+from phalanx.errors import ContextError, InvalidArgumentError
+from phalanx.parameters import here
+
+
+class PerWorkerValues:
+    """A value of each worker's own. `ClusterCoordinator.create_per_worker_values` makes it.
+
+    Among the arguments of a scheduled step it becomes the value of the worker that does it.
+
+    Source: tf.distribute.experimental.coordinator.PerWorkerValues.
+    """
+
+    def __init__(self, name: int, fn: Callable[[], Any], close: Callable[[int], None]) -> None:
+        self.name, self.fn, self.close = name, fn, close
+
+    def __del__(self) -> None:
+        self.close(self.name)
+
+
+@final
+class PerWorkerIterator(PerWorkerValues):
+    """The place of each worker in its dataset. `iter` of a `PerWorkerDataset` makes it; scheduled steps call `next` of it."""
+
+    def __iter__(self) -> "PerWorkerIterator":
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise ContextError(
+            "next of a per-worker iterator at the coordinator",
+            "its batches are on the workers.",
+            "coordinator.schedule(step, args=(iterator,)), and next(iterator) inside the step",
+        )
+
+
+@final
+class PerWorkerDataset:
+    """A dataset of each worker's own. `ClusterCoordinator.create_per_worker_dataset` makes it.
+
+    Source: tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset.
+    """
+
+    def __init__(self, make: Callable[[], PerWorkerIterator]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        """Returns iterators at the beginning of the datasets. Must be called outside of scheduled steps."""
+        if lifting.innermost() is not None:
+            raise ContextError(
+                "iter of a per-worker dataset in a scheduled step",
+                "each step would begin the dataset anew.",
+                "iterator = iter(dataset) at the coordinator, and args=(iterator,)",
+            )
+        return self._make()
+
+
+def experimental_get_current_worker_index() -> int:
+    """Returns which worker this is, from 0. Must be called in a dataset function, or a function for per-worker values.
+
+    Raises:
+      ContextError: this process is no worker.
+
+    Source: tf.distribute.coordinator.experimental_get_current_worker_index.
+    """
+    if here.worker_index is None:
+        raise ContextError(
+            "experimental_get_current_worker_index()",
+            "this process is no worker, and a step is one program for all workers.",
+            "call it in dataset_fn, or pass coordinator.create_per_worker_values(experimental_get_current_worker_index)",
+        )
+    return here.worker_index
+
+
+def check_function(name: str, fn: Any) -> None:
+    """Raises unless `fn` is callable.
+
+    Raises:
+      InvalidArgumentError: it is not.
+    """
+    if not callable(fn):
+        raise InvalidArgumentError(f"{name}={fn!r}", "must be a function.", f"{name}=lambda: ...")

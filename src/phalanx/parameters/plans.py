@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the coordinator, the workers and the parameter servers tell each other."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+import numpy as np
+
+
+class Part(NamedTuple):
+    """Some rows of a variable, which one server holds.
+
+    Args:
+      server: its number.
+      key: under which name it holds them.
+      start: the first row.
+      stop: the row after the last one; None where it is the whole variable.
+    """
+
+    server: int
+    key: int
+    start: int
+    stop: int | None
+
+    def of(self, array: Any) -> Any:
+        """Returns these rows of the whole variable."""
+        return array if self.stop is None else array[self.start : self.stop]
+
+
+Placement = tuple[Part, ...]
+"""Where a variable is: its parts in order, which follow each other."""
+
+
+class Spec(NamedTuple):
+    """An array without its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class Pusher(NamedTuple):
+    """A worker, of which there may have been others of the same number.
+
+    Args:
+      worker: its number.
+      life: the how-manieth it is.
+    """
+
+    worker: int
+    life: int
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """What a worker needs to know to do a step.
+
+    Args:
+      module: the program, as `exported` writes it.
+      draws: how many batches it takes from each of the step's resources.
+      values: where each of its variables is; None for states of random generators, which come with the step.
+      added: numbers of the variables that it adds to.
+      set: numbers of those that it assigns.
+      updates: of each optimizer's update the name, and where the variables are whose gradients it takes.
+      holders: for variables that several servers hold alike, by their keys, which servers.
+      variant: what its results are called.
+    """
+
+    module: bytes
+    draws: tuple[int, ...]
+    values: tuple[Placement | None, ...]
+    added: tuple[int, ...]
+    set: tuple[int, ...]
+    updates: tuple[tuple[int, tuple[Placement, ...]], ...]
+    holders: dict[int, tuple[int, ...]]
+    variant: int = 0
+
+
+@dataclass(frozen=True)
+class UpdateProgram:
+    """What a server needs to know to do its part of an optimizer's update.
+
+    Args:
+      module: the program: of values and gradients.
+      keys: the values that it takes.
+      set: which of them it returns anew, by number.
+    """
+
+    module: bytes
+    keys: tuple[int, ...]
+    set: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One step that is to be done.
+
+    Args:
+      step: which step.
+      inputs: its arguments.
+      resources: the names of the worker's own datasets and values among them.
+      seeds: states of the random generators that it draws from, in order.
+    """
+
+    step: int
+    inputs: tuple[Any, ...]
+    resources: tuple[int, ...]
+    seeds: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class Push:
+    """What one step asks of one server.
+
+    Args:
+      pusher: whose step.
+      number: the how-manieth of this worker.
+      pulled: the version of the values that it was computed with.
+      updates: gradients by the update's name.
+      added: increments by key.
+      set: new values by key.
+      others: the other servers that hold a part of this push already, and wait to hear that it counts.
+    """
+
+    pusher: Pusher
+    number: int
+    pulled: int
+    updates: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    added: dict[int, np.ndarray] = field(default_factory=dict)
+    set: dict[int, np.ndarray] = field(default_factory=dict)
+    others: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> tuple[Pusher, int]:
+        """What tells it from all others."""
+        return self.pusher, self.number
+
+
+@dataclass
+class Report:
+    """What became of some tasks.
+
+    Args:
+      results: variants and arrays of the steps that were done, in order; the others were not begun, but for the next one.
+      error: what that one raised.
+      unknown: for which shapes of its batches the worker has no program for it.
+      has_lost_server: whether a server could not be reached.
+      is_fenced: whether the servers take this worker for lost.
+    """
+
+    results: list[tuple[int, list[np.ndarray]]] = field(default_factory=list)
+    error: BaseException | None = None
+    unknown: Any = None
+    has_lost_server: bool = False
+    is_fenced: bool = False
+
+
+class FencedError(Exception):
+    """A worker that was taken for lost has asked for something."""
+
+
+def load(module: bytes) -> Callable[..., Any]:
+    """Returns a program that `exported` wrote as a function, which is compiled already."""
+    exported: Any = jax.export.deserialize(bytearray(module))
+    args, kwargs = exported.in_tree.unflatten(exported.in_avals)
+    return jax.jit(exported.call).lower(*args, **kwargs).compile()

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A parameter server: variables and optimizer slots, and the updates of them.
+
+A push counts on all servers or on none. The first server decides: a worker hands the parts of a push to the other servers,
+and then the first one's to it; that one applies it as soon as the clock allows, and tells the others, which apply theirs in
+the same order.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.parameters.clock import Clock
+from phalanx.parameters.plans import FencedError, Push, Pusher, UpdateProgram
+
+_WAIT_S = 600.0
+"""How long a push waits for others before that is an error; a worker that is lost is forgotten long before."""
+
+
+class ParameterServer:
+    """Holds values by key. Its methods may be called in several threads.
+
+    Args:
+      index: its number.
+      max_staleness: the bound of the clock, which the first server keeps.
+    """
+
+    def __init__(self, index: int, max_staleness: int | None = None) -> None:
+        # It shares its machine's accelerators with nobody, but workers do.
+        jax.config.update("jax_platforms", "cpu")
+        self._index = index
+        self._values: dict[int, jax.Array] = {}
+        self._updates: dict[int, tuple[UpdateProgram, Callable[..., Any]]] = {}
+        self._lives: dict[int, int] = {}
+        self._clock = Clock(max_staleness)
+        self._peers: Sequence[Any] = ()
+        self._applied = 0
+        self._prepared: dict[tuple[Pusher, int], Push] = {}
+        self._done: dict[Pusher, int] = {}
+        self._change = threading.Condition()
+
+    def meet(self, peers: Sequence[Any]) -> str:
+        """Hears who the servers are; returns the platform of this one."""
+        self._peers = peers
+        return jax.default_backend()
+
+    def put(self, values: dict[int, np.ndarray]) -> None:
+        """Stores values."""
+        with self._change:
+            self._values.update({key: jnp.array(x) for key, x in values.items()})
+
+    def get(self, keys: Sequence[int]) -> list[np.ndarray]:
+        """Returns values."""
+        with self._change:
+            return [np.asarray(self._values[key]) for key in keys]
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """Forgets values."""
+        with self._change:
+            for key in keys:
+                self._values.pop(key, None)
+
+    def learn(self, name: int, program: UpdateProgram) -> None:
+        """Hears how an optimizer's update is done."""
+        with self._change:
+            self._updates[name] = program, _in_place(program)
+
+    def enter(self, pushers: Iterable[Pusher]) -> None:
+        """Hears that steps of these workers are to be expected; of those with these numbers, no others count any more."""
+        with self._moving():
+            for pusher in pushers:
+                self._lives[pusher.worker] = pusher.life
+            self._clock.enter(pushers)
+
+    def leave(self, pusher: Pusher) -> None:
+        """Hears that no step of a worker is to be expected."""
+        with self._moving():
+            self._clock.leave(pusher)
+
+    def release(self, pusher: Pusher) -> None:
+        """Hears that a step of a worker has failed."""
+        with self._moving():
+            self._clock.release(pusher)
+
+    def forget(self, pusher: Pusher) -> None:
+        """Hears that a worker is lost: what it has not pushed whole will never count."""
+        with self._moving():
+            self._lives[pusher.worker] = max(self._lives.get(pusher.worker, 0), pusher.life + 1)
+            self._clock.forget(pusher)
+            self._change.notify_all()
+            self._prepared = {name: p for name, p in self._prepared.items() if p.pusher != pusher}
+
+    def pull(self, keys: Sequence[int], pusher: Pusher, after: int | None = None) -> tuple[int, list[np.ndarray]]:
+        """Returns the version, and values: those after push number `after` of this worker is applied."""
+        with self._change:
+            self._require(pusher)
+            if after is not None:
+                self._wait(lambda: self._done.get(pusher, -1) >= after, pusher)
+            version = self._clock.pull(pusher) if self._index == 0 else 0
+            return version, self.get(keys)
+
+    def prepare(self, push: Push) -> None:
+        """Takes this server's part of a push, which does not count yet."""
+        with self._change:
+            self._require(push.pusher)
+            self._prepared[push.name] = push
+            self._change.notify_all()
+
+    def exchange(self, push: Push, keys: Sequence[int] | None) -> tuple[int, list[np.ndarray]]:
+        """Takes the first server's part of a push, and returns when it is applied: the version, and new values.
+
+        Without `keys` no further step of this worker has begun.
+        """
+        with self._moving():
+            self._require(push.pusher)
+            self._prepared[push.name] = push
+            self._clock.push(push)
+        with self._change:
+            self._wait(lambda: self._done.get(push.pusher, -1) >= push.number, push.pusher)
+            if keys is None:
+                return self._clock.version, []
+            return self._clock.pull(push.pusher), self.get(keys)
+
+    def commit(self, turn: int, names: Sequence[tuple[Pusher, int]]) -> None:
+        """Hears from the first server which pushes are its `turn`-th update."""
+        with self._change:
+            self._wait(lambda: self._applied == turn)
+            self._apply([self._prepared.pop(name) for name in names if name in self._prepared])
+
+    def state(self) -> tuple[int, dict[int, np.ndarray]]:
+        """Returns how many updates were applied, and all values."""
+        with self._change:
+            return self._applied, {key: np.asarray(x) for key, x in self._values.items()}
+
+    def statistics(self) -> tuple[int, Counter[int], int]:
+        """Returns how many updates were applied, of how many steps the staleness was how great, and the bytes held."""
+        with self._change:
+            return self._clock.version, Counter(self._clock.staleness), sum(x.nbytes for x in self._values.values())
+
+    def num_applied(self) -> int:
+        """Returns how many updates were applied."""
+        return self._applied
+
+    def align(self, applied: int) -> None:
+        """Goes on after the loss of a server from the update that all are to be at; what was not applied is dropped."""
+        with self._change:
+            self._applied = self._clock.version = applied
+            self._prepared.clear()
+            self._change.notify_all()
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Applies what can be, after the clock has heard something."""
+        with self._change:
+            yield
+            while pushes := self._clock.ready():
+                turn, others = self._applied, {s for push in pushes for s in push.others}
+                for push in pushes:
+                    self._prepared.pop(push.name, None)
+                self._apply(pushes)
+                for other, peer in enumerate(self._peers):
+                    if other != self._index:
+                        peer.commit.remote(turn, [p.name for p in pushes] if other in others else [])
+
+    def _apply(self, pushes: Sequence[Push]) -> None:
+        gradients: dict[int, list[list[np.ndarray]]] = {}
+        for push in pushes:
+            for key, increment in push.added.items():
+                self._values[key] = _added(self._values[key], increment)
+            self._values.update({key: jnp.array(x) for key, x in push.set.items()})
+            for name, of_update in push.updates.items():
+                gradients.setdefault(name, []).append(of_update)
+        for name, given in gradients.items():
+            program, run = self._updates[name]
+            mean = given[0] if len(given) == 1 else [sum(each) / len(given) for each in zip(*given, strict=True)]
+            values = [self._values.pop(key) for key in program.keys]
+            self._values.update(zip(program.keys, run(values, mean), strict=True))
+        for push in pushes:
+            self._done[push.pusher] = push.number
+        self._applied += 1
+        self._change.notify_all()
+
+    def _require(self, pusher: Pusher) -> None:
+        if pusher.life < self._lives.get(pusher.worker, 0):
+            raise FencedError(f"worker {pusher.worker} was taken for lost, and its step was given to another one")
+
+    def _wait(self, is_ready: Callable[[], bool], pusher: Pusher | None = None) -> None:
+        def is_over() -> bool:
+            return is_ready() or (pusher is not None and pusher.life < self._lives.get(pusher.worker, 0))
+
+        if not self._change.wait_for(is_over, timeout=_WAIT_S):
+            raise TimeoutError(f"parameter server {self._index} waited {_WAIT_S:.0f} s for an update of other workers")
+        if pusher is not None and not is_ready():
+            self._require(pusher)
+
+
+def _in_place(program: UpdateProgram) -> Callable[[list[jax.Array], list[np.ndarray]], list[jax.Array]]:
+    """Returns the update as a function from values and gradients to values, which takes those that it writes."""
+    exported: Any = jax.export.deserialize(bytearray(program.module))
+    written = set(program.set)
+
+    def update(old: dict[int, jax.Array], kept: dict[int, jax.Array], gradients: list[Any]) -> list[jax.Array]:
+        values = old | kept
+        _, _, new, _ = exported.call([values[i] for i in range(len(program.keys))], gradients)
+        return new
+
+    (values, gradients), _ = exported.in_tree.unflatten(exported.in_avals)
+    old = {i: x for i, x in enumerate(values) if i in written}
+    compiled = jax.jit(update, donate_argnums=0).lower(
+        old, {i: x for i, x in enumerate(values) if i not in written}, gradients
+    )
+    run = compiled.compile()
+
+    def in_place(values: list[jax.Array], gradients: list[np.ndarray]) -> list[jax.Array]:
+        kept = {i: x for i, x in enumerate(values) if i not in written}
+        new = run({i: values[i] for i in program.set}, kept, gradients)
+        return [x for _, x in sorted({**kept, **dict(zip(program.set, new, strict=True))}.items())]
+
+    return in_place
+
+
+@jax.jit
+def _added(value: jax.Array, increment: jax.Array) -> jax.Array:
+    return value + increment

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of workers and parameter servers, as actors of Ray."""
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.cluster.spec import ClusterSpec, Task, leader
+from phalanx.errors import ClusterError, MissingDependencyError, StartupError
+
+_QUIET = {
+    # Traffic to the network that nobody asked for.
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's own way to let in only those that know a secret.
+    "RAY_AUTH_MODE": "token",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+_LOOPBACK = "127.0.0.1"
+_POLL_S = 0.2
+_GRACE_S = 5.0
+
+
+def load_ray() -> Any:
+    """Returns the module `ray`, set up to ask for a token and to be quiet.
+
+    Raises:
+      MissingDependencyError: it is not installed.
+    """
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        return importlib.import_module("ray")
+    except ImportError as e:
+        raise MissingDependencyError(
+            "parameter servers",
+            "their processes are those of Ray, which is not installed.",
+            'pip install "phalanx[ps]"',
+        ) from e
+
+
+class RayCluster:
+    """Where the workers and parameter servers of one strategy run.
+
+    Args:
+      spec: the cluster, whose tasks join by `Server`; None for processes on this machine, which it starts itself.
+      workers: how many workers there are.
+      ps: how many parameter servers.
+      timeout_s: how long to wait for the tasks.
+      dashboard: whether to start Ray's.
+
+    Raises:
+      StartupError: tasks are missing.
+    """
+
+    def __init__(self, spec: ClusterSpec | None, workers: int, ps: int, timeout_s: float, *, dashboard: bool) -> None:
+        self._ray, self._spec = load_ray(), spec
+        self.workers, self.ps = workers, ps
+        self._is_own = not self._ray.is_initialized()
+        if self._is_own:
+            self._start(dashboard)
+        if spec is not None:
+            self._await_tasks(spec, timeout_s)
+
+    def actor(self, kind: type, job: str, index: int, *args: Any, threads: int) -> Any:
+        """Starts the actor of a task; it is not waited for."""
+        resources = {} if self._spec is None else {_resource(Task(job, index)): 1.0}
+        # On this machine all share its cores; elsewhere each has a machine.
+        cores = max(1, (os.cpu_count() or 1) // (self.workers + self.ps)) if self._spec is None else None
+        return (
+            self._ray.remote(_started(kind))
+            .options(num_cpus=0, max_concurrency=threads, resources=resources)
+            .remote(cores, *args)
+        )
+
+    def end(self, actor: Any) -> None:
+        """Ends an actor, whatever it is doing."""
+        self._ray.kill(actor, no_restart=True)
+
+    def close(self) -> None:
+        """Ends all actors, and Ray if it was started here."""
+        if self._is_own and self._ray.is_initialized():
+            self._ray.shutdown()
+
+    def _start(self, dashboard: bool) -> None:
+        address, port = _LOOPBACK, None
+        if self._spec is not None:
+            address, port = _split(self._spec.task_address("chief", 0))
+        with _environment({} if port is None else {"RAY_GCS_SERVER_PORT": str(port)}), warnings.catch_warnings():
+            # Ray starts its processes by a fork, which executes another program at once.
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+            self._ray.init(
+                address="local",
+                num_cpus=max(1, os.cpu_count() or 1),
+                include_dashboard=dashboard,
+                configure_logging=False,
+                _node_ip_address=socket.gethostbyname(address),
+            )
+
+    def _await_tasks(self, spec: ClusterSpec, timeout_s: float) -> None:
+        tasks = [Task(job, i) for job in ("worker", "ps") for i in spec.task_indices(job)]
+        deadline = time.monotonic() + timeout_s
+        while missing := [t for t in tasks if _resource(t) not in self._ray.cluster_resources()]:
+            if time.monotonic() > deadline:
+                names = ", ".join(f"{t} ({spec.task_address(t.type, t.index)})" for t in missing)
+                self.close()
+                raise StartupError(
+                    f"ParameterServerStrategy over {len(tasks)} tasks",
+                    f"after {timeout_s:.0f} s these have not joined: {names}.",
+                    "phalanx.Server(cluster_spec, job_name, task_index).join() in each of them, with the same token",
+                )
+            time.sleep(_POLL_S)
+
+
+class Server:
+    """A worker or a parameter server of a cluster. Must be made outside all scopes, in a process of its own.
+
+    It joins the Ray cluster of the chief, whose strategy then sends it work. Both need the same token: in `RAY_AUTH_TOKEN`, in the
+    file that `RAY_AUTH_TOKEN_PATH` names, or in `~/.ray/auth_token`, which Ray makes for the processes of one user.
+
+    Args:
+      server_or_cluster_def: the cluster: a `ClusterSpec` or a dict of jobs.
+      job_name: `"worker"` or `"ps"`.
+      task_index: which of them.
+      protocol: left out, or `"grpc"`, for code written for TensorFlow.
+
+    Raises:
+      ClusterError: the cluster has no such task, or no chief.
+
+    Source: tf.distribute.Server.
+
+    Example:
+      >>> spec = {"chief": ["localhost:12345"], "worker": ["localhost:12346"], "ps": ["localhost:12347"]}
+      >>> Server(spec, "worker", 0).target
+      'ray://localhost:12345'
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: ClusterSpec | Mapping[str, Sequence[str]],
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+    ) -> None:
+        del protocol
+        self._spec = ClusterSpec(server_or_cluster_def)
+        if job_name not in ("worker", "ps") or job_name not in self._spec.jobs:
+            raise ClusterError(
+                f"job_name={job_name!r}",
+                f"the cluster has the jobs {self._spec.jobs}, and workers and parameter servers are servers.",
+                'job_name="worker" or job_name="ps"',
+            )
+        if leader(self._spec).type != "chief":
+            raise ClusterError(
+                f"a server of {self._spec!r}",
+                "it has no chief, whom workers and parameter servers join.",
+                'a job "chief" with one address, that of the script with ParameterServerStrategy',
+            )
+        self._task = Task(job_name, 0 if task_index is None else task_index)
+        self._spec.task_address(self._task.type, self._task.index)
+
+    @property
+    def target(self) -> str:
+        """The address of the chief."""
+        return f"ray://{self._chief}"
+
+    def join(self, timeout_s: float = 600.0) -> None:
+        """Works for the chief until it ends. Must be called outside all scopes.
+
+        Args:
+          timeout_s: how long to wait for the chief to be there.
+
+        Raises:
+          StartupError: the chief did not come, or it does not let this task in.
+        """
+        load_ray()
+        deadline = time.monotonic() + timeout_s
+        while not _listens(self._chief):
+            if time.monotonic() > deadline:
+                raise StartupError(
+                    f"Server({self._task}).join(timeout_s={timeout_s:.0f})",
+                    f"nobody listens at the chief's address {self._chief}.",
+                    "start the script with ParameterServerStrategy on the chief",
+                )
+            time.sleep(_POLL_S)
+        host, _ = _split(self._spec.task_address(self._task.type, self._task.index))
+        node = subprocess.Popen(
+            [
+                str(Path(sys.executable).with_name("ray")),
+                "start",
+                f"--address={self._chief}",
+                f"--node-ip-address={socket.gethostbyname(host)}",
+                f"--resources={json.dumps({_resource(self._task): 1})}",
+                "--block",
+                "--disable-usage-stats",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            self._stay(node)
+        finally:
+            _end(node)
+
+    @property
+    def _chief(self) -> str:
+        return self._spec.task_address("chief", 0)
+
+    def _stay(self, node: subprocess.Popen[str]) -> None:
+        """Returns when the chief has ended."""
+        began = time.monotonic()
+        while _listens(self._chief):
+            if node.poll() is not None:
+                # The chief may have ended a moment ago.
+                time.sleep(1.0)
+                if not _listens(self._chief):
+                    return
+                text = node.stdout.read() if node.stdout else ""
+                raise StartupError(
+                    f"Server({self._task}).join()",
+                    f"Ray ended after {time.monotonic() - began:.0f} s:\n{text.strip()[-2000:]}",
+                    "the same RAY_AUTH_TOKEN, and the same versions of Python and Ray, as the chief",
+                )
+            time.sleep(1.0)
+
+
+def _started(kind: type) -> type:
+    """Returns a class of actors that says how many threads XLA gets, before it starts."""
+
+    class Started(kind):
+        def __init__(self, cores: int | None, *args: Any) -> None:
+            if cores is not None:
+                os.environ["NPROC"] = str(cores)
+            super().__init__(*args)
+
+    Started.__name__ = Started.__qualname__ = kind.__name__
+    return Started
+
+
+def _resource(task: Task) -> str:
+    return f"phalanx_{task.type}_{task.index}"
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def _listens(address: str) -> bool:
+    try:
+        with socket.create_connection(_split(address), timeout=2.0):
+            return True
+    except OSError:
+        return False
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class _environment:
+    """Variables of the environment meanwhile."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = values
+
+    def __enter__(self) -> None:
+        self._before = {name: os.environ.get(name) for name in self._values}
+        os.environ.update(self._values)
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,526 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ParameterServerStrategy`: variables on parameter servers, steps on workers, asynchronously."""
+
+import atexit
+import itertools
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
+from typing import Any, final
+
+import jax
+import numpy as np
+from typing_extensions import override
+
+from phalanx import compat, context, lifting
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
+from phalanx.cluster.spec import ClusterSpec
+from phalanx.compat import Variable
+from phalanx.errors import ClusterError, ContextError, InvalidArgumentError, ServerLostError
+from phalanx.exported import export
+from phalanx.input.sources.functions import InputContext
+from phalanx.lifting import Update
+from phalanx.options import RunOptions
+from phalanx.parameters.plans import Part, Placement, Pusher, UpdateProgram
+from phalanx.parameters.server import ParameterServer
+from phalanx.partitioners import Partitioner, check_partitions, place, split_rows
+from phalanx.replicate import trace_run
+from phalanx.runtime.ray import RayCluster, load_ray
+from phalanx.state import IdentityMap, slot_of
+from phalanx.strategies.base import Strategy
+from phalanx.strategies.single import OneDeviceStrategy
+from phalanx.topology import Topology
+
+_START_S = 600.0
+_THREADS = 64
+
+
+@final
+class ParameterServerStrategy(Strategy):
+    """Asynchronous training: variables live on parameter servers, and any worker does the next step.
+
+    Must be made outside all scopes, in the process that coordinates. Variables of its scope move to the servers when a scheduled step first
+    uses them; read or assigned here, they are read or assigned there. Steps are scheduled by a
+    `phalanx.coordinator.ClusterCoordinator`; `run` outside of one does a step on some worker and waits for it.
+
+    Args:
+      cluster_resolver: of a cluster with a chief, which is this process, workers and parameter servers, where `phalanx.Server` runs. None
+        reads TF_CONFIG, and where there is none starts the processes on this machine.
+      variable_partitioner: into how many shards a variable is divided, from its shape and dtype: one of
+        `phalanx.experimental.partitioners`, or a function like them; of one variable a server gets one shard at most.
+      workers: how many workers to start on this machine.
+      ps: how many parameter servers.
+      max_staleness: how many updates of others may be applied between the moment a step takes the variables and the moment its own
+        update is. None for any number; 0 for synchronous training, where the steps of all workers are one update by the mean of their gradients.
+      snapshot_every_s: how often what the servers hold is copied to this process, so that a server that dies is
+        restarted with it; None for never.
+      worker_timeout_s: how long a worker may give no sign of life until it is taken for lost.
+      dashboard: whether to start Ray's.
+
+    Raises:
+      ClusterError: a cluster without a chief, a worker or a parameter server.
+      StartupError: tasks of the cluster did not join.
+      MissingDependencyError: Ray is not installed.
+
+    Source: tf.distribute.ParameterServerStrategy; Li et al. 2014 (OSDI).
+
+    Example:
+      >>> import keras, phalanx
+      >>> strategy = phalanx.ParameterServerStrategy(workers=1)
+      >>> with strategy.scope():
+      ...     steps = keras.Variable(0, dtype="int32", trainable=False, aggregation="sum")
+      >>> coordinator = phalanx.coordinator.ClusterCoordinator(strategy)
+      >>> step = lambda: steps.assign_add(1)
+      >>> for _ in range(10):
+      ...     _ = coordinator.schedule(step)
+      >>> coordinator.join()
+      >>> int(steps.value)
+      10
+      >>> strategy.close()
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Partitioner | Callable[..., Sequence[int]] | None = None,
+        *,
+        workers: int = 2,
+        ps: int = 1,
+        max_staleness: int | None = None,
+        snapshot_every_s: float | None = None,
+        worker_timeout_s: float = 30.0,
+        dashboard: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_count("workers", workers)
+        _check_count("ps", ps)
+        if max_staleness is not None and (not isinstance(max_staleness, Integral) or max_staleness < 0):
+            raise InvalidArgumentError(
+                f"max_staleness={max_staleness!r}", "must be a whole number, 0 or more, or None.", "max_staleness=4"
+            )
+        for name, seconds in (("snapshot_every_s", snapshot_every_s), ("worker_timeout_s", worker_timeout_s)):
+            if seconds is not None and not seconds > 0:
+                raise InvalidArgumentError(f"{name}={seconds!r}", "must be more than 0 seconds.", f"{name}=30.0")
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise InvalidArgumentError(
+                f"variable_partitioner={variable_partitioner!r}",
+                "must be callable.",
+                "phalanx.experimental.partitioners.MinSizePartitioner(max_shards=2)",
+            )
+        spec = _cluster_of(cluster_resolver)
+        if spec is not None:
+            workers, ps = spec.num_tasks("worker"), spec.num_tasks("ps")
+        self._resolver = cluster_resolver
+        self._device = OneDeviceStrategy("cpu:0")
+        self.max_staleness, self.worker_timeout_s = max_staleness, worker_timeout_s
+        self.cluster = RayCluster(spec, workers, ps, _START_S, dashboard=dashboard)
+        self.homes = Homes(self.cluster, self._device, variable_partitioner, max_staleness, snapshot_every_s)
+        self._close = weakref.finalize(self, _closed, self.cluster, self.homes)
+        atexit.register(self._close)
+
+    def close(self) -> None:
+        """Ends workers and parameter servers; what the variables hold is lost. May be called in any context."""
+        self._close()
+
+    @property
+    @override
+    def topology(self) -> Topology:
+        return self._device.topology
+
+    @property
+    @override
+    def storage(self) -> Topology:
+        """Where variables are made, before they move to the servers."""
+        return self._device.topology
+
+    @property
+    @override
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The resolver of the cluster; None for processes on this machine. May be called in any context."""
+        return self._resolver
+
+    @override
+    def execute(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: RunOptions) -> Any:
+        if options.eager:
+            raise ContextError(
+                "RunOptions(eager=True) under ParameterServerStrategy",
+                "steps run as programs on workers.",
+                "strategy.run(fn, args=(...)) without it",
+            )
+        return _runners[-1](self, fn, args, kwargs)
+
+    @override
+    def __reduce__(self) -> Any:
+        return WorkerSide, ()
+
+    @override
+    def __repr__(self) -> str:
+        return f"ParameterServerStrategy(workers={self.cluster.workers}, ps={self.cluster.ps})"
+
+
+_runners: list[Callable[..., Any]] = []
+
+
+def on_run(run: Callable[..., Any]) -> None:
+    """Lets `run(strategy, fn, args, kwargs)` do what is run outside of scheduled steps."""
+    _runners.append(run)
+
+
+class WorkerSide:
+    """What a dataset function that uses the strategy finds in its place on a worker, where nothing is to be distributed."""
+
+    num_replicas_in_sync = 1
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """Returns the dataset as it is."""
+        return dataset
+
+    def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
+        """Returns the dataset of this worker, which is its own input pipeline."""
+        return dataset_fn(InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1))
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+
+class Homes:
+    """Which server holds what of which variable.
+
+    Args:
+      cluster: where the servers run.
+      device: where updates are traced.
+      partitioner: into how many shards a variable is divided.
+      max_staleness: the bound of the servers' clock.
+      snapshot_every_s: how often the servers' state is copied.
+    """
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        device: OneDeviceStrategy,
+        partitioner: Any,
+        max_staleness: int | None,
+        snapshot_every_s: float | None,
+    ) -> None:
+        self._ray, self._cluster, self._device, self._partitioner = load_ray(), cluster, device, partitioner
+        self._start = lambda i: cluster.actor(ParameterServer, "ps", i, i, max_staleness, threads=_THREADS)
+        self.servers = [self._start(i) for i in range(cluster.ps)]
+        self.platforms = tuple(sorted({self._ray.get(s.meet.remote(self.servers)) for s in self.servers}))
+        self.generation = 0
+        self.lock = threading.RLock()
+        self._placements: IdentityMap[Placement] = IdentityMap()
+        self._names: dict[int, str] = {}
+        self._holders: dict[int, tuple[int, ...]] = {}
+        self._loads = [0] * cluster.ps
+        self._keys, self._update_names = itertools.count(), itertools.count()
+        self._updates: dict[Any, int] = {}
+        self._learned: dict[int, dict[int, UpdateProgram]] = {i: {} for i in range(cluster.ps)}
+        self._snapshots = None if snapshot_every_s is None else _Snapshots(self, snapshot_every_s)
+
+    def placement(self, variable: Variable) -> Placement | None:
+        """Returns where a variable is; None where it has not moved yet."""
+        return self._placements.get(variable)
+
+    def holders(self, placements: Iterable[Placement]) -> dict[int, tuple[int, ...]]:
+        """Returns which servers hold the variables among these that several do, by their keys."""
+        keys = [part.key for placement in placements for part in placement]
+        return {key: self._holders[key] for key in keys if len(self._holders[key]) > 1}
+
+    def take_in(self, variables: Sequence[Variable]) -> None:
+        """Moves variables to the servers, those that are not there yet."""
+        with self.lock:
+            new = [v for v in variables if self.placement(v) is None]
+            shards = [self._num_shards(v) for v in new]
+            sizes = [_bytes_of(v) // n for v, n in zip(new, shards, strict=True)]
+            whole = [i for i, n in enumerate(shards) if n == 1]
+            chosen = dict(zip(whole, place([sizes[i] for i in whole], self._loads), strict=True))
+            for i, variable in enumerate(new):
+                if shards[i] == 1:
+                    self._move(variable, [(chosen[i], 0, None)])
+                    continue
+                lightest = sorted(range(len(self._loads)), key=lambda s: self._loads[s])[: shards[i]]
+                rows = split_rows(variable.shape[0], shards[i])
+                self._move(variable, [(s, r.start, r.stop) for s, r in zip(lightest, rows, strict=True)])
+
+    def read(self, variable: Variable) -> jax.Array:
+        """Returns the value of a variable, from the servers."""
+        placement = self.placement(variable)
+        assert placement is not None
+        replies = [self.servers[part.server].get.remote([part.key]) for part in placement]
+        parts = [arrays[0] for arrays in self.answers(replies)]
+        return jax.numpy.array(parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+    def write(self, variable: Variable, value: Any) -> None:
+        """Gives a variable a value, on the servers."""
+        placement = self.placement(variable)
+        assert placement is not None
+        array = np.asarray(value)
+        self.answers(
+            [
+                self.servers[s].put.remote({part.key: part.of(array)})
+                for part in placement
+                for s in self._holders[part.key]
+            ]
+        )
+
+    def plan(self, update: Update) -> tuple[int, tuple[Placement, ...]]:
+        """Lets the servers know how an optimizer's update is done; returns its name, and whose gradients it takes."""
+        with self.lock:
+            self.take_in(update.variables)
+            placements = tuple(self._placements.get(v) for v in update.variables)
+            key = (id(update.optimizer), *map(id, update.variables), id(compat.learning_rate_of(update.optimizer)))
+            if key not in self._updates:
+                name = next(self._update_names)
+                for server in sorted({part.server for placement in placements for part in placement or ()}):
+                    program = self._program(update, server)
+                    self._learned[server][name] = program
+                    self.answers([self.servers[server].learn.remote(name, program)])
+                # Kept alive with it: ids must stay its own.
+                self._updates[key] = name
+                weakref.finalize(update.optimizer, self._updates.pop, key, None)
+            return self._updates[key], placements  # type: ignore[return-value]
+
+    def answers(self, replies: Sequence[Any]) -> list[Any]:
+        """Returns what servers answer.
+
+        Raises:
+          ServerLostError: one has died, and there is no snapshot.
+        """
+        try:
+            return self._ray.get(list(replies))
+        except self._ray.exceptions.RayActorError as e:
+            self.recover([])
+            raise ServerLostError(
+                "an answer of a parameter server",
+                "it had died, and was restarted from its last snapshot.",
+                "the same call once more",
+            ) from e
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Calls a method of all servers, and waits for them."""
+        self.answers([getattr(s, method).remote(*args) for s in self.servers])
+
+    def recover(self, pushers: Sequence[Pusher]) -> bool:
+        """Restarts servers that have died from the last snapshot; returns whether there were any.
+
+        Args:
+          pushers: the workers, none of whose pushes counts that was not applied.
+
+        Raises:
+          ServerLostError: there is no snapshot.
+        """
+        with self.lock:
+            dead = [i for i, s in enumerate(self.servers) if not self._is_alive(s)]
+            if not dead:
+                return False
+            snapshot = None if self._snapshots is None else self._snapshots.last
+            if snapshot is None:
+                lost = sorted({name for key, name in self._names.items() if set(self._holders[key]) <= set(dead)})
+                raise ServerLostError(
+                    f"parameter server {', '.join(map(str, dead))}",
+                    f"it has died, and with it {_listed(lost)}.",
+                    "ParameterServerStrategy(snapshot_every_s=60) to have it restarted; now start again from the last checkpoint",
+                )
+            for i in dead:
+                self.servers[i] = self._start(i)
+            alive = [s for i, s in enumerate(self.servers) if i not in dead]
+            for server in alive:
+                self._ray.get([server.forget.remote(p) for p in pushers])
+            self._ray.get([s.meet.remote(self.servers) for s in self.servers])
+            for i in dead:
+                _, values = snapshot[i]
+                self._ray.get(self.servers[i].put.remote(values))
+                self._ray.get([self.servers[i].learn.remote(n, p) for n, p in self._learned[i].items()])
+                self._ray.get([self.servers[i].forget.remote(p) for p in pushers])
+            applied = max(self._ray.get([s.num_applied.remote() for s in self.servers]))
+            self._ray.get([s.align.remote(applied) for s in self.servers])
+            self.generation += 1
+            return True
+
+    def close(self) -> None:
+        """Ends the copying of the servers' state."""
+        if self._snapshots is not None:
+            self._snapshots.close()
+
+    def _is_alive(self, server: Any) -> bool:
+        try:
+            self._ray.get(server.num_applied.remote(), timeout=_START_S)
+        except self._ray.exceptions.RayActorError:
+            return False
+        return True
+
+    def _program(self, update: Update, server: int) -> UpdateProgram:
+        """Traces the update of what one server holds; its slots move there."""
+        mine = [(v, part) for v in update.variables for part in self._placements.get(v) or () if part.server == server]
+        variables = tuple(v for v, _ in mine)
+
+        def program(gradients: list[Any]) -> None:
+            scope = lifting.innermost()
+            assert scope is not None
+            trace_run(self._device, update.optimizer.apply, (gradients, variables), {}, scope)
+
+        compat.build_optimizer(update.optimizer, update.variables)
+        rows = {id(v): part for v, part in mine if part.stop is not None}
+        shapes = [(v, _shape_of(v, part)) for v, part in mine if part.stop is not None]
+        slots = [(s, compat.reference_of(s)) for s in update.optimizer.variables]
+        shapes += [
+            (s, _shape_of(s, rows[id(v)]))
+            for s, v in slots
+            if v is not None and id(v) in rows and tuple(s.shape) == tuple(v.shape)
+        ]
+        with context.enter(context.Mode(self._device, None)), compat.shapes(shapes):
+            gradients = [jax.ShapeDtypeStruct(tuple(v.shape), compat.dtype_of(v)) for v in variables]
+            exported = export(program, gradients, self.platforms, adds=False)
+        keys = [self._hold(v, server) for v in exported.variables]
+        return UpdateProgram(exported.module, tuple(keys), exported.set)
+
+    def _hold(self, variable: Variable, server: int) -> int:
+        """Returns the key of what a server holds of a variable, which moves there if it is not."""
+        if self.placement(variable) is None:
+            reference = compat.reference_of(variable)
+            like = None if reference is None or reference.shape != variable.shape else self.placement(reference)
+            parts = [(p.server, p.start, p.stop) for p in like or () if p.stop is not None]
+            self._move(variable, parts or [(server, 0, None)])
+        placement = self.placement(variable)
+        assert placement is not None
+        for part in placement:
+            if server in self._holders[part.key]:
+                return part.key
+        (part,) = placement
+        # What all variables share, as the number of updates: each server counts for itself.
+        self.answers([self.servers[server].put.remote({part.key: np.asarray(self.read(variable))})])
+        self._holders[part.key] = (*self._holders[part.key], server)
+        return part.key
+
+    def _num_shards(self, variable: Variable) -> int:
+        if self._partitioner is None or not len(variable.shape):
+            return 1
+        shape = tuple(variable.shape)
+        return min(len(self.servers), check_partitions(shape, self._partitioner(shape, compat.dtype_of(variable))))
+
+    def _move(self, variable: Variable, parts: Sequence[tuple[int, int, int | None]]) -> None:
+        array = np.asarray(compat.raw_value(variable))
+        placement = tuple(Part(server, next(self._keys), start, stop) for server, start, stop in parts)
+        self.answers([self.servers[p.server].put.remote({p.key: p.of(array)}) for p in placement])
+        for part in placement:
+            self._loads[part.server] += part.of(array).nbytes
+            self._names[part.key], self._holders[part.key] = variable.path, (part.server,)
+        self._placements[variable] = placement
+        _owners[variable] = self
+        compat.set_raw_values([variable], [None])
+        slot_of(variable).store(None, None, owned=False)
+        weakref.finalize(variable, self._forget, placement)
+
+    def _forget(self, placement: Placement) -> None:
+        for part in placement:
+            self._names.pop(part.key, None)
+            for server in self._holders.pop(part.key, ()):
+                if self._ray.is_initialized():
+                    self.servers[server].drop.remote([part.key])
+
+
+class _Snapshots:
+    """Copies what the servers hold, again and again, in a thread."""
+
+    def __init__(self, homes: Homes, every_s: float) -> None:
+        self.last: list[tuple[int, dict[int, np.ndarray]]] | None = None
+        self._homes, self._every_s = weakref.ref(homes), every_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._copy, name="phalanx-snapshots", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends it."""
+        self._over.set()
+
+    def _copy(self) -> None:
+        while not self._over.wait(self._every_s):
+            homes = self._homes()
+            if homes is None:
+                return
+            try:
+                self.last = load_ray().get([s.state.remote() for s in homes.servers])
+            except Exception:  # A server is lost: the copy before this one is the last.
+                time.sleep(self._every_s)
+
+
+_owners: IdentityMap[Homes] = IdentityMap()
+
+
+def _fetch(variable: Variable) -> bool:
+    homes = _owners.get(variable)
+    if homes is None or compat.lift_scope() is not None:
+        return False
+    compat.set_raw_values([variable], [homes.read(variable)])
+    return True
+
+
+def _send(variable: Variable) -> None:
+    homes = _owners.get(variable)
+    if homes is not None:
+        homes.write(variable, compat.raw_value(variable))
+        compat.set_raw_values([variable], [None])
+
+
+compat.on_first_read(_fetch)
+compat.on_assign(_send)
+
+
+def _cluster_of(resolver: ClusterResolver | None) -> ClusterSpec | None:
+    """Returns the cluster, if there is one."""
+    if resolver is None:
+        if not os.environ.get("TF_CONFIG"):
+            return None
+        resolver = TFConfigClusterResolver()
+    if not isinstance(resolver, ClusterResolver):
+        raise InvalidArgumentError(
+            f"cluster_resolver={resolver!r}",
+            "must be a ClusterResolver.",
+            "cluster_resolver=phalanx.cluster_resolver.TFConfigClusterResolver()",
+        )
+    spec = resolver.cluster_spec()
+    hint = '{"chief": ["host0:12345"], "worker": ["host1:12345"], "ps": ["host2:12345"]}'
+    for job, name in (("chief", "chief"), ("worker", "worker"), ("ps", "parameter server")):
+        if job not in spec.jobs or not spec.num_tasks(job):
+            raise ClusterError(f"ParameterServerStrategy over {spec!r}", f"there must be at least one {name}.", hint)
+    if unknown := set(spec.jobs) - {"chief", "worker", "ps", "evaluator"}:
+        raise ClusterError(
+            f"ParameterServerStrategy over {spec!r}",
+            f"jobs are chief, worker, ps and evaluator, not {sorted(unknown)}.",
+            hint,
+        )
+    if resolver.task_type not in (None, "chief"):
+        raise ClusterError(
+            f"ParameterServerStrategy in task {resolver.task_type}:{resolver.task_id}",
+            "the chief makes the strategy; workers and parameter servers wait for its work.",
+            f'phalanx.Server(cluster_spec, "{resolver.task_type}", {resolver.task_id}).join()',
+        )
+    return spec
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, Integral) or int(value) < 1:
+        raise InvalidArgumentError(f"{name}={value!r}", "must be a whole number, at least 1.", f"{name}=2")
+
+
+def _closed(cluster: RayCluster, homes: Homes) -> None:
+    homes.close()
+    cluster.close()
+
+
+def _bytes_of(variable: Variable) -> int:
+    return math.prod(variable.shape) * np.dtype(compat.dtype_of(variable)).itemsize
+
+
+def _shape_of(variable: Variable, part: Part) -> tuple[int, ...]:
+    assert part.stop is not None
+    return (part.stop - part.start, *variable.shape[1:])
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
+    return f"{shown} and {len(names) - 5} other variables" if len(names) > 5 else shown
