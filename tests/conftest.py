@@ -25,6 +25,9 @@ import pytest
 
 from phalanx import context
 
+# JAX starts its devices with a thread that may outlive the first test on a busy machine.
+jax.devices()
+
 
 def pytest_unconfigure():
     """Removes what was compiled."""

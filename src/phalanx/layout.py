@@ -79,12 +79,12 @@ class FullySharded(AbstractLayout):
     """
 
     axis: str = REPLICA_AXIS
-    min_size: int = 1024
+    min_size: int = 4096
 
     def __post_init__(self) -> None:
         if isinstance(self.min_size, bool) or not isinstance(self.min_size, int) or self.min_size < 1:
             raise InvalidArgumentError(
-                f"min_size={self.min_size!r}", "must be a positive integer.", "fully_sharded(min_size=1024)"
+                f"min_size={self.min_size!r}", "must be a positive integer.", "fully_sharded(min_size=4096)"
             )
 
     @property
@@ -105,7 +105,7 @@ class FullySharded(AbstractLayout):
         """A model may have small variables alone."""
 
 
-def fully_sharded(axis: str = REPLICA_AXIS, min_size: int = 1024) -> FullySharded:
+def fully_sharded(axis: str = REPLICA_AXIS, min_size: int = 4096) -> FullySharded:
     """Returns a layout that divides every large variable, and its optimizer slots, over an axis. May be called in any context.
 
     Over the replicas each of them holds, and updates, a part of the variables and slots. A step gathers the variables, and
@@ -123,9 +123,9 @@ def fully_sharded(axis: str = REPLICA_AXIS, min_size: int = 1024) -> FullySharde
       >>> import keras, phalanx
       >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"], layout=phalanx.fully_sharded())
       >>> with strategy.scope():
-      ...     v = keras.Variable(keras.ops.zeros((64, 32)))
+      ...     v = keras.Variable(keras.ops.zeros((64, 64)))
       >>> v.value.addressable_shards[0].data.shape
-      (32, 32)
+      (32, 64)
     """
     return FullySharded(axis, min_size)
 

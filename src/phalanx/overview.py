@@ -28,7 +28,7 @@ def describe(strategy: Strategy, *objects: Any, console: Any = None) -> None:
 
     Example:
       >>> import keras, phalanx
-      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"], layout=phalanx.fully_sharded())
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"], layout=phalanx.fully_sharded(min_size=1))
       >>> with strategy.scope():
       ...     v = keras.Variable(keras.ops.zeros((64, 32)), name="v")
       >>> phalanx.describe(strategy, v)  # doctest: +NORMALIZE_WHITESPACE

@@ -200,8 +200,8 @@ def test_collectives_of_a_step():
     text = program.lower(batch_of(strategy)).compile().as_text()
     assert collectives(text, "reduce-scatter") == 256 * 256 / 4
     assert collectives(text, "all-gather") == 256 * 256
-    # The biases, and the small kernel.
-    assert collectives(text, "all-reduce") == 2 * 256 + 2 + 256 * 2
+    # The biases, and the small kernels.
+    assert collectives(text, "all-reduce") == 4 * 256 + 2 * 256 + 2 + 256 * 2
 
 
 def test_one_compilation():

@@ -37,7 +37,7 @@ def test_model_with_its_optimizer():
     strategy = strategy_of(model_axis=("model", 2), layout={".*kernel": (None, "model")})
     with strategy.scope():
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(8, name="d")], name="net")
-        model.compile("adam", "mse")
+        model.compile(keras.optimizers.Adam(name="adam"), "mse")
         model.optimizer.build(model.trainable_variables)
     lines = printed(strategy, model)
     at = lines.index("net/d/kernel float32[4, 8] [:, 0:4] cpu:0 cpu:2")

@@ -6,10 +6,10 @@ from typing import Any, final
 
 import jax
 
-from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
+from phalanx.collectives.cross_device import CrossDeviceOps
 from phalanx.errors import InvalidArgumentError
 from phalanx.layout import layout_of
-from phalanx.strategies.synchronous import SynchronousStrategy
+from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
 from phalanx.topology import Topology, axes_of
 
 
@@ -46,8 +46,7 @@ class MirroredStrategy(SynchronousStrategy):
         layout: Any = None,
     ) -> None:
         topology = Topology.of(devices, axes=axes_of(model_axis), layout=layout_of(layout))
-        # Packing costs more than it saves between devices of one process.
-        ops = NcclAllReduce(num_packs=None) if cross_device_ops is None else cross_device_ops
+        ops = ops_within(topology) if cross_device_ops is None else cross_device_ops
         if not isinstance(ops, CrossDeviceOps):
             raise InvalidArgumentError(
                 f"cross_device_ops={ops!r}", "must be CrossDeviceOps.", "cross_device_ops=phalanx.NcclAllReduce()"

@@ -11,7 +11,7 @@ from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.collectives.cross_device import NcclAllReduce
 from phalanx.errors import InvalidArgumentError
 from phalanx.options import CommunicationImplementation, CommunicationOptions
-from phalanx.strategies.synchronous import SynchronousStrategy
+from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
 from phalanx.topology import Topology, axes_of
 
 
@@ -76,7 +76,8 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         _require_implementation(options.implementation, topology)
         # Between processes one buffer is faster than many: each message costs more than the copies.
         between = topology.num_workers > 1
-        super().__init__(topology, NcclAllReduce(num_packs=1 if between else None))
+        ops = NcclAllReduce(num_packs=1) if between and not topology.axes else ops_within(topology)
+        super().__init__(topology, ops)
         self._resolver, self._options = resolver, options
         if between:
             compat.agree_on_seed(lambda seed: topology.from_chief([seed])[0])

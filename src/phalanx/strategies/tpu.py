@@ -12,11 +12,10 @@ from typing_extensions import override
 from phalanx import context
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.tpu import TPUClusterResolver
-from phalanx.collectives.cross_device import NcclAllReduce
 from phalanx.device_assignment import DeviceAssignment
 from phalanx.errors import ContextError, DeviceError, InvalidArgumentError
 from phalanx.layout import MODEL_AXIS, AbstractLayout, layout_of
-from phalanx.strategies.synchronous import SynchronousStrategy
+from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
 from phalanx.topology import Topology
 from phalanx.tpu.system import devices_of, initialize_tpu_system
 
@@ -72,7 +71,7 @@ class TPUStrategy(SynchronousStrategy):
             cores = found.device_coordinates.reshape(-1, 1, found.mesh_rank)
             assignment = DeviceAssignment(found, cores)
         topology = _topology_of(assignment, found.num_tasks, layout_of(layout))
-        super().__init__(topology, NcclAllReduce(num_packs=None))
+        super().__init__(topology, ops_within(topology))
         self._resolver, self._is_spmd = resolver, bool(experimental_spmd_xla_partitioning)
 
     @property
