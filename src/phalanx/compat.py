@@ -249,6 +249,21 @@ def reference_of(slot: Variable) -> Variable | None:
     return None if reference is None else reference()
 
 
+def make_table(make: Callable[[], Variable]) -> Variable:
+    """Returns the variable that `make` makes, without a value: only its initializer, as `initializer_of` gives it."""
+    with keras.StatelessScope(initialize_variables=False):
+        variable = make()
+    waiting = global_state.get_global_attribute("uninitialized_variables", [])
+    global_state.set_global_attribute("uninitialized_variables", [v for v in waiting if v is not variable])
+    variable._phalanx_initializer, variable._initializer = variable._initializer, None
+    return variable
+
+
+def initializer_of(table: Variable) -> Any:
+    """Returns what makes the rows of a table; None for other variables."""
+    return vars(table).get("_phalanx_initializer")
+
+
 def trained_by(optimizer: keras.optimizers.Optimizer, variables: Any) -> tuple[Variable, ...]:
     """Returns what `optimizer.apply(grads, variables)` updates: where None are given, those that it was built with."""
     return tuple(optimizer._trainable_variables if variables is None else variables)
@@ -659,7 +674,9 @@ def _stateless_apply(
 def _add_variable_from_reference(
     original: Callable[..., Variable], self: Any, reference_variable: Variable, *args: Any, **kwargs: Any
 ) -> Variable:
-    slot = original(self, reference_variable, *args, **kwargs)
+    make = functools.partial(original, self, reference_variable, *args, **kwargs)
+    is_table = isinstance(reference_variable, Variable) and initializer_of(reference_variable) is not None
+    slot = make_table(make) if is_table else make()
     if isinstance(reference_variable, Variable):
         slot._phalanx_reference = weakref.ref(reference_variable)
     return slot

@@ -38,6 +38,7 @@ class Exported:
       output: what the function returns, without its arrays.
       ids: what is looked up, as a program of no values and the inputs; empty where nothing is.
       lookups: the numbers of the tables, in order.
+      num_rows: of each table, how many rows it takes.
     """
 
     module: bytes
@@ -49,6 +50,7 @@ class Exported:
     output: Structure
     ids: bytes
     lookups: tuple[int, ...]
+    num_rows: dict[int, int]
 
 
 def export(
@@ -116,6 +118,7 @@ def export(
         module=_serialized(program, platforms, values, specs),
         ids=_ids_program(found, platforms, values, specs) if tables else b"",
         lookups=tuple(tables),
+        num_rows={i: values[i].shape[0] for i in tables},
         variables=tuple(found.variables),
         added=tuple(i for i, a in kept if a),
         set=tuple(i for i, a in kept if not a),

@@ -129,7 +129,7 @@ class Steps:
                 # As large as the one before: a worker that has another one asks again.
                 taken[e.number].append(taken[e.number][-1])
         homes = self._strategy.homes
-        updates = tuple(homes.plan(u) for u in exported.updates)
+        updates = tuple(homes.plan(u, exported) for u in exported.updates)
         homes.take_in([v for i, v in enumerate(exported.variables) if i not in exported.seeds])
         placements = tuple(
             None if i in exported.seeds else homes.placement(v) for i, v in enumerate(exported.variables)
@@ -146,6 +146,9 @@ class Steps:
             updates=updates,
             holders=homes.holders([p for p in placements if p is not None]),
             variant=variant,
+            ids=exported.ids,
+            lookups=exported.lookups,
+            num_rows={i: exported.num_rows[i] for i in exported.lookups},
         )
 
     def _exported(self, step: Step, fn: Any, taken: list[list[Any]], used: list["_Batches"]) -> Any:

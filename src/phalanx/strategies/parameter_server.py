@@ -21,12 +21,12 @@ from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.compat import Variable
-from phalanx.errors import ClusterError, ContextError, InvalidArgumentError, ServerLostError
-from phalanx.exported import export
+from phalanx.errors import ClusterError, ContextError, InvalidArgumentError, ServerLostError, TraceError
+from phalanx.exported import Exported, export
 from phalanx.input.sources.functions import InputContext
 from phalanx.lifting import Update
 from phalanx.options import RunOptions
-from phalanx.parameters.plans import Part, Placement, Pusher, UpdateProgram
+from phalanx.parameters.plans import Gradient, Part, Placement, Pusher, UpdateProgram
 from phalanx.parameters.server import ParameterServer
 from phalanx.partitioners import Partitioner, check_partitions, place, split_rows
 from phalanx.replicate import trace_run
@@ -207,6 +207,7 @@ class Homes:
         snapshot_every_s: float | None,
     ) -> None:
         self._ray, self._cluster, self._device, self._partitioner = load_ray(), cluster, device, partitioner
+        self._max_staleness = max_staleness
         self._start = lambda i: cluster.actor(ParameterServer, "ps", i, i, max_staleness, threads=_THREADS)
         self.servers = [self._start(i) for i in range(cluster.ps)]
         self.platforms = tuple(sorted({self._ray.get(s.meet.remote(self.servers)) for s in self.servers}))
@@ -230,16 +231,34 @@ class Homes:
         keys = [part.key for placement in placements for part in placement]
         return {key: self._holders[key] for key in keys if len(self._holders[key]) > 1}
 
+    def add_table(self, table: Variable) -> None:
+        """Hears of a variable without a value, whose rows the servers make."""
+        _owners[table] = self
+
+    def rows(self, table: Variable, ids: np.ndarray) -> jax.Array:
+        """Returns rows of a table, from the servers."""
+        self.take_in([table])
+        rows, places = np.unique(ids, return_inverse=True)
+        placement = self.placement(table)
+        assert placement is not None
+        own = [rows[(rows >= p.start) & (rows < (p.stop or len(rows)))] - p.start for p in placement]
+        replies = [self.servers[p.server].get.remote([(p.key, x)]) for p, x in zip(placement, own, strict=True)]
+        found = np.concatenate([arrays[0] for arrays in self.answers(replies)])
+        return jax.numpy.asarray(found[places.reshape(ids.shape)])
+
     def take_in(self, variables: Sequence[Variable]) -> None:
         """Moves variables to the servers, those that are not there yet."""
         with self.lock:
             new = [v for v in variables if self.placement(v) is None]
+            for table in [v for v in new if _is_unmade(v)]:
+                self._make(table)
+            new = [v for v in new if self.placement(v) is None]
             shards = [self._num_shards(v) for v in new]
             sizes = [_bytes_of(v) // n for v, n in zip(new, shards, strict=True)]
             whole = [i for i, n in enumerate(shards) if n == 1]
             chosen = dict(zip(whole, place([sizes[i] for i in whole], self._loads), strict=True))
             for i, variable in enumerate(new):
-                if shards[i] == 1:
+                if shards[i] == 1 and compat.initializer_of(variable) is None:
                     self._move(variable, [(chosen[i], 0, None)])
                     continue
                 lightest = sorted(range(len(self._loads)), key=lambda s: self._loads[s])[: shards[i]]
@@ -248,6 +267,7 @@ class Homes:
 
     def read(self, variable: Variable) -> jax.Array:
         """Returns the value of a variable, from the servers."""
+        self.take_in([variable])
         placement = self.placement(variable)
         assert placement is not None
         replies = [self.servers[part.server].get.remote([part.key]) for part in placement]
@@ -267,22 +287,39 @@ class Homes:
             ]
         )
 
-    def plan(self, update: Update) -> tuple[int, tuple[Placement, ...]]:
-        """Lets the servers know how an optimizer's update is done; returns its name, and whose gradients it takes."""
+    def plan(self, update: Update, step: Exported) -> tuple[int, tuple[Gradient, ...]]:
+        """Lets the servers know how an optimizer's update is done; returns its name, and the gradients that it takes.
+
+        Args:
+          update: the update.
+          step: the program that computes the gradients.
+        """
         with self.lock:
             self.take_in(update.variables)
-            placements = tuple(self._placements.get(v) for v in update.variables)
-            key = (id(update.optimizer), *map(id, update.variables), id(compat.learning_rate_of(update.optimizer)))
+            numbers = [next(i for i, v in enumerate(step.variables) if v is u) for u in update.variables]
+            tables = {id(step.variables[i]): n for i, n in step.num_rows.items()}
+            if tables and self._max_staleness is not None:
+                raise TraceError(
+                    f"a ShardedEmbedding under max_staleness={self._max_staleness}",
+                    "updates of several workers are one there, and tables have those of one.",
+                    "max_staleness=None, or keras.layers.Embedding",
+                )
+            placements = tuple(
+                Gradient(self._placements.get(v) or (), i if i in step.num_rows else None)
+                for v, i in zip(update.variables, numbers, strict=True)
+            )
+            rate = compat.learning_rate_of(update.optimizer)
+            key = (id(update.optimizer), *map(id, update.variables), id(rate), *tables.values())
             if key not in self._updates:
                 name = next(self._update_names)
-                for server in sorted({part.server for placement in placements for part in placement or ()}):
-                    program = self._program(update, server)
+                for server in sorted({part.server for placement, _ in placements for part in placement}):
+                    program = self._program(update, server, tables)
                     self._learned[server][name] = program
                     self.answers([self.servers[server].learn.remote(name, program)])
                 # Kept alive with it: ids must stay its own.
                 self._updates[key] = name
                 weakref.finalize(update.optimizer, self._updates.pop, key, None)
-            return self._updates[key], placements  # type: ignore[return-value]
+            return self._updates[key], placements
 
     def answers(self, replies: Sequence[Any]) -> list[Any]:
         """Returns what servers answer.
@@ -353,7 +390,7 @@ class Homes:
             return False
         return True
 
-    def _program(self, update: Update, server: int) -> UpdateProgram:
+    def _program(self, update: Update, server: int, tables: dict[int, int]) -> UpdateProgram:
         """Traces the update of what one server holds; its slots move there."""
         mine = [(v, part) for v in update.variables for part in self._placements.get(v) or () if part.server == server]
         variables = tuple(v for v, _ in mine)
@@ -364,22 +401,24 @@ class Homes:
             trace_run(self._device, update.optimizer.apply, (gradients, variables), {}, scope)
 
         compat.build_optimizer(update.optimizer, update.variables)
-        rows = {id(v): part for v, part in mine if part.stop is not None}
-        shapes = [(v, _shape_of(v, part)) for v, part in mine if part.stop is not None]
-        slots = [(s, compat.reference_of(s)) for s in update.optimizer.variables]
-        shapes += [
-            (s, _shape_of(s, rows[id(v)]))
-            for s, v in slots
-            if v is not None and id(v) in rows and tuple(s.shape) == tuple(v.shape)
-        ]
+        # Of a table it gets the rows that a step has looked up, of a variable that is divided those of this server.
+        rows = {id(v): tables.get(id(v), (p.stop or 0) - p.start) for v, p in mine if p.stop is not None}
+        owners = [(v, v) for v in variables] + [(s, compat.reference_of(s)) for s in update.optimizer.variables]
+        owners = [(s, v) for s, v in owners if v is not None and id(v) in rows and tuple(s.shape) == tuple(v.shape)]
+        shapes = [(s, (rows[id(v)], *s.shape[1:])) for s, v in owners]
+        table_of = {id(s): i for s, v in owners for i, x in enumerate(variables) if x is v and id(v) in tables}
         with context.enter(context.Mode(self._device, None)), compat.shapes(shapes):
             gradients = [jax.ShapeDtypeStruct(tuple(v.shape), compat.dtype_of(v)) for v in variables]
             exported = export(program, gradients, self.platforms, adds=False)
         keys = [self._hold(v, server) for v in exported.variables]
-        return UpdateProgram(exported.module, tuple(keys), exported.set)
+        return UpdateProgram(
+            exported.module, tuple(keys), exported.set, tuple(table_of.get(id(v)) for v in exported.variables)
+        )
 
     def _hold(self, variable: Variable, server: int) -> int:
         """Returns the key of what a server holds of a variable, which moves there if it is not."""
+        if self.placement(variable) is None and _is_unmade(variable):
+            self._make(variable)
         if self.placement(variable) is None:
             reference = compat.reference_of(variable)
             like = None if reference is None or reference.shape != variable.shape else self.placement(reference)
@@ -397,17 +436,42 @@ class Homes:
         return part.key
 
     def _num_shards(self, variable: Variable) -> int:
+        if compat.initializer_of(variable) is not None:
+            return min(len(self.servers), variable.shape[0])
         if self._partitioner is None or not len(variable.shape):
             return 1
         shape = tuple(variable.shape)
         return min(len(self.servers), check_partitions(shape, self._partitioner(shape, compat.dtype_of(variable))))
 
+    def _make(self, table: Variable) -> None:
+        """Lets the servers make a table, each its rows, or the slots of one, where its rows are."""
+        reference = compat.reference_of(table)
+        if reference is None:
+            shards = split_rows(table.shape[0], min(len(self.servers), table.shape[0]))
+            parts = [(server, r.start, r.stop) for server, r in enumerate(shards)]
+        else:
+            self.take_in([reference])
+            parts = [(p.server, p.start, p.stop or 0) for p in self._placements.get(reference) or ()]
+        placement = tuple(Part(server, next(self._keys), start, stop) for server, start, stop in parts)
+        self.answers(
+            [
+                self.servers[p.server].make.remote(p.key, _rows_program(table, p, i, self.platforms))
+                for i, p in enumerate(placement)
+            ]
+        )
+        self._settle(table, placement, _bytes_of(table) // table.shape[0])
+
     def _move(self, variable: Variable, parts: Sequence[tuple[int, int, int | None]]) -> None:
         array = np.asarray(compat.raw_value(variable))
         placement = tuple(Part(server, next(self._keys), start, stop) for server, start, stop in parts)
         self.answers([self.servers[p.server].put.remote({p.key: p.of(array)}) for p in placement])
+        self._settle(variable, placement, array.nbytes // max(1, len(array) if array.ndim else 1))
+
+    def _settle(self, variable: Variable, placement: Placement, row_bytes: int) -> None:
+        """Notes where a variable is, and forgets its value here."""
         for part in placement:
-            self._loads[part.server] += part.of(array).nbytes
+            rows = (variable.shape[0] if variable.shape else 1) if part.stop is None else part.stop - part.start
+            self._loads[part.server] += rows * row_bytes
             self._names[part.key], self._holders[part.key] = variable.path, (part.server,)
         self._placements[variable] = placement
         _owners[variable] = self
@@ -461,7 +525,8 @@ def _fetch(variable: Variable) -> bool:
 
 def _send(variable: Variable) -> None:
     homes = _owners.get(variable)
-    if homes is not None:
+    # A table that is assigned before it is made moves later, like any other variable.
+    if homes is not None and homes.placement(variable) is not None:
         homes.write(variable, compat.raw_value(variable))
         compat.set_raw_values([variable], [None])
 
@@ -516,9 +581,21 @@ def _bytes_of(variable: Variable) -> int:
     return math.prod(variable.shape) * np.dtype(compat.dtype_of(variable)).itemsize
 
 
-def _shape_of(variable: Variable, part: Part) -> tuple[int, ...]:
-    assert part.stop is not None
-    return (part.stop - part.start, *variable.shape[1:])
+def _is_unmade(variable: Variable) -> bool:
+    """Whether it is a table that has neither been made nor assigned."""
+    return compat.initializer_of(variable) is not None and compat.raw_value(variable) is None
+
+
+def _rows_program(table: Variable, part: Part, number: int, platforms: Sequence[str]) -> bytes:
+    """Returns the program that makes one server's rows of a table."""
+    initializer = compat.initializer_of(table)
+    config = initializer.get_config() if hasattr(initializer, "get_config") else {}
+    if number and isinstance(config.get("seed"), int):
+        # Each server has other rows.
+        initializer = type(initializer).from_config({**config, "seed": config["seed"] + number})
+    shape, dtype = ((part.stop or 0) - part.start, *table.shape[1:]), compat.dtype_of(table)
+    make = jax.jit(lambda: jax.numpy.asarray(initializer(shape, dtype=dtype)))
+    return bytes(jax.export.export(make, platforms=platforms)().serialize())
 
 
 def _listed(names: Sequence[str]) -> str:
