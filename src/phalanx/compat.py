@@ -702,6 +702,12 @@ def size_of_batches(adapter: Any) -> tuple[int | None, bool]:
         return None, False
 
 
+def num_rows(adapter: Any) -> int:
+    """Returns how many rows the arrays of a data adapter have."""
+    short = adapter.partial_batch_size or 0
+    return int((adapter.num_batches - bool(short)) * adapter.batch_size + short)
+
+
 def build_layers(model: keras.Model, x: Any) -> None:
     """Makes the variables of a model alone; `x` has the shapes of its inputs."""
     backend.compute_output_spec(model, jax.tree.map(lambda s: keras.KerasTensor(s.shape, str(s.dtype)), x))
