@@ -26,6 +26,7 @@ dispatch_lock = threading.RLock()
 """Two threads that dispatch programs over several devices can deadlock inside XLA, whatever its thread pool."""
 
 _NEWS_S = 3.0
+_STATUS = re.compile(r"[A-Z_]+: ")
 _DEVICE_NAME = re.compile(
     r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d+)$", re.IGNORECASE
 )
@@ -268,16 +269,23 @@ class _Turn:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._watch.end(is_step=self._is_step, has_failed=error is not None)
         dispatch_lock.release()
-        # Where a process dies, what the others see first is a program that fails.
-        if isinstance(error, (jax.errors.JaxRuntimeError, StateLostError)) and (lost := self._watch.loss(_NEWS_S)):
-            raise _peer_lost(lost) from error
+        # Where a process dies, what the others see first is a program that fails: all that it can say is less than this.
+        if _is_of_program(error) and (lost := self._watch.loss(_NEWS_S)):
+            raise _peer_lost(lost) from None
+
+
+def _is_of_program(error: BaseException | None) -> bool:
+    """Whether a program has failed while it ran; what its collectives raise is a ValueError, which begins with a status."""
+    if isinstance(error, ValueError):
+        return _STATUS.match(str(error)) is not None
+    return isinstance(error, (jax.errors.JaxRuntimeError, StateLostError))
 
 
 def _peer_lost(how: str) -> PeerLostError:
     return PeerLostError(
-        "a step that needs all processes",
-        f"{how}.",
-        "phalanx run --max-restarts 3 ..., with keras.callbacks.BackupAndRestore, to go on from the last epoch",
+        how,
+        "no step can be done without it.",
+        "phalanx run --max-restarts 3 ..., and let the script go on from its last checkpoint",
     )
 
 
