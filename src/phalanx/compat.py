@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -648,11 +648,11 @@ def on_model(hear: Callable[[keras.Model], None]) -> None:
     _extend(_Trainer, "compile")(made)
 
 
-def take_over(names: Sequence[str], choose: Callable[[keras.Model], Any]) -> None:
-    """Lets the object that `choose(model)` returns do the work of some methods of models; None leaves it to Keras."""
+def take_over(names: Iterable[str], choose: Callable[[keras.Model, str], Any]) -> None:
+    """Lets the object that `choose(model, name)` returns do the work of some methods of models; None leaves it to Keras."""
 
     def call(name: str, original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        chosen = choose(self)
+        chosen = choose(self, name)
         return original(self, *args, **kwargs) if chosen is None else getattr(chosen, name)(*args, **kwargs)
 
     for name in names:
