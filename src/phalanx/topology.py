@@ -169,7 +169,7 @@ class Topology:
         """The devices of this process's replicas, in replica order."""
         return tuple(d for d in self.devices if d.process_index == self.workers[self.worker_index])
 
-    @property
+    @cached_property
     def local_replicas(self) -> range:
         """The numbers of this process's replicas."""
         first = self.devices.index(self.local_devices[0])
@@ -192,8 +192,16 @@ class Topology:
         """
         if self.num_workers == 1:
             return jax.device_put(local, self.per_replica)
-        whole = lambda x: (self.num_replicas, *x.shape[1:])  # noqa: E731
-        return [jax.make_array_from_process_local_data(self.per_replica, x, whole(x)) for x in local]
+        return list(map(self._spread_from_here, local))
+
+    def _spread_from_here(self, local: Any) -> jax.Array:
+        first = self.local_replicas.start
+
+        def own(index: Any) -> Any:
+            return local[index[0].start - first : index[0].stop - first]
+
+        # Half the time of make_array_from_process_local_data, which finds out what is known here.
+        return jax.make_array_from_callback((self.num_replicas, *local.shape[1:]), self.per_replica, own)
 
     def put_replicated(self, tree: Any) -> Any:
         """Puts a pytree of arrays on all devices; of several processes all must have the same values."""
@@ -270,11 +278,11 @@ class _Turn:
         self._watch.end(is_step=self._is_step, has_failed=error is not None)
         dispatch_lock.release()
         # Where a process dies, what the others see first is a program that fails: all that it can say is less than this.
-        if _is_of_program(error) and (lost := self._watch.loss(_NEWS_S)):
+        if error is not None and _is_of_program(error) and (lost := self._watch.loss(_NEWS_S)):
             raise _peer_lost(lost) from None
 
 
-def _is_of_program(error: BaseException | None) -> bool:
+def _is_of_program(error: BaseException) -> bool:
     """Whether a program has failed while it ran; what its collectives raise is a ValueError, which begins with a status."""
     if isinstance(error, ValueError):
         return _STATUS.match(str(error)) is not None
