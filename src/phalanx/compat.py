@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -714,11 +714,11 @@ def on_model(hear: Callable[[keras.Model], None]) -> None:
     _extend(_Trainer, "compile")(made)
 
 
-def take_over(names: Sequence[str], choose: Callable[[keras.Model], Any]) -> None:
-    """Lets the object that `choose(model)` returns do the work of some methods of models; None leaves it to Keras."""
+def take_over(names: Iterable[str], choose: Callable[[keras.Model, str], Any]) -> None:
+    """Lets the object that `choose(model, name)` returns do the work of some methods of models; None leaves it to Keras."""
 
     def call(name: str, original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        chosen = choose(self)
+        chosen = choose(self, name)
         return original(self, *args, **kwargs) if chosen is None else getattr(chosen, name)(*args, **kwargs)
 
     for name in names:
@@ -766,6 +766,12 @@ def size_of_batches(adapter: Any) -> tuple[int | None, bool]:
         return adapter.batch_size, adapter.has_partial_batch is False
     except NotImplementedError:  # Only the batches can tell.
         return None, False
+
+
+def num_rows(adapter: Any) -> int:
+    """Returns how many rows the arrays of a data adapter have."""
+    short = adapter.partial_batch_size or 0
+    return int((adapter.num_batches - bool(short)) * adapter.batch_size + short)
 
 
 def build_layers(model: keras.Model, x: Any) -> None:

@@ -12,7 +12,19 @@ import numpy as np
 from evaluation import BATCH, ROWS, Evaluation, X, Y
 
 # They are found here, by their names.
-from training import accumulated, diverged, first_values, fit, interrupted, loop, one_step, shuffled, verbs, writing  # noqa: F401
+from training import (  # noqa: F401
+    accumulated,
+    different_rows,
+    diverged,
+    first_values,
+    fit,
+    interrupted,
+    loop,
+    one_step,
+    shuffled,
+    verbs,
+    writing,
+)
 
 import phalanx
 from phalanx.data import AutoShardPolicy
