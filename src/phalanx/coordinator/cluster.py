@@ -9,7 +9,7 @@ from typing import Any, final
 
 import jax
 
-from phalanx.coordinator.queue import Closure, ClosureQueue, RemoteValue
+from phalanx.coordinator.queue import Closure, ClosureQueue, Outcome, RemoteValue
 from phalanx.coordinator.steps import Steps, check_call
 from phalanx.coordinator.supervisor import State, Supervisor, Work, WorkerLost
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, check_function
@@ -120,7 +120,11 @@ class ClusterCoordinator:
         if not step.programs:
             # Here, and not in a worker's thread: Keras's settings are those of this thread.
             self._steps.program(step, fn, self._specs(resources))
-        closure = Closure(Work(step, fn, inputs, resources))
+        closure = Closure(Work(step, fn, inputs, resources), Outcome(self._queue.awaited))
+        if any(s.has_left for s in self._supervisors):
+            # All of them, before any of them has a step: they begin together.
+            for supervisor in self._supervisors:
+                supervisor.come_back()
         self._queue.put(closure)
         return closure.outcome
 

@@ -29,7 +29,8 @@ All state is under one lock. Each wait is for a condition that depends on the st
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, final
@@ -72,11 +73,16 @@ class RemoteValue(ABC):
 
 @final
 class Outcome(RemoteValue):
-    """The value of a closure. The first word on it counts."""
+    """The value of a closure. The first word on it counts.
 
-    __slots__ = ("_error", "_is_known", "_traceback", "_values", "_waits")
+    Args:
+      awaited: what is entered while somebody waits for it.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_awaited", "_error", "_is_known", "_traceback", "_values", "_waits")
+
+    def __init__(self, awaited: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._awaited = awaited
         self._is_known = False
         self._values: Any = None
         self._error: BaseException | None = None
@@ -96,7 +102,7 @@ class Outcome(RemoteValue):
 
     @override
     def get(self) -> Any:
-        with self._waits:
+        with nullcontext() if self._is_known else self._awaited(), self._waits:
             pass
         if self._error is not None:
             # Each raise would add to the traceback of the last.
@@ -153,6 +159,7 @@ class ClosureQueue:
         self._in_flight: set[Closure] = set()
         self._state = _State.OPEN
         self._error: BaseException | None = None
+        self._num_waiting, self._is_polled = 0, False
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)  # Those in `get` wait for it,
         self._change = threading.Condition(self._lock)  # and those in `put` and `join` for this.
@@ -167,19 +174,41 @@ class ClosureQueue:
         with self._lock:
             self._wait_until(lambda: len(self._queued) < self._capacity, "coordinator.schedule(...)")
             self._queued.append(closure)
+            self._is_polled = False
             self._work.notify()
 
     def join(self) -> None:
         """Returns when nothing is queued or in flight. Raises what `put` raises."""
-        with self._lock:
+        with self.awaited(), self._lock:
             self._wait_until(lambda: self._is_idle, "coordinator.join()")
 
     def done(self) -> bool:
         """Returns whether nothing is queued or in flight, without waiting. Raises the first error as `put` does."""
         with self._lock:
+            self._is_polled = True
+            self._work.notify_all()
             if self._state is not _State.CANCELLING:
                 self._raise_first_error()
             return self._is_idle
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Notes that somebody waits meanwhile for what is queued or in flight."""
+        with self._lock:
+            self._num_waiting += 1
+            self._work.notify_all()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+
+    def has_work(self, is_told: Callable[[], bool]) -> bool:
+        """Waits until `get` would not; or, unless it `is_told` already, until somebody waits for steps that others do."""
+        with self._lock:
+            is_ready = lambda: bool(self._queued) or self._state is _State.STOPPED  # noqa: E731
+            self._work.wait_for(lambda: is_ready() or ((self._num_waiting or self._is_polled) and not is_told()))
+            return is_ready()
 
     def get(self) -> Closure | None:
         """Returns the next closure, as soon as there is one, or None when the queue is stopped; for threads of workers."""

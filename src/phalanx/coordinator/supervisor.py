@@ -60,12 +60,13 @@ class Supervisor:
       index: its number.
       strategy: whose worker it is.
       queue: where its steps come from.
-      steps: their programs.
 
     Attributes:
       state: of the worker.
       num_steps: how many steps were done.
       num_lost: how many workers of this number were lost.
+      num_again: how many steps were given back, for another worker to do.
+      has_left: whether nobody waits for its next update.
     """
 
     def __init__(self, index: int, strategy: ParameterServerStrategy, queue: ClosureQueue) -> None:
@@ -73,6 +74,7 @@ class Supervisor:
         self._steps: Steps | None = None
         self.pusher = Pusher(index, 0)
         self.state, self.num_steps, self.num_lost, self.num_again = State.STARTING, 0, 0, 0
+        self.has_left = False
         self._made: dict[int, Any] = {}
         self._known: set[tuple[int, Any]] = set()
         self._dropped: list[int] = []
@@ -114,12 +116,25 @@ class Supervisor:
         self._dropped.append(name)
 
     def _serve(self) -> None:
-        while (closure := self._queue.get()) is not None:
+        while (closure := self._next()) is not None:
             closures = [closure, *self._queue.get_more(self._share())]
             try:
                 self._do(closures)
             except WorkerLost:
                 self._replace()
+
+    def _next(self) -> Closure | None:
+        """Returns the next closure; where updates wait for each other, those of others do not wait for one that is not there."""
+        while self._strategy.max_staleness is not None and not self._queue.has_work(lambda: self.has_left):
+            self.has_left = True
+            self._strategy.homes.tell("leave", self.pusher)
+        return self._queue.get()
+
+    def come_back(self) -> None:
+        """Lets the updates of others wait for the next one of this worker again; in any thread."""
+        if self.has_left:
+            self.has_left = False
+            self._strategy.homes.tell("enter", [self.pusher])
 
     def _share(self) -> int:
         """Returns how many more steps to take at once: few enough for the others to have work, and for results to come soon."""
