@@ -258,7 +258,7 @@ def test_datasets_that_are_given(calm):
 def test_several_batches_of_several_shapes(calm):
     """A step that takes two batches, and a last batch that is shorter than the others."""
     batches = [np.ones((4, 1)), np.ones((4, 1)), np.ones((4, 1)), np.ones((1, 1))]
-    iterator = iter(calm.create_per_worker_dataset(lambda: iter(batches)))
+    iterator = iter(calm.create_per_worker_dataset(lambda: iter(2 * batches)))
 
     def step(iterator):
         return next(iterator).sum() + 10 * next(iterator).sum()
