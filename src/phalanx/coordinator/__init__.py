@@ -3,7 +3,8 @@
 
 from phalanx.coordinator.cluster import ClusterCoordinator, Status
 from phalanx.coordinator.queue import RemoteValue
-from phalanx.coordinator.values import PerWorkerDataset, PerWorkerValues, experimental_get_current_worker_index
+from phalanx.coordinator.values import PerWorkerDataset, PerWorkerValues
+from phalanx.parameters.here import experimental_get_current_worker_index
 
 __all__ = [
     "ClusterCoordinator",

@@ -14,6 +14,7 @@ from typing import Any
 from phalanx.coordinator.queue import Closure, ClosureQueue
 from phalanx.coordinator.steps import Step, Steps
 from phalanx.coordinator.values import PerWorkerIterator, PerWorkerValues
+from phalanx.errors import InvalidArgumentError
 from phalanx.parameters.plans import Pusher, Report, Task
 from phalanx.parameters.worker import Worker
 from phalanx.runtime.ray import load_ray
@@ -148,7 +149,7 @@ class Supervisor:
         left = list(closures)
         try:
             while left:
-                left = self._some(left)
+                self._some(left)
         except WorkerLost:
             self.num_again += len(left)
             self._put_back(left)
@@ -157,8 +158,8 @@ class Supervisor:
             self._queue.fail(left[0], e)
             self._put_back(left[1:])
 
-    def _some(self, closures: list[Closure]) -> list[Closure]:
-        """Has as many steps done as the worker can; returns those that are left.
+    def _some(self, closures: list[Closure]) -> None:
+        """Has as many steps done as the worker can, and takes these closures out of the list.
 
         Raises:
           WorkerLost: it cannot any.
@@ -184,14 +185,13 @@ class Supervisor:
         for closure, (variant, arrays) in zip(closures, report.results, strict=False):
             self._queue.finish(closure, closure.work.step.outputs[variant].join(arrays, []))
         self.num_steps += len(report.results)
-        left = closures[len(report.results) :]
+        del closures[: len(report.results)]
         if report.unknown is not None:
-            self._teach(left[0].work, report.unknown)
+            self._teach(closures[0].work, report.unknown)
         elif report.error is not None:
             raise report.error
         elif report.has_lost_server or report.is_fenced:
             self._go_on()
-        return left
 
     def _teach(self, work: Work, specs: Any) -> None:
         assert self._steps is not None
@@ -234,12 +234,22 @@ class Supervisor:
         with self._making:
             for resource in resources:
                 if resource.name not in self._made:
-                    is_dataset = isinstance(resource, PerWorkerIterator)
-                    self._call("make", resource.name, resource.fn, is_dataset)
+                    self._call("make", resource.name, self._sent(resource.fn), isinstance(resource, PerWorkerIterator))
                     self._made[resource.name] = True
             if dropped := [name for name in self._dropped if self._made.pop(name, None)]:
                 self._dropped = [n for n in self._dropped if n not in dropped]
                 self._call("drop", dropped)
+
+    def _sent(self, fn: Callable[[], Any]) -> Any:
+        """Returns a function on its way to the worker."""
+        try:
+            return self._ray.put(fn)
+        except Exception as e:  # Whatever pickling raises, with Ray's account of what was found where.
+            raise InvalidArgumentError(
+                f"a function that makes a worker's dataset or value, {fn!r}",
+                f"it cannot be pickled: {e.__cause__ or e}",
+                "open files, locks and the like inside the function",
+            ) from e
 
     def _call(self, method: str, *args: Any) -> Any:
         """Calls a method of the worker, and waits for as long as it gives a sign of life."""
@@ -269,7 +279,5 @@ def _cause_of(error: Any) -> BaseException:
     cause = error.cause
     if not isinstance(cause, BaseException):
         return error  # type: ignore[no-any-return]
-    if isinstance(cause, StopIteration):
-        cause = IndexError("a worker's dataset has no further batch")
-    cause.add_note(f"On the worker:\n{error.traceback_str}")
+    cause.add_note(f"On the worker:\n{error}")
     return cause

@@ -2,7 +2,6 @@
 """A worker: takes values from the servers, does steps on batches of its own, and pushes what they lead to."""
 
 import itertools
-import pickle
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -64,7 +63,7 @@ class Worker:
         """Returns the shapes of the next batch of some resources, which are not taken.
 
         Raises:
-          StopIteration: there is none.
+          OutOfRangeError: there is none.
         """
         return [self._resources[name].specs(1) for name in names]
 
@@ -105,7 +104,7 @@ class Worker:
                 report.is_fenced = True
                 return report
             except Exception as e:
-                report.error = _sendable(e)
+                report.error = _sendable(e, self._ray.cloudpickle)
                 return self._ended(report, values)
             report.results.append((program.plan.variant, results))
         return report
@@ -282,9 +281,21 @@ class _Resource:
         self._ahead: list[tuple[Any, list[np.ndarray]]] = []
 
     def specs(self, count: int) -> Any:
-        """Returns the structure and the shapes of the next batches."""
+        """Returns the structure and the shapes of the next batches.
+
+        Raises:
+          OutOfRangeError: there are none.
+        """
         while len(self._ahead) < count:
-            leaves, tree = jax.tree.flatten(next(self._iterator))
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                raise OutOfRangeError(
+                    "the next batch of a worker's dataset",
+                    "it has no further one.",
+                    "return dataset.repeat() from dataset_fn",
+                ) from None
+            leaves, tree = jax.tree.flatten(batch)
             self._ahead.append((tree, [np.asarray(x) for x in leaves]))
         return tuple((tree, tuple(Spec(x.shape, x.dtype) for x in leaves)) for tree, leaves in self._ahead[:count])
 
@@ -294,14 +305,9 @@ class _Resource:
         return [leaves for _, leaves in taken]
 
 
-def _sendable(error: Exception) -> Exception:
+def _sendable(error: Exception, pickle: Any) -> Exception:
     """Returns an error, with its traceback, as one that can go to another process."""
-    if isinstance(error, StopIteration):
-        error = OutOfRangeError(
-            "the next batch of a worker's dataset", "it has no further one.", "return dataset.repeat() from dataset_fn"
-        )
-    else:
-        error.add_note("On the worker:\n" + "".join(traceback.format_exception(error)))
+    error.add_note("On the worker:\n" + "".join(traceback.format_exception(error)))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # One of its attributes is of this process.
