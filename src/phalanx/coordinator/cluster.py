@@ -78,6 +78,7 @@ class ClusterCoordinator:
             return
         self._is_ready = True
         self._strategy, self._queue, self._names = strategy, ClosureQueue(), itertools.count()
+        strategy.when_closed(self._queue.stop)
         self._supervisors = [Supervisor(i, strategy, self._queue) for i in range(strategy.cluster.workers)]
         platforms = sorted({s.platform() for s in self._supervisors})
         self._steps = Steps(strategy, platforms)

@@ -77,7 +77,6 @@ class Supervisor:
         self.state, self.num_steps, self.num_lost, self.num_again = State.STARTING, 0, 0, 0
         self.has_left = False
         self._made: dict[int, Any] = {}
-        self._known: set[tuple[int, Any]] = set()
         self._dropped: list[int] = []
         self._making = threading.RLock()
         self._step_s = _AT_ONCE_S
@@ -93,10 +92,6 @@ class Supervisor:
         """Starts to give the worker its steps."""
         self._steps, self.state = steps, State.WORKING
         self._thread.start()
-
-    def join(self) -> None:
-        """Waits until the queue is stopped and the thread has ended."""
-        self._thread.join()
 
     def specs(self, resources: Sequence[PerWorkerValues]) -> Any:
         """Returns the shapes of the next batches of some resources; in any thread.
@@ -117,12 +112,19 @@ class Supervisor:
         self._dropped.append(name)
 
     def _serve(self) -> None:
+        trouble: Exception | None = None
         while (closure := self._next()) is not None:
-            closures = [closure, *self._queue.get_more(self._share())]
+            if trouble is not None:
+                self._queue.fail(closure, trouble)
+                trouble = None
+                continue
             try:
-                self._do(closures)
+                self._do([closure, *self._queue.get_more(self._share())])
             except WorkerLost:
-                self._replace()
+                try:
+                    self._replace()
+                except Exception as e:  # It belongs to no step: the next one tells it.
+                    trouble = e
 
     def _next(self) -> Closure | None:
         """Returns the next closure; where updates wait for each other, those of others do not wait for one that is not there."""
@@ -217,7 +219,7 @@ class Supervisor:
         try:
             self._strategy.cluster.end(self._actor)
             self._enter()
-            self._made, self._known = {}, set()
+            self._made = {}
             self.state = State.STARTING
             self._actor = self._start()
             self._wait(self._actor.ping.remote(), _START_S)

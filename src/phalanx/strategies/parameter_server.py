@@ -120,12 +120,17 @@ class ParameterServerStrategy(Strategy):
         self.max_staleness, self.worker_timeout_s = max_staleness, worker_timeout_s
         self.cluster = RayCluster(spec, workers, ps, _START_S, dashboard=dashboard)
         self.homes = Homes(self.cluster, self._device, variable_partitioner, max_staleness, snapshot_every_s)
-        self._close = weakref.finalize(self, _closed, self.cluster, self.homes)
+        self._before_close: list[Callable[[], None]] = []
+        self._close = weakref.finalize(self, _closed, self.cluster, self.homes, self._before_close)
         atexit.register(self._close)
 
     def close(self) -> None:
         """Ends workers and parameter servers; what the variables hold is lost. May be called in any context."""
         self._close()
+
+    def when_closed(self, stop: Callable[[], None]) -> None:
+        """Lets `stop()` be called before workers and parameter servers end."""
+        self._before_close.append(stop)
 
     @property
     @override
@@ -209,7 +214,7 @@ class Homes:
         self._ray, self._cluster, self._device, self._partitioner = load_ray(), cluster, device, partitioner
         self._max_staleness = max_staleness
         self._start = lambda i: cluster.actor(ParameterServer, "ps", i, i, max_staleness, threads=_THREADS)
-        self.servers = [self._start(i) for i in range(cluster.ps)]
+        self._servers: list[Any] | None = [self._start(i) for i in range(cluster.ps)]
         self.platforms = tuple(sorted({self._ray.get(s.meet.remote(self.servers)) for s in self.servers}))
         self.generation = 0
         self.lock = threading.RLock()
@@ -221,6 +226,21 @@ class Homes:
         self._updates: dict[Any, int] = {}
         self._learned: dict[int, dict[int, UpdateProgram]] = {i: {} for i in range(cluster.ps)}
         self._snapshots = None if snapshot_every_s is None else _Snapshots(self, snapshot_every_s)
+
+    @property
+    def servers(self) -> list[Any]:
+        """The servers.
+
+        Raises:
+          ServerLostError: the strategy is closed.
+        """
+        if self._servers is None:
+            raise ServerLostError(
+                "a variable on parameter servers",
+                "strategy.close() has ended them.",
+                "model.save_weights(path) before strategy.close()",
+            )
+        return self._servers
 
     def placement(self, variable: Variable) -> Placement | None:
         """Returns where a variable is; None where it has not moved yet."""
@@ -379,7 +399,8 @@ class Homes:
             return True
 
     def close(self) -> None:
-        """Ends the copying of the servers' state."""
+        """Ends the copying of the servers' state; nothing is asked of them any more."""
+        self._servers = None
         if self._snapshots is not None:
             self._snapshots.close()
 
@@ -483,7 +504,7 @@ class Homes:
         for part in placement:
             self._names.pop(part.key, None)
             for server in self._holders.pop(part.key, ()):
-                if self._ray.is_initialized():
+                if self._servers is not None:
                     self.servers[server].drop.remote([part.key])
 
 
@@ -572,7 +593,9 @@ def _check_count(name: str, value: Any) -> None:
         raise InvalidArgumentError(f"{name}={value!r}", "must be a whole number, at least 1.", f"{name}=2")
 
 
-def _closed(cluster: RayCluster, homes: Homes) -> None:
+def _closed(cluster: RayCluster, homes: Homes, stops: Sequence[Callable[[], None]]) -> None:
+    for stop in stops:
+        stop()
     homes.close()
     cluster.close()
 
