@@ -80,7 +80,6 @@ class Supervisor:
         self._dropped: list[int] = []
         self._making = threading.RLock()
         self._step_s = _AT_ONCE_S
-        self._generation = strategy.homes.generation
         self._actor = self._start()
         self._thread = threading.Thread(target=self._serve, name=f"phalanx-worker-{index}", daemon=True)
 

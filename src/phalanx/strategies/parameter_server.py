@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ParameterServerStrategy`: variables on parameter servers, steps on workers, asynchronously."""
 
-import atexit
 import itertools
 import math
 import os
@@ -122,7 +121,6 @@ class ParameterServerStrategy(Strategy):
         self.homes = Homes(self.cluster, self._device, variable_partitioner, max_staleness, snapshot_every_s)
         self._before_close: list[Callable[[], None]] = []
         self._close = weakref.finalize(self, _closed, self.cluster, self.homes, self._before_close)
-        atexit.register(self._close)
 
     def close(self) -> None:
         """Ends workers and parameter servers; what the variables hold is lost. May be called in any context."""
@@ -216,7 +214,6 @@ class Homes:
         self._start = lambda i: cluster.actor(ParameterServer, "ps", i, i, max_staleness, threads=_THREADS)
         self._servers: list[Any] | None = [self._start(i) for i in range(cluster.ps)]
         self.platforms = tuple(sorted({self._ray.get(s.meet.remote(self.servers)) for s in self.servers}))
-        self.generation = 0
         self.lock = threading.RLock()
         self._placements: IdentityMap[Placement] = IdentityMap()
         self._names: dict[int, str] = {}
@@ -395,7 +392,6 @@ class Homes:
                 self._ray.get([self.servers[i].forget.remote(p) for p in pushers])
             applied = max(self._ray.get([s.num_applied.remote() for s in self.servers]))
             self._ray.get([s.align.remote(applied) for s in self.servers])
-            self.generation += 1
             return True
 
     def close(self) -> None:
