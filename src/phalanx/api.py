@@ -28,6 +28,7 @@ from phalanx.control_flow import checkpoint, cond, scan, while_loop
 from phalanx.programs import function
 
 from phalanx import keras
+from phalanx.layout import fully_sharded
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
 from phalanx.input.sources.functions import InputContext
 from phalanx.options import InputOptions, InputReplicationMode, ReduceOp, RunOptions
@@ -77,6 +78,7 @@ __all__ = [
     "experimental",
     "experimental_set_strategy",
     "explain_sharding",
+    "fully_sharded",
     "function",
     "get_replica_context",
     "get_strategy",

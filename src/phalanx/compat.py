@@ -279,27 +279,41 @@ def apply_stateless(optimizer: keras.optimizers.LossScaleOptimizer, grads: Seque
         variable.assign(value)
 
 
-class _Layout(keras.distribution.DataParallel):
-    """Gives new Keras variables the sharding of a strategy."""
+ShardingOf = Callable[[str, Sequence[int]], jax.sharding.NamedSharding]
+"""Where a variable of that path and shape lives."""
 
-    def __init__(self, sharding: jax.sharding.NamedSharding) -> None:
-        super().__init__(devices=[f"{d.platform}:{d.id}" for d in sharding.mesh.devices.flat], auto_shard_dataset=False)
-        self._sharding = sharding
+
+class _Layout(keras.distribution.DataParallel):
+    """Gives new Keras variables their shardings."""
+
+    def __init__(self, sharding_of: ShardingOf, mesh: jax.sharding.Mesh) -> None:
+        super().__init__(devices=[f"{d.platform}:{d.id}" for d in mesh.devices.flat], auto_shard_dataset=False)
+        self._sharding_of = sharding_of
 
     def get_variable_layout(self, variable: Variable) -> jax.sharding.NamedSharding:
-        return self._sharding
+        return self._sharding_of(layout_path(variable), variable.shape)
 
 
 @contextmanager
-def variable_layout(sharding: jax.sharding.NamedSharding) -> Iterator[None]:
-    """Lets variables that are made inside live in `sharding`."""
-    with _Layout(sharding).scope():
+def variable_layout(sharding_of: ShardingOf, mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """Lets variables that are made inside live in `sharding_of(path, shape)`, over a mesh."""
+    with _Layout(sharding_of, mesh).scope():
         yield
 
 
-def set_variable_layout(sharding: jax.sharding.NamedSharding | None) -> None:
-    """Lets variables that are made from here on live in `sharding`, or where Keras puts them."""
-    keras.distribution.set_distribution(None if sharding is None else _Layout(sharding))
+def set_variable_layout(sharding_of: ShardingOf, mesh: jax.sharding.Mesh) -> None:
+    """Lets variables that are made from here on live in `sharding_of(path, shape)`, over a mesh."""
+    keras.distribution.set_distribution(_Layout(sharding_of, mesh))
+
+
+def unset_variable_layout() -> None:
+    """Lets variables that are made from here on live where Keras puts them."""
+    keras.distribution.set_distribution(None)
+
+
+def layout_path(variable: Variable) -> str:
+    """Returns the path that decides where a variable lives: of an optimizer's slot that of the variable which it is for."""
+    return vars(variable).get("_phalanx_follows", variable.path)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -687,6 +701,16 @@ _extend(_BaseOptimizer, "add_variable_from_reference")(_add_variable_from_refere
 _extend(_BaseOptimizer, "apply")(_apply)
 _extend(_BaseOptimizer, "apply_gradients")(_apply_gradients)
 _extend(_BaseOptimizer, "stateless_apply")(_stateless_apply)
+
+
+@_extend(_BaseOptimizer, "add_variable_from_reference")
+def _add_slot(original: Callable[..., Any], self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+    slot = original(self, reference_variable, *args, **kwargs)
+    # Its own path has the other's in it, with other separators.
+    slot._phalanx_follows = layout_path(reference_variable)
+    return slot
+
+
 _extend(keras.optimizers.LossScaleOptimizer, "apply")(_apply)
 _extend(keras.optimizers.LossScaleOptimizer, "stateless_apply")(_stateless_apply)
 

@@ -331,7 +331,8 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
             "call it at the top of the script",
         )
     storage = None if strategy is None else strategy.storage
-    compat.set_variable_layout(None if storage is None else storage.of_new_variables)
+    home = None if storage is None else storage.of_new_variables
+    compat.unset_variable_layout() if home is None else compat.set_variable_layout(home.sharding_of, home.mesh)
     _stack.set(() if strategy is None or storage is None else (Mode(strategy, None, was_set=True),))
 
 

@@ -38,17 +38,19 @@ _values_of_variables = jax.make_user_context()
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer's update of variables that live elsewhere than a program runs; it is done after the program.
+    """An optimizer's update that is done when all replicas have done their part: where the variables live.
 
     Args:
       optimizer: the optimizer.
       variables: what it updates.
       gradients: of each variable, summed over the replicas, or None.
+      dims: the dim of each along which a replica has its part of the gradient; None where it has the whole.
     """
 
     optimizer: keras.optimizers.Optimizer
     variables: tuple[Variable, ...]
     gradients: list[Any]
+    dims: tuple[int | None, ...] = ()
 
 
 @dataclass
@@ -496,7 +498,8 @@ class LiftScope(compat.AbstractLiftScope):
     def apply_gradients(
         self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: Any
     ) -> None:
-        if context.get_strategy().defers_updates and grads:
+        strategy = context.get_strategy()
+        if grads and strategy.defers_updates and (self.mapped or strategy.lends_variables):
             trained = compat.trained_by(optimizer, variables)
             if len(grads) != len(trained):
                 raise InvalidArgumentError(
@@ -504,7 +507,13 @@ class LiftScope(compat.AbstractLiftScope):
                     f"to {len(trained)} variables.",
                     "one gradient for each variable",
                 )
-            self.leave(Update(optimizer, trained, list(self.aggregated(grads))))
+            # Where gradients are equal already, each replica has the whole of them.
+            is_whole = self._free_writes > 0 or _replicas() == 1
+            dims = tuple(
+                None if is_whole or g is None else _divided_dim(strategy, v)
+                for g, v in zip(grads, trained, strict=True)
+            )
+            self.leave(Update(optimizer, trained, list(self.aggregated(grads, dims)), dims))
             return
         if not any(o is optimizer for o in self.pass_.found.optimizers):
             self.pass_.found.optimizers.append(optimizer)
@@ -532,13 +541,25 @@ class LiftScope(compat.AbstractLiftScope):
                 "use it before optimizer.apply, or in the next strategy.run",
             )
 
+    def apply_update(self, strategy: Any, update: Update) -> None:
+        """Does an update that the replicas of a strategy have left, in the cross-replica part of the program."""
+        with context.enter(context.Mode(strategy, None)):
+            update.optimizer.apply(update.gradients, update.variables)
+
     @override
-    def aggregated(self, grads: Sequence[Any]) -> Sequence[Any]:
+    def aggregated(self, grads: Sequence[Any], dims: Sequence[int | None] = ()) -> Sequence[Any]:
         if self._free_writes:
             return grads
         self.aggregations += 1
         grads = _weighted(grads)
-        return context.get_strategy().aggregate_gradients(grads) if _replicas() > 1 else grads
+        if _replicas() == 1:
+            return grads
+        strategy = context.get_strategy()
+        return (
+            strategy.divide_gradients(grads, dims)
+            if any(d is not None for d in dims)
+            else strategy.aggregate_gradients(grads)
+        )
 
     def _accumulated(
         self, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any
@@ -742,6 +763,11 @@ def user_line() -> str:
     # contextlib stands between our own frames.
     frames = [f for f in frames if os.path.basename(f.filename) != "contextlib.py"]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"
+
+
+def _divided_dim(strategy: Any, variable: Variable) -> int | None:
+    """Returns along which dim replicas have parts of a variable, and of its gradient."""
+    return strategy.topology.divided_dim(compat.layout_path(variable), variable.shape)  # type: ignore[no-any-return]
 
 
 def _difference(value: Any, other: Any) -> Any:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 from phalanx import compat, context, lifting
 from phalanx.errors import RecompilationWarning, TraceError
@@ -23,7 +24,7 @@ from phalanx.lifting import Discovery, DiscoveryMismatch, used_differently
 from phalanx.replicate import execute_program, trace_program
 from phalanx.state import Group, State
 from phalanx.structure import Structure, is_number, take_apart
-from phalanx.topology import dispatch_lock
+from phalanx.topology import Topology, dispatch_lock
 from phalanx.values import RowMask
 from phalanx.variables import describe
 
@@ -259,7 +260,8 @@ class Program:
         self._has_callback = found.has_callback
         self._strategy = _strategy_of(found)
         self._topology, self._updates = self._strategy.topology, found.updates
-        storage = self._strategy.storage if self._strategy.defers_updates else self._topology
+        storage = self._strategy.storage if self._strategy.lends_variables else self._topology
+        self._homes = [] if self._topology is None or self._topology.is_single else _homes(found, self._topology)
         self._state = State(found.variables, found.written, self._topology, storage)
         self._trainable, self._changes = self._trainable_flags(), compat.changes.trainable
         self._rates = [compat.learning_rate_of(o) for o in found.optimizers]
@@ -338,8 +340,11 @@ class Program:
             result, values, parts, gradients = execute_program(self._call, inputs, self._trace_made, values, parts)
             return values, parts, result, gradients
         result, values, parts, gradients, *_ = self._taken_trace(inputs).evaluate(values, parts, inputs)
-        if self._topology is not None and not self._topology.is_single:
-            values = [x if x is None else lax.with_sharding_constraint(x, self._topology.replicated) for x in values]
+        if self._homes:
+            values = [
+                x if x is None else lax.with_sharding_constraint(x, home)
+                for x, home in zip(values, self._homes, strict=True)
+            ]
         # State first: XLA hands donated buffers to outputs of their size in order, and a variable is to get its own back.
         return values, parts, result, gradients
 
@@ -388,6 +393,18 @@ def _strategy_of(found: Discovery) -> "Strategy":
             "one phalanx.function for each strategy",
         )
     return strategies[0] if strategies else context.get_strategy()
+
+
+def _homes(found: Discovery, topology: Topology) -> list[NamedSharding]:
+    """Returns where the variables live that a program writes.
+
+    Raises:
+      InvalidArgumentError: variables are trained, and a rule of the layout has met none.
+    """
+    homes = [topology.sharding_of(compat.layout_path(v), v.shape) for v in found.variables]
+    if topology.layout is not None and found.optimizers:
+        topology.layout.require_used()
+    return [home for home, written in zip(homes, found.written, strict=True) if written]
 
 
 def _spec(array: Any) -> Hashable:

@@ -95,7 +95,8 @@ class _Run:
         parts = [scope.components(v, self._strategy.num_replicas_in_sync) for v in found.variables]
         whole = self._whole if self._steps is None else [self._steps, *self._whole]
         body = functools.partial(self._body, found)
-        replicas = self._shard_map(body, (False, True, True, False), (True, False, False, True, False))
+        of_updates = [[PartitionSpec() if d is None else _along(d) for d in u.dims] for u in found.updates]
+        replicas = self._shard_map(body, (False, True, True, False), (True, False, False, True, of_updates))
         outputs = replicas([e.value for e in entries], parts, self._sharded, whole)
         results, mirrored, values, parts, gradients = outputs
         if topology.axes:
@@ -107,7 +108,8 @@ class _Run:
             entry.written = True
             entry.replace(value, next(kept) if entry.policy.on_read else None)
         for update, of_update in zip(found.updates, gradients, strict=True):
-            scope.leave(dataclasses.replace(update, gradients=of_update))
+            left = dataclasses.replace(update, gradients=of_update)
+            scope.leave(left) if self._strategy.lends_variables else scope.apply_update(self._strategy, left)
         rows = self._rows[0] if self._rows else None
         masks = [rows.repeated(each) if rows and each else None for each in found.rows_each]
         wrapped = (self._wrapped(x, mask) for x, mask in zip(results, masks, strict=True))
@@ -262,7 +264,7 @@ class _Run:
         return tree.unflatten([pick(x) for x in leaves])
 
     def _shard_map(self, body: Callable[..., Any], ins: Sequence[bool], outs: Any) -> Callable[..., Any]:
-        spec = lambda sharded: PartitionSpec(REPLICA_AXIS) if sharded else PartitionSpec()  # noqa: E731
+        spec = lambda x: (_along(0) if x else PartitionSpec()) if isinstance(x, bool) else x  # noqa: E731
         assert self._strategy.topology is not None
         return jax.shard_map(
             body,
@@ -381,6 +383,11 @@ def _combine_at_boundary(entries: list[Entry], padding: RowMask | None) -> list[
     diverged = [e for e in entries if (e.diverged or e.policy.on_read) and not e.policy.on_demand]
     combined = dict(zip(map(id, diverged), combine(diverged, padding) if diverged else (), strict=True))
     return [None if e.policy.on_demand else combined.get(id(e), e.value) for e in entries]
+
+
+def _along(dim: int) -> PartitionSpec:
+    """Returns the spec of an array of which each replica has its part along a dim."""
+    return PartitionSpec(*(None,) * dim, REPLICA_AXIS)
 
 
 def _first(tree: Any) -> Any:

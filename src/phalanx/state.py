@@ -256,7 +256,7 @@ class _Variables:
             # Made of a Python number. What a program returns is not weakly typed, and would be compiled for again.
             array = jax.lax.convert_element_type(array, array.dtype)
         if self._storage is not None:
-            array = self._storage.put_replicated(array)
+            array = self._storage.put_variable(array, compat.layout_path(variable))
         compat.set_raw_values([variable], [array])
         slot.store(array, self._storage, owned=False)
         return array

@@ -10,7 +10,7 @@ import jax
 import keras
 import numpy as np
 
-from phalanx import device_assignment
+from phalanx import compat, device_assignment
 from phalanx.compat import Variable, raw_value
 from phalanx.errors import DivergenceError, InvalidArgumentError
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
@@ -91,16 +91,16 @@ def _variables_of(thing: Any) -> list[Variable]:
 
 def _assert_equal_everywhere(variables: list[Variable], topology: Topology) -> None:
     own = np.array([[_digest(c) for c in _copies(v, topology)] for v in variables])
-    # (variables, devices, words)
     everywhere = np.concatenate(topology.exchange(own), axis=1)
-    odd = {i: found for i, words in enumerate(everywhere) if (found := _odd_ones(words))}
+    # (variables, replicas, devices of a replica, words)
+    everywhere = everywhere.reshape(len(variables), topology.num_replicas, topology.devices_per_replica, -1)
+    odd = {i: found for i, digests in enumerate(everywhere) if (found := _odd_replicas(digests))}
     if not odd:
         return
     first = next(iter(odd))
-    odd_replicas = [copy // topology.devices_per_replica for copy in odd[first]]
-    ranks = sorted({topology.first_devices[replica].process_index for replica in odd_replicas})
+    ranks = sorted({topology.first_devices[replica].process_index for replica in odd[first]})
     where = ", ".join(f"rank {rank}" for rank in ranks)
-    replicas = ", ".join(map(str, dict.fromkeys(odd_replicas)))
+    replicas = ", ".join(map(str, odd[first]))
     raise DivergenceError(
         f"assert_in_sync of {len(variables)} variables",
         f"{variables[first].path!r} on {where} (replica {replicas} of {topology.num_replicas}) differs from most; "
@@ -111,11 +111,15 @@ def _assert_equal_everywhere(variables: list[Variable], topology: Topology) -> N
 
 def _copies(variable: Variable, topology: Topology) -> list[Any]:
     """Returns what each local device of a replica holds."""
-    value = raw_value(variable)
-    if not isinstance(value, jax.Array) or value.sharding != topology.replicated:
-        return [value] * (len(topology.local_replicas) * topology.devices_per_replica)
+    value, devices = raw_value(variable), [d for i in topology.local_replicas for d in topology.devices_of(i)]
+    path = compat.layout_path(variable)
+    if topology.divided_dim(path, variable.shape) is not None:
+        # Each replica holds another part.
+        return [np.zeros(0)] * len(devices)
+    if not isinstance(value, jax.Array) or value.sharding != topology.sharding_of(path, variable.shape):
+        return [value] * len(devices)
     own = {s.device: s.data for s in value.addressable_shards}
-    return [own[d] for i in topology.local_replicas for d in topology.devices_of(i)]
+    return [own[d] for d in devices]
 
 
 def _digest(value: Any) -> np.ndarray:
@@ -123,11 +127,11 @@ def _digest(value: Any) -> np.ndarray:
     return np.frombuffer(hashlib.blake2b(array.tobytes(), digest_size=_DIGEST_BYTES).digest(), np.uint32)
 
 
-def _odd_ones(digests: np.ndarray) -> list[int]:
-    """Returns the replicas whose digest is not that of most; where none is, not that of the first."""
-    texts = [d.tobytes() for d in digests]
-    usual, _ = Counter(texts).most_common(1)[0]
-    return [replica for replica, text in enumerate(texts) if text != usual]
+def _odd_replicas(digests: np.ndarray) -> list[int]:
+    """Returns the replicas that do not hold on each of their devices what most do; where no value is usual, not what the first does."""
+    texts = [[own.tobytes() for own in of_device] for of_device in digests.swapaxes(0, 1)]
+    usual = [Counter(each).most_common(1)[0][0] for each in texts]
+    return [i for i in range(len(digests)) if any(each[i] != most for each, most in zip(texts, usual, strict=True))]
 
 
 def assert_restores_everywhere(dataset: DistributedDataset, *, steps: int | None = None) -> None:

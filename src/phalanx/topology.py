@@ -19,12 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from phalanx import watch
 from phalanx.errors import DeviceError, InvalidArgumentError, PeerLostError, StartupError, StateLostError
-
-REPLICA_AXIS = "replica"
-"""The mesh axis over which `Strategy.run` maps its replica function."""
-
-MODEL_AXIS = "model"
-"""The usual name of the mesh axis over which one replica spreads."""
+from phalanx.layout import REPLICA_AXIS as REPLICA_AXIS  # noqa: PLC0414  (exported)
+from phalanx.layout import AbstractLayout
 
 dispatch_lock = threading.RLock()
 """Two threads that dispatch programs over several devices can deadlock inside XLA, whatever its thread pool."""
@@ -128,10 +124,11 @@ class Topology:
     Args:
       devices: those of the first replica, then those of the second, and so on.
       axes: names and sizes of the mesh axes over which a replica spreads; none where it has one device.
+      layout: how variables are divided over the axes of the mesh; None where every device holds them whole.
 
     Raises:
       DeviceError: no device, one device twice, devices of two platforms, or a replica in two processes.
-      InvalidArgumentError: axes that are none, or that do not divide the devices.
+      InvalidArgumentError: axes that are none, or that do not divide the devices; a layout over other axes, or between processes.
       StartupError: several CPU devices without the threads they need.
 
     Example:
@@ -141,6 +138,7 @@ class Topology:
 
     devices: tuple[jax.Device, ...]
     axes: tuple[tuple[str, int], ...] = ()
+    layout: AbstractLayout | None = None
     mesh: Mesh = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -162,13 +160,22 @@ class Topology:
         # Automatic: `run` maps the first axis by hand, and leaves the others to XLA.
         mesh = Mesh(np.array(self.devices).reshape(sizes), axis_names, axis_types=(AxisType.Auto,) * len(sizes))
         object.__setattr__(self, "mesh", mesh)
+        if self.layout is not None:
+            self.layout.require_axes(dict(mesh.shape))
+            self._require_readable()
 
     @classmethod
-    def of(cls, devices: Sequence[str | jax.Device] | None, *, axes: tuple[tuple[str, int], ...] = ()) -> "Topology":
+    def of(
+        cls,
+        devices: Sequence[str | jax.Device] | None,
+        *,
+        axes: tuple[tuple[str, int], ...] = (),
+        layout: AbstractLayout | None = None,
+    ) -> "Topology":
         """Returns the topology over `devices`, or over all local ones."""
         if isinstance(devices, str):
             raise DeviceError(f"devices={devices!r}", "must be a list of devices.", f"devices=[{devices!r}]")
-        return cls(tuple(map(parse_device, devices)) if devices else tuple(default_devices()), axes)
+        return cls(tuple(map(parse_device, devices)) if devices else tuple(default_devices()), axes, layout)
 
     @property
     def num_replicas(self) -> int:
@@ -296,12 +303,38 @@ class Topology:
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
-    def of_new_variables(self) -> NamedSharding | None:
-        """The sharding with which variables are made.
+    def of_new_variables(self) -> "Topology | None":
+        """The topology over which variables are laid out when they are made.
 
         None between processes: there they are placed when a program first needs them, with the chief's values.
         """
-        return self.replicated if self.num_workers == 1 else None
+        return self if self.num_workers == 1 else None
+
+    def sharding_of(self, path: str, shape: Sequence[int]) -> NamedSharding:
+        """Returns where a variable lives."""
+        if self.layout is None:
+            return self.replicated
+        spec = self.layout.spec(path, tuple(shape), dict(self.mesh.shape))
+        return self.replicated if spec == PartitionSpec() else NamedSharding(self.mesh, spec)
+
+    @property
+    def divides_over_replicas(self) -> bool:
+        """Whether replicas hold different parts of variables."""
+        return self.layout is not None and REPLICA_AXIS in self.layout.axes and self.num_replicas > 1
+
+    def divided_dim(self, path: str, shape: Sequence[int]) -> int | None:
+        """Returns along which dim a variable is divided over the replicas; None where each holds it whole."""
+        if not self.divides_over_replicas:
+            return None
+        spec = self.sharding_of(path, shape).spec
+        has_axis = lambda names: REPLICA_AXIS in (names if isinstance(names, tuple) else (names,))  # noqa: E731
+        return next((dim for dim, names in enumerate(spec) if has_axis(names)), None)
+
+    def put_variable(self, value: Any, path: str) -> jax.Array:
+        """Puts the value of a variable where it lives."""
+        if self.layout is None:
+            return self.put_replicated(value)  # type: ignore[no-any-return]
+        return jax.device_put(value, self.sharding_of(path, np.shape(value)))
 
     @cached_property
     def per_replica(self) -> NamedSharding:
@@ -317,6 +350,14 @@ class Topology:
                     f"its devices belong to the processes {processes}, and each process feeds replicas of its own.",
                     "fewer logical devices for each replica",
                 )
+
+    def _require_readable(self) -> None:
+        if self.num_workers > 1:
+            raise InvalidArgumentError(
+                f"layout={self.layout!r} on {self.num_workers} processes",
+                "a process can read those parts of a variable alone that its own devices hold.",
+                "a layout in one process, or variables that every device holds whole",
+            )
 
 
 class _Turn:

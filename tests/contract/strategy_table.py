@@ -30,9 +30,15 @@ def tpu(shape: tuple[int, int, int], count: int) -> Callable[[], phalanx.Strateg
 
 
 def model_parallel(count: int, size: int) -> Callable[[], phalanx.Strategy]:
-    """A row of `count` replicas on `size` devices each."""
-    devices = [f"cpu:{i}" for i in range(count * size)]
-    return lambda: phalanx.MirroredStrategy(devices, model_axis=("model", size))
+    """A row of `count` replicas on `size` devices each, over which the variables are divided."""
+    devices, layout = [f"cpu:{i}" for i in range(count * size)], phalanx.fully_sharded("model", min_size=1)
+    return lambda: phalanx.MirroredStrategy(devices, model_axis=("model", size), layout=layout)
+
+
+def sharded(count: int) -> Callable[[], phalanx.Strategy]:
+    """A row of replicas that hold, and update, parts of the variables."""
+    layout = phalanx.fully_sharded(min_size=1)
+    return lambda: phalanx.MirroredStrategy([f"cpu:{i}" for i in range(count)], layout=layout)
 
 
 ROWS: dict[str, Callable[[], phalanx.Strategy]] = {
@@ -55,6 +61,8 @@ ROWS: dict[str, Callable[[], phalanx.Strategy]] = {
     "tpu_x4_of_2": tpu((1, 1, 2), 4),
     "tpu_x2_of_4": tpu((1, 2, 2), 2),
     "mirrored_x2_of_2": model_parallel(2, 2),
+    "sharded_x2": sharded(2),
+    "sharded_x4": sharded(4),
 }
 
 

@@ -82,16 +82,22 @@ def test_every_model(strategy, model_name, optimizer_name):
 
 
 @pytest.mark.parametrize("model_name", OTHERS)
-@on("mirrored_x3", "mirrored_x8", "tpu_x2_of_4")
+@on("mirrored_x3", "mirrored_x8", "sharded_x4")
 def test_every_model_on_short_batches(strategy, model_name):
     """Padding changes nothing for any model."""
     assert_same_training(strategy, model_name, "momentum", SHORT)
 
 
-@on("default", "one_device", "mirrored_x2", "mirrored_x8", "mirrored_x3_hierarchical", "tpu_x4_of_2")
+@on("default", "one_device", "mirrored_x2", "mirrored_x8", "mirrored_x3_hierarchical", "tpu_x4_of_2", "sharded_x2")
 def test_one_compiled_step(strategy):
     """`run` and `reduce` inside one `phalanx.function` train the same too."""
     assert_same_training(strategy, "mlp_l2", "momentum", SHORT, whole=True)
+
+
+@on("tpu_x2_of_4", "mirrored_x2_of_2", "sharded_x2")
+def test_transformer_on_meshes(strategy):
+    """With further axes, and with variables in parts."""
+    assert_same_training(strategy, "transformer", "adam", EVEN)
 
 
 def test_bit_identical_from_run_to_run(strategy):

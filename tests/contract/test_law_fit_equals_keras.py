@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from fit_models import VALIDATION_ROWS, WORKLOADS, train, train_on_one_device
-from strategy_table import central, mirrored, model_parallel
+from strategy_table import central, mirrored, model_parallel, sharded
 
 # Keras's metrics of intersections ask for 64-bit integers.
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")
@@ -47,10 +47,10 @@ def test_fit_in_central_storage(name, k):
     assert_fit_equals_keras(central(2)(), name, k)
 
 
-@pytest.mark.parametrize(("name", "k"), [("mlp", 8)])
-def test_fit_on_replicas_of_two_devices(name, k):
-    """With a second axis in the mesh, too."""
-    assert_fit_equals_keras(model_parallel(2, 2)(), name, k)
+@pytest.mark.parametrize("row", [model_parallel(2, 2), sharded(2)], ids=["over_model", "over_replicas"])
+def test_fit_with_divided_variables(row):
+    """With the variables in parts, too."""
+    assert_fit_equals_keras(row(), "mlp", 8)
 
 
 def assert_fit_equals_keras(strategy, name, k):

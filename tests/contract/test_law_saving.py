@@ -8,7 +8,7 @@ import pytest
 from strategy_table import ROWS
 
 FROM = ["none", "mirrored_x2", "mirrored_x3"]
-INTO = ["none", "one_device", "mirrored_x2", "mirrored_x4"]
+INTO = ["none", "one_device", "mirrored_x2", "mirrored_x4", "sharded_x4"]
 RANDOM = np.random.default_rng(3)
 X = RANDOM.random((45, 6, 6, 1)).astype("float32")
 Y = RANDOM.integers(3, size=45)
@@ -93,7 +93,8 @@ def test_model(saved, saver, into):
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize(
-    ("saver", "into"), [("none", "mirrored_x2"), ("mirrored_x2", "none"), ("mirrored_x3", "mirrored_x2")]
+    ("saver", "into"),
+    [("none", "mirrored_x2"), ("mirrored_x2", "none"), ("mirrored_x3", "mirrored_x2"), ("sharded_x4", "none")],
 )
 def test_weights(saved, saver, into, inside):
     """So does a file of weights, loaded inside the scope or outside."""

@@ -127,16 +127,28 @@ def test_variable_dtype():
 def test_variable_layout():
     """`Variable._layout` is what the distribution gave; a DataParallel's `get_variable_layout` is asked."""
     topology = Topology.of(["cpu:3", "cpu:1"])
-    with compat.variable_layout(topology.replicated):
+    with compat.variable_layout(topology.sharding_of, topology.mesh):
         v = keras.Variable(np.ones(2))
     assert compat.layout_of(v) == topology.replicated
     assert v.value.sharding == topology.replicated
     assert compat.layout_of(keras.Variable(1.0)) is None
 
 
+def test_path_of_a_slot():
+    """`add_variable_from_reference` makes every slot that has its variable's shape; its layout is that of the variable."""
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(3)])
+    optimizer = keras.optimizers.Adam(gradient_accumulation_steps=2, use_ema=True)
+    optimizer.build(model.trainable_variables)
+    slots = [v for v in optimizer.variables if v.shape]
+    paths = [v.path for v in model.trainable_variables]
+    assert sorted(map(compat.layout_path, slots)) == sorted(paths * 4)
+    assert compat.layout_path(optimizer.variables[0]) == optimizer.variables[0].path
+
+
 def test_variable_layout_is_left():
     """After the scope there is no distribution."""
-    with pytest.raises(KeyError), compat.variable_layout(Topology.of(["cpu:0"]).replicated):
+    topology = Topology.of(["cpu:0"])
+    with pytest.raises(KeyError), compat.variable_layout(topology.sharding_of, topology.mesh):
         raise KeyError
     assert keras.distribution.distribution() is None
 
@@ -144,7 +156,7 @@ def test_variable_layout_is_left():
 def test_assignment_keeps_the_layout():
     """An eager assign places the new value where the old one was."""
     topology = Topology.of(["cpu:0", "cpu:1"])
-    with compat.variable_layout(topology.replicated):
+    with compat.variable_layout(topology.sharding_of, topology.mesh):
         v = keras.Variable(np.ones(2))
     v.assign([3, 4])
     assert len(v.value.devices()) == 2

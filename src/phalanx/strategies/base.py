@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax import lax
 
 from phalanx import compat, context, lifting
 from phalanx.collectives.cross_device import CrossDeviceOps
@@ -36,7 +37,7 @@ from phalanx.replicate import trace_run
 from phalanx.state import components_of
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.reduction import Axis, check_axis, check_components, gather_leaf, reduce_leaf
-from phalanx.topology import Topology, device_name
+from phalanx.topology import REPLICA_AXIS, Topology, device_name
 from phalanx.values import DistributedValues, Mirrored, PerReplica, RowMask, flatten, is_distributed, map_leaves
 from phalanx.variables import initial_components, policy_of
 
@@ -93,6 +94,13 @@ class Strategy(ABC):
         summed = iter(self.cross_device_ops.batch_reduce(ReduceOp.SUM, pairs, self.communication_options))
         return [None if g is None else next(summed) for g in grads]
 
+    @final
+    def divide_gradients(self, grads: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+        """Sums gradients over the replicas, inside a program; each replica gets its part along a dim, or where that is None the whole."""
+        whole = self.aggregate_gradients([g if dim is None else None for g, dim in zip(grads, dims, strict=True)])
+        part = lambda g, dim: lax.psum_scatter(g, REPLICA_AXIS, scatter_dimension=dim, tiled=True)  # noqa: E731
+        return [w if dim is None else part(g, dim) for w, g, dim in zip(whole, grads, dims, strict=True)]
+
     def apply_update(self, update: Update) -> None:
         """Does an optimizer's update that a program has left, where `storage` is another place. Outside all programs, in any context."""
         raise NotImplementedError
@@ -128,7 +136,13 @@ class Strategy(ABC):
     @property
     @final
     def defers_updates(self) -> bool:
-        """Whether optimizers update variables after a step, and not in it. May be called in any context."""
+        """Whether optimizers update variables when all replicas have done their part of a step. May be called in any context."""
+        return self.lends_variables or (self.topology is not None and self.topology.divides_over_replicas)
+
+    @property
+    @final
+    def lends_variables(self) -> bool:
+        """Whether the replicas get copies of variables for a step, which live elsewhere. May be called in any context."""
         # Not whether they differ now: a strategy may make its topology anew each time it is asked.
         return type(self).storage is not Strategy.storage
 
@@ -576,9 +590,9 @@ class Scope:
         with ExitStack() as stack:
             if self._strategy.storage is not None:
                 stack.enter_context(context.enter(Mode(self._strategy, None)))
-                sharding = self._strategy.storage.of_new_variables
-                if sharding is not None:
-                    stack.enter_context(compat.variable_layout(sharding))
+                home = self._strategy.storage.of_new_variables
+                if home is not None:
+                    stack.enter_context(compat.variable_layout(home.sharding_of, home.mesh))
             self._open.append(stack.pop_all())
         return self._strategy
 

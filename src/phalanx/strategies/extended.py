@@ -143,7 +143,8 @@ class StrategyExtended:
     def variable_created_in_scope(self, v: keras.Variable) -> bool:
         """Returns whether `v` was made in this strategy's scope."""
         topology = self._strategy.topology
-        return bool(compat.layout_of(v) == (None if topology is None else topology.replicated))
+        home = None if topology is None else topology.sharding_of(compat.layout_path(v), v.shape)
+        return bool(compat.layout_of(v) == home)
 
     def value_container(self, value: Any) -> Any:
         """Returns the variable that `value` is a component of: itself, for variables have no components of their own."""

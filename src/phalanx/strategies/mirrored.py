@@ -2,12 +2,13 @@
 """`MirroredStrategy`: one machine, one replica a device, every variable on all of them."""
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import jax
 
 from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
 from phalanx.errors import InvalidArgumentError
+from phalanx.layout import layout_of
 from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.topology import Topology, axes_of
 
@@ -21,10 +22,13 @@ class MirroredStrategy(SynchronousStrategy):
       cross_device_ops: how gradients cross replicas; None is an all-reduce of each.
       model_axis: name and size of a mesh axis over which each replica spreads: with `("model", 2)` four devices are two
         replicas of two.
+      layout: which variables are divided, over which axes: a `keras.distribution.LayoutMap`, or a dict, of paths to axes;
+        or `fully_sharded()`. Others every device holds whole. Optimizer slots follow their variables.
 
     Raises:
       DeviceError: a device that this process does not have, or one given twice.
-      InvalidArgumentError: `cross_device_ops` is something else, or replicas of that size cannot be made of the devices.
+      InvalidArgumentError: `cross_device_ops` or `layout` is something else, the layout is over other axes, or replicas of that
+        size cannot be made of the devices.
       StartupError: several CPU devices without the threads that XLA needs for them.
 
     Example:
@@ -39,8 +43,9 @@ class MirroredStrategy(SynchronousStrategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         model_axis: tuple[str, int] | None = None,
+        layout: Any = None,
     ) -> None:
-        topology = Topology.of(devices, axes=axes_of(model_axis))
+        topology = Topology.of(devices, axes=axes_of(model_axis), layout=layout_of(layout))
         # Packing costs more than it saves between devices of one process.
         ops = NcclAllReduce(num_packs=None) if cross_device_ops is None else cross_device_ops
         if not isinstance(ops, CrossDeviceOps):

@@ -4,6 +4,7 @@
 from typing_extensions import override
 
 from phalanx.collectives.cross_device import CrossDeviceOps
+from phalanx.layout import AbstractLayout
 from phalanx.strategies.base import Strategy
 from phalanx.topology import Topology
 
@@ -24,6 +25,11 @@ class SynchronousStrategy(Strategy):
     @override
     def topology(self) -> Topology:
         return self._topology
+
+    @property
+    def layout(self) -> AbstractLayout | None:
+        """How variables are divided over the axes of the mesh; None where every device holds them whole. In any context."""
+        return self._topology.layout
 
     @property
     @override

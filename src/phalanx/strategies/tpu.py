@@ -15,8 +15,9 @@ from phalanx.cluster.resolvers.tpu import TPUClusterResolver
 from phalanx.collectives.cross_device import NcclAllReduce
 from phalanx.device_assignment import DeviceAssignment
 from phalanx.errors import ContextError, DeviceError, InvalidArgumentError
+from phalanx.layout import MODEL_AXIS, AbstractLayout, layout_of
 from phalanx.strategies.synchronous import SynchronousStrategy
-from phalanx.topology import MODEL_AXIS, Topology
+from phalanx.topology import Topology
 from phalanx.tpu.system import devices_of, initialize_tpu_system
 
 
@@ -33,6 +34,7 @@ class TPUStrategy(SynchronousStrategy):
       experimental_device_assignment: which cores each replica has; None makes a replica of each core.
       experimental_spmd_xla_partitioning: whether logical devices are never addressed one by one, as in tf.distribute; all
         programs are partitioned by XLA, whether it is set or not.
+      layout: which variables are divided, as of `MirroredStrategy`.
 
     Raises:
       DeviceError: this machine has no TPU, or the assignment is for another system.
@@ -54,6 +56,8 @@ class TPUStrategy(SynchronousStrategy):
         tpu_cluster_resolver: ClusterResolver | None = None,
         experimental_device_assignment: DeviceAssignment | None = None,
         experimental_spmd_xla_partitioning: bool = False,
+        *,
+        layout: Any = None,
     ) -> None:
         resolver = TPUClusterResolver() if tpu_cluster_resolver is None else tpu_cluster_resolver
         assignment = experimental_device_assignment
@@ -67,7 +71,8 @@ class TPUStrategy(SynchronousStrategy):
         if assignment is None:
             cores = found.device_coordinates.reshape(-1, 1, found.mesh_rank)
             assignment = DeviceAssignment(found, cores)
-        super().__init__(_topology_of(assignment, found.num_tasks), NcclAllReduce(num_packs=None))
+        topology = _topology_of(assignment, found.num_tasks, layout_of(layout))
+        super().__init__(topology, NcclAllReduce(num_packs=None))
         self._resolver, self._is_spmd = resolver, bool(experimental_spmd_xla_partitioning)
 
     @property
@@ -196,7 +201,7 @@ class TPUStrategy(SynchronousStrategy):
             )
 
 
-def _topology_of(assignment: DeviceAssignment, num_tasks: int) -> Topology:
+def _topology_of(assignment: DeviceAssignment, num_tasks: int, layout: AbstractLayout | None) -> Topology:
     """Returns the devices of an assignment, replica by replica."""
     tasks = devices_of(assignment.topology)
     if num_tasks < assignment.topology.num_tasks:
@@ -206,7 +211,7 @@ def _topology_of(assignment: DeviceAssignment, num_tasks: int) -> Topology:
             "the topology that initialize_tpu_system(resolver) returns",
         )
     devices = [tasks[task][core] for task, core in assignment.logical_to_physical.reshape(-1, 2)]
-    return Topology(tuple(devices), _axes(assignment.num_cores_per_replica))
+    return Topology(tuple(devices), _axes(assignment.num_cores_per_replica), layout)
 
 
 def _axes(cores: int) -> tuple[tuple[str, int], ...]:
