@@ -296,13 +296,17 @@ class Homes:
         placement = self.placement(variable)
         assert placement is not None
         array = np.asarray(value)
-        self.answers(
-            [
-                self.servers[s].put.remote({part.key: part.of(array)})
-                for part in placement
-                for s in self._holders[part.key]
-            ]
-        )
+        for part in placement:
+            self.write_part(part, part.of(array))
+
+    def read_part(self, part: Part) -> np.ndarray:
+        """Returns what a server holds of a variable."""
+        ((array,),) = self.answers([self.servers[part.server].get.remote([part.key])])
+        return np.array(array)
+
+    def write_part(self, part: Part, value: np.ndarray) -> None:
+        """Gives it another value, wherever it is held."""
+        self.answers([self.servers[s].put.remote({part.key: value}) for s in self._holders[part.key]])
 
     def plan(self, update: Update, step: Exported) -> tuple[int, tuple[Gradient, ...]]:
         """Lets the servers know how an optimizer's update is done; returns its name, and the gradients that it takes.
@@ -546,6 +550,11 @@ def _send(variable: Variable) -> None:
     if homes is not None and homes.placement(variable) is not None:
         homes.write(variable, compat.raw_value(variable))
         compat.set_raw_values([variable], [None])
+
+
+def homes_of(variable: Variable) -> Homes | None:
+    """Returns on whose servers a variable lives; None where it has not moved to any."""
+    return _owners.get(variable)
 
 
 compat.on_first_read(_fetch)
