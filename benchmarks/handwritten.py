@@ -51,8 +51,10 @@ class HandWritten:
         return loss
 
 
-def pure_step(model: Any, sum_grads: Callable[[Any], Any], rows: int) -> tuple[ReplicaStep, Any]:
-    """An MLP and Adam in jax.numpy."""
+def pure_step(
+    model: Any, sum_grads: Callable[[Any], Any], rows: int, gather: Callable[[Any], Any] = lambda params: params
+) -> tuple[ReplicaStep, Any]:
+    """An MLP and Adam in jax.numpy; where a device holds parts of the weights, `gather` makes whole ones of them."""
 
     def loss_of(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         for kernel, bias in params[:-1]:
@@ -63,7 +65,7 @@ def pure_step(model: Any, sum_grads: Callable[[Any], Any], rows: int) -> tuple[R
 
     def step(state: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Any]:
         params, m, v, count = state
-        loss, grads = jax.value_and_grad(loss_of)(params, x, y)
+        loss, grads = jax.value_and_grad(loss_of)(gather(params), x, y)
         grads = sum_grads(grads)
         count = count + 1
         t = count.astype(jnp.float32)

@@ -156,8 +156,8 @@ class Block(keras.layers.Layer):
         self.attention_norm = keras.layers.LayerNormalization()
         self.attention = keras.layers.MultiHeadAttention(heads, width // heads)
         self.mlp_norm = keras.layers.LayerNormalization()
-        self.expand = keras.layers.Dense(4 * width, activation="gelu")
-        self.contract = keras.layers.Dense(width)
+        self.expand = keras.layers.Dense(4 * width, activation="gelu", name="expand")
+        self.contract = keras.layers.Dense(width, name="contract")
 
     def call(self, x):
         normed = self.attention_norm(x)

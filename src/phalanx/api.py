@@ -31,6 +31,7 @@ from phalanx import keras
 from phalanx.layout import fully_sharded
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
 from phalanx.input.sources.functions import InputContext
+from phalanx.overview import describe
 from phalanx.options import InputOptions, InputReplicationMode, ReduceOp, RunOptions
 from phalanx.strategies.base import Strategy, explain_sharding
 from phalanx.strategies.extended import StrategyExtended
@@ -74,6 +75,7 @@ __all__ = [
     "cond",
     "coordinator",
     "data",
+    "describe",
     "errors",
     "experimental",
     "experimental_set_strategy",

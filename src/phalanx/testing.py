@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import keras
 import numpy as np
 
 from phalanx import compat, device_assignment
 from phalanx.compat import Variable, raw_value
-from phalanx.errors import DivergenceError, InvalidArgumentError
+from phalanx.errors import DivergenceError
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
 from phalanx.input.state import from_text, to_text
+from phalanx.overview import variables_of
 from phalanx.state import slot_of
 from phalanx.topology import Topology
 from phalanx.tpu import system
@@ -64,29 +64,13 @@ def assert_in_sync(*objects: Any) -> None:
       ...     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
       >>> phalanx.testing.assert_in_sync(model)
     """
-    variables = [v for o in objects for v in _variables_of(o)]
+    variables = [v for o in objects for v in variables_of("assert_in_sync", o)]
     by_home: dict[int, list[Variable]] = {}
     for variable in variables:
         if slot_of(variable).home is not None and raw_value(variable) is not None:
             by_home.setdefault(id(slot_of(variable).home), []).append(variable)
     for group in by_home.values():
         _assert_equal_everywhere(group, slot_of(group[0]).home)
-
-
-def _variables_of(thing: Any) -> list[Variable]:
-    if isinstance(thing, Variable):
-        return [thing]
-    if isinstance(thing, list | tuple):
-        return [v for x in thing for v in _variables_of(x)]
-    if isinstance(thing, keras.Model):
-        # With those of the metrics, and of the optimizer if it is compiled.
-        optimizer = getattr(thing, "optimizer", None)
-        return [*thing.variables, *thing.metrics_variables, *(optimizer.variables if optimizer else [])]
-    if not hasattr(thing, "variables"):
-        raise InvalidArgumentError(
-            f"assert_in_sync({thing!r})", "neither is a variable nor has any.", "assert_in_sync(model)"
-        )
-    return list(thing.variables)
 
 
 def _assert_equal_everywhere(variables: list[Variable], topology: Topology) -> None:
