@@ -4,6 +4,7 @@
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -77,13 +78,14 @@ class ClusterCoordinator:
         if self._is_ready:
             return
         self._is_ready = True
-        self._strategy, self._queue, self._names = strategy, ClosureQueue(), itertools.count()
+        self._strategy, self._queue, self._names = strategy, ClosureQueue(wake=self._wake), itertools.count()
         self._supervisors = [Supervisor(i, strategy, self._queue) for i in range(strategy.cluster.workers)]
         platforms = sorted({s.platform() for s in self._supervisors})
         self._steps = Steps(strategy, platforms)
         strategy.homes.tell("enter", [s.pusher for s in self._supervisors])
         for supervisor in self._supervisors:
             supervisor.begin(self._steps)
+        strategy.before_close(self._queue.stop)
 
     @property
     def strategy(self) -> ParameterServerStrategy:
@@ -205,13 +207,15 @@ class ClusterCoordinator:
     def _specs(self, resources: Sequence[PerWorkerValues]) -> Any:
         if not resources:
             return ()
-        lost: WorkerLost | None = None
+        while True:
+            for supervisor in self._supervisors:
+                with suppress(WorkerLost):
+                    return supervisor.specs(resources)
+            self._supervisors[0].replace()
+
+    def _wake(self) -> None:
         for supervisor in self._supervisors:
-            try:
-                return supervisor.specs(resources)
-            except WorkerLost as e:
-                lost = e
-        raise lost or AssertionError
+            supervisor.wake()
 
     def _drop(self, name: int) -> None:
         for supervisor in self._supervisors:

@@ -7,6 +7,7 @@ STARTING ──it answers──> WORKING ──dies, or is silent──> LOST �
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -75,11 +76,10 @@ class Supervisor:
         self.pusher = Pusher(index, 0)
         self.state, self.num_steps, self.num_lost, self.num_again = State.STARTING, 0, 0, 0
         self._made: dict[int, Any] = {}
-        self._known: set[tuple[int, Any]] = set()
         self._dropped: list[int] = []
         self._making = threading.RLock()
+        self._left: Any = None
         self._step_s = _AT_ONCE_S
-        self._generation = strategy.homes.generation
         self._actor = self._start()
         self._thread = threading.Thread(target=self._serve, name=f"phalanx-worker-{index}", daemon=True)
 
@@ -92,9 +92,17 @@ class Supervisor:
         self._steps, self.state = steps, State.WORKING
         self._thread.start()
 
-    def join(self) -> None:
-        """Waits until the queue is stopped and the thread has ended."""
-        self._thread.join()
+    def rest(self) -> None:
+        """Hears that no step is to be expected of the worker: where updates wait for each other's, none waits for its."""
+        if self._strategy.max_staleness is not None and self._left is None:
+            self._left = self._strategy.homes.servers[0].leave.remote(self.pusher)
+
+    def wake(self) -> None:
+        """Hears that steps are to be expected again."""
+        if self._left is not None:
+            self._strategy.homes.answers([self._left])
+            self._strategy.homes.tell("enter", [self.pusher])
+            self._left = None
 
     def specs(self, resources: Sequence[PerWorkerValues]) -> Any:
         """Returns the shapes of the next batches of some resources; in any thread.
@@ -115,12 +123,12 @@ class Supervisor:
         self._dropped.append(name)
 
     def _serve(self) -> None:
-        while (closure := self._queue.get()) is not None:
-            closures = [closure, *self._queue.get_more(self._share())]
+        while (closure := self._queue.get(self.rest)) is not None:
+            actor, closures = self._actor, [closure, *self._queue.get_more(self._share())]
             try:
                 self._do(closures)
             except WorkerLost:
-                self._replace()
+                self._try_to_replace(actor)
 
     def _share(self) -> int:
         """Returns how many more steps to take at once: few enough for the others to have work, and for results to come soon."""
@@ -195,21 +203,37 @@ class Supervisor:
         old, self.pusher = self.pusher, Pusher(self.pusher.worker, self.pusher.life + 1)
         homes.tell("forget", old)
         homes.tell("enter", [self.pusher])
+        self._left = None
 
-    def _replace(self) -> None:
-        """Starts another worker, for as long as it takes."""
-        self.state, self.num_lost = State.LOST, self.num_lost + 1
+    def _try_to_replace(self, actor: Any) -> None:
+        """Starts another worker; where that fails, the next step fails."""
+        if self._queue.is_stopped:
+            return
         try:
+            self.replace(actor)
+        except Exception as e:
+            closure = self._queue.get(self.rest)
+            if closure is not None:
+                self._queue.fail(closure, e)
+
+    def replace(self, actor: Any = None) -> None:
+        """Starts another worker in the place of one that is lost, for as long as it takes; in any thread.
+
+        Raises:
+          ServerLostError: a parameter server is lost too.
+        """
+        with self._making:
+            if actor is not None and actor is not self._actor:
+                return
+            self.state, self.num_lost = State.LOST, self.num_lost + 1
             self._strategy.cluster.end(self._actor)
             self._enter()
-            self._made, self._known = {}, set()
+            self._made = {}
             self.state = State.STARTING
             self._actor = self._start()
-            self._wait(self._actor.ping.remote(), _START_S)
-            self.state = State.WORKING
-        except WorkerLost:
-            # The next step it is given finds out.
-            return
+            with suppress(WorkerLost):  # The next step that it is given finds out.
+                self._wait(self._actor.ping.remote(), _START_S)
+                self.state = State.WORKING
 
     def _start(self) -> Any:
         cluster = self._strategy.cluster
