@@ -4,12 +4,13 @@
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
 import jax
 
-from phalanx.coordinator.queue import Closure, ClosureQueue, Outcome, RemoteValue
+from phalanx.coordinator.queue import Closure, ClosureQueue, RemoteValue
 from phalanx.coordinator.steps import Steps, check_call
 from phalanx.coordinator.supervisor import State, Supervisor, Work, WorkerLost
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, check_function
@@ -77,14 +78,14 @@ class ClusterCoordinator:
         if self._is_ready:
             return
         self._is_ready = True
-        self._strategy, self._queue, self._names = strategy, ClosureQueue(), itertools.count()
-        strategy.when_closed(self._queue.stop)
+        self._strategy, self._queue, self._names = strategy, ClosureQueue(wake=self._wake), itertools.count()
         self._supervisors = [Supervisor(i, strategy, self._queue) for i in range(strategy.cluster.workers)]
         platforms = sorted({s.platform() for s in self._supervisors})
         self._steps = Steps(strategy, platforms)
         strategy.homes.tell("enter", [s.pusher for s in self._supervisors])
         for supervisor in self._supervisors:
             supervisor.begin(self._steps)
+        strategy.before_close(self._queue.stop)
 
     @property
     def strategy(self) -> ParameterServerStrategy:
@@ -121,11 +122,7 @@ class ClusterCoordinator:
         if not step.programs:
             # Here, and not in a worker's thread: Keras's settings are those of this thread.
             self._steps.program(step, fn, self._specs(resources))
-        closure = Closure(Work(step, fn, inputs, resources), Outcome(self._queue.awaited))
-        if any(s.has_left for s in self._supervisors):
-            # All of them, before any of them has a step: they begin together.
-            for supervisor in self._supervisors:
-                supervisor.come_back()
+        closure = Closure(Work(step, fn, inputs, resources))
         self._queue.put(closure)
         return closure.outcome
 
@@ -210,13 +207,15 @@ class ClusterCoordinator:
     def _specs(self, resources: Sequence[PerWorkerValues]) -> Any:
         if not resources:
             return ()
-        lost: WorkerLost | None = None
+        while True:
+            for supervisor in self._supervisors:
+                with suppress(WorkerLost):
+                    return supervisor.specs(resources)
+            self._supervisors[0].replace()
+
+    def _wake(self) -> None:
         for supervisor in self._supervisors:
-            try:
-                return supervisor.specs(resources)
-            except WorkerLost as e:
-                lost = e
-        raise lost or AssertionError
+            supervisor.wake()
 
     def _drop(self, name: int) -> None:
         for supervisor in self._supervisors:

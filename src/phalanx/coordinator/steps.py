@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from phalanx import context
+from phalanx import compat, context
 from phalanx.compat import Variable
 from phalanx.context import Mode
 from phalanx.coordinator.values import PerWorkerIterator, PerWorkerValues
@@ -50,7 +50,10 @@ class Step:
       arguments: those of the first call.
       is_run: whether the function is one for `Strategy.run`.
       programs: what workers run, by the shapes of their batches.
+      outputs: what it returns, without its arrays, by variant.
       seeds: the states of the random generators that it draws from.
+      shaped_by: variables and whether they are trained, and optimizers and what decides their learning rates.
+      changes: how often `trainable` of any variable had been set then.
     """
 
     number: int
@@ -59,6 +62,15 @@ class Step:
     programs: dict[Any, StepProgram] = field(default_factory=dict)
     outputs: dict[int, Structure] = field(default_factory=dict)
     seeds: list[Variable] = field(default_factory=list)
+    shaped_by: list[tuple[Any, Any]] = field(default_factory=list)
+    changes: int = 0
+
+    def fits(self) -> bool:
+        """Whether the Python objects that shaped its programs are as they were."""
+        if self.changes == compat.changes.trainable:
+            return all(_shape_of(x) is known for x, known in self.shaped_by if not isinstance(x, Variable))
+        self.changes = compat.changes.trainable
+        return all(_shape_of(x) is known for x, known in self.shaped_by)
 
 
 class Steps:
@@ -95,7 +107,7 @@ class Steps:
         with self._lock:
             known = self._of_function.setdefault(owner, {})
             key = (name, arguments.key, is_run)
-            if key not in known:
+            if key not in known or not known[key].fits():
                 known[key] = Step(next(self._numbers), arguments, is_run)
             return known[key], tuple(np.asarray(x) for x in arguments.arrays), resources
 
@@ -134,6 +146,8 @@ class Steps:
         placements = tuple(
             None if i in exported.seeds else homes.placement(v) for i, v in enumerate(exported.variables)
         )
+        shaping = [*exported.variables, *(u.optimizer for u in exported.updates)]
+        step.shaped_by, step.changes = [(x, _shape_of(x)) for x in shaping], compat.changes.trainable
         step.seeds = [exported.variables[i] for i in exported.seeds]
         variant = next(self._variants)
         step.outputs[variant] = exported.output
@@ -169,6 +183,11 @@ class Steps:
 
         with context.enter(Mode(self._strategy, None)):
             return export(call, [*own, *drawn], self._platforms)
+
+
+def _shape_of(shaping: Any) -> Any:
+    """Returns what programs depend on in a variable or an optimizer."""
+    return shaping.trainable if isinstance(shaping, Variable) else compat.learning_rate_of(shaping)
 
 
 class _Batches:

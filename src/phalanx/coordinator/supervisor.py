@@ -7,6 +7,7 @@ STARTING ──it answers──> WORKING ──dies, or is silent──> LOST �
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -61,13 +62,12 @@ class Supervisor:
       index: its number.
       strategy: whose worker it is.
       queue: where its steps come from.
+      steps: their programs.
 
     Attributes:
       state: of the worker.
       num_steps: how many steps were done.
       num_lost: how many workers of this number were lost.
-      num_again: how many steps were given back, for another worker to do.
-      has_left: whether nobody waits for its next update.
     """
 
     def __init__(self, index: int, strategy: ParameterServerStrategy, queue: ClosureQueue) -> None:
@@ -75,10 +75,10 @@ class Supervisor:
         self._steps: Steps | None = None
         self.pusher = Pusher(index, 0)
         self.state, self.num_steps, self.num_lost, self.num_again = State.STARTING, 0, 0, 0
-        self.has_left = False
         self._made: dict[int, Any] = {}
         self._dropped: list[int] = []
         self._making = threading.RLock()
+        self._left: Any = None
         self._step_s = _AT_ONCE_S
         self._actor = self._start()
         self._thread = threading.Thread(target=self._serve, name=f"phalanx-worker-{index}", daemon=True)
@@ -91,6 +91,18 @@ class Supervisor:
         """Starts to give the worker its steps."""
         self._steps, self.state = steps, State.WORKING
         self._thread.start()
+
+    def rest(self) -> None:
+        """Hears that no step is to be expected of the worker: where updates wait for each other's, none waits for its."""
+        if self._strategy.max_staleness is not None and self._left is None:
+            self._left = self._strategy.homes.servers[0].leave.remote(self.pusher)
+
+    def wake(self) -> None:
+        """Hears that steps are to be expected again."""
+        if self._left is not None:
+            self._strategy.homes.answers([self._left])
+            self._strategy.homes.tell("enter", [self.pusher])
+            self._left = None
 
     def specs(self, resources: Sequence[PerWorkerValues]) -> Any:
         """Returns the shapes of the next batches of some resources; in any thread.
@@ -111,32 +123,12 @@ class Supervisor:
         self._dropped.append(name)
 
     def _serve(self) -> None:
-        trouble: Exception | None = None
-        while (closure := self._next()) is not None:
-            if trouble is not None:
-                self._queue.fail(closure, trouble)
-                trouble = None
-                continue
+        while (closure := self._queue.get(self.rest)) is not None:
+            actor, closures = self._actor, [closure, *self._queue.get_more(self._share())]
             try:
-                self._do([closure, *self._queue.get_more(self._share())])
+                self._do(closures)
             except WorkerLost:
-                try:
-                    self._replace()
-                except Exception as e:  # It belongs to no step: the next one tells it.
-                    trouble = e
-
-    def _next(self) -> Closure | None:
-        """Returns the next closure; where updates wait for each other, those of others do not wait for one that is not there."""
-        while self._strategy.max_staleness is not None and not self._queue.has_work(lambda: self.has_left):
-            self.has_left = True
-            self._strategy.homes.tell("leave", self.pusher)
-        return self._queue.get()
-
-    def come_back(self) -> None:
-        """Lets the updates of others wait for the next one of this worker again; in any thread."""
-        if self.has_left:
-            self.has_left = False
-            self._strategy.homes.tell("enter", [self.pusher])
+                self._try_to_replace(actor)
 
     def _share(self) -> int:
         """Returns how many more steps to take at once: few enough for the others to have work, and for results to come soon."""
@@ -211,21 +203,37 @@ class Supervisor:
         old, self.pusher = self.pusher, Pusher(self.pusher.worker, self.pusher.life + 1)
         homes.tell("forget", old)
         homes.tell("enter", [self.pusher])
+        self._left = None
 
-    def _replace(self) -> None:
-        """Starts another worker, for as long as it takes."""
-        self.state, self.num_lost = State.LOST, self.num_lost + 1
+    def _try_to_replace(self, actor: Any) -> None:
+        """Starts another worker; where that fails, the next step fails."""
+        if self._queue.is_stopped:
+            return
         try:
+            self.replace(actor)
+        except Exception as e:
+            closure = self._queue.get(self.rest)
+            if closure is not None:
+                self._queue.fail(closure, e)
+
+    def replace(self, actor: Any = None) -> None:
+        """Starts another worker in the place of one that is lost, for as long as it takes; in any thread.
+
+        Raises:
+          ServerLostError: a parameter server is lost too.
+        """
+        with self._making:
+            if actor is not None and actor is not self._actor:
+                return
+            self.state, self.num_lost = State.LOST, self.num_lost + 1
             self._strategy.cluster.end(self._actor)
             self._enter()
             self._made = {}
             self.state = State.STARTING
             self._actor = self._start()
-            self._wait(self._actor.ping.remote(), _START_S)
-            self.state = State.WORKING
-        except WorkerLost:
-            # The next step it is given finds out.
-            return
+            with suppress(WorkerLost):  # The next step that it is given finds out.
+                self._wait(self._actor.ping.remote(), _START_S)
+                self.state = State.WORKING
 
     def _start(self) -> Any:
         cluster = self._strategy.cluster

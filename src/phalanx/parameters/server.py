@@ -33,6 +33,10 @@ class ParameterServer:
     """
 
     def __init__(self, index: int, max_staleness: int | None = None) -> None:
+        # Where parameter servers are not used it need not be installed.
+        import ray
+
+        self._ray = ray
         # It shares its machine's accelerators with nobody, but workers do.
         jax.config.update("jax_platforms", "cpu")
         self._index = index
@@ -44,7 +48,7 @@ class ParameterServer:
         self._applied = 0
         self._prepared: dict[tuple[Pusher, int], Push] = {}
         self._done: dict[Pusher, int] = {}
-        self._change = threading.Condition()
+        self._change = threading.Condition(threading.RLock())
 
     def meet(self, peers: Sequence[Any]) -> str:
         """Hears who the servers are; returns the platform of this one."""
@@ -139,13 +143,15 @@ class ParameterServer:
     def commit(self, turn: int, names: Sequence[tuple[Pusher, int]]) -> None:
         """Hears from the first server which pushes are its `turn`-th update."""
         with self._change:
-            self._wait(lambda: self._applied == turn)
+            self._wait(lambda: self._applied >= turn)
+            if self._applied > turn:  # A server was restarted, and all go on from a later update.
+                return
             self._apply([self._prepared.pop(name) for name in names if name in self._prepared])
 
-    def state(self) -> tuple[int, dict[int, np.ndarray]]:
-        """Returns how many updates were applied, and all values."""
+    def state(self) -> dict[int, np.ndarray]:
+        """Returns all values."""
         with self._change:
-            return self._applied, {key: np.asarray(x) for key, x in self._values.items()}
+            return {key: np.asarray(x) for key, x in self._values.items()}
 
     def statistics(self) -> tuple[int, Counter[int], int]:
         """Returns how many updates were applied, of how many steps the staleness was how great, and the bytes held."""
@@ -156,8 +162,14 @@ class ParameterServer:
         """Returns how many updates were applied."""
         return self._applied
 
+    def align_all(self, applied: int) -> None:
+        """Lets all servers go on after the loss of one, from the same update; the first server does it, between two updates."""
+        with self._change:
+            self.align(max(applied, self._applied))
+            self._ray.get([s.align.remote(self._applied) for i, s in enumerate(self._peers) if i != self._index])
+
     def align(self, applied: int) -> None:
-        """Goes on after the loss of a server from the update that all are to be at; what was not applied is dropped."""
+        """Goes on from the update that all servers are to be at; what was not applied is dropped."""
         with self._change:
             self._applied = self._clock.version = applied
             self._prepared.clear()

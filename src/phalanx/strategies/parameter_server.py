@@ -5,9 +5,9 @@ import itertools
 import math
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from numbers import Integral
 from typing import Any, final
 
@@ -20,7 +20,14 @@ from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.compat import Variable
-from phalanx.errors import ClusterError, ContextError, InvalidArgumentError, ServerLostError, TraceError
+from phalanx.errors import (
+    ClusterError,
+    ContextError,
+    InvalidArgumentError,
+    PhalanxError,
+    ServerLostError,
+    TraceError,
+)
 from phalanx.exported import Exported, export
 from phalanx.input.sources.functions import InputContext
 from phalanx.lifting import Update
@@ -36,7 +43,7 @@ from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.topology import Topology
 
 _START_S = 600.0
-_THREADS = 64
+_THREADS = 16
 
 
 @final
@@ -126,9 +133,9 @@ class ParameterServerStrategy(Strategy):
         """Ends workers and parameter servers; what the variables hold is lost. May be called in any context."""
         self._close()
 
-    def when_closed(self, stop: Callable[[], None]) -> None:
-        """Lets `stop()` be called before workers and parameter servers end."""
-        self._before_close.append(stop)
+    def before_close(self, end: Callable[[], None]) -> None:
+        """Lets `end()` be called before workers and parameter servers are ended. May be called in any context."""
+        self._before_close.append(end)
 
     @property
     @override
@@ -211,7 +218,9 @@ class Homes:
     ) -> None:
         self._ray, self._cluster, self._device, self._partitioner = load_ray(), cluster, device, partitioner
         self._max_staleness = max_staleness
-        self._start = lambda i: cluster.actor(ParameterServer, "ps", i, i, max_staleness, threads=_THREADS)
+        # Of each worker one push may wait here, and what was committed of another.
+        threads = _THREADS + 2 * cluster.workers
+        self._start = lambda i: cluster.actor(ParameterServer, "ps", i, i, max_staleness, threads=threads)
         self._servers: list[Any] | None = [self._start(i) for i in range(cluster.ps)]
         self.platforms = tuple(sorted({self._ray.get(s.meet.remote(self.servers)) for s in self.servers}))
         self.lock = threading.RLock()
@@ -220,22 +229,19 @@ class Homes:
         self._holders: dict[int, tuple[int, ...]] = {}
         self._loads = [0] * cluster.ps
         self._keys, self._update_names = itertools.count(), itertools.count()
-        self._updates: dict[Any, int] = {}
+        self._updates: dict[Any, tuple[int, Any]] = {}
         self._learned: dict[int, dict[int, UpdateProgram]] = {i: {} for i in range(cluster.ps)}
+        self._has_new = False
         self._snapshots = None if snapshot_every_s is None else _Snapshots(self, snapshot_every_s)
 
     @property
     def servers(self) -> list[Any]:
-        """The servers.
-
-        Raises:
-          ServerLostError: the strategy is closed.
-        """
+        """The parameter servers."""
         if self._servers is None:
-            raise ServerLostError(
-                "a variable on parameter servers",
-                "strategy.close() has ended them.",
-                "model.save_weights(path) before strategy.close()",
+            raise ContextError(
+                "a variable or a step of a ParameterServerStrategy that was closed",
+                "its workers and parameter servers have ended.",
+                "strategy.close() after the last use; or variables that are saved before it",
             )
         return self._servers
 
@@ -281,6 +287,7 @@ class Homes:
                 lightest = sorted(range(len(self._loads)), key=lambda s: self._loads[s])[: shards[i]]
                 rows = split_rows(variable.shape[0], shards[i])
                 self._move(variable, [(s, r.start, r.stop) for s, r in zip(lightest, rows, strict=True)])
+            self._save_new()
 
     def read(self, variable: Variable) -> jax.Array:
         """Returns the value of a variable, from the servers."""
@@ -338,9 +345,10 @@ class Homes:
                     self._learned[server][name] = program
                     self.answers([self.servers[server].learn.remote(name, program)])
                 # Kept alive with it: ids must stay its own.
-                self._updates[key] = name
+                self._updates[key] = name, rate
                 weakref.finalize(update.optimizer, self._updates.pop, key, None)
-            return self._updates[key], placements
+                self._save_new()
+            return self._updates[key][0], placements
 
     def answers(self, replies: Sequence[Any]) -> list[Any]:
         """Returns what servers answer.
@@ -390,16 +398,16 @@ class Homes:
                 self._ray.get([server.forget.remote(p) for p in pushers])
             self._ray.get([s.meet.remote(self.servers) for s in self.servers])
             for i in dead:
-                _, values = snapshot[i]
+                values = snapshot[i]
                 self._ray.get(self.servers[i].put.remote(values))
                 self._ray.get([self.servers[i].learn.remote(n, p) for n, p in self._learned[i].items()])
                 self._ray.get([self.servers[i].forget.remote(p) for p in pushers])
             applied = max(self._ray.get([s.num_applied.remote() for s in self.servers]))
-            self._ray.get([s.align.remote(applied) for s in self.servers])
+            self._ray.get(self.servers[0].align_all.remote(applied))
             return True
 
     def close(self) -> None:
-        """Ends the copying of the servers' state; nothing is asked of them any more."""
+        """Forgets the servers, and ends the copying of their state."""
         self._servers = None
         if self._snapshots is not None:
             self._snapshots.close()
@@ -494,29 +502,42 @@ class Homes:
             rows = (variable.shape[0] if variable.shape else 1) if part.stop is None else part.stop - part.start
             self._loads[part.server] += rows * row_bytes
             self._names[part.key], self._holders[part.key] = variable.path, (part.server,)
+        self._has_new = True
         self._placements[variable] = placement
         _owners[variable] = self
         compat.set_raw_values([variable], [None])
         slot_of(variable).store(None, None, owned=False)
         weakref.finalize(variable, self._forget, placement)
 
+    def _save_new(self) -> None:
+        """Copies what has moved to the servers since the last snapshot, which a server that dies would take along."""
+        if self._has_new and self._snapshots is not None:
+            self._snapshots.take()
+        self._has_new = False
+
     def _forget(self, placement: Placement) -> None:
         for part in placement:
             self._names.pop(part.key, None)
             for server in self._holders.pop(part.key, ()):
-                if self._servers is not None:
-                    self.servers[server].drop.remote([part.key])
+                if self._servers is not None and self._ray.is_initialized():
+                    self._servers[server].drop.remote([part.key])
 
 
 class _Snapshots:
     """Copies what the servers hold, again and again, in a thread."""
 
     def __init__(self, homes: Homes, every_s: float) -> None:
-        self.last: list[tuple[int, dict[int, np.ndarray]]] | None = None
+        self.last: list[dict[int, np.ndarray]] = [{} for _ in homes.servers]
         self._homes, self._every_s = weakref.ref(homes), every_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._copy, name="phalanx-snapshots", daemon=True)
         self._thread.start()
+
+    def take(self) -> None:
+        """Copies it now."""
+        homes = self._homes()
+        if homes is not None:
+            self.last = homes.answers([s.state.remote() for s in homes.servers])
 
     def close(self) -> None:
         """Ends it."""
@@ -524,13 +545,9 @@ class _Snapshots:
 
     def _copy(self) -> None:
         while not self._over.wait(self._every_s):
-            homes = self._homes()
-            if homes is None:
-                return
-            try:
-                self.last = load_ray().get([s.state.remote() for s in homes.servers])
-            except Exception:  # A server is lost: the copy before this one is the last.
-                time.sleep(self._every_s)
+            # Where a server is lost, or the strategy was closed, the copy before this one is the last.
+            with suppress(PhalanxError, load_ray().exceptions.RayError):
+                self.take()
 
 
 _owners: IdentityMap[Homes] = IdentityMap()
@@ -598,9 +615,9 @@ def _check_count(name: str, value: Any) -> None:
         raise InvalidArgumentError(f"{name}={value!r}", "must be a whole number, at least 1.", f"{name}=2")
 
 
-def _closed(cluster: RayCluster, homes: Homes, stops: Sequence[Callable[[], None]]) -> None:
-    for stop in stops:
-        stop()
+def _closed(cluster: RayCluster, homes: Homes, before: Sequence[Callable[[], None]]) -> None:
+    for end in before:
+        end()
     homes.close()
     cluster.close()
 
