@@ -102,7 +102,9 @@ def test_one_stands_still(tmp_path, case):
     assert ended == 75, out + report
     assert re.match(r"The cluster could not go on: rank 1 \(127.0.0.1:\d+\) ", report)
     assert how in report
-    assert re.search(r"\nworker 1 .*exited with code 75 \(it saw no progress\)", report)
+    assert "it saw no progress" in report
+    # How it ended itself is not sure: JAX may abort it once the first process is gone.
+    assert re.search(r"\nworker 1 .*, \S+ s after the start.\nIts last lines", report)
     assert "\n  | worker 1 at " in report
     assert "[worker 0] Thread MainThread (most recent call last):" in out
     assert case != "sleeps" or '  |     exec(sys.argv[3])\n  |   File "<string>", line 1' in report
