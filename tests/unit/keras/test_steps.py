@@ -237,10 +237,10 @@ def test_a_log_of_ones_own_has_the_name_of_a_metric(strategy):
 
     class Plain(Taped):
         def train_step(self, data):
-            x, y = data[0], data[1]
             with phalanx.GradientTape() as tape:
-                loss = ops.mean(self(x) ** 2)
-            self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables))
+                loss = ops.mean(self(data[0]) ** 2)
+            variables = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
             return {"loss": loss}
 
     with strategy.scope():
