@@ -6,6 +6,7 @@
 
 import functools
 import inspect
+import itertools
 import math
 import os
 import sys
@@ -241,6 +242,34 @@ def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Any) -> No
     if not optimizer.built:
         with keras.name_scope(optimizer.name):
             optimizer.build(list(variables))
+
+
+@contextmanager
+def restricted(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable]) -> Iterator[None]:
+    """Lets an optimizer know of no other variables meanwhile, and of no other slots but those that are for all."""
+    one = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+    kept = set(map(id, variables))
+    is_kept = [id(v) in kept for v in one._trainable_variables]
+    parts = {
+        "_trainable_variables": itertools.compress(one._trainable_variables, is_kept),
+        "_variables": [s for s in one._variables if reference_of(s) is None or id(reference_of(s)) in kept],
+    }
+    if one.use_ema:
+        parts["_model_variables_moving_average"] = itertools.compress(one._model_variables_moving_average, is_kept)
+    own = vars(one).copy()
+    # Past what Keras does where an attribute of an optimizer is set.
+    vars(one).update({name: list(part) for name, part in parts.items()})
+    try:
+        yield
+    finally:
+        vars(one).update({name: own[name] for name in parts})
+
+
+def clipped(optimizer: keras.optimizers.Optimizer, grads: Sequence[Any]) -> Sequence[Any]:
+    """Returns gradients as an optimizer clips them; those it leaves as they are where it is applied to them."""
+    scale = optimizer.loss_scale_factor or 1.0
+    clip: Sequence[Any] = optimizer._clip_gradients([g / scale for g in grads])
+    return [g * scale for g in clip]
 
 
 def reference_of(slot: Variable) -> Variable | None:

@@ -54,7 +54,12 @@ class Exported:
 
 
 def export(
-    fn: Callable[[list[Any]], Any], inputs: Sequence[Any], platforms: Sequence[str], *, adds: bool = True
+    fn: Callable[[list[Any]], Any],
+    inputs: Sequence[Any],
+    platforms: Sequence[str],
+    *,
+    adds: bool = True,
+    clips: Callable[[Update], bool] = lambda update: False,
 ) -> Exported:
     """Traces `fn(inputs)` and returns it as a program.
 
@@ -63,6 +68,7 @@ def export(
       inputs: arrays, or their shapes and dtypes.
       platforms: on what it is to run, as in `("cpu",)`.
       adds: whether it returns increments, where nothing but increments was written.
+      clips: of which updates it clips the gradients, as their optimizers do.
 
     Raises:
       TraceError: it cannot be traced, or calls back to Python while it runs.
@@ -101,6 +107,8 @@ def export(
         results, new, _, gradients, increments, _ = found.evaluate(values, [None] * len(values), inputs)
         pairs = dict(zip(written, zip(new, increments, strict=True), strict=True))
         given = [[g for g in of_update if g is not None] for of_update in gradients]
+        pairs_of = zip(found.updates, given, strict=True)
+        given = [list(compat.clipped(u.optimizer, g)) if clips(u) else g for u, g in pairs_of]
         return results, [pairs[i][1] for i, a in kept if a], [pairs[i][0] for i, a in kept if not a], given
 
     with compat.shapes(rows):

@@ -182,7 +182,7 @@ class Steps:
             return self._strategy.run(fn, args, kwargs) if step.is_run else fn(*args, **kwargs)
 
         with context.enter(Mode(self._strategy, None)):
-            return export(call, [*own, *drawn], self._platforms)
+            return export(call, [*own, *drawn], self._platforms, clips=self._strategy.homes.clips)
 
 
 def _shape_of(shaping: Any) -> Any:

@@ -123,12 +123,20 @@ class Supervisor:
         self._dropped.append(name)
 
     def _serve(self) -> None:
-        while (closure := self._queue.get(self.rest)) is not None:
-            actor, closures = self._actor, [closure, *self._queue.get_more(self._share())]
-            try:
-                self._do(closures)
-            except WorkerLost:
-                self._try_to_replace(actor)
+        while self._serve_some():
+            pass
+
+    def _serve_some(self) -> bool:
+        """Gives the worker its next steps; returns whether there may be more. Between two calls nothing is held of them."""
+        closure = self._queue.get(self.rest)
+        if closure is None:
+            return False
+        actor, closures = self._actor, [closure, *self._queue.get_more(self._share())]
+        try:
+            self._do(closures)
+        except WorkerLost:
+            self._try_to_replace(actor)
+        return True
 
     def _share(self) -> int:
         """Returns how many more steps to take at once: few enough for the others to have work, and for results to come soon."""
@@ -201,7 +209,7 @@ class Supervisor:
     def _enter(self) -> None:
         homes = self._strategy.homes
         old, self.pusher = self.pusher, Pusher(self.pusher.worker, self.pusher.life + 1)
-        homes.tell("forget", old)
+        homes.forget(old)
         homes.tell("enter", [self.pusher])
         self._left = None
 

@@ -101,13 +101,20 @@ class ParameterServer:
         with self._moving():
             self._clock.release(pusher)
 
-    def forget(self, pusher: Pusher) -> None:
-        """Hears that a worker is lost: what it has not pushed whole will never count."""
+    def forget(self, pusher: Pusher, after: int = 0) -> int:
+        """Hears that a worker is lost: what it has not pushed whole will never count. Returns how many updates were applied.
+
+        Args:
+          pusher: the worker.
+          after: how many the first server had applied when it heard of it: what is among these counts here too.
+        """
         with self._moving():
+            self._wait(lambda: self._applied >= after)
             self._lives[pusher.worker] = max(self._lives.get(pusher.worker, 0), pusher.life + 1)
             self._clock.forget(pusher)
             self._change.notify_all()
             self._prepared = {name: p for name, p in self._prepared.items() if p.pusher != pusher}
+        return self._applied
 
     def pull(self, asked: Sequence[Any], pusher: Pusher, after: int | None = None) -> tuple[int, list[np.ndarray]]:
         """Returns the version, and values: those after push number `after` of this worker is applied."""

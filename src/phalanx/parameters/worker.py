@@ -141,22 +141,22 @@ class Worker:
         """Pushes, and pulls what the following step needs."""
         first, others = pushes[0], {s: p for s, p in pushes.items() if s}
         self._ray.get([self._servers[s].prepare.remote(p) for s, p in others.items()])
-        if following is None:
-            self._ray.get(self._servers[0].exchange.remote(first, None))
-            return None
-        order = sorted(following.asked)
-        replies = [self._servers[0].exchange.remote(first, list(following.asked[0].values()))]
-        for s in order[1:]:
+        asked = {} if following is None else {s: list(parts.values()) for s, parts in following.asked.items()}
+        replies = [self._servers[0].exchange.remote(first, asked.get(0))]
+        # Also where nothing is asked: a step is done when its push counts everywhere.
+        order = sorted({*asked, *others} - {0})
+        for s in order:
             after = first.number if s in others else None
-            replies.append(self._servers[s].pull.remote(list(following.asked[s].values()), self._me, after))
-        return self._taken(following, order, self._ray.get(replies))
+            replies.append(self._servers[s].pull.remote(asked.get(s, []), self._me, after))
+        replies = self._ray.get(replies)
+        return None if following is None else self._taken(following, [0, *order], replies)
 
     def _taken(self, ready: "_Ready", order: Sequence[int], replies: Sequence[Any]) -> dict[Part, np.ndarray]:
         values: dict[Part, np.ndarray] = {}
         for server, (version, arrays) in zip(order, replies, strict=True):
             if server == 0:
                 self._version = version
-            values.update(zip(ready.asked[server], arrays, strict=True))
+            values.update(zip(ready.asked.get(server, ()), arrays, strict=True))
         return values
 
 

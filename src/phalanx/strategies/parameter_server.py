@@ -12,6 +12,7 @@ from numbers import Integral
 from typing import Any, final
 
 import jax
+import keras
 import numpy as np
 from typing_extensions import override
 
@@ -44,6 +45,7 @@ from phalanx.topology import Topology
 
 _START_S = 600.0
 _THREADS = 16
+_OF_WHOLE_VARIABLES = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
 
 
 @final
@@ -228,6 +230,7 @@ class Homes:
         self._names: dict[int, str] = {}
         self._holders: dict[int, tuple[int, ...]] = {}
         self._loads = [0] * cluster.ps
+        self._sizes: dict[int, int] = {}
         self._keys, self._update_names = itertools.count(), itertools.count()
         self._updates: dict[Any, tuple[int, Any]] = {}
         self._learned: dict[int, dict[int, UpdateProgram]] = {i: {} for i in range(cluster.ps)}
@@ -323,8 +326,10 @@ class Homes:
           step: the program that computes the gradients.
         """
         with self.lock:
-            self.take_in(update.variables)
-            numbers = [next(i for i, v in enumerate(step.variables) if v is u) for u in update.variables]
+            compat.build_optimizer(update.optimizer, update.variables)
+            self.take_in(compat.trained_by(update.optimizer, None))
+            self._check_divisible(update)
+            numbers = [next((i for i, v in enumerate(step.variables) if v is u), None) for u in update.variables]
             tables = {id(step.variables[i]): n for i, n in step.num_rows.items()}
             if tables and self._max_staleness is not None:
                 raise TraceError(
@@ -350,6 +355,44 @@ class Homes:
                 self._save_new()
             return self._updates[key][0], placements
 
+    def clips(self, update: Update) -> bool:
+        """Whether the gradients of an update are clipped before they are divided between servers."""
+        optimizer = update.optimizer
+        if len(self.servers) == 1 or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            return False
+        return bool(optimizer.global_clipnorm or (optimizer.clipnorm and self._partitioner is not None))
+
+    def _check_divisible(self, update: Update) -> None:
+        """Raises for an optimizer that has to see what lies on several servers.
+
+        Raises:
+          InvalidArgumentError: it has.
+        """
+        placements = [self._placements.get(v) or () for v in update.variables]
+        servers = {part.server for placement in placements for part in placement}
+        name = type(update.optimizer).__name__
+        if len(servers) == 1:
+            return
+        if isinstance(update.optimizer, keras.optimizers.LossScaleOptimizer):
+            raise InvalidArgumentError(
+                f"{name} over {len(servers)} parameter servers",
+                "whether all gradients are finite is known to none of them.",
+                "ParameterServerStrategy(ps=1)",
+            )
+        if self.clips(update) and update.optimizer.gradient_accumulation_steps:
+            raise InvalidArgumentError(
+                f"{name} with gradient_accumulation_steps over {len(servers)} parameter servers",
+                "what it clips is the sum, which none of them has.",
+                "clipvalue=...; or ParameterServerStrategy(ps=1)",
+            )
+        is_divided = any(len(placement) > 1 for placement in placements)
+        if is_divided and isinstance(update.optimizer, _OF_WHOLE_VARIABLES):
+            raise InvalidArgumentError(
+                f"{name} of variables that are divided between {len(servers)} parameter servers",
+                "what it computes of each variable depends on all of its rows.",
+                "variable_partitioner=None",
+            )
+
     def answers(self, replies: Sequence[Any]) -> list[Any]:
         """Returns what servers answer.
 
@@ -369,6 +412,12 @@ class Homes:
     def tell(self, method: str, *args: Any) -> None:
         """Calls a method of all servers, and waits for them."""
         self.answers([getattr(s, method).remote(*args) for s in self.servers])
+
+    def forget(self, pusher: Pusher) -> None:
+        """Lets the servers know that a worker is lost: what the first one has not applied until then counts nowhere."""
+        first, *others = self.servers
+        (applied,) = self.answers([first.forget.remote(pusher)])
+        self.answers([s.forget.remote(pusher, applied) for s in others])
 
     def recover(self, pushers: Sequence[Pusher]) -> bool:
         """Restarts servers that have died from the last snapshot; returns whether there were any.
@@ -421,18 +470,20 @@ class Homes:
 
     def _program(self, update: Update, server: int, tables: dict[int, int]) -> UpdateProgram:
         """Traces the update of what one server holds; its slots move there."""
-        mine = [(v, part) for v in update.variables for part in self._placements.get(v) or () if part.server == server]
-        variables = tuple(v for v, _ in mine)
+        trained = compat.trained_by(update.optimizer, None)
+        held = [(v, part) for v in trained for part in self._placements.get(v) or () if part.server == server]
+        mine = {id(v) for v, _ in held}
+        variables = tuple(v for v in update.variables if id(v) in mine)
 
         def program(gradients: list[Any]) -> None:
             scope = lifting.innermost()
             assert scope is not None
-            trace_run(self._device, update.optimizer.apply, (gradients, variables), {}, scope)
+            with compat.restricted(update.optimizer, [v for v, _ in held]):
+                trace_run(self._device, update.optimizer.apply, (gradients, variables), {}, scope)
 
-        compat.build_optimizer(update.optimizer, update.variables)
         # Of a table it gets the rows that a step has looked up, of a variable that is divided those of this server.
-        rows = {id(v): tables.get(id(v), (p.stop or 0) - p.start) for v, p in mine if p.stop is not None}
-        owners = [(v, v) for v in variables] + [(s, compat.reference_of(s)) for s in update.optimizer.variables]
+        rows = {id(v): tables.get(id(v), (p.stop or 0) - p.start) for v, p in held if p.stop is not None}
+        owners = [(v, v) for v, _ in held] + [(s, compat.reference_of(s)) for s in update.optimizer.variables]
         owners = [(s, v) for s, v in owners if v is not None and id(v) in rows and tuple(s.shape) == tuple(v.shape)]
         shapes = [(s, (rows[id(v)], *s.shape[1:])) for s, v in owners]
         table_of = {id(s): i for s, v in owners for i, x in enumerate(variables) if x is v and id(v) in tables}
@@ -500,6 +551,7 @@ class Homes:
         """Notes where a variable is, and forgets its value here."""
         for part in placement:
             rows = (variable.shape[0] if variable.shape else 1) if part.stop is None else part.stop - part.start
+            self._sizes[part.key] = rows * row_bytes
             self._loads[part.server] += rows * row_bytes
             self._names[part.key], self._holders[part.key] = variable.path, (part.server,)
         self._has_new = True
@@ -518,6 +570,7 @@ class Homes:
     def _forget(self, placement: Placement) -> None:
         for part in placement:
             self._names.pop(part.key, None)
+            self._loads[part.server] -= self._sizes.pop(part.key)
             for server in self._holders.pop(part.key, ()):
                 if self._servers is not None and self._ray.is_initialized():
                     self._servers[server].drop.remote([part.key])
