@@ -55,7 +55,9 @@ class HandSharded:
         if over == "replica":
             step, state = pure_step(_model(), _scattered, _ROWS, _gathered)
         else:
-            step, state = pure_step(_model(), lambda grads: lax.psum(grads, "replica"), _ROWS)
+            # A sum over one replica is one that XLA cannot divide between its devices.
+            sum_grads = (lambda grads: lax.psum(grads, "replica")) if replicas > 1 else (lambda grads: grads)
+            step, state = pure_step(_model(), sum_grads, _ROWS)
         specs = jax.tree.map_with_path(lambda path, x: of_leaf(_layer(path), x.shape), state)
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         split, in_map = PartitionSpec("replica"), specs if over == "replica" else PartitionSpec()

@@ -731,9 +731,12 @@ def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
             x = jnp.where(padding.has_rows, x, 0)
         prepared.append(x)
     packs = packing.by_length([str(x.dtype) for x in prepared])
-    sums = primitives.packed(lambda buffers: list(lax.psum(buffers, REPLICA_AXIS)), prepared, packs)
     divisor: Any = lax.axis_size(REPLICA_AXIS)
-    if padding is not None and any(e.policy.combine is Combine.MEAN for e in entries):
+    # A sum over one replica of several devices is one that XLA cannot divide between them.
+    sums = prepared
+    if divisor > 1:
+        sums = primitives.packed(lambda buffers: list(lax.psum(buffers, REPLICA_AXIS)), prepared, packs)
+    if divisor > 1 and padding is not None and any(e.policy.combine is Combine.MEAN for e in entries):
         divisor = jnp.maximum(lax.psum(padding.has_rows.astype(jnp.float32), REPLICA_AXIS), 1)
     combined = []
     for e, total in zip(entries, sums, strict=True):

@@ -20,6 +20,7 @@ from training import (  # noqa: F401
     fit,
     interrupted,
     loop,
+    loop_on_pairs,
     one_step,
     shuffled,
     verbs,

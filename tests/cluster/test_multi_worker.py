@@ -39,6 +39,15 @@ def test_custom_loop(cluster_of, size, model, optimizer, sizes):
     same(got["weights"], wanted.weights)
 
 
+def test_replicas_of_two_devices(cluster_of):
+    """A mesh with a further axis: each process has one replica on its two devices."""
+    wanted = train_on_one_device("mlp_l2", "adam", (24,))
+    got = replies(cluster_of(2, 2), "loop_on_pairs", model="mlp_l2", optimizer="adam", sizes=[24])[0]
+    assert got["replicas"] == 2
+    same(got["losses"], wanted.losses)
+    same(got["weights"], wanted.weights)
+
+
 @pytest.fixture(scope="module")
 def reference():
     """What Keras does with the same model on one device."""

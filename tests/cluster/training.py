@@ -10,10 +10,13 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 import numpy as np
+import pytest
 from reference_training import MODELS, OPTIMIZERS, batches, per_example
 
 import phalanx
 import phalanx.testing
+from phalanx.errors import InvalidArgumentError
+from phalanx.topology import Topology
 
 ROWS, BATCH, WIDTH, CLASSES = 1003, 64, 6, 3
 RANDOM = np.random.RandomState(11)
@@ -40,6 +43,14 @@ def loop(strategy: phalanx.Strategy, model: str, optimizer: str, sizes: list[int
     for batch in strategy.experimental_distribute_dataset(batches(made, tuple(sizes))):
         losses.append(float(strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)))
     return {"start": start, "losses": losses, "weights": made.get_weights()}
+
+
+def loop_on_pairs(strategy: phalanx.Strategy, **kwargs: Any) -> dict[str, Any]:
+    """The same with replicas of two devices, and what the strategy refuses."""
+    pairs = type(strategy)(model_axis=("model", 2))
+    with pytest.raises(InvalidArgumentError, match="on 2 processes: a process can read"):
+        Topology(pairs.topology.devices, pairs.topology.axes, phalanx.fully_sharded("model"))
+    return {"replicas": pairs.num_replicas_in_sync, **loop(pairs, **kwargs)}
 
 
 def make_model(steps_per_execution: int = 1) -> keras.Model:

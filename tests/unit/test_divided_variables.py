@@ -372,3 +372,21 @@ def test_out_of_sync():
     compat.set_raw_values([kernel], [broken])
     with pytest.raises(DivergenceError, match=r"'net/first/kernel' on rank 0 \(replica 1 of 2\)"):
         phalanx.testing.assert_in_sync(model)
+
+
+def test_one_replica_of_several_devices():
+    """Nothing is summed over it: XLA could not divide such a sum between its devices."""
+    layout = phalanx.fully_sharded("model", min_size=1)
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"], model_axis=("model", 2), layout=layout)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(8)])
+        total = keras.Variable(np.ones(16, "float32"), synchronization="on_read", aggregation="sum", trainable=False)
+
+    def step(x):
+        total.assign_add(x.sum(0)[:1] * np.ones(16, "float32"))
+        return phalanx.get_replica_context().all_reduce("SUM", model(x, training=True)).sum()
+
+    for batch in strategy.experimental_distribute_dataset(X, batch_size=4):
+        strategy.run(step, args=(batch,))
+    np.testing.assert_allclose(total.numpy(), np.full(16, 1 + X[:, 0].sum()), rtol=1e-5)
+    assert model.layers[0].moving_mean.value.sharding.spec == P("model")

@@ -12,7 +12,7 @@ from phalanx.collectives.cross_device import NcclAllReduce
 from phalanx.errors import InvalidArgumentError
 from phalanx.options import CommunicationImplementation, CommunicationOptions
 from phalanx.strategies.synchronous import SynchronousStrategy
-from phalanx.topology import Topology
+from phalanx.topology import Topology, axes_of
 
 
 class MultiWorkerMirroredStrategy(SynchronousStrategy):
@@ -28,6 +28,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         the others, at the start and in a step; `implementation`.
       stall_timeout_s: where one process waits and none gets any further for so many seconds, all of them write the stacks of
         their threads and end, and say which one stood still. None means `timeout_seconds`, else PHALANX_STALL_TIMEOUT_S, else 600.
+      model_axis: name and size of a mesh axis over which each replica spreads, on devices of one process.
 
     Raises:
       ClusterError: the cluster is described wrongly, or has no task for this process.
@@ -48,6 +49,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         communication_options: CommunicationOptions | None = None,
         *,
         stall_timeout_s: float | None = None,
+        model_axis: tuple[str, int] | None = None,
     ) -> None:
         resolver = cluster_resolver
         if resolver is None:
@@ -70,7 +72,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
                 f"stall_timeout_s={stall_timeout_s}", "must be more than 0 seconds, or None.", "stall_timeout_s=600"
             )
         bootstrap.start(resolver, options.timeout_seconds, stall_timeout_s or options.timeout_seconds)
-        topology = Topology(tuple(jax.devices()))
+        topology = Topology(tuple(jax.devices()), axes_of(model_axis))
         _require_implementation(options.implementation, topology)
         # Between processes one buffer is faster than many: each message costs more than the copies.
         between = topology.num_workers > 1
