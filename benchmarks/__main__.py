@@ -12,6 +12,7 @@ from benchmarks import (
     host_time,
     memory,
     multi_worker,
+    parameter_server_memory,
     restarts,
     run_steps,
     soak,
@@ -30,6 +31,7 @@ BENCHMARKS = {
     "fit": fit.run,
     "multi_worker": multi_worker.run,
     "all_reduce": all_reduce.run,
+    "parameter_server_memory": parameter_server_memory.run,
     "soak": soak.run,
     "restarts": restarts.run,
 }
@@ -42,12 +44,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: to see that it works")
     parser.add_argument("--rounds", type=int, default=50, help="how many rounds of restarts (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the number of its first round (default: %(default)s)")
+    parser.add_argument("--gigabytes", type=float, default=4.0, help="of the table of parameter_server_memory (4)")
     options = parser.parse_args()
     unknown = set(options.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     drawn = functools.partial(restarts.run, rounds=options.rounds, seed=options.seed)
-    benchmarks = BENCHMARKS | {"restarts": drawn}
+    sized = functools.partial(parameter_server_memory.run, gigabytes=options.gigabytes)
+    benchmarks = BENCHMARKS | {"restarts": drawn, "parameter_server_memory": sized}
     for name in options.names or benchmarks:
         benchmarks[name](quick=options.quick).show()
 
