@@ -26,7 +26,7 @@ from phalanx.exported import Exported, export
 from phalanx.input.sources.functions import InputContext
 from phalanx.lifting import Update
 from phalanx.options import RunOptions
-from phalanx.parameters.plans import Gradient, Part, Placement, Pusher, UpdateProgram
+from phalanx.parameters.plans import Gradient, Part, Placement, Pusher, UpdateProgram, require_rows
 from phalanx.parameters.server import ParameterServer
 from phalanx.partitioners import Partitioner, check_partitions, place, split_rows
 from phalanx.replicate import trace_run
@@ -236,12 +236,17 @@ class Homes:
         _owners[table] = self
 
     def rows(self, table: Variable, ids: np.ndarray) -> jax.Array:
-        """Returns rows of a table, from the servers."""
+        """Returns rows of a table, from the servers.
+
+        Raises:
+          InputError: it does not have them.
+        """
         self.take_in([table])
         rows, places = np.unique(ids, return_inverse=True)
         placement = self.placement(table)
+        require_rows(rows, placement)
         assert placement is not None
-        own = [rows[(rows >= p.start) & (rows < (p.stop or len(rows)))] - p.start for p in placement]
+        own = [rows[(rows >= p.start) & (rows < (p.stop or 0))] - p.start for p in placement]
         replies = [self.servers[p.server].get.remote([(p.key, x)]) for p, x in zip(placement, own, strict=True)]
         found = np.concatenate([arrays[0] for arrays in self.answers(replies)])
         return jax.numpy.asarray(found[places.reshape(ids.shape)])
