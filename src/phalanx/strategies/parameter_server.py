@@ -13,6 +13,7 @@ from numbers import Integral
 from typing import Any, final
 
 import jax
+import keras
 import numpy as np
 from typing_extensions import override
 
@@ -38,6 +39,7 @@ from phalanx.topology import Topology
 
 _START_S = 600.0
 _THREADS = 64
+_SEED_STRIDE = 0x9E3779B9
 
 
 @final
@@ -594,13 +596,19 @@ def _is_unmade(variable: Variable) -> bool:
 def _rows_program(table: Variable, part: Part, number: int, platforms: Sequence[str]) -> bytes:
     """Returns the program that makes one server's rows of a table."""
     initializer = compat.initializer_of(table)
-    config = initializer.get_config() if hasattr(initializer, "get_config") else {}
-    if number and isinstance(config.get("seed"), int):
-        # Each server has other rows.
-        initializer = type(initializer).from_config({**config, "seed": config["seed"] + number})
+    seed = getattr(initializer, "seed", None)
+    if seed is not None:
+        initializer = type(initializer).from_config({**initializer.get_config(), "seed": _own_seed(seed, number)})
     shape, dtype = ((part.stop or 0) - part.start, *table.shape[1:]), compat.dtype_of(table)
     make = jax.jit(lambda: jax.numpy.asarray(initializer(shape, dtype=dtype)))
     return bytes(jax.export.export(make, platforms=platforms)().serialize())
+
+
+def _own_seed(seed: Any, number: int) -> int:
+    """Returns a seed for one server's rows: other ones than those of the others, and of tables with seeds beside it."""
+    if isinstance(seed, int):
+        return (seed + number * _SEED_STRIDE) % 2**31
+    return int(keras.random.randint((), 0, 2**31 - 1, seed=seed))
 
 
 def _listed(names: Sequence[str]) -> str:
