@@ -213,7 +213,7 @@ class Homes:
         self._start = lambda i: cluster.actor(ParameterServer, "ps", i, i, max_staleness, threads=_THREADS)
         self.servers = [self._start(i) for i in range(cluster.ps)]
         self.platforms = tuple(sorted({self._ray.get(s.meet.remote(self.servers)) for s in self.servers}))
-        self.generation = 0
+        self.generation, self._is_closed = 0, False
         self.lock = threading.RLock()
         self._placements: IdentityMap[Placement] = IdentityMap()
         self._names: dict[int, str] = {}
@@ -386,7 +386,8 @@ class Homes:
             return True
 
     def close(self) -> None:
-        """Ends the copying of the servers' state."""
+        """Ends the copying of the servers' state; what the variables of ended servers hold is not to be dropped."""
+        self._is_closed = True
         if self._snapshots is not None:
             self._snapshots.close()
 
@@ -490,7 +491,7 @@ class Homes:
         for part in placement:
             self._names.pop(part.key, None)
             for server in self._holders.pop(part.key, ()):
-                if self._ray.is_initialized():
+                if not self._is_closed and self._ray.is_initialized():
                     self.servers[server].drop.remote([part.key])
 
 
