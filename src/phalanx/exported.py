@@ -89,6 +89,13 @@ def export(
         looked_up = _rows(found)
         if [shape for _, shape in looked_up] == [shape for _, shape in rows]:
             break
+        if looked_up and any(isinstance(x, jax.core.Tracer) for x in found.jaxpr.consts):
+            # What was computed in an inner trace got out of it.
+            raise TraceError(
+                f"rows of {describe(looked_up[0][0])} looked up in a scheduled step",
+                "the ids are computed inside the body of a loop or branch, or another transformation of jax.",
+                "look the rows up before it, and pass them in",
+            )
         # How many rows of a table it has is known when it has been traced with all of them.
         rows = looked_up
     if found.has_callback:

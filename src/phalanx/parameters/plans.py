@@ -9,6 +9,8 @@ import jax
 import jax.export
 import numpy as np
 
+from phalanx.errors import InputError
+
 
 class Part(NamedTuple):
     """Some rows of a variable, which one server holds.
@@ -191,6 +193,26 @@ class Report:
 
 class FencedError(Exception):
     """A worker that was taken for lost has asked for something."""
+
+
+def require_rows(ids: np.ndarray, placement: Placement | None) -> None:
+    """Raises for rows that a table does not have.
+
+    Args:
+      ids: the rows, in order.
+      placement: of the table.
+
+    Raises:
+      InputError: there are such.
+    """
+    assert placement is not None
+    count = placement[-1].stop or 0
+    if len(ids) and not (ids[0] >= 0 and ids[-1] < count):
+        raise InputError(
+            f"row {ids[0] if ids[0] < 0 else ids[-1]} of a table",
+            f"it has the rows 0 to {count - 1}.",
+            "ShardedEmbedding(input_dim=...) greater than every id, or ids % input_dim",
+        )
 
 
 def load(module: bytes) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from phalanx.errors import InputError, OutOfRangeError
+from phalanx.errors import OutOfRangeError
 from phalanx.parameters import here
 from phalanx.parameters.plans import (
     FencedError,
@@ -24,6 +24,7 @@ from phalanx.parameters.plans import (
     StepProgram,
     Task,
     load,
+    require_rows,
 )
 
 
@@ -195,7 +196,7 @@ class _Ready:
         self.asked: dict[int, dict[Part, Any]] = {0: {}}
         for i, placement in enumerate(program.plan.values):
             if i in self._rows:
-                _require_rows(self._rows[i], placement)
+                require_rows(self._rows[i], placement)
             for part in placement or ():
                 asked = (part.key, self._local(i, part)) if i in self._rows else part.key
                 self.asked.setdefault(part.server, {})[part] = asked
@@ -247,22 +248,6 @@ class _Ready:
 
     def _own_rows(self, table: int, part: Part, gradient: np.ndarray) -> Rows:
         return Rows(self._local(table, part), gradient[: len(self._rows[table])][self._range(table, part)])
-
-
-def _require_rows(ids: np.ndarray, placement: Placement | None) -> None:
-    """Raises for rows that a table does not have.
-
-    Raises:
-      InputError: there are such.
-    """
-    assert placement is not None
-    count = placement[-1].stop or 0
-    if len(ids) and not (ids[0] >= 0 and ids[-1] < count):
-        raise InputError(
-            f"row {ids[0] if ids[0] < 0 else ids[-1]} of a table",
-            f"it has the rows 0 to {count - 1}.",
-            "ShardedEmbedding(input_dim=...) greater than every id, or ids % input_dim",
-        )
 
 
 class _Unknown:

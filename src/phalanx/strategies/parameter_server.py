@@ -33,7 +33,7 @@ from phalanx.exported import Exported, export
 from phalanx.input.sources.functions import InputContext
 from phalanx.lifting import Update
 from phalanx.options import RunOptions
-from phalanx.parameters.plans import Gradient, Part, Placement, Pusher, UpdateProgram
+from phalanx.parameters.plans import Gradient, Part, Placement, Pusher, UpdateProgram, require_rows
 from phalanx.parameters.server import ParameterServer
 from phalanx.partitioners import Partitioner, check_partitions, place, split_rows
 from phalanx.replicate import trace_run
@@ -46,6 +46,7 @@ from phalanx.topology import Topology
 _START_S = 600.0
 _THREADS = 16
 _OF_WHOLE_VARIABLES = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
+_SEED_STRIDE = 0x9E3779B9
 
 
 @final
@@ -262,12 +263,17 @@ class Homes:
         _owners[table] = self
 
     def rows(self, table: Variable, ids: np.ndarray) -> jax.Array:
-        """Returns rows of a table, from the servers."""
+        """Returns rows of a table, from the servers.
+
+        Raises:
+          InputError: it does not have them.
+        """
         self.take_in([table])
         rows, places = np.unique(ids, return_inverse=True)
         placement = self.placement(table)
+        require_rows(rows, placement)
         assert placement is not None
-        own = [rows[(rows >= p.start) & (rows < (p.stop or len(rows)))] - p.start for p in placement]
+        own = [rows[(rows >= p.start) & (rows < (p.stop or 0))] - p.start for p in placement]
         replies = [self.servers[p.server].get.remote([(p.key, x)]) for p, x in zip(placement, own, strict=True)]
         found = np.concatenate([arrays[0] for arrays in self.answers(replies)])
         return jax.numpy.asarray(found[places.reshape(ids.shape)])
@@ -687,13 +693,19 @@ def _is_unmade(variable: Variable) -> bool:
 def _rows_program(table: Variable, part: Part, number: int, platforms: Sequence[str]) -> bytes:
     """Returns the program that makes one server's rows of a table."""
     initializer = compat.initializer_of(table)
-    config = initializer.get_config() if hasattr(initializer, "get_config") else {}
-    if number and isinstance(config.get("seed"), int):
-        # Each server has other rows.
-        initializer = type(initializer).from_config({**config, "seed": config["seed"] + number})
+    seed = getattr(initializer, "seed", None)
+    if seed is not None:
+        initializer = type(initializer).from_config({**initializer.get_config(), "seed": _own_seed(seed, number)})
     shape, dtype = ((part.stop or 0) - part.start, *table.shape[1:]), compat.dtype_of(table)
     make = jax.jit(lambda: jax.numpy.asarray(initializer(shape, dtype=dtype)))
     return bytes(jax.export.export(make, platforms=platforms)().serialize())
+
+
+def _own_seed(seed: Any, number: int) -> int:
+    """Returns a seed for one server's rows: other ones than those of the others, and of tables with seeds beside it."""
+    if isinstance(seed, int):
+        return (seed + number * _SEED_STRIDE) % 2**31
+    return int(keras.random.randint((), 0, 2**31 - 1, seed=seed))
 
 
 def _listed(names: Sequence[str]) -> str:
