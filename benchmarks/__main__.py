@@ -13,6 +13,7 @@ from benchmarks import (
     memory,
     model_parallel,
     multi_worker,
+    parameter_server_memory,
     restarts,
     run_steps,
     soak,
@@ -32,6 +33,7 @@ BENCHMARKS = {
     "model_parallel": model_parallel.run,
     "multi_worker": multi_worker.run,
     "all_reduce": all_reduce.run,
+    "parameter_server_memory": parameter_server_memory.run,
     "soak": soak.run,
     "restarts": restarts.run,
 }
@@ -44,12 +46,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: to see that it works")
     parser.add_argument("--rounds", type=int, default=50, help="how many rounds of restarts (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the number of its first round (default: %(default)s)")
+    parser.add_argument("--gigabytes", type=float, default=4.0, help="of the table of parameter_server_memory (4)")
     options = parser.parse_args()
     unknown = set(options.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     drawn = functools.partial(restarts.run, rounds=options.rounds, seed=options.seed)
-    benchmarks = BENCHMARKS | {"restarts": drawn}
+    sized = functools.partial(parameter_server_memory.run, gigabytes=options.gigabytes)
+    benchmarks = BENCHMARKS | {"restarts": drawn, "parameter_server_memory": sized}
     for name in options.names or benchmarks:
         benchmarks[name](quick=options.quick).show()
 

@@ -22,18 +22,27 @@ def _apply_environment() -> None:
     else:
         os.environ["KERAS_BACKEND"] = "jax"
     devices = os.environ.get("PHALANX_CPU_DEVICES")
-    if not devices:
+    if not devices or not _is_count(devices):
         return
-    if not devices.isdigit() or int(devices) < 1:
-        raise InvalidArgumentError(
-            f"PHALANX_CPU_DEVICES={devices!r}", "must be a number of devices.", "PHALANX_CPU_DEVICES=2"
-        )
     if "jax" in sys.modules:
         importlib.import_module("phalanx.topology").set_virtual_cpu_devices(int(devices))
         return
     os.environ["JAX_NUM_CPU_DEVICES"] = devices
     if int(devices) > 1:
         os.environ["NPROC"] = str(2 * int(devices))
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and int(text) > 0
+
+
+def _require_count() -> None:
+    """Refuses another number of devices than one. Not at import: the launcher is to say it without a stack."""
+    devices = os.environ.get("PHALANX_CPU_DEVICES")
+    if devices and not _is_count(devices):
+        raise InvalidArgumentError(
+            f"PHALANX_CPU_DEVICES={devices!r}", "must be a number of devices.", "PHALANX_CPU_DEVICES=2"
+        )
 
 
 _apply_environment()
@@ -47,6 +56,7 @@ def __getattr__(name: str) -> Any:
     # Modules first, and each alone: those of clusters and of the launcher know nothing of JAX.
     if importlib.util.find_spec(f"phalanx.{name}"):
         return importlib.import_module(f"phalanx.{name}")
+    _require_count()
     api = importlib.import_module("phalanx.api")
     globals().update({public: getattr(api, public) for public in api.__all__}, __all__=api.__all__)
     if name not in globals():

@@ -6,13 +6,14 @@
 
 import functools
 import inspect
+import itertools
 import math
 import os
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -243,10 +244,53 @@ def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Any) -> No
             optimizer.build(list(variables))
 
 
+@contextmanager
+def restricted(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable]) -> Iterator[None]:
+    """Lets an optimizer know of no other variables meanwhile, and of no other slots but those that are for all."""
+    one = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+    kept = set(map(id, variables))
+    is_kept = [id(v) in kept for v in one._trainable_variables]
+    parts = {
+        "_trainable_variables": itertools.compress(one._trainable_variables, is_kept),
+        "_variables": [s for s in one._variables if reference_of(s) is None or id(reference_of(s)) in kept],
+    }
+    if one.use_ema:
+        parts["_model_variables_moving_average"] = itertools.compress(one._model_variables_moving_average, is_kept)
+    own = vars(one).copy()
+    # Past what Keras does where an attribute of an optimizer is set.
+    vars(one).update({name: list(part) for name, part in parts.items()})
+    try:
+        yield
+    finally:
+        vars(one).update({name: own[name] for name in parts})
+
+
+def clipped(optimizer: keras.optimizers.Optimizer, grads: Sequence[Any]) -> Sequence[Any]:
+    """Returns gradients as an optimizer clips them; those it leaves as they are where it is applied to them."""
+    scale = optimizer.loss_scale_factor or 1.0
+    clip: Sequence[Any] = optimizer._clip_gradients([g / scale for g in grads])
+    return [g * scale for g in clip]
+
+
 def reference_of(slot: Variable) -> Variable | None:
     """Returns the variable for which an optimizer made `slot`; None where it is for all."""
     reference = vars(slot).get("_phalanx_reference")
     return None if reference is None else reference()
+
+
+def make_table(make: Callable[[], Variable]) -> Variable:
+    """Returns the variable that `make` makes, without a value: only its initializer, as `initializer_of` gives it."""
+    with keras.StatelessScope(initialize_variables=False):
+        variable = make()
+    waiting = global_state.get_global_attribute("uninitialized_variables", [])
+    global_state.set_global_attribute("uninitialized_variables", [v for v in waiting if v is not variable])
+    variable._phalanx_initializer, variable._initializer = variable._initializer, None
+    return variable
+
+
+def initializer_of(table: Variable) -> Any:
+    """Returns what makes the rows of a table; None for other variables."""
+    return vars(table).get("_phalanx_initializer")
 
 
 def trained_by(optimizer: keras.optimizers.Optimizer, variables: Any) -> tuple[Variable, ...]:
@@ -673,7 +717,9 @@ def _stateless_apply(
 def _add_variable_from_reference(
     original: Callable[..., Variable], self: Any, reference_variable: Variable, *args: Any, **kwargs: Any
 ) -> Variable:
-    slot = original(self, reference_variable, *args, **kwargs)
+    make = functools.partial(original, self, reference_variable, *args, **kwargs)
+    is_table = isinstance(reference_variable, Variable) and initializer_of(reference_variable) is not None
+    slot = make_table(make) if is_table else make()
     if isinstance(reference_variable, Variable):
         slot._phalanx_reference = weakref.ref(reference_variable)
     return slot
@@ -721,11 +767,11 @@ def on_model(hear: Callable[[keras.Model], None]) -> None:
     _extend(_Trainer, "compile")(made)
 
 
-def take_over(names: Sequence[str], choose: Callable[[keras.Model], Any]) -> None:
-    """Lets the object that `choose(model)` returns do the work of some methods of models; None leaves it to Keras."""
+def take_over(names: Iterable[str], choose: Callable[[keras.Model, str], Any]) -> None:
+    """Lets the object that `choose(model, name)` returns do the work of some methods of models; None leaves it to Keras."""
 
     def call(name: str, original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        chosen = choose(self)
+        chosen = choose(self, name)
         return original(self, *args, **kwargs) if chosen is None else getattr(chosen, name)(*args, **kwargs)
 
     for name in names:
@@ -773,6 +819,12 @@ def size_of_batches(adapter: Any) -> tuple[int | None, bool]:
         return adapter.batch_size, adapter.has_partial_batch is False
     except NotImplementedError:  # Only the batches can tell.
         return None, False
+
+
+def num_rows(adapter: Any) -> int:
+    """Returns how many rows the arrays of a data adapter have."""
+    short = adapter.partial_batch_size or 0
+    return int((adapter.num_batches - bool(short)) * adapter.batch_size + short)
 
 
 def build_layers(model: keras.Model, x: Any) -> None:

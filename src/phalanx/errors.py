@@ -51,8 +51,9 @@ class PhalanxError(Exception):
         self.asked, self.found, self.hint = asked, found, hint
         super().__init__(asked + (f": {found}" if found else "") + (f"\nHINT: {hint}" if hint else ""))
 
-    def __reduce__(self) -> tuple[type[Self], tuple[str, str, str]]:
-        return type(self), (self.asked, self.found, self.hint)
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str, str], dict[str, object]]:
+        # With the notes that were added to it.
+        return type(self), (self.asked, self.found, self.hint), vars(self)
 
 
 class InvalidArgumentError(PhalanxError, ValueError):

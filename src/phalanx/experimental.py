@@ -8,6 +8,7 @@ from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.device_assignment import DeviceAssignment
 from phalanx.input.placement import ValueContext
 from phalanx.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions
+from phalanx.sharded import ShardedVariable
 from phalanx.strategies import multi_worker, tpu
 from phalanx.strategies.central_storage import CentralStorageStrategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy
@@ -77,6 +78,7 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "ShardedVariable",
     "TPUStrategy",
     "ValueContext",
     "coordinator",

@@ -38,6 +38,7 @@ class Exported:
       output: what the function returns, without its arrays.
       ids: what is looked up, as a program of no values and the inputs; empty where nothing is.
       lookups: the numbers of the tables, in order.
+      num_rows: of each table, how many rows it takes.
     """
 
     module: bytes
@@ -49,10 +50,16 @@ class Exported:
     output: Structure
     ids: bytes
     lookups: tuple[int, ...]
+    num_rows: dict[int, int]
 
 
 def export(
-    fn: Callable[[list[Any]], Any], inputs: Sequence[Any], platforms: Sequence[str], *, adds: bool = True
+    fn: Callable[[list[Any]], Any],
+    inputs: Sequence[Any],
+    platforms: Sequence[str],
+    *,
+    adds: bool = True,
+    clips: Callable[[Update], bool] = lambda update: False,
 ) -> Exported:
     """Traces `fn(inputs)` and returns it as a program.
 
@@ -61,6 +68,7 @@ def export(
       inputs: arrays, or their shapes and dtypes.
       platforms: on what it is to run, as in `("cpu",)`.
       adds: whether it returns increments, where nothing but increments was written.
+      clips: of which updates it clips the gradients, as their optimizers do.
 
     Raises:
       TraceError: it cannot be traced, or calls back to Python while it runs.
@@ -81,6 +89,13 @@ def export(
         looked_up = _rows(found)
         if [shape for _, shape in looked_up] == [shape for _, shape in rows]:
             break
+        if looked_up and any(isinstance(x, jax.core.Tracer) for x in found.jaxpr.consts):
+            # What was computed in an inner trace got out of it.
+            raise TraceError(
+                f"rows of {describe(looked_up[0][0])} looked up in a scheduled step",
+                "the ids are computed inside the body of a loop or branch, or another transformation of jax.",
+                "look the rows up before it, and pass them in",
+            )
         # How many rows of a table it has is known when it has been traced with all of them.
         rows = looked_up
     if found.has_callback:
@@ -99,6 +114,8 @@ def export(
         results, new, _, gradients, increments, _ = found.evaluate(values, [None] * len(values), inputs)
         pairs = dict(zip(written, zip(new, increments, strict=True), strict=True))
         given = [[g for g in of_update if g is not None] for of_update in gradients]
+        pairs_of = zip(found.updates, given, strict=True)
+        given = [list(compat.clipped(u.optimizer, g)) if clips(u) else g for u, g in pairs_of]
         return results, [pairs[i][1] for i, a in kept if a], [pairs[i][0] for i, a in kept if not a], given
 
     with compat.shapes(rows):
@@ -116,6 +133,7 @@ def export(
         module=_serialized(program, platforms, values, specs),
         ids=_ids_program(found, platforms, values, specs) if tables else b"",
         lookups=tuple(tables),
+        num_rows={i: values[i].shape[0] for i in tables},
         variables=tuple(found.variables),
         added=tuple(i for i, a in kept if a),
         set=tuple(i for i, a in kept if not a),

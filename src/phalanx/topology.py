@@ -27,6 +27,7 @@ dispatch_lock = threading.RLock()
 
 _NEWS_S = 3.0
 _MODEL_AXIS = 'model_axis=("model", 2)'
+_STATUS = re.compile(r"[A-Z_]+: ")
 _DEVICE_NAME = re.compile(
     r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d+)$", re.IGNORECASE
 )
@@ -221,7 +222,7 @@ class Topology:
         """The first device of each of this process's replicas, in replica order."""
         return tuple(d for d in self.first_devices if d.process_index == self.workers[self.worker_index])
 
-    @property
+    @cached_property
     def local_replicas(self) -> range:
         """The numbers of this process's replicas."""
         first = self.first_devices.index(self.local_devices[0])
@@ -244,8 +245,16 @@ class Topology:
         """
         if self.num_workers == 1:
             return jax.device_put(local, self.per_replica)
-        whole = lambda x: (self.num_replicas, *x.shape[1:])  # noqa: E731
-        return [jax.make_array_from_process_local_data(self.per_replica, x, whole(x)) for x in local]
+        return list(map(self._spread_from_here, local))
+
+    def _spread_from_here(self, local: Any) -> jax.Array:
+        first = self.local_replicas.start
+
+        def own(index: Any) -> Any:
+            return local[index[0].start - first : index[0].stop - first]
+
+        # Half the time of make_array_from_process_local_data, which finds out what is known here.
+        return jax.make_array_from_callback((self.num_replicas, *local.shape[1:]), self.per_replica, own)
 
     def put_replicated(self, tree: Any) -> Any:
         """Puts a pytree of arrays on all devices; of several processes all must have the same values."""
@@ -366,16 +375,23 @@ class _Turn:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._watch.end(is_step=self._is_step, has_failed=error is not None)
         dispatch_lock.release()
-        # Where a process dies, what the others see first is a program that fails.
-        if isinstance(error, (jax.errors.JaxRuntimeError, StateLostError)) and (lost := self._watch.loss(_NEWS_S)):
-            raise _peer_lost(lost) from error
+        # Where a process dies, what the others see first is a program that fails: all that it can say is less than this.
+        if error is not None and _is_of_program(error) and (lost := self._watch.loss(_NEWS_S)):
+            raise _peer_lost(lost) from None
+
+
+def _is_of_program(error: BaseException) -> bool:
+    """Whether a program has failed while it ran; what its collectives raise is a ValueError, which begins with a status."""
+    if isinstance(error, ValueError):
+        return _STATUS.match(str(error)) is not None
+    return isinstance(error, (jax.errors.JaxRuntimeError, StateLostError))
 
 
 def _peer_lost(how: str) -> PeerLostError:
     return PeerLostError(
-        "a step that needs all processes",
-        f"{how}.",
-        "phalanx run --max-restarts 3 ..., with keras.callbacks.BackupAndRestore, to go on from the last epoch",
+        how,
+        "no step can be done without it.",
+        "phalanx run --max-restarts 3 ..., and let the script go on from its last checkpoint",
     )
 
 

@@ -183,7 +183,8 @@ class Watch(threading.Thread):
 
     def loss(self, wait_s: float = 0.0) -> str | None:
         """Returns who has died and how, if somebody has; waits for the news of it."""
-        self._is_told.wait(wait_s)
+        if wait_s:
+            self._is_told.wait(wait_s)
         return self._verdict.text if self._verdict and self._verdict.is_loss else None
 
     def leave(self) -> None:

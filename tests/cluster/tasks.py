@@ -14,6 +14,7 @@ from evaluation import BATCH, ROWS, Evaluation, X, Y
 # They are found here, by their names.
 from training import (  # noqa: F401
     accumulated,
+    different_rows,
     diverged,
     first_values,
     fit,

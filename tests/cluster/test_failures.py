@@ -20,7 +20,7 @@ with strategy.scope():
     total = keras.Variable(0.0, aggregation="sum")
 @phalanx.function
 def step():
-    strategy.run(lambda: total.assign_add(1.0))
+    return strategy.reduce("SUM", strategy.run(lambda: STEP), axis=None)
 for number in range(1000):
     step()
     time.sleep(0.01)
@@ -28,13 +28,13 @@ for number in range(1000):
         print("worker", sys.argv[2], "at", time.time(), flush=True)
         exec(sys.argv[3])
 """
-LOST = "PeerLostError: a step that needs all processes: rank {} (127.0.0.1:"
+LOST = "[worker {}] phalanx.errors.PeerLostError: rank {} (127.0.0.1:"
 
 
-def run(folder, culprit, code):
+def run(folder, culprit, code, step="total.assign_add(1.0)"):
     """Runs two workers of which one does something at step 20; returns the exit code, the output, the report, the seconds after."""
     script = folder / "train.py"
-    script.write_text(TRAIN)
+    script.write_text(TRAIN.replace("STEP", step))
     command = [sys.executable, "-c", "from phalanx.launch.cli import main; main()", "run", "--workers", "2", script]
     environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES")}
     process = subprocess.Popen(
@@ -53,42 +53,59 @@ def run(folder, culprit, code):
     return process.returncode, out, err, time.time() - float(at)
 
 
+NO_WORD = "has ended without a word: it was killed, or has crashed"
 CASES = {
-    "killed": (1, "os.kill(os.getpid(), 9)", 137, "has ended without a word: it was killed, or has crashed"),
-    "crashes": (1, "ctypes.string_at(0)", 139, "has ended without a word: it was killed, or has crashed"),
+    "killed": (1, "os.kill(os.getpid(), 9)", 137, NO_WORD),
+    "crashes": (1, "ctypes.string_at(0)", 139, NO_WORD),
     "raises": (0, "raise ValueError('a bad row')", 1, "has ended by ValueError: a bad row"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_dies(tmp_path, case):
-    """The launcher ends with its code; the other one raises an error that names it."""
+@pytest.mark.parametrize("step", ["total.assign_add(1.0)", "total + 1.0"], ids=["writes", "reads"])
+def test_one_dies(tmp_path, case, step):
+    """The launcher ends with its code; the other one raises one error, which names it."""
     culprit, code, status, how = CASES[case]
-    ended, out, report, seconds = run(tmp_path, culprit, code)
+    ended, out, report, seconds = run(tmp_path, culprit, code, step)
     assert ended == status, out + report
     assert f"worker {culprit} failed first: " in report
-    assert LOST.format(culprit) in out
-    assert how in out
+    assert LOST.format(1 - culprit, culprit) in out
+    assert f") {how}: no step can be done without it.\n[worker {1 - culprit}] HINT: phalanx run" in out
+    assert out.count(f"[worker {1 - culprit}] Traceback (most recent call last):") == 1
+    assert "StateLostError" not in out
     assert f"worker {1 - culprit} exited with code 1" in report
     assert seconds < 30
 
 
+def test_one_leaves_without_a_word(tmp_path):
+    """It has not failed, as its exit code says; the report names it nevertheless."""
+    ended, out, report, _ = run(tmp_path, 1, "print('bye'); os._exit(0)")
+    assert ended == 1, out + report
+    assert re.match(rf"The cluster could not go on: rank 1 \(127.0.0.1:\d+\) {NO_WORD}.\n", report)
+    assert re.search(
+        r"\nworker 1 exited with code 0, .* after the start.\nIts last lines:\n(  \| .*\n)*  \| bye\n", report
+    )
+
+
 STANDS = {
-    "sleeps": ("time.sleep(600)", "stands still after step 21, and rank 0 (127.0.0.1:", "time.sleep(600)"),
-    "is stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "has said nothing for 10 s, since step ", None),
-    "exits early": ("sys.exit()", "has ended its program after step 21, and rank 0 (127.0.0.1:", None),
+    "sleeps": ("time.sleep(600)", "stands still after step 21, and rank 0 (127.0.0.1:"),
+    "is stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "has said nothing for 10 s, since step "),
+    "exits early": ("sys.exit()", "has ended its program after step 21, and rank 0 (127.0.0.1:"),
 }
 
 
 @pytest.mark.parametrize("case", STANDS)
 def test_one_stands_still(tmp_path, case):
-    """All that can write their stacks and end; the launcher's report names the one that stands, and the step."""
-    code, how, line = STANDS[case]
+    """All that can write their stacks and end; the launcher's report names the one that stands, the step, and its lines."""
+    code, how = STANDS[case]
     ended, out, report, seconds = run(tmp_path, 1, code)
     assert ended == 75, out + report
-    assert "it saw no progress" in report
-    assert "Phalanx: rank 1 (127.0.0.1:" in report
+    assert re.match(r"The cluster could not go on: rank 1 \(127.0.0.1:\d+\) ", report)
     assert how in report
-    assert "Thread MainThread (most recent call last):" in report
-    assert line is None or '[worker 1]     exec(sys.argv[3])\n[worker 1]   File "<string>", line 1' in out
+    assert "it saw no progress" in report
+    # How it ended itself is not sure: JAX may abort it once the first process is gone.
+    assert re.search(r"\nworker 1 .*, \S+ s after the start.\nIts last lines", report)
+    assert "\n  | worker 1 at " in report
+    assert "[worker 0] Thread MainThread (most recent call last):" in out
+    assert case != "sleeps" or '  |     exec(sys.argv[3])\n  |   File "<string>", line 1' in report
     assert seconds < 30

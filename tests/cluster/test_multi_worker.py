@@ -152,3 +152,27 @@ def test_divergence(cluster_of, size, where):
     for text in cluster_of(*size).call("diverged", deadline_s=60.0):
         assert text.startswith("DivergenceError: assert_in_sync of ")
         assert f"/bias' on {where} differs from most; 1 variable(s) differ in all." in text
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_arrays_of_different_lengths(cluster_of, method):
+    """Equal numbers of batches, and of rows of the short one on each replica: before the first step all say so."""
+    for text in cluster_of(2, 1).call("different_rows", rows=[1003, 1002], method=method, source="arrays"):
+        assert text.startswith(
+            "InputError: one dataset that all workers divide: worker 0 has 1003 rows, 16 batches, 64"
+        )
+        assert "; worker 1 has 1002 rows, 16 batches, 64 rows in a batch.\nHINT: the same data on all" in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"), [([200, 199], "8 rows on worker 0, 7 rows"), ([128, 129], "0 rows on worker 0, 1")]
+)
+def test_generators_of_different_lengths(cluster_of, rows, found):
+    """At the batch that differs, and where the data of one end first."""
+    for text in cluster_of(2, 1).call("different_rows", rows=rows, method="fit", source="generator"):
+        assert text.startswith(f"InputError: the next batch: it has {found}")
+
+
+def test_datasets_of_the_workers_own(cluster_of):
+    """They may have as many rows as they like."""
+    assert cluster_of(2, 1).call("different_rows", rows=[200, 65], method="fit", source="function") == [None, None]

@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -224,3 +225,22 @@ def diverged(strategy: phalanx.Strategy) -> None:
     bias = model.weights[1]
     bias.assign(bias.value + (strategy.topology.worker_index == strategy.topology.num_workers - 1))
     phalanx.testing.assert_in_sync(model)
+
+
+def different_rows(strategy: phalanx.Strategy, rows: list[int], method: str, source: str) -> None:
+    """Fits or the like with the first of the rows; each worker with another number of them."""
+    with strategy.scope():
+        model = make_model()
+    own = rows[strategy.topology.worker_index]
+    x, y = X[:own], Y[:own]
+    if source == "arrays":
+        getattr(model, method)(x, *([] if method == "predict" else [y]), batch_size=BATCH, verbose=0)
+    elif source == "generator":
+        getattr(model, method)(_batches(x, y), verbose=0)
+    else:
+        getattr(model, method)(phalanx.keras.DatasetCreator(lambda _: list(_batches(x, y))), verbose=0)
+
+
+def _batches(x: np.ndarray, y: np.ndarray) -> Iterator[Any]:
+    for i in range(0, len(x), BATCH):
+        yield x[i : i + BATCH], y[i : i + BATCH]

@@ -122,6 +122,13 @@ def test_refused(arguments, words):
     assert "Traceback" not in done.stderr
 
 
+def test_malformed_number_of_devices(phalanx, environment, launch):
+    """So is a variable that this package reads itself, in a process of its own."""
+    done = phalanx("run", launch.script(""), env={**environment, "JAX_PLATFORMS": "cpu", "PHALANX_CPU_DEVICES": "x"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"phalanx: .*: the environment sets PHALANX_CPU_DEVICES='x'.\nHINT: .*\n", done.stderr)
+
+
 @pytest.mark.parametrize(("scheduler", "start"), [("slurm", "#!/bin/bash\n"), ("kubernetes", "# JobSet ")])
 def test_print(scheduler, start):
     """`--print` writes the template and runs nothing: the script is not even there."""

@@ -60,6 +60,34 @@ def test_report_of_a_signal_after_a_failure():
     assert "\nThe launcher was ended by SIGINT.\n  worker 1 was ended by the launcher (SIGKILL)" in report(outcome)
 
 
+SAID = (
+    "\nPhalanx: rank {} (host:1) stands still after step 7, and rank 0 (host:0) has waited in step 8 for 9 s.\nHINT: x"
+)
+
+
+def test_report_of_a_stall():
+    """All end because one stands still: it is named, with its own lines, whoever ended first."""
+    first = Ending("worker 0", 75, 9.1, last=lines("mine" + SAID.format(1)))
+    stopped = Ending("worker 1", -9, 9.4, is_told=True, is_stopped=True, last=lines("its own"))
+    outcome = Outcome((first, stopped))
+    assert (outcome.culprit, outcome.exit_code) == (stopped, 75)
+    assert report(outcome) == (
+        "The cluster could not go on: rank 1 (host:1) stands still after step 7, and rank 0 (host:0) has waited in step 8 for 9 s.\n"
+        "worker 1 stood still (SIGSTOP) and was ended by the launcher (SIGKILL), 9.4 s after the start.\n"
+        "Its last lines:\n  | its own\n"
+        "  worker 0 exited with code 75 (it saw no progress)"
+    )
+
+
+def test_last_verdict_counts():
+    """The verdict of who failed first, and the last one; one of another cluster's ranks names nobody."""
+    ends = [("worker 0", 75, 9.2, 2), ("worker 1", 75, 9.1, 0), ("worker 2", 75, 9.3, 1)]
+    named = [Ending(*of, last=lines(SAID.format(2) + SAID.format(rank))) for *of, rank in ends]
+    assert Outcome(tuple(named)).culprit.name == "worker 0"
+    stranger = Ending("worker 0", 75, 9.1, last=lines(SAID.format(1)))
+    assert Outcome((stranger,)).culprit is stranger
+
+
 def test_few_lines_are_shown():
     """The report shows the last 20 lines."""
     text = report(Outcome((Ending("worker 0", 3, 1.0, last=lines("\n".join(f"line {i}" for i in range(30)))),)))

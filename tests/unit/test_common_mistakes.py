@@ -114,3 +114,47 @@ def test_function_with_empty_parentheses():
         return x + 1
 
     assert float(step(1.0)) == 2
+
+
+class WithTape(keras.Sequential):
+    """A step as tf.keras has it."""
+
+    def train_step(self, data):
+        """One step."""
+        x, y = data[:2]
+        with phalanx.GradientTape() as tape:
+            loss = keras.ops.mean((self(x) - y) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+class WithLoop(WithTape):
+    """One who calls that step from a loop of the user's own."""
+
+    def make_train_function(self, force=False):
+        """Returns no step at all."""
+        self.train_function = lambda state, iterator: ({"loss": len(list(iterator))}, state)
+
+
+@pytest.mark.parametrize("method", ["fit", "train_on_batch"])
+def test_a_step_with_a_tape_outside_the_scope(strategy, method):
+    """Keras cannot run it; the model is as it was, in Keras and in a scope."""
+    x = np.ones((4, 2), "float32")
+    model = WithTape([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    found = rf"{method} of a WithTape outside all scopes: .* train_step\(state, data\).\nHINT: with strategy.scope"
+    with pytest.raises(ContextError, match=found):
+        getattr(model, method)(x, x[:, :1])
+    before = model.predict(x, verbose=0)
+    with strategy.scope():
+        getattr(model, method)(x, x[:, :1])
+        assert (model.predict(x, verbose=0) != before).all()
+
+
+def test_a_step_that_keras_does_not_call():
+    """The user's own loop does."""
+    model = WithLoop([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones((4, 2), "float32")
+    assert model.fit(x, x[:, :1], batch_size=2, verbose=0).history["loss"]

@@ -609,3 +609,30 @@ def test_stateless_apply_of_a_trainer():
         (aggregated,), _ = optimizer.stateless_apply(*given)
     assert (float(plain[0]), float(aggregated[0])) == (-1.0, -10.0)
     assert scope.calls.count("aggregated") == scope.updates == 1
+
+
+def test_optimizer_of_some_variables():
+    """`_trainable_variables`, `_variables` and `_model_variables_moving_average` are what an optimizer knows of."""
+    a, b = keras.Variable(np.ones(2)), keras.Variable(np.ones(3))
+    optimizer = keras.optimizers.SGD(0.5, momentum=0.9, use_ema=True)
+    optimizer.build([a, b])
+    of_all = list(optimizer.variables)
+    with compat.restricted(optimizer, [b]):
+        assert {tuple(v.shape) for v in optimizer.variables} == {(), (3,)}
+        optimizer.apply([np.ones(3, "float32")], [b])
+    assert all(x is y for x, y in zip(optimizer.variables, of_all, strict=True))
+    plain = keras.Variable(np.ones(3))
+    keras.optimizers.SGD(0.5, momentum=0.9).apply([np.ones(3, "float32")], [plain])
+    np.testing.assert_array_equal(b, plain)
+    averages = [v for v in optimizer.variables if "average" in v.path]
+    assert [float(np.sum(v)) for v in averages] == [0.0, float(np.sum(plain))]
+
+
+def test_clipping():
+    """`_clip_gradients`: the gradients that `apply` uses, before it divides them by a loss scale."""
+    grads = [np.full(2, 8.0, "float32"), np.full(3, -8.0, "float32")]
+    clipped = compat.clipped(keras.optimizers.SGD(clipvalue=0.5, loss_scale_factor=4.0), grads)
+    np.testing.assert_array_equal(clipped[0], np.full(2, 2.0))
+    norm = np.sqrt(sum(np.square(g).sum() for g in grads))
+    clipped = compat.clipped(keras.optimizers.SGD(global_clipnorm=1.0), grads)
+    np.testing.assert_allclose(clipped[1], grads[1] / norm, rtol=1e-6)

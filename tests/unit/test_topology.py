@@ -102,12 +102,16 @@ def test_fewer_than_one_device(count):
         phalanx.set_virtual_cpu_devices(count)
 
 
-def test_environment_variable_is_read(monkeypatch):
-    """What is no number is refused."""
-    with monkeypatch.context() as m:
-        m.setenv("PHALANX_CPU_DEVICES", "two")
-        with pytest.raises(InvalidArgumentError, match="PHALANX_CPU_DEVICES='two': must be a number of devices"):
-            phalanx._apply_environment()
+@pytest.mark.parametrize("value", ["two", "0", "-1", "²"])
+def test_environment_variable_that_is_no_number(value):
+    """What is no number is refused when the script first asks for a public name."""
+    code = (
+        "import phalanx\n"
+        "try: phalanx.MirroredStrategy\n"
+        "except phalanx.errors.InvalidArgumentError as e: print('refused', e)\n"
+    )
+    found = run_python(code, PHALANX_CPU_DEVICES=value)
+    assert f"refused PHALANX_CPU_DEVICES={value!r}: must be a number of devices.\nHINT: PHALANX_CPU_DEVICES=2" in found
 
 
 def test_too_few_threads(monkeypatch):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that are scheduled, and run by any worker."""
 
-from phalanx.coordinator.cluster import ClusterCoordinator, Status
+from phalanx.coordinator.cluster import ClusterCoordinator
+from phalanx.coordinator.progress import Status
 from phalanx.coordinator.queue import RemoteValue
-from phalanx.coordinator.values import PerWorkerDataset, PerWorkerValues, experimental_get_current_worker_index
+from phalanx.coordinator.values import PerWorkerDataset, PerWorkerValues
+from phalanx.parameters.here import experimental_get_current_worker_index
 
 __all__ = [
     "ClusterCoordinator",

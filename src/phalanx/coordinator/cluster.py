@@ -4,11 +4,12 @@
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any, final
 
 import jax
 
+from phalanx.coordinator.progress import Status, shown
 from phalanx.coordinator.queue import Closure, ClosureQueue, RemoteValue
 from phalanx.coordinator.steps import Steps, check_call
 from phalanx.coordinator.supervisor import State, Supervisor, Work, WorkerLost
@@ -17,31 +18,6 @@ from phalanx.errors import InvalidArgumentError
 from phalanx.strategies.parameter_server import ParameterServerStrategy, on_run
 
 _of_strategy: "weakref.WeakKeyDictionary[ParameterServerStrategy, ClusterCoordinator]" = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Status:
-    """How a coordinator gets on.
-
-    Args:
-      workers: how many workers there are.
-      alive: how many of them work.
-      queued: how many steps wait.
-      in_flight: how many are being done.
-      done: how many were done.
-      again: how many had to be given to another worker.
-      updates: how many updates were applied.
-      staleness: of how many steps it was how great.
-    """
-
-    workers: int
-    alive: int
-    queued: int
-    in_flight: int
-    done: int
-    again: int
-    updates: int
-    staleness: dict[int, int]
 
 
 @final
@@ -77,13 +53,14 @@ class ClusterCoordinator:
         if self._is_ready:
             return
         self._is_ready = True
-        self._strategy, self._queue, self._names = strategy, ClosureQueue(), itertools.count()
+        self._strategy, self._queue, self._names = strategy, ClosureQueue(wake=self._wake), itertools.count()
         self._supervisors = [Supervisor(i, strategy, self._queue) for i in range(strategy.cluster.workers)]
         platforms = sorted({s.platform() for s in self._supervisors})
         self._steps = Steps(strategy, platforms)
         strategy.homes.tell("enter", [s.pusher for s in self._supervisors])
         for supervisor in self._supervisors:
             supervisor.begin(self._steps)
+        strategy.before_close(self._queue.stop)
 
     @property
     def strategy(self) -> ParameterServerStrategy:
@@ -127,11 +104,14 @@ class ClusterCoordinator:
     def join(self) -> None:
         """Waits until all scheduled steps have been done. May be called outside of scheduled steps.
 
+        On a terminal it shows a line meanwhile: steps a second, workers, queue and staleness.
+
         Raises:
           Exception: the first that a step raised; the others are cancelled.
           ServerLostError: a parameter server has died.
         """
-        self._queue.join()
+        with shown(self.status, self._num_done):
+            self._queue.join()
 
     def done(self) -> bool:
         """Returns whether all scheduled steps have been done; raises what `join` raises."""
@@ -191,11 +171,15 @@ class ClusterCoordinator:
             alive=sum(s.state is State.WORKING for s in self._supervisors),
             queued=len(self._queue),
             in_flight=self._queue.num_in_flight,
-            done=sum(s.num_steps for s in self._supervisors),
+            done=self._num_done,
             again=sum(s.num_again for s in self._supervisors),
             updates=updates,
             staleness=dict(sorted(staleness.items())),
         )
+
+    @property
+    def _num_done(self) -> int:
+        return sum(s.num_steps for s in self._supervisors)
 
     def spec_of(self, resource: PerWorkerValues) -> Any:
         """Returns the structure and the shapes of a worker's next batch, which is not taken. May be called in any context."""
@@ -205,13 +189,15 @@ class ClusterCoordinator:
     def _specs(self, resources: Sequence[PerWorkerValues]) -> Any:
         if not resources:
             return ()
-        lost: WorkerLost | None = None
+        while True:
+            for supervisor in self._supervisors:
+                with suppress(WorkerLost):
+                    return supervisor.specs(resources)
+            self._supervisors[0].replace()
+
+    def _wake(self) -> None:
         for supervisor in self._supervisors:
-            try:
-                return supervisor.specs(resources)
-            except WorkerLost as e:
-                lost = e
-        raise lost or AssertionError
+            supervisor.wake()
 
     def _drop(self, name: int) -> None:
         for supervisor in self._supervisors:

@@ -23,13 +23,17 @@ The first error cancels what is queued. What is in flight then comes to its end,
 error of its own. Its steps may still write, so nobody hears of the first error, and begins anew, before they have ended.
 Exactly one call raises it, and the queue is as new. An error that nobody has heard of when the queue stops is still raised once.
 
+Where somebody waits for closures to end and none is queued, those who wait in `get` are told to rest: who waits schedules nothing
+meanwhile. Before the next closure is queued they are woken.
+
 All state is under one lock. Each wait is for a condition that depends on the state, and whatever changes the state wakes it.
 """
 
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, final
@@ -74,10 +78,11 @@ class RemoteValue(ABC):
 class Outcome(RemoteValue):
     """The value of a closure. The first word on it counts."""
 
-    __slots__ = ("_error", "_is_known", "_traceback", "_values", "_waits")
+    __slots__ = ("_error", "_is_known", "_traceback", "_values", "_waits", "queue")
 
     def __init__(self) -> None:
         self._is_known = False
+        self.queue: ClosureQueue | None = None
         self._values: Any = None
         self._error: BaseException | None = None
         self._traceback: Any = None
@@ -91,12 +96,13 @@ class Outcome(RemoteValue):
             return
         self._values, self._error = values, error
         self._traceback = None if error is None else error.__traceback__
-        self._is_known = True
+        self._is_known, self.queue = True, None
         self._waits.release()
 
     @override
     def get(self) -> Any:
-        with self._waits:
+        queue = self.queue
+        with self._waits if queue is None else queue.awaited(self._waits):
             pass
         if self._error is not None:
             # Each raise would add to the traceback of the last.
@@ -132,6 +138,7 @@ class ClosureQueue:
 
     Args:
       capacity: how many may wait.
+      wake: is called before a closure is queued where some rest.
 
     Raises:
       InvalidArgumentError: `capacity` is less than 1.
@@ -145,7 +152,7 @@ class ClosureQueue:
       (True, 6)
     """
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(self, capacity: int = CAPACITY, wake: Callable[[], None] = lambda: None) -> None:
         if capacity < 1:
             raise InvalidArgumentError(f"capacity={capacity}", "must be at least 1.", f"capacity={CAPACITY}")
         self._capacity = capacity
@@ -156,6 +163,7 @@ class ClosureQueue:
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)  # Those in `get` wait for it,
         self._change = threading.Condition(self._lock)  # and those in `put` and `join` for this.
+        self._wake, self._num_waiting, self._is_asked, self._some_rest = wake, 0, False, False
 
     def put(self, closure: Closure) -> None:
         """Queues a closure, as soon as there is room.
@@ -166,6 +174,11 @@ class ClosureQueue:
         """
         with self._lock:
             self._wait_until(lambda: len(self._queued) < self._capacity, "coordinator.schedule(...)")
+            self._is_asked = False
+            if self._some_rest:
+                self._wake()
+                self._some_rest = False
+            closure.outcome.queue = self
             self._queued.append(closure)
             self._work.notify()
 
@@ -179,12 +192,35 @@ class ClosureQueue:
         with self._lock:
             if self._state is not _State.CANCELLING:
                 self._raise_first_error()
+            self._is_asked = True
+            self._work.notify_all()
             return self._is_idle
 
-    def get(self) -> Closure | None:
-        """Returns the next closure, as soon as there is one, or None when the queue is stopped; for threads of workers."""
+    @contextmanager
+    def awaited(self, lock: Any) -> Iterator[None]:
+        """Holds a lock, which may have to be waited for until closures end."""
         with self._lock:
-            self._work.wait_for(lambda: self._queued or self._state is _State.STOPPED)
+            self._num_waiting += 1
+            self._work.notify_all()
+        try:
+            with lock:
+                yield
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+
+    def get(self, rest: Callable[[], None] = lambda: None) -> Closure | None:
+        """Returns the next closure, as soon as there is one, or None when the queue is stopped; for threads of workers.
+
+        Args:
+          rest: is called, maybe more than once, where there is none and somebody waits for closures to end.
+        """
+        with self._lock:
+            while not self._queued and self._state is not _State.STOPPED:
+                if self._num_waiting or self._is_asked:
+                    self._some_rest = True
+                    rest()
+                self._work.wait()
             if self._state is _State.STOPPED:
                 return None
             if len(self._queued) == self._capacity:
@@ -253,6 +289,11 @@ class ClosureQueue:
             self._change.notify_all()
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether it was stopped."""
+        return self._state is _State.STOPPED
+
+    @property
     def _is_idle(self) -> bool:
         return not self._queued and not self._in_flight
 
@@ -270,8 +311,13 @@ class ClosureQueue:
 
     def _wait_until(self, is_ready: Callable[[], bool], asked: str) -> None:
         """Until the queue is open and ready, or there is an error to raise."""
-        is_over = (_State.FAILED, _State.STOPPED)
-        self._change.wait_for(lambda: self._state in is_over or (self._state is _State.OPEN and is_ready()))
+
+        def is_over() -> bool:
+            return self._state in (_State.FAILED, _State.STOPPED) or (self._state is _State.OPEN and is_ready())
+
+        if not is_over():
+            with self.awaited(self._lock):
+                self._change.wait_for(is_over)
         self._raise_first_error()
         if self._state is _State.STOPPED:
             raise _stopped(asked)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from phalanx import context
+from phalanx import compat, context
 from phalanx.compat import Variable
 from phalanx.context import Mode
 from phalanx.coordinator.values import PerWorkerIterator, PerWorkerValues
@@ -50,7 +50,10 @@ class Step:
       arguments: those of the first call.
       is_run: whether the function is one for `Strategy.run`.
       programs: what workers run, by the shapes of their batches.
+      outputs: what it returns, without its arrays, by variant.
       seeds: the states of the random generators that it draws from.
+      shaped_by: variables and whether they are trained, and optimizers and what decides their learning rates.
+      changes: how often `trainable` of any variable had been set then.
     """
 
     number: int
@@ -59,6 +62,15 @@ class Step:
     programs: dict[Any, StepProgram] = field(default_factory=dict)
     outputs: dict[int, Structure] = field(default_factory=dict)
     seeds: list[Variable] = field(default_factory=list)
+    shaped_by: list[tuple[Any, Any]] = field(default_factory=list)
+    changes: int = 0
+
+    def fits(self) -> bool:
+        """Whether the Python objects that shaped its programs are as they were."""
+        if self.changes == compat.changes.trainable:
+            return all(_shape_of(x) is known for x, known in self.shaped_by if not isinstance(x, Variable))
+        self.changes = compat.changes.trainable
+        return all(_shape_of(x) is known for x, known in self.shaped_by)
 
 
 class Steps:
@@ -95,7 +107,7 @@ class Steps:
         with self._lock:
             known = self._of_function.setdefault(owner, {})
             key = (name, arguments.key, is_run)
-            if key not in known:
+            if key not in known or not known[key].fits():
                 known[key] = Step(next(self._numbers), arguments, is_run)
             return known[key], tuple(np.asarray(x) for x in arguments.arrays), resources
 
@@ -129,11 +141,13 @@ class Steps:
                 # As large as the one before: a worker that has another one asks again.
                 taken[e.number].append(taken[e.number][-1])
         homes = self._strategy.homes
-        updates = tuple(homes.plan(u) for u in exported.updates)
+        updates = tuple(homes.plan(u, exported) for u in exported.updates)
         homes.take_in([v for i, v in enumerate(exported.variables) if i not in exported.seeds])
         placements = tuple(
             None if i in exported.seeds else homes.placement(v) for i, v in enumerate(exported.variables)
         )
+        shaping = [*exported.variables, *(u.optimizer for u in exported.updates)]
+        step.shaped_by, step.changes = [(x, _shape_of(x)) for x in shaping], compat.changes.trainable
         step.seeds = [exported.variables[i] for i in exported.seeds]
         variant = next(self._variants)
         step.outputs[variant] = exported.output
@@ -146,6 +160,9 @@ class Steps:
             updates=updates,
             holders=homes.holders([p for p in placements if p is not None]),
             variant=variant,
+            ids=exported.ids,
+            lookups=exported.lookups,
+            num_rows={i: exported.num_rows[i] for i in exported.lookups},
         )
 
     def _exported(self, step: Step, fn: Any, taken: list[list[Any]], used: list["_Batches"]) -> Any:
@@ -165,7 +182,12 @@ class Steps:
             return self._strategy.run(fn, args, kwargs) if step.is_run else fn(*args, **kwargs)
 
         with context.enter(Mode(self._strategy, None)):
-            return export(call, [*own, *drawn], self._platforms)
+            return export(call, [*own, *drawn], self._platforms, clips=self._strategy.homes.clips)
+
+
+def _shape_of(shaping: Any) -> Any:
+    """Returns what programs depend on in a variable or an optimizer."""
+    return shaping.trainable if isinstance(shaping, Variable) else compat.learning_rate_of(shaping)
 
 
 class _Batches:

@@ -7,6 +7,7 @@ STARTING ──it answers──> WORKING ──dies, or is silent──> LOST �
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from phalanx.coordinator.queue import Closure, ClosureQueue
 from phalanx.coordinator.steps import Step, Steps
 from phalanx.coordinator.values import PerWorkerIterator, PerWorkerValues
+from phalanx.errors import InvalidArgumentError
 from phalanx.parameters.plans import Pusher, Report, Task
 from phalanx.parameters.worker import Worker
 from phalanx.runtime.ray import load_ray
@@ -74,11 +76,10 @@ class Supervisor:
         self.pusher = Pusher(index, 0)
         self.state, self.num_steps, self.num_lost, self.num_again = State.STARTING, 0, 0, 0
         self._made: dict[int, Any] = {}
-        self._known: set[tuple[int, Any]] = set()
         self._dropped: list[int] = []
         self._making = threading.RLock()
+        self._left: Any = None
         self._step_s = _AT_ONCE_S
-        self._generation = strategy.homes.generation
         self._actor = self._start()
         self._thread = threading.Thread(target=self._serve, name=f"phalanx-worker-{index}", daemon=True)
 
@@ -91,9 +92,17 @@ class Supervisor:
         self._steps, self.state = steps, State.WORKING
         self._thread.start()
 
-    def join(self) -> None:
-        """Waits until the queue is stopped and the thread has ended."""
-        self._thread.join()
+    def rest(self) -> None:
+        """Hears that no step is to be expected of the worker: where updates wait for each other's, none waits for its."""
+        if self._strategy.max_staleness is not None and self._left is None:
+            self._left = self._strategy.homes.servers[0].leave.remote(self.pusher)
+
+    def wake(self) -> None:
+        """Hears that steps are to be expected again."""
+        if self._left is not None:
+            self._strategy.homes.answers([self._left])
+            self._strategy.homes.tell("enter", [self.pusher])
+            self._left = None
 
     def specs(self, resources: Sequence[PerWorkerValues]) -> Any:
         """Returns the shapes of the next batches of some resources; in any thread.
@@ -114,12 +123,20 @@ class Supervisor:
         self._dropped.append(name)
 
     def _serve(self) -> None:
-        while (closure := self._queue.get()) is not None:
-            closures = [closure, *self._queue.get_more(self._share())]
-            try:
-                self._do(closures)
-            except WorkerLost:
-                self._replace()
+        while self._serve_some():
+            pass
+
+    def _serve_some(self) -> bool:
+        """Gives the worker its next steps; returns whether there may be more. Between two calls nothing is held of them."""
+        closure = self._queue.get(self.rest)
+        if closure is None:
+            return False
+        actor, closures = self._actor, [closure, *self._queue.get_more(self._share())]
+        try:
+            self._do(closures)
+        except WorkerLost:
+            self._try_to_replace(actor)
+        return True
 
     def _share(self) -> int:
         """Returns how many more steps to take at once: few enough for the others to have work, and for results to come soon."""
@@ -133,7 +150,7 @@ class Supervisor:
         left = list(closures)
         try:
             while left:
-                left = self._some(left)
+                self._some(left)
         except WorkerLost:
             self.num_again += len(left)
             self._put_back(left)
@@ -142,8 +159,8 @@ class Supervisor:
             self._queue.fail(left[0], e)
             self._put_back(left[1:])
 
-    def _some(self, closures: list[Closure]) -> list[Closure]:
-        """Has as many steps done as the worker can; returns those that are left.
+    def _some(self, closures: list[Closure]) -> None:
+        """Has as many steps done as the worker can, and takes these closures out of the list.
 
         Raises:
           WorkerLost: it cannot any.
@@ -169,14 +186,13 @@ class Supervisor:
         for closure, (variant, arrays) in zip(closures, report.results, strict=False):
             self._queue.finish(closure, closure.work.step.outputs[variant].join(arrays, []))
         self.num_steps += len(report.results)
-        left = closures[len(report.results) :]
+        del closures[: len(report.results)]
         if report.unknown is not None:
-            self._teach(left[0].work, report.unknown)
+            self._teach(closures[0].work, report.unknown)
         elif report.error is not None:
             raise report.error
         elif report.has_lost_server or report.is_fenced:
             self._go_on()
-        return left
 
     def _teach(self, work: Work, specs: Any) -> None:
         assert self._steps is not None
@@ -193,23 +209,39 @@ class Supervisor:
     def _enter(self) -> None:
         homes = self._strategy.homes
         old, self.pusher = self.pusher, Pusher(self.pusher.worker, self.pusher.life + 1)
-        homes.tell("forget", old)
+        homes.forget(old)
         homes.tell("enter", [self.pusher])
+        self._left = None
 
-    def _replace(self) -> None:
-        """Starts another worker, for as long as it takes."""
-        self.state, self.num_lost = State.LOST, self.num_lost + 1
+    def _try_to_replace(self, actor: Any) -> None:
+        """Starts another worker; where that fails, the next step fails."""
+        if self._queue.is_stopped:
+            return
         try:
+            self.replace(actor)
+        except Exception as e:
+            closure = self._queue.get(self.rest)
+            if closure is not None:
+                self._queue.fail(closure, e)
+
+    def replace(self, actor: Any = None) -> None:
+        """Starts another worker in the place of one that is lost, for as long as it takes; in any thread.
+
+        Raises:
+          ServerLostError: a parameter server is lost too.
+        """
+        with self._making:
+            if actor is not None and actor is not self._actor:
+                return
+            self.state, self.num_lost = State.LOST, self.num_lost + 1
             self._strategy.cluster.end(self._actor)
             self._enter()
-            self._made, self._known = {}, set()
+            self._made = {}
             self.state = State.STARTING
             self._actor = self._start()
-            self._wait(self._actor.ping.remote(), _START_S)
-            self.state = State.WORKING
-        except WorkerLost:
-            # The next step it is given finds out.
-            return
+            with suppress(WorkerLost):  # The next step that it is given finds out.
+                self._wait(self._actor.ping.remote(), _START_S)
+                self.state = State.WORKING
 
     def _start(self) -> Any:
         cluster = self._strategy.cluster
@@ -219,12 +251,22 @@ class Supervisor:
         with self._making:
             for resource in resources:
                 if resource.name not in self._made:
-                    is_dataset = isinstance(resource, PerWorkerIterator)
-                    self._call("make", resource.name, resource.fn, is_dataset)
+                    self._call("make", resource.name, self._sent(resource.fn), isinstance(resource, PerWorkerIterator))
                     self._made[resource.name] = True
             if dropped := [name for name in self._dropped if self._made.pop(name, None)]:
                 self._dropped = [n for n in self._dropped if n not in dropped]
                 self._call("drop", dropped)
+
+    def _sent(self, fn: Callable[[], Any]) -> Any:
+        """Returns a function on its way to the worker."""
+        try:
+            return self._ray.put(fn)
+        except Exception as e:  # Whatever pickling raises, with Ray's account of what was found where.
+            raise InvalidArgumentError(
+                f"a function that makes a worker's dataset or value, {fn!r}",
+                f"it cannot be pickled: {e.__cause__ or e}",
+                "open files, locks and the like inside the function",
+            ) from e
 
     def _call(self, method: str, *args: Any) -> Any:
         """Calls a method of the worker, and waits for as long as it gives a sign of life."""
@@ -254,7 +296,5 @@ def _cause_of(error: Any) -> BaseException:
     cause = error.cause
     if not isinstance(cause, BaseException):
         return error  # type: ignore[no-any-return]
-    if isinstance(cause, StopIteration):
-        cause = IndexError("a worker's dataset has no further batch")
-    cause.add_note(f"On the worker:\n{error.traceback_str}")
+    cause.add_note(f"On the worker:\n{error}")
     return cause

@@ -6,7 +6,6 @@ from typing import Any, NoReturn, final
 
 from phalanx import lifting
 from phalanx.errors import ContextError, InvalidArgumentError
-from phalanx.parameters import here
 
 
 class PerWorkerValues:
@@ -58,23 +57,6 @@ class PerWorkerDataset:
                 "iterator = iter(dataset) at the coordinator, and args=(iterator,)",
             )
         return self._make()
-
-
-def experimental_get_current_worker_index() -> int:
-    """Returns which worker this is, from 0. Must be called in a dataset function, or a function for per-worker values.
-
-    Raises:
-      ContextError: this process is no worker.
-
-    Source: tf.distribute.coordinator.experimental_get_current_worker_index.
-    """
-    if here.worker_index is None:
-        raise ContextError(
-            "experimental_get_current_worker_index()",
-            "this process is no worker, and a step is one program for all workers.",
-            "call it in dataset_fn, or pass coordinator.create_per_worker_values(experimental_get_current_worker_index)",
-        )
-    return here.worker_index
 
 
 def check_function(name: str, fn: Any) -> None:

@@ -14,7 +14,7 @@ from phalanx import compat
 from phalanx.errors import CardinalityError, ContextError, InputError, InvalidArgumentError, OutOfRangeError
 from phalanx.input import state as positions
 from phalanx.input.feed import AbstractBatches, Batch, Form, Place, ReadAhead, Step
-from phalanx.input.lockstep import Lockstep
+from phalanx.input.lockstep import Lockstep, require_same_data
 from phalanx.input.placement import Placement
 from phalanx.input.shard import Worker
 from phalanx.input.sharding import Plan, WorkerShard, plan
@@ -84,6 +84,17 @@ class DistributedDataset:
         if self._untouched is None:
             self._untouched = iter(self)
         return self._untouched.element_spec
+
+    def require_same(self) -> None:
+        """Makes sure that the workers divide the same data, as far as that is known before it is read. All must call it.
+
+        In cross-replica context or outside all scopes.
+
+        Raises:
+          InputError: they have different numbers of rows or batches.
+        """
+        if not self._plan.agreed and worker_of(self._topology).count > 1:
+            require_same_data(self._plan.source.facts, exchange_of(self._topology))
 
     def batches(self, *, steps: int) -> "DistributedDataset":
         """Returns the same batches, `steps` of them stacked into one: a replica's leaves are `[steps, per_replica_batch, ...]`.

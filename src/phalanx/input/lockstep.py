@@ -14,13 +14,17 @@ from phalanx.errors import InputError
 from phalanx.input.feed import AbstractBatches, Batch, Feed, Form, Place, Step, split
 from phalanx.input.prefetch import readings
 from phalanx.input.shard import Worker
-from phalanx.input.sources.base import AbstractReader, Piece
+from phalanx.input.sources.base import UNKNOWN, AbstractReader, Facts, Piece
 from phalanx.input.state import exchange_bytes
 
 AHEAD = 8
 """How many steps are agreed on at once: the workers communicate once for so many."""
 
 _FAILED = -1
+_SAME_DATA = (
+    "the same data on all workers; where each has its own, strategy.distribute_datasets_from_function, or "
+    "phalanx.keras.DatasetCreator in fit"
+)
 
 
 @final
@@ -50,7 +54,7 @@ class Lockstep(AbstractBatches):
         self._readings = readings(lambda: next(iter(feed.read(1)), None), AHEAD if ahead else 0, in_thread=True)
         self._place, self._worker, self._exchange = place, worker, exchange
         self._own: deque[Step] = deque()
-        self._agreed: deque[tuple[bool, int, int]] = deque()
+        self._agreed: deque[np.ndarray] = deque()
         self._returned: deque[Step] = deque()
         self._padding: Any = None
         self._has_shared = False
@@ -77,10 +81,12 @@ class Lockstep(AbstractBatches):
             return self._returned.popleft()
         if not self._agreed:
             self._agree()
-        goes_on, rows, widest = self._agreed[0]
-        if not goes_on:
+        goes_on, all_rows, all_widest, wholes = self._agreed[0].T
+        if not goes_on.any():
             return None
+        _require_same_batch(wholes)
         self._agreed.popleft()
+        rows, widest = int(all_rows.sum()), int(all_widest.max())
         if self._own:
             own = self._own.popleft()
             return Step(own.piece, rows, widest, own.state)
@@ -93,14 +99,14 @@ class Lockstep(AbstractBatches):
           InputError: the data of another worker failed.
           Exception: what this worker's data raised.
         """
-        plans, failure = np.zeros((AHEAD, 3), np.int32), None
+        plans, failure = np.zeros((AHEAD, 4), np.int32), None
         try:
             while len(self._own) < AHEAD and (step := self._readings.get()) is not None:
                 self._own.append(step)
         except Exception as e:  # The others are told before it is raised, or they would wait for this worker.
             failure = e
         for plan, step in zip(plans, self._own, strict=False):
-            plan[:] = 1, sum(step.piece.counts), step.widest
+            plan[:] = 1, sum(step.piece.counts), step.widest, step.rows
         all_plans = self._exchange(np.full_like(plans, _FAILED) if failure else plans)
         if failure is not None:
             raise failure
@@ -112,9 +118,7 @@ class Lockstep(AbstractBatches):
                 f"look at the log of worker {failed[0]}",
             )
         self._share_padding(is_needed=bool((all_plans[:, :, 0].sum(axis=1) < AHEAD).any()))
-        for step_plans in all_plans.transpose(1, 2, 0):
-            goes_on, rows, widest = step_plans
-            self._agreed.append((bool(goes_on.any()), int(rows.sum()), int(widest.max())))
+        self._agreed.extend(all_plans.swapaxes(0, 1))
 
     def _share_padding(self, *, is_needed: bool) -> None:
         """Keeps a row for batches without rows of this worker's own; one without any gets it from another."""
@@ -125,3 +129,39 @@ class Lockstep(AbstractBatches):
             rows = exchange_bytes(b"" if self._padding is None else pickle.dumps(self._padding), self._exchange)
             known = [row for row in rows if row]
             self._padding = pickle.loads(known[0]) if known and self._padding is None else self._padding
+
+
+def _require_same_batch(rows: np.ndarray) -> None:
+    """Raises if the workers do not divide the same batch.
+
+    Args:
+      rows: how many rows the batch has that each of them divides; 0 where it reads rows of its own, or has no batch left.
+
+    Raises:
+      InputError: the numbers differ.
+    """
+    if (rows != rows[0]).any():
+        found = ", ".join(f"{count} rows on worker {worker}" for worker, count in enumerate(rows))
+        raise InputError("the next batch", f"it has {found}, and each takes its part of it.", _SAME_DATA)
+
+
+def require_same_data(facts: Facts, exchange: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Makes sure that workers which divide all batches have the same data, as far as that is known; all must call it.
+
+    Args:
+      facts: what this worker knows of its data.
+      exchange: see `Topology.exchange`.
+
+    Raises:
+      InputError: the numbers of rows, of batches or of rows in a batch differ.
+    """
+    known = {"rows": facts.num_records, "batches": facts.num_batches, "rows in a batch": facts.batch_size}
+    numbers = np.array([UNKNOWN if x is None else x for x in known.values()], np.int64)
+    # As halves: JAX has no numbers of 64 bits unless it is told to.
+    found = np.ascontiguousarray(exchange(numbers.view(np.int32))).view(np.int64)
+    if (found != found[0]).any():
+        of_workers = [", ".join(f"{n} {name}" for n, name in zip(own, known, strict=True) if n >= 0) for own in found]
+        told = "; ".join(
+            f"worker {worker} has {own or 'some, nobody knows how many'}" for worker, own in enumerate(of_workers)
+        )
+        raise InputError("one dataset that all workers divide", f"{told}.", _SAME_DATA)

@@ -2,6 +2,7 @@
 """Which worker reads what: the policy that is in force, and how it is told."""
 
 import dataclasses
+import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -89,11 +90,11 @@ class Plan:
     shards: Sequence[WorkerShard]
 
     def announce(self, worker: Worker) -> None:
-        """Says once, on the chief, who reads what."""
+        """Says on the chief who reads what, if no dataset before had the same said."""
         if worker.is_chief:
             level = logging.INFO if worker.count == 1 else logging.WARNING
             for each in self.shards:
-                _log.log(level, str(each))
+                _say_once(level, str(each))
 
 
 def plan(dataset: Any, source_of: Callable[[Any], AbstractSource], policy: AutoShardPolicy, worker: Worker) -> Plan:
@@ -134,8 +135,9 @@ def _resolved(dataset: Any, policy: AutoShardPolicy, facts: Facts, worker: Worke
         return AutoShardPolicy.FILE
     if policy is AutoShardPolicy.AUTO:
         if num_files and worker.is_chief:
-            _log.warning(
-                "%d files are too few for %d workers: each takes its rows of every batch", num_files, worker.count
+            _say_once(
+                logging.WARNING,
+                f"{num_files} files are too few for {worker.count} workers: each takes its rows of every batch",
             )
         return AutoShardPolicy.DATA
     return AutoShardPolicy.DATA if policy is AutoShardPolicy.FILE and not num_files else policy
@@ -149,6 +151,12 @@ def _policy_of_tensorflow(dataset: Any) -> AutoShardPolicy:
     policy = AutoShardPolicy(int(dataset.options().experimental_distribute.auto_shard_policy))
     # Its files are known to TensorFlow alone.
     return AutoShardPolicy.AUTO if policy is AutoShardPolicy.FILE else policy
+
+
+@functools.cache
+def _say_once(level: int, text: str) -> None:
+    """Logs what is the same for most datasets of a program, and so was said before."""
+    _log.log(level, text)
 
 
 def _own_shard(dataset: Any, worker: Worker) -> Any:

@@ -4,6 +4,7 @@
 from phalanx.keras import bridge as bridge
 from phalanx.keras.callbacks import SyncCheck, TensorBoard
 from phalanx.keras.data import DatasetCreator
+from phalanx.keras.embedding import ShardedEmbedding
 from phalanx.keras.sidecar import SidecarEvaluator
 
-__all__ = ["DatasetCreator", "SidecarEvaluator", "SyncCheck", "TensorBoard"]
+__all__ = ["DatasetCreator", "ShardedEmbedding", "SidecarEvaluator", "SyncCheck", "TensorBoard"]

@@ -6,13 +6,22 @@ import weakref
 import keras
 
 from phalanx import compat, context
-from phalanx.errors import MixedStrategyError
+from phalanx.errors import ContextError, MixedStrategyError
+from phalanx.keras import steps
 from phalanx.keras.scheduled import ScheduledTrainer
 from phalanx.keras.training import ModelTrainer
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 
-_METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_KINDS = {
+    "fit": "train",
+    "evaluate": "test",
+    "predict": "predict",
+    "train_on_batch": "train",
+    "test_on_batch": "test",
+    "predict_on_batch": "predict",
+}
+"""The methods that are taken over, and what kind of step each takes."""
 
 
 class _Models:
@@ -32,17 +41,19 @@ class _Models:
             weakref.finalize(model, self._forget, key)
         self._strategies[key] = context.get_strategy()
 
-    def trainer(self, model: keras.Model) -> ModelTrainer | None:
-        """Returns who trains a model; None where Keras does: no strategy is its own or current.
+    def trainer(self, model: keras.Model, method: str) -> ModelTrainer | None:
+        """Returns who runs a method of a model; None where Keras does: no strategy is its own or current.
 
         Raises:
           MixedStrategyError: it belongs to another strategy than the current one.
+          ContextError: Keras cannot.
         """
         key, current = id(model), context.get_strategy()
         if key not in self._strategies and current.topology is not None:
             self.hear(model)
         strategy = self._strategies.get(key)
         if strategy is None:
+            _require_steps_of_keras(model, method)
             return None
         if current.topology is not None and current is not strategy:
             raise MixedStrategyError(
@@ -62,6 +73,17 @@ class _Models:
         self._trainers.pop(key, None)
 
 
+def _require_steps_of_keras(model: keras.Model, method: str) -> None:
+    """Refuses what would fail in Keras, and leave the model without its variables."""
+    kind = _KINDS[method]
+    if steps.is_stateful(model, kind):
+        raise ContextError(
+            f"{method} of a {type(model).__name__} outside all scopes",
+            f"its {kind}_step takes the data alone, and Keras itself calls {kind}_step(state, data).",
+            'with strategy.scope(): around the model; strategy = phalanx.OneDeviceStrategy("cpu:0") for one device',
+        )
+
+
 _models = _Models()
 compat.on_model(_models.hear)
-compat.take_over(_METHODS, _models.trainer)
+compat.take_over(_KINDS, _models.trainer)

@@ -78,9 +78,10 @@ class EpochData:
         self._iterator: DistributedIterator | None = None
         self._adapter: Any = None
         batched = _batched(strategy, x, data)
-        if batched is not None:
-            self._dataset = batched
-            return
+        self._dataset = self._of_keras(strategy, x, steps, data) if batched is None else batched
+        self._dataset.require_same()
+
+    def _of_keras(self, strategy: Strategy, x: Any, steps: int | None, data: dict[str, Any]) -> DistributedDataset:
         self._adapter = adapter = compat.data_adapter(x=x, steps_per_epoch=steps, **data)
         count = UNKNOWN if adapter.num_batches is None else adapter.num_batches
         batch_size, is_full = compat.size_of_batches(adapter)
@@ -89,12 +90,13 @@ class EpochData:
             batch_size=batch_size,
             is_full=is_full,
             num_batches=count,
+            num_records=compat.num_rows(adapter) if in_memory else None,
             is_in_memory=in_memory,
             # A mean of the user's own sees as little padding as can be, and none where the replicas divide the batch.
             one_layout=False,
         )
         source = BatchStream(lambda: map(_dense, adapter.get_numpy_iterator()), facts, copies=True)
-        self._dataset = strategy.experimental_distribute_dataset(source)
+        return strategy.experimental_distribute_dataset(source)
 
     @property
     def num_batches(self) -> int | None:

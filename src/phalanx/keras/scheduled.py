@@ -91,10 +91,13 @@ class ScheduledTrainer(ModelTrainer):
                         last = program(batch, None)
                 while len(self._running) > _AHEAD * self._workers:
                     self._running.popleft().get()
-                if time.monotonic() - read_at > _REFRESH_S:
-                    logs, read_at = self._model.get_metrics_result(), time.monotonic()
+                done = first + sum(count for _, count in parts)
+                if is_last := done == data.num_batches:
+                    self._coordinator.join()
+                if is_last or time.monotonic() - read_at > _REFRESH_S:
+                    logs, read_at = compat.to_python(self._model.get_metrics_result()), time.monotonic()
                 with interrupts.held():
-                    end(first + sum(count for _, count in parts) - 1, logs)
+                    end(done - 1, logs)
                 if self._model.stop_training if kind == "train" else self._model.stop_evaluating:
                     break
         except BaseException:

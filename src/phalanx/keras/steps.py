@@ -55,6 +55,12 @@ def predict(model: keras.Model, batch: Any) -> Any:
     return compat.forward(model, x, training=False)
 
 
+def is_stateful(model: keras.Model, kind: str) -> bool:
+    """Whether a model has a step of the user's own that takes the data alone, and nothing of the user's that calls it."""
+    own = _overridden(model, f"{kind}_step")
+    return own is not None and _is_stateful(own) and _overridden(model, f"make_{kind}_function") is None
+
+
 def _train(model: keras.Model, batch: Any) -> Any:
     x, y, sample_weight = compat.unpacked(batch)
     replica = context.get_replica_context()

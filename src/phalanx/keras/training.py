@@ -307,11 +307,13 @@ class ModelTrainer:
         if not isinstance(outputs, dict):
             return results
         outputs = _flat(outputs)
-        own = {name: value for name, value in outputs.items() if name not in results}
+        # What a metric of that name has accumulated, unless the step left it alone.
+        still = {m.name for m in self._model.metrics if not _is_updated(m)}
+        own = {name: value for name, value in outputs.items() if name not in results or name in still}
         averaged = self._strategy.reduce("MEAN", own, axis=None) if own else {}
         # Python's numbers are the same at every step.
         last = jax.tree.map(lambda x: x if count is None or not jnp.ndim(x) else x[count - 1], averaged)
-        return {name: results.get(name, last.get(name)) for name in outputs}
+        return {name: last[name] if name in own else results[name] for name in outputs}
 
     def _ready(self, method: str | None) -> keras.Model:
         if context.depth() and context.current().replica is not None:
@@ -370,6 +372,13 @@ class ModelTrainer:
         except BaseException:
             compat.stop_callbacks(callbacks)
             raise
+
+
+def _is_updated(metric: keras.metrics.Metric) -> bool:
+    """Whether the step that is being traced has written a metric; where none is, it may have."""
+    scope = lifting.innermost()
+    entries = [scope and scope.entries.get(id(v)) for v in metric.variables]
+    return scope is None or any(entry is not None and entry.written for entry in entries)
 
 
 def _any_of(callbacks: Any, kind: type) -> bool:

@@ -14,6 +14,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _CRASH = "Fatal Python error:"
 _THREAD = re.compile(r"^(Current thread|Thread) .*\(most recent call (first|last)\)")
 _CHAINS = ("During handling of the above exception", "The above exception was the direct cause")
+_VERDICT = re.compile(r"^Phalanx: (?P<text>rank (?P<rank>\d+) \(.*)")
 _REASONS = {
     -signal.SIGKILL: "from outside; by the kernel, where memory runs out",
     -signal.SIGABRT: "abort: a fatal error in native code",
@@ -46,6 +47,11 @@ class Ending:
         """Whether it failed by itself."""
         return bool(self.code) and not self.is_told
 
+    @property
+    def verdict(self) -> re.Match[str] | None:
+        """What its watch has said of who keeps the cluster from going on."""
+        return next((m for line in reversed(self.last) if (m := _VERDICT.match(line.text))), None)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -65,24 +71,38 @@ class Outcome:
     signal: int | None = None
 
     @property
-    def culprit(self) -> Ending | None:
+    def first_failure(self) -> Ending | None:
         """The process that failed first."""
         return min((e for e in self.endings if e.is_failure), key=lambda e: e.after_s, default=None)
+
+    @property
+    def verdict(self) -> re.Match[str] | None:
+        """What the watch of that one has said, of a process of this group."""
+        verdict = self.first_failure and self.first_failure.verdict
+        return verdict if verdict and int(verdict["rank"]) < len(self.endings) else None
+
+    @property
+    def culprit(self) -> Ending | None:
+        """Whom the watch has named; else the process that failed first."""
+        return self.endings[int(self.verdict["rank"])] if self.verdict else self.first_failure
 
     @property
     def exit_code(self) -> int:
         """What the launcher ends with: 0 if all did, else as a shell would say it of the first that failed."""
         if self.signal is not None:
             return 128 + self.signal
-        if self.culprit is None:
+        if self.first_failure is None:
             return 0
-        return self.culprit.code if self.culprit.code > 0 else 128 - self.culprit.code
+        return self.first_failure.code if self.first_failure.code > 0 else 128 - self.first_failure.code
 
 
 def report(outcome: Outcome) -> str:
-    """Returns who failed first and how, its last lines and stack, and how the others ended; empty after success."""
-    culprit = outcome.culprit
-    lines = _report_of(culprit) if culprit else []
+    """Returns who is the culprit and how it ended, its last lines and stack, and how the others ended; empty after success."""
+    culprit, verdict = outcome.culprit, outcome.verdict
+    lines = [f"The cluster could not go on: {verdict['text']}"] if verdict else []
+    if culprit:
+        how = _became(culprit) if verdict else f"failed first: it {in_words(culprit.code)}"
+        lines += [f"{culprit.name} {how}, {culprit.after_s:.1f} s after the start.", *_words_of(culprit)]
     if outcome.signal is not None:
         lines.append(f"The launcher was ended by {signal_name(outcome.signal)}.")
     if lines:
@@ -115,12 +135,11 @@ def stack_of(lines: Sequence[KeptLine]) -> list[str]:
     return []
 
 
-def _report_of(ending: Ending) -> list[str]:
+def _words_of(ending: Ending) -> list[str]:
     stack = stack_of(ending.last)
     before = takewhile(lambda line: not stack or line.text != stack[0], ending.last)
     last = [line.text for line in before][-_SHOWN_LINES:]
     return [
-        f"{ending.name} failed first: it {in_words(ending.code)}, {ending.after_s:.1f} s after the start.",
         *_quoted("Its last lines" + (" before its stack:" if stack else ":"), last),
         *_quoted("Its stack:", stack),
         *(["It printed nothing."] if not ending.last else []),

@@ -9,6 +9,8 @@ import jax
 import jax.export
 import numpy as np
 
+from phalanx.errors import InputError
+
 
 class Part(NamedTuple):
     """Some rows of a variable, which one server holds.
@@ -53,6 +55,30 @@ class Pusher(NamedTuple):
     life: int
 
 
+class Rows(NamedTuple):
+    """Some rows of a table, or of its gradient.
+
+    Args:
+      ids: their numbers in what the server holds, each once.
+      values: the rows.
+    """
+
+    ids: np.ndarray
+    values: np.ndarray
+
+
+class Gradient(NamedTuple):
+    """A gradient that a step computes.
+
+    Args:
+      placement: where its variable is.
+      table: the number of the variable, where it is a table.
+    """
+
+    placement: Placement
+    table: int | None
+
+
 @dataclass(frozen=True)
 class StepProgram:
     """What a worker needs to know to do a step.
@@ -63,9 +89,12 @@ class StepProgram:
       values: where each of its variables is; None for states of random generators, which come with the step.
       added: numbers of the variables that it adds to.
       set: numbers of those that it assigns.
-      updates: of each optimizer's update the name, and where the variables are whose gradients it takes.
+      updates: of each optimizer's update the name, and the gradients that it takes.
       holders: for variables that several servers hold alike, by their keys, which servers.
       variant: what its results are called.
+      ids: the program of what is looked up in tables; empty where nothing is.
+      lookups: the numbers of the tables, in the order of its results.
+      num_rows: of each table, how many rows the program takes.
     """
 
     module: bytes
@@ -73,9 +102,12 @@ class StepProgram:
     values: tuple[Placement | None, ...]
     added: tuple[int, ...]
     set: tuple[int, ...]
-    updates: tuple[tuple[int, tuple[Placement, ...]], ...]
+    updates: tuple[tuple[int, tuple[Gradient, ...]], ...]
     holders: dict[int, tuple[int, ...]]
     variant: int = 0
+    ids: bytes = b""
+    lookups: tuple[int, ...] = ()
+    num_rows: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,11 +118,13 @@ class UpdateProgram:
       module: the program: of values and gradients.
       keys: the values that it takes.
       set: which of them it returns anew, by number.
+      rows_of: of each value the number of the gradient whose rows it gets, where it is of a table.
     """
 
     module: bytes
     keys: tuple[int, ...]
     set: tuple[int, ...]
+    rows_of: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -127,7 +161,7 @@ class Push:
     pusher: Pusher
     number: int
     pulled: int
-    updates: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    updates: dict[int, list[np.ndarray | Rows]] = field(default_factory=dict)
     added: dict[int, np.ndarray] = field(default_factory=dict)
     set: dict[int, np.ndarray] = field(default_factory=dict)
     others: tuple[int, ...] = ()
@@ -159,6 +193,26 @@ class Report:
 
 class FencedError(Exception):
     """A worker that was taken for lost has asked for something."""
+
+
+def require_rows(ids: np.ndarray, placement: Placement | None) -> None:
+    """Raises for rows that a table does not have.
+
+    Args:
+      ids: the rows, in order.
+      placement: of the table.
+
+    Raises:
+      InputError: there are such.
+    """
+    assert placement is not None
+    count = placement[-1].stop or 0
+    if len(ids) and not (ids[0] >= 0 and ids[-1] < count):
+        raise InputError(
+            f"row {ids[0] if ids[0] < 0 else ids[-1]} of a table",
+            f"it has the rows 0 to {count - 1}.",
+            "ShardedEmbedding(input_dim=...) greater than every id, or ids % input_dim",
+        )
 
 
 def load(module: bytes) -> Callable[..., Any]:

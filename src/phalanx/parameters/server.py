@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.parameters.clock import Clock
-from phalanx.parameters.plans import FencedError, Push, Pusher, UpdateProgram
+from phalanx.parameters.plans import FencedError, Push, Pusher, Rows, UpdateProgram
 
 _WAIT_S = 600.0
 """How long a push waits for others before that is an error; a worker that is lost is forgotten long before."""
@@ -33,6 +33,10 @@ class ParameterServer:
     """
 
     def __init__(self, index: int, max_staleness: int | None = None) -> None:
+        # Where parameter servers are not used it need not be installed.
+        import ray
+
+        self._ray = ray
         # It shares its machine's accelerators with nobody, but workers do.
         jax.config.update("jax_platforms", "cpu")
         self._index = index
@@ -44,7 +48,7 @@ class ParameterServer:
         self._applied = 0
         self._prepared: dict[tuple[Pusher, int], Push] = {}
         self._done: dict[Pusher, int] = {}
-        self._change = threading.Condition()
+        self._change = threading.Condition(threading.RLock())
 
     def meet(self, peers: Sequence[Any]) -> str:
         """Hears who the servers are; returns the platform of this one."""
@@ -56,10 +60,18 @@ class ParameterServer:
         with self._change:
             self._values.update({key: jnp.array(x) for key, x in values.items()})
 
-    def get(self, keys: Sequence[int]) -> list[np.ndarray]:
-        """Returns values."""
+    def make(self, key: int, program: bytes) -> None:
+        """Makes a table by its initializer's program."""
         with self._change:
-            return [np.asarray(self._values[key]) for key in keys]
+            self._values[key] = jax.jit(jax.export.deserialize(bytearray(program)).call)()
+
+    def get(self, asked: Sequence[int | tuple[int, np.ndarray]]) -> list[np.ndarray]:
+        """Returns values, whole or some of their rows."""
+        with self._change:
+            return [
+                np.asarray(self._values[x[0]])[x[1]] if isinstance(x, tuple) else np.asarray(self._values[x])
+                for x in asked
+            ]
 
     def drop(self, keys: Iterable[int]) -> None:
         """Forgets values."""
@@ -89,22 +101,29 @@ class ParameterServer:
         with self._moving():
             self._clock.release(pusher)
 
-    def forget(self, pusher: Pusher) -> None:
-        """Hears that a worker is lost: what it has not pushed whole will never count."""
+    def forget(self, pusher: Pusher, after: int = 0) -> int:
+        """Hears that a worker is lost: what it has not pushed whole will never count. Returns how many updates were applied.
+
+        Args:
+          pusher: the worker.
+          after: how many the first server had applied when it heard of it: what is among these counts here too.
+        """
         with self._moving():
+            self._wait(lambda: self._applied >= after)
             self._lives[pusher.worker] = max(self._lives.get(pusher.worker, 0), pusher.life + 1)
             self._clock.forget(pusher)
             self._change.notify_all()
             self._prepared = {name: p for name, p in self._prepared.items() if p.pusher != pusher}
+        return self._applied
 
-    def pull(self, keys: Sequence[int], pusher: Pusher, after: int | None = None) -> tuple[int, list[np.ndarray]]:
+    def pull(self, asked: Sequence[Any], pusher: Pusher, after: int | None = None) -> tuple[int, list[np.ndarray]]:
         """Returns the version, and values: those after push number `after` of this worker is applied."""
         with self._change:
             self._require(pusher)
             if after is not None:
                 self._wait(lambda: self._done.get(pusher, -1) >= after, pusher)
             version = self._clock.pull(pusher) if self._index == 0 else 0
-            return version, self.get(keys)
+            return version, self.get(asked)
 
     def prepare(self, push: Push) -> None:
         """Takes this server's part of a push, which does not count yet."""
@@ -113,10 +132,10 @@ class ParameterServer:
             self._prepared[push.name] = push
             self._change.notify_all()
 
-    def exchange(self, push: Push, keys: Sequence[int] | None) -> tuple[int, list[np.ndarray]]:
+    def exchange(self, push: Push, asked: Sequence[Any] | None) -> tuple[int, list[np.ndarray]]:
         """Takes the first server's part of a push, and returns when it is applied: the version, and new values.
 
-        Without `keys` no further step of this worker has begun.
+        Where nothing is `asked` no further step of this worker has begun.
         """
         with self._moving():
             self._require(push.pusher)
@@ -124,20 +143,22 @@ class ParameterServer:
             self._clock.push(push)
         with self._change:
             self._wait(lambda: self._done.get(push.pusher, -1) >= push.number, push.pusher)
-            if keys is None:
+            if asked is None:
                 return self._clock.version, []
-            return self._clock.pull(push.pusher), self.get(keys)
+            return self._clock.pull(push.pusher), self.get(asked)
 
     def commit(self, turn: int, names: Sequence[tuple[Pusher, int]]) -> None:
         """Hears from the first server which pushes are its `turn`-th update."""
         with self._change:
-            self._wait(lambda: self._applied == turn)
+            self._wait(lambda: self._applied >= turn)
+            if self._applied > turn:  # A server was restarted, and all go on from a later update.
+                return
             self._apply([self._prepared.pop(name) for name in names if name in self._prepared])
 
-    def state(self) -> tuple[int, dict[int, np.ndarray]]:
-        """Returns how many updates were applied, and all values."""
+    def state(self) -> dict[int, np.ndarray]:
+        """Returns all values."""
         with self._change:
-            return self._applied, {key: np.asarray(x) for key, x in self._values.items()}
+            return {key: np.asarray(x) for key, x in self._values.items()}
 
     def statistics(self) -> tuple[int, Counter[int], int]:
         """Returns how many updates were applied, of how many steps the staleness was how great, and the bytes held."""
@@ -148,8 +169,14 @@ class ParameterServer:
         """Returns how many updates were applied."""
         return self._applied
 
+    def align_all(self, applied: int) -> None:
+        """Lets all servers go on after the loss of one, from the same update; the first server does it, between two updates."""
+        with self._change:
+            self.align(max(applied, self._applied))
+            self._ray.get([s.align.remote(self._applied) for i, s in enumerate(self._peers) if i != self._index])
+
     def align(self, applied: int) -> None:
-        """Goes on after the loss of a server from the update that all are to be at; what was not applied is dropped."""
+        """Goes on from the update that all servers are to be at; what was not applied is dropped."""
         with self._change:
             self._applied = self._clock.version = applied
             self._prepared.clear()
@@ -170,7 +197,7 @@ class ParameterServer:
                         peer.commit.remote(turn, [p.name for p in pushes] if other in others else [])
 
     def _apply(self, pushes: Sequence[Push]) -> None:
-        gradients: dict[int, list[list[np.ndarray]]] = {}
+        gradients: dict[int, list[list[Any]]] = {}
         for push in pushes:
             for key, increment in push.added.items():
                 self._values[key] = _added(self._values[key], increment)
@@ -201,29 +228,44 @@ class ParameterServer:
             self._require(pusher)
 
 
-def _in_place(program: UpdateProgram) -> Callable[[list[jax.Array], list[np.ndarray]], list[jax.Array]]:
+def _in_place(program: UpdateProgram) -> Callable[[list[jax.Array], list[Any]], list[jax.Array]]:
     """Returns the update as a function from values and gradients to values, which takes those that it writes."""
     exported: Any = jax.export.deserialize(bytearray(program.module))
     written = set(program.set)
+    numbers = range(len(program.keys))
 
-    def update(old: dict[int, jax.Array], kept: dict[int, jax.Array], gradients: list[Any]) -> list[jax.Array]:
-        values = old | kept
-        _, _, new, _ = exported.call([values[i] for i in range(len(program.keys))], gradients)
-        return new
+    def update(old: dict[int, jax.Array], kept: dict[int, jax.Array], gradients: list[Any], ids: Any) -> dict[int, Any]:
+        values, of = old | kept, program.rows_of
+        # Rows that only fill up are behind the last one: they read as zero, and are not written.
+        given = [
+            values[i] if of[i] is None else values[i].at[ids[of[i]]].get(mode="fill", fill_value=0) for i in numbers
+        ]
+        _, _, new, _ = exported.call(given, gradients)
+        return {
+            i: x if of[i] is None else values[i].at[ids[of[i]]].set(x, mode="drop")
+            for i, x in zip(program.set, new, strict=True)
+        }
 
-    (values, gradients), _ = exported.in_tree.unflatten(exported.in_avals)
-    old = {i: x for i, x in enumerate(values) if i in written}
-    compiled = jax.jit(update, donate_argnums=0).lower(
-        old, {i: x for i, x in enumerate(values) if i not in written}, gradients
-    )
-    run = compiled.compile()
+    compiled = jax.jit(update, donate_argnums=0)
+    specs = exported.in_tree.unflatten(exported.in_avals)[0][1]
+    tables = {of: i for i, of in enumerate(program.rows_of) if of is not None}
 
-    def in_place(values: list[jax.Array], gradients: list[np.ndarray]) -> list[jax.Array]:
+    def in_place(values: list[jax.Array], gradients: list[Any]) -> list[jax.Array]:
         kept = {i: x for i, x in enumerate(values) if i not in written}
-        new = run({i: values[i] for i in program.set}, kept, gradients)
-        return [x for _, x in sorted({**kept, **dict(zip(program.set, new, strict=True))}.items())]
+        filled = {g: _filled(gradients[g], len(values[i]), specs[g].shape[0]) for g, i in tables.items()}
+        ids = {g: rows.ids for g, rows in filled.items()}
+        dense = [filled[g].values if g in filled else x for g, x in enumerate(gradients)]
+        new = compiled({i: values[i] for i in program.set}, kept, dense, ids)
+        return [x for _, x in sorted({**kept, **new}.items())]
 
     return in_place
+
+
+def _filled(rows: Rows, behind: int, count: int) -> Rows:
+    """Returns so many rows."""
+    room = count - len(rows.ids)
+    ids = np.concatenate([rows.ids, np.full(room, behind, rows.ids.dtype)])
+    return Rows(ids, np.concatenate([rows.values, np.zeros((room, *rows.values.shape[1:]), rows.values.dtype)]))
 
 
 @jax.jit

@@ -2,7 +2,6 @@
 """A worker: takes values from the servers, does steps on batches of its own, and pushes what they lead to."""
 
 import itertools
-import pickle
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +12,20 @@ import numpy as np
 
 from phalanx.errors import OutOfRangeError
 from phalanx.parameters import here
-from phalanx.parameters.plans import FencedError, Part, Placement, Push, Pusher, Report, Spec, StepProgram, Task, load
+from phalanx.parameters.plans import (
+    FencedError,
+    Part,
+    Placement,
+    Push,
+    Pusher,
+    Report,
+    Rows,
+    Spec,
+    StepProgram,
+    Task,
+    load,
+    require_rows,
+)
 
 
 class Worker:
@@ -52,7 +64,7 @@ class Worker:
         """Returns the shapes of the next batch of some resources, which are not taken.
 
         Raises:
-          StopIteration: there is none.
+          OutOfRangeError: there is none.
         """
         return [self._resources[name].specs(1) for name in names]
 
@@ -72,15 +84,20 @@ class Worker:
     def run(self, tasks: Sequence[Task]) -> Report:
         """Does steps, one after the other."""
         report, values = Report(), None
+        ready: _Ready | _Unknown | Exception | None = None
         for task, following in itertools.zip_longest(tasks, tasks[1:]):
             try:
-                program = self._program(task)
-                if isinstance(program, _Unknown):
-                    report.unknown = program.specs
+                ready = self._prepare(task) if ready is None else ready
+                if isinstance(ready, Exception):
+                    raise ready
+                if isinstance(ready, _Unknown):
+                    report.unknown = ready.specs
                     return self._ended(report, values)
                 if values is None:
-                    values = self._pull(program)
-                results, values = self._step(program, task, values, following)
+                    values = self._pull(ready)
+                results, pushes = ready.compute(values, task.seeds, Push(self._me, next(self._numbers), self._version))
+                program, ready = ready.program, None if following is None else self._ahead(following)
+                values = self._exchange(pushes, ready if isinstance(ready, _Ready) else None)
             except self._ray.exceptions.RayActorError:
                 report.has_lost_server = True
                 return report
@@ -88,9 +105,9 @@ class Worker:
                 report.is_fenced = True
                 return report
             except Exception as e:
-                report.error = _sendable(e)
+                report.error = _sendable(e, self._ray.cloudpickle)
                 return self._ended(report, values)
-            report.results.append(results)
+            report.results.append((program.plan.variant, results))
         return report
 
     def _ended(self, report: Report, values: Any) -> Report:
@@ -98,54 +115,49 @@ class Worker:
             self._servers[0].release.remote(self._me)
         return report
 
-    def _program(self, task: Task) -> "_Program | _Unknown":
+    def _ahead(self, task: Task) -> "_Ready | _Unknown | Exception":
+        """Prepares the following step; what it raises is raised when its turn comes."""
+        try:
+            return self._prepare(task)
+        except Exception as e:
+            return e
+
+    def _prepare(self, task: Task) -> "_Ready | _Unknown":
+        """Takes the batches of a step, if there is a program for them."""
         known = self._programs.get(task.step, {})
         draws = next(iter(known.values())).plan.draws if known else (1,) * len(task.resources)
         specs = tuple(self._resources[name].specs(n) for name, n in zip(task.resources, draws, strict=True))
-        return known.get(specs) or _Unknown(specs)
-
-    def _step(
-        self, program: "_Program", task: Task, values: Any, following: Task | None
-    ) -> tuple[tuple[int, list[Any]], Any]:
+        program = known.get(specs)
+        if program is None:
+            return _Unknown(specs)
         drawn = [self._resources[name].take(n) for name, n in zip(task.resources, program.plan.draws, strict=True)]
-        inputs = [*task.inputs, *(x for batches in drawn for batch in batches for x in batch)]
-        results, *asked = program.run(program.complete(values, task.seeds), inputs)
-        pushes = program.pushes(Push(self._me, next(self._numbers), self._version), *asked)
-        wanted = None
-        if following is not None:
-            try:
-                following_program = self._program(following)
-            except Exception:  # It is raised when its turn comes.
-                following_program = _Unknown(())
-            wanted = following_program if isinstance(following_program, _Program) else None
-        arrays = [np.asarray(x) for x in results]
-        return (program.plan.variant, arrays), self._exchange(pushes, wanted)
+        return _Ready(program, [*task.inputs, *(x for batches in drawn for batch in batches for x in batch)])
 
-    def _pull(self, program: "_Program") -> dict[Part, np.ndarray]:
-        asked = {s: [p.key for p in parts] for s, parts in program.pulls.items()}
-        replies = [self._servers[s].pull.remote(keys, self._me) for s, keys in asked.items()]
-        return self._taken(program, list(program.pulls), self._ray.get(replies))
+    def _pull(self, ready: "_Ready") -> dict[Part, np.ndarray]:
+        asked = ready.asked
+        replies = [self._servers[s].pull.remote(list(of.values()), self._me) for s, of in asked.items()]
+        return self._taken(ready, list(asked), self._ray.get(replies))
 
-    def _exchange(self, pushes: dict[int, Push], following: "_Program | None") -> dict[Part, np.ndarray] | None:
+    def _exchange(self, pushes: dict[int, Push], following: "_Ready | None") -> dict[Part, np.ndarray] | None:
         """Pushes, and pulls what the following step needs."""
         first, others = pushes[0], {s: p for s, p in pushes.items() if s}
         self._ray.get([self._servers[s].prepare.remote(p) for s, p in others.items()])
-        pulls = {} if following is None else following.pulls
-        keys = [p.key for p in pulls.get(0, ())]
-        order = [0, *(s for s in pulls if s)]
-        replies = [self._servers[0].exchange.remote(first, None if following is None else keys)]
-        for s in order[1:]:
+        asked = {} if following is None else {s: list(parts.values()) for s, parts in following.asked.items()}
+        replies = [self._servers[0].exchange.remote(first, asked.get(0))]
+        # Also where nothing is asked: a step is done when its push counts everywhere.
+        order = sorted({*asked, *others} - {0})
+        for s in order:
             after = first.number if s in others else None
-            replies.append(self._servers[s].pull.remote([p.key for p in pulls[s]], self._me, after))
+            replies.append(self._servers[s].pull.remote(asked.get(s, []), self._me, after))
         replies = self._ray.get(replies)
-        return None if following is None else self._taken(following, order, replies)
+        return None if following is None else self._taken(following, [0, *order], replies)
 
-    def _taken(self, program: "_Program", order: Sequence[int], replies: Sequence[Any]) -> dict[Part, np.ndarray]:
+    def _taken(self, ready: "_Ready", order: Sequence[int], replies: Sequence[Any]) -> dict[Part, np.ndarray]:
         values: dict[Part, np.ndarray] = {}
         for server, (version, arrays) in zip(order, replies, strict=True):
             if server == 0:
                 self._version = version
-            values.update(zip(program.pulls.get(server, ()), arrays, strict=True))
+            values.update(zip(ready.asked.get(server, ()), arrays, strict=True))
         return values
 
 
@@ -154,36 +166,88 @@ class _Program:
 
     def __init__(self, plan: StepProgram) -> None:
         self.plan, self.run = plan, load(plan.module)
-        self.pulls: dict[int, list[Part]] = {}
-        for part in dict.fromkeys(p for placement in plan.values if placement for p in placement):
-            self.pulls.setdefault(part.server, []).append(part)
+        self.find = load(plan.ids) if plan.ids else lambda inputs: []
+
+
+class _Ready:
+    """A step that can be computed as soon as it has values.
+
+    Args:
+      program: of the step.
+      inputs: its arguments and batches.
+
+    Attributes:
+      asked: of each server what is needed of it, by part: a key, or a key and rows.
+    """
+
+    def __init__(self, program: _Program, inputs: list[Any]) -> None:
+        self.program, self._inputs = program, inputs
+        ids = [np.asarray(x) for x in program.find(inputs)]
+        lookups = program.plan.lookups
+        self._rows: dict[int, np.ndarray] = {}
+        self._positions: list[Any] = [None] * len(ids)
+        for table in dict.fromkeys(lookups):
+            mine = [i for i, t in enumerate(lookups) if t == table]
+            self._rows[table], places = np.unique(np.concatenate([ids[i].ravel() for i in mine]), return_inverse=True)
+            ends = np.cumsum([ids[i].size for i in mine])
+            for i, own in zip(mine, np.split(places, ends[:-1]), strict=True):
+                self._positions[i] = own.reshape(ids[i].shape).astype(np.int32)
         # The first server tells the version, and whose step is being computed.
-        self.pulls.setdefault(0, [])
+        self.asked: dict[int, dict[Part, Any]] = {0: {}}
+        for i, placement in enumerate(program.plan.values):
+            if i in self._rows:
+                require_rows(self._rows[i], placement)
+            for part in placement or ():
+                asked = (part.key, self._local(i, part)) if i in self._rows else part.key
+                self.asked.setdefault(part.server, {})[part] = asked
 
-    def complete(self, values: dict[Part, np.ndarray], seeds: Sequence[np.ndarray]) -> list[Any]:
-        """Returns the values of all variables, in order."""
-        states = iter(seeds)
-        return [next(states) if placement is None else _joined(values, placement) for placement in self.plan.values]
-
-    def pushes(self, nothing: Push, added: Any, new: Any, gradients: Any) -> dict[int, Push]:
-        """Returns what each server is asked, as that which asks `nothing` with something in it."""
-        by_server: dict[int, Push] = {}
+    def compute(
+        self, values: dict[Part, np.ndarray], seeds: Sequence[np.ndarray], nothing: Push
+    ) -> tuple[list[np.ndarray], dict[int, Push]]:
+        """Returns the results, and what each server is asked, as that which asks `nothing` with something in it."""
+        plan, states = self.program.plan, iter(seeds)
+        given = [
+            next(states) if placement is None else self._value(i, placement, values)
+            for i, placement in enumerate(plan.values)
+        ]
+        results, added, new, gradients = self.program.run([*given, *self._positions], self._inputs)
+        pushes: dict[int, Push] = {}
 
         def to(server: int) -> Push:
-            return by_server.setdefault(server, replace(nothing, updates={}, added={}, set={}))
+            return pushes.setdefault(server, replace(nothing, updates={}, added={}, set={}))
 
-        for numbers, arrays, kind in ((self.plan.added, added, "added"), (self.plan.set, new, "set")):
+        for numbers, arrays, kind in ((plan.added, added, "added"), (plan.set, new, "set")):
             for i, array in zip(numbers, arrays, strict=True):
-                for part in self.plan.values[i] or ():
-                    for server in self.plan.holders.get(part.key, (part.server,)):
+                for part in plan.values[i] or ():
+                    for server in plan.holders.get(part.key, (part.server,)):
                         getattr(to(server), kind)[part.key] = np.asarray(part.of(array))
-        for (name, placements), given in zip(self.plan.updates, gradients, strict=True):
-            for placement, gradient in zip(placements, given, strict=True):
-                whole = np.asarray(gradient)
+        for (name, of_update), of_program in zip(plan.updates, gradients, strict=True):
+            for (placement, table), array in zip(of_update, of_program, strict=True):
+                whole = np.asarray(array)
                 for part in placement:
-                    to(part.server).updates.setdefault(name, []).append(part.of(whole))
-        by_server[0] = replace(to(0), others=tuple(s for s in by_server if s))
-        return by_server
+                    own = part.of(whole) if table is None else self._own_rows(table, part, whole)
+                    to(part.server).updates.setdefault(name, []).append(own)
+        pushes[0] = replace(to(0), others=tuple(s for s in pushes if s))
+        return [np.asarray(x) for x in results], pushes
+
+    def _value(self, number: int, placement: Placement, values: dict[Part, np.ndarray]) -> np.ndarray:
+        parts = [values[part] for part in placement]
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if number not in self._rows:
+            return whole
+        room = self.program.plan.num_rows[number] - len(whole)
+        return np.concatenate([whole, np.zeros((room, *whole.shape[1:]), whole.dtype)])
+
+    def _range(self, table: int, part: Part) -> slice:
+        """Returns which of a table's rows that are needed one server holds."""
+        assert part.stop is not None
+        return slice(*np.searchsorted(self._rows[table], [part.start, part.stop]))
+
+    def _local(self, table: int, part: Part) -> np.ndarray:
+        return self._rows[table][self._range(table, part)] - part.start
+
+    def _own_rows(self, table: int, part: Part, gradient: np.ndarray) -> Rows:
+        return Rows(self._local(table, part), gradient[: len(self._rows[table])][self._range(table, part)])
 
 
 class _Unknown:
@@ -202,9 +266,21 @@ class _Resource:
         self._ahead: list[tuple[Any, list[np.ndarray]]] = []
 
     def specs(self, count: int) -> Any:
-        """Returns the structure and the shapes of the next batches."""
+        """Returns the structure and the shapes of the next batches.
+
+        Raises:
+          OutOfRangeError: there are none.
+        """
         while len(self._ahead) < count:
-            leaves, tree = jax.tree.flatten(next(self._iterator))
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                raise OutOfRangeError(
+                    "the next batch of a worker's dataset",
+                    "it has no further one.",
+                    "return dataset.repeat() from dataset_fn",
+                ) from None
+            leaves, tree = jax.tree.flatten(batch)
             self._ahead.append((tree, [np.asarray(x) for x in leaves]))
         return tuple((tree, tuple(Spec(x.shape, x.dtype) for x in leaves)) for tree, leaves in self._ahead[:count])
 
@@ -214,14 +290,9 @@ class _Resource:
         return [leaves for _, leaves in taken]
 
 
-def _sendable(error: Exception) -> Exception:
+def _sendable(error: Exception, pickle: Any) -> Exception:
     """Returns an error, with its traceback, as one that can go to another process."""
-    if isinstance(error, StopIteration):
-        error = OutOfRangeError(
-            "the next batch of a worker's dataset", "it has no further one.", "return dataset.repeat() from dataset_fn"
-        )
-    else:
-        error.add_note("On the worker:\n" + "".join(traceback.format_exception(error)))
+    error.add_note("On the worker:\n" + "".join(traceback.format_exception(error)))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # One of its attributes is of this process.
@@ -233,7 +304,3 @@ def _iterable(dataset: Any) -> Any:
     if hasattr(dataset, "__iter__") or hasattr(dataset, "__next__"):
         return dataset
     return (dataset[i] for i in range(len(dataset)))
-
-
-def _joined(values: dict[Part, np.ndarray], placement: Placement) -> np.ndarray:
-    return values[placement[0]] if len(placement) == 1 else np.concatenate([values[part] for part in placement])

@@ -22,6 +22,8 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray's own way to let in only those that know a secret.
     "RAY_AUTH_MODE": "token",
+    # Nor does it start by itself once more after it has been ended.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 _LOOPBACK = "127.0.0.1"
@@ -64,6 +66,7 @@ class RayCluster:
     def __init__(self, spec: ClusterSpec | None, workers: int, ps: int, timeout_s: float, *, dashboard: bool) -> None:
         self._ray, self._spec = load_ray(), spec
         self.workers, self.ps = workers, ps
+        self._actors: list[Any] = []
         self._is_own = not self._ray.is_initialized()
         if self._is_own:
             self._start(dashboard)
@@ -75,19 +78,22 @@ class RayCluster:
         resources = {} if self._spec is None else {_resource(Task(job, index)): 1.0}
         # On this machine all share its cores; elsewhere each has a machine.
         cores = max(1, (os.cpu_count() or 1) // (self.workers + self.ps)) if self._spec is None else None
-        return (
-            self._ray.remote(_started(kind))
-            .options(num_cpus=0, max_concurrency=threads, resources=resources)
-            .remote(cores, *args)
-        )
+        options = {"num_cpus": 0, "max_concurrency": threads, "resources": resources}
+        self._actors.append(self._ray.remote(_started(kind)).options(**options).remote(cores, *args))
+        return self._actors[-1]
 
     def end(self, actor: Any) -> None:
         """Ends an actor, whatever it is doing."""
         self._ray.kill(actor, no_restart=True)
+        self._actors.remove(actor)
 
     def close(self) -> None:
         """Ends all actors, and Ray if it was started here."""
-        if self._is_own and self._ray.is_initialized():
+        if not self._ray.is_initialized():
+            return
+        for actor in list(self._actors):
+            self.end(actor)
+        if self._is_own:
             self._ray.shutdown()
 
     def _start(self, dashboard: bool) -> None:

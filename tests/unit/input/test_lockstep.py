@@ -6,9 +6,9 @@ from simulation import prefetching, rows, together
 
 from phalanx.errors import InputError
 from phalanx.input.feed import Form
-from phalanx.input.lockstep import AHEAD, Lockstep
+from phalanx.input.lockstep import AHEAD, Lockstep, require_same_data
 from phalanx.input.shard import Worker
-from phalanx.input.sources.base import AbstractReader, Piece
+from phalanx.input.sources.base import AbstractReader, Facts, Piece
 
 REPLICAS = 2
 
@@ -104,6 +104,50 @@ def test_a_row_to_pad_with():
     for batches in (never[1:], short[1:]):
         assert [b.steps[0].piece.parts[0].tolist() for b in batches] == [[0], [0]]
     assert never[0].steps[0].piece.parts[0].dtype == int
+
+
+@pytest.mark.parametrize(("sizes", "step", "found"), [([4, 4, 3], 2, "3 rows"), ([4] * 9, 9, "0 rows")])
+def test_batches_that_all_divide(sizes, step, found):
+    """Where each worker takes its part of the same batches, the first one that differs is an error on all."""
+
+    class Whole(Counted):
+        def read(self):
+            piece = super().read()
+            return piece and piece._replace(rows=sum(piece.counts))
+
+    def work(index, exchange):
+        batches, form = lockstep(Whole([[4] * 10, sizes][index]), index, 2, exchange), Form()
+        assert all(batches.get(form) for _ in range(step))
+        with pytest.raises(
+            InputError, match=f"the next batch: it has 4 rows on worker 0, {found} on worker 1, and each"
+        ):
+            batches.get(form)
+        batches.stop()
+        return True
+
+    assert together(2, work) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        (Facts(batch_size=4, num_batches=3, num_records=11), "11 rows, 3 batches, 4 rows in a batch"),
+        (Facts(batch_size=4, num_batches=3, num_records=2**33), f"{2**33} rows, 3 batches, 4 rows in a batch"),
+        (Facts(), "some, nobody knows how many"),
+    ],
+)
+def test_data_that_all_divide(other, found):
+    """What is known of them must be the same, before they are read."""
+    facts = Facts(batch_size=4, num_batches=3, num_records=10)
+    together(2, lambda _, exchange: require_same_data(other, exchange))
+
+    def work(index, exchange):
+        with pytest.raises(InputError) as e:
+            require_same_data([facts, other][index], exchange)
+        return str(e.value)
+
+    text = f"worker 0 has 10 rows, 3 batches, 4 rows in a batch; worker 1 has {found}.\nHINT: the same data on all"
+    assert all(text in said for said in together(2, work))
 
 
 def test_positions_are_those_of_what_was_handed_out():

@@ -85,16 +85,17 @@ def test_file_without_files():
 
 
 def test_auto_with_too_few_files_says_so(files, caplog):
-    """In one line, on the chief."""
-    planned(files, AUTO, (4, 1), 4)
+    """In one line, on the chief, however many datasets there are."""
+    planned(files, AUTO, (9, 1), 4)
+    planned(files, AUTO, (9, 1), 4)
     assert [r.message for r in caplog.records] == [
-        "3 files are too few for 4 workers: each takes its rows of every batch"
+        "3 files are too few for 9 workers: each takes its rows of every batch"
     ]
 
 
 def test_announcement(files, caplog):
-    """Who reads what, on the chief: a warning where there are several workers."""
-    for p, w in zip(planned(files, FILE, (2, 1), 4), workers(2, 1), strict=True):
+    """Who reads what, on the chief and once: a warning where there are several workers."""
+    for p, w in 2 * list(zip(planned(files, FILE, (2, 1), 4), workers(2, 1), strict=True)):
         p.announce(w)
     assert [r.message for r in caplog.records] == [
         "worker 0 of 2 reads 2 of 3 files (FILE)",

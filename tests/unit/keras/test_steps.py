@@ -232,6 +232,25 @@ def test_own_logs_are_averaged_over_replicas(strategy):
     same(history["replica"], [3 / 7])
 
 
+def test_a_log_of_ones_own_has_the_name_of_a_metric(strategy):
+    """It counts where the step leaves that metric alone."""
+
+    class Plain(Taped):
+        def train_step(self, data):
+            with phalanx.GradientTape() as tape:
+                loss = ops.mean(self(data[0]) ** 2)
+            variables = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+            return {"loss": loss}
+
+    with strategy.scope():
+        model = Plain()
+        model(X[:8])
+        model.compile("sgd")
+        wanted = np.mean(np.asarray(model(X[:8])) ** 2)
+    assert model.train_on_batch(X[:8], Y[:8], return_dict=True)["loss"] == pytest.approx(wanted, rel=1e-5)
+
+
 def test_replica_context_in_train_step(strategy):
     """`train_step` may reduce over the replicas."""
 
