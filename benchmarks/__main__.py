@@ -12,6 +12,7 @@ from benchmarks import (
     host_time,
     memory,
     multi_worker,
+    parameter_server,
     restarts,
     run_steps,
     soak,
@@ -30,6 +31,7 @@ BENCHMARKS = {
     "fit": fit.run,
     "multi_worker": multi_worker.run,
     "all_reduce": all_reduce.run,
+    "parameter_server": parameter_server.run,
     "soak": soak.run,
     "restarts": restarts.run,
 }
