@@ -11,6 +11,7 @@ import numpy as np
 import phalanx
 from benchmarks import timing
 from benchmarks.models import COMPARED_STEPS, LEARNING_RATE, MLP, sizes
+from phalanx.parameters.line import Line
 from phalanx.parameters.plans import Push, Pusher
 from phalanx.runtime.ray import load_ray
 
@@ -67,18 +68,25 @@ def prepare_transport(name: str, size_bytes: int) -> None:
     coordinator.strategy.homes.tell("put", {_KEY: array})
     numbers = itertools.count()
 
-    def pushed() -> Any:
-        return server.exchange.remote(Push(_ME, next(numbers), 0, set={_KEY: array}), None)
+    coordinator.strategy.homes.tell("enter", [_ME])
+    line = Line(_ME)
+    assert ray.get(server.near.remote(_ME, line.greeting()))
+
+    def pull() -> Any:
+        return line.unpack(ray.get(server.pull.remote([_KEY], _ME)))
+
+    def push() -> Any:
+        sent = line.pack(Push(_ME, next(numbers), 0, set={_KEY: array}))
+        return ray.get(server.exchange.remote(sent, None))
 
     calls = {
-        f"{name}: pull": lambda: server.pull.remote([_KEY], _ME),
-        f"{name}: push": pushed,
-        f"{name}: pull of Ray": actor.give.remote,
-        f"{name}: push of Ray": lambda: actor.take.remote(array),
+        f"{name}: pull": pull,
+        f"{name}: push": push,
+        f"{name}: pull of Ray": lambda: ray.get(actor.give.remote()),
+        f"{name}: push of Ray": lambda: ray.get(actor.take.remote(array)),
     }
-    coordinator.strategy.homes.tell("enter", [_ME])
     for key, call in calls.items():
-        _measures[key] = lambda count, call=call: timing.seconds_a_step(lambda: ray.get(call()), lambda _: None, count)
+        _measures[key] = lambda count, call=call: timing.seconds_a_step(call, lambda _: None, count)
 
 
 def seconds_a_step(name: str, count: int) -> float:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.parameters.clock import Clock
+from phalanx.parameters.line import Line, Packed
 from phalanx.parameters.plans import FencedError, Push, Pusher, UpdateProgram
 
 _WAIT_S = 600.0
@@ -44,12 +45,23 @@ class ParameterServer:
         self._applied = 0
         self._prepared: dict[tuple[Pusher, int], Push] = {}
         self._done: dict[Pusher, int] = {}
+        self._lines: dict[Pusher, Line] = {}
         self._change = threading.Condition()
 
     def meet(self, peers: Sequence[Any]) -> str:
         """Hears who the servers are; returns the platform of this one."""
         self._peers = peers
         return jax.default_backend()
+
+    def near(self, pusher: Pusher, greeting: Any) -> bool:
+        """Hears from a worker that has begun a line; returns whether it is used from now on."""
+        line = Line(pusher)
+        if not line.understands(greeting):
+            return False
+        with self._change:
+            self._require(pusher)
+            self._lines[pusher] = line
+        return True
 
     def put(self, values: dict[int, np.ndarray]) -> None:
         """Stores values."""
@@ -94,30 +106,33 @@ class ParameterServer:
         with self._moving():
             self._lives[pusher.worker] = max(self._lives.get(pusher.worker, 0), pusher.life + 1)
             self._clock.forget(pusher)
+            self._lines.pop(pusher, None)
             self._change.notify_all()
             self._prepared = {name: p for name, p in self._prepared.items() if p.pusher != pusher}
 
-    def pull(self, keys: Sequence[int], pusher: Pusher, after: int | None = None) -> tuple[int, list[np.ndarray]]:
+    def pull(self, keys: Sequence[int], pusher: Pusher, after: int | None = None) -> Any:
         """Returns the version, and values: those after push number `after` of this worker is applied."""
         with self._change:
             self._require(pusher)
             if after is not None:
                 self._wait(lambda: self._done.get(pusher, -1) >= after, pusher)
             version = self._clock.pull(pusher) if self._index == 0 else 0
-            return version, self.get(keys)
+            return self._sent(pusher, (version, self.get(keys)))
 
-    def prepare(self, push: Push) -> None:
+    def prepare(self, sent: Push | Packed) -> None:
         """Takes this server's part of a push, which does not count yet."""
+        push = self._received(sent)
         with self._change:
             self._require(push.pusher)
             self._prepared[push.name] = push
             self._change.notify_all()
 
-    def exchange(self, push: Push, keys: Sequence[int] | None) -> tuple[int, list[np.ndarray]]:
+    def exchange(self, sent: Push | Packed, keys: Sequence[int] | None) -> Any:
         """Takes the first server's part of a push, and returns when it is applied: the version, and new values.
 
         Without `keys` no further step of this worker has begun.
         """
+        push = self._received(sent)
         with self._moving():
             self._require(push.pusher)
             self._prepared[push.name] = push
@@ -126,7 +141,7 @@ class ParameterServer:
             self._wait(lambda: self._done.get(push.pusher, -1) >= push.number, push.pusher)
             if keys is None:
                 return self._clock.version, []
-            return self._clock.pull(push.pusher), self.get(keys)
+            return self._sent(push.pusher, (self._clock.pull(push.pusher), self.get(keys)))
 
     def commit(self, turn: int, names: Sequence[tuple[Pusher, int]]) -> None:
         """Hears from the first server which pushes are its `turn`-th update."""
@@ -154,6 +169,18 @@ class ParameterServer:
             self._applied = self._clock.version = applied
             self._prepared.clear()
             self._change.notify_all()
+
+    def _received(self, sent: Push | Packed) -> Push:
+        if isinstance(sent, Push):
+            return sent
+        with self._change:
+            self._require(sent.pusher)
+            line = self._lines[sent.pusher]
+        push: Push = line.unpack(sent)
+        return push
+
+    def _sent(self, pusher: Pusher, reply: Any) -> Any:
+        return self._lines[pusher].pack(reply) if pusher in self._lines else reply
 
     @contextmanager
     def _moving(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from phalanx.errors import OutOfRangeError
 from phalanx.parameters import here
+from phalanx.parameters.line import Line, Packed
 from phalanx.parameters.plans import FencedError, Part, Placement, Push, Pusher, Report, Spec, StepProgram, Task, load
 
 
@@ -34,6 +35,7 @@ class Worker:
         self._programs: dict[int, dict[Any, _Program]] = {}
         self._numbers = itertools.count()
         self._version = 0
+        self._lines: list[Line | None] = []
         here.worker_index = pusher.worker
 
     def ping(self) -> str:
@@ -42,7 +44,7 @@ class Worker:
 
     def meet(self, pusher: Pusher, servers: Sequence[Any]) -> None:
         """Hears that there are other servers now, and who it is for them."""
-        self._me, self._servers, self._numbers = pusher, servers, itertools.count()
+        self._me, self._servers, self._numbers, self._lines = pusher, servers, itertools.count(), []
 
     def make(self, name: int, fn: Callable[[], Any], is_dataset: bool) -> None:
         """Makes a dataset, from its beginning, or a value of this worker's own."""
@@ -78,6 +80,7 @@ class Worker:
                 if isinstance(program, _Unknown):
                     report.unknown = program.specs
                     return self._ended(report, values)
+                self._find_near()
                 if values is None:
                     values = self._pull(program)
                 results, values = self._step(program, task, values, following)
@@ -121,6 +124,21 @@ class Worker:
         arrays = [np.asarray(x) for x in results]
         return (program.plan.variant, arrays), self._exchange(pushes, wanted)
 
+    def _find_near(self) -> None:
+        """Begins a line to each server that is on this machine."""
+        if not self._lines:
+            lines = [Line(self._me) for _ in self._servers]
+            asked = [s.near.remote(self._me, x.greeting()) for s, x in zip(self._servers, lines, strict=True)]
+            self._lines = [x if is_near else None for x, is_near in zip(lines, self._ray.get(asked), strict=True)]
+
+    def _sent(self, server: int, push: Push) -> Push | Packed:
+        line = self._lines[server]
+        return push if line is None else line.pack(push)
+
+    def _received(self, server: int, reply: Any) -> Any:
+        line = self._lines[server]
+        return reply if line is None else line.unpack(reply)
+
     def _pull(self, program: "_Program") -> dict[Part, np.ndarray]:
         asked = {s: [p.key for p in parts] for s, parts in program.pulls.items()}
         replies = [self._servers[s].pull.remote(keys, self._me) for s, keys in asked.items()]
@@ -129,11 +147,11 @@ class Worker:
     def _exchange(self, pushes: dict[int, Push], following: "_Program | None") -> dict[Part, np.ndarray] | None:
         """Pushes, and pulls what the following step needs."""
         first, others = pushes[0], {s: p for s, p in pushes.items() if s}
-        self._ray.get([self._servers[s].prepare.remote(p) for s, p in others.items()])
+        self._ray.get([self._servers[s].prepare.remote(self._sent(s, p)) for s, p in others.items()])
         pulls = {} if following is None else following.pulls
         keys = [p.key for p in pulls.get(0, ())]
         order = [0, *(s for s in pulls if s)]
-        replies = [self._servers[0].exchange.remote(first, None if following is None else keys)]
+        replies = [self._servers[0].exchange.remote(self._sent(0, first), None if following is None else keys)]
         for s in order[1:]:
             after = first.number if s in others else None
             replies.append(self._servers[s].pull.remote([p.key for p in pulls[s]], self._me, after))
@@ -142,7 +160,8 @@ class Worker:
 
     def _taken(self, program: "_Program", order: Sequence[int], replies: Sequence[Any]) -> dict[Part, np.ndarray]:
         values: dict[Part, np.ndarray] = {}
-        for server, (version, arrays) in zip(order, replies, strict=True):
+        for server, reply in zip(order, replies, strict=True):
+            version, arrays = self._received(server, reply)
             if server == 0:
                 self._version = version
             values.update(zip(program.pulls.get(server, ()), arrays, strict=True))
