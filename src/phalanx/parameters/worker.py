@@ -147,11 +147,13 @@ class Worker:
     def _exchange(self, pushes: dict[int, Push], following: "_Program | None") -> dict[Part, np.ndarray] | None:
         """Pushes, and pulls what the following step needs."""
         first, others = pushes[0], {s: p for s, p in pushes.items() if s}
-        self._ray.get([self._servers[s].prepare.remote(self._sent(s, p)) for s, p in others.items()])
+        prepared = [self._servers[s].prepare.remote(self._sent(s, p)) for s, p in others.items()]
+        sent = self._sent(0, first)
+        self._ray.get(prepared)
         pulls = {} if following is None else following.pulls
         keys = [p.key for p in pulls.get(0, ())]
         order = [0, *(s for s in pulls if s)]
-        replies = [self._servers[0].exchange.remote(self._sent(0, first), None if following is None else keys)]
+        replies = [self._servers[0].exchange.remote(sent, None if following is None else keys)]
         for s in order[1:]:
             after = first.number if s in others else None
             replies.append(self._servers[s].pull.remote([p.key for p in pulls[s]], self._me, after))
