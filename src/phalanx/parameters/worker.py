@@ -100,7 +100,13 @@ class Worker:
                     values = self._pull(ready)
                 results, pushes = ready.compute(values, task.seeds, Push(self._me, next(self._numbers), self._version))
                 program, ready = ready.program, None if following is None else self._ahead(following)
-                values = self._exchange(pushes, ready if isinstance(ready, _Ready) else None)
+                known = ready if isinstance(ready, _Ready) and not ready.program.is_pure else None
+                if program.writes:
+                    values = self._exchange(pushes, known)
+                else:
+                    # It is no update: the next step pulls for itself.
+                    self._ended(report, values or None)
+                    values = None
             except self._ray.exceptions.RayActorError:
                 report.has_lost_server = True
                 return report
@@ -152,6 +158,8 @@ class Worker:
         return reply if line is None else line.unpack(reply)
 
     def _pull(self, ready: "_Ready") -> dict[Part, np.ndarray]:
+        if ready.program.is_pure:
+            return {}
         asked = ready.asked
         replies = [self._servers[s].pull.remote(list(of.values()), self._me) for s, of in asked.items()]
         return self._taken(ready, list(asked), self._ray.get(replies))
@@ -188,6 +196,8 @@ class _Program:
     def __init__(self, plan: StepProgram) -> None:
         self.plan, self.run = plan, load(plan.module)
         self.find = load(plan.ids) if plan.ids else lambda inputs: []
+        self.writes = bool(plan.updates or plan.added or plan.set)
+        self.is_pure = not self.writes and all(p is None for p in plan.values)
 
 
 class _Ready:
