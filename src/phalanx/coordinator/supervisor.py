@@ -22,7 +22,7 @@ from phalanx.runtime.ray import load_ray
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 _START_S = 3600.0
-_AT_ONCE_S = 0.05
+_AT_ONCE_S = 0.2
 _MOST_AT_ONCE = 64
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.parameters.clock import Clock
+from phalanx.parameters.line import Line, Packed
 from phalanx.parameters.plans import FencedError, Push, Pusher, Rows, UpdateProgram
 
 _WAIT_S = 600.0
@@ -49,11 +50,22 @@ class ParameterServer:
         self._prepared: dict[tuple[Pusher, int], Push] = {}
         self._done: dict[Pusher, int] = {}
         self._change = threading.Condition(threading.RLock())
+        self._lines: dict[Pusher, Line] = {}
 
     def meet(self, peers: Sequence[Any]) -> str:
         """Hears who the servers are; returns the platform of this one."""
         self._peers = peers
         return jax.default_backend()
+
+    def near(self, pusher: Pusher, greeting: Any) -> bool:
+        """Hears from a worker that has begun a line; returns whether it is used from now on."""
+        line = Line(pusher)
+        if not line.understands(greeting):
+            return False
+        with self._change:
+            self._require(pusher)
+            self._lines[pusher] = line
+        return True
 
     def put(self, values: dict[int, np.ndarray]) -> None:
         """Stores values."""
@@ -112,31 +124,34 @@ class ParameterServer:
             self._wait(lambda: self._applied >= after)
             self._lives[pusher.worker] = max(self._lives.get(pusher.worker, 0), pusher.life + 1)
             self._clock.forget(pusher)
+            self._lines.pop(pusher, None)
             self._change.notify_all()
             self._prepared = {name: p for name, p in self._prepared.items() if p.pusher != pusher}
         return self._applied
 
-    def pull(self, asked: Sequence[Any], pusher: Pusher, after: int | None = None) -> tuple[int, list[np.ndarray]]:
+    def pull(self, asked: Sequence[Any], pusher: Pusher, after: int | None = None) -> Any:
         """Returns the version, and values: those after push number `after` of this worker is applied."""
         with self._change:
             self._require(pusher)
             if after is not None:
                 self._wait(lambda: self._done.get(pusher, -1) >= after, pusher)
             version = self._clock.pull(pusher) if self._index == 0 else 0
-            return version, self.get(asked)
+            return self._sent(pusher, (version, self.get(asked)))
 
-    def prepare(self, push: Push) -> None:
+    def prepare(self, sent: Push | Packed) -> None:
         """Takes this server's part of a push, which does not count yet."""
+        push = self._received(sent)
         with self._change:
             self._require(push.pusher)
             self._prepared[push.name] = push
             self._change.notify_all()
 
-    def exchange(self, push: Push, asked: Sequence[Any] | None) -> tuple[int, list[np.ndarray]]:
+    def exchange(self, sent: Push | Packed, asked: Sequence[Any] | None) -> Any:
         """Takes the first server's part of a push, and returns when it is applied: the version, and new values.
 
         Where nothing is `asked` no further step of this worker has begun.
         """
+        push = self._received(sent)
         with self._moving():
             self._require(push.pusher)
             self._prepared[push.name] = push
@@ -145,7 +160,7 @@ class ParameterServer:
             self._wait(lambda: self._done.get(push.pusher, -1) >= push.number, push.pusher)
             if asked is None:
                 return self._clock.version, []
-            return self._clock.pull(push.pusher), self.get(asked)
+            return self._sent(push.pusher, (self._clock.pull(push.pusher), self.get(asked)))
 
     def commit(self, turn: int, names: Sequence[tuple[Pusher, int]]) -> None:
         """Hears from the first server which pushes are its `turn`-th update."""
@@ -181,6 +196,18 @@ class ParameterServer:
             self._applied = self._clock.version = applied
             self._prepared.clear()
             self._change.notify_all()
+
+    def _received(self, sent: Push | Packed) -> Push:
+        if isinstance(sent, Push):
+            return sent
+        with self._change:
+            self._require(sent.pusher)
+            line = self._lines[sent.pusher]
+        push: Push = line.unpack(sent)
+        return push
+
+    def _sent(self, pusher: Pusher, reply: Any) -> Any:
+        return self._lines[pusher].pack(reply) if pusher in self._lines else reply
 
     @contextmanager
     def _moving(self) -> Iterator[None]:

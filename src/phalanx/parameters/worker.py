@@ -12,6 +12,7 @@ import numpy as np
 
 from phalanx.errors import OutOfRangeError
 from phalanx.parameters import here
+from phalanx.parameters.line import Line, Packed
 from phalanx.parameters.plans import (
     FencedError,
     Part,
@@ -46,6 +47,7 @@ class Worker:
         self._programs: dict[int, dict[Any, _Program]] = {}
         self._numbers = itertools.count()
         self._version = 0
+        self._lines: list[Line | None] = []
         here.worker_index = pusher.worker
 
     def ping(self) -> str:
@@ -54,7 +56,7 @@ class Worker:
 
     def meet(self, pusher: Pusher, servers: Sequence[Any]) -> None:
         """Hears that there are other servers now, and who it is for them."""
-        self._me, self._servers, self._numbers = pusher, servers, itertools.count()
+        self._me, self._servers, self._numbers, self._lines = pusher, servers, itertools.count(), []
 
     def make(self, name: int, fn: Callable[[], Any], is_dataset: bool) -> None:
         """Makes a dataset, from its beginning, or a value of this worker's own."""
@@ -93,6 +95,7 @@ class Worker:
                 if isinstance(ready, _Unknown):
                     report.unknown = ready.specs
                     return self._ended(report, values)
+                self._find_near()
                 if values is None:
                     values = self._pull(ready)
                 results, pushes = ready.compute(values, task.seeds, Push(self._me, next(self._numbers), self._version))
@@ -133,6 +136,21 @@ class Worker:
         drawn = [self._resources[name].take(n) for name, n in zip(task.resources, program.plan.draws, strict=True)]
         return _Ready(program, [*task.inputs, *(x for batches in drawn for batch in batches for x in batch)])
 
+    def _find_near(self) -> None:
+        """Begins a line to each server that is on this machine."""
+        if not self._lines:
+            lines = [Line(self._me) for _ in self._servers]
+            asked = [s.near.remote(self._me, x.greeting()) for s, x in zip(self._servers, lines, strict=True)]
+            self._lines = [x if is_near else None for x, is_near in zip(lines, self._ray.get(asked), strict=True)]
+
+    def _sent(self, server: int, push: Push) -> Push | Packed:
+        line = self._lines[server]
+        return push if line is None else line.pack(push)
+
+    def _received(self, server: int, reply: Any) -> Any:
+        line = self._lines[server]
+        return reply if line is None else line.unpack(reply)
+
     def _pull(self, ready: "_Ready") -> dict[Part, np.ndarray]:
         asked = ready.asked
         replies = [self._servers[s].pull.remote(list(of.values()), self._me) for s, of in asked.items()]
@@ -141,9 +159,11 @@ class Worker:
     def _exchange(self, pushes: dict[int, Push], following: "_Ready | None") -> dict[Part, np.ndarray] | None:
         """Pushes, and pulls what the following step needs."""
         first, others = pushes[0], {s: p for s, p in pushes.items() if s}
-        self._ray.get([self._servers[s].prepare.remote(p) for s, p in others.items()])
+        prepared = [self._servers[s].prepare.remote(self._sent(s, p)) for s, p in others.items()]
+        sent = self._sent(0, first)
+        self._ray.get(prepared)
         asked = {} if following is None else {s: list(parts.values()) for s, parts in following.asked.items()}
-        replies = [self._servers[0].exchange.remote(first, asked.get(0))]
+        replies = [self._servers[0].exchange.remote(sent, asked.get(0))]
         # Also where nothing is asked: a step is done when its push counts everywhere.
         order = sorted({*asked, *others} - {0})
         for s in order:
@@ -154,7 +174,8 @@ class Worker:
 
     def _taken(self, ready: "_Ready", order: Sequence[int], replies: Sequence[Any]) -> dict[Part, np.ndarray]:
         values: dict[Part, np.ndarray] = {}
-        for server, (version, arrays) in zip(order, replies, strict=True):
+        for server, reply in zip(order, replies, strict=True):
+            version, arrays = self._received(server, reply)
             if server == 0:
                 self._version = version
             values.update(zip(ready.asked.get(server, ()), arrays, strict=True))
