@@ -2,6 +2,7 @@
 """A worker: takes values from the servers, does steps on batches of its own, and pushes what they lead to."""
 
 import itertools
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ from phalanx.parameters.plans import (
 
 
 class Worker:
-    """Does steps. Its methods must not overlap, but for `ping`.
+    """Does steps. Its methods must not overlap, but for `ping`, `specs` and `value`.
 
     Args:
       pusher: who it is.
@@ -289,12 +290,13 @@ class _Unknown:
 
 
 class _Resource:
-    """A dataset, from which batches are taken in turn, or a value."""
+    """A dataset, from which batches are taken in turn, or a value. It may be asked in several threads."""
 
     def __init__(self, content: Any, *, is_dataset: bool) -> None:
         self.content, self._is_dataset = content, is_dataset
         self._iterator: Iterator[Any] = iter(_iterable(content)) if is_dataset else itertools.repeat(content)
         self._ahead: list[tuple[Any, list[np.ndarray]]] = []
+        self._lock = threading.Lock()
 
     def specs(self, count: int) -> Any:
         """Returns the structure and the shapes of the next batches.
@@ -302,23 +304,27 @@ class _Resource:
         Raises:
           OutOfRangeError: there are none.
         """
-        while len(self._ahead) < count:
-            try:
-                batch = next(self._iterator)
-            except StopIteration:
-                raise OutOfRangeError(
-                    "the next batch of a worker's dataset",
-                    "it has no further one.",
-                    "return dataset.repeat() from dataset_fn",
-                ) from None
-            leaves, tree = jax.tree.flatten(batch)
-            self._ahead.append((tree, [np.asarray(x) for x in leaves]))
-        return tuple((tree, tuple(Spec(x.shape, x.dtype) for x in leaves)) for tree, leaves in self._ahead[:count])
+        with self._lock:
+            while len(self._ahead) < count:
+                self._read()
+            return tuple((tree, tuple(Spec(x.shape, x.dtype) for x in leaves)) for tree, leaves in self._ahead[:count])
 
     def take(self, count: int) -> list[list[np.ndarray]]:
         """Returns the next batches."""
-        taken, self._ahead = self._ahead[:count], self._ahead[count:]
-        return [leaves for _, leaves in taken]
+        with self._lock:
+            taken, self._ahead = self._ahead[:count], self._ahead[count:]
+            return [leaves for _, leaves in taken]
+
+    def _read(self) -> None:
+        try:
+            leaves, tree = jax.tree.flatten(next(self._iterator))
+        except StopIteration:
+            raise OutOfRangeError(
+                "the next batch of a worker's dataset",
+                "it has no further one.",
+                "return dataset.repeat() from dataset_fn",
+            ) from None
+        self._ahead.append((tree, [np.asarray(x) for x in leaves]))
 
 
 def _sendable(error: Exception, pickle: Any) -> Exception:

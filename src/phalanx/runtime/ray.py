@@ -29,6 +29,7 @@ _QUIET = {
 _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.2
 _GRACE_S = 5.0
+_HEAD_S = "10"
 
 
 def load_ray() -> Any:
@@ -59,6 +60,9 @@ class RayCluster:
       timeout_s: how long to wait for the tasks.
       dashboard: whether to start Ray's.
 
+    Attributes:
+      actors: those that were started, and have not been ended.
+
     Raises:
       StartupError: tasks are missing.
     """
@@ -66,7 +70,7 @@ class RayCluster:
     def __init__(self, spec: ClusterSpec | None, workers: int, ps: int, timeout_s: float, *, dashboard: bool) -> None:
         self._ray, self._spec = load_ray(), spec
         self.workers, self.ps = workers, ps
-        self._actors: list[Any] = []
+        self.actors: list[Any] = []
         self._is_own = not self._ray.is_initialized()
         if self._is_own:
             self._start(dashboard)
@@ -79,28 +83,30 @@ class RayCluster:
         # On this machine all share its cores; elsewhere each has a machine.
         cores = max(1, (os.cpu_count() or 1) // (self.workers + self.ps)) if self._spec is None else None
         options = {"num_cpus": 0, "max_concurrency": threads, "resources": resources}
-        self._actors.append(self._ray.remote(_started(kind)).options(**options).remote(cores, *args))
-        return self._actors[-1]
+        self.actors.append(self._ray.remote(_started(kind)).options(**options).remote(cores, *args))
+        return self.actors[-1]
 
     def end(self, actor: Any) -> None:
         """Ends an actor, whatever it is doing."""
         self._ray.kill(actor, no_restart=True)
-        self._actors.remove(actor)
+        self.actors.remove(actor)
 
     def close(self) -> None:
         """Ends all actors, and Ray if it was started here."""
         if not self._ray.is_initialized():
             return
-        for actor in list(self._actors):
+        for actor in list(self.actors):
             self.end(actor)
         if self._is_own:
             self._ray.shutdown()
 
     def _start(self, dashboard: bool) -> None:
-        address, port = _LOOPBACK, None
+        # Where this process is killed, Ray's own wait so long for their head, on this machine, until they end.
+        address, settings = _LOOPBACK, {"RAY_gcs_rpc_server_reconnect_timeout_s": _HEAD_S}
         if self._spec is not None:
             address, port = _split(self._spec.task_address("chief", 0))
-        with _environment({} if port is None else {"RAY_GCS_SERVER_PORT": str(port)}), warnings.catch_warnings():
+            settings = {"RAY_GCS_SERVER_PORT": str(port)}
+        with _environment(settings), warnings.catch_warnings():
             # Ray starts its processes by a fork, which executes another program at once.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             self._ray.init(

@@ -1,0 +1,202 @@
+"""Coordinators, and servers from TF_CONFIG, as processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from processes import end, family_of, is_there, wait_until
+
+from phalanx.cluster.resolvers.simple import SimpleClusterResolver
+from phalanx.cluster.spec import ClusterSpec
+from phalanx.errors import ClusterError, StartupError
+from phalanx.launch.plan import free_ports
+from phalanx.runtime.ray import Server
+from phalanx.strategies.parameter_server import ParameterServerStrategy
+
+HERE = Path(__file__).parent
+SERVE = "import phalanx; phalanx.Server({spec}, {job!r}, {index}).join(timeout_s=60)"
+
+
+@contextmanager
+def process(*command, **environment):
+    """A Python process, ended with all that descend from it; its errors go to a file."""
+    with tempfile.TemporaryFile("w+") as log:
+        one = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            env={k: v for k, v in os.environ.items() if k not in ("NPROC", "TF_CONFIG")}
+            | {"PHALANX_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
+            | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=HERE,
+        )
+        one.log = log
+        try:
+            yield one
+        finally:
+            for pid in family_of(one.pid):
+                if is_there(pid):
+                    end(pid)
+            one.wait()
+            one.stdin.close()
+            one.stdout.close()
+
+
+def said(one):
+    """What a process has said next; where it has ended, what it has said last."""
+    line = one.stdout.readline()
+    if not line.startswith(("{", '"')):
+        one.wait(60)
+        one.log.seek(0)
+        raise AssertionError(f"it ended with {one.returncode}: {line}{one.stdout.read()}{one.log.read()[-6000:]}")
+    return json.loads(line)
+
+
+def tell(one, word):
+    """Says something to a process."""
+    one.stdin.write(word + "\n")
+    one.stdin.flush()
+
+
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_all_processes_end_with_the_coordinator(how):
+    """Those of Ray, the workers and the servers: when it closes its strategy, and when it is killed."""
+    with process("coordinating.py", 2, 1) as coordinator:
+        report = said(coordinator)
+        assert report["count"] == 20
+        family = family_of(coordinator.pid)
+        assert set(report["pids"]) <= set(family)
+        assert len(report["pids"]) == 3
+        if how == "closed":
+            tell(coordinator, "close")
+            assert said(coordinator) == "closed"
+            family.remove(coordinator.pid)
+        else:
+            end(coordinator.pid)
+        wait_until(lambda: not any(map(is_there, family)))
+
+
+@contextmanager
+def servers(spec, tokens):
+    """Processes of the tasks of a cluster but for the chief; `tokens` of each."""
+    tasks = [(job, i) for job in ("worker", "ps") for i in range(len(spec[job]))]
+    with tempfile.TemporaryDirectory() as home:
+        started, stack = {}, []
+        try:
+            for task, token in zip(tasks, tokens, strict=True):
+                code = SERVE.format(spec=spec, job=task[0], index=task[1])
+                stack.append(process("-c", code, RAY_AUTH_TOKEN=token, HOME=home))
+                started[task] = stack[-1].__enter__()
+            yield started
+        finally:
+            for one in reversed(stack):
+                one.__exit__(None, None, None)
+
+
+def cluster(workers):
+    """A cluster on this machine, and the TF_CONFIG of its chief."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(workers + 2)]
+    spec = {"chief": addresses[:1], "ps": addresses[1:2], "worker": addresses[2:]}
+    return spec, json.dumps({"cluster": spec, "task": {"type": "chief", "index": 0}})
+
+
+def test_servers_from_tf_config():
+    """Two workers and a server wait for the chief, work for it, and end with it; a worker that is killed comes back."""
+    spec, chief_config = cluster(2)
+    token = "a" * 64
+    with (
+        servers(spec, [token] * 3) as tasks,
+        process("coordinating.py", TF_CONFIG=chief_config, RAY_AUTH_TOKEN=token) as chief,
+    ):
+        assert said(chief)["count"] == 20
+        tell(chief, "more")
+        assert said(chief)["count"] == 40
+        tell(chief, "close")
+        assert said(chief) == "closed"
+        for task in tasks.values():
+            assert task.wait(60) == 0
+
+
+def test_a_wrong_token_is_refused():
+    """A task without the chief's token is not let in, and says so; the chief names the task that is missing."""
+    spec, chief_config = cluster(1)
+    code = "import phalanx.strategies.parameter_server as p; p._START_S = 30.0; import runpy; runpy.run_path('coordinating.py')"
+    with (
+        servers(spec, ["b" * 64, "a" * 64]) as tasks,
+        process("-c", code, TF_CONFIG=chief_config, RAY_AUTH_TOKEN="a" * 64) as chief,
+    ):
+        refused = tasks["worker", 0]
+        assert refused.wait(90) != 0
+        refused.log.seek(0)
+        text = refused.log.read()
+        assert "StartupError" in text
+        assert "HINT: the same RAY_AUTH_TOKEN" in text
+        assert chief.wait(90) != 0
+        chief.log.seek(0)
+        text = chief.log.read()
+        assert f"these have not joined: worker:0 ({spec['worker'][0]})" in text.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("jobs", "why"),
+    [
+        ({"worker": ["a:1"], "ps": ["a:2"]}, "at least one chief"),
+        ({"chief": ["a:1"], "worker": ["a:2"]}, "at least one parameter server"),
+        ({"chief": ["a:1"], "ps": ["a:2"]}, "at least one worker"),
+        ({"chief": ["a:1"], "ps": ["a:2"], "worker": ["a:3"], "trainer": ["a:4"]}, "not .'trainer'."),
+    ],
+    ids=["no chief", "no ps", "no worker", "unknown job"],
+)
+def test_clusters_that_are_no_clusters_of_parameter_servers(jobs, why):
+    """They are refused before anything is started."""
+    with pytest.raises(ClusterError, match=rf"(?s){why}.*HINT: .*chief"):
+        ParameterServerStrategy(SimpleClusterResolver(ClusterSpec(jobs), task_type="chief", task_id=0))
+
+
+def test_tasks_that_share_an_address():
+    """Two tasks cannot be one."""
+    with pytest.raises(ClusterError, match=r"(?s)a:2.*HINT"):
+        ParameterServerStrategy(
+            SimpleClusterResolver(
+                ClusterSpec({"chief": ["a:1"], "ps": ["a:2"], "worker": ["a:2"]}), task_type="chief", task_id=0
+            )
+        )
+
+
+def test_a_worker_does_not_coordinate():
+    """A worker's script is told what to call."""
+    spec = ClusterSpec({"chief": ["a:1"], "ps": ["a:2"], "worker": ["a:3"]})
+    with pytest.raises(ClusterError, match=r'(?s)task worker:0.*HINT: phalanx.Server\(cluster_spec, "worker", 0\)'):
+        ParameterServerStrategy(SimpleClusterResolver(spec, task_type="worker", task_id=0))
+
+
+@pytest.mark.parametrize(
+    ("jobs", "job", "index", "why"),
+    [
+        ({"chief": ["a:1"], "ps": ["a:2"], "worker": ["a:3"]}, "chief", 0, "job_name='chief'"),
+        ({"chief": ["a:1"], "ps": ["a:2"], "worker": ["a:3"]}, "trainer", 0, "job_name='trainer'"),
+        ({"chief": ["a:1"], "ps": ["a:2"], "worker": ["a:3"]}, "worker", 1, "1"),
+        ({"ps": ["a:2"], "worker": ["a:3"]}, "worker", 0, "no chief"),
+    ],
+    ids=["chief", "unknown job", "no such task", "no chief"],
+)
+def test_servers_that_are_none(jobs, job, index, why):
+    """A server is a worker or a parameter server of a cluster with a chief."""
+    with pytest.raises(ClusterError, match=rf"(?s){why}.*HINT"):
+        Server(jobs, job, index)
+
+
+def test_nobody_listens():
+    """A server that waits in vain says for whom."""
+    chief, own, ps = (f"127.0.0.1:{port}" for port in free_ports(3))
+    server = Server({"chief": [chief], "worker": [own], "ps": [ps]}, "worker", 0)
+    assert server.target == f"ray://{chief}"
+    with pytest.raises(StartupError, match=rf"(?s)nobody listens at the chief's address {chief}.*HINT"):
+        server.join(timeout_s=0.5)
