@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo demo-multi-worker test test-sources bench soak check clean
+.PHONY: demo demo-multi-worker demo-ps test test-sources bench soak check clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/text_lm.py
@@ -11,6 +11,10 @@ demo: $(INSTALLED)
 # On CPUs everywhere: two workers cannot share a GPU.
 demo-multi-worker: $(INSTALLED)
 	JAX_PLATFORMS=cpu $(BIN)/phalanx run --workers 2 examples/multi_worker.py
+
+# The same: two workers and two servers.
+demo-ps: $(INSTALLED)
+	JAX_PLATFORMS=cpu $(BIN)/python examples/parameter_server.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
@@ -34,7 +38,7 @@ check: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[data,demo,test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[data,demo,ps,test]"
 	touch $@
 
 # Libraries whose datasets Phalanx takes, but does not need. TensorFlow 2.21 wants an older h5py than the constraints.

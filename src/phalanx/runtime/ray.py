@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -204,13 +205,27 @@ class Server:
                 )
             time.sleep(_POLL_S)
         host, _ = _split(self._spec.task_address(self._task.type, self._task.index))
-        node = subprocess.Popen(
+        with tempfile.TemporaryDirectory(prefix="phalanx-", ignore_cleanup_errors=True) as folder:
+            node = self._start(host, folder)
+            try:
+                self._stay(node)
+            finally:
+                _end(node)
+
+    @property
+    def _chief(self) -> str:
+        return self._spec.task_address("chief", 0)
+
+    def _start(self, host: str, folder: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [
                 str(Path(sys.executable).with_name("ray")),
                 "start",
                 f"--address={self._chief}",
                 f"--node-ip-address={socket.gethostbyname(host)}",
                 f"--resources={json.dumps({_resource(self._task): 1})}",
+                # In one folder several that start at once on a machine would choose the same names.
+                f"--temp-dir={folder}",
                 "--block",
                 "--disable-usage-stats",
             ],
@@ -218,14 +233,6 @@ class Server:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        try:
-            self._stay(node)
-        finally:
-            _end(node)
-
-    @property
-    def _chief(self) -> str:
-        return self._spec.task_address("chief", 0)
 
     def _stay(self, node: subprocess.Popen[str]) -> None:
         """Returns when the chief has ended."""

@@ -1,0 +1,58 @@
+"""`examples/parameter_server.py` with small tables and few steps, run as a user runs it."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+
+import phalanx
+
+USERS, ITEMS, WIDTH = 300, 100, 4
+SMALL = ("--users", USERS, "--items", ITEMS, "--width", WIDTH, "--batch", 256)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the example saves."""
+    return tmp_path_factory.mktemp("parameter_server")
+
+
+@pytest.fixture(scope="module")
+def scheduled(run_example, folder):
+    """What it prints."""
+    return run_example("parameter_server.py", *SMALL, "--epochs", 3, "--steps", 100, folder=folder)
+
+
+def test_learns_who_clicks(scheduled):
+    """The AUC on held-back rows goes up, not above that of the model that the clicks are drawn from."""
+    found = [float(x) for x in re.findall(r"held-back AUC ([\d.]+)", scheduled)]
+    best = float(re.search(r"AUC of the hidden model ([\d.]+)", scheduled).group(1))
+    assert len(found) == 3
+    assert found[0] < found[-1] < best
+    assert found[-1] > 0.7
+
+
+def test_says_how_the_workers_get_on(scheduled):
+    """One line an epoch."""
+    lines = re.findall(r"(\d+) steps/s \| workers 2/2 \| queued 0, in flight 0 \| staleness mean", scheduled)
+    assert len(lines) == 3
+    assert all(float(rate) > 0 for rate in lines)
+
+
+def test_saves_the_weights_and_the_curve(scheduled, folder):
+    """Without a strategy the tables are ordinary layers; the checkpoint of a training that is done is gone."""
+    out = folder / "out/parameter_server"
+    assert sorted(p.name for p in out.iterdir()) == ["auc.png", "model.weights.h5"]
+    assert (out / "auc.png").read_bytes().startswith(b"\x89PNG")
+    table = phalanx.keras.ShardedEmbedding(USERS, WIDTH, name="users")
+    user = keras.Input((), dtype="int32")
+    keras.Model(user, table(user)).load_weights(out / "model.weights.h5", skip_mismatch=True)
+    assert np.abs(table.embeddings.numpy()).max() > 0.1, "the table is as it was made"
+
+
+def test_fit(run_example):
+    """By Keras's fit it is the same training."""
+    printed = run_example("parameter_server.py", *SMALL, "--fit", "--epochs", 2, "--steps", 60)
+    first, last = (float(x) for x in re.findall(r"val_auc: ([\d.]+)", printed))
+    assert 0.5 < first < last
