@@ -22,6 +22,7 @@ with strategy.scope():
 
 
 def step(x):
+    """Makes the outputs smaller."""
     with phalanx.GradientTape() as tape:
         loss = keras.ops.mean(keras.ops.square(keras.ops.matmul(x, weight)))
     optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
@@ -30,6 +31,7 @@ def step(x):
 
 
 def train(steps):
+    """Schedules steps."""
     for _ in range(steps):
         coordinator.schedule(step, args=(np.ones((3, 4), "float32"),))
 
