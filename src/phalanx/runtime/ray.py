@@ -30,7 +30,6 @@ _QUIET = {
 _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.2
 _GRACE_S = 5.0
-_HEAD_S = "10"
 
 
 def load_ray() -> Any:
@@ -66,6 +65,7 @@ class RayCluster:
 
     Raises:
       StartupError: tasks are missing.
+      ClusterError: two processes are one task.
     """
 
     def __init__(self, spec: ClusterSpec | None, workers: int, ps: int, timeout_s: float, *, dashboard: bool) -> None:
@@ -102,8 +102,7 @@ class RayCluster:
             self._ray.shutdown()
 
     def _start(self, dashboard: bool) -> None:
-        # Where this process is killed, Ray's own wait so long for their head, on this machine, until they end.
-        address, settings = _LOOPBACK, {"RAY_gcs_rpc_server_reconnect_timeout_s": _HEAD_S}
+        address, settings = _LOOPBACK, {}
         if self._spec is not None:
             address, port = _split(self._spec.task_address("chief", 0))
             settings = {"RAY_GCS_SERVER_PORT": str(port)}
@@ -121,7 +120,7 @@ class RayCluster:
     def _await_tasks(self, spec: ClusterSpec, timeout_s: float) -> None:
         tasks = [Task(job, i) for job in ("worker", "ps") for i in spec.task_indices(job)]
         deadline = time.monotonic() + timeout_s
-        while missing := [t for t in tasks if _resource(t) not in self._ray.cluster_resources()]:
+        while missing := self._missing(tasks):
             if time.monotonic() > deadline:
                 names = ", ".join(f"{t} ({spec.task_address(t.type, t.index)})" for t in missing)
                 self.close()
@@ -131,6 +130,22 @@ class RayCluster:
                     "phalanx.Server(cluster_spec, job_name, task_index).join() in each of them, with the same token",
                 )
             time.sleep(_POLL_S)
+
+    def _missing(self, tasks: Sequence[Task]) -> list[Task]:
+        """Returns the tasks that have not joined.
+
+        Raises:
+          ClusterError: one has joined twice.
+        """
+        joined = self._ray.cluster_resources()
+        if twice := [str(t) for t in tasks if joined.get(_resource(t), 0) > 1]:
+            self.close()
+            raise ClusterError(
+                f"ParameterServerStrategy over {len(tasks)} tasks",
+                f"two processes have joined as {', '.join(twice)}.",
+                "phalanx.Server(cluster_spec, job_name, task_index) with another task_index in each process",
+            )
+        return [t for t in tasks if _resource(t) not in joined]
 
 
 class Server:

@@ -185,7 +185,11 @@ def test_after_close(started):
     """Everybody who waits is let go, further calls say what has happened, and all processes are gone."""
     strategy, coordinator, counter = started
     iterator = iter(coordinator.create_per_worker_dataset(slow_numbers()))
-    values = [coordinator.schedule(lambda iterator: next(iterator), args=(iterator,)) for _ in range(1000)]
+
+    def step(iterator):
+        return next(iterator)
+
+    values = [coordinator.schedule(step, args=(iterator,)) for _ in range(1000)]
     values[0].fetch()
     counter.assign(3)
     processes = [*workers_of(strategy), *servers_of(strategy)]
