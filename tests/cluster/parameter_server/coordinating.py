@@ -12,37 +12,37 @@ import keras
 import numpy as np
 from processes import servers_of, workers_of
 
-counts = dict(zip(("workers", "ps"), map(int, sys.argv[1:]), strict=False))
-strategy = phalanx.ParameterServerStrategy(**counts)
-coordinator = phalanx.coordinator.ClusterCoordinator(strategy)
-with strategy.scope():
-    weight = keras.Variable(np.ones((4, 2), "float32"))
-    counter = keras.Variable(0, dtype="int32", trainable=False, aggregation="sum")
-    optimizer = keras.optimizers.SGD(0.1)
 
+def main(counts):
+    """Trains."""
+    strategy = phalanx.ParameterServerStrategy(**counts)
+    coordinator = phalanx.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        weight = keras.Variable(np.ones((4, 2), "float32"))
+        counter = keras.Variable(0, dtype="int32", trainable=False, aggregation="sum")
+        optimizer = keras.optimizers.SGD(0.1)
 
-def step(x):
-    """Makes the outputs smaller."""
-    with phalanx.GradientTape() as tape:
-        loss = keras.ops.mean(keras.ops.square(keras.ops.matmul(x, weight)))
-    optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
-    counter.assign_add(1)
-    return loss
+    def step(x):
+        with phalanx.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(keras.ops.matmul(x, weight)))
+        optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+        counter.assign_add(1)
+        return loss
 
+    def train(steps):
+        for _ in range(steps):
+            coordinator.schedule(step, args=(np.ones((3, 4), "float32"),))
+        coordinator.join()
 
-def train(steps):
-    """Schedules steps."""
-    for _ in range(steps):
-        coordinator.schedule(step, args=(np.ones((3, 4), "float32"),))
-
-
-train(20)
-coordinator.join()
-report = {"count": int(counter.value), "pids": [*workers_of(strategy), *servers_of(strategy)]}
-print(json.dumps(report), flush=True)
-while sys.stdin.readline().strip() == "more":
     train(20)
-    coordinator.join()
-    print(json.dumps({"count": int(counter.value)}), flush=True)
-strategy.close()
-print(json.dumps("closed"), flush=True)
+    report = {"count": int(counter.value), "pids": [*workers_of(strategy), *servers_of(strategy)]}
+    print(json.dumps(report), flush=True)
+    while sys.stdin.readline().strip() == "more":
+        train(20)
+        print(json.dumps({"count": int(counter.value)}), flush=True)
+    strategy.close()
+    print(json.dumps("closed"), flush=True)
+
+
+if __name__ == "__main__":
+    main(dict(zip(("workers", "ps"), map(int, sys.argv[1:]), strict=False)))
