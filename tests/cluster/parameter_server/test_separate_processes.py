@@ -149,7 +149,9 @@ def test_a_wrong_token_is_refused():
 def test_tasks_that_are_missing():
     """The chief names them, with their addresses."""
     spec, chief_config = cluster(1)
-    code = "import phalanx.strategies.parameter_server as p; p._START_S = 0.5; import coordinating; coordinating.main({})"
+    code = (
+        "import phalanx.strategies.parameter_server as p; p._START_S = 0.5; import coordinating; coordinating.main({})"
+    )
     with process("-c", code, TF_CONFIG=chief_config, RAY_AUTH_TOKEN="a" * 64) as chief:
         assert chief.wait(90) == 1
         chief.log.seek(0)
