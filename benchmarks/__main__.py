@@ -15,6 +15,7 @@ from benchmarks import (
     multi_worker,
     parameter_server,
     parameter_server_memory,
+    parameter_server_soak,
     restarts,
     run_steps,
     soak,
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "all_reduce": all_reduce.run,
     "parameter_server": parameter_server.run,
     "parameter_server_memory": parameter_server_memory.run,
+    "parameter_server_soak": parameter_server_soak.run,
     "soak": soak.run,
     "restarts": restarts.run,
 }
@@ -46,16 +48,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name", help=f"some of {', '.join(BENCHMARKS)}; none means all")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: to see that it works")
-    parser.add_argument("--rounds", type=int, default=50, help="how many rounds of restarts (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="the number of its first round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, help="how many rounds of restarts (50) and parameter_server_soak (30)")
+    parser.add_argument("--seed", type=int, default=0, help="the number of their first round (default: %(default)s)")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of the table of parameter_server_memory (4)")
     options = parser.parse_args()
     unknown = set(options.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
-    drawn = functools.partial(restarts.run, rounds=options.rounds, seed=options.seed)
+    drawn = {"seed": options.seed} | ({} if options.rounds is None else {"rounds": options.rounds})
     sized = functools.partial(parameter_server_memory.run, gigabytes=options.gigabytes)
-    benchmarks = BENCHMARKS | {"restarts": drawn, "parameter_server_memory": sized}
+    benchmarks = BENCHMARKS | {
+        "restarts": functools.partial(restarts.run, **drawn),
+        "parameter_server_soak": functools.partial(parameter_server_soak.run, **drawn),
+        "parameter_server_memory": sized,
+    }
     for name in options.names or benchmarks:
         benchmarks[name](quick=options.quick).show()
 

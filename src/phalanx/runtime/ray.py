@@ -37,17 +37,26 @@ def load_ray() -> Any:
 
     Raises:
       MissingDependencyError: it is not installed.
+      StartupError: it was imported before, without asking for a token.
     """
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
+    if "ray" not in sys.modules:
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
     try:
-        return importlib.import_module("ray")
+        ray = importlib.import_module("ray")
     except ImportError as e:
         raise MissingDependencyError(
             "parameter servers",
             "their processes are those of Ray, which is not installed.",
             'pip install "phalanx[ps]"',
         ) from e
+    if "RAY_AUTH_MODE" not in os.environ and not ray.is_initialized():
+        raise StartupError(
+            "parameter servers after `import ray`",
+            "Ray has read its settings then, and would let in everybody.",
+            'os.environ["RAY_AUTH_MODE"] = "token" before `import ray`',
+        )
+    return ray
 
 
 class RayCluster:

@@ -142,7 +142,7 @@ def test_a_step_that_fails_is_not_waited_for(strategy_of):
 @pytest.mark.parametrize("bound", [1, 3])
 def test_staleness_stays_within_the_bound(strategy_of, bound):
     """No update is staler, all steps are done, and the counter is exact."""
-    strategy = strategy_of(workers=4, ps=1, max_staleness=bound)
+    strategy = strategy_of(workers=3, ps=1, max_staleness=bound)
     coordinator = ClusterCoordinator(strategy)
     model, step, counter = parts(strategy, keras.optimizers.SGD(0.01))
     for i in range(200):
@@ -176,6 +176,35 @@ def test_asynchronous_training_learns(strategy_of):
     losses = [coordinator.schedule(step, args=(X[i % STEPS], Y[i % STEPS])) for i in range(600)]
     losses = coordinator.fetch(losses)
     assert np.mean(losses[-50:]) < 0.2 * np.mean(losses[:50])
+
+
+OF_ONE_SERVER = {
+    "lamb": lambda: keras.optimizers.Lamb(0.01),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.01),
+    "muon": lambda: keras.optimizers.Muon(0.01),
+    "clipped accumulation": lambda: keras.optimizers.SGD(0.01, global_clipnorm=0.1, gradient_accumulation_steps=2),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=4.0),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_SERVER)
+def test_optimizers_that_must_see_all(strategy_of, name):
+    """With one server they make the updates of plain Keras, whichever worker does the next step."""
+    coordinator = ClusterCoordinator(strategy := strategy_of(workers=4, ps=1))
+    with strategy.scope():
+        model, optimizer = make(), OF_ONE_SERVER[name]()
+
+    def step(x, y):
+        with phalanx.GradientTape() as tape:
+            loss = optimizer.scale_loss(keras.ops.mean(keras.ops.square(model(x, training=True) - y)))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    batches = list(zip(X[:6], Y[:6], strict=True))
+    for batch in batches:
+        coordinator.schedule(step, args=batch).fetch()
+    for a, b in zip(model.get_weights(), by_keras(OF_ONE_SERVER[name](), batches), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("wrong", [{"max_staleness": -1}, {"max_staleness": 0.5}, {"workers": 0}, {"ps": "2"}], ids=str)

@@ -159,6 +159,15 @@ def test_tasks_that_are_missing():
         assert named in chief.log.read()
 
 
+def test_ray_was_imported_before(monkeypatch):
+    """Then it would let in everybody, and the error says what to set."""
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    with process("-c", "import ray, phalanx; phalanx.ParameterServerStrategy()") as coordinator:
+        assert coordinator.wait(90) == 1
+        coordinator.log.seek(0)
+        assert 'HINT: os.environ["RAY_AUTH_MODE"] = "token" before `import ray`' in coordinator.log.read()
+
+
 @pytest.mark.parametrize(
     ("jobs", "why"),
     [

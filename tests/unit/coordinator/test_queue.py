@@ -342,6 +342,73 @@ def test_keyboard_interrupt(wait):
         assert value(closure) == 3
 
 
+class Resting:
+    """A consumer that notes when it is told to rest, and when it is woken."""
+
+    def __init__(self):
+        self.queue, self.notes = ClosureQueue(wake=lambda: self.notes.append("wake")), []
+        self.rested = threading.Event()
+
+    def rest(self):
+        """Notes it."""
+        self.notes.append("rest")
+        self.rested.set()
+
+    def get(self):
+        """Waits for a closure."""
+        return self.queue.get(self.rest)
+
+
+@pytest.mark.parametrize("how", ["join", "get", "done", "put"])
+def test_consumers_rest_while_somebody_waits(how):
+    """An idle consumer is told to rest as soon as somebody waits for another one's closure, and woken before the next."""
+    consumer = Resting()
+    queue = ClosureQueue(1, wake=consumer.queue._wake) if how == "put" else consumer.queue
+    consumer.queue = queue
+    closure = Closure("in flight")
+    queue.put(closure)
+    assert queue.get() is closure
+    if how == "put":
+        # It has failed, and another one is in flight still: who puts waits for that one.
+        other = Closure("another")
+        queue.put(other)
+        assert queue.get() is other
+        queue.fail(other, StepError(1))
+    idle = Call(consumer.get)
+    assert idle.is_waiting()
+    assert consumer.notes == []
+    waits = {"join": queue.join, "get": closure.outcome.get, "done": queue.done, "put": lambda: queue.put(Closure(0))}
+    waiting = Call(waits[how])
+    assert consumer.rested.wait(DEADLINE_S)
+    assert set(consumer.notes) == {"rest"}
+    queue.finish(closure, None)
+    if how == "put":
+        assert isinstance(waiting.error(), StepError)
+    else:
+        waiting.end()
+    consumer.notes.clear()
+    following = Closure("next")
+    queue.put(following)
+    assert idle.end() is following
+    assert consumer.notes == ["wake"]
+    queue.finish(following, None)
+
+
+def test_nobody_rests_while_nobody_waits():
+    """What was waited for before does not count once the next closure is queued."""
+    consumer = Resting()
+    first = Closure("first")
+    consumer.queue.put(first)
+    consumer.queue.finish(consumer.get(), 1)
+    consumer.queue.join()
+    assert first.outcome.get() == 1
+    idle = Call(consumer.get)
+    assert idle.is_waiting()
+    assert consumer.notes == []
+    consumer.queue.stop()
+    assert idle.end() is None
+
+
 class QueueMachine(RuleBasedStateMachine):
     """All calls that need not wait, in any order, against lists and a dict."""
 

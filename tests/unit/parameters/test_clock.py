@@ -138,6 +138,16 @@ def test_without_a_bound_nobody_waits():
     assert clock.staleness == {0: 3, 3: 1}
 
 
+def test_who_has_pushed_is_not_waited_for():
+    """With a bound of 1 or more: its next step will take newer values."""
+    clock = Clock(1)
+    a, b = Pusher(0, 0), Pusher(1, 0)
+    clock.enter([a, b])
+    for number, pusher in enumerate([a, b, b, b, b]):
+        clock.push(Push(pusher, number, clock.pull(pusher)))
+        assert [p.number for p in clock.ready()] == [number]
+
+
 def test_who_leaves_is_not_waited_for():
     """Until it pulls again."""
     clock = Clock(0)
