@@ -247,3 +247,11 @@ def test_coordinates_of_tpus():
     found = system._of_devices(devices)
     assert found.mesh_shape.tolist() == [2, 1, 1, 2]
     assert found.device_coordinates.tolist() == [[[0, 0, 0, 0], [0, 0, 0, 1]], [[1, 0, 0, 0], [1, 0, 0, 1]]]
+
+
+def test_an_assignment_as_the_first_argument():
+    """The hint names the argument that it is for."""
+    topology = phalanx.testing.virtual_topology((2, 2, 2))
+    assignment = phalanx.tpu.experimental.DeviceAssignment.build(topology, [1, 1, 2], num_replicas=4)
+    with pytest.raises(InvalidArgumentError, match="HINT: TPUStrategy\\(experimental_device_assignment=assignment\\)"):
+        phalanx.TPUStrategy(assignment)

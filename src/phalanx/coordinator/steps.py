@@ -16,7 +16,7 @@ import numpy as np
 from phalanx import compat, context
 from phalanx.compat import Variable
 from phalanx.context import Mode
-from phalanx.coordinator.values import PerWorkerIterator, PerWorkerValues
+from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from phalanx.errors import InvalidArgumentError
 from phalanx.exported import export
 from phalanx.parameters.plans import StepProgram
@@ -230,7 +230,8 @@ def check_call(args: Any, kwargs: Any, remote: type) -> None:
     """Raises for arguments that no step takes.
 
     Raises:
-      InvalidArgumentError: no list or tuple; or the value of another step, which may not be known yet.
+      InvalidArgumentError: no list or tuple; the value of another step, which may not be known yet; or an iterator that is not
+        of the workers, of which the step would have one batch for ever.
     """
     if not isinstance(args, list | tuple | NoneType):
         raise InvalidArgumentError(f"args={args!r}", "must be a list or a tuple.", "args=(iterator,)")
@@ -241,3 +242,16 @@ def check_call(args: Any, kwargs: Any, remote: type) -> None:
             "the step that makes it may not have run yet.",
             "schedule(fn, args=(value.fetch(),))",
         )
+    for leaf in leaves:
+        if isinstance(leaf, PerWorkerDataset):
+            raise InvalidArgumentError(
+                "a per-worker dataset among the arguments of schedule",
+                "a step takes batches from an iterator of it.",
+                "iterator = iter(dataset), once for an epoch, and args=(iterator,)",
+            )
+        if hasattr(leaf, "__next__") and not isinstance(leaf, PerWorkerValues):
+            raise InvalidArgumentError(
+                f"{leaf!r:.60} among the arguments of schedule",
+                "it is an iterator of this process, and steps run on workers.",
+                "iter(coordinator.create_per_worker_dataset(dataset_fn)); or next(iterator) as the argument",
+            )

@@ -60,6 +60,12 @@ class TPUStrategy(SynchronousStrategy):
     ) -> None:
         resolver = TPUClusterResolver() if tpu_cluster_resolver is None else tpu_cluster_resolver
         assignment = experimental_device_assignment
+        if isinstance(resolver, DeviceAssignment):
+            raise InvalidArgumentError(
+                f"tpu_cluster_resolver={resolver!r:.60}",
+                "an assignment is the second argument.",
+                "TPUStrategy(experimental_device_assignment=assignment)",
+            )
         if not isinstance(assignment, (DeviceAssignment, type(None))):
             raise InvalidArgumentError(
                 f"experimental_device_assignment={assignment!r:.60}",

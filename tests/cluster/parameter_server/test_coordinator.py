@@ -387,3 +387,11 @@ def test_status(calm, counter):
     assert after.done - before.done == after.updates - before.updates == 50
     assert sum(after.staleness.values()) - sum(before.staleness.values()) == 50
     assert (after.queued, after.in_flight) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["generator", "dataset"])
+def test_iterators_that_are_not_of_the_workers(calm, kind):
+    """A step would have one batch of them for ever."""
+    given = (x for x in [1.0]) if kind == "generator" else calm.create_per_worker_dataset(lambda: [1.0])
+    with pytest.raises(InvalidArgumentError, match="among the arguments of schedule.*\nHINT: iter"):
+        calm.schedule(take, args=(given,))
