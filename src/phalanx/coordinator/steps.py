@@ -235,7 +235,7 @@ def check_call(args: Any, kwargs: Any, remote: type) -> None:
     """
     if not isinstance(args, list | tuple | NoneType):
         raise InvalidArgumentError(f"args={args!r}", "must be a list or a tuple.", "args=(iterator,)")
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, remote))
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, remote) or hasattr(x, "__next__"))
     if any(isinstance(x, remote) for x in leaves):
         raise InvalidArgumentError(
             "a RemoteValue among the arguments of schedule",
