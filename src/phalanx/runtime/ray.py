@@ -27,6 +27,8 @@ _QUIET = {
     "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+# Processes of this machine listen at its loopback interface alone. Ray, which has it so for Windows, looks when it is imported.
+_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.2
 _GRACE_S = 5.0
@@ -78,7 +80,8 @@ class RayCluster:
     """
 
     def __init__(self, spec: ClusterSpec | None, workers: int, ps: int, timeout_s: float, *, dashboard: bool) -> None:
-        self._ray, self._spec = load_ray(), spec
+        with _environment(_ALONE if spec is None else {}):
+            self._ray, self._spec = load_ray(), spec
         self.workers, self.ps = workers, ps
         self.actors: list[Any] = []
         self._is_own = not self._ray.is_initialized()
@@ -111,7 +114,7 @@ class RayCluster:
             self._ray.shutdown()
 
     def _start(self, dashboard: bool) -> None:
-        address, settings = _LOOPBACK, {}
+        address, settings = _LOOPBACK, _ALONE
         if self._spec is not None:
             address, port = _split(self._spec.task_address("chief", 0))
             settings = {"RAY_GCS_SERVER_PORT": str(port)}

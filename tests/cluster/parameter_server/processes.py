@@ -1,14 +1,16 @@
 """Processes of workers and servers: which they are, and whether they are still there."""
 
+import ipaddress
 import os
 import signal
 import time
-
-import ray
+from pathlib import Path
 
 
 def pid_of(actor):
     """The process of an actor."""
+    import ray  # Strategies import it in a way of their own, if they are the first.
+
     return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
 
 
@@ -46,6 +48,25 @@ def family_of(pid):
     for one in family:
         family += children.get(one, [])
     return family
+
+
+def listening(pids):
+    """The addresses at which processes listen."""
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(fd) if fd.is_symlink() else ""
+            inodes |= {target[8:-1]} if target.startswith("socket:[") else set()
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and rest[5] in inodes:
+                words = bytes.fromhex(local.partition(":")[0])
+                packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                address = ipaddress.ip_address(packed)
+                found.add(str(getattr(address, "ipv4_mapped", None) or address))
+    return found
 
 
 def wait_until(is_so, deadline_s=60.0):

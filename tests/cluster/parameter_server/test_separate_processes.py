@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import end, family_of, is_there, wait_until
+from processes import end, family_of, is_there, listening, wait_until
 
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.spec import ClusterSpec
@@ -66,13 +66,14 @@ def tell(one, word):
 
 
 def test_all_processes_end_with_close():
-    """Workers, servers, and those of Ray."""
+    """Workers, servers, and those of Ray, which no other machine can reach."""
     with process("coordinating.py", 2, 1) as coordinator:
         report = said(coordinator)
         assert report["count"] == 20
         family = family_of(coordinator.pid)
         assert set(report["pids"]) <= set(family)
         assert len(report["pids"]) == 3
+        assert listening(family) == {"127.0.0.1"}
         tell(coordinator, "close")
         assert said(coordinator) == "closed"
         wait_until(lambda: not any(map(is_there, family[1:])))
