@@ -329,10 +329,6 @@ class Entry:
     increment: Any = None
     replaced: bool = False
 
-    def add(self, increment: Any) -> None:
-        """Adds to the value."""
-        self.move(self.value + increment, increment)
-
     def move(self, value: Any, increment: Any) -> None:
         """Gives it the value that an increment leads to."""
         self.value, self.components = value, None
@@ -463,7 +459,8 @@ class LiftScope(compat.AbstractLiftScope):
                 f"an increment of shape {tuple(variable.shape)}",
             )
         delta = self._combined(entry, delta)
-        entry.add(-delta if negative else delta)
+        # One operation on the value as in code by hand: the increment beside it is dropped where nobody asks for it.
+        entry.move(*((entry.value - delta, -delta) if negative else (entry.value + delta, delta)))
         return entry.value
 
     def commit(self, other: Entry) -> None:
