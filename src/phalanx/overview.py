@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a person wants to see of a strategy: the mesh, and where each variable lives."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import keras
 import numpy as np
 
-from phalanx.compat import Variable, dtype_of, raw_value
+from phalanx.compat import Variable, dtype_of
 from phalanx.errors import InvalidArgumentError, MissingDependencyError
 from phalanx.strategies.base import Strategy
-from phalanx.topology import Topology, device_name
+from phalanx.topology import Held, Topology, device_name
 
 
 def describe(strategy: Strategy, *objects: Any, console: Any = None) -> None:
@@ -59,9 +59,10 @@ def describe(strategy: Strategy, *objects: Any, console: Any = None) -> None:
         ) from e
     variables = [v for o in objects for v in variables_of("describe", o)]
     console = console or Console(highlight=False)
-    tables = [mesh_of(strategy.topology)]
+    tables = [_tasks(strategy.tasks) if strategy.tasks else mesh_of(strategy.topology)]
     if objects:
-        tables += [_places(variables, strategy.topology), _totals(variables)]
+        held = [strategy.held(v) for v in variables]
+        tables += [_places(variables, held, strategy.topology), _totals(held)]
     for title, columns, rows in tables:
         table = Table(box=box.SIMPLE)
         for name in columns:
@@ -112,28 +113,35 @@ def mesh_of(topology: Topology | None) -> Shown:
     return title, ["replica", *names], rows
 
 
-def _places(variables: Sequence[Variable], topology: Topology | None) -> Shown:
-    devices = 1 if topology is None else len(topology.devices)
-    rows = [[v.path, f"{dtype_of(v)}{list(v.shape)}", _parts(raw_value(v), devices)] for v in variables]
-    total = sum(x.nbytes for v in variables if isinstance(x := raw_value(v), jax.Array))
+def _tasks(tasks: Sequence[str]) -> Shown:
+    return f"{len(tasks)} tasks", ["task"], [[task] for task in tasks]
+
+
+def _places(variables: Sequence[Variable], held: Sequence[Sequence[Held]], topology: Topology | None) -> Shown:
+    everywhere = None if topology is None else {device_name(d) for d in topology.devices}
+    rows = [
+        [v.path, f"{dtype_of(v)}{list(v.shape)}", _parts(v.shape, parts, everywhere)]
+        for v, parts in zip(variables, held, strict=True)
+    ]
+    total = sum(math.prod(v.shape) * np.dtype(dtype_of(v)).itemsize for v in variables)
     title = f"{len(variables)} variable{'s' * (len(variables) != 1)}, {_size(total)}"
     return title, ["path", "array", "parts"], rows
 
 
-def _totals(variables: Sequence[Variable]) -> Shown:
-    held: dict[str, int] = {}
-    for shard in (s for v in variables for s in _shards(raw_value(v))):
-        name = device_name(shard.device)
-        held[name] = held.get(name, 0) + shard.data.nbytes
-    return "Bytes of a device", ["device", "bytes"], [[name, _size(n)] for name, n in sorted(held.items(), key=_order)]
+def _totals(held: Sequence[Sequence[Held]]) -> Shown:
+    totals: dict[str, int] = {}
+    for part in (part for parts in held for part in parts):
+        totals[part.place] = totals.get(part.place, 0) + part.num_bytes
+    rows = [[name, _size(n)] for name, n in sorted(totals.items(), key=_order)]
+    return "Bytes of a device", ["device", "bytes"], rows
 
 
-def _parts(value: Any, num_devices: int) -> str:
+def _parts(shape: Sequence[int], parts: Sequence[Held], everywhere: set[str] | None) -> str:
     """Returns which part of an array is on which devices, of those of this process; nothing where all hold it whole."""
     found: dict[str, list[str]] = {}
-    for shard in _shards(value):
-        found.setdefault(_range(shard.index, value.shape), []).append(device_name(shard.device))
-    if list(found) == ["whole"] and len(found["whole"]) == num_devices:
+    for part in parts:
+        found.setdefault(_range(part.index, shape), []).append(part.place)
+    if list(found) == ["whole"] and (everywhere is None or set(found["whole"]) == everywhere):
         return ""
     return "\n".join(f"{part} {' '.join(names)}" for part, names in found.items()) or "not here"
 
@@ -145,11 +153,6 @@ def _range(index: Sequence[slice], shape: Sequence[int]) -> str:
     while texts and texts[-1] == ":":
         texts.pop()
     return f"[{', '.join(texts)}]" if texts else "whole"
-
-
-def _shards(value: Any) -> list[Any]:
-    """Returns the shards of an array, device by device; none where a variable has no value here."""
-    return sorted(value.addressable_shards, key=lambda s: s.device.id) if isinstance(value, jax.Array) else []
 
 
 def _order(item: tuple[str, int]) -> tuple[str, int]:

@@ -67,6 +67,21 @@ def set_virtual_cpu_devices(count: int) -> None:
         os.environ["NPROC"] = str(2 * count)
 
 
+@dataclass(frozen=True)
+class Held:
+    """What one place has of an array.
+
+    Args:
+      place: the name of a device, or of a task of the cluster.
+      index: which part of the array: a range of each dim.
+      num_bytes: its size.
+    """
+
+    place: str
+    index: tuple[slice, ...]
+    num_bytes: int
+
+
 def device_name(device: jax.Device) -> str:
     """Returns the canonical name of a device, for example `"cpu:1"`."""
     platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the coordinator, the workers and the parameter servers tell each other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -155,7 +155,7 @@ class Push:
       updates: gradients by the update's name.
       added: increments by key.
       set: new values by key.
-      others: the other servers that hold a part of this push already, and wait to hear that it counts.
+      others: the other servers that get a part of this push.
     """
 
     pusher: Pusher
@@ -170,6 +170,21 @@ class Push:
     def name(self) -> tuple[Pusher, int]:
         """What tells it from all others."""
         return self.pusher, self.number
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which pushes are one update.
+
+    Args:
+      turn: the how-manieth update it is.
+      names: of the pushes.
+      befores: of each server that has a part of them, which update it did before this one.
+    """
+
+    turn: int
+    names: Sequence[tuple[Pusher, int]]
+    befores: dict[int, int]
 
 
 @dataclass

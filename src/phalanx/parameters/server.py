@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A parameter server: variables and optimizer slots, and the updates of them.
 
-A push counts on all servers or on none. The first server decides: a worker hands the parts of a push to the other servers,
-and then the first one's to it; that one applies it as soon as the clock allows, and tells the others, which apply theirs in
-the same order.
+A push counts on all servers or on none. The first server decides: a worker hands each server its part, and each of the others
+asks the first one, which answers when all have theirs and the clock allows the push; they apply it in the same order.
 """
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 
 from phalanx.parameters.clock import Clock
 from phalanx.parameters.line import Line, Packed
-from phalanx.parameters.plans import FencedError, Push, Pusher, Rows, UpdateProgram
+from phalanx.parameters.plans import Decision, FencedError, Push, Pusher, Rows, UpdateProgram
 
 _WAIT_S = 600.0
 """How long a push waits for others before that is an error; a worker that is lost is forgotten long before."""
@@ -49,6 +48,10 @@ class ParameterServer:
         self._applied = 0
         self._prepared: dict[tuple[Pusher, int], Push] = {}
         self._done: dict[Pusher, int] = {}
+        # At the first server: who has a part of which push, what was decided last of each worker, and the last turn of each server.
+        self._holding: dict[tuple[Pusher, int], set[int]] = {}
+        self._decided: dict[Pusher, Decision] = {}
+        self._turns: dict[int, int] = defaultdict(int)
         self._change = threading.Condition(threading.RLock())
         self._lines: dict[Pusher, Line] = {}
 
@@ -113,12 +116,12 @@ class ParameterServer:
         with self._moving():
             self._clock.release(pusher)
 
-    def forget(self, pusher: Pusher, after: int = 0) -> int:
-        """Hears that a worker is lost: what it has not pushed whole will never count. Returns how many updates were applied.
+    def forget(self, pusher: Pusher, after: int = 0) -> list[int]:
+        """Hears that a worker is lost: what it has not pushed whole will never count. Returns the last turn of each server.
 
         Args:
           pusher: the worker.
-          after: how many the first server had applied when it heard of it: what is among these counts here too.
+          after: this server's last turn, as the first one knew it when it heard of it: what is among these counts here too.
         """
         with self._moving():
             self._wait(lambda: self._applied >= after)
@@ -127,48 +130,47 @@ class ParameterServer:
             self._lines.pop(pusher, None)
             self._change.notify_all()
             self._prepared = {name: p for name, p in self._prepared.items() if p.pusher != pusher}
-        return self._applied
+            self._holding = {name: held for name, held in self._holding.items() if name[0] != pusher}
+        return [self._turns[i] for i in range(len(self._peers))]
 
-    def pull(self, asked: Sequence[Any], pusher: Pusher, after: int | None = None) -> Any:
-        """Returns the version, and values: those after push number `after` of this worker is applied."""
+    def pull(self, asked: Sequence[Any], pusher: Pusher) -> Any:
+        """Returns the version, and values."""
         with self._change:
             self._require(pusher)
-            if after is not None:
-                self._wait(lambda: self._done.get(pusher, -1) >= after, pusher)
             version = self._clock.pull(pusher) if self._index == 0 else 0
             return self._sent(pusher, (version, self.get(asked)))
 
-    def prepare(self, sent: Push | Packed) -> None:
-        """Takes this server's part of a push, which does not count yet."""
-        push = self._received(sent)
-        with self._change:
-            self._require(push.pusher)
-            self._prepared[push.name] = push
-            self._change.notify_all()
-
     def exchange(self, sent: Push | Packed, asked: Sequence[Any] | None) -> Any:
-        """Takes the first server's part of a push, and returns when it is applied: the version, and new values.
+        """Takes this server's part of a push, and returns when it is applied: the version, and new values.
 
         Where nothing is `asked` no further step of this worker has begun.
         """
         push = self._received(sent)
-        with self._moving():
+        with self._change:
             self._require(push.pusher)
             self._prepared[push.name] = push
-            self._clock.push(push)
+        if self._index == 0:
+            with self._moving():
+                self._hold(push.name, 0)
+        else:
+            # The first server's thread waits there for what it decides.
+            self._commit(self._ray.get(self._peers[0].settle.remote(push.name, self._index)))
         with self._change:
             self._wait(lambda: self._done.get(push.pusher, -1) >= push.number, push.pusher)
             if asked is None:
                 return self._clock.version, []
-            return self._sent(push.pusher, (self._clock.pull(push.pusher), self.get(asked)))
+            version = self._clock.pull(push.pusher) if self._index == 0 else 0
+            return self._sent(push.pusher, (version, self.get(asked)))
 
-    def commit(self, turn: int, names: Sequence[tuple[Pusher, int]]) -> None:
-        """Hears from the first server which pushes are its `turn`-th update."""
+    def settle(self, name: tuple[Pusher, int], server: int) -> Decision:
+        """Hears, as the first server, that another one has its part of a push; returns when the push counts."""
+        pusher, number = name
+        with self._moving():
+            self._require(pusher)
+            self._hold(name, server)
         with self._change:
-            self._wait(lambda: self._applied >= turn)
-            if self._applied > turn:  # A server was restarted, and all go on from a later update.
-                return
-            self._apply([self._prepared.pop(name) for name in names if name in self._prepared])
+            self._wait(lambda: self._done.get(pusher, -1) >= number, pusher)
+            return self._decided[pusher]
 
     def state(self) -> dict[int, np.ndarray]:
         """Returns all values."""
@@ -194,7 +196,9 @@ class ParameterServer:
         """Goes on from the update that all servers are to be at; what was not applied is dropped."""
         with self._change:
             self._applied = self._clock.version = applied
+            self._turns.update(dict.fromkeys(range(len(self._peers)), applied))
             self._prepared.clear()
+            self._holding.clear()
             self._change.notify_all()
 
     def _received(self, sent: Push | Packed) -> Push:
@@ -215,15 +219,32 @@ class ParameterServer:
         with self._change:
             yield
             while pushes := self._clock.ready():
-                turn, others = self._applied, {s for push in pushes for s in push.others}
-                for push in pushes:
-                    self._prepared.pop(push.name, None)
-                self._apply(pushes)
-                for other, peer in enumerate(self._peers):
-                    if other != self._index:
-                        peer.commit.remote(turn, [p.name for p in pushes] if other in others else [])
+                servers = {self._index, *(s for push in pushes for s in push.others)}
+                decision = Decision(self._applied + 1, [p.name for p in pushes], {s: self._turns[s] for s in servers})
+                self._turns.update(dict.fromkeys(servers, decision.turn))
+                self._decided.update((push.pusher, decision) for push in pushes)
+                self._apply(decision)
 
-    def _apply(self, pushes: Sequence[Push]) -> None:
+    def _hold(self, name: tuple[Pusher, int], server: int) -> None:
+        """Hears, as the first server, who has a part of a push; when all have theirs it goes to the clock."""
+        held = self._holding.setdefault(name, set())
+        held.add(server)
+        push = self._prepared.get(name)
+        if push and held.issuperset((self._index, *push.others)):
+            del self._holding[name]
+            self._clock.push(push)
+
+    def _commit(self, decision: Decision) -> None:
+        """Applies what was decided, after what was decided of this server before."""
+        before = decision.befores[self._index]
+        with self._change:
+            self._wait(lambda: self._applied >= before)
+            # Else another push of this turn came first, or a server was restarted, and all go on from a later update.
+            if self._applied == before:
+                self._apply(decision)
+
+    def _apply(self, decision: Decision) -> None:
+        pushes = [self._prepared.pop(name) for name in decision.names if name in self._prepared]
         gradients: dict[int, list[list[Any]]] = {}
         for push in pushes:
             for key, increment in push.added.items():
@@ -238,7 +259,7 @@ class ParameterServer:
             self._values.update(zip(program.keys, run(values, mean), strict=True))
         for push in pushes:
             self._done[push.pusher] = push.number
-        self._applied += 1
+        self._applied = decision.turn
         self._change.notify_all()
 
     def _require(self, pusher: Pusher) -> None:

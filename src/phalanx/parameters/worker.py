@@ -115,7 +115,7 @@ class Worker:
                 report.is_fenced = True
                 return report
             except Exception as e:
-                report.error = _sendable(e, self._ray.cloudpickle)
+                report.error = _sendable(e, self._me.worker, self._ray.cloudpickle)
                 return self._ended(report, values)
             report.results.append((program.plan.variant, results))
         return report
@@ -167,19 +167,21 @@ class Worker:
 
     def _exchange(self, pushes: dict[int, Push], following: "_Ready | None") -> dict[Part, np.ndarray] | None:
         """Pushes, and pulls what the following step needs."""
-        first, others = pushes[0], {s: p for s, p in pushes.items() if s}
-        prepared = [self._servers[s].prepare.remote(self._sent(s, p)) for s, p in others.items()]
-        sent = self._sent(0, first)
-        self._ray.get(prepared)
         asked = {} if following is None else {s: list(parts.values()) for s, parts in following.asked.items()}
-        replies = [self._servers[0].exchange.remote(sent, asked.get(0))]
-        # Also where nothing is asked: a step is done when its push counts everywhere.
-        order = sorted({*asked, *others} - {0})
-        for s in order:
-            after = first.number if s in others else None
-            replies.append(self._servers[s].pull.remote(asked.get(s, []), self._me, after))
-        replies = self._ray.get(replies)
-        return None if following is None else self._taken(following, [0, *order], replies)
+        order = sorted({*asked, *pushes})
+        replies = [
+            self._servers[s].exchange.remote(self._sent(s, pushes[s]), asked.get(s))
+            if s in pushes
+            else self._servers[s].pull.remote(asked[s], self._me)
+            for s in order
+        ]
+        # Each waits for the others: of one that is lost the rest would not tell.
+        left = list(replies)
+        while len(left) > 1:
+            done, left = self._ray.wait(left)
+            self._ray.get(done)
+        arrays = self._ray.get(replies)
+        return None if following is None else self._taken(following, order, arrays)
 
     def _taken(self, ready: "_Ready", order: Sequence[int], replies: Sequence[Any]) -> dict[Part, np.ndarray]:
         values: dict[Part, np.ndarray] = {}
@@ -327,9 +329,9 @@ class _Resource:
         self._ahead.append((tree, [np.asarray(x) for x in leaves]))
 
 
-def _sendable(error: Exception, pickle: Any) -> Exception:
+def _sendable(error: Exception, worker: int, pickle: Any) -> Exception:
     """Returns an error, with its traceback, as one that can go to another process."""
-    error.add_note("On the worker:\n" + "".join(traceback.format_exception(error)))
+    error.add_note(f"On worker {worker}:\n" + "".join(traceback.format_exception(error)))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # One of its attributes is of this process.

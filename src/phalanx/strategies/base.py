@@ -37,7 +37,7 @@ from phalanx.replicate import trace_run
 from phalanx.state import components_of
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.reduction import Axis, check_axis, check_components, gather_leaf, reduce_leaf
-from phalanx.topology import REPLICA_AXIS, Topology, device_name
+from phalanx.topology import REPLICA_AXIS, Held, Topology, device_name
 from phalanx.values import DistributedValues, Mirrored, PerReplica, RowMask, flatten, is_distributed, map_leaves
 from phalanx.variables import initial_components, policy_of
 
@@ -85,6 +85,17 @@ class Strategy(ABC):
     def requires_static_shapes(self) -> bool:
         """Whether `extended.experimental_require_static_shapes` says that shapes must not depend on values. In any context."""
         return False
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Where else than on this process's devices it computes and holds variables. May be called in any context."""
+        return ()
+
+    def held(self, variable: compat.Variable) -> list[Held]:
+        """Returns who holds which part of a variable, as far as this process knows. May be called in any context."""
+        value = compat.raw_value(variable)
+        shards = value.addressable_shards if isinstance(value, jax.Array) else []
+        return [Held(device_name(s.device), s.index, s.data.nbytes) for s in sorted(shards, key=lambda s: s.device.id)]
 
     def aggregate_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Sums gradients over the replicas, inside a program; None stays None."""

@@ -41,7 +41,7 @@ from phalanx.runtime.ray import RayCluster, load_ray
 from phalanx.state import IdentityMap, slot_of
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.single import OneDeviceStrategy
-from phalanx.topology import Topology
+from phalanx.topology import Held, Topology
 
 _START_S = 600.0
 _THREADS = 16
@@ -157,6 +157,17 @@ class ParameterServerStrategy(Strategy):
         """The resolver of the cluster; None for processes on this machine. May be called in any context."""
         return self._resolver
 
+    @property
+    @override
+    def tasks(self) -> tuple[str, ...]:
+        jobs = (("worker", self.cluster.workers), ("ps", self.cluster.ps))
+        return tuple(f"{job}:{i}" for job, count in jobs for i in range(count))
+
+    @override
+    def held(self, variable: Variable) -> list[Held]:
+        held = self.homes.held(variable)
+        return super().held(variable) if held is None else held
+
     @override
     def execute(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: RunOptions) -> Any:
         if options.eager:
@@ -221,8 +232,8 @@ class Homes:
     ) -> None:
         self._ray, self._cluster, self._device, self._partitioner = load_ray(), cluster, device, partitioner
         self._max_staleness = max_staleness
-        # Of each worker one push may wait here, and what was committed of another.
-        threads = _THREADS + 2 * cluster.workers
+        # Of each worker one push may wait here, and at the first server each other one for what is decided of it.
+        threads = _THREADS + cluster.ps * cluster.workers
         self._start = lambda i: cluster.actor(ParameterServer, "ps", i, i, max_staleness, threads=threads)
         self._servers: list[Any] | None = [self._start(i) for i in range(cluster.ps)]
         self.platforms = tuple(sorted({self._ray.get(s.meet.remote(self.servers)) for s in self.servers}))
@@ -252,6 +263,18 @@ class Homes:
     def placement(self, variable: Variable) -> Placement | None:
         """Returns where a variable is; None where it has not moved yet."""
         return self._placements.get(variable)
+
+    def held(self, variable: Variable) -> list[Held] | None:
+        """Returns which servers hold which part of a variable; None where it has not moved yet."""
+        placement = self.placement(variable)
+        if placement is None:
+            return None
+        others = [slice(None)] * len(variable.shape)
+        return [
+            Held(f"ps:{server}", tuple([slice(part.start, part.stop), *others][: len(others)]), self._sizes[part.key])
+            for part in placement
+            for server in self._holders[part.key]
+        ]
 
     def holders(self, placements: Iterable[Placement]) -> dict[int, tuple[int, ...]]:
         """Returns which servers hold the variables among these that several do, by their keys."""
@@ -422,8 +445,8 @@ class Homes:
     def forget(self, pusher: Pusher) -> None:
         """Lets the servers know that a worker is lost: what the first one has not applied until then counts nowhere."""
         first, *others = self.servers
-        (applied,) = self.answers([first.forget.remote(pusher)])
-        self.answers([s.forget.remote(pusher, applied) for s in others])
+        ((_, *turns),) = self.answers([first.forget.remote(pusher)])
+        self.answers([s.forget.remote(pusher, turn) for s, turn in zip(others, turns, strict=True)])
 
     def recover(self, pushers: Sequence[Pusher]) -> bool:
         """Restarts servers that have died from the last snapshot; returns whether there were any.

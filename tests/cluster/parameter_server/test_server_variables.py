@@ -2,12 +2,14 @@
 
 import collections
 import gc
+import io
 import time
 
 import keras
 import numpy as np
 import pytest
 import ray
+from rich.console import Console
 
 import phalanx
 from phalanx.coordinator import ClusterCoordinator
@@ -51,6 +53,26 @@ def parts(strategy, make):
     keras.utils.set_random_seed(3)
     with strategy.scope():
         return make()
+
+
+def test_describe(strategy, coordinator):
+    """Which server has which rows, what several have, and how much each has."""
+    with strategy.scope():
+        divided, whole = keras.Variable(np.ones((6, 100), "float32"), name="a"), keras.Variable(2.0, name="b")
+    console = Console(file=io.StringIO(), width=200)
+    phalanx.describe(strategy, [divided], console=console)
+    assert "whole cpu:0" not in console.file.getvalue(), "on cpu:0 alone it is whole everywhere"
+    coordinator.join()
+    strategy.homes.take_in([divided, whole])
+    phalanx.describe(strategy, [divided, whole], console=console)
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    server = strategy.homes.placement(whole)[0].server
+    assert {"worker:0", "ps:0", "ps:1", "2 variables, 2.4 kB", f"b float32[] whole ps:{server}"} <= set(lines)
+    assert {"a float32[6, 100] [0:3] ps:0", "[3:6] ps:1"} <= set(lines) or {
+        "a float32[6, 100] [0:3] ps:1",
+        "[3:6] ps:0",
+    } <= set(lines)
+    assert f"ps:{1 - server} 1.2 kB" in lines
 
 
 def make_mlp():
@@ -180,7 +202,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+COVER = {"momentum", "adam", "adamw", "schedule", "clipnorm", "global_clipnorm", "ema", "accumulation"}
+
+
+@pytest.mark.parametrize("name", [n if n in COVER else pytest.param(n, marks=pytest.mark.full) for n in OPTIMIZERS])
 def test_divided_variables_train_alike(calm, strategy, name):
     """Values and slots over two servers give the weights of plain Keras."""
     model, optimizer = parts(strategy, lambda: (make_mlp(), OPTIMIZERS[name]()))
