@@ -58,10 +58,11 @@ class AbstractLayout(ABC):
           InvalidArgumentError: it names another one.
         """
         for axis in sorted(self.axes - set(sizes)):
+            near = difflib.get_close_matches(axis, sizes, n=1)
             raise InvalidArgumentError(
                 f"layout={self!r}",
                 f"the mesh has no axis {axis!r}, but {', '.join(f'{name!r} of {n}' for name, n in sizes.items())}.",
-                f'MirroredStrategy(model_axis=("{axis}", 2), layout=...)',
+                f'"{near[0]}"' if near else f'MirroredStrategy(model_axis=("{axis}", 2), layout=...)',
             )
 
 
@@ -173,7 +174,8 @@ class PathRules(AbstractLayout):
             raise InvalidArgumentError(
                 f"the rule {pattern!r} of a layout",
                 f"it matches no variable; a pattern has to match the whole path, and the nearest is {near[0] if near else ''!r}.",
-                f'layout={{"{near[0]}": {self._shown(pattern)}}}' if near else "leave it out",
+                # Models are numbered: the next one's path begins otherwise.
+                f'layout={{"{re.sub("^[^/]*/", ".*/", near[0])}": {self._shown(pattern)}}}' if near else "leave it out",
             )
 
     def _require_fit(self, path: str, shape: tuple[int, ...], rule: Sequence[tuple[str, ...]], sizes: Sizes) -> None:
@@ -208,7 +210,9 @@ def layout_of(layout: Any) -> AbstractLayout | None:
         return layout
     if not isinstance(layout, Mapping):
         raise InvalidArgumentError(
-            f"layout={layout!r:.60}", "must be a LayoutMap of Keras, a dict, or fully_sharded().", _RULES
+            f"layout={layout!r:.60}",
+            "must be a LayoutMap of Keras, a dict, or fully_sharded().",
+            "layout=phalanx.fully_sharded()" if layout is fully_sharded else _RULES,
         )
     return PathRules(layout)
 

@@ -84,6 +84,7 @@ def test_layout_map_of_keras():
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
+        (phalanx.fully_sharded, r"fully_sharded\(\).\nHINT: layout=phalanx.fully_sharded\(\)$"),
         (5, r"layout=5: must be a LayoutMap of Keras, a dict, or fully_sharded\(\).\nHINT: layout=\{"),
         ({"(": ("model",)}, r"the pattern '\(' of a layout: is no regular expression: .*\nHINT"),
         ({"a": "model"}, r"the rule 'a': 'model': must name an axis or None for each dim"),
@@ -116,12 +117,18 @@ def test_rule_that_does_not_fit(rules, shape, message):
         layout_of(rules).spec("dense/kernel", shape, SIZES)
 
 
+def test_misspelled_axis():
+    """The hint is the axis that was meant."""
+    with pytest.raises(InvalidArgumentError, match=r'no axis \'modle\', .*\nHINT: "model"$'):
+        layout_of({".*": ("modle",)}).require_axes({"replica": 2, "model": 2})
+
+
 def test_rule_without_a_variable():
     """The nearest path is named, in a rule that can be copied."""
     layout = layout_of({".*dens_.*kernnel": (None, "model"), ".*bias": ()})
     for path in ("net/dense_1/kernel", "net/dense_1/bias", "net/norm/gamma"):
         layout.spec(path, (4, 4), SIZES)
-    message = r"""the rule '.\*dens_.\*kernnel' .*nearest is 'net/dense_1/kernel'.\nHINT: layout={"net/dense_1/kernel": \(None, 'model'\)}"""
+    message = r"""the rule '.\*dens_.\*kernnel' .*nearest is 'net/dense_1/kernel'.\nHINT: layout={".\*/dense_1/kernel": \(None, 'model'\)}"""
     with pytest.raises(InvalidArgumentError, match=message):
         layout.require_used()
 
