@@ -251,11 +251,22 @@ class Supervisor:
         with self._making:
             for resource in resources:
                 if resource.name not in self._made:
-                    self._call("make", resource.name, self._sent(resource.fn), isinstance(resource, PerWorkerIterator))
+                    self._make_one(resource)
                     self._made[resource.name] = True
             if dropped := [name for name in self._dropped if self._made.pop(name, None)]:
                 self._dropped = [n for n in self._dropped if n not in dropped]
                 self._call("drop", dropped)
+
+    def _make_one(self, resource: PerWorkerValues) -> None:
+        try:
+            self._call("make", resource.name, self._sent(resource.fn), isinstance(resource, PerWorkerIterator))
+        except self._ray.exceptions.RaySystemError as e:
+            found = str(e).strip().splitlines()[-1]
+            raise InvalidArgumentError(
+                f"a function that makes a worker's dataset or value, {resource.fn!r}",
+                f"worker {self.pusher.worker} cannot load it: {found}",
+                "define it in the script itself, or install its module where the workers run",
+            ) from e
 
     def _sent(self, fn: Callable[[], Any]) -> Any:
         """Returns a function on its way to the worker."""
@@ -284,17 +295,17 @@ class Supervisor:
         except (exceptions.RayActorError, exceptions.GetTimeoutError) as e:
             raise WorkerLost from e
         except exceptions.RayTaskError as e:
-            raise _cause_of(e) from None
+            raise _cause_of(e, self.pusher.worker) from None
 
     def _put_back(self, closures: Sequence[Closure]) -> None:
         for closure in reversed(closures):
             self._queue.put_back(closure)
 
 
-def _cause_of(error: Any) -> BaseException:
-    """Returns what was raised on the worker, with the traceback from there."""
+def _cause_of(error: Any, worker: int) -> BaseException:
+    """Returns what was raised on a worker, with the traceback from there."""
     cause = error.cause
     if not isinstance(cause, BaseException):
         return error  # type: ignore[no-any-return]
-    cause.add_note(f"On the worker:\n{error}")
+    cause.add_note(f"On worker {worker}:\n{error}")
     return cause

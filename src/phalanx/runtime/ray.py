@@ -26,6 +26,10 @@ _QUIET = {
     # Nor does it start by itself once more after it has been ended.
     "RAY_ENABLE_AUTO_CONNECT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # What the machine is for is what its workers do.
+    "RAY_worker_niceness": "0",
+    # Of several answers of lost processes one becomes an error, or none; Ray would print each of the others.
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
 # Processes of this machine listen at its loopback interface alone. Ray, which has it so for Windows, looks when it is imported.
 _ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}

@@ -1,6 +1,8 @@
 """`ClusterCoordinator`: what scheduled steps may do, what they return, and what becomes of their errors."""
 
 import collections
+import importlib
+import re
 import threading
 import time
 
@@ -354,6 +356,30 @@ def test_a_dataset_function_that_cannot_be_sent(calm):
     iterator = iter(calm.create_per_worker_dataset(lambda: iter([lock])))
     with pytest.raises(InvalidArgumentError, match=r"(?s)dataset.*lock.*HINT"):
         calm.schedule(lambda iterator: next(iterator), args=(iterator,))
+
+
+def test_a_dataset_function_of_a_module_that_workers_do_not_have(calm, tmp_path, monkeypatch):
+    """It says which worker, which module, and what to do."""
+    (tmp_path / "only_here.py").write_text("def dataset():\n    return iter([1.0])\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    iterator = iter(calm.create_per_worker_dataset(importlib.import_module("only_here").dataset))
+    with pytest.raises(InvalidArgumentError, match=r"worker \d cannot load it: .*only_here(.*\n)*HINT: .*install"):
+        calm.fetch(calm.schedule(take, args=(iterator,)))
+
+
+def test_an_error_names_its_worker(calm):
+    """With the traceback from there."""
+
+    def dataset():
+        yield np.float32(0)
+        raise ZeroDivisionError("a bad file")
+
+    iterator = iter(calm.create_per_worker_dataset(dataset))
+    for _ in range(4):
+        calm.schedule(take, args=(iterator,))
+    with pytest.raises(ZeroDivisionError, match="a bad file") as raised:
+        calm.join()
+    assert any(re.match(r"On worker [01]:\n(.*\n)*.*in dataset", note) for note in raised.value.__notes__)
 
 
 def test_run_outside_of_schedule(calm, strategy, counter):
