@@ -2,7 +2,10 @@
 
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=12")
+# Most of the time goes to compiling small programs, which XLA's older emitters of kernels do sooner.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=12 --xla_cpu_use_fusion_emitters=false"
+)
 
 import shutil
 import tempfile
@@ -27,6 +30,21 @@ from phalanx import context
 
 # JAX starts its devices with a thread that may outlive the first test on a busy machine.
 jax.devices()
+
+
+def pytest_addoption(parser):
+    """Tables are long; a part of each covers it."""
+    parser.addoption(
+        "--full", action="store_true", help="also the tests marked `full`: cells of tables that others stand for"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what others stand for."""
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_unconfigure():

@@ -68,7 +68,8 @@ def test_one_dies(tmp_path, case, step):
     culprit, code, status, how = CASES[case]
     ended, out, report, seconds = run(tmp_path, culprit, code, step)
     assert ended == status, out + report
-    assert f"worker {culprit} failed first: " in report
+    # On a busy machine the one that is at fault may end after the other, which then says who it is.
+    assert re.search(rf"^worker {culprit} failed first: |^The cluster could not go on: rank {culprit} ", report, re.M)
     assert LOST.format(1 - culprit, culprit) in out
     assert f") {how}: no step can be done without it.\n[worker {1 - culprit}] HINT: phalanx run" in out
     assert out.count(f"[worker {1 - culprit}] Traceback (most recent call last):") == 1

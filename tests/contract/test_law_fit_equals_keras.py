@@ -9,18 +9,9 @@ from strategy_table import central, mirrored, model_parallel, sharded
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")
 
 TABLE = [(name, count, k) for name in WORKLOADS for count in (1, 2, 3, 4) for k in (1, 8)]
-# Each model with either K, once on replicas that divide its batches and once on others; `--full` has every cell.
-COVER = [
-    (name, count, k) for i, name in enumerate(WORKLOADS) for count, k in ((2 + 2 * (i % 2), 1), (1 + 2 * (i % 2), 8))
-]
-
-
-def pytest_generate_tests(metafunc):
-    """Takes the whole table or a part that covers it."""
-    if "count" in metafunc.fixturenames:
-        # Where only the whole suite is named, pytest does not know the option.
-        cells = TABLE if metafunc.config.getoption("--full", default=False) else COVER
-        metafunc.parametrize(("name", "count", "k"), cells)
+# Every model, every number of replicas, either K.
+COVER = {("mlp", 2, 1), ("mlp", 3, 8), ("cnn", 4, 1), ("lstm", 1, 8), ("transformer", 3, 8), ("two_inputs", 2, 1)}
+CELLS = [cell if cell in COVER else pytest.param(*cell, marks=pytest.mark.full) for cell in TABLE]
 
 
 def assert_equal(got, wanted, atol, what):
@@ -36,6 +27,7 @@ def assert_equal_copies(strategy, variables):
         assert len({np.asarray(c).tobytes() for c in copies}) == 1, variable.path
 
 
+@pytest.mark.parametrize(("name", "count", "k"), CELLS)
 def test_fit_equals_keras(name, count, k):
     """Five epochs with validation leave the same history, weights, optimizer, evaluation and predictions."""
     assert_fit_equals_keras(mirrored(count)(), name, k)

@@ -430,7 +430,10 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+COVER = {"SGD", "Adam", "Adafactor", "ScheduleFreeAdamW", "Lion", "Muon"}
+
+
+@pytest.mark.parametrize("name", [n if n in COVER else pytest.param(n, marks=pytest.mark.full) for n in NAMES])
 def test_optimizers(name):
     """Every optimizer of Keras, with its state."""
     twins = Twins(compiled(optimizer=lambda: getattr(keras.optimizers, name)(**OPTIMIZERS.get(name, {}))))

@@ -89,6 +89,19 @@ def test_synchronous_training_is_that_of_one_device(strategy_of, ps, optimizer):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_no_tables_in_rounds(strategy_of):
+    """Updates of a table have the rows of one worker's step."""
+    strategy = strategy_of(workers=1, ps=1, max_staleness=0)
+    with strategy.scope():
+        layers = [keras.Input((2,), dtype="int32"), phalanx.keras.ShardedEmbedding(5, 3), keras.layers.Flatten()]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+    with pytest.raises(
+        phalanx.errors.TraceError, match=r"(?s)ShardedEmbedding under max_staleness=0.*HINT: max_staleness=None"
+    ):
+        model.fit(np.zeros((8, 2), "int32"), np.zeros((8, 6), "float32"), batch_size=4, verbose=0)
+
+
 @pytest.mark.parametrize("wait", ["join", "fetch", "done"])
 def test_a_last_round_of_fewer_steps(strategy_of, wait):
     """Who has nothing to do is not waited for, as soon as the coordinator waits; afterwards rounds are whole again."""
@@ -139,7 +152,7 @@ def test_a_step_that_fails_is_not_waited_for(strategy_of):
     assert int(counter.value) == done + 4
 
 
-@pytest.mark.parametrize("bound", [1, 3])
+@pytest.mark.parametrize("bound", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_staleness_stays_within_the_bound(strategy_of, bound):
     """No update is staler, all steps are done, and the counter is exact."""
     strategy = strategy_of(workers=3, ps=1, max_staleness=bound)
