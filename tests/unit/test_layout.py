@@ -119,8 +119,8 @@ def test_rule_that_does_not_fit(rules, shape, message):
 
 def test_misspelled_axis():
     """The hint is the axis that was meant."""
-    with pytest.raises(InvalidArgumentError, match=r'no axis \'modle\', .*\nHINT: "model"$'):
-        layout_of({".*": ("modle",)}).require_axes({"replica": 2, "model": 2})
+    with pytest.raises(InvalidArgumentError, match=r'no axis \'models\', .*\nHINT: "model"$'):
+        layout_of({".*": ("models",)}).require_axes({"replica": 2, "model": 2})
 
 
 def test_rule_without_a_variable():

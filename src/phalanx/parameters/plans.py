@@ -179,12 +179,12 @@ class Decision:
     Args:
       turn: the how-manieth update it is.
       names: of the pushes.
-      befores: of each server that has a part of them, which update it did before this one.
+      follows: of each server that has a part of them, which update it did before this one.
     """
 
     turn: int
     names: Sequence[tuple[Pusher, int]]
-    befores: dict[int, int]
+    follows: dict[int, int]
 
 
 @dataclass

@@ -236,7 +236,7 @@ class ParameterServer:
 
     def _commit(self, decision: Decision) -> None:
         """Applies what was decided, after what was decided of this server before."""
-        before = decision.befores[self._index]
+        before = decision.follows[self._index]
         with self._change:
             self._wait(lambda: self._applied >= before)
             # Else another push of this turn came first, or a server was restarted, and all go on from a later update.
