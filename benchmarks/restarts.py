@@ -289,7 +289,8 @@ def _told(played: _Round) -> str:
     """Returns a pattern of what the launcher is to say."""
     if played.failure.ending is None:
         return played.loss_of_rank
-    return f"worker {played.rank} failed first: it {played.failure.ending}"
+    # The one that is at fault may end after the others, which then say who it is.
+    return f"worker {played.rank} failed first: it {played.failure.ending}|could not go on: {played.loss_of_rank}"
 
 
 def _place(backup: Path | None) -> str:

@@ -183,8 +183,9 @@ class Watch(threading.Thread):
 
     def loss(self, wait_s: float = 0.0) -> str | None:
         """Returns who has died and how, if somebody has; waits for the news of it."""
-        if wait_s:
-            self._is_told.wait(wait_s)
+        if wait_s and self._is_told.wait(wait_s) and self._verdict and not self._verdict.is_loss:
+            # It is about to end this process, and to say why: an error of the main thread must not be sooner.
+            self.join(_GRACE_S)
         return self._verdict.text if self._verdict and self._verdict.is_loss else None
 
     def leave(self) -> None:
