@@ -767,6 +767,17 @@ def on_model(hear: Callable[[keras.Model], None]) -> None:
     _extend(_Trainer, "compile")(made)
 
 
+def before_saving(check: Callable[[Sequence[Variable]], None]) -> None:
+    """Lets `check(variables)` raise before Keras opens the file that a model is to be saved in, which empties it."""
+
+    def saved(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        check(self.variables)
+        return original(self, *args, **kwargs)
+
+    for name in ("save", "save_weights"):
+        _extend(keras.Model, name)(saved)
+
+
 def take_over(names: Iterable[str], choose: Callable[[keras.Model, str], Any]) -> None:
     """Lets the object that `choose(model, name)` returns do the work of some methods of models; None leaves it to Keras."""
 

@@ -344,7 +344,7 @@ def _stopped(asked: str) -> CancelledError:
     return CancelledError(
         asked,
         "the coordinator was stopped, and what had not ended then is cancelled.",
-        "coordinator.join() before it is stopped; then another ClusterCoordinator(strategy)",
+        "coordinator.join() before strategy.close(); then another ParameterServerStrategy, and its ClusterCoordinator",
     )
 
 

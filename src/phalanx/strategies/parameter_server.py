@@ -656,8 +656,16 @@ def homes_of(variable: Variable) -> Homes | None:
     return _owners.get(variable)
 
 
+def _require_servers(variables: Sequence[Variable]) -> None:
+    """Raises where a server is lost that has some of these variables."""
+    found = {id(homes): homes for v in variables if (homes := _owners.get(v)) is not None}
+    for homes in found.values():
+        homes.tell("num_applied")
+
+
 compat.on_first_read(_fetch)
 compat.on_assign(_send)
+compat.before_saving(_require_servers)
 
 
 def _cluster_of(resolver: ClusterResolver | None) -> ClusterSpec | None:

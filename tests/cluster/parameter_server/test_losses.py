@@ -124,6 +124,31 @@ def test_the_only_worker_dies_idle(started):
     assert int(coordinator.schedule(lambda iterator: next(iterator) + counter.value, args=(iterator,)).fetch()) == 5
 
 
+@pytest.mark.parametrize("started", [{"workers": 1, "ps": 1}], indirect=True)
+def test_files_outlive_servers(started, tmp_path):
+    """Who saves once more after the loss, or after the end, keeps what was saved before."""
+    strategy, coordinator, _ = started
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])
+    paths = [tmp_path / "model.weights.h5", tmp_path / "model.keras"]
+    coordinator.fetch(coordinator.schedule(lambda: model(np.ones((2, 4), "float32"))))
+
+    def save():
+        model.save_weights(paths[0], overwrite=True)
+
+    save()
+    model.save(paths[1])
+    before = [path.read_bytes() for path in paths]
+    end(servers_of(strategy)[0])
+    for error in (ServerLostError, ContextError):
+        with pytest.raises(error):
+            save()
+        with pytest.raises(error):
+            model.save(paths[1], overwrite=True)
+        strategy.close()
+    assert [path.read_bytes() for path in paths] == before
+
+
 @pytest.mark.parametrize("started", [{"workers": 2, "ps": 2}], indirect=True)
 def test_a_server_is_lost_for_good(started):
     """Without snapshots `join` says which variables are gone; reads of them say it too."""
