@@ -149,12 +149,10 @@ class ParameterServer:
         with self._change:
             self._require(push.pusher)
             self._prepared[push.name] = push
-        if self._index == 0:
-            with self._moving():
-                self._hold(push.name, 0)
-        else:
-            # The first server's thread waits there for what it decides.
-            self._commit(self._ray.get(self._peers[0].settle.remote(push.name, self._index)))
+        mine = push.name, self._index
+        # A thread of the first server waits there for what it decides; its own part it has applied by then.
+        decision = self._ray.get(self._peers[0].settle.remote(*mine)) if self._index else self.settle(*mine)
+        self._commit(decision)
         with self._change:
             self._wait(lambda: self._done.get(push.pusher, -1) >= push.number, push.pusher)
             if asked is None:
@@ -163,7 +161,7 @@ class ParameterServer:
             return self._sent(push.pusher, (version, self.get(asked)))
 
     def settle(self, name: tuple[Pusher, int], server: int) -> Decision:
-        """Hears, as the first server, that another one has its part of a push; returns when the push counts."""
+        """Hears, as the first server, that a server has its part of a push; returns when the push counts."""
         pusher, number = name
         with self._moving():
             self._require(pusher)
