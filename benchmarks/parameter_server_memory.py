@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.parent import call_in_child
+from benchmarks.processes import descendants
 from benchmarks.report import Report, verdict
 
 _GIGABYTES, _WORKERS, _SERVERS, _STEPS = 4.0, 2, 2, 400
@@ -106,22 +107,13 @@ class _Sampler:
     def _sample(self) -> None:
         actors = {os.getpid(): "coordinator"}
         for kind, name in (("ray::ParameterServer", "server"), ("ray::Worker", "worker")):
-            pids = [p for p in _descendants(os.getpid()) if _title(p).startswith(kind)]
+            pids = [p for p in descendants() if _title(p).startswith(kind)]
             actors |= {pid: f"{name} {i}" for i, pid in enumerate(sorted(pids))}
         while True:
             for pid, name in actors.items():
                 self.resident.setdefault(name, []).append(_resident_gigabytes(pid))
             if self._over.wait(_EVERY_S):
                 return
-
-
-def _descendants(pid: int) -> list[int]:
-    children = [
-        int(child)
-        for thread in Path(f"/proc/{pid}/task").iterdir()
-        for child in (thread / "children").read_text().split()
-    ]
-    return children + [p for child in children for p in _descendants(child)]
 
 
 def _title(pid: int) -> str:

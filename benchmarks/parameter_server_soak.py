@@ -12,10 +12,10 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.parent import call_in_child
+from benchmarks.processes import descendants, is_alive
 from benchmarks.report import Report
 
 _STEPS, _WORKERS, _TIMEOUT_S = 2_000, 2, 2.0
@@ -112,14 +112,14 @@ def play(number: int, ps: int, max_staleness: int | None, at: list[int], how: li
     coordinator.join()
     results = [int(x) for x in coordinator.fetch(values)]
     status, counts = coordinator.status(), [int(c.numpy()) for c in counters]
-    processes = _descendants()
+    processes = descendants()
     strategy.close()
     return {
         "results": sum(x == i + 1 for i, x in enumerate(results)),
         # All are incremented by each step: a push that counted on one server only would show.
         "counter": counts[0] if len(set(counts)) == 1 else -1,
         "again": status.again,
-        "lost": len(set(pids) - {p for p in pids if _is_alive(p)}),
+        "lost": len(set(pids) - {p for p in pids if is_alive(p)}),
         "left": _left(processes),
         "seconds": time.monotonic() - began,
     }
@@ -127,27 +127,6 @@ def play(number: int, ps: int, max_staleness: int | None, at: list[int], how: li
 
 def _left(processes: set[int]) -> list[int]:
     deadline = time.monotonic() + _LEFT_S
-    while (left := [p for p in processes if _is_alive(p)]) and time.monotonic() < deadline:
+    while (left := [p for p in processes if is_alive(p)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
-
-
-def _descendants() -> set[int]:
-    found = {os.getpid()}
-    parents = {int(p.name): _stat(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()}
-    while more := {p for p, stat in parents.items() if stat and int(stat[1]) in found} - found:
-        found |= more
-    return found - {os.getpid()}
-
-
-def _is_alive(pid: int) -> bool:
-    stat = _stat(pid)
-    return bool(stat) and stat[0] != "Z"
-
-
-def _stat(pid: int) -> list[str]:
-    """Returns state, parent and the like of a process; nothing where it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
