@@ -35,16 +35,25 @@ jax.devices()
 def pytest_addoption(parser):
     """Tables are long; a part of each covers it."""
     parser.addoption(
-        "--full", action="store_true", help="also the tests marked `full`: cells of tables that others stand for"
+        "--full", action="store_true", help="also the cells of tables for which those that `cover` names stand"
     )
 
 
 def pytest_collection_modifyitems(config, items):
     """Leaves out what others stand for."""
     if not config.getoption("--full"):
-        left_out = [item for item in items if item.get_closest_marker("full")]
+        left_out = [item for item in items if not _is_covering(item)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def _is_covering(item):
+    marker = item.get_closest_marker("cover")
+    if marker is None:
+        return True
+    names, cells = marker.args
+    values = tuple(item.callspec.params[name] for name in names)
+    return (values if len(names) > 1 else values[0]) in cells
 
 
 def pytest_unconfigure():

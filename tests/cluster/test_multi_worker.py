@@ -48,23 +48,15 @@ def test_replicas_of_two_devices(cluster_of):
     same(got["weights"], wanted.weights)
 
 
-COVER = [((2, 1), 8), ((2, 2), 1), ((4, 1), 1)]
-
-
 @pytest.fixture(scope="module")
 def reference():
     """What Keras does with the same model on one device."""
     return training.fit_of(training.make_model())
 
 
-@pytest.mark.parametrize(
-    ("size", "k"),
-    [
-        pytest.param(size, k, id=f"{size[0]}x{size[1]}-{k}", marks=() if (size, k) in COVER else pytest.mark.full)
-        for size in SIZES
-        for k in (1, 8)
-    ],
-)
+@pytest.mark.cover(("size", "k"), {((2, 1), 8), ((2, 2), 1), ((4, 1), 1)})
+@EVERYWHERE
+@pytest.mark.parametrize("k", [1, 8])
 def test_fit(cluster_of, reference, size, k):
     """History, evaluation, all predictions and the weights of 1,003 rows in batches of 64, on every process."""
     got = replies(cluster_of(*size), "fit", steps_per_execution=k)[0]

@@ -11,7 +11,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64
 TABLE = [(name, count, k) for name in WORKLOADS for count in (1, 2, 3, 4) for k in (1, 8)]
 # Every model, every number of replicas, either K.
 COVER = {("mlp", 2, 1), ("mlp", 3, 8), ("cnn", 4, 1), ("lstm", 1, 8), ("transformer", 3, 8), ("two_inputs", 2, 1)}
-CELLS = [cell if cell in COVER else pytest.param(*cell, marks=pytest.mark.full) for cell in TABLE]
 
 
 def assert_equal(got, wanted, atol, what):
@@ -27,7 +26,8 @@ def assert_equal_copies(strategy, variables):
         assert len({np.asarray(c).tobytes() for c in copies}) == 1, variable.path
 
 
-@pytest.mark.parametrize(("name", "count", "k"), CELLS)
+@pytest.mark.cover(("name", "count", "k"), COVER)
+@pytest.mark.parametrize(("name", "count", "k"), TABLE)
 def test_fit_equals_keras(name, count, k):
     """Five epochs with validation leave the same history, weights, optimizer, evaluation and predictions."""
     assert_fit_equals_keras(mirrored(count)(), name, k)

@@ -430,10 +430,8 @@ NAMES = [
 ]
 
 
-COVER = {"SGD", "Adam", "Adafactor", "ScheduleFreeAdamW", "Lion", "Muon"}
-
-
-@pytest.mark.parametrize("name", [n if n in COVER else pytest.param(n, marks=pytest.mark.full) for n in NAMES])
+@pytest.mark.cover(["name"], {"SGD", "Adam", "Adafactor", "ScheduleFreeAdamW", "Lion", "Muon"})
+@pytest.mark.parametrize("name", NAMES)
 def test_optimizers(name):
     """Every optimizer of Keras, with its state."""
     twins = Twins(compiled(optimizer=lambda: getattr(keras.optimizers, name)(**OPTIMIZERS.get(name, {}))))

@@ -40,7 +40,8 @@ def test_writes_logs_and_a_picture(run):
     assert (run[1] / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("one-device", marks=pytest.mark.full), "none"])
+@pytest.mark.cover(["strategy"], {"none"})
+@pytest.mark.parametrize("strategy", ["one-device", "none"])
 def test_other_strategies(run_example, strategy):
     """The flag changes where it trains and nothing else."""
     printed = run_example("keras_mnist_style.py", "--epochs", 2, "--strategy", strategy, "--steps-per-execution", 4)

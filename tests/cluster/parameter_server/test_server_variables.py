@@ -205,7 +205,8 @@ OPTIMIZERS = {
 COVER = {"momentum", "adam", "adamw", "schedule", "clipnorm", "global_clipnorm", "ema", "accumulation"}
 
 
-@pytest.mark.parametrize("name", [n if n in COVER else pytest.param(n, marks=pytest.mark.full) for n in OPTIMIZERS])
+@pytest.mark.cover(["name"], COVER)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_divided_variables_train_alike(calm, strategy, name):
     """Values and slots over two servers give the weights of plain Keras."""
     model, optimizer = parts(strategy, lambda: (make_mlp(), OPTIMIZERS[name]()))

@@ -145,9 +145,8 @@ def reference(name):
 COVER = {cell for cell in CELLS if cell[0] == "mlp" or cell[1:] == (3, 4)}
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "k"), [c if c in COVER else pytest.param(*c, marks=pytest.mark.full) for c in CELLS]
-)
+@pytest.mark.cover(("name", "count", "k"), COVER)
+@pytest.mark.parametrize(("name", "count", "k"), CELLS)
 def test_equals_keras(name, count, k):
     """History, metrics, predictions, weights and optimizer equal one device, for any replicas and steps in one program."""
     expected, theirs = reference(name)
