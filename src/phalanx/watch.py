@@ -162,7 +162,7 @@ class Watch(threading.Thread):
         self._lines = {r: _Line(connection) for r, connection in lines.items()}
         self._tick_s = min(_TICK_S, stall_s / 4)
         self._turn = self._step = self._depth = 0
-        self._has_left = False
+        self._has_left = self._has_failed = False
         self._verdict: Verdict | None = None
         self._is_told = threading.Event()
 
@@ -195,6 +195,7 @@ class Watch(threading.Thread):
 
     def fail(self, end: str) -> None:
         """Must be called before this process ends by an error; `end` says which."""
+        self._has_failed = True
         self._say(self._progress() | {"end": end})
         for line in self._lines.values():
             line.hang_up()
@@ -254,7 +255,10 @@ class Watch(threading.Thread):
         elif not verdict.is_loss:
             # The first process stands still, and may go on: it is not to name this one as the cause.
             self._say({"end": f"has ended, because {verdict.text}"})
-        if verdict.is_loss:
+        if self._has_failed:
+            # That the others end is its own doing: they are not to be named.
+            verdict = Verdict("its last error stands above, and it has not ended by itself since", is_loss=True)
+        elif verdict.is_loss:
             # At once: where the first process dies, JAX aborts the others within a tenth of a second.
             with suppress(OSError):
                 os.write(2, f"\nPhalanx: {verdict}\n".encode())

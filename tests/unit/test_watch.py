@@ -189,6 +189,15 @@ def test_one_dies(culprit, code, how):
         assert how in text
 
 
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_one_that_fails_names_nobody(culprit):
+    """That the others end by its failure is no news to it."""
+    codes = ["own.loss(20); own.fail('has ended by PeerLostError: it'); os._exit(1)"] * 2
+    codes[culprit] = "own.fail('has ended by ValueError: no'); time.sleep(3); os._exit(1)"
+    with Processes(*codes) as two:
+        assert two.ends(culprit) == [(1, "")]
+
+
 def test_one_leaves_early():
     """It is named soon, and does not wait for the others either."""
     with Processes("steps(4); waits()", "steps(3); leave()", "steps(4); waits()") as three:
