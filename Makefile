@@ -17,7 +17,7 @@ demo-ps: $(INSTALLED)
 	JAX_PLATFORMS=cpu $(BIN)/python examples/parameter_server.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile
 
 test-sources: .venv-sources/.installed
 	.venv-sources/bin/python -m pytest -q tests/sources

@@ -2,9 +2,11 @@
 
 import os
 
-# Most of the time goes to compiling small programs, which XLA's older emitters of kernels do sooner.
+# Most of the time goes to compiling small programs, which XLA's older emitters of kernels do sooner, and LLVM unoptimized.
 os.environ.setdefault(
-    "XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=12 --xla_cpu_use_fusion_emitters=false"
+    "XLA_FLAGS",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=12 --xla_cpu_use_fusion_emitters=false"
+    " --xla_backend_optimization_level=0",
 )
 
 import shutil
