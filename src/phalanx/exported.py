@@ -84,7 +84,7 @@ def export(
     specs = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in inputs]
     rows: list[tuple[Variable, tuple[int, ...]]] = []
     while True:
-        with explained(), compat.shapes(rows):
+        with explained(prints=False), compat.shapes(rows):
             found = trace_program(call, specs)
         looked_up = _rows(found)
         if [shape for _, shape in looked_up] == [shape for _, shape in rows]:

@@ -4,12 +4,15 @@
 import functools
 import gc
 import inspect
+import sysconfig
+import traceback
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -34,11 +37,17 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NEW_FUNCTIONS_BEFORE_WARNING = 3
+_LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+_NOT_OF_USERS = (*_LIBRARIES, str(Path(__file__).parent))
 
 
 @contextmanager
-def explained() -> Iterator[None]:
-    """Says in the words of Phalanx why a function cannot be traced."""
+def explained(*, prints: bool = True) -> Iterator[None]:
+    """Says in the words of Phalanx why a function cannot be traced.
+
+    Args:
+      prints: whether the function may print while it runs.
+    """
     try:
         yield
     except DiscoveryMismatch as e:
@@ -59,10 +68,17 @@ def explained() -> Iterator[None]:
         jax.errors.TracerIntegerConversionError,
     ) as e:
         raise TraceError(
-            "the value of an array (by `if`, `float`, `int`, `range` or NumPy) in a traced function",
+            f"the value of an array (by `if`, `float`, `int`, `range` or NumPy) in a traced function{_place_of(e)}",
             "it has none yet: the function is traced once and compiled; numbers among its arguments are traced too.",
-            "jnp.where(condition, a, b) or phalanx.cond for `if`; return the value to read it outside; jax.debug.print to print it",
+            "jnp.where(condition, a, b) or phalanx.cond for `if`; return the value to read it outside"
+            + ("; jax.debug.print to print it" if prints else ""),
         ) from e
+
+
+def _place_of(error: BaseException) -> str:
+    """Returns which line of the user's raised an error."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_OF_USERS)]
+    return f" ({frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`)" if frames else ""
 
 
 class Function:
@@ -155,7 +171,7 @@ class Programs:
 
     def __init__(self) -> None:
         self._of_owner: weakref.WeakKeyDictionary[Any, dict[Hashable, list[Program]]] = weakref.WeakKeyDictionary()
-        self._called_once: dict[types.CodeType | None, int] = {}
+        self._made_anew = MadeAnew()
         self._stand_ins: dict[int, _StandIn] = {}
 
     def call(
@@ -186,15 +202,14 @@ class Programs:
             owner = self._stand_ins.setdefault(id(owner), _StandIn(owner))
             programs = self._of_owner.get(owner)
         if programs is None:
-            self._warn_of_new_functions(function)
+            self._made_anew.note(function)
             programs = self._of_owner[owner] = {}
         mode = (context.get_strategy(), context.in_cross_replica_context(), eager, _checks_numbers())
         full_key = (name, key, arguments.key, mode)
         known = programs.get(full_key, ())
         for program in known:
             if program.fits():
-                if self._called_once:
-                    self._called_once.pop(_code_of(function), None)
+                self._made_anew.forgive(function)
                 return program(fn, arguments)
         with _without_collections(), explained():
             program = Program(fn, arguments, eager=eager)
@@ -207,18 +222,31 @@ class Programs:
         arguments = Arguments(args, kwargs)
         return Program(fn, arguments, eager=False).lower(fn, arguments)
 
-    def _warn_of_new_functions(self, function: Any) -> None:
+
+class MadeAnew:
+    """Warns of functions that are made anew for each call, and so compiled each time."""
+
+    def __init__(self) -> None:
+        self._times: dict[types.CodeType, int] = {}
+
+    def note(self, function: Any) -> None:
+        """Hears of a function that was not called before."""
         code = _code_of(function)
-        if code is None:
+        if code is None or code.co_filename.startswith(_NOT_OF_USERS):
             return
-        self._called_once[code] = times = self._called_once.get(code, 0) + 1
+        self._times[code] = times = self._times.get(code, 0) + 1
         if times == _NEW_FUNCTIONS_BEFORE_WARNING:
             warnings.warn(
                 f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) is made anew for each call, so it is "
                 "compiled each time. HINT: define it once, outside the loop, and pass what changes as arguments.",
                 RecompilationWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
+
+    def forgive(self, function: Any) -> None:
+        """Hears of a function that was called once more."""
+        if self._times:
+            self._times.pop(_code_of(function), None)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from phalanx.coordinator.progress import Status, shown
 from phalanx.coordinator.queue import Closure, ClosureQueue, RemoteValue
 from phalanx.coordinator.steps import Steps, check_call
 from phalanx.coordinator.supervisor import State, Supervisor, Work, WorkerLost
-from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, check_function
+from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, check_function, check_maker
 from phalanx.errors import InvalidArgumentError
 from phalanx.strategies.parameter_server import ParameterServerStrategy, on_run
 
@@ -31,6 +31,7 @@ class ClusterCoordinator:
 
     Raises:
       InvalidArgumentError: another kind of strategy.
+      ContextError: the strategy was closed.
 
     Source: tf.distribute.coordinator.ClusterCoordinator.
     """
@@ -45,6 +46,7 @@ class ClusterCoordinator:
                 "only the steps of a ParameterServerStrategy are scheduled.",
                 "ClusterCoordinator(phalanx.ParameterServerStrategy())",
             )
+        _ = strategy.homes.servers  # Raises where they have ended.
         if strategy not in _of_strategy:
             _of_strategy[strategy] = super().__new__(cls)
         return _of_strategy[strategy]
@@ -138,10 +140,12 @@ class ClusterCoordinator:
           What `iter` makes an argument of `schedule` of.
 
         Raises:
-          InvalidArgumentError: neither.
+          InvalidArgumentError: neither, or a function that needs arguments.
         """
         make = dataset_fn
-        if not callable(dataset_fn):
+        if callable(dataset_fn):
+            check_maker("dataset_fn", dataset_fn)
+        else:
             if not hasattr(dataset_fn, "__iter__") and not hasattr(dataset_fn, "__getitem__"):
                 raise InvalidArgumentError(
                     f"create_per_worker_dataset({dataset_fn!r:.80})",
@@ -149,7 +153,7 @@ class ClusterCoordinator:
                     "create_per_worker_dataset(lambda: dataset)",
                 )
             make = lambda: dataset_fn  # noqa: E731
-        return PerWorkerDataset(lambda: PerWorkerIterator(next(self._names), make, self._drop))
+        return PerWorkerDataset(lambda: PerWorkerIterator(next(self._names), dataset_fn, make, self._drop))
 
     def create_per_worker_values(self, fn: Callable[[], Any]) -> PerWorkerValues:
         """Makes a value of each worker's own: what `fn` returns there. May be called outside of scheduled steps.
@@ -158,10 +162,10 @@ class ClusterCoordinator:
           fn: returns a nest of arrays.
 
         Raises:
-          InvalidArgumentError: `fn` is no function.
+          InvalidArgumentError: `fn` is no function, or needs arguments.
         """
-        check_function("fn", fn)
-        return PerWorkerValues(next(self._names), fn, self._drop)
+        check_maker("fn", fn)
+        return PerWorkerValues(next(self._names), fn, fn, self._drop)
 
     def status(self) -> Status:
         """Returns how far the steps are. May be called in any context."""

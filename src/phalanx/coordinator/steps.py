@@ -20,9 +20,10 @@ from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerW
 from phalanx.errors import InvalidArgumentError
 from phalanx.exported import export
 from phalanx.parameters.plans import StepProgram
-from phalanx.programs import Arguments
+from phalanx.programs import Arguments, MadeAnew
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.structure import Structure
+from phalanx.variables import describe
 
 _SEED_STRIDE = np.uint32(0x9E3779B9)
 """Odd, so that as many steps as there are numbers have different seeds."""
@@ -85,7 +86,7 @@ class Steps:
         self._strategy, self._platforms = strategy, platforms
         self._numbers, self._variants = itertools.count(), itertools.count()
         self._of_function: weakref.WeakKeyDictionary[Any, dict[Hashable, Step]] = weakref.WeakKeyDictionary()
-        self._lock = threading.RLock()
+        self._lock, self._made_anew = threading.RLock(), MadeAnew()
 
     def step(
         self, fn: Any, args: Any, kwargs: Any, *, is_run: bool
@@ -106,6 +107,7 @@ class Steps:
         owner, name = (fn.__self__, fn.__func__) if inspect.ismethod(fn) else (fn, None)
         with self._lock:
             known = self._of_function.setdefault(owner, {})
+            (self._made_anew.forgive if known else self._made_anew.note)(fn)
             key = (name, arguments.key, is_run)
             if key not in known or not known[key].fits():
                 known[key] = Step(next(self._numbers), arguments, is_run)
@@ -162,7 +164,7 @@ class Steps:
             variant=variant,
             ids=exported.ids,
             lookups=exported.lookups,
-            num_rows={i: exported.num_rows[i] for i in exported.lookups},
+            tables={i: (n, describe(exported.variables[i])) for i, n in exported.num_rows.items()},
         )
 
     def _exported(self, step: Step, fn: Any, taken: list[list[Any]], used: list["_Batches"]) -> Any:

@@ -4,6 +4,7 @@
 STARTING ──it answers──> WORKING ──dies, or is silent──> LOST ──another is started──> STARTING
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from phalanx.parameters.plans import Pusher, Report, Task
 from phalanx.parameters.worker import Worker
 from phalanx.runtime.ray import load_ray
 from phalanx.strategies.parameter_server import ParameterServerStrategy
+
+_log = logging.getLogger("phalanx")
 
 _START_S = 3600.0
 _AT_ONCE_S = 0.2
@@ -234,6 +237,9 @@ class Supervisor:
             if actor is not None and actor is not self._actor:
                 return
             self.state, self.num_lost = State.LOST, self.num_lost + 1
+            _log.warning(
+                "worker:%d was lost. Another is started in its place, and its steps are done again.", self.pusher.worker
+            )
             self._strategy.cluster.end(self._actor)
             self._enter()
             self._made = {}
@@ -259,24 +265,24 @@ class Supervisor:
 
     def _make_one(self, resource: PerWorkerValues) -> None:
         try:
-            self._call("make", resource.name, self._sent(resource.fn), isinstance(resource, PerWorkerIterator))
+            self._call("make", resource.name, self._sent(resource), isinstance(resource, PerWorkerIterator))
         except self._ray.exceptions.RaySystemError as e:
             found = str(e).strip().splitlines()[-1]
             raise InvalidArgumentError(
-                f"a function that makes a worker's dataset or value, {resource.fn!r}",
+                f"what makes a worker's dataset or value, {resource.given!r:.80}",
                 f"worker {self.pusher.worker} cannot load it: {found}",
                 "define it in the script itself, or install its module where the workers run",
             ) from e
 
-    def _sent(self, fn: Callable[[], Any]) -> Any:
-        """Returns a function on its way to the worker."""
+    def _sent(self, resource: PerWorkerValues) -> Any:
+        """Returns what makes a resource on its way to the worker."""
         try:
-            return self._ray.put(fn)
+            return self._ray.put(resource.fn)
         except Exception as e:  # Whatever pickling raises, with Ray's account of what was found where.
             raise InvalidArgumentError(
-                f"a function that makes a worker's dataset or value, {fn!r}",
+                f"a worker's dataset or value of {resource.given!r:.80}",
                 f"it cannot be pickled: {e.__cause__ or e}",
-                "open files, locks and the like inside the function",
+                "a function that makes it on the worker, and opens files, locks and the like there",
             ) from e
 
     def _call(self, method: str, *args: Any) -> Any:

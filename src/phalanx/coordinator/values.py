@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each worker has of its own."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, final
 
@@ -16,8 +17,8 @@ class PerWorkerValues:
     Source: tf.distribute.experimental.coordinator.PerWorkerValues.
     """
 
-    def __init__(self, name: int, fn: Callable[[], Any], close: Callable[[int], None]) -> None:
-        self.name, self.fn, self.close = name, fn, close
+    def __init__(self, name: int, given: Any, fn: Callable[[], Any], close: Callable[[int], None]) -> None:
+        self.name, self.given, self.fn, self.close = name, given, fn, close
 
     def __del__(self) -> None:
         self.close(self.name)
@@ -67,3 +68,24 @@ def check_function(name: str, fn: Any) -> None:
     """
     if not callable(fn):
         raise InvalidArgumentError(f"{name}={fn!r}", "must be a function.", f"{name}=lambda: ...")
+
+
+def check_maker(name: str, fn: Any) -> None:
+    """Raises unless `fn` can be called without arguments, as workers do.
+
+    Raises:
+      InvalidArgumentError: it cannot.
+    """
+    check_function(name, fn)
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # Of some that are written in C nothing is known.
+        return
+    try:
+        signature.bind()
+    except TypeError as e:
+        raise InvalidArgumentError(
+            f"{name}={fn!r}",
+            f"workers call it without arguments: {e}.",
+            f"{name}=lambda: strategy.distribute_datasets_from_function(fn), for a function of an InputContext",
+        ) from None

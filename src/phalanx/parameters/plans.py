@@ -94,7 +94,7 @@ class StepProgram:
       variant: what its results are called.
       ids: the program of what is looked up in tables; empty where nothing is.
       lookups: the numbers of the tables, in the order of its results.
-      num_rows: of each table, how many rows the program takes.
+      tables: of each table, how many rows the program takes, and what it is called.
     """
 
     module: bytes
@@ -107,7 +107,7 @@ class StepProgram:
     variant: int = 0
     ids: bytes = b""
     lookups: tuple[int, ...] = ()
-    num_rows: dict[int, int] = field(default_factory=dict)
+    tables: dict[int, tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -210,21 +210,21 @@ class FencedError(Exception):
     """A worker that was taken for lost has asked for something."""
 
 
-def require_rows(ids: np.ndarray, placement: Placement | None) -> None:
+def require_rows(ids: np.ndarray, placement: Placement, table: str) -> None:
     """Raises for rows that a table does not have.
 
     Args:
       ids: the rows, in order.
       placement: of the table.
+      table: what it is called.
 
     Raises:
       InputError: there are such.
     """
-    assert placement is not None
     count = placement[-1].stop or 0
     if len(ids) and not (ids[0] >= 0 and ids[-1] < count):
         raise InputError(
-            f"row {ids[0] if ids[0] < 0 else ids[-1]} of a table",
+            f"row {ids[0] if ids[0] < 0 else ids[-1]} of {table}",
             f"it has the rows 0 to {count - 1}.",
             "ShardedEmbedding(input_dim=...) greater than every id, or ids % input_dim",
         )

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from phalanx.errors import OutOfRangeError
+from phalanx.errors import InvalidArgumentError, OutOfRangeError
 from phalanx.parameters import here
 from phalanx.parameters.line import Line, Packed
 from phalanx.parameters.plans import (
@@ -230,7 +230,8 @@ class _Ready:
         self.asked: dict[int, dict[Part, Any]] = {0: {}}
         for i, placement in enumerate(program.plan.values):
             if i in self._rows:
-                require_rows(self._rows[i], placement)
+                _, name = program.plan.tables[i]
+                require_rows(self._rows[i], placement or (), name)
             for part in placement or ():
                 asked = (part.key, self._local(i, part)) if i in self._rows else part.key
                 self.asked.setdefault(part.server, {})[part] = asked
@@ -269,7 +270,8 @@ class _Ready:
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if number not in self._rows:
             return whole
-        room = self.program.plan.num_rows[number] - len(whole)
+        num_rows, _ = self.program.plan.tables[number]
+        room = num_rows - len(whole)
         return np.concatenate([whole, np.zeros((room, *whole.shape[1:]), whole.dtype)])
 
     def _range(self, table: int, part: Part) -> slice:
@@ -296,7 +298,7 @@ class _Resource:
 
     def __init__(self, content: Any, *, is_dataset: bool) -> None:
         self.content, self._is_dataset = content, is_dataset
-        self._iterator: Iterator[Any] = iter(_iterable(content)) if is_dataset else itertools.repeat(content)
+        self._iterator: Iterator[Any] = _batches_of(content) if is_dataset else itertools.repeat(content)
         self._ahead: list[tuple[Any, list[np.ndarray]]] = []
         self._lock = threading.Lock()
 
@@ -324,7 +326,7 @@ class _Resource:
             raise OutOfRangeError(
                 "the next batch of a worker's dataset",
                 "it has no further one.",
-                "return dataset.repeat() from dataset_fn",
+                "return dataset.repeat() from dataset_fn; in a generator `while True:` round what it yields",
             ) from None
         self._ahead.append((tree, [np.asarray(x) for x in leaves]))
 
@@ -339,7 +341,13 @@ def _sendable(error: Exception, worker: int, pickle: Any) -> Exception:
     return error
 
 
-def _iterable(dataset: Any) -> Any:
+def _batches_of(dataset: Any) -> Iterator[Any]:
     if hasattr(dataset, "__iter__") or hasattr(dataset, "__next__"):
-        return dataset
-    return (dataset[i] for i in range(len(dataset)))
+        return iter(dataset)
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return (dataset[i] for i in range(len(dataset)))
+    raise InvalidArgumentError(
+        "a worker's dataset_fn()",
+        f"it returned {dataset!r:.80}, which does not give batches when it is iterated over.",
+        "return dataset, at the end of dataset_fn",
+    )

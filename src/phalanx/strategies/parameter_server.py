@@ -42,6 +42,7 @@ from phalanx.state import IdentityMap, slot_of
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.topology import Held, Topology
+from phalanx.variables import describe
 
 _START_S = 600.0
 _THREADS = 16
@@ -251,10 +252,14 @@ class Homes:
 
     @property
     def servers(self) -> list[Any]:
-        """The parameter servers."""
+        """The parameter servers.
+
+        Raises:
+          ContextError: the strategy was closed.
+        """
         if self._servers is None:
             raise ContextError(
-                "a variable or a step of a ParameterServerStrategy that was closed",
+                "a variable, a step or a coordinator of a ParameterServerStrategy that was closed",
                 "its workers and parameter servers have ended.",
                 "strategy.close() after the last use; or variables that are saved before it",
             )
@@ -294,8 +299,8 @@ class Homes:
         self.take_in([table])
         rows, places = np.unique(ids, return_inverse=True)
         placement = self.placement(table)
-        require_rows(rows, placement)
         assert placement is not None
+        require_rows(rows, placement, describe(table))
         own = [rows[(rows >= p.start) & (rows < (p.stop or 0))] - p.start for p in placement]
         replies = [self.servers[p.server].get.remote([(p.key, x)]) for p, x in zip(placement, own, strict=True)]
         found = np.concatenate([arrays[0] for arrays in self.answers(replies)])

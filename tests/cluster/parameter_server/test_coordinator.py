@@ -15,7 +15,14 @@ import pytest
 
 import phalanx
 from phalanx.coordinator import ClusterCoordinator, RemoteValue, experimental_get_current_worker_index
-from phalanx.errors import CancelledError, ContextError, InvalidArgumentError, OutOfRangeError, TraceError
+from phalanx.errors import (
+    CancelledError,
+    ContextError,
+    InvalidArgumentError,
+    OutOfRangeError,
+    RecompilationWarning,
+    TraceError,
+)
 
 Pair = collections.namedtuple("Pair", ["a", "b"])
 
@@ -342,8 +349,12 @@ def test_iterators_elsewhere(calm, numbers):
 
 def test_steps_that_cannot_be_programs(calm):
     """Python that needs values, and what calls back to Python: an error at once, and nothing is scheduled."""
-    with pytest.raises(TraceError, match=r"(?s)HINT"):
+    with pytest.raises(
+        TraceError, match=r"(?s)test_coordinator.py:\d+: `calm.schedule.*HINT: .*phalanx.cond"
+    ) as raised:
         calm.schedule(lambda x: 1 if x > 0 else 2, args=(1.0,))
+    # Which is refused here.
+    assert "jax.debug.print" not in str(raised.value)
     with pytest.raises(TraceError, match=r"(?s)jax.debug.print.*no Python.*HINT: return the value"):
         calm.schedule(lambda x: jax.debug.print("{x}", x=x), args=(1.0,))
     with pytest.raises(KeyError, match="unknown"):
@@ -357,6 +368,36 @@ def test_a_dataset_function_that_cannot_be_sent(calm):
     iterator = iter(calm.create_per_worker_dataset(lambda: iter([lock])))
     with pytest.raises(InvalidArgumentError, match=r"(?s)dataset.*lock.*HINT"):
         calm.schedule(lambda iterator: next(iterator), args=(iterator,))
+
+
+def test_a_dataset_that_cannot_be_sent(calm):
+    """It names the dataset."""
+    generator = (np.zeros(2) for _ in range(3))
+    iterator = iter(calm.create_per_worker_dataset(generator))
+    with pytest.raises(InvalidArgumentError, match=r"(?s)<generator object.*cannot be pickled.*HINT: a function"):
+        calm.schedule(lambda iterator: next(iterator), args=(iterator,))
+
+
+@pytest.mark.parametrize("make", ["create_per_worker_dataset", "create_per_worker_values"])
+def test_a_function_that_needs_arguments(calm, make):
+    """Workers have none for it."""
+    with pytest.raises(InvalidArgumentError, match=r"(?s)without arguments: .*'context'.*HINT: .*distribute_datasets"):
+        getattr(calm, make)(lambda context: iter([context]))
+    assert getattr(calm, make)(lambda *options: iter([np.float32(1)])) is not None
+
+
+@pytest.mark.parametrize("found", [None, 3])
+def test_a_dataset_function_that_returns_no_dataset(calm, found):
+    """It says what it returned."""
+    iterator = iter(calm.create_per_worker_dataset(lambda: found))
+    with pytest.raises(InvalidArgumentError, match=rf"dataset_fn\(\): it returned {found}, .*\nHINT: return dataset"):
+        calm.schedule(lambda iterator: next(iterator), args=(iterator,))
+
+
+def test_functions_that_are_made_anew(calm):
+    """Each is traced and sent: a warning names the line."""
+    with pytest.warns(RecompilationWarning, match=r"<lambda> \(.*test_coordinator.py:\d+\) is made anew.*HINT: define"):
+        calm.fetch([calm.schedule(lambda x: x + 1, args=(1.0,)) for _ in range(3)])
 
 
 def test_a_dataset_function_of_a_module_that_workers_do_not_have(calm, tmp_path, monkeypatch):
@@ -408,8 +449,12 @@ def test_one_coordinator(strategy, coordinator):
 def test_status(calm, counter):
     """It says how many steps were done, and how stale the updates were."""
     before = calm.status()
+
+    def step():
+        counter.assign_add(1)
+
     for _ in range(50):
-        calm.schedule(lambda: counter.assign_add(1))
+        calm.schedule(step)
     calm.join()
     after = calm.status()
     assert after.workers == after.alive == 2

@@ -46,7 +46,7 @@ def slow_numbers():
 
 
 @pytest.mark.parametrize("started", [{"workers": 2, "ps": 2}], indirect=True)
-def test_workers_that_are_killed(started):
+def test_workers_that_are_killed(started, caplog):
     """Their steps go to another worker, they come back with a fresh iterator, and nothing counts twice."""
     strategy, coordinator, counter = started
     iterator = iter(coordinator.create_per_worker_dataset(slow_numbers()))
@@ -71,6 +71,8 @@ def test_workers_that_are_killed(started):
     wait_until(lambda: coordinator.status().alive == 2)
     assert not any(map(is_there, victims))
     assert set(workers_of(strategy)).isdisjoint(victims)
+    told = [record.getMessage() for record in caplog.records if record.name == "phalanx"]
+    assert sorted(line.split(".")[0] for line in told) == ["worker:0 was lost", "worker:1 was lost"]
 
 
 @pytest.mark.parametrize("started", [{"workers": 2, "ps": 1, "worker_timeout_s": 2.0}], indirect=True)
@@ -235,5 +237,6 @@ def test_after_close(started):
     for call in (coordinator.join, lambda: coordinator.schedule(lambda: counter.assign_add(1))):
         with pytest.raises((CancelledError, ContextError), match=r"(?s)HINT"):
             call()
-    with pytest.raises(ContextError, match=r"(?s)closed.*HINT"):
-        print(coordinator.status())
+    for call in (coordinator.status, lambda: phalanx.coordinator.ClusterCoordinator(strategy)):
+        with pytest.raises(ContextError, match=r"(?s)closed.*HINT"):
+            call()

@@ -147,9 +147,9 @@ def test_ids_out_of_range(strategy, wrong):
     ours, theirs = twins(strategy, keras.optimizers.SGD)
     ids = IDS[:BATCH].copy()
     ids[2, 1] = wrong
-    with pytest.raises(InputError, match=rf"row {wrong} of a table: it has the rows 0 to {ROWS - 1}"):
+    with pytest.raises(InputError, match=rf"row {wrong} of variable '.*' .*: it has the rows 0 to {ROWS - 1}"):
         ours.fit(ids, Y[:BATCH], verbose=0)
-    with pytest.raises(InputError, match=rf"row {wrong} of a table"):
+    with pytest.raises(InputError, match=rf"row {wrong} of variable '"):
         ours.layers[0](ids)
     for model in (ours, theirs):
         model.fit(IDS[:BATCH], Y[:BATCH], verbose=0)
