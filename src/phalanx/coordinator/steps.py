@@ -50,6 +50,7 @@ class Step:
       number: its name.
       arguments: those of the first call.
       is_run: whether the function is one for `Strategy.run`.
+      is_first: whether its function was not scheduled before.
       programs: what workers run, by the shapes of their batches.
       outputs: what it returns, without its arrays, by variant.
       seeds: the states of the random generators that it draws from.
@@ -60,6 +61,7 @@ class Step:
     number: int
     arguments: Arguments
     is_run: bool
+    is_first: bool
     programs: dict[Any, StepProgram] = field(default_factory=dict)
     outputs: dict[int, Structure] = field(default_factory=dict)
     seeds: list[Variable] = field(default_factory=list)
@@ -107,10 +109,11 @@ class Steps:
         owner, name = (fn.__self__, fn.__func__) if inspect.ismethod(fn) else (fn, None)
         with self._lock:
             known = self._of_function.setdefault(owner, {})
-            (self._made_anew.forgive if known else self._made_anew.note)(fn)
             key = (name, arguments.key, is_run)
+            if known:
+                self._made_anew.forgive(fn)
             if key not in known or not known[key].fits():
-                known[key] = Step(next(self._numbers), arguments, is_run)
+                known[key] = Step(next(self._numbers), arguments, is_run, is_first=not known)
             return known[key], tuple(np.asarray(x) for x in arguments.arrays), resources
 
     def program(self, step: Step, fn: Any, specs: Any) -> StepProgram:
@@ -121,7 +124,10 @@ class Steps:
         """
         with self._lock:
             if specs not in step.programs:
-                step.programs[specs] = self._traced(step, fn, specs)
+                program = self._traced(step, fn, specs)
+                if step.is_first and not step.programs:
+                    self._made_anew.note(fn)
+                step.programs[specs] = program
             return step.programs[specs]
 
     def seeds(self, step: Step) -> tuple[np.ndarray, ...]:

@@ -146,8 +146,9 @@ def test_a_step_that_fails_is_not_waited_for(strategy_of):
         coordinator.join()
     done = int(counter.value)
     assert 2 <= done <= 4
+    increment = lambda: counter.assign_add(1)  # noqa: E731
     for _ in range(4):
-        coordinator.schedule(lambda: counter.assign_add(1))
+        coordinator.schedule(increment)
     coordinator.join()
     assert int(counter.value) == done + 4
 
