@@ -52,9 +52,9 @@ def test_saves_the_weights_and_the_curve(scheduled, folder):
 
 
 def test_fit(run_example):
-    """By Keras's fit it is the same training. (How an epoch ends differs by some thousandths: steps are applied as they come.)"""
-    printed = run_example("parameter_server.py", *SMALL, "--fit", "--epochs", 2, "--steps", 150)
-    found = [float(x) for x in re.findall(r"val_auc: ([\d.]+)", printed)]
-    assert len(found) == 2
-    # After six steps it is below 0.67.
-    assert found[-1] > 0.69
+    """By Keras's fit it is the same training."""
+    printed = run_example("parameter_server.py", *SMALL, "--fit", "--epochs", 4, "--steps", 60)
+    # The second epoch may be worse than the first: what it adds is less than what the order of asynchronous steps does.
+    first, _, _, last = (float(x) for x in re.findall(r"val_auc: ([\d.]+)", printed))
+    assert 0.5 < first < last
+    assert last > 0.69

@@ -269,7 +269,7 @@ class Supervisor:
         except self._ray.exceptions.RaySystemError as e:
             found = str(e).strip().splitlines()[-1]
             raise InvalidArgumentError(
-                f"what makes a worker's dataset or value, {resource.given!r:.80}",
+                _asked(resource),
                 f"worker {self.pusher.worker} cannot load it: {found}",
                 "define it in the script itself, or install its module where the workers run",
             ) from e
@@ -280,7 +280,7 @@ class Supervisor:
             return self._ray.put(resource.fn)
         except Exception as e:  # Whatever pickling raises, with Ray's account of what was found where.
             raise InvalidArgumentError(
-                f"a worker's dataset or value of {resource.given!r:.80}",
+                _asked(resource),
                 f"it cannot be pickled: {e.__cause__ or e}",
                 "a function that makes it on the worker, and opens files, locks and the like there",
             ) from e
@@ -306,6 +306,10 @@ class Supervisor:
     def _put_back(self, closures: Sequence[Closure]) -> None:
         for closure in reversed(closures):
             self._queue.put_back(closure)
+
+
+def _asked(resource: PerWorkerValues) -> str:
+    return f"a worker's dataset or value of {resource.given!r:.80}"
 
 
 def _cause_of(error: Any, worker: int) -> BaseException:
