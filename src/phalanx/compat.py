@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from phalanx.errors import InputError, StartupError
@@ -163,7 +164,10 @@ def raw_value(variable: Variable) -> Any:
 
 def raw_values(variables: Sequence[Variable]) -> list[Any]:
     """Returns the stored arrays of many variables."""
-    return [v._value for v in variables]
+    return list(map(_value_of, variables))
+
+
+_value_of = attrgetter("_value")
 
 
 def set_raw_values(variables: Sequence[Variable], values: Sequence[Any]) -> None:
@@ -172,9 +176,10 @@ def set_raw_values(variables: Sequence[Variable], values: Sequence[Any]) -> None
         variable._value = value
 
 
-def reference_counts(arrays: list[Any]) -> list[int]:
-    """Returns how many references Python holds to each element of a list that `raw_values` returned."""
-    return list(map(sys.getrefcount, arrays))
+def shared_values(variables: Sequence[Variable]) -> tuple[list[Any], list[int]]:
+    """Returns the stored arrays of many variables, and how many references Python holds to each."""
+    arrays = raw_values(variables)
+    return arrays, list(map(sys.getrefcount, arrays))
 
 
 def dtype_of(variable: Variable) -> str:
@@ -189,7 +194,7 @@ class _Holder:
 
 def _count_of_unshared() -> int:
     holder: Any = _Holder()
-    return reference_counts(raw_values([holder]))[0]
+    return shared_values([holder])[1][0]
 
 
 UNSHARED = _count_of_unshared()

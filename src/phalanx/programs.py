@@ -4,6 +4,7 @@
 import functools
 import gc
 import inspect
+import operator
 import sysconfig
 import traceback
 import types
@@ -149,10 +150,10 @@ class Arguments:
     """
 
     def __init__(self, args: Any, kwargs: Any) -> None:
-        parts = take_apart((args, kwargs), is_number)
-        self.structure, self.rows = parts.structure, parts.rows
-        self.arrays = parts.arrays + [x for r in self.rows for x in (r.mask, np.int32(r.count))]
-        self.sharded = parts.sharded + [True, False] * len(self.rows)
+        self.structure, self.arrays, self.sharded, self.rows = take_apart((args, kwargs), is_number)
+        for rows in self.rows:
+            self.arrays += (rows.mask, np.int32(rows.count))
+            self.sharded += (True, False)
         self.key: Hashable = (self.structure, len(self.rows), tuple(map(_spec, self.arrays)))
 
     @staticmethod
@@ -195,7 +196,8 @@ class Programs:
           eager: whether to execute the Python code instead of compiling it.
         """
         arguments = Arguments(args, kwargs)
-        owner, name = (function.__self__, function.__func__) if inspect.ismethod(function) else (function, None)
+        is_method = isinstance(function, types.MethodType)
+        owner, name = (function.__self__, function.__func__) if is_method else (function, None)
         try:
             programs = self._of_owner.get(owner)
         except TypeError:  # No hash, or no weak references.
@@ -204,8 +206,8 @@ class Programs:
         if programs is None:
             self._made_anew.note(function)
             programs = self._of_owner[owner] = {}
-        mode = (context.get_strategy(), context.in_cross_replica_context(), eager, _checks_numbers())
-        full_key = (name, key, arguments.key, mode)
+        mode = context.current()
+        full_key = (name, key, arguments.key, mode.strategy, mode.replica is None, eager, _checks_numbers())
         known = programs.get(full_key, ())
         for program in known:
             if program.fits():
@@ -306,7 +308,7 @@ class Program:
             if self._trainable_flags() != self._trainable:
                 return False
             self._changes = compat.changes.trainable
-        return all(compat.learning_rate_of(o) is r for o, r in zip(self._optimizers, self._rates, strict=True))
+        return all(map(operator.is_, map(compat.learning_rate_of, self._optimizers), self._rates))
 
     def __call__(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
         """Runs the program of `fn` and stores what it wrote."""
@@ -341,16 +343,17 @@ class Program:
                 self._fn = None
 
     def _inputs(self, arguments: Arguments) -> list[Any]:
-        return [self._placed(x, sharded) for x, sharded in zip(arguments.arrays, arguments.sharded, strict=True)]
-
-    def _placed(self, array: Any, sharded: bool) -> Any:
-        if self._topology is None or not (sharded or isinstance(array, jax.Array)):
-            return array
-        sharding = self._topology.per_replica if sharded else self._topology.replicated
-        placed = isinstance(array, jax.Array) and (array.sharding is sharding or array.sharding == sharding)
-        if placed:
-            return array
-        return self._topology.put_per_replica([array])[0] if sharded else self._topology.put_replicated(array)
+        inputs, topology = list(arguments.arrays), self._topology
+        if topology is None:
+            return inputs
+        for i, (array, sharded) in enumerate(zip(inputs, arguments.sharded, strict=True)):
+            if not (sharded or isinstance(array, jax.Array)):
+                continue
+            sharding = topology.per_replica if sharded else topology.replicated
+            placed = isinstance(array, jax.Array) and ((found := array.sharding) is sharding or found == sharding)
+            if not placed:
+                inputs[i] = topology.put_per_replica([array])[0] if sharded else topology.put_replicated(array)
+        return inputs
 
     def _trainable_flags(self) -> list[bool]:
         return [v.trainable for v in self._variables]

@@ -196,6 +196,8 @@ class _Variables:
 
     def take(self, *, own: bool) -> Group:
         """Returns arrays on the program's devices, and components; with `own` those that it may consume."""
+        if not self.variables:
+            return [], []
         arrays = self._arrays(own=own and not self._is_lent)
         if self._is_lent:
             assert self._topology is not None
@@ -206,13 +208,13 @@ class _Variables:
         return arrays, components
 
     def _arrays(self, *, own: bool) -> list[Any]:
-        if self._topology is not None and self._topology.num_workers > 1:
-            self._take_from_chief(self._topology)
-        arrays = compat.raw_values(self.variables)
-        counts = compat.reference_counts(arrays)
+        arrays, counts = compat.shared_values(self.variables)
         # One short loop in which nothing happens at the steady state: it runs at every step, for every variable.
         for i, (slot, array, count) in enumerate(zip(self.slots, arrays, counts, strict=True)):
             if slot.array is not array or slot.home is not self._storage:
+                if slot.home is not self._storage and self._topology is not None and self._topology.num_workers > 1:
+                    self._take_from_chief(self._topology)
+                    return self._arrays(own=own)
                 arrays[i] = self._adopt(self.variables[i], slot, array)
             elif array is None or not own or (slot.owned and count == _HELD_BY_VARIABLE_AND_SLOT):
                 continue
@@ -224,8 +226,6 @@ class _Variables:
     def _take_from_chief(self, topology: Topology) -> None:
         """Gives variables that no program has had yet the chief's values."""
         fresh = [i for i, slot in enumerate(self.slots) if slot.home is not topology]
-        if not fresh:
-            return
         variables = [self.variables[i] for i in fresh]
         for i, variable, value in zip(fresh, variables, topology.from_chief(compat.raw_values(variables)), strict=True):
             array = topology.put_replicated(value)

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,14 +11,12 @@ import numpy as np
 from phalanx.values import Mirrored, PerReplica, RowMask, flatten
 
 
-@dataclass(frozen=True)
-class _Array:
+class _Array(NamedTuple):
     def join(self, arrays: Iterator[Any], rows: Sequence[RowMask]) -> Any:
         return next(arrays)
 
 
-@dataclass(frozen=True)
-class _PerReplica:
+class _PerReplica(NamedTuple):
     each: int | None
     batch: int | None
 
@@ -29,8 +27,7 @@ class _PerReplica:
         return PerReplica(next(arrays), None if self.each is None else batch.repeated(self.each), batch)
 
 
-@dataclass(frozen=True)
-class _Mirrored:
+class _Mirrored(NamedTuple):
     tree: Any
 
     def join(self, arrays: Iterator[Any], rows: Sequence[RowMask]) -> Any:
@@ -47,8 +44,7 @@ class _Static:
         return self.value
 
 
-@dataclass(frozen=True)
-class Structure:
+class Structure(NamedTuple):
     """A nest without its arrays; hashable.
 
     Args:
@@ -65,8 +61,7 @@ class Structure:
         return self.tree.unflatten([leaf.join(given, rows) for leaf in self.leaves])
 
 
-@dataclass
-class Parts:
+class Parts(NamedTuple):
     """A nest taken apart.
 
     Args:
@@ -103,41 +98,38 @@ def take_apart(nest: Any, is_array: Callable[[Any], bool], rows: Sequence[RowMas
       rows: row masks that are known already, so that their numbers stay the same.
     """
     leaves, tree = flatten(nest)
-    contents = _Contents([], [], list(rows))
-    structure = Structure(tree, tuple([_take(leaf, is_array, contents) for leaf in leaves]))
-    return Parts(structure, contents.arrays, contents.sharded, contents.rows)
+    kinds: list[Any] = []
+    arrays: list[Any] = []
+    sharded: list[bool] = []
+    known = list(rows)
+    # One loop without calls for what there is most of: arguments are taken apart at every step.
+    for leaf in leaves:
+        if isinstance(leaf, PerReplica):
+            arrays.append(leaf.data)
+            sharded.append(True)
+            kinds.append(_UNPADDED if leaf.batch is None else _padded(leaf.rows, leaf.batch, known))
+        elif isinstance(leaf, Mirrored):
+            values, own = jax.tree.flatten(leaf.value)
+            arrays += values
+            sharded += [False] * len(values)
+            kinds.append(_Mirrored(own))
+        elif isinstance(leaf, jax.Array) or is_array(leaf):
+            arrays.append(leaf)
+            sharded.append(False)
+            kinds.append(_ARRAY)
+        else:
+            kinds.append(_static(leaf))
+    return Parts(Structure(tree, tuple(kinds)), arrays, sharded, known)
 
 
-@dataclass
-class _Contents:
-    arrays: list[Any]
-    sharded: list[bool]
-    rows: list[RowMask]
-
-    def add(self, array: Any, *, sharded: bool) -> None:
-        self.arrays.append(array)
-        self.sharded.append(sharded)
-
-
-# Made once, for arguments are taken apart at every step.
 _ARRAY, _UNPADDED = _Array(), _PerReplica(None, None)
 
 
-def _take(leaf: Any, is_array: Callable[[Any], bool], contents: _Contents) -> Any:
-    if isinstance(leaf, PerReplica):
-        contents.add(leaf.data, sharded=True)
-        if leaf.batch is None:
-            return _UNPADDED
-        batch = _row_number(leaf.batch, contents.rows)
-        return _PerReplica(None if leaf.rows is None else leaf.rows.each, batch)
-    if isinstance(leaf, Mirrored):
-        values, tree = jax.tree.flatten(leaf.value)
-        for value in values:
-            contents.add(value, sharded=False)
-        return _Mirrored(tree)
-    if is_array(leaf):
-        contents.add(leaf, sharded=False)
-        return _ARRAY
+def _padded(rows: RowMask | None, batch: RowMask, known: list[RowMask]) -> _PerReplica:
+    return _PerReplica(None if rows is None else rows.each, _row_number(batch, known))
+
+
+def _static(leaf: Any) -> _Static:
     try:
         hash(leaf)
     except TypeError:

@@ -222,7 +222,7 @@ class Topology:
         """The processes that have a replica, in order."""
         return tuple(sorted({d.process_index for d in self.devices}))
 
-    @property
+    @cached_property
     def num_workers(self) -> int:
         """The number of processes that have a replica."""
         return len(self.workers)
