@@ -77,7 +77,7 @@ def prepare_transport(name: str, size_bytes: int) -> None:
 
     def push() -> Any:
         sent = line.pack(Push(_ME, next(numbers), 0, set={_KEY: array}))
-        return ray.get(server.exchange.remote(sent, None))
+        return ray.get(server.exchange.remote(sent))
 
     calls = {
         f"{name}: pull": pull,

@@ -61,6 +61,10 @@ class Clock:
         self.leave(pusher)
         self._pending = [p for p in self._pending if p.pusher != pusher]
 
+    def clear(self) -> None:
+        """Drops what has not been applied."""
+        self._pending.clear()
+
     def pull(self, pusher: Pusher) -> int:
         """Returns the version of the values that a worker takes now."""
         self._computing[pusher] = self.version

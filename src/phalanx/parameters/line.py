@@ -2,8 +2,8 @@
 """Between a worker and a parameter server of one machine: memory that both have, for what is large.
 
 Ray copies a large argument or result into an object of its own, which costs more than the step that it is for. Here the side that
-sends copies it into memory that it keeps, and the other copies it from there; Ray carries the rest, and does so between machines
-with all of it. Each side waits for the other's answer before it sends again, so the memory is never overwritten too soon.
+sends copies it into memory that it keeps, and the other reads it there; Ray carries the rest, and does so between machines with
+all of it. Each side is done with what it has read before it sends again, so the memory is never overwritten too soon.
 """
 
 import itertools
@@ -89,15 +89,14 @@ class Line:
         return Packed(self._pusher, self._mine.path, rest, sizes)
 
     def unpack(self, sent: Any) -> Any:
-        """Returns what was packed at the other end."""
+        """Returns what was packed at the other end; its arrays change when that end packs again."""
         if not isinstance(sent, Packed):
             return sent
         self._others = self._others or _Memory(os.open(sent.path, os.O_RDWR))
         starts, end = _layout(sent.sizes)
-        copy = _aligned(end)
-        copy[:] = self._others.of(end)[:end]
+        memory = self._others.of(end)
         return pickle.loads(
-            sent.rest, buffers=[copy[start : start + n] for start, n in zip(starts, sent.sizes, strict=True)]
+            sent.rest, buffers=[memory[start : start + n] for start, n in zip(starts, sent.sizes, strict=True)]
         )
 
 
@@ -132,9 +131,3 @@ def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Returns where arrays of these sizes begin, and where the last one ends."""
     ends = list(itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
     return ends[:-1], ends[-1]
-
-
-def _aligned(size: int) -> np.ndarray:
-    array = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -array.ctypes.data % _ALIGNMENT
-    return array[start : start + size]

@@ -155,7 +155,8 @@ class Push:
       updates: gradients by the update's name.
       added: increments by key.
       set: new values by key.
-      others: the other servers that get a part of this push.
+      others: of the first server's: what each of the others gets that has a part of this step; None where it holds that already.
+      asked: of the first server's: what the next step needs of it and of those; None where no further step has begun.
     """
 
     pusher: Pusher
@@ -164,7 +165,8 @@ class Push:
     updates: dict[int, list[np.ndarray | Rows]] = field(default_factory=dict)
     added: dict[int, np.ndarray] = field(default_factory=dict)
     set: dict[int, np.ndarray] = field(default_factory=dict)
-    others: tuple[int, ...] = ()
+    others: dict[int, Any] = field(default_factory=dict)
+    asked: dict[int, Sequence[Any]] | None = None
 
     @property
     def name(self) -> tuple[Pusher, int]:
@@ -178,13 +180,13 @@ class Decision:
 
     Args:
       turn: the how-manieth update it is.
-      names: of the pushes.
-      follows: of each server that has a part of them, which update it did before this one.
+      follows: of each server that has a part of it, which update it did before this one.
+      parts: of each other server, the names of the pushes and what it gets of them.
     """
 
     turn: int
-    names: Sequence[tuple[Pusher, int]]
     follows: dict[int, int]
+    parts: dict[int, list[tuple[tuple[Pusher, int], Any]]]
 
 
 @dataclass
@@ -208,6 +210,10 @@ class Report:
 
 class FencedError(Exception):
     """A worker that was taken for lost has asked for something."""
+
+
+class LostServerError(Exception):
+    """A server cannot do its part of a push, for another one is lost."""
 
 
 def require_rows(ids: np.ndarray, placement: Placement, table: str) -> None:

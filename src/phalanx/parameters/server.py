@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A parameter server: variables and optimizer slots, and the updates of them.
 
-A push counts on all servers or on none. The first server decides: a worker hands each server its part, and each of the others
-asks the first one, which answers when all have theirs and the clock allows the push; they apply it in the same order.
+A push counts on all servers or on none. The first server gets all of it, or where a server is on another machine the word that
+this one holds its part; when the clock allows the push it applies its own part, and has the others apply theirs in the same order.
 """
 
 import threading
@@ -18,7 +18,7 @@ import numpy as np
 
 from phalanx.parameters.clock import Clock
 from phalanx.parameters.line import Line, Packed
-from phalanx.parameters.plans import Decision, FencedError, Push, Pusher, Rows, UpdateProgram
+from phalanx.parameters.plans import Decision, FencedError, LostServerError, Push, Pusher, Rows, UpdateProgram
 
 _WAIT_S = 600.0
 """How long a push waits for others before that is an error; a worker that is lost is forgotten long before."""
@@ -45,12 +45,12 @@ class ParameterServer:
         self._lives: dict[int, int] = {}
         self._clock = Clock(max_staleness)
         self._peers: Sequence[Any] = ()
-        self._applied = 0
-        self._prepared: dict[tuple[Pusher, int], Push] = {}
+        self._applied = self._num_restarts = 0
+        # Parts of pushes that are to be decided, where this server is not on the worker's machine.
+        self._held: dict[tuple[Pusher, int], Push] = {}
+        # At the first server: which push was the last of each worker, its parts on their way, and the last turn of each server.
         self._done: dict[Pusher, int] = {}
-        # At the first server: who has a part of which push, what was decided last of each worker, and the last turn of each server.
-        self._holding: dict[tuple[Pusher, int], set[int]] = {}
-        self._decided: dict[Pusher, Decision] = {}
+        self._commits: dict[Pusher, dict[int, Any]] = {}
         self._turns: dict[int, int] = defaultdict(int)
         self._change = threading.Condition(threading.RLock())
         self._lines: dict[Pusher, Line] = {}
@@ -129,46 +129,59 @@ class ParameterServer:
             self._clock.forget(pusher)
             self._lines.pop(pusher, None)
             self._change.notify_all()
-            self._prepared = {name: p for name, p in self._prepared.items() if p.pusher != pusher}
-            self._holding = {name: held for name, held in self._holding.items() if name[0] != pusher}
+            self._held = {name: p for name, p in self._held.items() if p.pusher != pusher}
         return [self._turns[i] for i in range(len(self._peers))]
 
     def pull(self, asked: Sequence[Any], pusher: Pusher) -> Any:
         """Returns the version, and values."""
         with self._change:
             self._require(pusher)
-            version = self._clock.pull(pusher) if self._index == 0 else 0
-            return self._sent(pusher, (version, self.get(asked)))
+            return self._answer(pusher, asked)
 
-    def exchange(self, sent: Push | Packed, asked: Sequence[Any] | None) -> Any:
-        """Takes this server's part of a push, and returns when it is applied: the version, and new values.
-
-        Where nothing is `asked` no further step of this worker has begun.
-        """
-        push = self._received(sent)
+    def hold(self, push: Push) -> None:
+        """Takes its part of a push, which the first server has not decided yet."""
         with self._change:
             self._require(push.pusher)
-            self._prepared[push.name] = push
-        mine = push.name, self._index
-        # A thread of the first server waits there for what it decides; its own part it has applied by then.
-        decision = self._ray.get(self._peers[0].settle.remote(*mine)) if self._index else self.settle(*mine)
-        self._commit(decision)
-        with self._change:
-            self._wait(lambda: self._done.get(push.pusher, -1) >= push.number, push.pusher)
-            if asked is None:
-                return self._clock.version, []
-            version = self._clock.pull(push.pusher) if self._index == 0 else 0
-            return self._sent(push.pusher, (version, self.get(asked)))
+            self._held[push.name] = push
 
-    def settle(self, name: tuple[Pusher, int], server: int) -> Decision:
-        """Hears, as the first server, that a server has its part of a push; returns when the push counts."""
-        pusher, number = name
+    def exchange(self, sent: Push | Packed) -> dict[int, Any]:
+        """Takes a push, as the first server, and returns when all servers have applied it: of each that is asked its answer to a `pull`.
+
+        Raises:
+          LostServerError: another server has died.
+        """
+        push = self._received(sent)
+        pusher, restarts = push.pusher, self._num_restarts
         with self._moving():
             self._require(pusher)
-            self._hold(name, server)
+            self._clock.push(push)
+        answers = {}
         with self._change:
-            self._wait(lambda: self._done.get(pusher, -1) >= number, pusher)
-            return self._decided[pusher]
+            self._wait(lambda: self._done.get(pusher, -1) >= push.number or self._num_restarts > restarts, pusher)
+            if self._done.get(pusher, -1) < push.number:
+                raise LostServerError("a server was lost while a push waited for its turn")
+            if push.asked is not None:
+                answers[self._index] = self._answer(pusher, push.asked[self._index])
+            commits = self._commits.pop(pusher)
+        try:
+            answers |= zip(commits, self._ray.get(list(commits.values())), strict=True)
+        except (self._ray.exceptions.RayActorError, FencedError, LostServerError) as e:
+            raise LostServerError(str(e)) from None
+        return {s: x for s, x in answers.items() if x is not None}
+
+    def commit(self, decision: Decision, pusher: Pusher, asked: Sequence[Any] | None) -> Any:
+        """Applies what the first server has decided, after what it has decided of this server before; answers its worker."""
+        before = decision.follows[self._index]
+        with self._change:
+            self._wait(lambda: self._applied >= before)
+            # Else another push of this turn came first, or a server was restarted, and all go on from a later update.
+            if self._applied == before:
+                pushes = [
+                    self._held.pop(name) if sent is None else self._received(sent)
+                    for name, sent in decision.parts[self._index]
+                ]
+                self._apply(decision.turn, pushes)
+            return None if asked is None else self._answer(pusher, asked)
 
     def state(self) -> dict[int, np.ndarray]:
         """Returns all values."""
@@ -195,8 +208,9 @@ class ParameterServer:
         with self._change:
             self._applied = self._clock.version = applied
             self._turns.update(dict.fromkeys(range(len(self._peers)), applied))
-            self._prepared.clear()
-            self._holding.clear()
+            self._held.clear()
+            self._clock.clear()
+            self._num_restarts += 1
             self._change.notify_all()
 
     def _received(self, sent: Push | Packed) -> Push:
@@ -204,11 +218,15 @@ class ParameterServer:
             return sent
         with self._change:
             self._require(sent.pusher)
-            line = self._lines[sent.pusher]
-        push: Push = line.unpack(sent)
+            if sent.pusher not in self._lines:
+                raise LostServerError(
+                    "a server was started again, and the memory of the push was that of the one before"
+                )
+            push: Push = self._lines[sent.pusher].unpack(sent)
         return push
 
-    def _sent(self, pusher: Pusher, reply: Any) -> Any:
+    def _answer(self, pusher: Pusher, asked: Sequence[Any]) -> Any:
+        reply = (self._clock.pull(pusher) if self._index == 0 else 0, self.get(asked))
         return self._lines[pusher].pack(reply) if pusher in self._lines else reply
 
     @contextmanager
@@ -217,32 +235,20 @@ class ParameterServer:
         with self._change:
             yield
             while pushes := self._clock.ready():
-                servers = {self._index, *(s for push in pushes for s in push.others)}
-                decision = Decision(self._applied + 1, [p.name for p in pushes], {s: self._turns[s] for s in servers})
-                self._turns.update(dict.fromkeys(servers, decision.turn))
-                self._decided.update((push.pusher, decision) for push in pushes)
-                self._apply(decision)
+                others = {s for push in pushes for s in push.others}
+                follows = {s: self._turns[s] for s in (self._index, *others)}
+                parts = {s: [(p.name, p.others[s]) for p in pushes if s in p.others] for s in others}
+                decision = Decision(self._applied + 1, follows, parts)
+                self._turns.update(dict.fromkeys(follows, decision.turn))
+                self._commits.update((push.pusher, self._committing(push, decision)) for push in pushes)
+                self._apply(decision.turn, pushes)
 
-    def _hold(self, name: tuple[Pusher, int], server: int) -> None:
-        """Hears, as the first server, who has a part of a push; when all have theirs it goes to the clock."""
-        held = self._holding.setdefault(name, set())
-        held.add(server)
-        push = self._prepared.get(name)
-        if push and held.issuperset((self._index, *push.others)):
-            del self._holding[name]
-            self._clock.push(push)
+    def _committing(self, push: Push, decision: Decision) -> dict[int, Any]:
+        """Lets the other servers begin to apply what was decided."""
+        asked = push.asked or {}
+        return {s: self._peers[s].commit.remote(decision, push.pusher, asked.get(s)) for s in push.others}
 
-    def _commit(self, decision: Decision) -> None:
-        """Applies what was decided, after what was decided of this server before."""
-        before = decision.follows[self._index]
-        with self._change:
-            self._wait(lambda: self._applied >= before)
-            # Else another push of this turn came first, or a server was restarted, and all go on from a later update.
-            if self._applied == before:
-                self._apply(decision)
-
-    def _apply(self, decision: Decision) -> None:
-        pushes = [self._prepared.pop(name) for name in decision.names if name in self._prepared]
+    def _apply(self, turn: int, pushes: Sequence[Push]) -> None:
         gradients: dict[int, list[list[Any]]] = {}
         for push in pushes:
             for key, increment in push.added.items():
@@ -255,9 +261,11 @@ class ParameterServer:
             mean = given[0] if len(given) == 1 else [sum(each) / len(given) for each in zip(*given, strict=True)]
             values = [self._values.pop(key) for key in program.keys]
             self._values.update(zip(program.keys, run(values, mean), strict=True))
+        # The gradients are in memory that workers overwrite as soon as they hear of this.
+        jax.block_until_ready(list(self._values.values()))
         for push in pushes:
             self._done[push.pusher] = push.number
-        self._applied = decision.turn
+        self._applied = turn
         self._change.notify_all()
 
     def _require(self, pusher: Pusher) -> None:

@@ -4,7 +4,7 @@
 import itertools
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,10 @@ import numpy as np
 
 from phalanx.errors import InvalidArgumentError, OutOfRangeError
 from phalanx.parameters import here
-from phalanx.parameters.line import Line, Packed
+from phalanx.parameters.line import Line
 from phalanx.parameters.plans import (
     FencedError,
+    LostServerError,
     Part,
     Placement,
     Push,
@@ -108,7 +109,7 @@ class Worker:
                     # It is no update: the next step pulls for itself.
                     self._ended(report, values or None)
                     values = None
-            except self._ray.exceptions.RayActorError:
+            except (self._ray.exceptions.RayActorError, LostServerError):
                 report.has_lost_server = True
                 return report
             except FencedError:
@@ -150,43 +151,36 @@ class Worker:
             asked = [s.near.remote(self._me, x.greeting()) for s, x in zip(self._servers, lines, strict=True)]
             self._lines = [x if is_near else None for x, is_near in zip(lines, self._ray.get(asked), strict=True)]
 
-    def _sent(self, server: int, push: Push) -> Push | Packed:
-        line = self._lines[server]
-        return push if line is None else line.pack(push)
-
-    def _received(self, server: int, reply: Any) -> Any:
-        line = self._lines[server]
-        return reply if line is None else line.unpack(reply)
-
     def _pull(self, ready: "_Ready") -> dict[Part, np.ndarray]:
-        if ready.program.is_pure:
-            return {}
-        asked = ready.asked
+        return {} if ready.program.is_pure else self._taken(ready, self._pulled(ready.asked))
+
+    def _pulled(self, asked: Mapping[int, Mapping[Part, Any]]) -> dict[int, Any]:
         replies = [self._servers[s].pull.remote(list(of.values()), self._me) for s, of in asked.items()]
-        return self._taken(ready, list(asked), self._ray.get(replies))
+        return dict(zip(asked, self._ray.get(replies) if replies else (), strict=True))
 
     def _exchange(self, pushes: dict[int, Push], following: "_Ready | None") -> dict[Part, np.ndarray] | None:
         """Pushes, and pulls what the following step needs."""
-        asked = {} if following is None else {s: list(parts.values()) for s, parts in following.asked.items()}
-        order = sorted({*asked, *pushes})
-        replies = [
-            self._servers[s].exchange.remote(self._sent(s, pushes[s]), asked.get(s))
-            if s in pushes
-            else self._servers[s].pull.remote(asked[s], self._me)
-            for s in order
-        ]
-        # Each waits for the others: of one that is lost the rest would not tell.
-        left = list(replies)
-        while len(left) > 1:
-            done, left = self._ray.wait(left)
-            self._ray.get(done)
-        arrays = self._ray.get(replies)
-        return None if following is None else self._taken(following, order, arrays)
+        asked = {} if following is None else following.asked
+        lines = {s: self._lines[s] for s in pushes}
+        if far := [s for s, line in lines.items() if s and line is None]:
+            self._ray.get([self._servers[s].hold.remote(pushes[s]) for s in far])
+        others = {s: line and line.pack(pushes[s]) for s, line in lines.items() if s}
+        # What is on other machines does not go by the first server, where it would be twice on the way.
+        near: dict[int, Sequence[Any]] = {
+            s: list(of.values()) for s, of in asked.items() if s == 0 or others.get(s) is not None
+        }
+        push = replace(pushes[0], others=others, asked=near or None)
+        sent = push if lines[0] is None else lines[0].pack(push)
+        replies = self._ray.get(self._servers[0].exchange.remote(sent))
+        if following is None:
+            return None
+        return self._taken(following, replies | self._pulled({s: of for s, of in asked.items() if s not in near}))
 
-    def _taken(self, ready: "_Ready", order: Sequence[int], replies: Sequence[Any]) -> dict[Part, np.ndarray]:
+    def _taken(self, ready: "_Ready", replies: Mapping[int, Any]) -> dict[Part, np.ndarray]:
         values: dict[Part, np.ndarray] = {}
-        for server, reply in zip(order, replies, strict=True):
-            version, arrays = self._received(server, reply)
+        for server, reply in replies.items():
+            line = self._lines[server]
+            version, arrays = reply if line is None else line.unpack(reply)
             if server == 0:
                 self._version = version
             values.update(zip(ready.asked.get(server, ()), arrays, strict=True))
@@ -251,6 +245,8 @@ class _Ready:
         def to(server: int) -> Push:
             return pushes.setdefault(server, replace(nothing, updates={}, added={}, set={}))
 
+        to(0)  # It decides, whatever its own part is.
+
         for numbers, arrays, kind in ((plan.added, added, "added"), (plan.set, new, "set")):
             for i, array in zip(numbers, arrays, strict=True):
                 for part in plan.values[i] or ():
@@ -262,7 +258,6 @@ class _Ready:
                 for part in placement:
                     own = part.of(whole) if table is None else self._own_rows(table, part, whole)
                     to(part.server).updates.setdefault(name, []).append(own)
-        pushes[0] = replace(to(0), others=tuple(s for s in pushes if s))
         return [np.asarray(x) for x in results], pushes
 
     def _value(self, number: int, placement: Placement, values: dict[Part, np.ndarray]) -> np.ndarray:

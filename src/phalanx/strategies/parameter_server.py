@@ -233,8 +233,8 @@ class Homes:
     ) -> None:
         self._ray, self._cluster, self._device, self._partitioner = load_ray(), cluster, device, partitioner
         self._max_staleness = max_staleness
-        # Of each worker one push may wait here, and at the first server each other one for what is decided of it.
-        threads = _THREADS + cluster.ps * cluster.workers
+        # Of each worker one push may wait here.
+        threads = _THREADS + cluster.workers
         self._start = lambda i: cluster.actor(ParameterServer, "ps", i, i, max_staleness, threads=threads)
         self._servers: list[Any] | None = [self._start(i) for i in range(cluster.ps)]
         self.platforms = tuple(sorted({self._ray.get(s.meet.remote(self.servers)) for s in self.servers}))

@@ -6,6 +6,7 @@ import pytest
 
 import phalanx
 from phalanx.coordinator import ClusterCoordinator
+from phalanx.strategies import parameter_server
 
 STEPS, WORKERS, ROWS = 20, 2, 4
 X = np.random.RandomState(0).normal(size=(STEPS, WORKERS * ROWS, 6)).astype("float32")
@@ -30,15 +31,16 @@ def strategy_of():
         one.close()
 
 
-def make():
+def make(units=5):
     """A model."""
     keras.utils.set_random_seed(3)
-    return keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(1)])
+    layers = [keras.layers.Dense(units, activation="tanh"), keras.layers.Dense(units), keras.layers.Dense(1)]
+    return keras.Sequential([keras.layers.Input((6,)), *layers])
 
 
-def by_keras(optimizer, batches):
+def by_keras(optimizer, batches, units=5):
     """What plain Keras makes of some batches: the weights."""
-    model = make()
+    model = make(units)
     model.compile(optimizer, "mse")
     for x, y in batches:
         model.train_on_batch(x, y)
@@ -59,10 +61,10 @@ def training(model, optimizer, counter):
     return step
 
 
-def parts(strategy, optimizer):
+def parts(strategy, optimizer, units=5):
     """A model, its step, and the number of steps."""
     with strategy.scope():
-        model, counter = make(), keras.Variable(0, dtype="int32", trainable=False, aggregation="sum")
+        model, counter = make(units), keras.Variable(0, dtype="int32", trainable=False, aggregation="sum")
     return model, training(model, optimizer, counter), counter
 
 
@@ -87,6 +89,32 @@ def test_synchronous_training_is_that_of_one_device(strategy_of, ps, optimizer):
     assert int(ours.iterations.value) == STEPS
     for a, b in zip(model.get_weights(), by_keras(optimizer(), zip(X, Y, strict=True)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("far", [(), (1,), (0,), (0, 1)])
+def test_servers_on_other_machines(strategy_of, monkeypatch, far):
+    """Where a worker and a server have no memory in common, large arrays go by Ray, and the updates are the same."""
+
+    class Server(parameter_server.ParameterServer):
+        def near(self, pusher, greeting):
+            return self._index not in far and super().near(pusher, greeting)
+
+    strategy_of(workers=WORKERS, ps=1, max_staleness=0)
+    monkeypatch.setattr(parameter_server, "ParameterServer", Server)
+    halves = phalanx.experimental.partitioners.FixedShardsPartitioner(2)
+    strategy = phalanx.ParameterServerStrategy(None, halves, workers=WORKERS, ps=2, max_staleness=0)
+    coordinator = ClusterCoordinator(strategy)
+    optimizer = keras.optimizers.Adam(0.01)
+    model, step, counter = parts(strategy, optimizer, units=200)
+    for x, y in zip(X, Y, strict=True):
+        for rows in (slice(0, ROWS), slice(ROWS, None)):
+            coordinator.schedule(step, args=(x[rows], y[rows]))
+    coordinator.join()
+    assert int(counter.value) == WORKERS * STEPS
+    expected = by_keras(keras.optimizers.Adam(0.01), zip(X, Y, strict=True), units=200)
+    for a, b in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    strategy.close()
 
 
 def test_no_tables_in_rounds(strategy_of):

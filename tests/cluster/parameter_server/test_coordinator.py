@@ -54,6 +54,23 @@ def numbers():
     return lambda: ({"x": np.float32(i)} for i in range(1_000_000))
 
 
+def test_results_stay_what_they_were(strategy, coordinator):
+    """A worker computes with values in memory that its server overwrites for the next step; what steps return is their own."""
+    with strategy.scope():
+        many = keras.Variable(np.zeros(100_000, "float32"), trainable=False, aggregation="sum")
+
+    def step():
+        before = many.value
+        many.assign_add(jnp.ones(100_000, "float32"))
+        return before
+
+    found = coordinator.fetch([coordinator.schedule(step) for _ in range(60)])
+    assert all((x == x[0]).all() for x in found)
+    # Two workers may have computed with the same values.
+    assert len({float(x[0]) for x in found}) > 20
+    assert (many.numpy() == 60).all()
+
+
 def take(iterator):
     """A step that returns the next batch."""
     return next(iterator)

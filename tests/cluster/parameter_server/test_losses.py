@@ -24,7 +24,8 @@ def cluster():
 @pytest.fixture
 def started(request):
     """A strategy, its coordinator, and a variable that counts."""
-    strategy = phalanx.ParameterServerStrategy(**request.param)
+    bound = request.node.callspec.params.get("bound", {})
+    strategy = phalanx.ParameterServerStrategy(**request.param, **bound)
     coordinator = ClusterCoordinator(strategy)
     with strategy.scope():
         counter = keras.Variable(0, dtype="int32", trainable=False, aggregation="sum", name="counter")
@@ -177,8 +178,9 @@ def test_a_server_is_lost_for_good(started):
     coordinator.join()
 
 
+@pytest.mark.parametrize("bound", [{}, {"max_staleness": 0}], ids=["asynchronous", "synchronous"])
 @pytest.mark.parametrize("started", [{"workers": 2, "ps": 2, "snapshot_every_s": 0.2}], indirect=True)
-def test_servers_that_are_restarted(started):
+def test_servers_that_are_restarted(started, bound):
     """With snapshots training goes on from the last one, also when the first server is the one that dies."""
     strategy, coordinator, counter = started
     with strategy.scope():
