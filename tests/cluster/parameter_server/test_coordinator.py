@@ -221,7 +221,13 @@ def test_done_raises_it(calm):
 
 def test_fetch_of_a_cancelled_value(calm):
     """It says that it was cancelled, by what, and what to do."""
-    iterator = iter(calm.create_per_worker_dataset(lambda: iter([np.float32(1)])))
+
+    def dataset():
+        yield np.float32(1)
+        # Until all are scheduled: `schedule` would raise what the others have met.
+        time.sleep(3)
+
+    iterator = iter(calm.create_per_worker_dataset(dataset))
     values = [calm.schedule(take, args=(iterator,)) for _ in range(400)]
     with pytest.raises(OutOfRangeError, match="no further one"):
         calm.join()
@@ -232,8 +238,10 @@ def test_fetch_of_a_cancelled_value(calm):
 def test_a_finite_dataset_ends(calm):
     """Each worker has the whole of it; the step after its last batch raises."""
     iterator = iter(calm.create_per_worker_dataset(lambda: iter([np.float32(i) for i in range(3)])))
-    values = [calm.schedule(take, args=(iterator,)) for _ in range(20)]
+    values = []
     with pytest.raises(OutOfRangeError, match=r"(?s)no further one.*HINT: .*repeat"):
+        for _ in range(20):
+            values.append(calm.schedule(take, args=(iterator,)))
         calm.join()
     seen = collections.Counter()
     for value in values:
@@ -436,7 +444,8 @@ def test_an_error_names_its_worker(calm):
         raise ZeroDivisionError("a bad file")
 
     iterator = iter(calm.create_per_worker_dataset(dataset))
-    for _ in range(4):
+    # One for each worker, and one that fails.
+    for _ in range(3):
         calm.schedule(take, args=(iterator,))
     with pytest.raises(ZeroDivisionError, match="a bad file") as raised:
         calm.join()
