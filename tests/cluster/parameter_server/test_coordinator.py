@@ -239,10 +239,13 @@ def test_a_finite_dataset_ends(calm):
     """Each worker has the whole of it; the step after its last batch raises."""
     iterator = iter(calm.create_per_worker_dataset(lambda: iter([np.float32(i) for i in range(3)])))
     values = []
-    with pytest.raises(OutOfRangeError, match=r"(?s)no further one.*HINT: .*repeat"):
-        for _ in range(20):
-            values.append(calm.schedule(take, args=(iterator,)))
+
+    def steps():
+        values.extend(calm.schedule(take, args=(iterator,)) for _ in range(20))
         calm.join()
+
+    with pytest.raises(OutOfRangeError, match=r"(?s)no further one.*HINT: .*repeat"):
+        steps()
     seen = collections.Counter()
     for value in values:
         try:
