@@ -9,8 +9,8 @@ import numpy as np
 
 from phalanx.compat import Variable, dtype_of
 from phalanx.errors import InvalidArgumentError
+from phalanx.homes import Homes, homes_of
 from phalanx.parameters.plans import Part
-from phalanx.strategies.parameter_server import Homes, homes_of
 
 
 @final

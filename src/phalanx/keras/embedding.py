@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from phalanx import compat, context, lifting
 from phalanx.errors import InvalidArgumentError
-from phalanx.strategies.parameter_server import Homes, ParameterServerStrategy
+from phalanx.homes import Homes
+from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 
 @keras.saving.register_keras_serializable(package="phalanx")
