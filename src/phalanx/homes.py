@@ -79,13 +79,22 @@ class Homes:
         Raises:
           ContextError: the strategy was closed.
         """
+        self.require_open()
+        assert self._servers is not None
+        return self._servers
+
+    def require_open(self) -> None:
+        """Raises if the servers have ended.
+
+        Raises:
+          ContextError: the strategy was closed.
+        """
         if self._servers is None:
             raise ContextError(
                 "a variable, a step or a coordinator of a ParameterServerStrategy that was closed",
                 "its workers and parameter servers have ended.",
                 "strategy.close() after the last use; or variables that are saved before it",
             )
-        return self._servers
 
     def placement(self, variable: Variable) -> Placement | None:
         """Returns where a variable is; None where it has not moved yet."""

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 from typing_extensions import override
@@ -72,6 +72,13 @@ class RemoteValue(ABC):
     def fetch(self) -> Any:
         """Returns what the step returned, with NumPy arrays and numbers, as soon as it has. Raises what `get` raises."""
         return _to_numpy(self.get())
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise InvalidArgumentError(
+            "a RemoteValue as an array or a number", "the step that returns it may not have run yet.", "value.fetch()"
+        )
+
+    __float__ = __int__ = __array__
 
 
 @final

@@ -125,7 +125,12 @@ class ParameterServerStrategy(Strategy):
     @property
     @override
     def storage(self) -> Topology:
-        """Where variables are made, before they move to the servers."""
+        """Where variables are made, before they move to the servers.
+
+        Raises:
+          ContextError: the strategy was closed.
+        """
+        self.homes.require_open()
         return self._device.topology
 
     @property

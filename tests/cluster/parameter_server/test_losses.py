@@ -1,5 +1,6 @@
 """Workers and parameter servers that die or stand still, one strategy each."""
 
+import contextlib
 import signal
 import threading
 
@@ -239,6 +240,11 @@ def test_after_close(started):
     for call in (coordinator.join, lambda: coordinator.schedule(lambda: counter.assign_add(1))):
         with pytest.raises((CancelledError, ContextError), match=r"(?s)HINT"):
             call()
-    for call in (coordinator.status, lambda: phalanx.coordinator.ClusterCoordinator(strategy)):
+    enter = contextlib.ExitStack().enter_context
+    for call in (
+        coordinator.status,
+        lambda: phalanx.coordinator.ClusterCoordinator(strategy),
+        lambda: enter(strategy.scope()),
+    ):
         with pytest.raises(ContextError, match=r"(?s)closed.*HINT"):
             call()

@@ -93,6 +93,16 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("use", [float, int, np.asarray, jnp.asarray, lambda value: np.add(value, 1)])
+def test_a_value_is_no_number(use):
+    """Where it is used as one, it says how to get it."""
+    outcome = Outcome()
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=r"a RemoteValue as .* a number: .*\nHINT: .*value.fetch\(\)"):
+            use(outcome)
+        outcome.settle(3.0)
+
+
 def test_values():
     """`get` returns what the step did, to all who wait; `fetch` the same structure of NumPy arrays and numbers."""
     outcome = Outcome()
