@@ -213,7 +213,7 @@ class Programs:
             if program.fits():
                 self._made_anew.forgive(function)
                 return program(fn, arguments)
-        with _without_collections(), explained():
+        with without_collections(), explained():
             program = Program(fn, arguments, eager=eager)
             result = program(fn, arguments)
         programs[full_key] = [*known, program]
@@ -252,7 +252,7 @@ class MadeAnew:
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
     """Keeps Python from looking for garbage among the many objects of a trace: one look took a tenth of a second."""
     enabled = gc.isenabled()
     gc.disable()

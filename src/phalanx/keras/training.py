@@ -19,7 +19,7 @@ from phalanx.keras.callbacks import TensorBoard
 from phalanx.keras.data import EpochData
 from phalanx.keras.interrupts import Interrupts
 from phalanx.options import RunOptions
-from phalanx.programs import Function
+from phalanx.programs import Function, without_collections
 from phalanx.replicate import trace_run
 from phalanx.strategies.base import Strategy
 from phalanx.topology import Topology
@@ -338,11 +338,12 @@ class ModelTrainer:
         if only_model and compat.is_built(model):
             return
         spec = data.element_spec if only_model or compat.needs_batch(model) else None
-        if only_model:
-            x, _, _ = compat.unpacked(spec)
-            compat.build_layers(model, x)
-            return
-        compat.build(model, spec)
+        with without_collections():
+            if only_model:
+                x, _, _ = compat.unpacked(spec)
+                compat.build_layers(model, x)
+            else:
+                compat.build(model, spec)
 
     @contextmanager
     def _calling(
