@@ -26,7 +26,6 @@ dispatch_lock = threading.RLock()
 """Two threads that dispatch programs over several devices can deadlock inside XLA, whatever its thread pool."""
 
 _NEWS_S = 3.0
-_LARGE_BYTES = 1 << 20
 _MODEL_AXIS = 'model_axis=("model", 2)'
 _STATUS = re.compile(r"[A-Z_]+: ")
 _DEVICE_NAME = re.compile(
@@ -262,7 +261,7 @@ class Topology:
         return list(map(self._spread_from_here, local))
 
     def _spread_from_here(self, local: Any) -> jax.Array:
-        if self.num_workers == 1 and (isinstance(local, jax.Array) or local.nbytes > _LARGE_BYTES):
+        if self.num_workers == 1 and isinstance(local, jax.Array):
             return jax.device_put(local, self.per_replica)
         first = self.local_replicas.start
 
@@ -270,8 +269,7 @@ class Topology:
             start, stop, _ = index[0].indices(self.num_replicas)
             return local[start - first : stop - first]
 
-        # Half the time of device_put, and of make_array_from_process_local_data, which find out what is known here; but it
-        # copies in this thread.
+        # Half the time of device_put and of make_array_from_process_local_data, which find out what is known here.
         return jax.make_array_from_callback((self.num_replicas, *local.shape[1:]), self.per_replica, own)
 
     def put_replicated(self, tree: Any) -> Any:
