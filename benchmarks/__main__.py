@@ -10,6 +10,7 @@ from benchmarks import (
     compile_time,
     fit,
     host_time,
+    interrupts,
     memory,
     model_parallel,
     multi_worker,
@@ -40,6 +41,7 @@ BENCHMARKS = {
     "parameter_server_soak": parameter_server_soak.run,
     "soak": soak.run,
     "restarts": restarts.run,
+    "interrupts": interrupts.run,
 }
 
 
@@ -48,7 +50,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name", help=f"some of {', '.join(BENCHMARKS)}; none means all")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: to see that it works")
-    parser.add_argument("--rounds", type=int, help="how many rounds of restarts (50) and parameter_server_soak (30)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help="how many rounds of restarts (50) and parameter_server_soak (30), and interrupts per loop (1000)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="the number of their first round (default: %(default)s)")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of the table of parameter_server_memory (4)")
     options = parser.parse_args()
@@ -61,6 +67,7 @@ def main() -> None:
         "restarts": functools.partial(restarts.run, **drawn),
         "parameter_server_soak": functools.partial(parameter_server_soak.run, **drawn),
         "parameter_server_memory": sized,
+        "interrupts": functools.partial(interrupts.run, rounds=options.rounds),
     }
     for name in options.names or benchmarks:
         benchmarks[name](quick=options.quick).show()

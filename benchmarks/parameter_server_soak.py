@@ -100,7 +100,7 @@ def play(number: int, ps: int, max_staleness: int | None, at: list[int], how: li
             counter.assign_add(1)
         return x + 1
 
-    workers = [actor for actor in strategy.cluster.actors if actor not in strategy.homes.servers]
+    workers = [actor for actor in strategy.cluster.actors if actor not in strategy.homes.servers.actors]
     # Not before the strategy, which has Ray ask for a token.
     import ray
 

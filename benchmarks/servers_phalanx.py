@@ -63,12 +63,12 @@ def prepare_transport(name: str, size_bytes: int) -> None:
     """Makes pulls and pushes of one array, between this process and a parameter server, and an actor of Ray."""
     (coordinator,) = _coordinators
     array = np.ones(size_bytes // 4, "float32")
-    ray, server = load_ray(), coordinator.strategy.homes.servers[0]
+    ray, server = load_ray(), coordinator.strategy.homes.servers.actors[0]
     actor = ray.remote(_Actor).options(num_cpus=0).remote(array)
-    coordinator.strategy.homes.tell("put", {_KEY: array})
+    coordinator.strategy.homes.servers.tell("put", {_KEY: array})
     numbers = itertools.count()
 
-    coordinator.strategy.homes.tell("enter", [_ME])
+    coordinator.strategy.homes.servers.tell("enter", [_ME])
     line = Line(_ME)
     assert ray.get(server.near.remote(_ME, line.greeting()))
 

@@ -8,6 +8,9 @@ os.environ.setdefault(
     "XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=12 --xla_cpu_use_fusion_emitters=false"
 )
 
+# A failing test shows all frames.
+os.environ.setdefault("PHALANX_TRACEBACK", "full")
+
 import shutil
 import tempfile
 import threading
@@ -27,7 +30,7 @@ import jax
 import keras
 import pytest
 
-from phalanx import context
+from phalanx import context, errors
 
 # JAX starts its devices with a thread that may outlive the first test on a busy machine.
 jax.devices()
@@ -71,6 +74,7 @@ def _environment():
 def clean_slate():
     """Every test starts from the same seed and leaves no scope, thread or environment variable behind."""
     keras.utils.set_random_seed(0)
+    errors._slips.clear()
     environment, threads = _environment(), set(threading.enumerate())
     yield
     assert context.depth() == 0, "the test left a scope open"

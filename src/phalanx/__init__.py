@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phalanx: the tf.distribute.Strategy system on JAX and Keras 3."""
 
+import difflib
 import importlib
 import importlib.util
 import os
@@ -60,8 +61,30 @@ def __getattr__(name: str) -> Any:
     api = importlib.import_module("phalanx.api")
     globals().update({public: getattr(api, public) for public in api.__all__}, __all__=api.__all__)
     if name not in globals():
-        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}{_hint(name)}", name=name)
     return globals()[name]
+
+
+_ROOMS = (
+    "experimental",
+    "coordinator",
+    "cluster_resolver",
+    "keras",
+    "data",
+    "nn",
+    "tpu",
+    "tpu.experimental",
+    "testing",
+)
+
+
+def _hint(name: str) -> str:
+    """Returns what to write instead of a name that is not there: the same name elsewhere, or the nearest one."""
+    rooms = {f"phalanx.{room}": importlib.import_module(f"phalanx.{room}") for room in _ROOMS}
+    found = next((f"{path}.{name}" for path, room in rooms.items() if hasattr(room, name)), "")
+    if not found and (near := difflib.get_close_matches(name, __dir__(), n=1)):
+        found = f"phalanx.{near[0]}"
+    return f"\nHINT: {found}" if found else ""
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,7 @@ from phalanx import errors
 from phalanx import experimental
 from phalanx import nn
 from phalanx import tpu
+from phalanx.bootstrap import print_on_chief
 from phalanx.autodiff import GradientTape, value_and_grad
 from phalanx.collectives.cross_device import (
     CrossDeviceOps,
@@ -32,7 +33,14 @@ from phalanx.layout import fully_sharded
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
 from phalanx.input.sources.functions import InputContext
 from phalanx.overview import describe
-from phalanx.options import InputOptions, InputReplicationMode, ReduceOp, RunOptions
+from phalanx.options import (
+    InputOptions,
+    InputReplicationMode,
+    ReduceOp,
+    RunOptions,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from phalanx.strategies.base import Strategy, explain_sharding
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.mirrored import MirroredStrategy
@@ -41,6 +49,7 @@ from phalanx.runtime.ray import Server
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.strategies.tpu import TPUStrategy
+from phalanx.tf_variable import Variable
 from phalanx.topology import REPLICA_AXIS, set_virtual_cpu_devices
 from phalanx.values import DistributedValues, Mirrored, PerReplica
 
@@ -70,6 +79,9 @@ __all__ = [
     "Strategy",
     "StrategyExtended",
     "TPUStrategy",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
     "checkpoint",
     "cluster_resolver",
     "cond",
@@ -88,6 +100,7 @@ __all__ = [
     "in_cross_replica_context",
     "keras",
     "nn",
+    "print_on_chief",
     "scan",
     "set_virtual_cpu_devices",
     "tpu",

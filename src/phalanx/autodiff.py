@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from phalanx import compat, lifting, markers
+from phalanx import arguments, compat, lifting, markers
 from phalanx.control_flow import BodyScope
 from phalanx.errors import InvalidArgumentError, TapeError
+from phalanx.frames import user_place
 from phalanx.lifting import Entry, LiftScope, NeedsProgram
 from phalanx.values import flatten
 from phalanx.variables import describe
@@ -45,6 +46,7 @@ class GradientTape:
       6.0
     """
 
+    @arguments.typed()
     def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True) -> None:
         self._persistent, self._watch_accessed = persistent, watch_accessed_variables
         self._number = -1
@@ -71,7 +73,7 @@ class GradientTape:
             )
         if not scope.is_innermost_trace or isinstance(scope, BodyScope):
             raise TapeError(
-                f"a GradientTape at {lifting.user_line()}",
+                f"a GradientTape at {user_place()}",
                 "it is inside the body of a loop or branch, or another transformation of jax.",
                 "phalanx.value_and_grad(fn, variables) inside such a body, or the tape around it",
             )

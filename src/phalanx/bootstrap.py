@@ -7,15 +7,21 @@ import math
 import os
 import signal
 import sys
+import tempfile
+import threading
 import traceback
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
+from typing import Any, final
 
 import jax
 
 from phalanx import watch
 from phalanx.cluster.resolvers.base import ClusterResolver
-from phalanx.cluster.spec import Task, addresses_of_workers, id_in_cluster
-from phalanx.errors import ClusterError, InvalidArgumentError, StartupError
+from phalanx.cluster.resolvers.environment import resolver_of_environment
+from phalanx.cluster.spec import Task, addresses_of_workers, id_in_cluster, is_chief
+from phalanx.errors import ClusterError, InvalidArgumentError, StartupError, warn_of_slip
 from phalanx.rollcall import call_roll
 
 START_TIMEOUT_S = 300.0
@@ -54,7 +60,81 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
     _initialize(addresses, rank, timeout_s)
     sys.excepthook = functools.partial(_end_at_once, own)
     # After JAX has registered its own, so that it runs before: JAX waits for the others there.
-    atexit.register(own.leave)
+    atexit.register(_Termination(own).leave)
+
+
+@contextmanager
+def without_lines_of_gloo() -> Iterator[None]:
+    """Leaves out of the standard output what gloo prints of each connection that it makes."""
+    sys.stdout.flush()
+    try:
+        stdout = os.dup(1)
+    except OSError:  # It is closed.
+        yield
+        return
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(stdout, 1)
+            os.close(stdout)
+            file.seek(0)
+            with suppress(OSError):
+                os.write(1, b"".join(line for line in file if not line.startswith(b"[Gloo] ")))
+
+
+def print_on_chief(*args: Any, **kwargs: Any) -> None:
+    """Prints like `print`, in one process of a cluster only: the chief, which is worker 0 if no task is called chief.
+
+    May be called in any context, and before the strategy is made. A process that belongs to no cluster prints.
+
+    Args:
+      args: what to print.
+      kwargs: the keyword arguments of `print`.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.print_on_chief("loss:", 0.25)
+      loss: 0.25
+    """
+    if _is_chief():
+        print(*args, **kwargs)
+
+
+def _is_chief() -> bool:
+    if own := watch.own():
+        return own.rank == 0
+    resolver = resolver_of_environment()
+    task = _task_of(resolver)
+    return resolver is None or task is None or is_chief(resolver.cluster_spec(), task)
+
+
+def warn_if_alone(strategy: str) -> None:
+    """Warns of a strategy of this process alone, if the process is one of several workers that are not connected.
+
+    Args:
+      strategy: the name of its class.
+    """
+    resolver = resolver_of_environment()
+    task = _task_of(resolver)
+    if watch.own() or resolver is None or task is None or task.type not in ("chief", "worker"):
+        return
+    spec = resolver.cluster_spec()
+    workers = addresses_of_workers(spec)
+    if len(workers) > 1 and "ps" not in spec.jobs:
+        warn_of_slip(
+            f"This process is worker {id_in_cluster(spec, task)} of {len(workers)} of a cluster, but {strategy} uses the "
+            "devices of this process only: each worker trains alone.",
+            "phalanx.MultiWorkerMirroredStrategy()",
+        )
+
+
+def _task_of(resolver: ClusterResolver | None) -> Task | None:
+    if resolver is None or not resolver.cluster_spec() or resolver.task_type is None or resolver.task_id is None:
+        return None
+    return Task(resolver.task_type, resolver.task_id)
 
 
 def _seconds_of(variable: str, default: float) -> float:
@@ -93,6 +173,8 @@ def _initialize(addresses: list[str], rank: int, timeout_s: float) -> None:
     bind = addresses[0] if rank == 0 and host in ("127.0.0.1", "localhost") else None
     # Two programs that do not need each other would run at once, and gloo would take the one's messages for the other's.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+    # It would take SIGTERM away from Python: no handler would run, and the process would not end.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             addresses[0],
@@ -121,3 +203,50 @@ def _end_at_once(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
+
+
+@final
+class _Termination:
+    """Ends this process after SIGTERM, so that its `finally` blocks run and no other process waits for it.
+
+    Handlers of the user stay as they are. Without one, SIGTERM raises SystemExit(143) in the main thread.
+
+    Args:
+      own: the watch of this process.
+    """
+
+    def __init__(self, own: watch.Watch) -> None:
+        self._watch, self._is_ours = own, False
+        self._news = -1
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._news, wakeup = os.pipe()
+        for fd in (self._news, wakeup):
+            os.set_blocking(fd, False)
+        # Python writes the number of each signal that has a handler there, so that this sees those of the user's handlers too.
+        if (others := signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)) != -1:
+            signal.set_wakeup_fd(others)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._raise)
+
+    def leave(self) -> None:
+        """Must be called when the program of this process has come to its end."""
+        if not self._is_ours:
+            self._watch.leave(is_told=self._has_come())
+            return
+        self._watch.fail(watch.SIGTERM)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + signal.SIGTERM)
+
+    def _raise(self, number: int, _: FrameType | None) -> None:
+        # Not a second time, and not where the others have ended: it would interrupt `finally` blocks that run already.
+        if not self._is_ours and self._watch.loss() is None:
+            self._is_ours = True
+            raise SystemExit(128 + number)
+
+    def _has_come(self) -> bool:
+        try:
+            return self._news != -1 and signal.SIGTERM in os.read(self._news, 1 << 16)
+        except BlockingIOError:
+            return False

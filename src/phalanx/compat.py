@@ -13,13 +13,15 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
-from phalanx.errors import InputError, StartupError
+from phalanx.errors import InputError, InvalidArgumentError, StartupError
 
 
 def _require_jax_backend() -> None:
@@ -44,6 +46,8 @@ import numpy as np  # noqa: E402
 from keras import Variable as Variable  # noqa: E402, PLC0414  (exported)
 from keras.src import backend  # noqa: E402
 from keras.src.backend.common import global_state  # noqa: E402
+from keras.src.backend.jax.trainer import JAXTrainer as _JAXTrainer  # noqa: E402
+from keras.src.random import seed_generator as _seed_generator  # noqa: E402
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList  # noqa: E402
 from keras.src.trainers.data_adapters import array_slicing as _array_slicing  # noqa: E402
 from keras.src.trainers.data_adapters import data_adapter_utils as _data_adapter_utils  # noqa: E402
@@ -58,6 +62,8 @@ from keras.src.trainers.trainer import Trainer as _Trainer  # noqa: E402
 from keras.src.utils.python_utils import is_default as _is_default  # noqa: E402
 from keras.src.utils.python_utils import pythonify_logs as _pythonify_logs  # noqa: E402
 from keras.src.utils.rng_utils import get_random_seed as _get_random_seed  # noqa: E402
+
+from phalanx.arrays import copied, require_fits  # noqa: E402
 
 
 class AbstractLiftScope(keras.StatelessScope):
@@ -152,6 +158,11 @@ def _surrounding_scope() -> AbstractLiftScope | None:
     return scope
 
 
+def is_lifting() -> bool:
+    """Whether a step is traced in this thread, inside the scopes of Keras's stateless methods too."""
+    return _surrounding_scope() is not None
+
+
 def is_new(variable: Variable) -> bool:
     """Whether `variable` was made in a scope that is still open: it gets its first value when that closes."""
     return variable._initializer is not None
@@ -167,7 +178,9 @@ def raw_values(variables: Sequence[Variable]) -> list[Any]:
     return list(map(_value_of, variables))
 
 
-_value_of = attrgetter("_value")
+RAW_VALUE = "_value"
+"""The attribute of a variable in which Keras stores its array."""
+_value_of = attrgetter(RAW_VALUE)
 
 
 def set_raw_values(variables: Sequence[Variable], values: Sequence[Any]) -> None:
@@ -395,8 +408,9 @@ def undo_log() -> Iterator[Callable[[], None]]:
     global_state.set_global_attribute("phalanx_undo_log", log)
 
     def rollback() -> None:
-        for variable, value in reversed(log):
-            set_raw_values([variable], [value])
+        # In one call, in which no signal handler runs.
+        variables, values = zip(*reversed(log), strict=True) if log else ((), ())
+        deque(map(setattr, variables, repeat(RAW_VALUE), values), maxlen=0)
 
     try:
         yield rollback
@@ -406,20 +420,31 @@ def undo_log() -> Iterator[Callable[[], None]]:
             previous.extend(log)
 
 
+@contextmanager
+def transaction() -> Iterator[None]:
+    """Takes back every eager assignment inside if an exception ends it, also one that a signal handler raises."""
+    with undo_log() as rollback:
+        try:
+            yield
+        except BaseException:
+            rollback()
+            raise
+
+
 def is_undoable() -> bool:
     """Whether an `undo_log` is open and no scope of Keras is."""
     return global_state.get_global_attribute("phalanx_undo_log") is not None and active_scope() is None
 
 
-def _extend(owner: type, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Replaces method `name` of `owner` by `wrapper(original, self, ...)`."""
+def _extend(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Replaces method or function `name` of a class or module by `wrapper(original, ...)`, which gets all its arguments."""
 
     def install(wrapper: Callable[..., Any]) -> None:
         original = getattr(owner, name)
 
         @functools.wraps(original)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, self, *args, **kwargs)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
 
         # Keras asks for the arguments by name, past what `wraps` does.
         method.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
@@ -427,6 +452,15 @@ def _extend(owner: type, name: str) -> Callable[[Callable[..., Any]], None]:
 
     return install
 
+
+def extend_backend(name: str, wrapper: Callable[..., Any]) -> None:
+    """Replaces a function of Keras's backend, for example "nn.sigmoid", by `wrapper(original, ...)`."""
+    module, _, function = name.rpartition(".")
+    _extend(getattr(backend, module) if module else backend, function)(wrapper)
+
+
+to_tensor = backend.convert_to_tensor
+"""Returns an array for what an operation of Keras takes as one."""
 
 _FEW = 1 << 20
 """So many zeros are on a device sooner by a copy than by a program that writes them, which has to be compiled."""
@@ -452,9 +486,22 @@ Variable.trainable = property(_trainable.fget, _set_trainable, doc=_trainable.__
 _reading = threading.RLock()
 
 
+_observers: list[Callable[[Variable], None]] = []
+
+
+def on_read(observe: Callable[[Variable], None]) -> None:
+    """Registers a function of a variable that is called when its stored array is given to whoever reads it."""
+    _observers.append(observe)
+
+
 def _read(variable: Variable) -> Any:
-    if variable._value is not None:
-        return _value.fget(variable)
+    stored = variable._value
+    if stored is not None:
+        value = _value.fget(variable)
+        if value is stored:
+            for observe in _observers:
+                observe(variable)
+        return value
     with _reading:
         is_lent = [fill(variable) for fill in _readers]
         try:
@@ -468,8 +515,49 @@ _value: Any = next(vars(c)["value"] for c in Variable.__mro__ if "value" in vars
 Variable.value = property(_read, doc=_value.__doc__)
 
 
+_makers: list[Callable[[Variable], None]] = []
+
+
+def on_variable(hear: Callable[[Variable], None]) -> None:
+    """Calls `hear(variable)` after every variable that is made."""
+    _makers.append(hear)
+
+
+def set_maker(variable: Variable, number: int) -> None:
+    """Records the number of the strategy in whose scope a variable was made."""
+    variable._phalanx_maker = number
+
+
+def maker_of(variable: Variable) -> int | None:
+    """Returns the number of the strategy in whose scope a variable was made; None outside all."""
+    return vars(variable).get("_phalanx_maker")
+
+
+_checkers: list[Callable[[Variable, Any], None]] = []
+
+
+def on_index(check: Callable[[Variable, Any], None]) -> None:
+    """Calls `check(variable, index)` before `variable[index]`."""
+    _checkers.append(check)
+
+
+@_extend(Variable, "__getitem__")
+def _getitem(original: Callable[..., Any], self: Variable, idx: Any) -> Any:
+    for check in _checkers:
+        check(self, idx)
+    return original(self, idx)
+
+
 @_extend(Variable, "__init__")
 def _init(original: Callable[..., Any], self: Variable, initializer: Any, *args: Any, **kwargs: Any) -> None:
+    _make(original, self, initializer, *args, **kwargs)
+    for hear in _makers:
+        hear(self)
+
+
+def _make(original: Callable[..., Any], self: Variable, initializer: Any, *args: Any, **kwargs: Any) -> None:
+    # On the CPU JAX would share the array's memory with the user, who may change it.
+    initializer = copied(initializer)
     # Keras refuses a concrete first value inside a scope. As a function of nothing it is as good as any initializer.
     if lift_scope() is None or callable(initializer) or isinstance(initializer, str):
         original(self, initializer, *args, **kwargs)
@@ -485,6 +573,9 @@ def _init(original: Callable[..., Any], self: Variable, initializer: Any, *args:
 
 @_extend(Variable, "assign")
 def _assign(original: Callable[..., Any], self: Variable, value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic, int, float)) and layout_of(self) is not None:
+        require_fits(value, f"{self.path}.assign")
+    value = copied(value)
     # Keras returns what it was given, which is not what the replicas' values were combined to.
     result, scope = original(self, value), lift_scope()
     return result if scope is None else scope.get_current_value(self)
@@ -527,6 +618,42 @@ def _get_current_value(original: Callable[..., Any], self: keras.StatelessScope,
 def _next_seed(original: Callable[..., Any], self: keras.random.SeedGenerator, *args: Any, **kwargs: Any) -> Any:
     seed, scope = original(self, *args, **kwargs), _surrounding_scope()
     return seed if scope is None else scope.fold_seed(seed, self.state)
+
+
+@_extend(_seed_generator, "global_seed_generator")
+def _global_seed_generator(original: Callable[[], keras.random.SeedGenerator]) -> keras.random.SeedGenerator:
+    """Returns Keras's global generator in a step too: its state is a variable of the step like any other."""
+    if _surrounding_scope() is None:
+        return original()
+    generator = global_state.get_global_attribute(_seed_generator.GLOBAL_SEED_GENERATOR)
+    if generator is None:
+        # Keras makes it at its first use, which has to be outside of the trace.
+        scope = active_scope()
+        global_state.set_global_attribute("stateless_scope", None)
+        try:
+            with jax.ensure_compile_time_eval():
+                generator = original()
+        finally:
+            global_state.set_global_attribute("stateless_scope", scope)
+    generator.state._phalanx_generator = generator
+    return generator
+
+
+def is_global_seed(state: Variable) -> bool:
+    """Whether `state` is that of a generator from which a traced step drew without naming one."""
+    return "_phalanx_generator" in vars(state)
+
+
+def continue_global_seed(state: Variable) -> None:
+    """Makes the generator of `state` Keras's global one again, if `set_random_seed` has replaced it since the trace.
+
+    It goes on where the replacement is, so a step follows a new seed without another trace.
+    """
+    generator = vars(state)["_phalanx_generator"]
+    current = global_state.get_global_attribute(_seed_generator.GLOBAL_SEED_GENERATOR)
+    if current is not generator:
+        state.assign((current or _seed_generator.global_seed_generator()).state.value)
+        global_state.set_global_attribute(_seed_generator.GLOBAL_SEED_GENERATOR, generator)
 
 
 def _is_number(metric: Any, given: dict[str, Any]) -> bool:
@@ -693,18 +820,42 @@ keras.metrics.Metric.__init_subclass__ = classmethod(_init_subclass)  # type: ig
 def _apply(original: Callable[..., None], self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
     scope = lift_scope()
     if scope is None:
-        return original(self, grads, trainable_variables)
-    return scope.apply_gradients(self, functools.partial(original, self), list(grads), trainable_variables)
+        with transaction():
+            return original(self, grads, trainable_variables)
+    grads = list(grads)
+    if grads and all(g is None for g in grads):
+        raise InvalidArgumentError(
+            f"{type(self).__name__} with no gradients for any variable",
+            f"all {len(grads)} are None: the loss does not depend on the variables, or was computed after the tape.",
+            "with phalanx.GradientTape() as tape: around the model's call and the loss",
+        )
+    return scope.apply_gradients(self, functools.partial(original, self), grads, trainable_variables)
 
 
 def _apply_gradients(
     original: Callable[..., Any], self: Any, grads_and_vars: Any, skip_gradients_aggregation: bool = False
 ) -> Any:
     scope = lift_scope()
-    if not skip_gradients_aggregation or scope is None:
+    if scope is None:
         return original(self, grads_and_vars)
-    with scope.updating():
-        return original(self, grads_and_vars)
+    if not isinstance(skip_gradients_aggregation, bool):
+        raise _no_pairs(self, "gradients and variables apart")
+    pairs = list(grads_and_vars)
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], Variable):
+            is_swapped = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], Variable)
+            kind = "array" if isinstance(pair, jax.Array) else type(pair).__name__
+            raise _no_pairs(self, "pairs (variable, gradient)" if is_swapped else f"a list whose elements are {kind}s")
+    with scope.updating() if skip_gradients_aggregation else nullcontext():
+        return original(self, pairs)
+
+
+def _no_pairs(optimizer: keras.optimizers.Optimizer, found: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{type(optimizer).__name__}.apply_gradients of {found}",
+        "it takes one list of pairs (gradient, variable).",
+        "optimizer.apply_gradients(zip(gradients, variables))",
+    )
 
 
 def _stateless_apply(
@@ -783,15 +934,20 @@ def before_saving(check: Callable[[Sequence[Variable]], None]) -> None:
         _extend(keras.Model, name)(saved)
 
 
-def take_over(names: Iterable[str], choose: Callable[[keras.Model, str], Any]) -> None:
-    """Lets the object that `choose(model, name)` returns do the work of some methods of models; None leaves it to Keras."""
-
-    def call(name: str, original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        chosen = choose(self, name)
-        return original(self, *args, **kwargs) if chosen is None else getattr(chosen, name)(*args, **kwargs)
-
+def take_over(names: Iterable[str], call: Callable[..., Any]) -> None:
+    """Replaces methods of Keras's trainer by `call(name, original, model, ...)`."""
     for name in names:
-        _extend(keras.Model, name)(functools.partial(call, name))
+        _extend(_JAXTrainer, name)(functools.partial(call, name))
+
+
+def take_over_step(name: str, step: Callable[[keras.Model, Any], Any]) -> None:
+    """Makes `super().train_step(data)` in a traced step call `step(model, data)`; with the state too it is Keras's own."""
+
+    def call(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        is_ours = len(args) + len(kwargs) == 1 and lift_scope() is not None
+        return step(self, *args, *kwargs.values()) if is_ours else original(self, *args, **kwargs)
+
+    _extend(_JAXTrainer, name)(call)
 
 
 def data_adapter(**data: Any) -> Any:
@@ -814,9 +970,20 @@ def weights_of_classes(y: Any, class_weight: Any) -> Any:
     return _data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
 
 
-def build(model: keras.Model, batch: Any) -> None:
-    """Makes all variables of a model, its metrics and its optimizer; `batch` has the shapes of a global batch."""
-    model._symbolic_build(data_batch=batch)
+def build(model: keras.Model, batch: Any, *, has_own_step: bool) -> None:
+    """Makes all variables of a model, its metrics and its optimizer; `batch` has the shapes of a global batch.
+
+    A model with a step of its own need not be callable. Its step makes what is missing.
+    """
+    try:
+        if not has_own_step or type(model).call is not keras.Model.call:
+            model._symbolic_build(data_batch=batch)
+            return
+    except (RuntimeError, ValueError):
+        if not has_own_step:
+            raise
+    if model.optimizer is not None and all(layer.built for layer in model._flatten_layers(include_self=False)):
+        build_optimizer(model.optimizer, model.trainable_variables)
 
 
 def is_array_adapter(adapter: Any) -> bool:

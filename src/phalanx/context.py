@@ -6,16 +6,17 @@ A context variable, so that a scope entered in one thread is not seen in another
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx import compat
+from phalanx import arguments, compat
 from phalanx.collectives import packing, primitives
+from phalanx.collectives.cross_device import checked_options
 from phalanx.errors import ContextError, InputError, MixedStrategyError
 from phalanx.options import CommunicationOptions, ReduceOp
 from phalanx.topology import device_name
@@ -23,6 +24,8 @@ from phalanx.values import ReplicaLocal, RowMask, flatten
 
 if TYPE_CHECKING:
     from phalanx.strategies.base import Strategy
+
+T = TypeVar("T")
 
 
 @final
@@ -129,11 +132,16 @@ class ReplicaContext:
         Raises:
           ContextError: called outside the replica function this context belongs to.
           ReduceOpError: an unknown operation, or a leaf that has no sum.
+          InvalidArgumentError: `options` is something else.
         """
         self._require("all_reduce")
         op, n = ReduceOp.parse(reduce_op), self.num_replicas_in_sync
+        options = checked_options(options)
+        ops = self._strategy.cross_device_ops
+        if ops is not None and not ops.adds:
+            leaves, tree = flatten(value)
+            return tree.unflatten(ops.batch_reduce(op, [(x, x) for x in leaves], options))
         counts = None if self.padding is None else self.padding.has_rows
-        options = options or CommunicationOptions()
         reduce = lambda tree: primitives.all_reduce(op, tree, n, counts=counts, wire_dtype=options.wire_dtype)  # noqa: E731
         if not options.bytes_per_pack:
             return reduce(value)
@@ -142,12 +150,13 @@ class ReplicaContext:
         packs = packing.by_bytes([str(x.dtype) for x in arrays], [x.nbytes for x in arrays], options.bytes_per_pack)
         return tree.unflatten(primitives.packed(reduce, arrays, packs))
 
-    def all_gather(self, value: Any, axis: int) -> Any:
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenates `value` over the replicas along dim `axis`, in replica order. In replica context; differentiable.
 
         Args:
           value: a pytree of arrays, with equal shapes on all replicas. Padded rows of a short batch are among them.
           axis: the dim along which to concatenate.
+          options: hints for this call; none of them changes how arrays are gathered.
 
         Returns:
           A pytree like `value`, with dim `axis` as many times longer as there are replicas.
@@ -157,6 +166,7 @@ class ReplicaContext:
           ReduceOpError: a leaf has no such dim.
         """
         self._require("all_gather")
+        checked_options(options)
         return primitives.all_gather(value, axis, self.num_replicas_in_sync)
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -176,7 +186,10 @@ class ReplicaContext:
           ContextError: called outside the replica function this context belongs to.
         """
         self._require("merge_call")
-        args, kwargs = jax.tree.map(self._local, (tuple(args), kwargs or {}))
+        arguments.function(
+            "merge_fn", merge_fn, "merge_call(lambda strategy, x: strategy.reduce(op, x, axis=None), args=(x,))"
+        )
+        args, kwargs = jax.tree.map(self._local, arguments.of_call(args, kwargs))
         with enter(Mode(self._strategy, None, merging=True)):
             result = merge_fn(self._strategy, *args, **kwargs)
         is_local = lambda x: isinstance(x, ReplicaLocal)  # noqa: E731
@@ -237,14 +250,18 @@ def depth() -> int:
     return len(_stack.get())
 
 
-def push(mode: Mode) -> Token[tuple[Mode, ...]]:
-    """Makes `mode` the innermost one, until `pop` of what is returned."""
-    return _stack.set((*_stack.get(), mode))
+def call_in(mode: Mode, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Returns `fn(*args, **kwargs)`, called with `mode` as the innermost one.
 
-
-def pop(token: Token[tuple[Mode, ...]]) -> None:
-    """Takes back one `push`."""
-    _stack.reset(token)
+    Unlike `enter` it restores the modes also if a signal handler raises while they change, because no bytecode of Python runs
+    between an exception and the call that restores them.
+    """
+    before = _stack.get()
+    try:
+        _stack.set((*before, mode))
+        return fn(*args, **kwargs)
+    finally:
+        _stack.set(before)
 
 
 @contextmanager
@@ -257,11 +274,12 @@ def averaging() -> Iterator[None]:
 @contextmanager
 def enter(mode: Mode) -> Iterator[None]:
     """Makes `mode` the innermost one."""
-    token = push(mode)
+    before = _stack.get()
     try:
+        _stack.set((*before, mode))
         yield
     finally:
-        pop(token)
+        _stack.set(before)
 
 
 def get_strategy() -> "Strategy":

@@ -18,8 +18,9 @@ from typing_extensions import override
 
 from phalanx import compat, context
 from phalanx.compat import Variable
+from phalanx.draws import AbstractIterator
 from phalanx.errors import NestedWriteError, TraceError
-from phalanx.lifting import AbstractPass, Discovery, Entry, LiftScope, Update
+from phalanx.lifting import AbstractPass, Discovery, Entry, LiftScope, Update, refuse_draw
 from phalanx.variables import describe
 
 
@@ -66,6 +67,10 @@ class _Body(AbstractPass):
 
 class BodyScope(LiftScope):
     """The scope of one body."""
+
+    @override
+    def draw(self, iterator: AbstractIterator, *, is_optional: bool = False) -> tuple[Any] | None:
+        raise refuse_draw()
 
     @override
     def leave(self, update: Update) -> None:

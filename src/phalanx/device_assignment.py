@@ -1,14 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which cores of a TPU topology each replica has: arithmetic of coordinates."""
 
+import enum
+import json
 import math
+import operator
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, final
 
 import numpy as np
 
-from phalanx.errors import InvalidArgumentError
+from phalanx import arguments
+from phalanx.errors import InvalidArgumentError, shown
+
+
+class DeviceOrderMode(enum.IntEnum):
+    """In which order `DeviceAssignment.build` takes the blocks of replicas. May be used in any context.
+
+    Source: tf.tpu.experimental.DeviceOrderMode.
+
+    Example:
+      >>> DeviceOrderMode.MESH
+      <DeviceOrderMode.MESH: 2>
+    """
+
+    AUTO = 0
+    RING = 1
+    MESH = 2
 
 
 @final
@@ -16,7 +35,7 @@ class Topology:
     """The coordinates of the cores of a TPU system, or of devices that stand for them. May be used in any context.
 
     Args:
-      serialized: must be None; it is there for code written for TensorFlow.
+      serialized: what `serialized()` of another one returned; then the other arguments are left out.
       mesh_shape: how many cores there are along each dim: for TPUs x, y, z and the cores of a chip.
       device_coordinates: `(tasks, cores of a task, dims)` integers: where the cores of each host are.
 
@@ -32,14 +51,10 @@ class Topology:
     """
 
     def __init__(
-        self, serialized: None = None, mesh_shape: Sequence[int] | None = None, device_coordinates: Any = None
+        self, serialized: bytes | None = None, mesh_shape: Sequence[int] | None = None, device_coordinates: Any = None
     ) -> None:
         if serialized is not None:
-            raise InvalidArgumentError(
-                f"serialized={serialized!r:.40}",
-                "a topology is given by its coordinates.",
-                "initialize_tpu_system(resolver)",
-            )
+            mesh_shape, device_coordinates = _deserialized(serialized)
         self._shape = positive_integers("mesh_shape", mesh_shape)
         self._coordinates = _coordinates("device_coordinates", device_coordinates, self._shape)
         self._place = {
@@ -47,6 +62,16 @@ class Topology:
         }
         if len(self._place) < self._coordinates.shape[0] * self._coordinates.shape[1]:
             raise InvalidArgumentError("device_coordinates", "two cores are in one place.", "a place for each core")
+
+    def serialized(self) -> bytes:
+        """Returns the topology as bytes, from which `Topology(serialized=...)` makes it again.
+
+        Example:
+          >>> topology = Topology(mesh_shape=(1, 2), device_coordinates=[[[0, 0], [0, 1]]])
+          >>> Topology(serialized=topology.serialized())
+          Topology(mesh_shape=(1, 2), 1 x 2 cores)
+        """
+        return json.dumps({"mesh_shape": self._shape, "device_coordinates": self._coordinates.tolist()}).encode()
 
     @property
     def mesh_shape(self) -> np.ndarray:
@@ -91,20 +116,28 @@ class Topology:
         """Returns the number that the core there has among those of its task."""
         return self._at(device_coordinates)[1]
 
-    def tpu_device_name_at_coordinates(self, device_coordinates: Sequence[int], job: str | None = None) -> str:
+    @arguments.typed()
+    def tpu_device_name_at_coordinates(self, device_coordinates: Any, job: str | None = None) -> str:
         """Returns the name that tf.distribute has for the core there, for example `"/task:0/device:TPU:1"`."""
         task, ordinal = self._at(device_coordinates)
         return f"{_job(job)}/task:{task}/device:TPU:{ordinal}"
 
-    def cpu_device_name_at_coordinates(self, device_coordinates: Sequence[int], job: str | None = None) -> str:
+    @arguments.typed()
+    def cpu_device_name_at_coordinates(self, device_coordinates: Any, job: str | None = None) -> str:
         """Returns the name of the host of the core there, for example `"/task:0/device:CPU:0"`."""
         return f"{_job(job)}/task:{self._at(device_coordinates)[0]}/device:CPU:0"
 
     def _at(self, coordinates: Sequence[int]) -> tuple[int, int]:
-        place = self._place.get(tuple(int(c) for c in coordinates))
+        try:
+            at = tuple(operator.index(c) for c in coordinates)
+        except Exception:
+            raise InvalidArgumentError(
+                f"device_coordinates={shown(coordinates)}", "must be integers, one for each dim.", "(0, 0, 0, 0)"
+            ) from None
+        place = self._place.get(at)
         if place is None:
             raise InvalidArgumentError(
-                f"coordinates {tuple(map(int, coordinates))}",
+                f"coordinates {shown(at)}",
                 f"no core is there, in a mesh of shape {self._shape}.",
                 f"coordinates such as {tuple(map(int, self._coordinates[0, 0]))}",
             )
@@ -151,6 +184,7 @@ class DeviceAssignment:
         computation_shape: Sequence[int] | None = None,
         computation_stride: Sequence[int] | None = None,
         num_replicas: int = 1,
+        device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
     ) -> "DeviceAssignment":
         """Assigns a block of cores to each replica, along the last dims of the mesh first. May be called in any context.
 
@@ -159,11 +193,18 @@ class DeviceAssignment:
           computation_shape: the shape of a block, one number for each dim of the mesh; None is a single core.
           computation_stride: how far apart the cores of a block are, along each dim; None means side by side.
           num_replicas: how many replicas there are to be.
+          device_order_mode: AUTO or MESH.
 
         Raises:
-          InvalidArgumentError: a block that does not fit into the mesh, or more replicas than do.
+          InvalidArgumentError: a block that does not fit into the mesh, more replicas than do, or RING.
         """
         _require_topology(topology)
+        if not isinstance(device_order_mode, DeviceOrderMode) or device_order_mode is DeviceOrderMode.RING:
+            raise InvalidArgumentError(
+                f"device_order_mode={shown(device_order_mode)}",
+                "blocks are taken in the order of the mesh, along its last dims first.",
+                "device_order_mode=DeviceOrderMode.AUTO, or DeviceAssignment(topology, core_assignment) for another order",
+            )
         mesh = tuple(map(int, topology.mesh_shape))
         shape = _of_each_dim("computation_shape", computation_shape, mesh)
         stride = _of_each_dim("computation_stride", computation_stride, mesh)
@@ -179,7 +220,7 @@ class DeviceAssignment:
         most = math.prod(blocks)
         if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or not 1 <= num_replicas <= most:
             raise InvalidArgumentError(
-                f"num_replicas={num_replicas!r}",
+                f"num_replicas={shown(num_replicas)}",
                 f"a mesh of {list(mesh)} has room for 1 to {most} replicas of {list(shape)}.",
                 f"num_replicas={most}",
             )
@@ -219,6 +260,7 @@ class DeviceAssignment:
         """How many logical devices each replica has."""
         return int(self._cores.shape[1])
 
+    @arguments.typed()
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
         """Returns where a logical device of a replica is.
 
@@ -245,6 +287,7 @@ class DeviceAssignment:
         """Returns the name of the host of a logical device."""
         return self._topology.cpu_device_name_at_coordinates(self.coordinates(replica, logical_core), job)
 
+    @arguments.typed()
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
         """Returns the replicas whose logical device of that number is a core of that task.
 
@@ -265,10 +308,22 @@ class DeviceAssignment:
         return f"DeviceAssignment({self.num_replicas} replicas of {self.num_cores_per_replica} cores)"
 
 
+def _deserialized(serialized: Any) -> tuple[Any, Any]:
+    try:
+        described = json.loads(serialized)
+        return described["mesh_shape"], described["device_coordinates"]
+    except (TypeError, ValueError, KeyError) as e:
+        raise InvalidArgumentError(
+            f"serialized={shown(serialized)}",
+            "must be what Topology.serialized() returned.",
+            "initialize_tpu_system(resolver).serialized()",
+        ) from e
+
+
 def _require_topology(topology: Any) -> None:
     if not isinstance(topology, Topology):
         raise InvalidArgumentError(
-            f"topology={topology!r:.60}", "must be a Topology.", "topology=initialize_tpu_system(resolver)"
+            f"topology={shown(topology)}", "must be a Topology.", "topology=initialize_tpu_system(resolver)"
         )
 
 
@@ -278,9 +333,10 @@ def positive_integers(name: str, values: Any) -> tuple[int, ...]:
     Raises:
       InvalidArgumentError: it is something else.
     """
-    given = tuple(values) if isinstance(values, (Sequence, np.ndarray)) and not isinstance(values, str) else ()
+    is_list = isinstance(values, (list, tuple, np.ndarray)) and getattr(values, "ndim", 1) == 1
+    given = tuple(values) if is_list else ()
     if not given or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in given):
-        raise InvalidArgumentError(f"{name}={values!r}", "must be positive integers.", f"{name}=(2, 2, 2)")
+        raise InvalidArgumentError(f"{name}={shown(values)}", "must be positive integers.", f"{name}=(2, 2, 2)")
     return tuple(map(int, given))
 
 
@@ -298,7 +354,10 @@ def _of_each_dim(name: str, values: Any, mesh: tuple[int, ...]) -> tuple[int, ..
 
 
 def _coordinates(name: str, values: Any, mesh: tuple[int, ...]) -> np.ndarray:
-    array = np.asarray(values if values is not None else [])
+    try:
+        array = np.asarray(values if values is not None else [])
+    except Exception:
+        array = np.array([])
     if array.ndim != 3 or not array.size or array.shape[2] != len(mesh) or array.dtype.kind not in "iu":
         raise InvalidArgumentError(
             f"{name} of shape {array.shape}",

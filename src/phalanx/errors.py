@@ -16,20 +16,27 @@
     ├── MissingDependencyError (ImportError)  an optional library that is not installed
     ├── VariableError (ValueError)            a variable that cannot do what was asked
     │   ├── AggregationError                  a write that the policy table refuses
-    │   └── NestedWriteError                  a write inside a jax.lax body or another inner trace
+    │   ├── NestedWriteError                  a write inside a jax.lax body or another inner trace
+    │   └── VariableIndexError (IndexError)   an index that the variable does not have
     ├── TapeError (RuntimeError)              a gradient tape used where it cannot record
     ├── TraceError (RuntimeError)             a replica function that cannot become one program
     ├── OutOfRangeError (IndexError)          an iterator that has no further batch
     ├── StateLostError (RuntimeError)         a failed program took donated variables with it
     ├── PeerLostError (RuntimeError)          another process of the cluster has died
     ├── ServerLostError (RuntimeError)        a parameter server has died, and its variables with it
+    ├── WorkerLostError (RuntimeError)        a worker that is lost again and again, or does not get on
     ├── CancelledError (RuntimeError)         a scheduled step that will not run to its end
     └── DivergenceError (AssertionError)      replicas that hold different values of one variable
 
 Every message has three parts: what was asked, what was found or is allowed, and a line to write instead.
+
+Warnings: `RecompilationWarning`, and `SlipWarning` for mistakes that cannot be refused.
 """
 
+import warnings
 from typing import Self
+
+from phalanx.frames import user_place
 
 
 class PhalanxError(Exception):
@@ -54,6 +61,15 @@ class PhalanxError(Exception):
     def __reduce__(self) -> tuple[type[Self], tuple[str, str, str], dict[str, object]]:
         # With the notes that were added to it.
         return type(self), (self.asked, self.found, self.hint), vars(self)
+
+
+def shown(value: object, length: int = 60) -> str:
+    """Returns a value as messages show it: its repr, cut; its type where it has no repr, as of a deleted array."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 class InvalidArgumentError(PhalanxError, ValueError):
@@ -104,6 +120,10 @@ class NestedWriteError(VariableError):
     """A write inside a jax.lax body or another inner trace."""
 
 
+class VariableIndexError(VariableError, IndexError):
+    """An index that the variable does not have."""
+
+
 class TapeError(PhalanxError, RuntimeError):
     """A gradient tape used where it cannot record."""
 
@@ -128,6 +148,10 @@ class ServerLostError(PhalanxError, RuntimeError):
     """A parameter server has died, and its variables with it."""
 
 
+class WorkerLostError(PhalanxError, RuntimeError):
+    """A worker that is lost again and again, or does not get on."""
+
+
 class CancelledError(PhalanxError, RuntimeError):
     """A scheduled step that will not run to its end."""
 
@@ -150,3 +174,28 @@ class ClusterSourceError(ClusterError, RuntimeError):
 
 class RecompilationWarning(UserWarning):
     """A function that is compiled again and again."""
+
+
+class SlipWarning(UserWarning):
+    """A mistake that cannot be refused, because somebody may mean it."""
+
+
+_slips: set[object] = set()
+
+
+def warn_of_slip(found: str, hint: str) -> None:
+    """Warns of a mistake that cannot be refused, once per line of the user's and process.
+
+    Args:
+      found: what looks like a mistake, and what it leads to, in full sentences.
+      hint: the line to write instead.
+    """
+    place = user_place()
+    if (found, place) in _slips:
+        return
+    _slips.add((found, place))
+    message = f"{found}\nHINT: {hint}"
+    if place is None:
+        warnings.warn(message, SlipWarning, stacklevel=2)
+    else:
+        warnings.warn_explicit(message, SlipWarning, place.filename, place.lineno)

@@ -3,6 +3,7 @@
 
 from typing import final
 
+import phalanx.keras  # noqa: F401  (It takes over `fit`, and a script may name no strategy but these.)
 from phalanx import coordinator, partitioners
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.device_assignment import DeviceAssignment
@@ -14,6 +15,7 @@ from phalanx.strategies.central_storage import CentralStorageStrategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 CollectiveCommunication = CommunicationImplementation
+CollectiveHints = CommunicationOptions
 
 
 @final
@@ -74,6 +76,7 @@ __all__ = [
     "AutoShardPolicy",
     "CentralStorageStrategy",
     "CollectiveCommunication",
+    "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",

@@ -11,11 +11,11 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx import compat
+from phalanx import compat, lifting
 from phalanx.compat import Variable, dtype_of
 from phalanx.errors import MissingDependencyError, TraceError
+from phalanx.explanations import explained
 from phalanx.lifting import Discovery, Update
-from phalanx.programs import explained
 from phalanx.replicate import trace_program
 from phalanx.structure import Structure, take_apart
 from phalanx.variables import describe
@@ -77,7 +77,7 @@ def export(
     output: list[Structure] = []
 
     def call(inputs: list[Any]) -> list[Any]:
-        parts = take_apart(fn(inputs), lambda x: isinstance(x, jax.Array))
+        parts = take_apart(fn(inputs))
         output.append(parts.structure)
         return parts.arrays
 
@@ -98,6 +98,8 @@ def export(
             )
         # How many rows of a table it has is known when it has been traced with all of them.
         rows = looked_up
+    if found.draws:
+        raise lifting.refuse_draw()
     if found.has_callback:
         raise TraceError(
             "a scheduled step that calls back to Python (jax.debug.print, io_callback, pure_callback)",

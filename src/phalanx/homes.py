@@ -3,10 +3,8 @@
 
 import itertools
 import math
-import threading
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,21 +13,23 @@ import numpy as np
 
 from phalanx import compat, context, lifting
 from phalanx.compat import Variable
-from phalanx.errors import ContextError, InvalidArgumentError, PhalanxError, ServerLostError, TraceError
+from phalanx.errors import (
+    InvalidArgumentError,
+    MixedStrategyError,
+    TraceError,
+)
 from phalanx.exported import Exported, export
 from phalanx.lifting import Update
-from phalanx.parameters.plans import Gradient, Part, Placement, Pusher, UpdateProgram, require_rows
-from phalanx.parameters.server import ParameterServer
+from phalanx.parameters.plans import Gradient, Part, Placement, UpdateProgram, require_rows
 from phalanx.partitioners import check_partitions, place, split_rows
 from phalanx.replicate import trace_run
-from phalanx.runtime.ray import RayCluster, load_ray
+from phalanx.runtime.ray import RayCluster
+from phalanx.servers import Servers
 from phalanx.state import IdentityMap, slot_of
 from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.topology import Held
 from phalanx.variables import describe
 
-_THREADS = 16
-_RESTART_S = 600.0
 _OF_WHOLE_VARIABLES = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
 _SEED_STRIDE = 0x9E3779B9
 
@@ -43,6 +43,10 @@ class Homes:
       partitioner: into how many shards a variable is divided.
       max_staleness: the bound of the servers' clock.
       snapshot_every_s: how often the servers' state is copied.
+      timeout_s: for how long a server may give no sign of life.
+
+    Raises:
+      StartupError: a server ended while it started.
     """
 
     def __init__(
@@ -50,17 +54,20 @@ class Homes:
         cluster: RayCluster,
         device: OneDeviceStrategy,
         partitioner: Any,
+        *,
         max_staleness: int | None,
         snapshot_every_s: float | None,
+        timeout_s: float,
     ) -> None:
-        self._ray, self._cluster, self._device, self._partitioner = load_ray(), cluster, device, partitioner
+        self._device, self._partitioner = device, partitioner
         self._max_staleness = max_staleness
-        # Of each worker one push may wait here.
-        threads = _THREADS + cluster.workers
-        self._start = lambda i: cluster.actor(ParameterServer, "ps", i, i, max_staleness, threads=threads)
-        self._servers: list[Any] | None = [self._start(i) for i in range(cluster.ps)]
-        self.platforms = tuple(sorted({self._ray.get(s.meet.remote(self.servers)) for s in self.servers}))
-        self.lock = threading.RLock()
+        self.servers = Servers(
+            cluster,
+            self._names_on,
+            max_staleness=max_staleness,
+            snapshot_every_s=snapshot_every_s,
+            timeout_s=timeout_s,
+        )
         self._placements: IdentityMap[Placement] = IdentityMap()
         self._names: dict[int, str] = {}
         self._holders: dict[int, tuple[int, ...]] = {}
@@ -68,33 +75,7 @@ class Homes:
         self._sizes: dict[int, int] = {}
         self._keys, self._update_names = itertools.count(), itertools.count()
         self._updates: dict[Any, tuple[int, Any]] = {}
-        self._learned: dict[int, dict[int, UpdateProgram]] = {i: {} for i in range(cluster.ps)}
         self._has_new = False
-        self._snapshots = None if snapshot_every_s is None else _Snapshots(self, snapshot_every_s)
-
-    @property
-    def servers(self) -> list[Any]:
-        """The parameter servers.
-
-        Raises:
-          ContextError: the strategy was closed.
-        """
-        self.require_open()
-        assert self._servers is not None
-        return self._servers
-
-    def require_open(self) -> None:
-        """Raises if the servers have ended.
-
-        Raises:
-          ContextError: the strategy was closed.
-        """
-        if self._servers is None:
-            raise ContextError(
-                "a variable, a step or a coordinator of a ParameterServerStrategy that was closed",
-                "its workers and parameter servers have ended.",
-                "strategy.close() after the last use; or variables that are saved before it",
-            )
 
     def placement(self, variable: Variable) -> Placement | None:
         """Returns where a variable is; None where it has not moved yet."""
@@ -133,13 +114,24 @@ class Homes:
         assert placement is not None
         require_rows(rows, placement, describe(table))
         own = [rows[(rows >= p.start) & (rows < (p.stop or 0))] - p.start for p in placement]
-        replies = [self.servers[p.server].get.remote([(p.key, x)]) for p, x in zip(placement, own, strict=True)]
-        found = np.concatenate([arrays[0] for arrays in self.answers(replies)])
+        asked = [(p.server, [(p.key, x)]) for p, x in zip(placement, own, strict=True)]
+        found = np.concatenate([arrays[0] for arrays in self.servers.ask("get", *asked)])
         return jax.numpy.asarray(found[places.reshape(ids.shape)])
 
     def take_in(self, variables: Sequence[Variable]) -> None:
-        """Moves variables to the servers, those that are not there yet."""
-        with self.lock:
+        """Moves variables to the servers, those that are not there yet.
+
+        Raises:
+          MixedStrategyError: one is on the servers of another strategy.
+        """
+        for variable in variables:
+            if _owners.get(variable) not in (None, self):
+                raise MixedStrategyError(
+                    f"{describe(variable)} in a step of a ParameterServerStrategy",
+                    "it is on the parameter servers of another one.",
+                    "make the variable in this strategy's scope: with strategy.scope(): ...",
+                )
+        with self.servers.lock:
             new = [v for v in variables if self.placement(v) is None]
             for table in [v for v in new if _is_unmade(v)]:
                 self._make(table)
@@ -162,8 +154,7 @@ class Homes:
         self.take_in([variable])
         placement = self.placement(variable)
         assert placement is not None
-        replies = [self.servers[part.server].get.remote([part.key]) for part in placement]
-        parts = [arrays[0] for arrays in self.answers(replies)]
+        parts = [arrays[0] for arrays in self.servers.ask("get", *((part.server, [part.key]) for part in placement))]
         return jax.numpy.array(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     def write(self, variable: Variable, value: Any) -> None:
@@ -176,12 +167,12 @@ class Homes:
 
     def read_part(self, part: Part) -> np.ndarray:
         """Returns what a server holds of a variable."""
-        ((array,),) = self.answers([self.servers[part.server].get.remote([part.key])])
+        ((array,),) = self.servers.ask("get", (part.server, [part.key]))
         return np.array(array)
 
     def write_part(self, part: Part, value: np.ndarray) -> None:
         """Gives it another value, wherever it is held."""
-        self.answers([self.servers[s].put.remote({part.key: value}) for s in self._holders[part.key]])
+        self.servers.ask("put", *((s, {part.key: value}) for s in self._holders[part.key]))
 
     def plan(self, update: Update, step: Exported) -> tuple[int, tuple[Gradient, ...]]:
         """Lets the servers know how an optimizer's update is done; returns its name, and the gradients that it takes.
@@ -190,7 +181,7 @@ class Homes:
           update: the update.
           step: the program that computes the gradients.
         """
-        with self.lock:
+        with self.servers.lock:
             compat.build_optimizer(update.optimizer, update.variables)
             self.take_in(compat.trained_by(update.optimizer, None))
             self._check_divisible(update)
@@ -212,8 +203,7 @@ class Homes:
                 name = next(self._update_names)
                 for server in sorted({part.server for placement, _ in placements for part in placement}):
                     program = self._program(update, server, tables)
-                    self._learned[server][name] = program
-                    self.answers([self.servers[server].learn.remote(name, program)])
+                    self.servers.learn(server, name, program)
                 # Kept alive with it: ids must stay its own.
                 self._updates[key] = name, rate
                 weakref.finalize(update.optimizer, self._updates.pop, key, None)
@@ -258,81 +248,6 @@ class Homes:
                 "variable_partitioner=None",
             )
 
-    def answers(self, replies: Sequence[Any]) -> list[Any]:
-        """Returns what servers answer.
-
-        Raises:
-          ServerLostError: one has died, and there is no snapshot.
-        """
-        try:
-            return self._ray.get(list(replies))
-        except self._ray.exceptions.RayActorError as e:
-            self.recover([])
-            raise ServerLostError(
-                "an answer of a parameter server",
-                "it had died, and was restarted from its last snapshot.",
-                "the same call once more",
-            ) from e
-
-    def tell(self, method: str, *args: Any) -> None:
-        """Calls a method of all servers, and waits for them."""
-        self.answers([getattr(s, method).remote(*args) for s in self.servers])
-
-    def forget(self, pusher: Pusher) -> None:
-        """Lets the servers know that a worker is lost: what the first one has not applied until then counts nowhere."""
-        first, *others = self.servers
-        ((_, *turns),) = self.answers([first.forget.remote(pusher)])
-        self.answers([s.forget.remote(pusher, turn) for s, turn in zip(others, turns, strict=True)])
-
-    def recover(self, pushers: Sequence[Pusher]) -> bool:
-        """Restarts servers that have died from the last snapshot; returns whether there were any.
-
-        Args:
-          pushers: the workers, none of whose pushes counts that was not applied.
-
-        Raises:
-          ServerLostError: there is no snapshot.
-        """
-        with self.lock:
-            dead = [i for i, s in enumerate(self.servers) if not self._is_alive(s)]
-            if not dead:
-                return False
-            snapshot = None if self._snapshots is None else self._snapshots.last
-            if snapshot is None:
-                lost = sorted({name for key, name in self._names.items() if set(self._holders[key]) <= set(dead)})
-                raise ServerLostError(
-                    f"parameter server {', '.join(map(str, dead))}",
-                    f"it has died, and with it {_listed(lost)}.",
-                    "ParameterServerStrategy(snapshot_every_s=60) to have it restarted; now start again from the last checkpoint",
-                )
-            for i in dead:
-                self.servers[i] = self._start(i)
-            alive = [s for i, s in enumerate(self.servers) if i not in dead]
-            for server in alive:
-                self._ray.get([server.forget.remote(p) for p in pushers])
-            self._ray.get([s.meet.remote(self.servers) for s in self.servers])
-            for i in dead:
-                values = snapshot[i]
-                self._ray.get(self.servers[i].put.remote(values))
-                self._ray.get([self.servers[i].learn.remote(n, p) for n, p in self._learned[i].items()])
-                self._ray.get([self.servers[i].forget.remote(p) for p in pushers])
-            applied = max(self._ray.get([s.num_applied.remote() for s in self.servers]))
-            self._ray.get(self.servers[0].align_all.remote(applied))
-            return True
-
-    def close(self) -> None:
-        """Forgets the servers, and ends the copying of their state."""
-        self._servers = None
-        if self._snapshots is not None:
-            self._snapshots.close()
-
-    def _is_alive(self, server: Any) -> bool:
-        try:
-            self._ray.get(server.num_applied.remote(), timeout=_RESTART_S)
-        except self._ray.exceptions.RayActorError:
-            return False
-        return True
-
     def _program(self, update: Update, server: int, tables: dict[int, int]) -> UpdateProgram:
         """Traces the update of what one server holds; its slots move there."""
         trained = compat.trained_by(update.optimizer, None)
@@ -354,7 +269,7 @@ class Homes:
         table_of = {id(s): i for s, v in owners for i, x in enumerate(variables) if x is v and id(v) in tables}
         with context.enter(context.Mode(self._device, None)), compat.shapes(shapes):
             gradients = [jax.ShapeDtypeStruct(tuple(v.shape), compat.dtype_of(v)) for v in variables]
-            exported = export(program, gradients, self.platforms, adds=False)
+            exported = export(program, gradients, self.servers.platforms, adds=False)
         keys = [self._hold(v, server) for v in exported.variables]
         return UpdateProgram(
             exported.module, tuple(keys), exported.set, tuple(table_of.get(id(v)) for v in exported.variables)
@@ -376,7 +291,7 @@ class Homes:
                 return part.key
         (part,) = placement
         # What all variables share, as the number of updates: each server counts for itself.
-        self.answers([self.servers[server].put.remote({part.key: np.asarray(self.read(variable))})])
+        self.servers.ask("put", (server, {part.key: np.asarray(self.read(variable))}))
         self._holders[part.key] = (*self._holders[part.key], server)
         return part.key
 
@@ -398,18 +313,14 @@ class Homes:
             self.take_in([reference])
             parts = [(p.server, p.start, p.stop or 0) for p in self._placements.get(reference) or ()]
         placement = tuple(Part(server, next(self._keys), start, stop) for server, start, stop in parts)
-        self.answers(
-            [
-                self.servers[p.server].make.remote(p.key, _rows_program(table, p, i, self.platforms))
-                for i, p in enumerate(placement)
-            ]
-        )
+        programs = [_rows_program(table, p, i, self.servers.platforms) for i, p in enumerate(placement)]
+        self.servers.ask("make", *((p.server, p.key, x) for p, x in zip(placement, programs, strict=True)))
         self._settle(table, placement, _bytes_of(table) // table.shape[0])
 
     def _move(self, variable: Variable, parts: Sequence[tuple[int, int, int | None]]) -> None:
         array = np.asarray(compat.raw_value(variable))
         placement = tuple(Part(server, next(self._keys), start, stop) for server, start, stop in parts)
-        self.answers([self.servers[p.server].put.remote({p.key: p.of(array)}) for p in placement])
+        self.servers.ask("put", *((p.server, {p.key: p.of(array)}) for p in placement))
         self._settle(variable, placement, array.nbytes // max(1, len(array) if array.ndim else 1))
 
     def _settle(self, variable: Variable, placement: Placement, row_bytes: int) -> None:
@@ -428,8 +339,8 @@ class Homes:
 
     def _save_new(self) -> None:
         """Copies what has moved to the servers since the last snapshot, which a server that dies would take along."""
-        if self._has_new and self._snapshots is not None:
-            self._snapshots.take()
+        if self._has_new:
+            self.servers.take_snapshot()
         self._has_new = False
 
     def _forget(self, placement: Placement) -> None:
@@ -437,35 +348,11 @@ class Homes:
             self._names.pop(part.key, None)
             self._loads[part.server] -= self._sizes.pop(part.key)
             for server in self._holders.pop(part.key, ()):
-                if self._servers is not None and self._ray.is_initialized():
-                    self._servers[server].drop.remote([part.key])
+                self.servers.drop(server, part.key)
 
-
-class _Snapshots:
-    """Copies what the servers hold, again and again, in a thread."""
-
-    def __init__(self, homes: Homes, every_s: float) -> None:
-        self.last: list[dict[int, np.ndarray]] = [{} for _ in homes.servers]
-        self._homes, self._every_s = weakref.ref(homes), every_s
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._copy, name="phalanx-snapshots", daemon=True)
-        self._thread.start()
-
-    def take(self) -> None:
-        """Copies it now."""
-        homes = self._homes()
-        if homes is not None:
-            self.last = homes.answers([s.state.remote() for s in homes.servers])
-
-    def close(self) -> None:
-        """Ends it."""
-        self._over.set()
-
-    def _copy(self) -> None:
-        while not self._over.wait(self._every_s):
-            # Where a server is lost, or the strategy was closed, the copy before this one is the last.
-            with suppress(PhalanxError, load_ray().exceptions.RayError):
-                self.take()
+    def _names_on(self, servers: Collection[int]) -> list[str]:
+        """Returns the names of the variables that these servers hold, and no others."""
+        return sorted({name for key, name in self._names.items() if set(self._holders[key]) <= set(servers)})
 
 
 _owners: IdentityMap[Homes] = IdentityMap()
@@ -496,7 +383,7 @@ def _require_servers(variables: Sequence[Variable]) -> None:
     """Raises where a server is lost that has some of these variables."""
     found = {id(homes): homes for v in variables if (homes := _owners.get(v)) is not None}
     for homes in found.values():
-        homes.tell("num_applied")
+        homes.servers.tell("num_applied")
 
 
 compat.on_first_read(_fetch)
@@ -529,8 +416,3 @@ def _own_seed(seed: Any, number: int) -> int:
     if isinstance(seed, int):
         return (seed + number * _SEED_STRIDE) % 2**31
     return int(keras.random.randint((), 0, 2**31 - 1, seed=seed))
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    return f"{shown} and {len(names) - 5} other variables" if len(names) > 5 else shown

@@ -12,7 +12,8 @@ from typing import Any, final
 from jax.sharding import PartitionSpec
 from typing_extensions import override
 
-from phalanx.errors import InvalidArgumentError
+from phalanx import arguments
+from phalanx.errors import InvalidArgumentError, shown
 
 REPLICA_AXIS = "replica"
 """The mesh axis over which `Strategy.run` maps its replica function."""
@@ -66,6 +67,7 @@ class AbstractLayout(ABC):
             )
 
 
+@arguments.typed()
 @final
 @dataclass(frozen=True)
 class FullySharded(AbstractLayout):
@@ -76,16 +78,17 @@ class FullySharded(AbstractLayout):
       min_size: how many elements a variable has at least that is divided.
 
     Raises:
-      InvalidArgumentError: a size that is no positive integer.
+      InvalidArgumentError: an axis that is not a name, or a size that is not a positive integer.
     """
 
     axis: str = REPLICA_AXIS
     min_size: int = 4096
 
     def __post_init__(self) -> None:
-        if isinstance(self.min_size, bool) or not isinstance(self.min_size, int) or self.min_size < 1:
+        arguments.integer("min_size", self.min_size, hint="fully_sharded(min_size=4096)")
+        if not self.axis:
             raise InvalidArgumentError(
-                f"min_size={self.min_size!r}", "must be a positive integer.", "fully_sharded(min_size=4096)"
+                f"axis={self.axis!r}", "must be the name of an axis.", 'fully_sharded("replica")'
             )
 
     @property
@@ -118,7 +121,7 @@ def fully_sharded(axis: str = REPLICA_AXIS, min_size: int = 4096) -> FullySharde
         whole everywhere, too.
 
     Raises:
-      InvalidArgumentError: a size that is no positive integer.
+      InvalidArgumentError: an axis that is not a name, or a size that is not a positive integer.
 
     Example:
       >>> import keras, phalanx
@@ -210,7 +213,7 @@ def layout_of(layout: Any) -> AbstractLayout | None:
         return layout
     if not isinstance(layout, Mapping):
         raise InvalidArgumentError(
-            f"layout={layout!r:.60}",
+            f"layout={shown(layout)}",
             "must be a LayoutMap of Keras, a dict, or fully_sharded().",
             "layout=phalanx.fully_sharded()" if layout is fully_sharded else _RULES,
         )

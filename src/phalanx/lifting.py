@@ -8,8 +8,6 @@ not, the function is traced once more, with the right answers.
 A function that is to be executed with real values is traced first, and what was found then is binding.
 """
 
-import os
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,11 +21,14 @@ from jax import lax
 from jax.extend import core as jex
 from typing_extensions import override
 
-from phalanx import compat, context, markers
+from phalanx import compat, context, draws, markers
 from phalanx.collectives import packing, primitives
 from phalanx.compat import Variable
-from phalanx.errors import InputError, InvalidArgumentError, NestedWriteError, TraceError, VariableError
+from phalanx.draws import AbstractIterator, Draw
+from phalanx.errors import ContextError, InputError, InvalidArgumentError, NestedWriteError, TraceError, VariableError
+from phalanx.frames import user_place
 from phalanx.options import ReduceOp
+from phalanx.structure import Arguments
 from phalanx.topology import REPLICA_AXIS
 from phalanx.values import RowMask
 from phalanx.variables import Combine, Policy, Write, describe, policy_of, refuse_write
@@ -76,6 +77,8 @@ class Discovery:
       seeds: the states of random generators that were drawn from.
       lookups: the tables of which rows were looked up, in order, and the shapes of the ids; a trace of them takes the
         positions of the ids among the rows that it has, after the values of the variables.
+      draws: the batches that were taken from iterators, in order; a trace of them takes their arrays, after the values of
+        the variables.
     """
 
     variables: list[Variable] = field(default_factory=list)
@@ -94,6 +97,7 @@ class Discovery:
     eager: bool = False
     seeds: list[Variable] = field(default_factory=list)
     lookups: list[tuple[Variable, tuple[int, ...]]] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
 
     def take(self, scope: "LiftScope", inputs: Sequence[tuple[Variable | int, bool]], jaxpr: Any, outputs: Any) -> None:
         """Notes what `scope` saw while `jaxpr` was traced."""
@@ -143,10 +147,12 @@ class AbstractPass(ABC):
     Attributes:
       found: what is known about the function.
       marks_tapes: whether tapes leave markers; in an eager execution the gradients are known already.
+      drawn_rows: the row masks of the batches that were drawn.
     """
 
     found: Discovery
     marks_tapes = True
+    drawn_rows: Sequence[RowMask] = ()
 
     @abstractmethod
     def initial(self, variable: Variable) -> Any:
@@ -163,6 +169,10 @@ class AbstractPass(ABC):
             "it lives on parameter servers, and only a scheduled step gets rows of it.",
             "coordinator.schedule(step, args=(...)), or strategy.run(fn)",
         )
+
+    def draw(self, iterator: AbstractIterator, *, is_optional: bool) -> tuple[Any] | None:
+        """Returns the next batch of an iterator as an input of the trace, in a tuple; None if there is none."""
+        raise NotImplementedError
 
     @abstractmethod
     def entered(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
@@ -192,6 +202,7 @@ class Tracing(AbstractPass):
         self.found = Discovery()
         self.inputs: list[tuple[Variable | int, bool]] = []
         self.ids: list[Any] = []
+        self._num_others = 0
         self._connected = None if connected is None else iter(connected)
         with jex.take_current_trace() as trace:
             self._trace = trace
@@ -207,10 +218,21 @@ class Tracing(AbstractPass):
     @override
     def looked_up(self, table: Variable, ids: Any) -> Any:
         with jex.set_current_trace(self._trace):
-            self.inputs.append((len(self.ids), False))
             self.ids.append(ids)
             self.found.lookups.append((table, tuple(ids.shape)))
-            return markers.first_value(ids.shape, "int32")
+            return self._other_input(jax.core.ShapedArray(ids.shape, jnp.dtype("int32")))
+
+    @override
+    def draw(self, iterator: AbstractIterator, *, is_optional: bool) -> tuple[Any] | None:
+        drawn, batch = draws.draw(iterator, self.found.draws, is_optional=is_optional)
+        self.found.draws.append(drawn)
+        if batch is None:
+            return None
+        with jex.set_current_trace(self._trace):
+            arrays = [self._other_input(_aval(x)) for x in batch.arrays]
+        args, _, rows = Arguments.rebuild(batch.structure, len(batch.rows), arrays)
+        self.drawn_rows = (*self.drawn_rows, *rows)
+        return args  # type: ignore[no-any-return]
 
     @override
     def entered(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
@@ -235,7 +257,13 @@ class Tracing(AbstractPass):
         # In the trace in which the function started, also when a lax body reads the variable first: a tape must be able
         # to see that its targets depend on it.
         with jex.set_current_trace(self._trace):
-            return markers.first_value(shape, compat.dtype_of(variable))
+            return markers.first_value(jax.core.ShapedArray(shape, jnp.dtype(compat.dtype_of(variable))))
+
+    def _other_input(self, aval: Any) -> Any:
+        """Returns an input that is not of a variable: they come after the variables' values."""
+        self.inputs.append((self._num_others, False))
+        self._num_others += 1
+        return markers.first_value(aval)
 
 
 class Executing(AbstractPass):
@@ -426,6 +454,13 @@ class LiftScope(compat.AbstractLiftScope):
         positions = self.pass_.looked_up(table, ids)
         return self.entry(table).value[positions]
 
+    def draw(self, iterator: AbstractIterator, *, is_optional: bool = False) -> tuple[Any] | None:
+        """Returns the next batch of an iterator as an input of the program, in a tuple; None if there is none."""
+        in_replica = context.depth() > 0 and context.current().replica is not None
+        if self.mapped or in_replica or not self.is_innermost_trace:
+            raise refuse_draw()
+        return self.pass_.draw(iterator, is_optional=is_optional)
+
     @override
     def get_current_value(self, variable: Variable) -> Any:
         self._require_current(variable)
@@ -524,7 +559,7 @@ class LiftScope(compat.AbstractLiftScope):
     def _require_current(self, variable: Variable) -> None:
         if id(variable) in self._left:
             raise VariableError(
-                f"{describe(variable)} after optimizer.apply in the same step, at {user_line()}",
+                f"{describe(variable)} after optimizer.apply in the same step, at {user_place()}",
                 "its update is done after the step, where it lives; in the step it has no new value.",
                 "use it before optimizer.apply, or in the next strategy.run",
             )
@@ -664,7 +699,7 @@ class LiftScope(compat.AbstractLiftScope):
     def _require_innermost(self, what: str, hint: str) -> None:
         if not self.is_innermost_trace:
             raise NestedWriteError(
-                f"{what} at {user_line()}",
+                f"{what} at {user_place()}",
                 "it is inside the body of a jax.lax loop or branch, or another transformation of jax, and the new value cannot get out.",
                 hint,
             )
@@ -695,10 +730,10 @@ class LiftScope(compat.AbstractLiftScope):
             return value
         if entry.policy.combine is Combine.FIRST:
             return primitives.broadcast(value, replicas)
-        if entry.policy.combine is Combine.SUM:
-            return primitives.all_reduce(ReduceOp.SUM, value, replicas)
         replica = context.get_replica_context()
         assert replica is not None
+        if entry.policy.combine is Combine.SUM:
+            return replica.all_reduce(ReduceOp.SUM, value)
         mean = replica.all_reduce(ReduceOp.MEAN, value).astype(value.dtype)
         return mean if replica.padding is None else jnp.where(replica.padding.count > 0, mean, entry.value)
 
@@ -747,13 +782,19 @@ def innermost() -> LiftScope | None:
     return scope if isinstance(scope, LiftScope) else None
 
 
-def user_line() -> str:
-    """Returns file and line of the innermost frame that belongs to neither Phalanx, Keras nor JAX."""
-    libraries = tuple(os.path.dirname(m.__file__ or "") + os.sep for m in (compat, keras, jax))
-    frames = [f for f in traceback.extract_stack() if not f.filename.startswith((*libraries, "<"))]
-    # contextlib stands between our own frames.
-    frames = [f for f in frames if os.path.basename(f.filename) != "contextlib.py"]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"
+def refuse_draw() -> ContextError:
+    """Returns the error for a batch that is taken from an iterator where no program can fetch it."""
+    return ContextError(
+        "next(iterator) in a traced step",
+        f"at {user_place()}, in a replica function or the body of a loop or branch, the step would be compiled with this one batch.",
+        "pass the batch to the step: strategy.run(step, args=(next(iterator),))",
+    )
+
+
+def _aval(array: Any) -> Any:
+    """Returns shape and dtype of an array as a program sees it."""
+    aval = jax.typeof(array)
+    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _divided_dim(strategy: Any, variable: Variable) -> int | None:

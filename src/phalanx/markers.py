@@ -44,9 +44,9 @@ def gradient(tape: int, targets: Sequence[Any], cotangents: Sequence[Any], sourc
     return gradient_p.bind(*targets, *cotangents, *sources, tape=tape, counts=(len(targets), len(cotangents)))
 
 
-def first_value(shape: Sequence[int], dtype: Any) -> Any:
-    """Stands for the first value of a variable while the function is traced."""
-    return _first_value_p.bind(aval=jax.core.ShapedArray(tuple(shape), jnp.dtype(dtype)))[0]
+def first_value(aval: Any) -> Any:
+    """Stands for the first value of a variable, or for an array that a call fetches, while the function is traced."""
+    return _first_value_p.bind(aval=aval)[0]
 
 
 def with_first_values(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -123,7 +123,7 @@ def connected(jaxpr: Jaxpr) -> list[tuple[bool, ...]]:
     return result
 
 
-_CALLS = (
+CALLS = (
     "jit",
     "pjit",
     "closed_call",
@@ -132,6 +132,7 @@ _CALLS = (
     "remat2",
     "remat",
 )
+"""Primitives whose one inner jaxpr takes their inputs, one by one."""
 
 
 def _needed(jaxpr: Jaxpr, wanted: set[Any], start: int, end: int) -> set[Any]:
@@ -150,7 +151,7 @@ def _inputs(eqn: Any, outs: list[bool]) -> list[bool]:
     if eqn.primitive is enter_p:
         return outs
     body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-    if eqn.primitive.name not in _CALLS or body is None:
+    if eqn.primitive.name not in CALLS or body is None:
         return [True] * len(eqn.invars)
     inner = body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
     wanted = {o for o, on in zip(inner.outvars, outs, strict=True) if on and isinstance(o, jex.Var)}

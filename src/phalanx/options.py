@@ -2,10 +2,11 @@
 """Enums and frozen, self-validating options. Standard library only."""
 
 import enum
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
-from phalanx.errors import InvalidArgumentError, ReduceOpError
+from phalanx import arguments
+from phalanx.errors import InvalidArgumentError, ReduceOpError, shown
 
 
 class ReduceOp(enum.Enum):
@@ -21,16 +22,20 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def parse(cls, op: "ReduceOp | str") -> "ReduceOp":
-        """Returns the member that `op` names, in either case of letters.
+        """Returns the member that `op` names, in either case of letters; or that has the name of a tf.distribute.ReduceOp.
 
         Raises:
           ReduceOpError: `op` is neither a member nor the name of one.
         """
         if isinstance(op, cls):
             return op
+        if isinstance(op, enum.Enum) and type(op).__module__.startswith("tensorflow."):
+            op = op.name
         if isinstance(op, str) and op.upper() in cls.__members__:
             return cls[op.upper()]
-        raise ReduceOpError(f"reduce_op={op!r}", "not a ReduceOp; the operations are SUM and MEAN.", "ReduceOp.SUM")
+        raise ReduceOpError(
+            f"reduce_op={shown(op)}", "not a ReduceOp; the operations are SUM and MEAN.", "ReduceOp.SUM"
+        )
 
 
 class CommunicationImplementation(enum.Enum):
@@ -52,7 +57,7 @@ class CommunicationImplementation(enum.Enum):
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
         raise InvalidArgumentError(
-            f"implementation={value!r}", "not a CommunicationImplementation.", "CommunicationImplementation.AUTO"
+            f"implementation={shown(value)}", "not a CommunicationImplementation.", "CommunicationImplementation.AUTO"
         )
 
 
@@ -86,43 +91,137 @@ class CommunicationOptions:
     wire_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if self.bytes_per_pack < 0:
+        size = arguments.integer("bytes_per_pack", self.bytes_per_pack, least=0, hint="bytes_per_pack=1 << 20")
+        object.__setattr__(self, "bytes_per_pack", size)
+        arguments.seconds("timeout_seconds", self.timeout_seconds)
+        if not (self.wire_dtype is None or (isinstance(self.wire_dtype, str) and self.wire_dtype == "bfloat16")):
             raise InvalidArgumentError(
-                f"bytes_per_pack={self.bytes_per_pack}", "must be 0 or more.", "bytes_per_pack=1 << 20"
-            )
-        if self.timeout_seconds is not None and self.timeout_seconds <= 0:
-            raise InvalidArgumentError(
-                f"timeout_seconds={self.timeout_seconds}", "must be more than 0 seconds, or None.", "timeout_seconds=60"
-            )
-        if self.wire_dtype not in (None, "bfloat16"):
-            raise InvalidArgumentError(
-                f"wire_dtype={self.wire_dtype!r}", 'must be "bfloat16" or None.', 'wire_dtype="bfloat16"'
+                f"wire_dtype={shown(self.wire_dtype)}", 'must be "bfloat16" or None.', 'wire_dtype="bfloat16"'
             )
         object.__setattr__(self, "implementation", CommunicationImplementation.parse(self.implementation))
 
     def merge(self, other: Self | None) -> "CommunicationOptions":
-        """Returns these options with every field that `other` sets to something else than the default."""
+        """Returns these options with every field that `other` sets to something else than the default.
+
+        Raises:
+          InvalidArgumentError: `other` is neither CommunicationOptions nor None.
+        """
         if other is None:
             return self
+        arguments.instance("other", other, CommunicationOptions, "options.merge(CommunicationOptions(...))")
         changed = {f.name: v for f in fields(self) if (v := getattr(other, f.name)) != f.default}
         return replace(self, **changed)
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """How `Strategy.run` executes a replica function. May be used in any context.
+class XLAOptions:
+    """What a `RunOptions` may ask of XLA. May be made in any context.
+
+    It is for code written for TensorFlow: every program here is divided by XLA, has static shapes, and is partitioned by
+    the partitioner that JAX chooses.
 
     Args:
+      use_spmd_for_xla_partitioning: must be True.
+      enable_xla_dynamic_padder: must be True; no program has dynamic shapes to pad.
+      use_shardy_partitioner: whether to use Shardy; JAX decides.
+
+    Raises:
+      InvalidArgumentError: another value.
+
+    Source: tf.tpu.XLAOptions.
+
+    Example:
+      >>> XLAOptions(use_shardy_partitioner=True).use_spmd_for_xla_partitioning
+      True
+    """
+
+    use_spmd_for_xla_partitioning: bool = True
+    enable_xla_dynamic_padder: bool = True
+    use_shardy_partitioner: bool = False
+
+    def __post_init__(self) -> None:
+        arguments.flag("use_shardy_partitioner", self.use_shardy_partitioner)
+        for name in ("use_spmd_for_xla_partitioning", "enable_xla_dynamic_padder"):
+            if not arguments.flag(name, getattr(self, name)):
+                raise InvalidArgumentError(
+                    f"{name}=False", "every program has static shapes, and is divided by XLA.", f"{name}=True"
+                )
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How `Strategy.run` executes a replica function. May be made in any context.
+
+    Args:
+      experimental_enable_dynamic_batch_size: True or False, for code written for TensorFlow: batches of several sizes are
+        padded and masked, so that one program takes them all.
+      experimental_bucketizing_dynamic_shape: must be False; shapes are static.
+      experimental_xla_options: an `XLAOptions`, or None.
       eager: run the Python code of the replica function at every call, without compiling it, so that `print` shows
         the values of all replicas and a debugger stops at them. It is traced first, without values. A value that differs
         between replicas has no `float` here either. Slow; the results are those of the compiled program.
+
+    Raises:
+      InvalidArgumentError: a field of another kind, or `experimental_bucketizing_dynamic_shape=True`.
+
+    Source: tf.distribute.RunOptions.
 
     Example:
       >>> RunOptions(eager=True)
       RunOptions(eager=True)
     """
 
-    eager: bool = False
+    experimental_enable_dynamic_batch_size: bool = field(default=True, repr=False)
+    experimental_bucketizing_dynamic_shape: bool = field(default=False, repr=False)
+    experimental_xla_options: XLAOptions | None = field(default=None, repr=False)
+    eager: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        arguments.flag("eager", self.eager)
+        arguments.flag("experimental_enable_dynamic_batch_size", self.experimental_enable_dynamic_batch_size)
+        if arguments.flag("experimental_bucketizing_dynamic_shape", self.experimental_bucketizing_dynamic_shape):
+            raise InvalidArgumentError(
+                "experimental_bucketizing_dynamic_shape=True",
+                "the shapes of a program are static.",
+                "keras.utils.pad_sequences(x, maxlen=...), with a few lengths",
+            )
+        if self.experimental_xla_options is not None:
+            arguments.instance(
+                "experimental_xla_options", self.experimental_xla_options, XLAOptions, "phalanx.tpu.XLAOptions()"
+            )
+
+
+class VariableAggregation(enum.StrEnum):
+    """How values that replicas assign to a variable become one. May be used in any context.
+
+    Source: tf.VariableAggregation. The members are the strings that Keras has.
+
+    Example:
+      >>> import keras
+      >>> keras.Variable(1.0, aggregation=VariableAggregation.SUM).aggregation == "sum"
+      True
+    """
+
+    NONE = "none"
+    SUM = "sum"
+    MEAN = "mean"
+    ONLY_FIRST_REPLICA = "only_first_replica"
+
+
+class VariableSynchronization(enum.StrEnum):
+    """When the values that replicas assign to a variable become one. May be used in any context.
+
+    Source: tf.VariableSynchronization. The members are the strings that Keras has.
+
+    Example:
+      >>> VariableSynchronization("on_read")
+      <VariableSynchronization.ON_READ: 'on_read'>
+    """
+
+    AUTO = "auto"
+    NONE = "none"
+    ON_WRITE = "on_write"
+    ON_READ = "on_read"
 
 
 class AutoShardPolicy(enum.IntEnum):
@@ -192,21 +291,21 @@ class InputOptions:
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
 
     def __post_init__(self) -> None:
-        size = self.experimental_per_replica_buffer_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise InvalidArgumentError(
-                f"experimental_per_replica_buffer_size={size!r}", "must be a number of batches, 0 or more.", "1"
-            )
+        if self.experimental_fetch_to_device is not None:
+            arguments.flag("experimental_fetch_to_device", self.experimental_fetch_to_device)
+        arguments.flag("experimental_place_dataset_on_device", self.experimental_place_dataset_on_device)
+        name, size = "experimental_per_replica_buffer_size", self.experimental_per_replica_buffer_size
+        arguments.integer(name, size, least=0, kind="a number of batches, 0 or more", hint="1")
         mode = self.experimental_replication_mode
         if not isinstance(mode, InputReplicationMode):
             raise InvalidArgumentError(
-                f"experimental_replication_mode={mode!r}",
+                f"experimental_replication_mode={shown(mode)}",
                 "must be an InputReplicationMode.",
                 "phalanx.InputReplicationMode.PER_REPLICA",
             )
         if not isinstance(self.auto_shard_policy, AutoShardPolicy):
             raise InvalidArgumentError(
-                f"auto_shard_policy={self.auto_shard_policy!r}",
+                f"auto_shard_policy={shown(self.auto_shard_policy)}",
                 "must be an AutoShardPolicy.",
                 "phalanx.data.AutoShardPolicy.DATA",
             )

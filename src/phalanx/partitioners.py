@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 from typing_extensions import override
 
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InvalidArgumentError, shown
 
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
 
@@ -225,16 +225,20 @@ def _rows(shape: Sequence[int], dtype: Any, axis: int, bytes_per_string: int) ->
 
 
 def _item_bytes(dtype: Any, bytes_per_string: int) -> int:
-    if dtype == "string":  # Keras's name, which NumPy does not know.
+    if isinstance(dtype, str) and dtype == "string":  # Keras's name, which NumPy does not know.
         return bytes_per_string
     try:
         known = np.dtype(dtype)
-    except TypeError as e:
-        raise InvalidArgumentError(f"dtype={dtype!r}", "not the type of a variable.", 'dtype="float32"') from e
+    except Exception as e:  # NumPy has no one error for it.
+        raise InvalidArgumentError(f"dtype={shown(dtype)}", "not the type of a variable.", 'dtype="float32"') from e
     return bytes_per_string if known.kind in "OSTU" else known.itemsize
 
 
 def _check_axis(shape: Sequence[int], axis: int) -> None:
+    if not isinstance(shape, (list, tuple)) or not all(_is_size(n) for n in shape):
+        raise InvalidArgumentError(f"shape={shown(shape)}", "must be a tuple of integers, 0 or more.", "shape=(8, 2)")
+    if isinstance(axis, bool) or not isinstance(axis, Integral):
+        raise InvalidArgumentError(f"axis={shown(axis)}", "must be an integer.", "axis=0")
     if not -len(shape) <= axis < len(shape):
         raise InvalidArgumentError(
             f"axis={axis} of a variable of shape {tuple(shape)}",
@@ -243,6 +247,10 @@ def _check_axis(shape: Sequence[int], axis: int) -> None:
         )
 
 
+def _is_size(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
 def _check_positive(name: str, value: Any) -> None:
-    if not isinstance(value, Integral) or int(value) < 1:
-        raise InvalidArgumentError(f"{name}={value!r}", "must be a whole number, at least 1.", f"{name}=2")
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
+        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a whole number, at least 1.", f"{name}=2")

@@ -5,32 +5,31 @@ import functools
 import gc
 import inspect
 import operator
-import sysconfig
-import traceback
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from phalanx import compat, context, lifting
-from phalanx.errors import RecompilationWarning, TraceError
-from phalanx.lifting import Discovery, DiscoveryMismatch, used_differently
+from phalanx import compat, context, lifting, signature
+from phalanx.draws import Draws
+from phalanx.errors import InvalidArgumentError, RecompilationWarning, TraceError
+from phalanx.explanations import explained
+from phalanx.frames import boundary, is_of_user
+from phalanx.interrupts import deferred
+from phalanx.lifting import Discovery, used_differently
 from phalanx.replicate import execute_program, trace_program
+from phalanx.signatures import Signature
 from phalanx.state import Group, State
-from phalanx.structure import Structure, is_number, take_apart
-from phalanx.topology import Topology, dispatch_lock
-from phalanx.values import RowMask
-from phalanx.variables import describe
+from phalanx.structure import AbstractSource, Arguments, Structure, refuse_outer_trace, take_apart
+from phalanx.topology import Topology, calling_back, process_dispatching
 
 if TYPE_CHECKING:
     from phalanx.strategies.base import Strategy
@@ -38,64 +37,27 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NEW_FUNCTIONS_BEFORE_WARNING = 3
-_LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-_NOT_OF_USERS = (*_LIBRARIES, str(Path(__file__).parent))
-
-
-@contextmanager
-def explained(*, prints: bool = True) -> Iterator[None]:
-    """Says in the words of Phalanx why a function cannot be traced.
-
-    Args:
-      prints: whether the function may print while it runs.
-    """
-    try:
-        yield
-    except DiscoveryMismatch as e:
-        raise TraceError(
-            f"{describe(e.variable)} in a traced function",
-            "each time the function is traced it makes or uses another variable.",
-            "make variables outside, or once: `if self.v is None: self.v = keras.Variable(...)`",
-        ) from None
-    except jax.errors.NonConcreteBooleanIndexError as e:
-        raise TraceError(
-            "an array whose shape depends on the values of another (`x[mask]`) in a traced function",
-            "all shapes of a compiled program are static: they follow from those of its arguments.",
-            "jnp.where(mask, x, 0), or jnp.nonzero(mask, size=...)",
-        ) from e
-    except (
-        jax.errors.ConcretizationTypeError,
-        jax.errors.TracerArrayConversionError,
-        jax.errors.TracerIntegerConversionError,
-    ) as e:
-        raise TraceError(
-            f"the value of an array (by `if`, `float`, `int`, `range` or NumPy) in a traced function{_place_of(e)}",
-            "it has none yet: the function is traced once and compiled; numbers among its arguments are traced too.",
-            "jnp.where(condition, a, b) or phalanx.cond for `if`; return the value to read it outside"
-            + ("; jax.debug.print to print it" if prints else ""),
-        ) from e
-
-
-def _place_of(error: BaseException) -> str:
-    """Returns which line of the user's raised an error."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_OF_USERS)]
-    return f" ({frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`)" if frames else ""
 
 
 class Function:
     """A step that is compiled whole. `phalanx.function` makes it."""
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], input_signature: Any = None) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
+        self._signature = None if input_signature is None else Signature(fn, input_signature)
         self._programs = Programs()
 
+    @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step."""
         if lifting.innermost() is not None:
             return self._fn(*args, **kwargs)
+        if self._signature is not None:
+            args, kwargs = self._signature.bind(args, kwargs), {}
         return self._programs.call(self._fn, self._fn, args, kwargs)
 
+    @boundary
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Returns the program for these arguments without running it, for its text, its cost and its memory.
 
@@ -113,18 +75,35 @@ class Function:
         return self if instance is None else types.MethodType(self, instance)
 
 
-def function(fn: F | None = None) -> F:
+def function(
+    fn: F | None = None,
+    input_signature: Any = None,
+    autograph: bool = True,
+    jit_compile: bool | None = None,
+    reduce_retracing: bool = False,
+    **others: Any,
+) -> F:
     """Compiles a step that calls `Strategy.run`, `reduce` and `gather`, or reads and assigns variables, into one program.
 
     The first call traces `fn`; later calls with arguments of the same shapes and types run the compiled program. Arrays and
-    numbers are inputs of the program; strings, bools, None and other Python objects select it. Inside another traced
-    function it is an ordinary call. May be called in cross-replica context, and inside a replica function.
+    numbers are inputs of the program; strings, bools, None and other Python objects select it. `next` of a distributed iterator,
+    among the arguments or in a closure, takes a batch at each call. Inside another traced function it is an ordinary call. May be
+    called in cross-replica context, and inside a replica function.
 
     Args:
       fn: the step. Its Python side effects happen while it is traced only.
+      input_signature: one `jax.ShapeDtypeStruct` or `tf.TensorSpec` per argument, or a pytree of them: other arguments are
+        refused.
+      autograph: has no meaning here: Python's `if` and `for` are never converted.
+      jit_compile: None or True: every function is compiled.
+      reduce_retracing: has no meaning here: numbers are inputs anyway, and shapes select the program.
+      **others: other options of tf.function, which are refused.
 
     Returns:
       A callable like `fn`.
+
+    Raises:
+      InvalidArgumentError: an option that cannot be honoured.
 
     Example:
       >>> import keras, phalanx
@@ -138,30 +117,31 @@ def function(fn: F | None = None) -> F:
       >>> float(step(2.0))
       4.0
     """
-    return function if fn is None else Function(fn)  # type: ignore[return-value]
-
-
-class Arguments:
-    """The arguments of one call.
-
-    Args:
-      args: positional arguments.
-      kwargs: keyword arguments.
-    """
-
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        self.structure, self.arrays, self.sharded, self.rows = take_apart((args, kwargs), is_number)
-        for rows in self.rows:
-            self.arrays += (rows.mask, np.int32(rows.count))
-            self.sharded += (True, False)
-        self.key: Hashable = (self.structure, len(self.rows), tuple(map(_spec, self.arrays)))
-
-    @staticmethod
-    def rebuild(structure: Structure, num_rows: int, arrays: Sequence[Any]) -> tuple[Any, Any, list[RowMask]]:
-        """Returns `(args, kwargs, row masks)` with these arrays."""
-        split = len(arrays) - 2 * num_rows
-        rows = [RowMask(*arrays[i : i + 2]) for i in range(split, len(arrays), 2)]
-        return (*structure.join(arrays[:split], rows), rows)
+    if others:
+        name, value = next(iter(others.items()))
+        raise InvalidArgumentError(
+            f"phalanx.function({name}={value!r:.60})",
+            "the options are input_signature, autograph, jit_compile and reduce_retracing.",
+            f"leave {name} out",
+        )
+    if jit_compile is not None and jit_compile is not True:
+        raise InvalidArgumentError(
+            f"phalanx.function(jit_compile={jit_compile!r:.60})",
+            "every function is compiled, by XLA.",
+            "leave jit_compile out; strategy.run(step, options=phalanx.RunOptions(eager=True)) to look into a step",
+        )
+    for name, value in (("autograph", autograph), ("reduce_retracing", reduce_retracing)):
+        if not isinstance(value, bool):
+            raise InvalidArgumentError(
+                f"phalanx.function({name}={value!r:.60})", "must be a bool.", f"leave {name} out"
+            )
+    if fn is None:
+        return functools.partial(function, input_signature=input_signature)  # type: ignore[return-value]
+    if not callable(fn):
+        raise InvalidArgumentError(
+            f"phalanx.function({fn!r:.60})", "is not callable.", "@phalanx.function above the step"
+        )
+    return Function(fn, input_signature)  # type: ignore[return-value]
 
 
 class Programs:
@@ -211,18 +191,26 @@ class Programs:
         known = programs.get(full_key, ())
         for program in known:
             if program.fits():
-                self._made_anew.forgive(function)
-                return program(fn, arguments)
+                batches = program.draws.look(arguments) if program.draws else ()
+                if batches is not None:
+                    self._made_anew.forgive(function)
+                    return program(fn, arguments, batches)
         with without_collections(), explained():
             program = Program(fn, arguments, eager=eager)
-            result = program(fn, arguments)
+            batches = program.draws.look(arguments) if program.draws else ()
+            assert batches is not None
+            program.require_equal((arguments, *batches))
+            result = program(fn, arguments, batches)
         programs[full_key] = [*known, program]
         return result
 
     def lower(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> jax.stages.Lowered:
         """Returns the program of `fn(*args, **kwargs)` without running it."""
         arguments = Arguments(args, kwargs)
-        return Program(fn, arguments, eager=False).lower(fn, arguments)
+        program = Program(fn, arguments, eager=False)
+        batches = program.draws.look(arguments) if program.draws else ()
+        assert batches is not None
+        return program.lower(fn, arguments, batches)
 
 
 class MadeAnew:
@@ -234,7 +222,7 @@ class MadeAnew:
     def note(self, function: Any) -> None:
         """Hears of a function that was not called before."""
         code = _code_of(function)
-        if code is None or code.co_filename.startswith(_NOT_OF_USERS):
+        if code is None or not is_of_user(code.co_filename):
             return
         self._times[code] = times = self._times.get(code, 0) + 1
         if times == _NEW_FUNCTIONS_BEFORE_WARNING:
@@ -282,10 +270,17 @@ class Program:
     def __init__(self, fn: Callable[..., Any], arguments: Arguments, *, eager: bool) -> None:
         self._fn: Callable[..., Any] | None = fn
         self._eager = eager
-        self._structure, self._num_rows = arguments.structure, len(arguments.rows)
+        self._structure, self._num_rows, self._num_arrays = (
+            arguments.structure,
+            len(arguments.rows),
+            len(arguments.arrays),
+        )
+        self._sources: Sequence[AbstractSource] = arguments.sources
         self._output: Structure
         found = self._trace(arguments.arrays)
         self._trace_made: Discovery | None = found
+        # Empty for most programs, which need not ask.
+        self.draws = Draws(found.draws, arguments.sources) if found.draws else ()
         self._variables, self._written, self._optimizers = found.variables, found.written, found.optimizers
         self._has_callback = found.has_callback
         self._strategy = _strategy_of(found)
@@ -295,12 +290,21 @@ class Program:
         self._state = State(found.variables, found.written, self._topology, storage)
         self._trainable, self._changes = self._trainable_flags(), compat.changes.trainable
         self._rates = [compat.learning_rate_of(o) for o in found.optimizers]
+        self._global_seeds = list(filter(compat.is_global_seed, found.seeds))
         # jax runs a program with a NaN in its results again; and a callback that raises must find the state as it was.
         donate = () if found.has_callback or _checks_numbers() else (0,)
-        self._compiled = jax.jit(self._traced, donate_argnums=donate)
-        self._execute = self._traced if eager else self._compiled
+        compiler = jax.jit
+        if self._topology is not None and self._topology.is_single:
+            # A program whose inputs are on no device yet would run on the default one.
+            compiler = functools.partial(jax.jit, out_shardings=self._topology.replicated)
+        self._compiled = compiler(self._traced, donate_argnums=donate)
+        self._execute: Callable[..., tuple[Any, ...]] = self._execute_eagerly if eager else self._compiled
+        if found.has_callback:
+            self._execute = functools.partial(_finished, self._execute)
+        self._has_run = False
+        self._is_local = self._topology is None or self._topology.num_workers == 1
         # Not kept: the function lives as long as its owner wants, and its programs as long as the function.
-        self._fn = None
+        self._fn, self._sources = None, ()
 
     def fits(self) -> bool:
         """Whether the Python objects that shaped the program are as they were."""
@@ -310,37 +314,84 @@ class Program:
             self._changes = compat.changes.trainable
         return all(map(operator.is_, map(compat.learning_rate_of, self._optimizers), self._rates))
 
-    def __call__(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
-        """Runs the program of `fn` and stores what it wrote."""
-        with dispatch_lock if self._topology is None else self._topology.dispatching(is_step=True):
-            inputs = self._inputs(arguments)
-            donated, kept = self._state.take()
-            self._fn = fn
+    def __call__(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> Any:
+        """Runs the program of `fn`, stores what it wrote, and does the updates that it left; `batches` are what its draws found."""
+        for state in self._global_seeds:
+            compat.continue_global_seed(state)
+        run = self._run_as_one_step if self._updates or self.draws else self._run
+        outputs = run(fn, arguments, batches)
+        rows = arguments.rows if not batches else [r for given in (arguments, *batches) for r in given.rows]
+        return self._output.join(outputs[2], rows, arguments.sources)
+
+    def _run_as_one_step(
+        self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]
+    ) -> tuple[Any, ...]:
+        """Runs the program and what follows it as one step: updates and the positions of iterators; all of it, or nothing."""
+        before = self._state.fields() if self._updates else []
+        with deferred():
+            outputs = self._run(fn, arguments, batches)
             try:
-                values, parts, flat, gradients = self._execute(donated, kept, inputs)
-                if self._has_callback:
-                    jax.block_until_ready((values, parts, flat))
+                for update, gradients in zip(self._updates, outputs[3], strict=True):
+                    self._strategy.apply_update(replace(update, gradients=gradients))
+            except BaseException:
+                self._state.reset(before)
+                raise
+            if self.draws:
+                self.draws.advance(arguments)
+        return outputs
+
+    def _run(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> tuple[Any, ...]:
+        """Runs the program of `fn` and stores what it wrote; returns values, components, results and gradients."""
+        with process_dispatching() if self._is_local else self._dispatching_with_peers():
+            inputs = self._inputs(arguments)
+            for batch in batches:
+                inputs += self._inputs(batch)
+            donated, kept = self._state.take()
+            self._fn, self._sources = fn, arguments.sources
+            try:
+                outputs = (self._state.run if self._has_run else self._first_run)(self._execute, donated, kept, inputs)
             except Exception as e:
                 self._state.raise_if_lost(donated, e)
                 if isinstance(e, RecursionError) and _checks_numbers():
                     raise FloatingPointError("a NaN or an infinity in what a step returned or stored") from None
                 raise
             finally:
-                self._fn = None
-            del donated, kept
-            self._state.store(values, parts)
-        for update, of_update in zip(self._updates, gradients, strict=True):
-            self._strategy.apply_update(replace(update, gradients=of_update))
-        return self._output.join(flat, arguments.rows)
+                self._fn, self._sources = None, ()
+            if isinstance((outputs[2] or outputs[0] or (None,))[0], jax.core.Tracer):
+                self._state.put_back(donated)
+                raise refuse_outer_trace()
+            return outputs
 
-    def lower(self, fn: Callable[..., Any], arguments: Arguments) -> jax.stages.Lowered:
+    def _dispatching_with_peers(self) -> AbstractContextManager[Any]:
+        assert self._topology is not None
+        return self._topology.dispatching(is_step=True)
+
+    def _first_run(
+        self, execute: Callable[..., tuple[Any, ...]], donated: Group, kept: Group, inputs: list[Any]
+    ) -> tuple[Any, ...]:
+        if not self._eager:
+            # Apart from the run, so that Ctrl-C need not wait for the compiler. jax finds the result again.
+            self._compiled.lower(donated, kept, inputs).compile()
+        # The first call of a compiled function is made in Python, where a signal handler could raise.
+        with deferred():
+            outputs = self._state.run(execute, donated, kept, inputs)
+        self._has_run = True
+        return outputs
+
+    def require_equal(self, inputs: Sequence[Arguments]) -> None:
+        """Waits until the other processes are about to run an equal program; raises if theirs differ."""
+        assert self._trace_made is not None
+        signature.require_equal(self._trace_made, inputs, self._topology)
+
+    def lower(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> jax.stages.Lowered:
         """Returns the program of `fn` as jax sees it."""
-        with dispatch_lock:
-            self._fn = fn
+        with process_dispatching():
+            self._fn, self._sources = fn, arguments.sources
+            inputs = [x for given in (arguments, *batches) for x in self._inputs(given)]
             try:
-                return self._compiled.lower(*self._state.take(), self._inputs(arguments))
+                return self._compiled.lower(*self._state.take(), inputs)
             finally:
-                self._fn = None
+                self._fn, self._sources = None, ()
 
     def _inputs(self, arguments: Arguments) -> list[Any]:
         inputs, topology = list(arguments.arrays), self._topology
@@ -362,15 +413,9 @@ class Program:
         self, donated: Group, kept: Group, inputs: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
         """The program as jax sees it: state and inputs to new state, results, and gradients for updates."""
-        values, parts = self._state.merge(donated, kept)
-        # What is combined on demand has components alone.
-        values = [own.sum(0) if x is None else x for x, own in zip(values, parts, strict=True)]
-        if self._eager:
-            assert self._trace_made is not None
-            inputs = list(map(jnp.asarray, inputs))
-            result, values, parts, gradients = execute_program(self._call, inputs, self._trace_made, values, parts)
-            return values, parts, result, gradients
-        result, values, parts, gradients, *_ = self._taken_trace(inputs).evaluate(values, parts, inputs)
+        values, parts = self._merged(donated, kept)
+        inputs, batches = inputs[: self._num_arrays], inputs[self._num_arrays :]
+        result, values, parts, gradients, *_ = self._taken_trace(inputs).evaluate([*values, *batches], parts, inputs)
         if self._homes:
             values = [
                 x if x is None else lax.with_sharding_constraint(x, home)
@@ -378,6 +423,21 @@ class Program:
             ]
         # State first: XLA hands donated buffers to outputs of their size in order, and a variable is to get its own back.
         return values, parts, result, gradients
+
+    def _execute_eagerly(self, donated: Group, kept: Group, inputs: list[Any]) -> tuple[Any, ...]:
+        """Does what the program does operation by operation."""
+        assert self._trace_made is not None
+        with nullcontext() if self._topology is None else jax.default_device(self._topology.devices[0]):
+            values, parts = self._merged(donated, kept)
+            inputs = list(map(jnp.asarray, inputs[: self._num_arrays]))
+            result, values, parts, gradients = execute_program(self._call, inputs, self._trace_made, values, parts)
+        return values, parts, result, gradients
+
+    def _merged(self, donated: Group, kept: Group) -> Group:
+        """Returns values and components of all variables, in order."""
+        values, parts = self._state.merge(donated, kept)
+        # What is combined on demand has components alone.
+        return [own.sum(0) if x is None else x for x, own in zip(values, parts, strict=True)], parts
 
     def _taken_trace(self, inputs: list[Any]) -> Discovery:
         """Returns the trace, which is not kept for longer; a new one where jax compiles again, for it is set otherwise."""
@@ -390,15 +450,24 @@ class Program:
         return found
 
     def _trace(self, inputs: list[Any]) -> Discovery:
-        return trace_program(self._call, inputs, eager=self._eager)
+        return trace_program(self._call, inputs, named=self._fn, eager=self._eager)
 
     def _call(self, inputs: list[Any]) -> list[Any]:
         """Calls the function, and returns the arrays that it does."""
         assert self._fn is not None
-        args, kwargs, rows = Arguments.rebuild(self._structure, self._num_rows, inputs)
-        parts = take_apart(self._fn(*args, **kwargs), lambda x: isinstance(x, jax.Array), rows)
+        args, kwargs, rows = Arguments.rebuild(self._structure, self._num_rows, inputs, self._sources)
+        result, scope = self._fn(*args, **kwargs), lifting.innermost()
+        assert scope is not None
+        rows += scope.pass_.drawn_rows
+        parts = take_apart(result, rows=rows, sources=self._sources)
         self._output = parts.structure
         return parts.arrays
+
+
+def _finished(execute: Callable[..., Any], *args: Any) -> Any:
+    """Executes a program that calls back to Python, and waits for its end: a callback that raises fails it then."""
+    with calling_back():
+        return jax.block_until_ready(execute(*args))
 
 
 def _checks_numbers() -> bool:
@@ -436,25 +505,3 @@ def _homes(found: Discovery, topology: Topology) -> list[NamedSharding]:
     if topology.layout is not None and found.optimizers:
         topology.layout.require_used()
     return [home for home, written in zip(homes, found.written, strict=True) if written]
-
-
-def _spec(array: Any) -> Hashable:
-    """What about an array selects the program."""
-    if isinstance(array, jax.core.Tracer):
-        raise TraceError(
-            "a phalanx program called on traced values",
-            "it is inside jax.jit or another transformation of jax, which knows nothing of its variables.",
-            "@phalanx.function instead of @jax.jit",
-        )
-    if isinstance(array, tuple):
-        raise TraceError(
-            f"an argument PerReplica({array!r})",
-            "its components are Python objects, and all replicas run one program.",
-            "pass arrays, and let the replica function choose by replica_id_in_sync_group",
-        )
-    if isinstance(array, jax.Array):
-        # Arrays of random keys have no weak types.
-        return (array.shape, array.dtype, getattr(array, "weak_type", False))
-    if isinstance(array, (np.ndarray, np.generic)):
-        return (array.shape, array.dtype)
-    return type(array).__name__

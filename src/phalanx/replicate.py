@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
-from phalanx import compat, context, markers
+from phalanx import compat, context, explanations, markers, slips
+from phalanx.arrays import as_array, is_array
 from phalanx.context import Mode, ReplicaContext
 from phalanx.lifting import (
     Discovery,
@@ -27,7 +28,6 @@ from phalanx.lifting import (
     combine,
     first_component,
 )
-from phalanx.structure import is_array
 from phalanx.topology import REPLICA_AXIS
 from phalanx.values import Mirrored, PerReplica, RowMask, check_size, flatten
 from phalanx.variables import policy_of
@@ -65,7 +65,8 @@ class _Run:
 
     def __init__(self, strategy: "Strategy", fn: Callable[..., Any], args: Any, steps: Any) -> None:
         self._strategy, self._fn, self._steps = strategy, fn, steps
-        self._leaves, self._tree = flatten(args)
+        leaves, self._tree = flatten(args)
+        self._leaves = [x if (array := as_array(x)) is None else array for x in leaves]
         for value in self._of(_is_per_replica):
             check_size(value, strategy.num_replicas_in_sync)
         self._rows = list({id(x.rows): x.rows for x in self._leaves if isinstance(x, PerReplica) and x.rows}.values())
@@ -125,8 +126,17 @@ class _Run:
         """Traces one call for one replica."""
         inputs = self._one_step()
         found = self._trace_replica(*inputs)
+        self._warn_of_slips(found)
         found.rows_each = self._find_rows(found.outputs[0], *inputs)
         return found
+
+    def _warn_of_slips(self, found: Discovery) -> None:
+        """Warns of mistakes that the trace of one replica shows."""
+        num_replicas, num_batches = self._strategy.num_replicas_in_sync, len(self._of(_is_per_replica))
+        # Keras's trainer weighs means; and what no optimizer gets may be anything.
+        if num_replicas > 1 and not context.current().averaging and (found.optimizers or found.updates):
+            first = len(found.inputs)
+            slips.warn_of_mean(found.jaxpr, num_replicas, slice(first, first + num_batches))
 
     @property
     def _num_steps(self) -> int:
@@ -144,7 +154,7 @@ class _Run:
         seen: list[Discovery] = []
 
         def body(sharded: Any, whole: Any) -> Any:
-            seen.append(_traced(self._replica, _first(sharded), whole, mapped=True))
+            seen.append(_traced(self._replica, _first(sharded), whole, named=self._fn, mapped=True))
             return jnp.zeros((1,))
 
         jax.eval_shape(self._shard_map(body, (True, False), True), sharded, whole)
@@ -245,7 +255,7 @@ class _Run:
         replica = ReplicaContext(self._strategy, replica_id, masks)
         self._padding = replica.padding
         with context.enter(Mode(self._strategy, replica)):
-            result = self._fn(*args, **kwargs)
+            result = explanations.call(self._fn, args, kwargs)
         self._result = leaves, _ = flatten(result)
         return [x for x in leaves if _is_traced(x)], [x.value for x in leaves if isinstance(x, Mirrored)]
 
@@ -278,33 +288,38 @@ class _Run:
         )
 
 
-def trace_program(fn: Callable[..., Any], inputs: Any, *, eager: bool = False) -> Discovery:
+def trace_program(fn: Callable[..., Any], inputs: Any, *, named: Any = None, eager: bool = False) -> Discovery:
     """Traces a whole program: calls `fn(inputs)`, which returns arrays.
 
     Args:
       fn: what it does.
       inputs: its arguments.
+      named: the function of the user's that it calls, which JAX names if a value leaks.
       eager: whether it will be executed with real values.
 
     Raises:
       DiscoveryMismatch: each time it is traced it makes another variable.
     """
-    found, made = _traced_whole(fn, inputs)
-    if made:
-        # What makes variables is not what is called again.
-        found, made = _traced_whole(fn, inputs)
+    random_states = slips.random_states()
+    found, made = _traced_whole(fn, inputs, named)
+    if made or slips.random_states() != random_states:
+        # What makes variables, or the global generator, with random seeds of their own, is not what is called again.
+        random_states = slips.random_states()
+        found, made = _traced_whole(fn, inputs, named)
     if made:
         raise DiscoveryMismatch(made[0])
+    slips.warn_of_random_numbers(random_states)
+    slips.warn_of_constant_keys(found.jaxpr)
     for each in (found, *found.runs):
         each.eager = eager
     return found
 
 
-def _traced_whole(fn: Callable[..., Any], inputs: Any) -> tuple[Discovery, list[keras.Variable]]:
+def _traced_whole(fn: Callable[..., Any], inputs: Any, named: Any) -> tuple[Discovery, list[keras.Variable]]:
     """Traces a whole program; returns the variables that were made meanwhile too."""
     # They get their first values when this outer scope closes, outside the trace.
     with keras.StatelessScope():
-        found = _traced(functools.partial(_program, fn), inputs)
+        found = _traced(functools.partial(_program, fn), inputs, named=named)
         return found, [v for v in found.variables if compat.is_new(v)]
 
 
@@ -330,16 +345,23 @@ def _program(fn: Callable[..., Any], scope: LiftScope, inputs: Any) -> tuple[Any
     return result, values, parts, gradients, [e.increment for e in written], ids
 
 
-def _traced(fn: Callable[..., Any], *args: Any, mapped: bool = False) -> Discovery:
-    """Traces `fn(scope, *args)`; once more where a tape was asked for a gradient that is none."""
-    found = _traced_once(fn, None, *args, mapped=mapped)
+def _traced(fn: Callable[..., Any], *args: Any, named: Any = None, mapped: bool = False) -> Discovery:
+    """Traces `fn(scope, *args)`; once more where a tape was asked for a gradient that is none.
+
+    Args:
+      fn: what to trace.
+      *args: its arguments, behind the scope.
+      named: the function of the user's that it calls, which JAX names if a value leaks.
+      mapped: whether it is the program of one of several replicas.
+    """
+    found = _traced_once(fn, None, *args, named=named, mapped=mapped)
     if all(map(all, found.connected)):
         return found
-    return _traced_once(fn, found.connected, *args, mapped=mapped)
+    return _traced_once(fn, found.connected, *args, named=named, mapped=mapped)
 
 
 def _traced_once(
-    fn: Callable[..., Any], connected: Sequence[tuple[bool, ...]] | None, *args: Any, mapped: bool
+    fn: Callable[..., Any], connected: Sequence[tuple[bool, ...]] | None, *args: Any, named: Any, mapped: bool
 ) -> Discovery:
     passes: list[Tracing] = []
     scopes: list[LiftScope] = []
@@ -349,6 +371,8 @@ def _traced_once(
         scopes.append(LiftScope(passes[0], mapped=mapped))
         return fn(scopes[0], *args)
 
+    if named is not None:
+        functools.update_wrapper(lifted, named)
     jaxpr, outputs = jax.make_jaxpr(lifted, return_shape=True)(*args)
     found = passes[0].found
     found.take(scopes[0], passes[0].inputs, jaxpr, outputs)

@@ -58,6 +58,7 @@ class _Chief:
                         self._meet(server.accept()[0])
                 if self._missing:
                     raise self._error()
+                self._refuse_others(server)
             except StartupError as e:
                 self._tell({"error": [e.asked, e.found, e.hint]})
                 for connection in self._present.values():
@@ -69,6 +70,13 @@ class _Chief:
     @property
     def _missing(self) -> list[int]:
         return [rank for rank in range(1, len(self._addresses)) if rank not in self._present]
+
+    def _refuse_others(self, server: socket.socket) -> None:
+        """Tells those that came after all ranks were there that they are too many."""
+        server.settimeout(0)
+        with contextlib.suppress(OSError):
+            while True:
+                self._meet(server.accept()[0])
 
     def _error(self) -> StartupError:
         missing = ", ".join(f"rank {r} ({self._addresses[r]})" for r in self._missing)
@@ -85,11 +93,7 @@ class _Chief:
             connection.close()  # Not one of ours.
             return
         if rank in self._present:
-            twice = StartupError(
-                f"rank {rank} ({self._addresses[rank]})",
-                "a process of this rank has come already.",
-                "one process for each task of the cluster",
-            )
+            twice = _twice(rank, self._addresses[rank])
             _send(connection, {"error": [twice.asked, twice.found, twice.hint]})
             connection.close()
             return
@@ -111,16 +115,28 @@ def _report(addresses: Sequence[str], rank: int, about: str, deadline: float, ti
     connection = _connected(addresses[0], rank, deadline, timeout_s)
     _send(connection, {"rank": rank, "about": about})
     # Rank 0 has the same deadline, and may have begun later.
-    answer = _received(connection, max(0.0, deadline - time.monotonic()) + timeout_s)
+    text = _line(connection, max(0.0, deadline - time.monotonic()) + timeout_s)
+    answer = _parsed(text)
     if "go" in answer:
         return connection
     connection.close()
     if "error" in answer:
         raise StartupError(*answer["error"])
+    if text:
+        # Not of the roll call: JAX's service, which rank 0 starts once all ranks have come, has the port.
+        raise _twice(rank, addresses[rank])
     raise StartupError(
         f"rank 0 ({addresses[0]})",
         f"it hung up, or said nothing, while rank {rank} waited for the other ranks.",
-        "look at the output of rank 0",
+        f"look at the output of rank 0, and whether rank {rank} was started twice",
+    )
+
+
+def _twice(rank: int, address: str) -> StartupError:
+    return StartupError(
+        f"rank {rank} ({address})",
+        "a process of this rank has come already.",
+        "one process for each task of the cluster",
     )
 
 
@@ -168,11 +184,22 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 def _received(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
     """Returns one message; an empty one where none came, or something else did."""
+    return _parsed(_line(connection, timeout_s))
+
+
+def _line(connection: socket.socket, timeout_s: float) -> bytes:
     connection.settimeout(timeout_s)
     try:
         # Without a buffer, for what follows the line is another reader's.
         with connection.makefile("rb", buffering=0) as lines:
-            message = json.loads(lines.readline(1 << 16))
-    except (OSError, ValueError):
+            return lines.readline(1 << 16)
+    except OSError:
+        return b""
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(text)
+    except ValueError:
         return {}
     return message if isinstance(message, dict) else {}

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arrays of a program's variables: taken from them before it runs, given back after."""
 
+import functools
+import gc
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain, compress, repeat
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -10,6 +15,7 @@ import jax
 from phalanx import compat
 from phalanx.compat import Variable, raw_value
 from phalanx.errors import StateLostError, VariableError
+from phalanx.structure import refuse_outer_trace
 from phalanx.topology import Topology
 from phalanx.variables import describe, initial_components, policy_of
 
@@ -69,7 +75,7 @@ class Slot:
         self.components: Any = None
 
     def store(self, array: Any, home: Any, components: Any = None, *, owned: bool) -> None:
-        """Remembers that `array` is what the variable holds."""
+        """Records that `array` is what the variable holds."""
         self.array, self.home, self.owned, self.components = array, home, owned, components
 
 
@@ -108,6 +114,47 @@ def _combine_on_demand(variable: Variable) -> bool:
     return False
 
 
+def _lend(variable: Variable) -> None:
+    """Keeps the array of a variable from being donated if a reader may hold a part of it.
+
+    A part shares the memory of its array, and no reference tells that it exists. On one device `jax.device_put` returns
+    such a part of any array, so that each array that was read is copied once. An array over several devices gives notice.
+    """
+    slot = _slots.get(variable)
+    if slot is None or not slot.owned or slot.array is None:
+        return
+    if slot.home is None or slot.home.is_single:
+        slot.owned = False
+    else:
+        kind: Any = type(slot.array)
+        _give_notice(kind)
+        vars(slot.array)["_phalanx_slot"] = slot
+
+
+compat.on_read(_lend)
+
+
+@functools.cache
+def _give_notice(arrays: Any) -> None:
+    """Extends the type of JAX's arrays: one that a variable holds is not donated once it has given away parts."""
+
+    def noticing(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def parts(array: Any, *args: Any) -> Any:
+            slot = vars(array).get("_phalanx_slot")
+            if slot is not None and slot.array is array:
+                slot.owned = False
+            return original(array, *args)
+
+        return parts
+
+    arrays.addressable_data = noticing(arrays.addressable_data)
+    # jax.device_put to one device reads the first of these.
+    for name in ("addressable_shards", "global_shards"):
+        shards = getattr(arrays, name)
+        setattr(arrays, name, property(noticing(shards.fget), doc=shards.__doc__))
+
+
 @jax.jit
 def _sum_of_components(components: Any) -> Any:
     return components.sum(0)
@@ -117,6 +164,10 @@ compat.on_first_read(_combine_on_demand)
 
 
 _HELD_BY_VARIABLE_AND_SLOT = compat.UNSHARED + 1
+_VALUES_TWICE, _COMPONENTS = itemgetter(0, 0), itemgetter(1)
+"""Of the outputs of a program: the values that variables and slots get, and the components."""
+_OWNED = ["owned"]
+_NOTHING: Group = ([], [])
 
 
 class State:
@@ -142,24 +193,77 @@ class State:
         self._order = list(written)
         self._written = _Variables([v for v, w in zip(variables, written, strict=True) if w], topology, storage)
         self._read = _Variables([v for v, w in zip(variables, written, strict=True) if not w], topology, storage)
+        slots = self._written.slots
+        self._is_on_read = [policy_of(v).on_read for v in self._written.variables]
+        on_read = list(compress(slots, self._is_on_read))
+        self._owners: list[Any] = [*self._written.variables, *slots, *on_read]
+        self._names = [compat.RAW_VALUE] * len(slots) + ["array"] * len(slots) + ["components"] * len(on_read)
 
     def take(self) -> tuple[Group, Group]:
         """Returns what the program may consume, the values of what it writes, and what it only reads."""
-        return self._written.take(own=True), self._read.take(own=False)
+        return self._written.take(own=True), self._read.take(own=False) if self._read.variables else _NOTHING
 
     def merge(self, donated: Group, kept: Group) -> Group:
         """Returns values and components in the order of the variables."""
         return self._merged(donated[0], kept[0]), self._merged(donated[1], kept[1])
 
-    def store(self, values: Sequence[Any], components: Sequence[Any]) -> None:
-        """Gives the written variables the values that the program returned."""
+    def run(
+        self, execute: Callable[..., tuple[Any, ...]], donated: Group, kept: Group, inputs: list[Any]
+    ) -> tuple[Any, ...]:
+        """Executes a program and stores what it wrote, in one step of Python's interpreter.
+
+        A signal handler runs between two bytecodes and may raise there. Here it finds the state of the step before, or all of
+        the state after: the iterators below are consumed by one call, in which no bytecode runs. For the same reason no
+        garbage is collected, because a handler that raises in a callback of the collector is ignored.
+
+        Args:
+          execute: the program. If it consumes `donated`, it must run no bytecode.
+          donated: its first argument.
+          kept: its second argument.
+          inputs: its third argument.
+
+        Returns:
+          What the program returned, beginning with values and components of the variables that it writes.
+        """
         if self._is_lent:
-            assert self._storage is not None
-            values = self._storage.take_back(values)
-        compat.set_raw_values(self._written.variables, values)
-        for slot, value, parts in zip(self._written.slots, values, components, strict=True):
-            # What `Slot.store` does, less the call: this runs at every step, for every variable.
-            slot.array, slot.components, slot.owned = value, parts, True
+            execute = functools.partial(self._run_elsewhere, execute)
+        outputs: list[tuple[Any, ...]] = []
+        # Each of these is evaluated only when its turn has come: the last finds in `outputs` what the first put there.
+        executed = map(outputs.extend, [map(execute, [donated], [kept], [inputs])])
+        values = chain.from_iterable(chain.from_iterable(map(_VALUES_TWICE, outputs)))
+        components = compress(chain.from_iterable(map(_COMPONENTS, outputs)), self._is_on_read)
+        copied = self._written.copied
+        owners, names = (
+            (self._owners, self._names) if not copied else (self._owners + copied, self._names + _OWNED * len(copied))
+        )
+        stored = map(setattr, owners, names, chain(values, components, repeat(True)))
+        collects = gc.isenabled()
+        try:
+            gc.disable()
+            deque(chain(executed, stored), maxlen=0)
+        finally:
+            if collects:
+                gc.enable()
+        return outputs[0]
+
+    def _run_elsewhere(self, execute: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
+        """Executes a program that works on copies, and puts the values that it wrote where the variables live."""
+        assert self._storage is not None
+        values, *others = execute(*args)
+        return (self._storage.take_back(values), *others)
+
+    def fields(self) -> list[Any]:
+        """Returns all that `run` overwrites, for `reset`."""
+        return list(map(getattr, self._owners, self._names))
+
+    def reset(self, fields: list[Any]) -> None:
+        """Takes back what `run` has stored, where the program worked on copies."""
+        deque(map(setattr, self._owners, self._names, fields), maxlen=0)
+
+    def put_back(self, donated: Group) -> None:
+        """Stores what a program was given again, where it was traced instead of executed."""
+        values, components = donated
+        self.reset([*values, *values, *compress(components, self._is_on_read)])
 
     def raise_if_lost(self, donated: Group, cause: Exception) -> None:
         """Raises if a program that failed has taken the values of variables with it.
@@ -190,6 +294,8 @@ class _Variables:
         self.variables, self._topology, self._storage = variables, topology, storage
         self._is_lent = storage is not topology
         self.slots = [slot_of(v) for v in variables]
+        # Those whose arrays `take` has copied: what the program makes of the copy will be its own.
+        self.copied: list[Slot] = []
         mapped = topology is not None and topology.num_replicas > 1
         self._on_read = [i for i, v in enumerate(variables) if mapped and policy_of(v).on_read]
         self._on_demand = [i for i in self._on_read if policy_of(variables[i]).on_demand]
@@ -203,12 +309,17 @@ class _Variables:
             assert self._topology is not None
             arrays = jax.device_put(arrays, self._topology.replicated, may_alias=False if own else None)
         components = self._components(arrays)
+        if own and self._is_lent:
+            # A program that works on copies can be taken back.
+            for i in self._on_read:
+                components[i] = jax.device_put(components[i], components[i].sharding, may_alias=False)
         for i in self._on_demand:
             arrays[i] = None
         return arrays, components
 
     def _arrays(self, *, own: bool) -> list[Any]:
         arrays, counts = compat.shared_values(self.variables)
+        self.copied = []
         # One short loop in which nothing happens at the steady state: it runs at every step, for every variable.
         for i, (slot, array, count) in enumerate(zip(self.slots, arrays, counts, strict=True)):
             if slot.array is not array or slot.home is not self._storage:
@@ -221,6 +332,7 @@ class _Variables:
             if own:
                 # Unlike jnp.copy it compiles nothing.
                 arrays[i] = jax.device_put(arrays[i], arrays[i].sharding, may_alias=False)
+                self.copied.append(slot)
         return arrays
 
     def _take_from_chief(self, topology: Topology) -> None:
@@ -257,6 +369,8 @@ class _Variables:
             array = jax.lax.convert_element_type(array, array.dtype)
         if self._storage is not None:
             array = self._storage.put_variable(array, compat.layout_path(variable))
+        if isinstance(array, jax.core.Tracer):
+            raise refuse_outer_trace()
         compat.set_raw_values([variable], [array])
         slot.store(array, self._storage, owned=False)
         return array

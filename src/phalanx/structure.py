@@ -3,16 +3,24 @@
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
-from phalanx.values import Mirrored, PerReplica, RowMask, flatten
+from phalanx.arrays import as_number, copied, map_named
+from phalanx.errors import InputError, TraceError
+from phalanx.values import Mirrored, PerReplica, RowMask, flatten, is_distributed
+
+T = TypeVar("T")
+
+
+class AbstractSource:
+    """An argument that a program gets anew at each call, and that does not select the program."""
 
 
 class _Array(NamedTuple):
-    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask]) -> Any:
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], sources: Sequence[AbstractSource]) -> Any:
         return next(arrays)
 
 
@@ -20,7 +28,7 @@ class _PerReplica(NamedTuple):
     each: int | None
     batch: int | None
 
-    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask]) -> Any:
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], sources: Sequence[AbstractSource]) -> Any:
         if self.batch is None:
             return PerReplica(next(arrays))
         batch = rows[self.batch]
@@ -30,8 +38,16 @@ class _PerReplica(NamedTuple):
 class _Mirrored(NamedTuple):
     tree: Any
 
-    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask]) -> Any:
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], sources: Sequence[AbstractSource]) -> Any:
         return Mirrored(self.tree.unflatten([next(arrays) for _ in range(self.tree.num_leaves)]))
+
+
+class _Source(NamedTuple):
+    kind: type
+    number: int
+
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], sources: Sequence[AbstractSource]) -> Any:
+        return sources[self.number]
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,7 @@ class _Static:
     key: Hashable
     value: Any = field(compare=False)
 
-    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask]) -> Any:
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], sources: Sequence[AbstractSource]) -> Any:
         return self.value
 
 
@@ -55,10 +71,10 @@ class Structure(NamedTuple):
     tree: Any
     leaves: tuple[Any, ...]
 
-    def join(self, arrays: Sequence[Any], rows: Sequence[RowMask]) -> Any:
-        """Returns the nest with these arrays and row masks."""
+    def join(self, arrays: Sequence[Any], rows: Sequence[RowMask], sources: Sequence[AbstractSource] = ()) -> Any:
+        """Returns the nest with these arrays, row masks and sources."""
         given = iter(arrays)
-        return self.tree.unflatten([leaf.join(given, rows) for leaf in self.leaves])
+        return self.tree.unflatten([leaf.join(given, rows, sources) for leaf in self.leaves])
 
 
 class Parts(NamedTuple):
@@ -69,39 +85,61 @@ class Parts(NamedTuple):
       arrays: its arrays, in order.
       sharded: for each array, whether its leading dim is the replica.
       rows: the row masks of its per-replica leaves; leaves of one batch share one.
+      sources: its sources, each once.
     """
 
     structure: Structure
     arrays: list[Any]
     sharded: list[bool]
     rows: list[RowMask]
+    sources: list[AbstractSource]
 
 
-def is_array(leaf: Any) -> bool:
-    """Whether `leaf` is an array that jax understands: no array of strings, dates or objects, and no single bool."""
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind not in "OSUMm" and not isinstance(leaf, np.bool_)
-    return isinstance(leaf, jax.Array)
+class Arguments:
+    """The arguments of one call.
+
+    Args:
+      args: positional arguments.
+      kwargs: keyword arguments.
+    """
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self.structure, self.arrays, self.sharded, self.rows, self.sources = _take_arguments_apart(args, kwargs)
+        for rows in self.rows:
+            self.arrays += (rows.mask, np.int32(rows.count))
+            self.sharded += (True, False)
+        self.key: Hashable = (self.structure, len(self.rows), tuple(map(_spec, self.arrays)))
+
+    @staticmethod
+    def rebuild(
+        structure: Structure, num_rows: int, arrays: Sequence[Any], sources: Sequence[AbstractSource] = ()
+    ) -> tuple[Any, Any, list[RowMask]]:
+        """Returns `(args, kwargs, row masks)` with these arrays and sources."""
+        split = len(arrays) - 2 * num_rows
+        rows = [RowMask(*arrays[i : i + 2]) for i in range(split, len(arrays), 2)]
+        return (*structure.join(arrays[:split], rows, sources), rows)
 
 
-def is_number(leaf: Any) -> bool:
-    """Whether `leaf` is an array or a number, which enter a program."""
-    return is_array(leaf) or (isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool))
-
-
-def take_apart(nest: Any, is_array: Callable[[Any], bool], rows: Sequence[RowMask] = ()) -> Parts:
+def take_apart(
+    nest: Any,
+    as_array: Callable[[Any], Any] = lambda leaf: None,
+    rows: Sequence[RowMask] = (),
+    sources: Sequence[AbstractSource] | None = None,
+) -> Parts:
     """Takes a nest apart.
 
     Args:
       nest: a pytree in which distributed values are leaves.
-      is_array: whether a leaf that is not distributed enters the program.
+      as_array: returns what enters the program for a leaf that is neither distributed nor an array of JAX; None for a leaf
+        that selects the program.
       rows: row masks that are known already, so that their numbers stay the same.
+      sources: likewise; others are then Python objects like all others. None if none are known.
     """
     leaves, tree = flatten(nest)
     kinds: list[Any] = []
     arrays: list[Any] = []
     sharded: list[bool] = []
-    known = list(rows)
+    known, known_sources = list(rows), list(sources or ())
     # One loop without calls for what there is most of: arguments are taken apart at every step.
     for leaf in leaves:
         if isinstance(leaf, PerReplica):
@@ -110,23 +148,48 @@ def take_apart(nest: Any, is_array: Callable[[Any], bool], rows: Sequence[RowMas
             kinds.append(_UNPADDED if leaf.batch is None else _padded(leaf.rows, leaf.batch, known))
         elif isinstance(leaf, Mirrored):
             values, own = jax.tree.flatten(leaf.value)
-            arrays += values
+            arrays += [x if (array := as_array(x)) is None else array for x in values]
             sharded += [False] * len(values)
             kinds.append(_Mirrored(own))
-        elif isinstance(leaf, jax.Array) or is_array(leaf):
+        elif isinstance(leaf, jax.Array):
             arrays.append(leaf)
+            sharded.append(False)
+            kinds.append(_ARRAY)
+        elif isinstance(leaf, AbstractSource) and (sources is None or any(leaf is s for s in sources)):
+            kinds.append(_Source(type(leaf), _number(leaf, known_sources)))
+        elif (array := as_array(leaf)) is not None:
+            arrays.append(array)
             sharded.append(False)
             kinds.append(_ARRAY)
         else:
             kinds.append(_static(leaf))
-    return Parts(Structure(tree, tuple(kinds)), arrays, sharded, known)
+    return Parts(Structure(tree, tuple(kinds)), arrays, sharded, known, known_sources)
+
+
+def _take_arguments_apart(args: Any, kwargs: Any) -> Parts:
+    """Takes the arguments of a program apart. Arrays of every library and numbers enter it; nobody can change them later.
+
+    Raises:
+      InputError: an argument is no array that JAX can hold; the error says which.
+    """
+    try:
+        return take_apart((args, kwargs), _as_argument)
+    except InputError as e:
+        error = e
+    for nest, name in ((args, "args"), (kwargs, "kwargs")):
+        map_named(as_number, nest, name, is_leaf=is_distributed)
+    raise error
+
+
+def _as_argument(leaf: Any) -> Any:
+    return copied(as_number(leaf))
 
 
 _ARRAY, _UNPADDED = _Array(), _PerReplica(None, None)
 
 
 def _padded(rows: RowMask | None, batch: RowMask, known: list[RowMask]) -> _PerReplica:
-    return _PerReplica(None if rows is None else rows.each, _row_number(batch, known))
+    return _PerReplica(None if rows is None else rows.each, _number(batch, known))
 
 
 def _static(leaf: Any) -> _Static:
@@ -137,9 +200,37 @@ def _static(leaf: Any) -> _Static:
     return _Static(type(leaf), leaf, leaf)
 
 
-def _row_number(rows: RowMask, known: list[RowMask]) -> int:
+def _number(item: T, known: list[T]) -> int:
+    """Returns the place of an item in a list, by identity; a new one is appended."""
     for number, other in enumerate(known):
-        if other is rows:
+        if other is item:
             return number
-    known.append(rows)
+    known.append(item)
     return len(known) - 1
+
+
+def refuse_outer_trace() -> TraceError:
+    """Returns the error for a program that is called while JAX traces another function."""
+    return TraceError(
+        "a phalanx program called on traced values",
+        "it is inside jax.jit or another transformation of jax, which knows nothing of its variables.",
+        "@phalanx.function instead of @jax.jit",
+    )
+
+
+def _spec(array: Any) -> Hashable:
+    """What about an array selects the program."""
+    if isinstance(array, jax.core.Tracer):
+        raise refuse_outer_trace()
+    if isinstance(array, tuple):
+        raise TraceError(
+            f"an argument PerReplica({array!r})",
+            "its components are Python objects, and all replicas run one program.",
+            "pass arrays, and let the replica function choose by replica_id_in_sync_group",
+        )
+    if isinstance(array, jax.Array):
+        # Arrays of random keys have no weak types.
+        return (array.shape, array.dtype, getattr(array, "weak_type", False))
+    if isinstance(array, (np.ndarray, np.generic)):
+        return (array.shape, array.dtype)
+    return type(array).__name__

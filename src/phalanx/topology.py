@@ -6,8 +6,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,13 +17,56 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from phalanx import watch
-from phalanx.errors import DeviceError, InvalidArgumentError, PeerLostError, StartupError, StateLostError
+from phalanx import arguments, watch
+from phalanx.errors import (
+    ContextError,
+    DeviceError,
+    InvalidArgumentError,
+    PeerLostError,
+    StartupError,
+    StateLostError,
+    shown,
+)
 from phalanx.layout import REPLICA_AXIS as REPLICA_AXIS  # noqa: PLC0414  (exported)
 from phalanx.layout import AbstractLayout
 
 dispatch_lock = threading.RLock()
 """Two threads that dispatch programs over several devices can deadlock inside XLA, whatever its thread pool."""
+
+_waiting: list[int] = []
+"""The threads that wait for a program whose host callbacks run Python meanwhile."""
+
+
+def process_dispatching() -> AbstractContextManager[Any]:
+    """Returns what must be held while a program is dispatched on devices of this process.
+
+    Raises:
+      ContextError: called in a host callback of a program that runs.
+    """
+    if _waiting:
+        _require_outside_callbacks()
+    return dispatch_lock
+
+
+@contextmanager
+def calling_back() -> Iterator[None]:
+    """Marks that this thread waits for a program whose host callbacks run Python meanwhile."""
+    _waiting.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        _waiting.pop()
+
+
+def _require_outside_callbacks() -> None:
+    # XLA runs callbacks in the thread that waits, or in one of its own, which Python knows as a dummy.
+    if threading.get_ident() in _waiting or isinstance(threading.current_thread(), threading._DummyThread):
+        raise ContextError(
+            "a program was called in a host callback (jax.pure_callback, io_callback or debug.callback) of a step that runs",
+            "the step waits for the callback, and the program would wait for the step.",
+            "return what the callback needs from the step, and call the program after it",
+        )
+
 
 _NEWS_S = 3.0
 _MODEL_AXIS = 'model_axis=("model", 2)'
@@ -49,10 +92,12 @@ def set_virtual_cpu_devices(count: int) -> None:
       >>> import phalanx
       >>> phalanx.set_virtual_cpu_devices(2)  # doctest: +SKIP
     """
-    if count < 1:
-        raise InvalidArgumentError(
-            f"count={count}", "a process has at least one CPU device.", "set_virtual_cpu_devices(2)"
-        )
+    count = arguments.integer(
+        "count",
+        count,
+        kind="a number of devices; a process has at least one CPU device",
+        hint="set_virtual_cpu_devices(2)",
+    )
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as e:
@@ -101,7 +146,7 @@ def parse_device(name: str | jax.Device) -> jax.Device:
         return name
     match = _DEVICE_NAME.match(name) if isinstance(name, str) else None
     if match is None:
-        raise DeviceError(f"device={name!r}", "not a device name.", 'a name such as "/gpu:0" or "cpu:1"')
+        raise DeviceError(f"device={shown(name)}", "not a device name.", 'a name such as "/gpu:0" or "cpu:1"')
     platform, index = match.group(1).lower(), int(match.group(2))
     try:
         devices = jax.local_devices(backend=platform)
@@ -119,6 +164,20 @@ def default_devices() -> list[jax.Device]:
     return list(jax.local_devices())
 
 
+def _first_devices(count: int) -> tuple[jax.Device, ...]:
+    found = default_devices()
+    if not 0 < count <= len(found):
+        platform = found[0].platform
+        raise DeviceError(
+            f"devices={count}",
+            f"this process has {', '.join(map(device_name, found))}.",
+            f"set_virtual_cpu_devices({count}) before JAX starts"
+            if platform == "cpu" and len(found) < count < 1 << 16
+            else f"devices={len(found)}",
+        )
+    return tuple(found[:count])
+
+
 def axes_of(model_axis: tuple[str, int] | None) -> tuple[tuple[str, int], ...]:
     """Returns the mesh axes that a strategy's `model_axis` asks for.
 
@@ -128,7 +187,7 @@ def axes_of(model_axis: tuple[str, int] | None) -> tuple[tuple[str, int], ...]:
     if model_axis is None:
         return ()
     if not isinstance(model_axis, (tuple, list)) or len(model_axis) != 2:
-        raise InvalidArgumentError(f"model_axis={model_axis!r}", "must be a name and a size.", _MODEL_AXIS)
+        raise InvalidArgumentError(f"model_axis={shown(model_axis)}", "must be a name and a size.", _MODEL_AXIS)
     return ((model_axis[0], model_axis[1]),)
 
 
@@ -182,15 +241,24 @@ class Topology:
     @classmethod
     def of(
         cls,
-        devices: Sequence[str | jax.Device] | None,
+        devices: Sequence[str | jax.Device] | int | None,
         *,
         axes: tuple[tuple[str, int], ...] = (),
         layout: AbstractLayout | None = None,
     ) -> "Topology":
-        """Returns the topology over `devices`, or over all local ones."""
-        if isinstance(devices, str):
-            raise DeviceError(f"devices={devices!r}", "must be a list of devices.", f"devices=[{devices!r}]")
-        return cls(tuple(map(parse_device, devices)) if devices else tuple(default_devices()), axes, layout)
+        """Returns the topology over `devices`, over so many of the local ones, or over all of them."""
+        if devices is None:
+            return cls(tuple(default_devices()), axes, layout)
+        if isinstance(devices, int) and not isinstance(devices, bool):
+            return cls(_first_devices(devices), axes, layout)
+        if not isinstance(devices, (list, tuple)):
+            hint = (
+                f"devices=[{shown(devices)}]"
+                if isinstance(devices, (str, jax.Device))
+                else 'devices=["cpu:0", "cpu:1"]'
+            )
+            raise DeviceError(f"devices={shown(devices)}", "must be a list of devices, or their number.", hint)
+        return cls(tuple(map(parse_device, devices)), axes, layout)
 
     @property
     def num_replicas(self) -> int:
@@ -238,6 +306,13 @@ class Topology:
         return tuple(d for d in self.first_devices if d.process_index == self.workers[self.worker_index])
 
     @cached_property
+    def local_names(self) -> tuple[str, ...]:
+        """The names of these devices, as `parse_device` of this process reads them."""
+        own = jax.local_devices(backend=self.devices[0].platform)
+        # Of a device of several processes the id is not its place among this process's.
+        return tuple(f"{device_name(d).partition(':')[0]}:{own.index(d)}" for d in self.local_devices)
+
+    @cached_property
     def local_replicas(self) -> range:
         """The numbers of this process's replicas."""
         first = self.first_devices.index(self.local_devices[0])
@@ -250,7 +325,7 @@ class Topology:
           PeerLostError: another process has died, before or meanwhile.
         """
         own = None if self.num_workers == 1 else watch.own()
-        return dispatch_lock if own is None else _Turn(own, is_step)
+        return process_dispatching() if own is None else _Turn(own, is_step)
 
     def put_per_replica(self, local: list[Any]) -> list[jax.Array]:
         """Puts arrays `(local replicas, ...)` on the devices. May be called in a background thread.
@@ -428,16 +503,18 @@ def _require_one_platform(devices: Sequence[jax.Device]) -> None:
 
 
 def _require_axes(axes: Sequence[tuple[str, int]], num_devices: int) -> None:
+    if not all(isinstance(name, str) and name for name, _ in axes):
+        raise InvalidArgumentError(f"axes={shown(axes)}", "their names must be strings.", _MODEL_AXIS)
     names, sizes = [name for name, _ in axes], [size for _, size in axes]
-    if len({REPLICA_AXIS, *names}) <= len(names) or not all(isinstance(n, str) and n for n in names):
+    if len({REPLICA_AXIS, *names}) <= len(names):
         raise InvalidArgumentError(
-            f"axes={axes}", f"each needs a name of its own; {REPLICA_AXIS!r} is taken.", _MODEL_AXIS
+            f"axes={shown(axes)}", f"each needs a name of its own; {REPLICA_AXIS!r} is taken.", _MODEL_AXIS
         )
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
-        raise InvalidArgumentError(f"axes={axes}", "their sizes must be positive integers.", _MODEL_AXIS)
+        raise InvalidArgumentError(f"axes={shown(axes)}", "their sizes must be positive integers.", _MODEL_AXIS)
     if num_devices % math.prod(sizes):
         raise InvalidArgumentError(
-            f"axes={axes}",
+            f"axes={shown(axes)}",
             f"{num_devices} devices cannot be divided into replicas of {math.prod(sizes)}.",
             f"a size that divides {num_devices}",
         )

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values that differ, or are known to be equal, between replicas. All are pytrees."""
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
@@ -55,11 +56,102 @@ class RowMask:
     @cached_property
     def per_replica_counts(self) -> np.ndarray:
         """How many rows of each of this process's replicas are real; real rows come first."""
-        return np.array([int(np.asarray(m).sum()) for m in _local_components(self.mask)])
+        if isinstance(self.mask, jax.core.Tracer):
+            raise ContextError(
+                "the real rows of a padded batch in phalanx.function",
+                "no program knows how many there are.",
+                "strategy.run(fn, args=(batch,)), or strategy.reduce(op, value, axis=0)",
+            )
+        # In NumPy: while a function of jax is traced, jax would make a part of the program of it.
+        return np.array([int(m.sum()) for shard in _local_shards(self.mask) for m in np.asarray(shard)])
 
 
-class DistributedValues:
-    """A value with one component a replica: `PerReplica` or `Mirrored`. May be made in any context."""
+class _ActsAsArray:
+    """Arithmetic, comparisons, conversions and methods of the array that `__jax_array__` returns, or its error."""
+
+    __slots__ = ()
+
+    # NumPy leaves `array + self` to us, as to an array of jax.
+    __array_priority__ = 100
+    # By identity, though `==` compares element by element: a distributed value may be a key.
+    __hash__ = object.__hash__
+
+    def __jax_array__(self) -> Any:
+        raise NotImplementedError
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(self.__jax_array__(), dtype=dtype, copy=copy)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OF_ARRAYS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(self.__jax_array__(), name)
+
+    def numpy(self) -> np.ndarray:
+        """Returns the array as one of NumPy, as a tensor of TensorFlow does."""
+        return np.asarray(self)
+
+    def __eq__(self, other: object) -> Any:
+        return self.__jax_array__() == other
+
+    def __ne__(self, other: object) -> Any:
+        return self.__jax_array__() != other
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.__jax_array__())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.__jax_array__(), spec) if spec else str(self)
+
+
+# Methods of arrays; the last ones belong to concrete arrays alone.
+_OF_ARRAYS = {name for name in dir(jax.Array) if not name.startswith("_")} | {
+    "block_until_ready",
+    "devices",
+    "is_deleted",
+    "is_ready",
+    "tolist",
+}
+
+
+def _forward(function: Callable[..., Any]) -> Any:
+    return lambda self, *others: function(self.__jax_array__(), *others)
+
+
+def _reflected(function: Callable[..., Any]) -> Any:
+    return lambda self, other: function(other, self.__jax_array__())
+
+
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and_ or_ xor lshift rshift"
+for _name in _BINARY.split():
+    _function = divmod if _name == "divmod" else getattr(operator, _name)
+    setattr(_ActsAsArray, f"__{_name.rstrip('_')}__", _forward(_function))
+    setattr(_ActsAsArray, f"__r{_name.rstrip('_')}__", _reflected(_function))
+for _name in ("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "index", "getitem", "contains"):
+    setattr(_ActsAsArray, f"__{_name}__", _forward(getattr(operator, _name)))
+for _function in (int, float, complex, bool, len, round):
+    setattr(_ActsAsArray, f"__{_function.__name__}__", _forward(_function))
+
+
+class DistributedValues(_ActsAsArray):
+    """A value with one component per replica: `PerReplica` or `Mirrored`. May be made in any context.
+
+    If it has one value, which all replicas or the one replica has, it acts as that array: operators, methods, `jnp`
+    functions. Else all of these raise ContextError.
+    """
+
+    if TYPE_CHECKING:  # They are made above.
+
+        def __add__(self, other: Any) -> Any: ...
+        def __sub__(self, other: Any) -> Any: ...
+        def __mul__(self, other: Any) -> Any: ...
+        def __truediv__(self, other: Any) -> Any: ...
+        def __getitem__(self, index: Any) -> Any: ...
+        def __len__(self) -> int: ...
+        def __float__(self) -> float: ...
+        def __int__(self) -> int: ...
+
+    __slots__ = ()
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -71,13 +163,17 @@ class DistributedValues:
         return f"{type(self).__name__}:{{\n{lines}}}"
 
 
+AS_ARRAY = "a PerReplica used as an array"
+"""What the error says was asked, of a value with several components."""
+
+
 @final
 class PerReplica(DistributedValues):
     """One component a replica, which may differ.
 
     It comes from `Strategy.run`, from a distributed dataset, or from `experimental_distribute_values_from_function`,
-    and goes into `Strategy.run`, `reduce`, `gather` and `experimental_local_results`. Outside a replica function it has
-    no value of its own, so it has no arithmetic; but with one replica it acts as that replica's array.
+    and goes into `Strategy.run`, `reduce`, `gather` and `experimental_local_results`. With one replica it acts as that
+    replica's array. With several it has no value outside a replica function: whatever uses it as an array raises ContextError.
 
     Args:
       data: one global array `(num_replicas, ...)`; or a tuple of Python objects, one a replica.
@@ -112,56 +208,21 @@ class PerReplica(DistributedValues):
     def __jax_array__(self) -> Any:
         if len(self.data) > 1:
             raise ContextError(
-                "a PerReplica used as an array",
-                "outside a replica function it has one component a replica, not a value.",
+                AS_ARRAY,
+                "outside a replica function it has one component per replica, not a value.",
                 "strategy.reduce(...), strategy.gather(...) or strategy.experimental_local_results(value)",
             )
         return self.values[0]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.asarray(self.__jax_array__(), dtype=dtype)
-
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the one component, where there is one."""
+        """The shape of the one component, if there is one."""
         return np.shape(self.__jax_array__())
 
     @property
     def dtype(self) -> Any:
         """The dtype of the components."""
         return self.data.dtype
-
-    def __len__(self) -> int:
-        return len(self.__jax_array__())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.__jax_array__()[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.__jax_array__())
-
-    def __float__(self) -> float:
-        return float(self.__jax_array__())
-
-    def __int__(self) -> int:
-        return int(self.__jax_array__())
-
-    def __add__(self, other: Any) -> Any:
-        return self.__jax_array__() + other
-
-    def __sub__(self, other: Any) -> Any:
-        return self.__jax_array__() - other
-
-    def __rsub__(self, other: Any) -> Any:
-        return other - self.__jax_array__()
-
-    def __mul__(self, other: Any) -> Any:
-        return self.__jax_array__() * other
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.__jax_array__() / other
-
-    __radd__, __rmul__ = __add__, __mul__
 
 
 @final
@@ -194,10 +255,13 @@ class Mirrored(DistributedValues):
         return tuple(tree.unflatten(p) for p in zip(*parts, strict=True)) if parts else (self.value,)
 
     def __jax_array__(self) -> Any:
+        if not jax.tree_util.all_leaves([self.value]):
+            raise ContextError(
+                f"a Mirrored {type(self.value).__name__} used as an array",
+                "it is a nest of values.",
+                "mirrored.value, which is the nest",
+            )
         return jnp.asarray(self.value)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.asarray(self.value, dtype=dtype)
 
 
 @final
@@ -229,9 +293,6 @@ class ReplicaLocal(DistributedValues):
             "each replica holds its own component of it.",
             "strategy.reduce(op, value, axis=None), or strategy.extended.reduce_to(op, value, variable)",
         )
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return self.__jax_array__()
 
     def __repr__(self) -> str:
         return f"ReplicaLocal({self.value!r})"
@@ -270,12 +331,19 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
 def _local_components(array: Any) -> list[Any]:
     if isinstance(array, np.ndarray):
         return list(array)
-    # Those of the first device of each replica: the others of a replica hold the same.
-    first = {s.index[0].start or 0: s for s in reversed(array.addressable_shards)}
-    shards = [first[start] for start in sorted(first)]
-    if shards[0].data.shape == (1, *array.shape[1:]):
-        return [s.data[0] for s in shards]
+    shards = _local_shards(array)
+    if shards[0].shape == (1, *array.shape[1:]):
+        return [shard[0] for shard in shards]
     return [array[i] for i in range(array.shape[0])]
+
+
+def _local_shards(array: Any) -> list[Any]:
+    """Returns the parts `(replicas, ...)` of this process's replicas, in their order."""
+    if isinstance(array, np.ndarray):
+        return [array]
+    # Those of the first device of each replica: the others of a replica hold the same.
+    first = {s.index[0].start or 0: s.data for s in reversed(array.addressable_shards)}
+    return [first[start] for start in sorted(first)]
 
 
 def _copies(array: Any) -> list[Any]:

@@ -31,8 +31,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx import compat, context
 from phalanx.compat import Variable
-from phalanx.errors import AggregationError
+from phalanx.errors import AggregationError, InvalidArgumentError, VariableIndexError, shown
 
 
 class Write(enum.Enum):
@@ -101,12 +102,59 @@ def policy_of(variable: Variable) -> Policy:
     return Policy(Write.NOW, _COMBINE[aggregation])
 
 
+def check_variable(name: str, value: Any, hint: str) -> Variable:
+    """Returns an argument that has to be a variable.
+
+    Raises:
+      InvalidArgumentError: it is something else.
+    """
+    if not isinstance(value, Variable):
+        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a variable of Keras.", hint)
+    return value
+
+
+def _made(variable: Variable) -> None:
+    """Rejects variables that no program of the current strategy could use, when they are made in its scope."""
+    if context.has_strategy():
+        policy_of(variable)
+        compat.set_maker(variable, context.get_strategy().number)
+
+
+def _check_index(variable: Variable, index: Any) -> None:
+    """Rejects an index beyond the end, which JAX would clamp, so that no loop over a variable would ever end.
+
+    Keras's own variables outside all scopes stay as Keras has them.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(i, _STATIC) for i in parts) or not _is_of_strategy(variable):
+        return
+    try:
+        # An array without memory of its own.
+        np.broadcast_to(np.empty((), bool), tuple(variable.shape))[index]
+    except IndexError as e:
+        raise VariableIndexError(
+            f"{describe(variable)}[{shown(index)}]", f"{e}.", "an index below the size of its dim"
+        ) from None
+
+
+_STATIC = (int, slice, np.integer, type(None), type(...))
+
+
+def _is_of_strategy(variable: Variable) -> bool:
+    return compat.maker_of(variable) is not None or compat.lift_scope() is not None or context.has_strategy()
+
+
+compat.on_variable(_made)
+compat.on_index(_check_index)
+
+
 def refuse_write(variable: Variable) -> AggregationError:
     """Returns the error for a write that the table refuses."""
     return AggregationError(
         f"assign to {describe(variable)} in replica context",
         'it is trainable and has aggregation="none", so the replicas would hold different weights.',
-        'optimizer.apply_gradients(...); keras.Variable(..., aggregation="mean") (or "sum", "only_first_replica"); or '
+        "optimizer.apply_gradients(...); target.trainable = False for a target network or another copy that no optimizer "
+        'trains; keras.Variable(..., aggregation="mean") (or "sum", "only_first_replica"); or '
         'merge_call(lambda strategy, x: variable.assign(strategy.reduce("MEAN", x, axis=None)), args=(value,))',
     )
 

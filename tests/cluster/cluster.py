@@ -67,10 +67,13 @@ class Cluster:
     def _start(self, index: int, addresses: list[str]) -> None:
         ours, theirs = multiprocessing.Pipe()
         log = tempfile.TemporaryFile("a+")  # noqa: SIM115
+        path = filter(None, [os.environ.get("PYTHONPATH")])
         one_device = {"NPROC": str(max(1, (os.cpu_count() or 1) // self.workers))}
         environment = {k: v for k, v in os.environ.items() if k not in _OF_THIS_PROCESS} | {
             "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}),
-            "PYTHONPATH": os.pathsep.join(map(str, (_HERE, _HERE.parent / "sources", _HERE.parent / "contract"))),
+            "PYTHONPATH": os.pathsep.join(
+                map(str, (_HERE, _HERE.parent / "sources", _HERE.parent / "contract", *path))
+            ),
             "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=12",
             **(one_device if self.devices == 1 else {"PHALANX_CPU_DEVICES": str(self.devices)}),
         }
@@ -108,7 +111,7 @@ class Cluster:
 
     def _kill_all(self) -> None:
         for process in self._processes:
-            process.kill()  # JAX's preemption service would swallow SIGTERM.
+            process.kill()
             process.wait()
 
     def logs(self) -> str:

@@ -1,13 +1,18 @@
 """What a worker can be told to do. Each function runs in all workers of a cluster at once."""
 
+import contextlib
+import io
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
+import keras
 import numpy as np
 from evaluation import BATCH, ROWS, Evaluation, X, Y
 
@@ -249,3 +254,39 @@ class _logged:
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger("phalanx.input").removeHandler(self._handler)
+
+
+def devices(strategy: phalanx.Strategy) -> dict[str, Any]:
+    """Names of this process's devices, which it can use, and what the chief alone prints."""
+    names = strategy.extended.worker_devices
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        phalanx.print_on_chief("one", "line", sep="-")
+    own = [phalanx.OneDeviceStrategy(name).topology.devices[0] for name in names]
+    return {"names": names, "are own": own == jax.local_devices(), "printed": printed.getvalue()}
+
+
+def differing(strategy: phalanx.Strategy, case: str) -> Any:
+    """Does what differs between the workers."""
+    rank = jax.process_index()
+    own = strategy.run(lambda: jnp.ones([rank + 1]) * (rank + 1))
+    if case == "mean of shapes":
+        return float(strategy.reduce("MEAN", own, axis=0))
+    if case == "gather of shapes":
+        return np.asarray(strategy.gather(own, axis=0)).tolist()
+    if case == "dtypes":
+        return float(strategy.reduce("SUM", strategy.run(lambda: jnp.ones(9, ["float32", "int32"][rank])), axis=0))
+    if case == "models":
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3 + rank)])
+            model.compile("sgd", "mse")
+        return model.fit(X[:8, :4], X[:8, :1], batch_size=8, verbose=0).history
+    if case == "operations":
+        wave = [jnp.cos, jnp.sin][rank]
+        return strategy.run(lambda x: phalanx.get_replica_context().all_reduce("SUM", wave(x)), args=(jnp.ones(3),))
+    if case == "constants":
+        return float(strategy.reduce("SUM", strategy.run(lambda: jnp.full((2,), rank + 0.5)), axis=0))
+    if case == "one worker alone":
+        return np.asarray(strategy.experimental_local_results(own)[0]).tolist() if rank else None
+    assert case == "late"
+    time.sleep(2 * rank)
+    return float(strategy.reduce("SUM", strategy.run(lambda: jnp.ones(11)), axis=0))

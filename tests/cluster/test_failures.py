@@ -90,7 +90,7 @@ def test_one_leaves_without_a_word(tmp_path):
 
 STANDS = {
     "sleeps": ("time.sleep(600)", "stands still after step 21, and rank 0 (127.0.0.1:"),
-    "is stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "has said nothing for 10 s, since step "),
+    "is stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "has said nothing for 10 s, since step 21: "),
     "exits early": ("sys.exit()", "has ended its program after step 21, and rank 0 (127.0.0.1:"),
 }
 

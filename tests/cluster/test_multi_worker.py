@@ -115,6 +115,12 @@ def test_verbs(cluster_of, size):
         }
 
 
+def test_names_of_own_devices(cluster_of):
+    """Each process names its own devices, as it can use them; print_on_chief prints on the chief."""
+    for index, got in enumerate(cluster_of(2, 2).call("devices")):
+        assert got == {"names": ("cpu:0", "cpu:1"), "are own": True, "printed": "one-line\n" if index == 0 else ""}
+
+
 @pytest.mark.parametrize("verbose", [1, 2])
 def test_one_writer(cluster_of, tmp_path, verbose):
     """With the same paths on all workers there is one log, one set of files, and one progress bar."""

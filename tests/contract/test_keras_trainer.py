@@ -2,10 +2,8 @@
 
 Every test compares a model of the strategy with its twin in Keras's hands, or with NumPy. Not held, and why:
 
-- A trainer mixed into a layer that is no `keras.Model`: its class is private, and models belong to strategies.
 - Variables without a value between steps: Keras frees its own for memory; ours can be read in every callback.
 - The last number of a short group of `steps_per_execution`: Keras counts steps that it did not do.
-- `run_eagerly` with `steps_per_execution` of several steps: refused with an error.
 - `keras.distribution`: the strategy places the variables. Ragged tensors, `unrolled_steps_per_execution`, op determinism:
   TensorFlow alone has them; `torch.compile`: torch alone.
 - A remote monitor needs a server, and sees nothing of the trainer but callbacks.

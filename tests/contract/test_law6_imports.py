@@ -56,3 +56,25 @@ def test_prints_nothing():
     """Importing phalanx writes nothing to stdout or stderr, and no warning."""
     done = run("-W", "error", "-c", "import phalanx; phalanx.MirroredStrategy")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+FIT = """
+import phalanx
+
+strategy = phalanx.experimental.CentralStorageStrategy(["cpu:0"], "cpu:0")
+
+import keras
+import numpy as np
+
+with strategy.scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Lambda(lambda x: print(phalanx.get_strategy()) or x)])
+    model.compile("sgd", "mse")
+model.fit(np.zeros((4, 2)), np.zeros((4, 2)), verbose=0)
+"""
+
+
+def test_fit_with_an_experimental_strategy_alone():
+    """A script that names no other part of Phalanx trains on its strategy all the same."""
+    done = run("-W", "error", "-c", FIT)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.splitlines()[1:]) == {"CentralStorageStrategy(['cpu:0'])"}

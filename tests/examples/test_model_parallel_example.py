@@ -30,5 +30,6 @@ def test_shows_where_variables_live(parts):
 
 def test_shows_the_bytes_of_a_device(parts):
     """In quarters they are fewer than in halves."""
-    kilobytes = [float(re.search(r"cpu:0 +([\d.]+) kB", part).group(1)) for part in parts]
+    sizes = [re.search(r"cpu:0 +([\d.]+) (kB|MB)", part).groups() for part in parts]
+    kilobytes = [float(number) * {"kB": 1, "MB": 1000}[unit] for number, unit in sizes]
     assert kilobytes[1] < kilobytes[0]

@@ -1,12 +1,16 @@
 """`examples/text_lm.py` with a tiny model, run as a user runs it."""
 
+import importlib.util
 import re
-import sysconfig
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-TINY = ("--steps", 8, "--batch", 32, "--width", 32, "--layers", 1)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "text_lm.py"
+# Three replicas cannot share a batch of 32 windows without padding.
+TINY = ("--devices", 1, 3, "--steps", 8, "--batch", 32, "--width", 32, "--layers", 1, "--learning-rate", 1e-2)
 WINDOW = 64
 
 
@@ -17,9 +21,26 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def mirrored(run_example, folder):
-    """What the example prints with three replicas, which cannot share a batch of 32 windows without padding."""
-    return run_example("text_lm.py", *TINY, "--devices", 3, folder=folder)
+def printed(run_example, folder):
+    """What the example prints."""
+    return run_example("text_lm.py", *TINY, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def trainings(printed):
+    """What it prints of the training on one device, and of that on three."""
+    return re.split(r"─+ [13] devices? ─+", printed)[1:]
+
+
+@pytest.fixture(scope="module")
+def text_lm():
+    """The module of the data."""
+    spec = importlib.util.spec_from_file_location("text_lm_of_test", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        yield module
 
 
 def losses(output):
@@ -33,32 +54,56 @@ def held_back(output):
     return float(loss), int(windows)
 
 
-def test_loss_falls(mirrored):
-    """An untrained model knows nothing of bytes (5.5 nats); eight steps teach it which are frequent."""
-    assert len(losses(mirrored)) == 8
-    assert losses(mirrored)[0] > 5
-    assert losses(mirrored)[-1] < losses(mirrored)[0] - 0.5
+def test_loss_falls_in_both(trainings):
+    """An untrained model knows no word of 1,024 (6.9 nats); eight steps teach it which are frequent."""
+    for training in trainings:
+        assert len(losses(training)) == 8
+        assert losses(training)[0] > 6.5
+        assert losses(training)[-1] < losses(training)[0] - 0.5
 
 
-def test_evaluates_every_window_once(mirrored):
+def test_three_devices_learn_what_one_learns(trainings, printed):
+    """Padded batches of three replicas end where one device ends, and the program says by how much they differ."""
+    one, three = trainings
+    assert losses(one) == pytest.approx(losses(three), abs=2e-3)
+    assert held_back(one) == pytest.approx(held_back(three), abs=2e-3)
+    difference = float(
+        re.search(r"^3 devices: .*largest difference of the weights to 1 device: (\S+)$", printed, re.M)[1]
+    )
+    assert 0 < difference < 1e-4
+
+
+def test_evaluates_every_window_once(trainings, text_lm):
     """All windows of the held-back files are counted, and no padding."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[::20]
-    assert held_back(mirrored)[1] == sum(max(0, file.stat().st_size - 1) // WINDOW for file in files)
+    _, files = text_lm.source_files()
+    tokens = [len(text_lm.tokens_of(text_lm.code_of(str(file)))) for file in files]
+    assert held_back(trainings[1])[1] == sum(max(0, n - 1) // WINDOW for n in tokens)
 
 
-def test_reads_by_file(mirrored):
-    """The windows come from files, which several workers would divide between them."""
-    assert re.search(r"worker 0 of 1 reads (\d+) of \1 files \(FILE\)", mirrored)
-
-
-def test_saves_the_curve_and_the_sample(mirrored, folder):
-    """The loss curve is a PNG, and the sample continues the prompt."""
+def test_saves_the_curves_and_the_sample(printed, folder, text_lm):
+    """The loss curves are a PNG, and the sample continues the prompt."""
     assert (folder / "out" / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
-    assert (folder / "out" / "sample.txt").read_text(encoding="utf-8").startswith("def ")
+    sample = (folder / "out" / "sample.txt").read_text(encoding="utf-8")
+    assert sample.startswith(text_lm.PROMPT.strip("\n"))
+    assert sample in printed
 
 
-def test_one_device_learns_the_same(mirrored, run_example):
-    """Three replicas with padded batches end where one device ends."""
-    one_device = run_example("text_lm.py", *TINY, "--strategy", "one-device")
-    assert losses(one_device) == pytest.approx(losses(mirrored), abs=2e-3)
-    assert held_back(one_device) == pytest.approx(held_back(mirrored), abs=2e-3)
+def test_tokens_stand_for_the_code(text_lm):
+    """Frequent words come back from their tokens, rare words are left out, and windows overlap by the token to predict."""
+    assert text_lm.text_of(text_lm.tokens_of("\n\n    def read(self):\n        return None\n")) == (
+        "\n\n    def read(self):\n        return None\n"
+    )
+    assert text_lm.tokens_of("quixotically") == [0]
+    file = str(text_lm.source_files()[0][0])
+    tokens, windows = text_lm.tokens_of(text_lm.code_of(file)), text_lm.windows_of(file)
+    np.testing.assert_array_equal(windows[:, :-1].ravel(), tokens[: windows[:, :-1].size])
+    np.testing.assert_array_equal(windows[:-1, -1], windows[1:, 0])
+
+
+def test_code_has_no_comments_and_docstrings(text_lm, tmp_path):
+    """Lines of comments and docstrings are cut out; strings in the code stay."""
+    path = tmp_path / "module.py"
+    path.write_text(
+        '"""Says it."""\n\n# First.\ndef f():\n    r"""Does\n\n    it."""\n    return "# no"\n', encoding="utf-8"
+    )
+    assert text_lm.code_of(str(path)).split() == ["def", "f():", "return", '"#', 'no"']

@@ -1,9 +1,11 @@
 """The command line: in this process, and as a process of its own."""
 
+import importlib.metadata
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.launch.cli import main
+from phalanx.launch.plan import free_ports
 
 # A shell without job control starts what stands in the background with SIGINT ignored.
 START = """
@@ -94,6 +97,76 @@ def test_signals(environment, launch, number, code):
     )
 
 
+@pytest.mark.parametrize("is_json", [False, True])
+def test_env(phalanx, environment, is_json):
+    """Versions, devices and variables, without secrets, as text or JSON."""
+    told = {**environment, "PHALANX_CPU_DEVICES": "3", "RAY_AUTH_TOKEN": "s3cret"}
+    done = phalanx("env", *(["--json"] if is_json else []), env=told)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "s3cret" not in done.stdout
+    if is_json:
+        report = json.loads(done.stdout)
+        assert report["versions"]["phalanx"] == importlib.metadata.version("phalanx")
+        assert report["devices"] == {f"cpu:{i}": "cpu" for i in range(3)}
+        assert report["variables"]["RAY_AUTH_TOKEN"] == "(hidden)"
+    else:
+        assert re.search(rf"^  jax +{importlib.metadata.version('jax')}$", done.stdout, re.M)
+        assert re.search(r"^  PHALANX_CPU_DEVICES +3$", done.stdout, re.M)
+
+
+def test_env_without_devices(phalanx, environment):
+    """If JAX cannot start, the report says why, and the rest is there."""
+    done = phalanx("env", env={**environment, "JAX_PLATFORMS": "nonsense"})
+    assert done.returncode == 0
+    assert re.search(r"^devices\n  none  RuntimeError: .*nonsense", done.stdout, re.M)
+    assert "\nvariables\n" in done.stdout
+
+
+def test_doctor(phalanx, tmp_path):
+    """Two processes of this machine pass all checks, and leave nothing in the shared folder."""
+    (tmp_path / "shared").mkdir()
+    done = phalanx("doctor", "--shared", "shared")
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = ["port", "roll call", "all-reduce", "versions", "clocks", "shared folder"]
+    assert re.findall(r"^\[worker 0\] PASS (.*?):", done.stdout, re.M) == names
+    assert not list((tmp_path / "shared").iterdir())
+
+
+def test_doctor_finds_no_shared_folder(phalanx):
+    """The other checks are told all the same; the exit code says that one failed."""
+    done = phalanx("doctor", "--shared", "nowhere")
+    assert done.returncode == 1
+    assert "[worker 0] FAIL shared folder: rank 0 cannot write to nowhere: No such file or directory.\n" in done.stdout
+    assert "\n[worker 0] HINT: a folder that exists" in done.stdout
+    assert done.stdout.count("PASS") == 5
+
+
+def test_doctor_of_a_cluster_with_a_missing_peer(phalanx, environment):
+    """The cluster of the environment is tried, and who does not come is named."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}}
+    done = phalanx("doctor", "--timeout-seconds", "1", env={**environment, "TF_CONFIG": json.dumps(config)})
+    assert done.returncode == 1
+    passed, failed, hint = done.stdout.splitlines()
+    assert passed == f"PASS port: rank 0 can listen at {addresses[0]}."
+    assert failed == (
+        f"FAIL roll call: a cluster of 2 processes: after 1 s rank 1 ({addresses[1]}) had not come to rank 0 ({addresses[0]})."
+    )
+    assert hint.startswith("HINT: look at the output of the missing ones")
+
+
+def test_doctor_finds_a_port_in_use(phalanx, environment):
+    """The port of the first worker is taken: said before anybody waits."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        config = {"cluster": {"worker": [address, "127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}
+        done = phalanx("doctor", env={**environment, "TF_CONFIG": json.dumps(config)})
+    assert done.returncode == 1
+    assert done.stdout.startswith(
+        f"FAIL port: rank 0 cannot listen at {address}: Address already in use.\nHINT: end the"
+    )
+
+
 def test_script_that_is_not_there():
     """A script that does not exist is an error of one process, not of all workers."""
     done = invoke("run", "--workers", "2", "no.py")
@@ -174,10 +247,10 @@ def test_cluster_that_is_wrong():
 
 
 def test_help():
-    """The help names both commands."""
+    """The help names all commands."""
     done = invoke("--help")
     assert done.exit_code == 0
-    assert re.search(r"cluster .*\n +run ", done.stdout)
+    assert re.search(r"cluster .*\n +doctor .*\n +env .*\n +run ", done.stdout)
 
 
 def test_version(phalanx):

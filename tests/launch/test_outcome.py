@@ -52,6 +52,14 @@ def test_report():
     )
 
 
+def test_report_of_finally_blocks():
+    """A worker that ran its `finally` blocks after the launcher's SIGTERM has the code 143, and was ended by it."""
+    told, culprit = Ending("worker 0", 143, 1.3, is_told=True), Ending("worker 1", 143, 1.2)
+    text = report(Outcome((told, culprit)))
+    assert text.startswith("worker 1 failed first: it exited with code 143 (it was ended by SIGTERM), 1.2 s after")
+    assert text.endswith("\n  worker 0 was ended by the launcher (SIGTERM)")
+
+
 def test_report_of_a_signal_after_a_failure():
     """Ctrl-C while the others end does not hide who failed; the exit code is that of Ctrl-C."""
     outcome = Outcome((Ending("worker 0", 3, 1.0), Ending("worker 1", -9, 1.3, is_told=True)), signal=2)

@@ -420,9 +420,10 @@ run_group(lambda _: plan(request, Machine(2), os.environ, free_ports(2)))
 """
 
 
-def test_launcher_is_killed(launch, environment, processes_left):
-    """Where the launcher is killed itself, its workers end too, and what they have started in their groups."""
-    script = launch.script(f"{GRANDCHILD}start(new_session=False)\n{IGNORES_SIGTERM}print('up')\n{SLEEP}")
+@pytest.mark.parametrize("new_session", [False, True])
+def test_launcher_is_killed(launch, environment, processes_left, needs_proc, new_session):
+    """If the launcher is killed itself, its workers end too, and all that they have started, in whatever session."""
+    script = launch.script(f"{GRANDCHILD}start(new_session={new_session})\n{IGNORES_SIGTERM}print('up')\n{SLEEP}")
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, script], env=environment, stdout=subprocess.PIPE
     ) as launcher:

@@ -108,5 +108,5 @@ def test_filtered_records():
     dataset = strategy_of(3).experimental_distribute_dataset(even.to_iter_dataset(), batch_size=BATCH)
     kept = [y for _, labels in dataset for part in labels.values for y in np.asarray(part)]
     assert kept == [y for y in Y if y % 2 == 0]
-    with pytest.raises(InputError, match="some of them are None: a filter"):
+    with pytest.raises(InputError, match="the record 2 of a FilterMapDataset: it is None: a filter"):
         list(strategy_of(3).experimental_distribute_dataset(even, batch_size=BATCH))

@@ -219,3 +219,14 @@ def test_devices():
     for arguments in ([["cpu:999"]], [None, "cpu:999"], [["cpu:1", "cpu:1"]]):
         with pytest.raises(DeviceError):
             phalanx.experimental.CentralStorageStrategy(*arguments)
+
+
+def test_parameter_devices():
+    """The one device that has the variables, and the strategy knows its own."""
+    strategy = phalanx.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:2")
+    assert strategy.extended.parameter_devices == ("cpu:2",)
+    assert strategy.extended.worker_devices == ("cpu:0", "cpu:1")
+    with strategy.scope():
+        v = keras.Variable(1.0)
+    assert strategy.extended.variable_created_in_scope(v)
+    assert strategy.extended.update(v, lambda v: v.assign(2.0), group=False)[0] == 2.0

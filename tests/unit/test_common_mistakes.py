@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.errors import ContextError, InputError, InvalidArgumentError, TraceError
+from phalanx.errors import AggregationError, ContextError, InputError, InvalidArgumentError, TraceError
 
 
 @pytest.fixture
@@ -158,3 +158,64 @@ def test_a_step_that_keras_does_not_call():
     model.compile("sgd", "mse")
     x = np.ones((4, 2), "float32")
     assert model.fit(x, x[:, :1], batch_size=2, verbose=0).history["loss"]
+
+
+def trained(strategy):
+    """Returns a variable and an optimizer of a strategy."""
+    with strategy.scope():
+        return keras.Variable([1.0, 2.0]), keras.optimizers.SGD(0.5)
+
+
+PAIRS = {
+    "swapped": lambda g, v: (zip([v], [g], strict=True),),
+    "no_zip": lambda g, v: (([g], [v]),),
+    "gradients_alone": lambda g, v: ([g],),
+    "two_arguments": lambda g, v: ([g], [v]),
+}
+
+
+@pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
+def test_pairs_of_apply_gradients(strategy, pairs):
+    """Refused before the optimizer is built, which is good for the right ones afterwards."""
+    v, optimizer = trained(strategy)
+
+    def step(given):
+        optimizer.apply_gradients(*given(keras.ops.ones(2), v))
+
+    with pytest.raises(InvalidArgumentError, match=r"SGD.apply_gradients of .*\nHINT: .*zip\(gradients, variables\)"):
+        strategy.run(lambda: step(pairs))
+    strategy.run(lambda: step(lambda g, v: ([(g, v)],)))
+    np.testing.assert_array_equal(v.numpy(), [0.0, 1.0])
+
+
+def test_a_loss_after_the_tape(strategy):
+    """No gradient for any variable; the error says where the loss belongs."""
+    v, optimizer = trained(strategy)
+
+    def step():
+        with phalanx.GradientTape() as tape:
+            y = v * 1.0
+        loss = keras.ops.sum(y * y)
+        optimizer.apply_gradients([(tape.gradient(loss, v), v)])
+
+    with pytest.raises(InvalidArgumentError, match=r"no gradients for any variable.*\nHINT: with phalanx.GradientTape"):
+        strategy.run(step)
+
+
+def test_a_target_network(strategy):
+    """Its weights are refused as trainable ones; the error names the line that makes it a copy."""
+    with strategy.scope():
+        online, target = (keras.layers.Dense(2) for _ in range(2))
+        online.build((None, 3))
+        target.build((None, 3))
+    wanted = 0.9 * target.kernel.numpy() + 0.1 * online.kernel.numpy()
+
+    def follow():
+        for copy, weight in zip(target.weights, online.weights, strict=True):
+            copy.assign(0.9 * copy + 0.1 * weight)
+
+    with pytest.raises(AggregationError, match=r"HINT: .*target.trainable = False for a target network"):
+        strategy.run(follow)
+    target.trainable = False
+    strategy.run(follow)
+    np.testing.assert_allclose(target.kernel.numpy(), wanted, rtol=1e-6)

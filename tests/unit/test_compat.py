@@ -403,6 +403,12 @@ def test_numpy_views_are_counted():
 # ---- JAX
 
 
+def test_preemption_service_can_be_switched_off():
+    """`jax_enable_preemption_service` keeps SIGTERM from Python, until a worker that starts switches it off."""
+    code = "import jax; print(jax.config.jax_enable_preemption_service); jax.config.update('jax_enable_preemption_service', False)"
+    assert run_python(code) == "True\n"
+
+
 def test_opaque_trace_state():
     """`get_opaque_trace_state` is equal in one trace, and not between a body and what is around it."""
     states = []
@@ -636,3 +642,81 @@ def test_clipping():
     norm = np.sqrt(sum(np.square(g).sum() for g in grads))
     clipped = compat.clipped(keras.optimizers.SGD(global_clipnorm=1.0), grads)
     np.testing.assert_allclose(clipped[1], grads[1] / norm, rtol=1e-6)
+
+
+def test_global_seed_generator():
+    """`global_seed_generator` makes a generator with a value, also where a step is traced; Keras keeps it."""
+
+    class Lifting(Recording):
+        def get_current_value(self, variable):
+            return variable._value
+
+        def add_update(self, update):
+            assert update[0] is generators.global_seed_generator().state
+
+    generators = keras.src.random.seed_generator
+
+    def draw():
+        with Lifting():
+            return keras.random.normal(())
+
+    jax.eval_shape(draw)
+    generator = global_state.get_global_attribute(generators.GLOBAL_SEED_GENERATOR)
+    assert generator.state.numpy().shape == (2,)
+    assert compat.is_global_seed(generator.state)
+    assert compat.active_scope() is None
+    keras.utils.set_random_seed(1)
+    compat.continue_global_seed(generator.state)
+    assert generators.global_seed_generator() is generator
+    seed = int(generator.state.numpy()[0])
+    keras.utils.set_random_seed(1)
+    assert int(generators.global_seed_generator().state.numpy()[0]) == seed
+
+
+def test_functions_of_the_backend():
+    """Activations, losses and conversions of Keras call `backend.nn`, `backend.core` and `backend.numpy`."""
+    from keras.src import backend
+
+    x, seen = jnp.ones((2, 1)), []
+
+    def probe(name):
+        def wrapper(original, *args, **kwargs):
+            seen.append(name)
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    names = ["nn.sigmoid", "nn.softmax", "nn.binary_crossentropy", "nn.categorical_crossentropy"]
+    names += ["nn.sparse_categorical_crossentropy", "core.convert_to_tensor", "core.cast", "numpy.expand_dims"]
+    names += ["numpy.squeeze", "numpy.reshape", "cast"]
+    kept = {name: getattr(backend, name) if "." not in name else None for name in names}
+    kept |= {n: getattr(getattr(backend, n.split(".")[0]), n.split(".")[1]) for n in names if "." in n}
+    try:
+        for name in names:
+            compat.extend_backend(name, probe(name))
+        keras.activations.sigmoid(x)
+        keras.activations.softmax(jnp.ones((2, 2)))
+        keras.losses.binary_crossentropy(x, x)
+        keras.losses.categorical_crossentropy(jnp.ones((2, 2)), jnp.ones((2, 2)))
+        keras.losses.sparse_categorical_crossentropy(jnp.ones(2), jnp.ones((2, 2)))
+        keras.ops.convert_to_tensor(x)
+        keras.ops.cast(x, "float16")
+        keras.ops.squeeze(keras.ops.expand_dims(x, 0), 0)
+        keras.ops.reshape(x, (1, 2))
+        backend.cast(x, "float16")
+    finally:
+        for name, function in kept.items():
+            module, _, attribute = name.rpartition(".")
+            setattr(getattr(backend, module) if module else backend, attribute, function)
+    assert set(seen) == set(names)
+
+
+def test_methods_of_the_trainer():
+    """`JAXTrainer` has the loops and steps that models inherit, and `Model.call` is what those without one have."""
+    from keras.src.backend.jax.trainer import JAXTrainer
+
+    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"):
+        assert getattr(keras.Model, name) is vars(JAXTrainer)[name]
+    for kind in ("train", "test", "predict"):
+        assert getattr(keras.Model, f"{kind}_step") is vars(JAXTrainer)[f"{kind}_step"]
+    assert keras.Model().call.__func__ is keras.Model.call

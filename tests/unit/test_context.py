@@ -12,7 +12,7 @@ import pytest
 
 import phalanx
 from phalanx import context
-from phalanx.errors import ContextError, InputError, MixedStrategyError, ReduceOpError
+from phalanx.errors import ContextError, InputError, InvalidArgumentError, MixedStrategyError, ReduceOpError
 from phalanx.experimental import CommunicationOptions
 
 
@@ -398,3 +398,16 @@ def test_two_different_masks(strategy):
     a, b = (next(iter(strategy.experimental_distribute_dataset([np.ones(n)]))) for n in (3, 5))
     with pytest.raises(InputError, match="2 batches with different padding were passed to run"):
         strategy.run(lambda a, b: phalanx.get_replica_context().example_mask, args=(a, b))
+
+
+def test_all_gather_takes_options():
+    """The hints of tf.distribute, which change nothing here; anything else is refused."""
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    options = phalanx.experimental.CommunicationOptions(bytes_per_pack=1)
+
+    def gathered(options):
+        return strategy.run(lambda: phalanx.get_replica_context().all_gather(jnp.ones(1), 0, options=options)).values[0]
+
+    assert gathered(options).tolist() == [1.0, 1.0]
+    with pytest.raises(InvalidArgumentError, match="options=1: must be CommunicationOptions"):
+        gathered(1)

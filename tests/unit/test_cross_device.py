@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 import phalanx
 from phalanx import HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
-from phalanx.errors import ContextError, InvalidArgumentError, ReduceOpError
+from phalanx.errors import ContextError, InputError, InvalidArgumentError, ReduceOpError
 from phalanx.experimental import CommunicationOptions
 from phalanx.topology import Topology
 
@@ -260,9 +260,9 @@ def test_accumulation_fn(op, expected):
 class Largest(phalanx.CrossDeviceOps):
     """An algorithm of one's own: the largest value instead of the sum."""
 
-    def reduce_implementation(self, reduce_op, value, destinations, options):
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
         """What every replica must hold."""
-        return jax.lax.pmax(value, phalanx.REPLICA_AXIS)
+        return jax.lax.pmax(per_replica_value, phalanx.REPLICA_AXIS)
 
 
 def test_own_algorithm():
@@ -322,3 +322,139 @@ def test_unknown_operation():
     """Only SUM and MEAN."""
     with pytest.raises(ReduceOpError, match="reduce_op='MAX': not a ReduceOp"):
         NcclAllReduce().reduce("MAX", 1.0, "cpu:0")
+
+
+def product(values):
+    """As tf.distribute's functions of accumulation: of the list of all values."""
+    total = values[0]
+    for value in values[1:]:
+        total = total * value
+    return total
+
+
+WAYS = {
+    "reduce": lambda s, x: s.reduce("SUM", x, axis=None),
+    "reduce in a function": lambda s, x: phalanx.function(lambda x: s.reduce("SUM", x, axis=None))(x),
+    "extended.reduce_to": lambda s, x: s.extended.reduce_to("SUM", x, x).value,
+    "extended.batch_reduce_to": lambda s, x: s.extended.batch_reduce_to("SUM", [(x, x), (x, x)])[1].value,
+    "all_reduce": lambda s, x: s.run(lambda x: phalanx.get_replica_context().all_reduce("SUM", x), args=(x,)).values[1],
+    "merge_call": lambda s, x: s.run(
+        lambda x: phalanx.get_replica_context().merge_call(lambda s, x: s.reduce("SUM", x, axis=None), args=(x,)),
+        args=(x,),
+    ).values[1],
+}
+
+
+@pytest.mark.parametrize("fn", [jnp.multiply, product], ids=["of two", "of a list"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_reduction_accumulates(way, fn):
+    """3 x 4, however it is asked for."""
+    strategy = mirrored(2, ReductionToOneDevice(accumulation_fn=fn))
+    x = strategy.experimental_distribute_values_from_function(lambda c: np.float32([3, 4])[c.replica_id_in_sync_group])
+    assert float(WAYS[way](strategy, x)) == 12.0
+
+
+@pytest.mark.parametrize(("op", "axis", "expected"), [("SUM", 0, 21.0), ("MEAN", 0, 5.25), ("MEAN", None, [3.0, 5.0])])
+def test_reduce_over_rows_accumulates(op, axis, expected):
+    """Each replica sums its rows; a mean divides what they accumulate to by the rows of all, or by the replicas."""
+    strategy = mirrored(2, ReductionToOneDevice(accumulation_fn=product))
+    rows = np.float32([[1, 2], [6, 5]] if axis is None else [[1, 2], [3, 4]])
+    x = strategy.experimental_distribute_values_from_function(lambda c: rows[c.replica_id_in_sync_group])
+    np.testing.assert_allclose(strategy.reduce(op, x, axis=axis), expected)
+
+
+def test_reduce_of_padded_rows_accumulates():
+    """The rows of a short batch that are padding are not among them: (1 + 2) x 3."""
+    strategy = mirrored(2, ReductionToOneDevice(accumulation_fn=product))
+    batch = next(iter(strategy.experimental_distribute_dataset([np.float32([1, 2, 3])])))
+    results = strategy.run(lambda x: x * 1, args=(batch,))
+    assert float(strategy.reduce("SUM", results, axis=0)) == 9.0
+
+
+@pytest.mark.parametrize("layout", [None, phalanx.fully_sharded(min_size=1)], ids=["whole", "divided"])
+def test_optimizers_accumulate_gradients(layout):
+    """The gradients 3 and 4 make a step of 12, and an assignment with aggregation "sum" one to 12, also of divided variables."""
+    ops = ReductionToOneDevice(accumulation_fn=product)
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ops, layout=layout)
+    with strategy.scope():
+        v, total = keras.Variable([0.0, 0.0]), keras.Variable(0.0, aggregation="sum", trainable=False)
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([v])
+
+    def step():
+        x = phalanx.get_replica_context().replica_id_in_sync_group + 3.0
+        total.assign(x)
+        optimizer.apply([jnp.stack([x, x])], [v])
+
+    strategy.run(step)
+    assert v.numpy().tolist() == [-12.0, -12.0]
+    assert float(total.value) == 12.0
+
+
+def test_own_algorithm_serves_every_reduction():
+    """What a strategy is given for its reductions is not gone round."""
+    strategy = mirrored(3, Largest())
+    x = strategy.experimental_distribute_values_from_function(lambda c: float(c.replica_id_in_sync_group))
+    assert float(strategy.reduce("SUM", x, axis=None)) == 2.0
+
+
+def test_accumulation_of_several_steps():
+    """What `run_steps` returned for padded batches has other rows in each step."""
+    strategy = mirrored(2, ReductionToOneDevice(accumulation_fn=product))
+    iterator = iter(strategy.experimental_distribute_dataset(np.arange(5.0, dtype="float32"), batch_size=2))
+    results = strategy.run_steps(lambda x: x * 1, iterator, 3)
+    with pytest.raises(InputError, match="reduce.axis=0. of what run_steps returned, with operations that do not add"):
+        strategy.reduce("SUM", results, axis=0)
+
+
+@pytest.mark.parametrize(
+    ("fn", "match"),
+    [
+        (1, "accumulation_fn=1: is not callable"),
+        (lambda: 1, "must take two arrays, or the list of all of them"),
+        (lambda a, b, c: a, "must take two arrays, or the list of all of them"),
+        (max, "must take two arrays, or the list of all of them"),
+    ],
+)
+def test_bad_accumulation(fn, match):
+    """Refused when it is made."""
+    with pytest.raises(InvalidArgumentError, match=match):
+        ReductionToOneDevice(accumulation_fn=fn)
+
+
+def test_accumulation_of_another_shape():
+    """The message says what came out of it."""
+    strategy = mirrored(2, ReductionToOneDevice(accumulation_fn=jnp.stack))
+    x = strategy.experimental_distribute_values_from_function(lambda c: np.ones(3, "float32"))
+    with pytest.raises(InvalidArgumentError, match=r"of 2 arrays float32\[3\]: it returned an array float32\[2, 3\]"):
+        strategy.reduce("SUM", x, axis=None)
+
+
+def test_outside_a_program():
+    """A typed error for arrays too, where JAX would name an axis."""
+    for call in (
+        lambda: NcclAllReduce().broadcast(jnp.float32(1), "cpu:0"),
+        lambda: NcclAllReduce().reduce("SUM", jnp.float32(1), "cpu:0"),
+        lambda: ReductionToOneDevice().batch_reduce("MEAN", [(1.0, "cpu:0")]),
+    ):
+        with pytest.raises(ContextError, match="a cross-device operation outside merge_call: it runs inside a program"):
+            call()
+
+
+def test_names_of_the_hooks():
+    """Those of tf.distribute, for callers by keyword."""
+    ops = Largest()
+
+    def replica_fn(x):
+        one = ops.reduce_implementation(
+            reduce_op=phalanx.ReduceOp.SUM, per_replica_value=x, destinations=x, options=CommunicationOptions()
+        )
+        pairs = [(x, x)]
+        (two,) = ops.batch_reduce_implementation(
+            reduce_op=phalanx.ReduceOp.SUM, value_destination_pairs=pairs, options=CommunicationOptions()
+        )
+        return one, two, ops.broadcast_implementation(tensor=x, destinations=x)
+
+    strategy = mirrored(2)
+    x = strategy.experimental_distribute_values_from_function(lambda c: np.float32([3, 4])[c.replica_id_in_sync_group])
+    assert [float(v.values[0]) for v in strategy.run(replica_fn, args=(x,))] == [4.0, 4.0, 3.0]

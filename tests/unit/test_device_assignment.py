@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.device_assignment import DeviceAssignment, Topology
+from phalanx.device_assignment import DeviceAssignment, DeviceOrderMode, Topology
 from phalanx.errors import InvalidArgumentError
 
 
@@ -132,7 +132,7 @@ CUBE = topology_of(2, 2, 2)
         ),
         (lambda: DeviceAssignment.build(CUBE).lookup_replicas(1, 0), r"task_id=1, logical_core=0: no replica.*\nHINT"),
         (lambda: Topology(), r"mesh_shape=None: must be positive integers.\nHINT: mesh_shape=\(2, 2, 2\)"),
-        (lambda: Topology("text"), r"serialized='text': a topology is given by its coordinates.\nHINT"),
+        (lambda: Topology("text"), r"serialized='text': must be what Topology.serialized\(\) returned.\nHINT"),
         (lambda: Topology(None, (2,), [[[0], [0]]]), r"device_coordinates: two cores are in one place.\nHINT"),
         (lambda: Topology(None, (2,)), r"device_coordinates of shape \(0,\)"),
     ],
@@ -141,3 +141,21 @@ def test_what_does_not_fit(call, message):
     """The message says what was asked, what there is, and what to write."""
     with pytest.raises(InvalidArgumentError, match=f"(?s){message}"):
         call()
+
+
+def test_topology_serialized():
+    """The other one has its cores in the same places."""
+    topology = topology_of(2, 2, 2, tasks=2)
+    other = Topology(serialized=topology.serialized())
+    assert other.mesh_shape.tolist() == [2, 2, 2]
+    np.testing.assert_array_equal(other.device_coordinates, topology.device_coordinates)
+
+
+def test_order_of_blocks():
+    """That of the mesh is the only one."""
+    built = DeviceAssignment.build(topology_of(2, 2), num_replicas=3, device_order_mode=DeviceOrderMode.MESH)
+    assert built.core_assignment.tolist() == [[[0, 0]], [[0, 1]], [[1, 0]]]
+    with pytest.raises(
+        InvalidArgumentError, match="device_order_mode=.*RING.*: blocks are taken in the order of the mesh"
+    ):
+        DeviceAssignment.build(topology_of(2, 2), device_order_mode=DeviceOrderMode.RING)

@@ -3,10 +3,11 @@
 import inspect
 import pickle
 
+import jax.numpy as jnp
 import pytest
 
 from phalanx import errors
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, shown
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, PhalanxError)]
 BUILTINS = {
@@ -21,12 +22,15 @@ BUILTINS = {
     errors.MissingDependencyError: ImportError,
     errors.VariableError: ValueError,
     errors.AggregationError: ValueError,
+    errors.VariableIndexError: (errors.VariableError, IndexError),
     errors.NestedWriteError: ValueError,
+    errors.VariableIndexError: IndexError,
     errors.TapeError: RuntimeError,
     errors.TraceError: RuntimeError,
     errors.OutOfRangeError: IndexError,
     errors.StateLostError: RuntimeError,
     errors.PeerLostError: RuntimeError,
+    errors.WorkerLostError: RuntimeError,
     errors.CancelledError: RuntimeError,
     errors.ServerLostError: RuntimeError,
     errors.DivergenceError: AssertionError,
@@ -76,3 +80,12 @@ def test_no_hint_no_line():
 def test_recompilation_warning_is_a_user_warning():
     """It is shown by default."""
     assert issubclass(errors.RecompilationWarning, UserWarning)
+    assert issubclass(errors.SlipWarning, UserWarning)
+
+
+def test_values_without_a_repr():
+    """A deleted array, or an object that cannot be shown, does not hide what was asked."""
+    array = jnp.ones(2)
+    array.delete()
+    assert shown(array) == "<ArrayImpl>"
+    assert shown("x" * 100) == f"'{'x' * 56}..."

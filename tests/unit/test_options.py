@@ -2,11 +2,19 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+import keras
 import pytest
 
+import phalanx
 from phalanx import ReduceOp, RunOptions
 from phalanx.errors import InvalidArgumentError, ReduceOpError
-from phalanx.experimental import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
+from phalanx.experimental import (
+    CollectiveCommunication,
+    CollectiveHints,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
 
 
 @pytest.mark.parametrize("given", ["sum", "SUM", "Sum", ReduceOp.SUM])
@@ -38,6 +46,10 @@ def test_implementation_parse(given):
         ("implementation", 3, "implementation=3: not a CommunicationImplementation"),
         ("wire_dtype", "int8", 'wire_dtype=\'int8\': must be "bfloat16" or None.\nHINT: wire_dtype="bfloat16"'),
         ("wire_dtype", "float32", "wire_dtype='float32': must be"),
+        ("bytes_per_pack", 1.5, "bytes_per_pack=1.5: must be 0 or more, and an integer"),
+        ("bytes_per_pack", True, "bytes_per_pack=True: must be 0 or more, and an integer"),
+        ("timeout_seconds", float("inf"), "timeout_seconds=inf: must be more than 0 seconds, or None"),
+        ("timeout_seconds", "1", "timeout_seconds='1': must be more than 0 seconds, or None"),
     ],
 )
 def test_bad_communication_options(field, value, match):
@@ -64,3 +76,54 @@ def test_options_are_frozen(options):
 def test_older_name():
     """`experimental.CollectiveCommunication` is the same enum."""
     assert CollectiveCommunication is CommunicationImplementation
+
+
+def test_hints_of_collectives():
+    """`experimental.CollectiveHints`, which tf.distribute has deprecated, makes communication options."""
+    assert CollectiveHints(bytes_per_pack=7, timeout_seconds=1.0) == CommunicationOptions(7, 1.0)
+
+
+def test_merge_with_something_else():
+    """Refused by name."""
+    with pytest.raises(InvalidArgumentError, match="other=3: must be CommunicationOptions"):
+        CommunicationOptions().merge(3)
+
+
+def test_run_options_of_tensorflow():
+    """What has a meaning is taken, in tf.distribute's order."""
+    options = RunOptions(False, False, phalanx.tpu.XLAOptions(use_shardy_partitioner=True))
+    assert (options.experimental_enable_dynamic_batch_size, options.eager) == (False, False)
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    assert float(strategy.reduce("SUM", strategy.run(lambda: jnp.ones(()), options=options), axis=None)) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: RunOptions(eager=1), "eager=1: must be True or False"),
+        (lambda: RunOptions("yes"), "experimental_enable_dynamic_batch_size='yes': must be True or False"),
+        (
+            lambda: RunOptions(experimental_bucketizing_dynamic_shape=True),
+            "experimental_bucketizing_dynamic_shape=True: the shapes of a program are static.\nHINT: keras.utils.pad",
+        ),
+        (lambda: RunOptions(experimental_xla_options={}), "experimental_xla_options={}: must be XLAOptions"),
+        (
+            lambda: phalanx.tpu.XLAOptions(use_spmd_for_xla_partitioning=False),
+            "use_spmd_for_xla_partitioning=False: every program has static shapes, and is divided by XLA",
+        ),
+        (lambda: phalanx.tpu.XLAOptions(enable_xla_dynamic_padder=False), "enable_xla_dynamic_padder=False: every"),
+        (lambda: phalanx.tpu.XLAOptions(use_shardy_partitioner=None), "use_shardy_partitioner=None: must be True or"),
+    ],
+)
+def test_bad_run_options(make, match):
+    """Refused when they are made."""
+    with pytest.raises(InvalidArgumentError, match=match):
+        make()
+
+
+@pytest.mark.parametrize("name", ["aggregation", "synchronization"])
+def test_enums_are_the_strings_of_keras(name):
+    """Each member, for each of Keras's names."""
+    kind = {"aggregation": phalanx.VariableAggregation, "synchronization": phalanx.VariableSynchronization}[name]
+    for member in kind:
+        assert getattr(keras.Variable(1.0, **{name: member}), name) == member.value

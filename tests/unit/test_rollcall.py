@@ -91,6 +91,34 @@ def test_rank_started_twice(addresses):
     assert said(chief, first, last) == ["go"] * 3
 
 
+def test_rank_started_twice_while_the_last_one_comes(addresses):
+    """Also one that comes when all are there is told, while rank 0 still has the port."""
+    host, port = addresses[0].split(":")
+    chief = Process(addresses[:2], 0)
+    time.sleep(0.2)
+    # Rank 0 listens to this one while the others come.
+    with socket.create_connection((host, int(port))):
+        time.sleep(0.1)
+        both = [Process(addresses[:2], 1) for _ in range(2)]
+        time.sleep(0.3)
+    first, second = sorted(said(*both), key=len)
+    assert first == "go"
+    assert f"rank 1 ({addresses[1]}): a process of this rank has come already" in second
+    assert said(chief) == ["go"]
+
+
+def test_rank_that_comes_to_the_service_of_jax(addresses):
+    """Once the cluster has started the port is JAX's, whose answer is none of the roll call."""
+    host, port = addresses[0].split(":")
+    with socket.create_server((host, int(port))) as service:
+        late = Process(addresses[:2], 1)
+        connection, _ = service.accept()
+        with connection:
+            connection.sendall(b"\x00\x00\x18\x04\x00\x00\x00\x00\x00\n")
+            (text,) = said(late)
+    assert f"rank 1 ({addresses[1]}): a process of this rank has come already" in text
+
+
 def test_rank_0_started_twice(addresses):
     """The second one finds the port taken."""
     first = Process(addresses[:2], 0)

@@ -12,7 +12,7 @@ import pytest
 
 import phalanx
 from phalanx import Mirrored, PerReplica, ReduceOp, RunOptions
-from phalanx.errors import ContextError, InputError, InvalidArgumentError, ReduceOpError
+from phalanx.errors import ContextError, DeviceError, InputError, InvalidArgumentError, ReduceOpError
 
 
 @pytest.fixture
@@ -670,6 +670,41 @@ def test_variable_created_in_scope(strategy):
     assert strategy.extended.value_container(v) is v
 
 
+def test_variable_of_a_twin(strategy):
+    """Another strategy over the same devices has variables of its own."""
+    twin = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with twin.scope():
+        v = keras.Variable(1.0, name="v")
+    assert not strategy.extended.variable_created_in_scope(v)
+    with pytest.raises(
+        InvalidArgumentError, match="colocate_vars_with.variable 'v' .*not made in this strategy's scope"
+    ):
+        strategy.extended.colocate_vars_with(v)
+
+
+@pytest.mark.parametrize("bad", [None, 1, "x", [], object()])
+def test_extended_wants_variables(strategy, bad):
+    """One check for all methods that take one."""
+    extended = strategy.extended
+    for call in (
+        lambda: extended.update(bad, lambda v: v),
+        lambda: extended.variable_created_in_scope(bad),
+        lambda: extended.colocate_vars_with(bad),
+    ):
+        with pytest.raises(InvalidArgumentError, match="must be a variable of Keras"):
+            call()
+
+
+def test_variable_for_a_list(strategy):
+    """What would loop for ever if it were taken for a list of arguments."""
+    with strategy.scope():
+        v = keras.Variable([1.0, 2.0])
+    with pytest.raises(InvalidArgumentError, match=r"args=<Variable.*must be a list or a tuple.\nHINT: args=\(x,\)"):
+        strategy.extended.update(v, lambda v, x: v.assign(x), args=v)
+    with pytest.raises(InvalidArgumentError, match=r"value_destination_pairs=<Variable.*: must be a list of pairs"):
+        strategy.extended.batch_reduce_to("SUM", v)
+
+
 def test_colocate_vars_with(strategy):
     """Only with this strategy's variables."""
     with strategy.scope():
@@ -724,7 +759,7 @@ def test_call_for_each_replica(strategy):
     assert [float(v) for v in result.values] == [3, 4]
 
 
-@pytest.mark.parametrize(("group", "expected"), [(True, 7.0), (False, (7.0,))])
+@pytest.mark.parametrize(("group", "expected"), [(True, 7.0), (False, (7.0, 7.0))])
 def test_update(strategy, group, expected):
     """Calls the function with the variable."""
     with strategy.scope():
@@ -794,3 +829,50 @@ def test_stall_timeout(seconds):
     """It is a time."""
     with pytest.raises(phalanx.errors.InvalidArgumentError, match=r"must be more than 0 seconds, or None"):
         phalanx.MultiWorkerMirroredStrategy(stall_timeout_s=seconds)
+
+
+def test_number_of_devices():
+    """`MirroredStrategy(2)`: the first two devices."""
+    assert repr(phalanx.MirroredStrategy(2)) == "MirroredStrategy(['cpu:0', 'cpu:1'])"
+
+
+@pytest.mark.parametrize(
+    ("devices", "match"),
+    [
+        (0, "devices=0: this process has cpu:0, .*\nHINT: devices=8"),
+        (99, r"devices=99: this process has cpu:0, .*\nHINT: set_virtual_cpu_devices\(99\)"),
+        ([], r"devices=\[\]: a strategy needs at least one device"),
+        ({}, "devices={}: must be a list of devices, or their number"),
+        (True, "devices=True: must be a list of devices, or their number"),
+        ("cpu:0", r"devices='cpu:0': must be a list of devices, or their number.\nHINT: devices=\['cpu:0'\]"),
+    ],
+)
+def test_bad_devices(devices, match):
+    """None of them stands for all devices."""
+    with pytest.raises(DeviceError, match=match):
+        phalanx.MirroredStrategy(devices)
+
+
+def test_values_that_are_no_arrays(strategy):
+    """One check for what is placed, gathered or reduced; a deleted array is named."""
+    deleted = jnp.ones(2)
+    deleted.delete()
+    for call in (
+        lambda: strategy.replicate("x"),
+        lambda: strategy.replicate({"w": 2**70}),
+        lambda: strategy.extended.broadcast_to(object(), "cpu:0"),
+        lambda: strategy.extended.reduce_to("MEAN", "x", "cpu:0"),
+    ):
+        with pytest.raises(ReduceOpError, match="not an array of numbers.\nHINT: pass arrays"):
+            call()
+    for call in (
+        lambda: strategy.replicate(deleted),
+        lambda: strategy.gather(deleted, axis=0),
+        lambda: strategy.reduce("MEAN", deleted, axis=None),
+    ):
+        with pytest.raises(ReduceOpError, match=r"an array float32\[2\]: it was deleted, or donated"):
+            call()
+    with pytest.raises(InvalidArgumentError, match="value_fn=1: is not callable"):
+        strategy.experimental_distribute_values_from_function(1)
+    with pytest.raises(InvalidArgumentError, match="strategy=1: must be a Strategy"):
+        phalanx.explain_sharding(np.ones(4), 1)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import phalanx
 from phalanx.errors import DeviceError, InvalidArgumentError, StartupError
-from phalanx.topology import Topology, default_devices, device_name, parse_device
+from phalanx.topology import Topology, device_name, parse_device
 
 
 def run_python(code, **environment):
@@ -68,15 +68,16 @@ def test_duplicate_devices():
 
 def test_a_string_is_no_list():
     """It would be read letter by letter."""
-    with pytest.raises(DeviceError, match=r"devices='cpu:0': must be a list of devices.\nHINT: devices=\['cpu:0'\]"):
+    with pytest.raises(
+        DeviceError, match=r"devices='cpu:0': must be a list of devices, or their number.\nHINT: devices=\['cpu:0'\]"
+    ):
         phalanx.MirroredStrategy("cpu:0")
 
 
 def test_no_device():
-    """A topology is never empty; an empty list means all devices, as in tf.distribute."""
+    """An empty list is a mistake: in tf.distribute it means all devices."""
     with pytest.raises(DeviceError, match="a strategy needs at least one device"):
-        Topology(())
-    assert phalanx.MirroredStrategy([]).num_replicas_in_sync == len(default_devices())
+        phalanx.MirroredStrategy([])
 
 
 def test_mesh():
@@ -98,7 +99,7 @@ def test_too_late_for_more_devices():
 @pytest.mark.parametrize("count", [0, -2])
 def test_fewer_than_one_device(count):
     """Refused before JAX is asked."""
-    with pytest.raises(InvalidArgumentError, match=f"count={count}: a process has at least one CPU device"):
+    with pytest.raises(InvalidArgumentError, match=f"count={count}: .*a process has at least one CPU device"):
         phalanx.set_virtual_cpu_devices(count)
 
 
@@ -171,8 +172,8 @@ def test_further_axes():
         (("model", 3), "4 devices cannot be divided into replicas of 3.\nHINT: a size that divides 4"),
         (("model", 0), "their sizes must be positive integers.\nHINT: model_axis="),
         (("model", True), "their sizes must be positive integers"),
-        (("replica", 2), "each needs a name of its own; 'replica' is taken.\nHINT"),
-        (("", 2), "each needs a name of its own"),
+        (("replica", 2), "their names must be strings; 'replica' is taken.\nHINT"),
+        (("", 2), "their names must be strings"),
         ("model", "model_axis='model': must be a name and a size.\nHINT: model_axis="),
     ],
 )

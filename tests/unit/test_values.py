@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 
@@ -55,13 +56,27 @@ def test_repr(value):
         lambda v: jnp.ones(2) + v,
         lambda v: v[0],
         lambda v: v.shape,
+        lambda v: v == 1,
+        lambda v: v != 1,
+        lambda v: v > 1,
+        lambda v: np.ones(2) @ v,
+        lambda v: -v,
+        lambda v: v**2,
+        lambda v: jnp.mean(v),
+        lambda v: v.mean(),
+        lambda v: v.astype("int32"),
+        lambda v: v.numpy(),
+        lambda v: 1 in v,
         len,
         iter,
         float,
+        bool,
+        abs,
+        round,
     ],
 )
 def test_per_replica_is_no_array(value, use):
-    """The message lists the ways to make one value of it."""
+    """At once; the message lists the ways to make one value of it."""
     with pytest.raises(ContextError, match="a PerReplica used as an array") as e:
         use(value)
     assert "experimental_local_results" in e.value.hint
@@ -85,11 +100,102 @@ def test_per_replica_of_one_replica_is_its_array():
     assert float(PerReplica(jnp.int32([3]))) == 3.0
 
 
+USES = {
+    "jnp.mean": jnp.mean,
+    "jnp.sum": jnp.sum,
+    "jnp.add": lambda x: jnp.add(x, 1),
+    "jnp.concatenate": lambda x: jnp.concatenate([x, x]),
+    "keras.ops": keras.ops.max,
+    "np.mean": np.mean,
+    "jit": lambda x: jax.jit(lambda y: y.mean() + jnp.sum(y))(x),
+    "grad": lambda x: jax.grad(lambda w: (w * x).sum())(jnp.float32(1)),
+    "power": lambda x: x**2 + 2**x,
+    "remainder": lambda x: x % 2 + 5 % x,
+    "floor": lambda x: x // 2 + 5 // x,
+    "divmod": lambda x: divmod(x, 2)[0],
+    "matmul": lambda x: x @ x + jnp.ones(3) @ x + x @ np.ones(3, "f") + np.ones(3, "f") @ x,
+    "unary": lambda x: -x + abs(-x) + (+x),
+    "equal": lambda x: x == 1,
+    "equal_reflected": lambda x: np.float32(1) == x,
+    "unequal": lambda x: x != 1,
+    "less": lambda x: x < 2,
+    "greater": lambda x: x <= 2,
+    "compared_with_arrays": lambda x: jnp.float32([1, 3, 3]) <= x,
+    "bits": lambda x: (x > 1) & (x < 3) | ~(x > 0) ^ (x == 2),
+    "method": lambda x: x.mean() + x.max(axis=0) + x.std(),
+    "astype": lambda x: x.astype("int32"),
+    "reshape": lambda x: x.reshape(3, 1).T,
+    "properties": lambda x: (x.ndim, x.size, x.shape, x.nbytes, str(x.dtype), x.device.platform),
+    "at": lambda x: x.at[0].set(5),
+    "index": lambda x: x[1:] + x[0],
+    "contains": lambda x: (2 in x, 5 in x),
+    "lists": lambda x: (x.tolist(), list(map(float, x)), x.numpy().tolist()) if hasattr(x, "numpy") else None,
+    "number": lambda x: (
+        int(x[0]),
+        float(x.sum()),
+        bool(x[0]),
+        round(x.sum()),
+        f"{x[2]:.2f}",
+        range(20)[x.sum().astype(int)],
+    ),
+    "layer": lambda x: keras.layers.Rescaling(2.0)(x),
+    "numpy": lambda x: np.asarray(x, "float64") + np.array(x),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+@pytest.mark.parametrize("which", [0, 1], ids=["full", "short"])
+def test_a_batch_of_one_replica_is_its_array(use, which):
+    """Whatever an array can do, a batch that may be short can, with its real rows."""
+    strategy = phalanx.OneDeviceStrategy("cpu:1")
+    batch = list(strategy.experimental_distribute_dataset([np.float32([4, 5, 6, 7]), np.float32([1, 2, 3])]))[which]
+    batch = batch[:3] if which == 0 else batch
+    expected = jax.device_put(np.float32([4, 5, 6] if which == 0 else [1, 2, 3]), jax.devices()[1])
+    got, wanted = use(batch), use(expected)
+    if wanted is not None:
+        assert type(got) is type(wanted)
+        assert np.array_equal(np.asarray(got, dtype=object), np.asarray(wanted, dtype=object))
+
+
+def test_distributed_values_are_keys_by_identity(value):
+    """Comparing elements does not take the hash away."""
+    other = PerReplica(value.data)
+    assert {value: 1, other: 2}[value] == 1
+    assert value in [value]
+    assert len({Mirrored(1), Mirrored(1)}) == 2
+    with pytest.raises(AttributeError, match="'PerReplica' object has no attribute 'todense'"):
+        _ = value.todense
+
+
+def test_real_rows_in_a_function():
+    """How many there are no program knows: the error names what does."""
+    strategy = phalanx.OneDeviceStrategy("cpu:0")
+    _, short = strategy.experimental_distribute_dataset([np.ones(4, "f"), np.ones(3, "f")])
+
+    @phalanx.function
+    def mean(batch):
+        return jnp.mean(batch)
+
+    with pytest.raises(
+        ContextError, match=r"the real rows of a padded batch in phalanx.function: .*\nHINT: strategy.run"
+    ):
+        mean(short)
+
+
+def test_a_mirrored_nest_is_no_array():
+    """Its value is the nest."""
+    with pytest.raises(ContextError, match=r"a Mirrored dict used as an array: .*\nHINT: mirrored.value"):
+        _ = Mirrored({"w": 1}) + 1
+
+
 def test_mirrored_is_an_array():
     """It is known to be one value."""
     value = Mirrored(jnp.float32([1, 2]))
     assert (jnp.asarray(value) + 1).tolist() == [2, 3]
     assert np.asarray(value, dtype="int32").tolist() == [1, 2]
+    assert (value + 1).tolist() == [2, 3]
+    assert (value == 1).tolist() == [True, False]
+    assert float(jnp.mean(value)) == float(value.mean()) == 1.5
 
 
 def test_mirrored_components(strategy):

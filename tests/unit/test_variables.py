@@ -195,14 +195,18 @@ def test_both_remedies_work(strategy):
 
 def test_mean_of_integers_is_refused(strategy):
     """As in tf.distribute, where it is refused when the variable is made."""
-    v = make(strategy, "auto", "mean", dtype="int32")
+    with pytest.raises(AggregationError, match="the mean of int32 values is no int32"):
+        make(strategy, "auto", "mean", dtype="int32")
+    v = make(phalanx.get_strategy(), "auto", "mean", dtype="int32")
     with pytest.raises(AggregationError, match="the mean of int32 values is no int32"):
         strategy.run(lambda: v.assign_add(1))
 
 
 def test_synchronization_none_is_refused(strategy):
     """As in tf.distribute."""
-    v = make(strategy, "none", "sum")
+    with pytest.raises(AggregationError, match="a strategy keeps its replicas in step"):
+        make(strategy, "none", "sum")
+    v = make(phalanx.get_strategy(), "none", "sum")
     with pytest.raises(AggregationError, match="a strategy keeps its replicas in step"):
         strategy.run(lambda: v.assign_add(1))
 
@@ -286,7 +290,7 @@ def test_assign_of_a_per_replica_value(strategy):
     """In cross-replica context the components would diverge; it is refused."""
     v = make(strategy, "auto", "sum")
     value = strategy.run(lambda: replica_id() * 1.0)
-    with pytest.raises(ContextError, match="it has one component a replica, not a value"):
+    with pytest.raises(ContextError, match="it has one component per replica, not a value"):
         v.assign(value)
 
 

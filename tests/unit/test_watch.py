@@ -1,6 +1,7 @@
 """The watch: what it judges, and with real processes, without JAX, what each of them is told and ends with."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +56,14 @@ def test_presence(second, said):
     assert verdict is None or verdict.is_loss == ("end" in second)
 
 
+@pytest.mark.parametrize(("step", "is_inside", "since"), [(21, True, 20), (21, False, 21), (2, True, 4)])
+def test_step_of_one_that_is_silent(step, is_inside, since):
+    """It has taken part in what this process has finished, whatever it could still tell."""
+    own = member(0, step=step, is_inside=is_inside)
+    verdict = judge_presence([member(1, heard_s=1.0, step=4)], 100.0, stall_s=600.0, own=own)
+    assert f"since step {since}: " in verdict.text
+
+
 @pytest.mark.parametrize(
     ("known", "said"),
     [
@@ -100,12 +109,12 @@ def test_progress(known, said):
 class Processes:
     """Some ranks; each runs some lines once all are there."""
 
-    def __init__(self, *codes, member=MEMBER):
+    def __init__(self, *codes, member=MEMBER, stall_s=STALL_S):
         addresses = json.dumps([f"127.0.0.1:{port}" for port in free_ports(len(codes))])
         pipe = subprocess.PIPE
         self.running = [
             subprocess.Popen(
-                [sys.executable, "-c", member + code, addresses, str(rank), str(STALL_S)],
+                [sys.executable, "-c", member + code, addresses, str(rank), str(stall_s)],
                 stdout=pipe,
                 stderr=pipe,
                 text=True,
@@ -214,6 +223,61 @@ def test_the_chief_was_held_up():
         time.sleep(0.5 * STALL_S)
         three.running[0].send_signal(signal.SIGCONT)
         assert [status for status, _ in three.ends(0, 1, 2)] == [0, 0, 0]
+
+
+AGREE = "print(own.agree({'argument': [%s]}), flush=True); own.leave(); time.sleep(1)"
+
+
+def test_equal_programs_go_on():
+    """All wait until the last one is about to run its program too, and go on at once then."""
+    codes = [AGREE % "'float32[2]'", "time.sleep(0.7); " + AGREE % "'float32[2]'", AGREE % "'float32[2]'"]
+    with Processes(*codes, stall_s=20) as three:
+        assert [process.stdout.readline() for process in three.running] == ["None\n"] * 3
+        assert three.ends(0, 1, 2) == [(0, "")] * 3
+
+
+def test_different_programs_are_named():
+    """All are told which ranks differ."""
+    with Processes(AGREE % "'float32[2]'", AGREE % "'float32[3]'", AGREE % "'float32[2]'", stall_s=20) as three:
+        said = "argument 0 is float32[2] on ranks 0, 2 and float32[3] on rank 1\n"
+        assert [process.stdout.readline() for process in three.running] == [said] * 3
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_one_never_compiles(culprit):
+    """Who does not come to the comparison is named as in a step."""
+    codes = ["steps(5); " + AGREE % "'float32[2]'"] * 3
+    codes[culprit] = "steps(5); time.sleep(600)"
+    with Processes(*codes) as three:
+        for status, text in three.ends(0, 1, 2):
+            assert status == 75
+            assert re.search(
+                rf"rank {culprit} \(\S+\) stands still after step 5, and rank \d \(\S+\) has waited in step 6", text
+            )
+
+
+@pytest.mark.parametrize("asks", [0, 1])
+def test_known_program_against_a_new_one(asks):
+    """One that waits in a step of a program that it knows is not waited for; a program that all know may go on."""
+    first = "own.agree({'argument': ['float32[2]']}); "
+    codes = [first + "steps(2); waits(20)"] * 2
+    codes[asks] = first + "steps(2); " + AGREE % "'float32[2]'" + "; " + AGREE % "'int32[2]'"
+    with Processes(*codes, stall_s=60) as two:
+        said = [two.running[asks].stdout.readline() for _ in range(2)]
+        assert said == [
+            "None\n",
+            f"the program is a new one on rank {asks} and one that it has run before on rank {1 - asks}\n",
+        ]
+
+
+def test_interrupted_comparison_is_taken_back():
+    """A process that stops waiting for the others does not keep them from comparing later."""
+    interrupted = (
+        "import signal\nsignal.signal(signal.SIGALRM, lambda *_: 1 / 0)\nsignal.setitimer(signal.ITIMER_REAL, 0.3)\n"
+        "try:\n    own.agree({'argument': ['int32[2]']})\nexcept ZeroDivisionError:\n    " + AGREE % "'float32[2]'"
+    )
+    with Processes(interrupted, "time.sleep(1); " + AGREE % "'float32[2]'", interrupted, stall_s=20) as three:
+        assert [process.stdout.readline() for process in three.running] == ["None\n"] * 3
 
 
 def test_it_rests():

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from phalanx.errors import ClusterError, ClusterTypeError
+from phalanx import arguments
+from phalanx.errors import ClusterError, ClusterTypeError, shown
 
 ROLES = ("chief", "worker", "ps", "evaluator")
 
 _SINGLE = ("chief", "evaluator")
 _CLUSTER_HINT = '"cluster": {"worker": ["host0:12345", "host1:12345"]}'
 _TASK_HINT = '"task": {"type": "worker", "index": 0}'
-_MAX_PORT = 65535
+MAX_PORT = 65535
 
 
 @final
@@ -42,7 +43,7 @@ class ClusterSpec:
             cluster = cluster.as_dict()
         if not isinstance(cluster, Mapping):
             raise ClusterTypeError(
-                f"cluster={cluster!r:.80}", "must be a dict of jobs or a ClusterSpec.", _CLUSTER_HINT
+                f"cluster={shown(cluster, 80)}", "must be a dict of jobs or a ClusterSpec.", _CLUSTER_HINT
             )
         self._tasks = {_job_name(job): _addresses_of(job, cluster[job]) for job in sorted(cluster, key=str)}
 
@@ -55,6 +56,7 @@ class ClusterSpec:
         """The names of all jobs, sorted."""
         return list(self._tasks)
 
+    @arguments.typed(ClusterTypeError)
     def num_tasks(self, job_name: str) -> int:
         """Returns how many tasks a job has.
 
@@ -63,6 +65,7 @@ class ClusterSpec:
         """
         return len(self._job(job_name))
 
+    @arguments.typed(ClusterTypeError)
     def task_indices(self, job_name: str) -> list[int]:
         """Returns the indices of a job's tasks, ascending.
 
@@ -71,6 +74,7 @@ class ClusterSpec:
         """
         return list(self._job(job_name))
 
+    @arguments.typed(ClusterTypeError)
     def task_address(self, job_name: str, task_index: int) -> str:
         """Returns the address of one task.
 
@@ -84,6 +88,7 @@ class ClusterSpec:
             )
         return tasks[task_index]
 
+    @arguments.typed(ClusterTypeError)
     def job_tasks(self, job_name: str) -> list[str | None]:
         """Returns the addresses of a job by index, None where an index is missing.
 
@@ -348,20 +353,22 @@ def _index(asked: str, value: Any) -> int:
 
 def _job_name(job: Any) -> str:
     if not isinstance(job, str):
-        raise ClusterTypeError(f"job {job!r}", "the name of a job is a string.", _CLUSTER_HINT)
+        raise ClusterTypeError(f"job {shown(job)}", "the name of a job is a string.", _CLUSTER_HINT)
     return job
 
 
 def _addresses_of(job: str, tasks: Any) -> dict[int, str]:
     if isinstance(tasks, str) or not isinstance(tasks, Mapping | Sequence):
         hint = f'"{job}": ["host0:12345"]'
-        raise ClusterTypeError(f'"{job}": {tasks!r:.80}', "must be a list of addresses, or index to address.", hint)
+        raise ClusterTypeError(
+            f'"{job}": {shown(tasks, 80)}', "must be a list of addresses, or index to address.", hint
+        )
     items = tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
-    found = {_index(f"index {i!r} of job {job!r}", i): a for i, a in items}
+    found = {_index(f"index {shown(i)} of job {job!r}", i): a for i, a in items}
     for i, address in found.items():
         if not isinstance(address, str):
             hint = f'"{job}": ["host0:12345"]'
-            raise ClusterTypeError(f"address {address!r:.80} of {job}:{i}", "must be a string.", hint)
+            raise ClusterTypeError(f"address {shown(address, 80)} of {job}:{i}", "must be a string.", hint)
     return dict(sorted(found.items()))
 
 
@@ -374,8 +381,8 @@ def _check_addresses(spec: ClusterSpec) -> None:
         if not host or set(host) & set("/ ,") or (":" in host and not (host[0] == "[" and host[-1] == "]")):
             found = "must be host:port, and [host]:port for an IPv6 address."
             raise ClusterError(f"address {address!r} of {task}", found, f'"{task.type}": ["host0:12345"]')
-        if not (port.isdecimal() and 0 < int(port) <= _MAX_PORT):
-            found = f"its port {port!r} is not a number from 1 to {_MAX_PORT}."
+        if not (port.isdecimal() and 0 < int(port) <= MAX_PORT):
+            found = f"its port {port!r} is not a number from 1 to {MAX_PORT}."
             raise ClusterError(f"address {address!r} of {task}", found, f'"{task.type}": ["{host}:12345"]')
         if address in seen:
             found = f"{seen[address]} has it too; each process listens at its own."

@@ -5,22 +5,30 @@ All of them run inside a program, on this replica's own arrays; one program serv
 is a `lax.ppermute` (a copy from device to device) or a `lax.psum` (an all-reduce).
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from typing_extensions import override
 
+from phalanx import arguments
 from phalanx.collectives import packing
 from phalanx.collectives.primitives import only_on, packed, sums, to_array
-from phalanx.errors import ContextError, InvalidArgumentError
+from phalanx.compat import Variable
+from phalanx.errors import ContextError, InvalidArgumentError, shown
 from phalanx.options import CommunicationOptions, ReduceOp
 from phalanx.topology import REPLICA_AXIS, device_name, parse_device
-from phalanx.values import PerReplica, ReplicaLocal
+from phalanx.values import DistributedValues, PerReplica, ReplicaLocal
 
 Pair = tuple[Any, Any]
+Accumulate = Callable[[jax.Array, jax.Array], jax.Array] | Callable[[list[jax.Array]], jax.Array]
+
+_REDUCE_TO = "strategy.extended.reduce_to(op, value, value)"
 
 
 class CrossDeviceOps:
@@ -35,10 +43,16 @@ class CrossDeviceOps:
     Example:
       >>> import jax, phalanx
       >>> class Half(phalanx.CrossDeviceOps):
-      ...     def reduce_implementation(self, reduce_op, value, destinations, options):
-      ...         return jax.lax.psum(value.astype("float16"), phalanx.REPLICA_AXIS).astype(value.dtype)
+      ...     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+      ...         half = per_replica_value.astype("float16")
+      ...         return jax.lax.psum(half, phalanx.REPLICA_AXIS).astype(per_replica_value.dtype)
       >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=Half())
     """
+
+    @property
+    def adds(self) -> bool:
+        """Whether SUM adds what the replicas hold. If so, reductions of one value may use any other way to add."""
+        return False
 
     def reduce(
         self,
@@ -69,12 +83,14 @@ class CrossDeviceOps:
     ) -> list[Any]:
         """Reduces several values over the replicas, which lets them share buffers. See `reduce`."""
         op = ReduceOp.parse(reduce_op)
-        pairs = [_checked(pair) for pair in value_destination_pairs]
-        return self.batch_reduce_implementation(op, pairs, options or CommunicationOptions())
+        pairs = [_checked(pair) for pair in checked_pairs(value_destination_pairs)]
+        _require_program()
+        return self.batch_reduce_implementation(op, pairs, checked_options(options))
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Gives every replica the first replica's value. See `reduce`."""
         value, destinations = _checked((tensor, destinations))
+        _require_program()
         return self.broadcast_implementation(value, destinations)
 
     def for_devices(self, devices: Sequence[jax.Device]) -> "CrossDeviceOps":
@@ -86,20 +102,20 @@ class CrossDeviceOps:
         return self
 
     def reduce_implementation(
-        self, reduce_op: ReduceOp, value: jax.Array, destinations: Any, options: CommunicationOptions
+        self, reduce_op: ReduceOp, per_replica_value: jax.Array, destinations: Any, options: CommunicationOptions
     ) -> jax.Array:
         """The algorithm for one array; returns what every replica must hold."""
         raise NotImplementedError(f"{type(self).__name__} must override reduce_implementation")
 
     def batch_reduce_implementation(
-        self, reduce_op: ReduceOp, pairs: Sequence[Pair], options: CommunicationOptions
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
     ) -> list[jax.Array]:
         """The algorithm for several arrays; one after the other unless overridden."""
-        return [self.reduce_implementation(reduce_op, value, to, options) for value, to in pairs]
+        return [self.reduce_implementation(reduce_op, value, to, options) for value, to in value_destination_pairs]
 
-    def broadcast_implementation(self, value: jax.Array, destinations: Any) -> jax.Array:
+    def broadcast_implementation(self, tensor: jax.Array, destinations: Any) -> jax.Array:
         """The algorithm for a broadcast; an all-reduce of zeros and the first replica's value unless overridden."""
-        return lax.psum(only_on(0, value), REPLICA_AXIS)
+        return lax.psum(only_on(0, tensor), REPLICA_AXIS)
 
 
 # Between the devices of one process an array costs 10 to 15 us beside its bytes, and a copy of a large one costs more.
@@ -110,24 +126,29 @@ class _Packed(CrossDeviceOps):
     """Sums in shared buffers; subclasses say how one buffer is summed."""
 
     def __init__(self, num_packs: int | None = 1) -> None:
-        if num_packs is not None and num_packs < 0:
-            raise InvalidArgumentError(f"num_packs={num_packs}", "must be 0 (no packing) or more.", "num_packs=1")
-        self.num_packs = num_packs
+        self.num_packs = (
+            None if num_packs is None else arguments.integer("num_packs", num_packs, least=0, hint="num_packs=1")
+        )
+
+    @property
+    @override
+    def adds(self) -> bool:
+        return True
 
     def _sum(self, buffers: list[jax.Array], options: CommunicationOptions) -> list[jax.Array]:
         raise NotImplementedError
 
     @override
     def reduce_implementation(
-        self, reduce_op: ReduceOp, value: jax.Array, destinations: Any, options: CommunicationOptions
+        self, reduce_op: ReduceOp, per_replica_value: jax.Array, destinations: Any, options: CommunicationOptions
     ) -> jax.Array:
-        return self.batch_reduce_implementation(reduce_op, [(value, destinations)], options)[0]
+        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     @override
     def batch_reduce_implementation(
-        self, reduce_op: ReduceOp, pairs: Sequence[Pair], options: CommunicationOptions
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
     ) -> list[jax.Array]:
-        values = [value for value, _ in pairs]
+        values = [value for value, _ in value_destination_pairs]
         packs = packing.no_longer_than(packing.ARRAYS_IN_A_MESSAGE, self._packs(values, options))
         return mean_or_sum(reduce_op, packed(lambda buffers: self._sum(buffers, options), values, packs))
 
@@ -193,26 +214,39 @@ class HierarchicalCopyAllReduce(_Packed):
 class ReductionToOneDevice(CrossDeviceOps):
     """Copies everything to one device, accumulates there, and copies the result back.
 
+    Every reduction of a strategy that has these operations accumulates so: `reduce`, `all_reduce`, `extended.reduce_to`, and
+    the gradients of optimizers.
+
     Args:
       reduce_to_device: the device that accumulates, for example `"gpu:0"`; the first replica's if None.
-      accumulation_fn: maps two arrays to one; a sum if None. A `MEAN` divides its result by the number of replicas.
+      accumulation_fn: a sum if None. Else a function of two arrays, or, if it has one argument without a default, of the
+        list of the replicas' arrays, in replica order. A `MEAN` divides its result by the number of replicas.
+
+    Raises:
+      InvalidArgumentError: `accumulation_fn` is not such a function.
+      DeviceError: `reduce_to_device` is not a device.
 
     Example:
       >>> import jax.numpy as jnp, phalanx
       >>> ops = phalanx.ReductionToOneDevice(accumulation_fn=jnp.maximum)
       >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ops)
+      >>> ids = strategy.run(lambda: phalanx.get_replica_context().replica_id_in_sync_group)
+      >>> strategy.reduce("SUM", ids, axis=None)
+      Array(1, dtype=int32)
     """
 
     def __init__(
-        self,
-        reduce_to_device: str | None = None,
-        accumulation_fn: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-        *,
-        _root: int = 0,
+        self, reduce_to_device: str | None = None, accumulation_fn: Accumulate | None = None, *, _root: int = 0
     ) -> None:
-        self.reduce_to_device = reduce_to_device and device_name(parse_device(reduce_to_device))
-        self.accumulation_fn = accumulation_fn or jnp.add
+        self.reduce_to_device = None if reduce_to_device is None else device_name(parse_device(reduce_to_device))
+        self.accumulation_fn = jnp.add if accumulation_fn is None else accumulation_fn
+        self._takes_list = accumulation_fn is not None and _takes_list(accumulation_fn)
         self._root = _root
+
+    @property
+    @override
+    def adds(self) -> bool:
+        return self.accumulation_fn is jnp.add
 
     @override
     def for_devices(self, devices: Sequence[jax.Device]) -> "ReductionToOneDevice":
@@ -225,17 +259,56 @@ class ReductionToOneDevice(CrossDeviceOps):
                 f"not one of the strategy's devices {names}.",
                 f"reduce_to_device={names[0]!r}",
             )
-        return ReductionToOneDevice(
-            self.reduce_to_device, self.accumulation_fn, _root=names.index(self.reduce_to_device)
-        )
+        root = names.index(self.reduce_to_device)
+        return ReductionToOneDevice(self.reduce_to_device, self.accumulation_fn, _root=root)
 
     @override
     def reduce_implementation(
-        self, reduce_op: ReduceOp, value: jax.Array, destinations: Any, options: CommunicationOptions
+        self, reduce_op: ReduceOp, per_replica_value: jax.Array, destinations: Any, options: CommunicationOptions
     ) -> jax.Array:
-        everyone = [_rotated(list(range(lax.axis_size(REPLICA_AXIS))), self._root)]
-        total = _spread(_fold(value, everyone, self.accumulation_fn), everyone)
-        return mean_or_sum(reduce_op, [total])[0]
+        members = list(range(lax.axis_size(REPLICA_AXIS)))
+        arrived = [
+            per_replica_value if i == self._root else lax.ppermute(per_replica_value, REPLICA_AXIS, [(i, self._root)])
+            for i in members
+        ]
+        # All devices run it, and what the others compute of zeros is not used.
+        total = self._accumulate(arrived)
+        return mean_or_sum(reduce_op, [_spread(total, [_rotated(members, self._root)])])[0]
+
+    def _accumulate(self, values: list[jax.Array]) -> jax.Array:
+        fn: Any = self.accumulation_fn
+        total = jnp.asarray(fn(values) if self._takes_list else functools.reduce(fn, values))
+        if total.shape != values[0].shape:
+            raise InvalidArgumentError(
+                f"accumulation_fn={shown(fn)} of {len(values)} arrays {values[0].dtype}{list(values[0].shape)}",
+                f"it returned an array {total.dtype}{list(total.shape)}.",
+                "accumulation_fn=jnp.maximum, or lambda values: jnp.stack(values).max(axis=0)",
+            )
+        return total
+
+
+def _takes_list(fn: Any) -> bool:
+    """Returns whether a function of accumulation takes the list of all arrays, as in tf.distribute, and not two arrays.
+
+    Raises:
+      InvalidArgumentError: it takes neither, or does not tell.
+    """
+    arguments.function("accumulation_fn", fn, "accumulation_fn=jnp.maximum")
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except ValueError:
+        parameters = ()  # type: ignore[assignment]
+    kinds = [p.kind for p in parameters]
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(needed) == 2 or (len(needed) < 2 and inspect.Parameter.VAR_POSITIONAL in kinds):
+        return False
+    if len(needed) == 1:
+        return True
+    raise InvalidArgumentError(
+        f"accumulation_fn={shown(fn)}",
+        "must take two arrays, or the list of all of them.",
+        "accumulation_fn=lambda a, b: jnp.maximum(a, b), or lambda values: jnp.stack(values).max(axis=0)",
+    )
 
 
 def mean_or_sum(op: ReduceOp, sums: list[jax.Array]) -> list[jax.Array]:
@@ -271,18 +344,70 @@ def _spread(total: jax.Array, groups: list[list[int]]) -> jax.Array:
     return result
 
 
-def _checked(pair: Pair) -> Pair:
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        raise InvalidArgumentError(f"pair={pair!r}", "must be a tuple (value, destinations).", "[(value, variable)]")
-    value, destinations = pair
-    if destinations is None or (isinstance(destinations, str) and not destinations):
+def checked_options(options: Any) -> CommunicationOptions:
+    """Returns the hints for a call.
+
+    Raises:
+      InvalidArgumentError: they are neither CommunicationOptions nor None.
+    """
+    if options is None:
+        return CommunicationOptions()
+    return arguments.instance(
+        "options", options, CommunicationOptions, "options=phalanx.experimental.CommunicationOptions()"
+    )
+
+
+def checked_pairs(pairs: Any) -> list[Pair]:
+    """Returns the pairs of a value and its destinations.
+
+    Raises:
+      InvalidArgumentError: it is not a list of pairs, or destinations that are none.
+    """
+    if not isinstance(pairs, (list, tuple)):
         raise InvalidArgumentError(
-            f"destinations={destinations!r}", "must be a value, a variable or a device name.", "destinations=value"
+            f"value_destination_pairs={shown(pairs)}", "must be a list of pairs.", "[(value, variable)]"
         )
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise InvalidArgumentError(
+                f"pair={shown(pair)}", "must be a tuple (value, destinations).", "[(value, variable)]"
+            )
+        check_destinations(pair[1])
+    return list(pairs)
+
+
+_DESTINATIONS = (str, int, float, complex, np.ndarray, np.generic, jax.Array, jax.Device, Variable, DistributedValues)
+
+
+def check_destinations(destinations: Any) -> None:
+    """Raises for what is no place.
+
+    Raises:
+      InvalidArgumentError: neither a value, nor a variable, nor the name of a device.
+    """
+    if not isinstance(destinations, _DESTINATIONS) or (isinstance(destinations, str) and not destinations):
+        raise InvalidArgumentError(
+            f"destinations={shown(destinations)}", "must be a value, a variable or a device name.", "destinations=value"
+        )
+
+
+def _checked(pair: Pair) -> Pair:
+    value, destinations = pair
+    check_destinations(destinations)
     if isinstance(value, PerReplica):
-        raise ContextError(
-            "a cross-device operation on a PerReplica",
-            "it runs inside a program only.",
-            "strategy.extended.reduce_to(op, value, value)",
-        )
+        raise ContextError("a cross-device operation on a PerReplica", "it runs inside a program only.", _REDUCE_TO)
     return to_array(value.value if isinstance(value, ReplicaLocal) else value), destinations
+
+
+def _require_program() -> None:
+    """Raises outside a program of the replicas.
+
+    Raises:
+      ContextError: no replica is running.
+    """
+    try:
+        lax.axis_size(REPLICA_AXIS)
+    except NameError:
+        raise ContextError(
+            "a cross-device operation outside merge_call", "it runs inside a program of the replicas only.", _REDUCE_TO
+        ) from None

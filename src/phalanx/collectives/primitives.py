@@ -10,24 +10,57 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import linear_call
 
-from phalanx.errors import ReduceOpError
+from phalanx.errors import PhalanxError, ReduceOpError, shown
 from phalanx.options import ReduceOp
 from phalanx.topology import REPLICA_AXIS
+from phalanx.values import PerReplica
+
+
+def as_array(value: Any) -> jax.Array:
+    """Returns `value` as an array, bools included.
+
+    Raises:
+      ReduceOpError: it is not a number or an array of numbers, or an array that was deleted.
+      ContextError: it is a `PerReplica`.
+    """
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted():
+        raise ReduceOpError(
+            f"an array {value.dtype}{list(value.shape)}",
+            "it was deleted, or donated to a program.",
+            "jnp.copy(x) before",
+        )
+    try:
+        return jnp.asarray(value)
+    except PhalanxError:
+        raise
+    except Exception as e:
+        raise ReduceOpError(
+            f"value={shown(value)}", "not an array of numbers.", "pass arrays, or a pytree of arrays"
+        ) from e
+
+
+def check_arrays(tree: Any) -> None:
+    """Raises for leaves that are not arrays of numbers, without copying large ones.
+
+    Raises:
+      ReduceOpError, ContextError: as `as_array`.
+    """
+    for leaf in jax.tree.leaves(tree, is_leaf=_is_per_replica):
+        if not isinstance(leaf, np.ndarray) or leaf.dtype.kind in "OSUMm":
+            as_array(leaf)
 
 
 def to_array(value: Any) -> jax.Array:
-    """Returns `value` as an array.
+    """Returns `value` as an array that has a sum.
 
     Raises:
-      ReduceOpError: it is not a number or an array of numbers.
+      ReduceOpError, ContextError: as `as_array`, and for bools.
     """
-    try:
-        array = jnp.asarray(value)
-    except TypeError as e:
-        raise ReduceOpError(f"value={value!r}", "not an array of numbers.", "pass arrays, or a pytree of arrays") from e
+    array = as_array(value)
     if array.dtype == jnp.bool_:
         raise ReduceOpError("a value of dtype bool", "bools have no sum or mean.", 'value.astype("int32")')
     return array
@@ -78,7 +111,7 @@ def all_reduce(op: ReduceOp, tree: Any, num_replicas: int, *, counts: Any = None
       counts: whether this replica counts in a mean; None where all do. Where none does the mean is zero.
       wire_dtype: as which dtype wider floats cross; None as their own.
     """
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_per_replica)
     arrays = [to_array(x) for x in leaves]
     divisor: Any = num_replicas
     if num_replicas > 1 and op is ReduceOp.MEAN and counts is not None:
@@ -101,13 +134,19 @@ def all_gather(tree: Any, dim: int, num_replicas: int) -> Any:
     """
 
     def gather(value: Any) -> jax.Array:
-        array = jnp.asarray(value)
+        array = as_array(value)
         dim_ = canonical_dim(dim, array.ndim, "axis")
         if num_replicas == 1:
             return array
+        if not array.size:  # XLA has no collectives of nothing.
+            return jnp.concatenate([array] * num_replicas, axis=dim_)
         return lax.all_gather(array, REPLICA_AXIS, axis=dim_, tiled=True)
 
-    return jax.tree.map(gather, tree)
+    return jax.tree.map(gather, tree, is_leaf=_is_per_replica)
+
+
+def _is_per_replica(value: object) -> bool:
+    return isinstance(value, PerReplica)
 
 
 def broadcast(tree: Any, num_replicas: int, source: int = 0) -> Any:
@@ -159,7 +198,7 @@ def canonical_dim(dim: int, ndim: int, name: str) -> int:
       ReduceOpError: `dim` is not an integer between -ndim and ndim - 1.
     """
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise ReduceOpError(f"{name}={dim!r}", "must be an integer.", f"{name}=0")
+        raise ReduceOpError(f"{name}={shown(dim)}", "must be an integer.", f"{name}=0")
     if not -ndim <= dim < ndim:
         where = "a scalar has no dims" if ndim == 0 else f"the value has dims 0 to {ndim - 1}"
         raise ReduceOpError(f"{name}={dim}", f"{where}.", f"{name}=None" if ndim == 0 else f"{name}=0")

@@ -7,9 +7,13 @@ from phalanx.coordinator.queue import RemoteValue
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerValues
 from phalanx.parameters.here import experimental_get_current_worker_index
 
+PerWorkerValue = PerWorkerValues
+"""The newer name of `PerWorkerValues`."""
+
 __all__ = [
     "ClusterCoordinator",
     "PerWorkerDataset",
+    "PerWorkerValue",
     "PerWorkerValues",
     "RemoteValue",
     "Status",

@@ -4,15 +4,14 @@
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, final
 
 import jax
 
 from phalanx.coordinator.progress import Status, shown
 from phalanx.coordinator.queue import Closure, ClosureQueue, RemoteValue
-from phalanx.coordinator.steps import Steps, check_call
-from phalanx.coordinator.supervisor import State, Supervisor, Work, WorkerLost
+from phalanx.coordinator.steps import Steps, check_call, name_of
+from phalanx.coordinator.supervisor import MOST_LOSSES, State, Supervisor, Work, WorkerLost, lost_again
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, check_function, check_maker
 from phalanx.errors import InvalidArgumentError
 from phalanx.strategies.parameter_server import ParameterServerStrategy, on_run
@@ -46,7 +45,7 @@ class ClusterCoordinator:
                 "only the steps of a ParameterServerStrategy are scheduled.",
                 "ClusterCoordinator(phalanx.ParameterServerStrategy())",
             )
-        _ = strategy.homes.servers  # Raises where they have ended.
+        strategy.homes.servers.require_open()
         if strategy not in _of_strategy:
             _of_strategy[strategy] = super().__new__(cls)
         return _of_strategy[strategy]
@@ -59,7 +58,7 @@ class ClusterCoordinator:
         self._supervisors = [Supervisor(i, strategy, self._queue) for i in range(strategy.cluster.workers)]
         platforms = sorted({s.platform() for s in self._supervisors})
         self._steps = Steps(strategy, platforms)
-        strategy.homes.tell("enter", [s.pusher for s in self._supervisors])
+        strategy.homes.servers.tell("enter", [s.pusher for s in self._supervisors])
         for supervisor in self._supervisors:
             supervisor.begin(self._steps)
         strategy.before_close(self._queue.stop)
@@ -106,11 +105,12 @@ class ClusterCoordinator:
     def join(self) -> None:
         """Waits until all scheduled steps have been done. May be called outside of scheduled steps.
 
-        On a terminal it shows a line meanwhile: steps a second, workers, queue and staleness.
+        On a terminal it shows a line: steps per second, workers, queue and staleness. Elsewhere it writes such a line every 30 s.
 
         Raises:
           Exception: the first that a step raised; the others are cancelled.
-          ServerLostError: a parameter server has died.
+          ServerLostError: a parameter server has died, or gives no sign of life.
+          WorkerLostError: a step does not end, or ends each worker that tries it.
         """
         with shown(self.status, self._num_done):
             self._queue.join()
@@ -134,7 +134,8 @@ class ClusterCoordinator:
 
         Args:
           dataset_fn: makes the dataset, on each worker, which calls it again when it comes back after a loss; or a dataset, which is
-            copied to them. A dataset is whatever gives batches when it is iterated over.
+            copied to them. A dataset is whatever gives batches when it is iterated over, or a function without arguments that returns
+            such.
 
         Returns:
           What `iter` makes an argument of `schedule` of.
@@ -153,7 +154,9 @@ class ClusterCoordinator:
                     "create_per_worker_dataset(lambda: dataset)",
                 )
             make = lambda: dataset_fn  # noqa: E731
-        return PerWorkerDataset(lambda: PerWorkerIterator(next(self._names), dataset_fn, make, self._drop))
+        return PerWorkerDataset(
+            lambda: PerWorkerIterator(next(self._names), dataset_fn, make, self._drop), self.spec_of
+        )
 
     def create_per_worker_values(self, fn: Callable[[], Any]) -> PerWorkerValues:
         """Makes a value of each worker's own: what `fn` returns there. May be called outside of scheduled steps.
@@ -169,7 +172,7 @@ class ClusterCoordinator:
 
     def status(self) -> Status:
         """Returns how far the steps are. May be called in any context."""
-        updates, staleness, _ = self._strategy.homes.answers([self._strategy.homes.servers[0].statistics.remote()])[0]
+        ((updates, staleness, _),) = self._strategy.homes.servers.ask("statistics", (0,))
         return Status(
             workers=len(self._supervisors),
             alive=sum(s.state is State.WORKING for s in self._supervisors),
@@ -186,18 +189,23 @@ class ClusterCoordinator:
         return sum(s.num_steps for s in self._supervisors)
 
     def spec_of(self, resource: PerWorkerValues) -> Any:
-        """Returns the structure and the shapes of a worker's next batch, which is not taken. May be called in any context."""
-        ((spec,),) = self._specs([resource])
-        return spec
+        """Returns the shapes and dtypes of a worker's next batch, which is not taken, as a nest. May be called in any context."""
+        (((tree, leaves),),) = self._specs([resource])
+        return tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
 
     def _specs(self, resources: Sequence[PerWorkerValues]) -> Any:
         if not resources:
             return ()
+        losses: list[str] = []
         while True:
-            for supervisor in self._supervisors:
-                with suppress(WorkerLost):
+            for supervisor in sorted(self._supervisors, key=lambda s: s.state is not State.WORKING):
+                try:
                     return supervisor.specs(resources)
-            self._supervisors[0].replace()
+                except WorkerLost as e:
+                    losses.append(str(e))
+                    if len(losses) == MOST_LOSSES:
+                        names = ", ".join(f"`{name_of(r.given)}`" for r in resources)
+                        raise lost_again(f"the datasets and values of workers: {names}", losses) from e
 
     def _wake(self) -> None:
         for supervisor in self._supervisors:

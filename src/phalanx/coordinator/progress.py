@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line on a terminal that says how far the steps are, while somebody waits for them."""
+"""One line that says how far the steps are, while somebody waits for them: refreshed on a terminal, and now and then elsewhere."""
 
 import shutil
 import sys
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 _EVERY_S = 1.0
+_EVERY_S_IN_LOGS = 30.0
 _CLEARED = "\r\x1b[K"
 
 
@@ -56,42 +57,43 @@ class Status:
 
 @contextmanager
 def shown(
-    status: Callable[[], Status], done: int, terminal: TextIO | None = None, every_s: float = _EVERY_S
+    status: Callable[[], Status], done: int, stream: TextIO | None = None, every_s: float | None = None
 ) -> Iterator[None]:
-    """Shows a line that is refreshed meanwhile; none where there is no terminal.
+    """Shows a line that is refreshed until the end of the block; where there is no terminal, writes lines.
 
     Args:
       status: how far the steps are; what it raises ends the line.
       done: how many were done before.
-      terminal: where to show it; None for standard error.
-      every_s: how often it is refreshed.
+      stream: where to show it; None for standard error.
+      every_s: how often; None for 1 s on a terminal, and 30 s elsewhere.
     """
-    terminal = sys.stderr if terminal is None else terminal
-    if not terminal.isatty():
-        yield
-        return
+    stream = sys.stderr if stream is None else stream
+    if every_s is None:
+        every_s = _EVERY_S if stream.isatty() else _EVERY_S_IN_LOGS
     over = threading.Event()
-    thread = threading.Thread(target=_refresh, args=(status, done, terminal, every_s, over), daemon=True)
+    thread = threading.Thread(target=_refresh, args=(status, done, stream, every_s, over), daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
         # It may be waiting for a server that does not answer any more.
-        thread.join(every_s)
+        thread.join(_EVERY_S)
 
 
-def _refresh(status: Callable[[], Status], done: int, terminal: TextIO, every_s: float, over: threading.Event) -> None:
-    before, began = done, time.perf_counter()
+def _refresh(status: Callable[[], Status], done: int, stream: TextIO, every_s: float, over: threading.Event) -> None:
+    before, began, is_terminal = done, time.perf_counter(), stream.isatty()
     while not over.wait(every_s):
         try:
             now, ended = status(), time.perf_counter()
         except Exception:  # A server is lost, of which `join` tells.
             break
-        rate = (now.done - before) / (ended - began)
+        line = now.line((now.done - before) / (ended - began))
         before, began = now.done, ended
         # A line that is wrapped could not be cleared.
-        terminal.write(_CLEARED + now.line(rate)[: shutil.get_terminal_size().columns - 1])
-        terminal.flush()
-    terminal.write(_CLEARED)
-    terminal.flush()
+        columns = shutil.get_terminal_size().columns
+        stream.write(_CLEARED + line[: columns - 1] if is_terminal else f"{line}\n")
+        stream.flush()
+    if is_terminal:
+        stream.write(_CLEARED)
+        stream.flush()

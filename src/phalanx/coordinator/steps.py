@@ -20,9 +20,9 @@ from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerW
 from phalanx.errors import InvalidArgumentError
 from phalanx.exported import export
 from phalanx.parameters.plans import StepProgram
-from phalanx.programs import Arguments, MadeAnew
+from phalanx.programs import MadeAnew
 from phalanx.strategies.parameter_server import ParameterServerStrategy
-from phalanx.structure import Structure
+from phalanx.structure import Arguments, Structure
 from phalanx.variables import describe
 
 _SEED_STRIDE = np.uint32(0x9E3779B9)
@@ -160,6 +160,7 @@ class Steps:
         variant = next(self._variants)
         step.outputs[variant] = exported.output
         return StepProgram(
+            name=name_of(fn),
             module=exported.module,
             draws=tuple(batches.taken for batches in used),
             values=placements,
@@ -191,6 +192,11 @@ class Steps:
 
         with context.enter(Mode(self._strategy, None)):
             return export(call, [*own, *drawn], self._platforms, clips=self._strategy.homes.clips)
+
+
+def name_of(fn: Any) -> str:
+    """Returns what a function is called in messages."""
+    return str(getattr(fn, "__qualname__", repr(fn)))
 
 
 def _shape_of(shaping: Any) -> Any:

@@ -9,22 +9,27 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from phalanx.coordinator.queue import Closure, ClosureQueue
-from phalanx.coordinator.steps import Step, Steps
+from phalanx.coordinator.steps import Step, Steps, name_of
 from phalanx.coordinator.values import PerWorkerIterator, PerWorkerValues
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InvalidArgumentError, ServerLostError, WorkerLostError
 from phalanx.parameters.plans import Pusher, Report, Task
 from phalanx.parameters.worker import Worker
+from phalanx.runtime.calls import Lost, Peer, Stalled
 from phalanx.runtime.ray import load_ray
+from phalanx.servers import not_started
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 _log = logging.getLogger("phalanx")
 
 _START_S = 3600.0
+MOST_LOSSES = 3
+"""How many workers in a row may be lost with one step, or one dataset."""
+
 _AT_ONCE_S = 0.2
 _MOST_AT_ONCE = 64
 
@@ -37,6 +42,10 @@ class State(Enum):
     LOST = "lost"
 
 
+class WorkerLost(Exception):
+    """The worker has died, or gives no sign of life: what it was to do may be given to another one."""
+
+
 @dataclass(frozen=True)
 class Work:
     """A scheduled step.
@@ -46,16 +55,14 @@ class Work:
       fn: the function.
       inputs: its arrays.
       resources: the workers' own datasets and values among its arguments.
+      losses: how each worker was lost that was at it.
     """
 
     step: Step
     fn: Callable[..., Any]
     inputs: tuple[Any, ...]
     resources: list[PerWorkerValues]
-
-
-class WorkerLost(Exception):
-    """The worker has died, or gives no sign of life."""
+    losses: list[str] = field(default_factory=list)
 
 
 class Supervisor:
@@ -83,12 +90,20 @@ class Supervisor:
         self._making = threading.RLock()
         self._left: Any = None
         self._step_s = _AT_ONCE_S
-        self._actor = self._start()
+        self._peer = self._start()
         self._thread = threading.Thread(target=self._serve, name=f"phalanx-worker-{index}", daemon=True)
 
     def platform(self) -> str:
-        """Returns on what the worker computes, as soon as it has started."""
-        return str(self._wait(self._actor.ping.remote(), _START_S))
+        """Returns on what the worker computes, as soon as it has started.
+
+        Raises:
+          StartupError: it has ended instead.
+        """
+        try:
+            (sign,) = self._strategy.homes.servers.calls.answers([self._peer.ask("ping")])
+        except Lost as e:
+            raise not_started(e) from e
+        return str(sign.platform)
 
     def begin(self, steps: Steps) -> None:
         """Starts to give the worker its steps."""
@@ -98,13 +113,13 @@ class Supervisor:
     def rest(self) -> None:
         """Hears that no step is to be expected of the worker: where updates wait for each other's, none waits for its."""
         if self._strategy.max_staleness is not None and self._left is None:
-            self._left = self._strategy.homes.servers[0].leave.remote(self.pusher)
+            self._left = self._strategy.homes.servers.peers[0].ask("leave", self.pusher)
 
     def wake(self) -> None:
         """Hears that steps are to be expected again."""
         if self._left is not None:
-            self._strategy.homes.answers([self._left])
-            self._strategy.homes.tell("enter", [self.pusher])
+            self._strategy.homes.servers.answers([self._left])
+            self._strategy.homes.servers.tell("enter", [self.pusher])
             self._left = None
 
     def specs(self, resources: Sequence[PerWorkerValues]) -> Any:
@@ -112,7 +127,9 @@ class Supervisor:
 
         Raises:
           WorkerLost: it is not there.
+          WorkerLostError: its dataset does not get on.
         """
+        self.replace()
         self._make(resources)
         return tuple(self._call("specs", [r.name for r in resources]))
 
@@ -134,11 +151,17 @@ class Supervisor:
         closure = self._queue.get(self.rest)
         if closure is None:
             return False
-        actor, closures = self._actor, [closure, *self._queue.get_more(self._share())]
+        closures = [closure]
         try:
+            self.replace()
+            closures += self._queue.get_more(self._share())
             self._do(closures)
-        except WorkerLost:
-            self._try_to_replace(actor)
+        except WorkerLost as e:
+            self._lose(closures, e)
+        except Exception as e:
+            self._queue.fail(closures[0], e)
+            self._put_back(closures[1:])
+        self._try_to_replace()
         return True
 
     def _share(self) -> int:
@@ -149,18 +172,20 @@ class Supervisor:
         return max(0, min(fair, int(_AT_ONCE_S / self._step_s), _MOST_AT_ONCE) - 1)
 
     def _do(self, closures: list[Closure]) -> None:
-        """Has steps done, and ends their closures."""
-        left = list(closures)
-        try:
-            while left:
-                self._some(left)
-        except WorkerLost:
-            self.num_again += len(left)
-            self._put_back(left)
-            raise
-        except Exception as e:
-            self._queue.fail(left[0], e)
-            self._put_back(left[1:])
+        """Has steps done, and takes their closures out of the list."""
+        while closures:
+            self._some(closures)
+
+    def _lose(self, closures: Sequence[Closure], why: WorkerLost) -> None:
+        """Gives the steps of a worker that was lost to others, unless too many were lost with the first one."""
+        self.num_again += len(closures)
+        losses = closures[0].work.losses
+        losses.append(str(why))
+        if len(losses) < MOST_LOSSES:
+            self._put_back(closures)
+        else:
+            self._queue.fail(closures[0], lost_again(_described(closures[0].work), losses))
+            self._put_back(closures[1:])
 
     def _some(self, closures: list[Closure]) -> None:
         """Has as many steps done as the worker can, and takes these closures out of the list.
@@ -204,54 +229,47 @@ class Supervisor:
 
     def _go_on(self) -> None:
         """Goes on after a parameter server was lost: with those that are there now, as another pusher."""
-        homes = self._strategy.homes
-        homes.recover([self.pusher])
+        servers = self._strategy.homes.servers
+        servers.recover([self.pusher])
         self._enter()
-        self._call("meet", self.pusher, homes.servers)
+        self._call("meet", self.pusher, servers.actors)
 
     def _enter(self) -> None:
-        homes = self._strategy.homes
+        servers = self._strategy.homes.servers
         old, self.pusher = self.pusher, Pusher(self.pusher.worker, self.pusher.life + 1)
-        homes.forget(old)
-        homes.tell("enter", [self.pusher])
+        servers.forget(old)
+        servers.tell("enter", [self.pusher])
         self._left = None
 
-    def _try_to_replace(self, actor: Any) -> None:
-        """Starts another worker; where that fails, the next step fails."""
-        if self._queue.is_stopped:
-            return
-        try:
-            self.replace(actor)
-        except Exception as e:
-            closure = self._queue.get(self.rest)
-            if closure is not None:
-                self._queue.fail(closure, e)
+    def _try_to_replace(self) -> None:
+        """Starts another worker if this one is lost; if that fails, the next step tries again."""
+        if not self._queue.is_stopped:
+            with suppress(Exception):
+                self.replace()
 
-    def replace(self, actor: Any = None) -> None:
-        """Starts another worker in the place of one that is lost, for as long as it takes; in any thread.
+    def replace(self) -> None:
+        """Starts another worker if this one is lost, for as long as it takes; in any thread.
 
         Raises:
+          WorkerLost: the other one is lost too.
           ServerLostError: a parameter server is lost too.
         """
         with self._making:
-            if actor is not None and actor is not self._actor:
+            if self.state is not State.LOST:
                 return
-            self.state, self.num_lost = State.LOST, self.num_lost + 1
-            _log.warning(
-                "worker:%d was lost. Another is started in its place, and its steps are done again.", self.pusher.worker
-            )
-            self._strategy.cluster.end(self._actor)
+            self._strategy.cluster.end(self._peer.actor)
             self._enter()
             self._made = {}
             self.state = State.STARTING
-            self._actor = self._start()
-            with suppress(WorkerLost):  # The next step that it is given finds out.
-                self._wait(self._actor.ping.remote(), _START_S)
-                self.state = State.WORKING
+            self._peer = self._start()
+            self._call("ping")
+            self.state = State.WORKING
 
-    def _start(self) -> Any:
-        cluster = self._strategy.cluster
-        return cluster.actor(Worker, "worker", self.pusher.worker, self.pusher, self._strategy.homes.servers, threads=3)
+    def _start(self) -> Peer:
+        strategy, index = self._strategy, self.pusher.worker
+        # One thread for `run`, one for `make`, and the others for `ping`, `specs` and `value`.
+        actor = strategy.cluster.actor(Worker, "worker", index, self.pusher, strategy.homes.servers.actors, threads=8)
+        return Peer(self._ray, actor, f"worker {index}", strategy.worker_timeout_s, _START_S)
 
     def _make(self, resources: Sequence[PerWorkerValues]) -> None:
         with self._making:
@@ -265,7 +283,10 @@ class Supervisor:
 
     def _make_one(self, resource: PerWorkerValues) -> None:
         try:
-            self._call("make", resource.name, self._sent(resource), isinstance(resource, PerWorkerIterator))
+            described = f"`{name_of(resource.given)}`"
+            self._call(
+                "make", resource.name, self._sent(resource), described[:80], isinstance(resource, PerWorkerIterator)
+            )
         except self._ray.exceptions.RaySystemError as e:
             found = str(e).strip().splitlines()[-1]
             raise InvalidArgumentError(
@@ -286,22 +307,52 @@ class Supervisor:
             ) from e
 
     def _call(self, method: str, *args: Any) -> Any:
-        """Calls a method of the worker, and waits for as long as it gives a sign of life."""
-        reply = getattr(self._actor, method).remote(*args)
-        while True:
-            done, _ = self._ray.wait([reply], timeout=self._strategy.worker_timeout_s)
-            if done:
-                return self._wait(reply, None)
-            self._wait(self._actor.ping.remote(), self._strategy.worker_timeout_s)
+        """Calls a method of the worker, and waits for it.
 
-    def _wait(self, reply: Any, timeout_s: float | None) -> Any:
-        exceptions = self._ray.exceptions
+        Raises:
+          WorkerLost: the worker has died, or gives no sign of life.
+          WorkerLostError: it is alive, and does not get on.
+          ServerLostError: a parameter server, for which it may wait, gives no sign of life.
+        """
+        peer, servers = self._peer, self._strategy.homes.servers
+        reply = peer.ask(method, *args)
+        while True:
+            try:
+                (answer,) = servers.calls.answers([reply], servers.peers)
+                return answer
+            except Lost as e:
+                if e.peer is not peer:
+                    self._require_servers(peer)
+                    continue
+                self._note_loss(peer, e)
+                if isinstance(e, Stalled):
+                    raise WorkerLostError(
+                        str(peer),
+                        f"it {e.found}.",
+                        f"worker_timeout_s={2 * self._strategy.worker_timeout_s:.0f}, or more, if it takes so long; "
+                        "else look for a loop that does not end, or for what the function waits for",
+                    ) from e
+                raise WorkerLost(f"{e} while it was at `{method}`") from e
+
+    def _require_servers(self, peer: Peer) -> None:
+        """Restarts servers that are silent; if that cannot be, the worker may wait for them for ever, and is given up."""
         try:
-            return self._ray.get(reply, timeout=timeout_s)
-        except (exceptions.RayActorError, exceptions.GetTimeoutError) as e:
-            raise WorkerLost from e
-        except exceptions.RayTaskError as e:
-            raise _cause_of(e, self.pusher.worker) from None
+            self._strategy.homes.servers.recover([])
+        except ServerLostError:
+            self._note_loss(peer, None)
+            raise
+
+    def _note_loss(self, peer: Peer, why: Lost | None) -> None:
+        with self._making:
+            if peer is not self._peer or self.state is State.LOST:
+                return
+            self.state = State.LOST
+            if why is not None and not self._queue.is_stopped:
+                self.num_lost += 1
+                _log.warning(
+                    "worker:%d was lost. Another is started in its place, and its steps are done again.",
+                    self.pusher.worker,
+                )
 
     def _put_back(self, closures: Sequence[Closure]) -> None:
         for closure in reversed(closures):
@@ -312,10 +363,15 @@ def _asked(resource: PerWorkerValues) -> str:
     return f"a worker's dataset or value of {resource.given!r:.80}"
 
 
-def _cause_of(error: Any, worker: int) -> BaseException:
-    """Returns what was raised on a worker, with the traceback from there."""
-    cause = error.cause
-    if not isinstance(cause, BaseException):
-        return error  # type: ignore[no-any-return]
-    cause.add_note(f"On worker {worker}:\n{error}")
-    return cause
+def _described(work: Work) -> str:
+    resources = " and ".join(f"`{name_of(r.given)}`" for r in work.resources)
+    return f"a scheduled step of `{name_of(work.fn)}`" + (f" with {resources}" if resources else "")
+
+
+def lost_again(asked: str, losses: Sequence[str]) -> WorkerLostError:
+    """Returns the error of what takes every worker along that tries it."""
+    return WorkerLostError(
+        asked,
+        f"{len(losses)} workers in a row were lost with it; the last: {losses[-1]}.",
+        "call the dataset function in this process, to see what ends it; more memory if a worker was killed for want of it",
+    )

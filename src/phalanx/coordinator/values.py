@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each worker has of its own."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, final
@@ -32,11 +33,16 @@ class PerWorkerIterator(PerWorkerValues):
         return self
 
     def __next__(self) -> NoReturn:
+        """Raises: batches are taken in scheduled steps."""
         raise ContextError(
             "next of a per-worker iterator at the coordinator",
             "its batches are on the workers.",
             "coordinator.schedule(step, args=(iterator,)), and next(iterator) inside the step",
         )
+
+    def get_next(self) -> NoReturn:
+        """Raises what `next` raises; inside a scheduled step it returns the next batch."""
+        next(self)
 
 
 @final
@@ -46,8 +52,16 @@ class PerWorkerDataset:
     Source: tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset.
     """
 
-    def __init__(self, make: Callable[[], PerWorkerIterator]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], PerWorkerIterator], spec_of: Callable[[PerWorkerIterator], Any]) -> None:
+        self._make, self._spec_of = make, spec_of
+
+    @functools.cached_property
+    def element_spec(self) -> Any:
+        """The structure, shapes and dtypes of a worker's first batch. May be read outside of scheduled steps.
+
+        Some worker makes the dataset for it, and takes a batch that no step gets.
+        """
+        return self._spec_of(self._make())
 
     def __iter__(self) -> Iterator[Any]:
         """Returns iterators at the beginning of the datasets. Must be called outside of scheduled steps."""

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Datasets whose batches are divided over the replicas, and their iterators."""
 
+import dataclasses
 import functools
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, final
 
 import jax
 import numpy as np
+from typing_extensions import override
 
-from phalanx import compat
+from phalanx import compat, lifting
+from phalanx.draws import AbstractIterator
 from phalanx.errors import CardinalityError, ContextError, InputError, InvalidArgumentError, OutOfRangeError
+from phalanx.frames import user_place
 from phalanx.input import state as positions
 from phalanx.input.feed import AbstractBatches, Batch, Form, Place, ReadAhead, Step
 from phalanx.input.lockstep import Lockstep, require_same_data
@@ -56,6 +61,7 @@ class DistributedDataset:
         self._untouched: DistributedIterator | None = None
 
     def __iter__(self) -> "DistributedIterator":
+        _require_outside_programs("iter(dataset)")
         iterator, self._untouched = self._untouched, None
         return iterator or DistributedIterator(self._plan, self._topology, self._options, steps=self._steps)
 
@@ -67,6 +73,11 @@ class DistributedDataset:
                 "for batch in dataset",
             )
         return self.cardinality
+
+    @property
+    def topology(self) -> Any:
+        """The devices for which batches are divided; None under the default strategy."""
+        return self._topology
 
     @property
     def cardinality(self) -> int:
@@ -157,10 +168,11 @@ class Optional(Generic[T]):
 
 
 @final
-class DistributedIterator:
+class DistributedIterator(AbstractIterator):
     """One pass over a `DistributedDataset`. A background thread reads ahead; it ends with the iterator.
 
-    Used outside programs: the batch is an argument of the step.
+    Used outside programs, where the batch is an argument of the step; or in a `phalanx.function`: each call takes as many batches as
+    the function took when it was traced. A call that raises, for example because too few batches are left, takes none.
 
     Args:
       plan: which worker reads what.
@@ -174,9 +186,12 @@ class DistributedIterator:
         self._worker = worker_of(topology)
         self._state: State
         self._batches: AbstractBatches
+        # Batches that were looked at before they are handed out.
+        self._seen: deque[Batch] = deque()
         self._open(None)
 
     def __iter__(self) -> "DistributedIterator":
+        _require_outside_programs("a loop over an iterator")
         return self
 
     def __next__(self) -> Any:
@@ -184,9 +199,12 @@ class DistributedIterator:
 
         Raises:
           StopIteration: there is none.
-          ContextError: called while a step is traced.
+          OutOfRangeError: there is none, in a `phalanx.function`.
+          ContextError: called in a replica function, or in the body of a loop.
           InputError: the data cannot be divided.
         """
+        if compat.lift_scope() is not None:
+            return self._drawn(is_optional=False)[0]
         batch = self._next(self._form)
         if batch is None:
             raise StopIteration
@@ -198,13 +216,18 @@ class DistributedIterator:
         Raises:
           OutOfRangeError: there is none.
         """
-        batch = self._next(self._form)
-        if batch is None:
-            raise _at_end("iterator.get_next()")
-        return batch.value
+        try:
+            return next(self)
+        except StopIteration:
+            raise _at_end("iterator.get_next()") from None
 
     def get_next_as_optional(self) -> Optional[Any]:
-        """Returns the next batch as an `Optional`, which has no value at the end."""
+        """Returns the next batch as an `Optional`, which has no value at the end.
+
+        In a `phalanx.function`, `has_value()` is a bool: the last call, which finds no batch, has a program of its own.
+        """
+        if compat.lift_scope() is not None:
+            return Optional(self._drawn(is_optional=True))
         batch = self._next(self._form)
         return Optional(() if batch is None else (batch.value,))
 
@@ -220,6 +243,7 @@ class DistributedIterator:
         Raises:
           OutOfRangeError: there is none.
         """
+        _require_outside_programs("Strategy.run_steps")
         batch = self._next(Form(steps, room or steps, alike=not self._plan.source.facts.one_layout))
         if batch is None:
             raise _at_end("the next steps of an iterator")
@@ -233,10 +257,11 @@ class DistributedIterator:
         Raises:
           OutOfRangeError: there is none.
         """
+        _require_outside_programs("Strategy.run_steps")
         batches: list[Any] = []
         while len(batches) < steps and (batch := self._read(Form())) is not None:
             if batches and _shapes(batch.value) != _shapes(batches[0]):
-                self._batches.put_back(batch)
+                self._put_back(batch, Form())
                 break
             batches.append(batch.value)
             self._state = batch.state or self._state
@@ -251,11 +276,24 @@ class DistributedIterator:
         Raises:
           InputError: there is no further batch.
         """
-        batch = self._read(self._form)
+        batch = self.look(0)
         if batch is None:
             raise InputError("element_spec", "the dataset has no further batch.", "a dataset that is not empty")
-        self._batches.put_back(batch)
-        return jax.tree.map(_spec, batch.value, is_leaf=is_distributed)
+        return jax.tree.map(_spec, batch[0], is_leaf=is_distributed)
+
+    @override
+    def look(self, index: int) -> tuple[Any] | None:
+        while len(self._seen) <= index:
+            batch = self._batches.get(self._form)
+            if batch is None:
+                return None
+            self._seen.append(batch)
+        return (self._seen[index].value,)
+
+    @override
+    def advance(self, count: int) -> None:
+        for _ in range(count):
+            self._next(self._form)
 
     def get_state(self) -> State:
         """Returns the position after the last batch that was handed out. With several workers all must call it.
@@ -266,7 +304,8 @@ class DistributedIterator:
         Returns:
           A dict of numbers, strings, lists and dicts.
         """
-        return positions.of_all_workers(self._state, exchange_of(self._topology)) if self._plan.agreed else self._state
+        state = positions.marked(self._state, self._plan.source.facts)
+        return positions.of_all_workers(state, exchange_of(self._topology)) if self._plan.agreed else state
 
     def set_state(self, state: State) -> None:
         """Goes to a position. With several workers all must call it.
@@ -275,10 +314,17 @@ class DistributedIterator:
           state: what `get_state` returned, of this or another iterator over the same data.
 
         Raises:
-          InputError: it is a position in another kind of dataset.
+          InputError: it is no position, or one of other data: another kind of dataset, or another number of rows.
         """
+        state = positions.of_worker(state, self._worker.index, self._worker.count)
+        state = positions.unmarked(state, self._plan.source.facts)
         self._batches.stop()
-        self._open(positions.of_worker(state, self._worker.index, self._worker.count))
+        self._open(state)
+        self._seen.clear()
+
+    def stop_reading(self) -> None:
+        """Ends reading ahead, until the next batch is asked for. What was read is not lost."""
+        self._batches.stop()
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
         """Writes `get_state()` to a file; with several workers all must call it, and the chief writes."""
@@ -298,15 +344,17 @@ class DistributedIterator:
         reader = self._plan.source.open(self._worker, self._plan.policy, state)
         self._state = reader.get_state()
         place, ahead = self._placing(), self._options.experimental_per_replica_buffer_size
-        if self._worker.count > 1 and not self._plan.source.facts.is_in_memory:
+        facts = self._plan.source.facts
+        if self._worker.count > 1 and not facts.is_in_memory:
             # Under DATA too: a worker whose data fails must not leave the others waiting for it in the step.
             exchange = exchange_of(self._topology)
-            self._batches = Lockstep(reader, place, self._worker, exchange, ahead=ahead > 0)
+            self._batches = Lockstep(reader, place, self._worker, exchange, ahead=ahead > 0, copies=facts.is_borrowed)
         else:
             # Under the default strategy nothing is put anywhere, and a dataset on a device is read where it is.
             here = self._topology is None or self._options.experimental_place_dataset_on_device
-            in_thread = not self._plan.source.facts.is_in_memory
-            self._batches = ReadAhead(reader, place, 0 if here else ahead, in_thread=in_thread)
+            # The default strategy hands out the arrays of a dataset themselves.
+            facts = dataclasses.replace(facts, is_borrowed=facts.is_borrowed and self._topology is not None)
+            self._batches = ReadAhead(reader, place, 0 if here else ahead, facts)
 
     def _placing(self) -> Place:
         if self._topology is None:
@@ -321,13 +369,25 @@ class DistributedIterator:
         return batch
 
     def _read(self, form: Form) -> Batch | None:
-        if compat.lift_scope() is not None:
-            raise ContextError(
-                "next(iterator) in a traced step",
-                "the step would be compiled with this one batch in it.",
-                "pass the batch to the step: step(next(iterator))",
-            )
+        if self._seen:
+            if form == self._form:
+                return self._seen.popleft()
+            while self._seen:
+                self._batches.put_back(self._seen.pop())
         return self._batches.get(form)
+
+    def _put_back(self, batch: Batch, form: Form) -> None:
+        """Takes back the batch that was read last, in this form."""
+        if form == self._form:
+            self._seen.appendleft(batch)
+        else:
+            self._batches.put_back(batch)
+
+    def _drawn(self, *, is_optional: bool) -> Any:
+        """Returns the next batch as an input of the program that is being traced, in a tuple; an empty one if there is none."""
+        scope = lifting.innermost()
+        assert scope is not None
+        return scope.draw(self, is_optional=is_optional) or ()
 
 
 def distribute(
@@ -428,12 +488,26 @@ def exchange_of(topology: Topology | None) -> Callable[[np.ndarray], np.ndarray]
 def _unplaced(steps: Sequence[Step], room: int | None) -> Any:
     """Returns batches as they are, for the default strategy."""
     wholes = [step.piece.parts[0] for step in steps]
-    return wholes[0] if room is None else stack(wholes)
+    return wholes[0] if room is None else stack(wholes, len(wholes))
 
 
 def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
     shape = leaf.data.shape[1:] if isinstance(leaf, PerReplica) else np.shape(leaf)
     return jax.ShapeDtypeStruct(shape, leaf.data.dtype if isinstance(leaf, PerReplica) else leaf.dtype)
+
+
+def _require_outside_programs(asked: str) -> None:
+    """Raises while a step is traced.
+
+    Raises:
+      ContextError: it is.
+    """
+    if lifting.innermost() is not None:
+        raise ContextError(
+            f"{asked} in a traced step",
+            f"at {user_place()} a compiled step would loop as often as when it was traced, whatever the data.",
+            "loop around the step: `for batch in dataset: step(batch)`; or strategy.run_steps(fn, iterator, steps)",
+        )
 
 
 def _shapes(batch: Any) -> list[tuple[int, ...]]:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
+import jax
 from typing_extensions import override
 
+from phalanx.arrays import copied
 from phalanx.input.prefetch import AbstractReadings, readings
-from phalanx.input.sources.base import AbstractReader, Piece, State
+from phalanx.input.sources.base import AbstractReader, Facts, Piece, State
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,11 @@ class Feed:
 
     Args:
       reader: reads pieces.
+      copies: whether others may change the arrays of a piece after it was read.
     """
 
-    def __init__(self, reader: AbstractReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: AbstractReader, *, copies: bool = False) -> None:
+        self._reader, self._copies = reader, copies
         self._first: deque[Step] = deque()
         self._failure: BaseException | None = None
 
@@ -139,6 +142,8 @@ class Feed:
         piece = self._reader.read()
         if piece is None:
             return None
+        if self._copies:
+            piece = piece._replace(parts=jax.tree.map(copied, list(piece.parts)))
         return Step(piece, piece.rows or 0, max(piece.counts, default=0), self._reader.get_state())
 
 
@@ -150,11 +155,14 @@ class ReadAhead(AbstractBatches):
       reader: reads pieces.
       place: makes batches of them.
       ahead: how many batches in advance.
-      in_thread: whether a thread reads them; else the caller does.
+      facts: what is known of the data.
     """
 
-    def __init__(self, reader: AbstractReader, place: Place, ahead: int, *, in_thread: bool) -> None:
-        self._feed, self._place, self._ahead, self._in_thread = Feed(reader), place, ahead, in_thread
+    def __init__(self, reader: AbstractReader, place: Place, ahead: int, facts: Facts) -> None:
+        # A thread reads them; but handing over what takes no time to read takes longer than to read it.
+        self._in_thread = not facts.is_in_memory
+        self._feed = Feed(reader, copies=facts.is_borrowed and self._in_thread)
+        self._place, self._ahead, self._waits = place, ahead, facts.is_borrowed and not self._in_thread
         self._form: Form | None = None
         self._readings: AbstractReadings[Batch] | None = None
 
@@ -164,7 +172,11 @@ class ReadAhead(AbstractBatches):
             self.stop()
             self._form = form
             self._readings = readings(_reads(self._feed, self._place, form), self._ahead, in_thread=self._in_thread)
-        return self._readings.get()
+        batch = self._readings.get()
+        if self._waits and batch is not None:
+            # The devices are done with the user's arrays, which may be changed from now on.
+            jax.block_until_ready(batch.value)
+        return batch
 
     @override
     def put_back(self, batch: Batch) -> None:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from phalanx.errors import InputError
 from phalanx.input.feed import AbstractBatches, Batch, Feed, Form, Place, Step, split
-from phalanx.input.prefetch import readings
+from phalanx.input.prefetch import AbstractReadings, readings
 from phalanx.input.shard import Worker
 from phalanx.input.sources.base import UNKNOWN, AbstractReader, Facts, Piece
 from phalanx.input.state import exchange_bytes
@@ -37,6 +37,7 @@ class Lockstep(AbstractBatches):
       reader: reads this worker's pieces.
       place: makes batches of them.
       ahead: whether a thread reads in advance.
+      copies: whether others may change the arrays of a piece after it was read.
       worker: this worker.
       exchange: see `Topology.exchange`.
     """
@@ -49,9 +50,10 @@ class Lockstep(AbstractBatches):
         exchange: Callable[[np.ndarray], np.ndarray],
         *,
         ahead: bool,
+        copies: bool = False,
     ) -> None:
-        feed = Feed(reader)
-        self._readings = readings(lambda: next(iter(feed.read(1)), None), AHEAD if ahead else 0, in_thread=True)
+        self._feed, self._ahead = Feed(reader, copies=copies), AHEAD if ahead else 0
+        self._readings: AbstractReadings[Step] | None = self._start()
         self._place, self._worker, self._exchange = place, worker, exchange
         self._own: deque[Step] = deque()
         self._agreed: deque[np.ndarray] = deque()
@@ -74,7 +76,13 @@ class Lockstep(AbstractBatches):
 
     @override
     def stop(self) -> None:
-        self._readings.stop()
+        if self._readings is not None:
+            self._feed.put_back(*self._readings.stop())
+            self._readings = None
+
+    def _start(self) -> AbstractReadings[Step]:
+        feed = self._feed
+        return readings(lambda: next(iter(feed.read(1)), None), self._ahead, in_thread=True)
 
     def _step(self) -> Step | None:
         if self._returned:
@@ -101,7 +109,8 @@ class Lockstep(AbstractBatches):
         """
         plans, failure = np.zeros((AHEAD, 4), np.int32), None
         try:
-            while len(self._own) < AHEAD and (step := self._readings.get()) is not None:
+            self._readings = reading = self._readings or self._start()
+            while len(self._own) < AHEAD and (step := reading.get()) is not None:
                 self._own.append(step)
         except Exception as e:  # The others are told before it is raised, or they would wait for this worker.
             failure = e

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from phalanx import arguments
+from phalanx.arrays import as_number, copied, is_shared_by_cpu, map_named
 from phalanx.errors import InputError, InvalidArgumentError
 from phalanx.input import shard
 from phalanx.input.feed import Step
@@ -24,10 +26,17 @@ class ValueContext:
     Args:
       replica_id_in_sync_group: which replica the value is for, from 0.
       num_replicas_in_sync: how many replicas there are.
+
+    Raises:
+      InvalidArgumentError: a number that is not one, or too small.
     """
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        arguments.integer("replica_id_in_sync_group", self.replica_id_in_sync_group, least=0)
+        arguments.integer("num_replicas_in_sync", self.num_replicas_in_sync)
 
     def __str__(self) -> str:
         return f"ValueContext(replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync})"
@@ -52,6 +61,8 @@ class Placement:
         self._fetches, self._agreed = fetches, agreed
         self._places = shard.places(facts.batch_size, worker.num_replicas) if facts.batch_size else 0
         self._masks: dict[Any, RowMask] = {}
+        # Others are copied when they are read.
+        self._may_share = facts.is_borrowed and facts.is_in_memory and topology.devices[0].platform == "cpu"
 
     def place(self, steps: Sequence[Step], room: int | None) -> Any:
         """Returns one batch: a pytree of `PerReplica`; of arrays where there is one replica and no batch is short.
@@ -68,7 +79,7 @@ class Placement:
         is_full = all(step.rows == places * replicas for step in steps)
         parts = steps[0].piece.parts
         if room is None and is_full and replicas == 1 and not self._is_masked:
-            return self._topology.put_replicated(parts[0]) if self._fetches else parts[0]
+            return self._topology.put_replicated(jax.tree.map(self._own, parts[0])) if self._fetches else parts[0]
         mask = self._mask(steps, room) if self._is_masked or not is_full else None
         if room is None and is_full and _are_on_devices(parts):
             return jax.tree.map(lambda *xs: PerReplica(self._topology.join_per_replica(xs), mask), *parts)
@@ -119,9 +130,16 @@ class Placement:
         counts = piece.counts
         if sum(counts) == places * len(counts):
             shape = (len(counts), places)
-            return [np.asarray(x).reshape(shape + x.shape[1:]) for x in leaves], tree
+            return [self._own(np.asarray(x).reshape(shape + x.shape[1:]), len(counts)) for x in leaves], tree
         index = shard.split(counts, places).index
         return [_taken(np.asarray(x), index) for x in leaves], tree
+
+    def _own(self, array: Any, replicas: int = 1) -> Any:
+        """Returns an array that only Phalanx can change: a CPU device uses the memory of some arrays in place of a copy."""
+        if not self._may_share or not isinstance(array, np.ndarray):
+            return array
+        parts = array if replicas > 1 else [array]
+        return copied(array) if any(map(is_shared_by_cpu, parts)) else array
 
     def _put(self, local: list[np.ndarray]) -> list[Any]:
         return self._topology.put_per_replica(local) if self._fetches else local
@@ -170,7 +188,10 @@ def distribute_values(values: Sequence[Any], topology: Topology) -> Any:
       InvalidArgumentError: the pytrees, or shapes beyond dim 0, differ.
     """
     is_leaf = lambda x: x is None  # noqa: E731
-    flat: list[tuple[list[Any], Any]] = [jax.tree.flatten(v, is_leaf=is_leaf) for v in values]
+    flat: list[tuple[list[Any], Any]] = [
+        jax.tree.flatten(map_named(_number_or_object, v, "value_fn's result", is_leaf=is_leaf), is_leaf=is_leaf)
+        for v in values
+    ]
     trees = [tree for _, tree in flat]
     if any(tree != trees[0] for tree in trees):
         raise InvalidArgumentError(
@@ -179,6 +200,11 @@ def distribute_values(values: Sequence[Any], topology: Topology) -> Any:
             "one structure for all replicas",
         )
     return trees[0].unflatten([_stack(parts, topology) for parts in zip(*(leaves for leaves, _ in flat), strict=True)])
+
+
+def _number_or_object(value: Any, name: str) -> Any:
+    number = as_number(value, name)
+    return value if number is None else number
 
 
 def _stack(parts: Sequence[Any], topology: Topology) -> PerReplica:

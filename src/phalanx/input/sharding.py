@@ -21,6 +21,7 @@ from phalanx.input.sources.base import (
     Facts,
     Piece,
     State,
+    check_count,
     rows_of,
     state_entry,
 )
@@ -202,12 +203,14 @@ class CutBatches(AbstractSource):
     @property
     @override
     def facts(self) -> Facts:
-        return Facts(batch_size=self._source.facts.batch_size, num_batches=UNKNOWN)
+        facts = self._source.facts
+        return Facts(batch_size=facts.batch_size, num_batches=UNKNOWN, is_borrowed=facts.is_borrowed)
 
     @override
     def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
-        inner = self._source.open(Worker(), policy, state_entry(state, "whole", None))
-        return _CutReader(inner, worker, state_entry(state, "cut", 0))
+        inner = self._source.open(Worker(), policy, state_entry(state, "whole", None, beside=("cut",)))
+        cut = state_entry(state, "cut", 0, beside=("whole",))
+        return _CutReader(inner, worker, check_count(cut, "part of a batch", worker.count))
 
 
 @final

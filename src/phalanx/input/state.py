@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import InputError
-from phalanx.input.sources.base import State
+from phalanx.input.sources.base import Facts, State
 
-_BYTES = "__bytes__"
+_BYTES, _DATA = "__bytes__", "data"
 
 
 def to_text(state: State) -> str:
@@ -44,12 +44,45 @@ def load(path: str | os.PathLike[str]) -> State:
     Raises:
       InputError: the file holds something else.
     """
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
+    cause: Exception | None = None
     try:
-        return from_text(text)
-    except ValueError as e:
-        raise InputError(f"load_state({os.fspath(path)!r})", "it holds no position.", "a file of save_state") from e
+        with open(path, encoding="utf-8") as file:
+            state = from_text(file.read())
+        if isinstance(state, Mapping):
+            return state
+    except (ValueError, RecursionError) as e:
+        cause = e
+    raise InputError(f"load_state({os.fspath(path)!r})", "it holds no position.", "a file of save_state") from cause
+
+
+def marked(state: State, facts: Facts) -> State:
+    """Returns a position with what is known of the data that it belongs to; nothing depends on how it is divided."""
+    known = {"rows": facts.num_records}
+    if "batches" in state:
+        known |= {"batches": facts.num_batches, "batch_size": facts.batch_size}
+    mark = {name: count for name, count in known.items() if count is not None and count >= 0}
+    return {**state, _DATA: mark} if mark else state
+
+
+def unmarked(state: State, facts: Facts) -> State:
+    """Returns a position without what `marked` has added to it.
+
+    Raises:
+      InputError: it belongs to other data, or is no position.
+    """
+    if not isinstance(state, Mapping):
+        raise InputError(f"set_state({state!r:.100})", "a position is a dict.", "a state that get_state returned")
+    rest = {name: entry for name, entry in state.items() if name != _DATA}
+    mark, own = state.get(_DATA, {}), marked(rest, facts).get(_DATA, {})
+    names = sorted(set(mark) & set(own)) if isinstance(mark, Mapping) else ()
+    differ = [f"{name}={mark[name]!r} there and {own[name]} here" for name in names if mark[name] != own[name]]
+    if differ:
+        raise InputError(
+            f"set_state({state!r:.200})",
+            f"it is a position of other data: {', '.join(differ)}.",
+            f"the dataset whose position it is; or, if the position is meant for this one, del state[{_DATA!r}]",
+        )
+    return rest
 
 
 def of_all_workers(state: State, exchange: Callable[[np.ndarray], np.ndarray]) -> State:
@@ -87,6 +120,10 @@ def of_worker(state: State, index: int, count: int) -> State:
     if not isinstance(state, Mapping) or "workers" not in state:
         return state
     states: Sequence[Any] = state["workers"]
+    if not isinstance(states, list) or set(state) != {"workers"}:
+        raise InputError(
+            f"set_state({state!r:.200})", "`workers` is a list of positions, alone.", "a state that get_state returned"
+        )
     if len(states) != count:
         raise InputError(
             f"set_state of {len(states)} workers",

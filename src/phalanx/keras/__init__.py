@@ -5,6 +5,7 @@ from phalanx.keras import bridge as bridge
 from phalanx.keras.callbacks import SyncCheck, TensorBoard
 from phalanx.keras.data import DatasetCreator
 from phalanx.keras.embedding import ShardedEmbedding
+from phalanx.keras.logits import set_logits_recovery
 from phalanx.keras.sidecar import SidecarEvaluator
 
-__all__ = ["DatasetCreator", "ShardedEmbedding", "SidecarEvaluator", "SyncCheck", "TensorBoard"]
+__all__ = ["DatasetCreator", "ShardedEmbedding", "SidecarEvaluator", "SyncCheck", "TensorBoard", "set_logits_recovery"]

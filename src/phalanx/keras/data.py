@@ -7,7 +7,6 @@ from typing import Any, final
 
 import jax
 import keras
-import numpy as np
 
 from phalanx import compat
 from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError
@@ -64,17 +63,19 @@ class EpochData:
       x: what Keras takes, a `DistributedDataset`, a `DatasetCreator`, or what `phalanx.data.from_files` returns.
       steps: how many batches make an epoch; None for all.
       group: how many batches are handed out at once.
+      is_stacked: whether the batches of a group are stacked, for one program that takes them all.
       **data: what else Keras's data adapters take.
     """
 
-    def __init__(self, strategy: Strategy, x: Any, *, steps: int | None, group: int, **data: Any) -> None:
+    def __init__(
+        self, strategy: Strategy, x: Any, *, steps: int | None, group: int, is_stacked: bool = True, **data: Any
+    ) -> None:
         most = keras.config.max_steps_per_epoch()
         if most and (steps is None or steps > most):
             warnings.warn(f"Limiting steps_per_epoch to {most}", stacklevel=3)
             steps = most
         self._steps, self._group = steps, group
-        # Where optimizers update variables between steps, each step is a program of its own.
-        self._stacked = 1 if strategy.defers_updates else group
+        self._stacked = group if is_stacked else 1
         self._iterator: DistributedIterator | None = None
         self._adapter: Any = None
         batched = _batched(strategy, x, data)
@@ -95,7 +96,7 @@ class EpochData:
             # A mean of the user's own sees as little padding as can be, and none where the replicas divide the batch.
             one_layout=False,
         )
-        source = BatchStream(lambda: map(_dense, adapter.get_numpy_iterator()), facts, copies=True)
+        source = BatchStream(adapter.get_numpy_iterator, facts, copies=True)
         return strategy.experimental_distribute_dataset(source)
 
     @property
@@ -139,6 +140,8 @@ class EpochData:
             yield done, parts
             done += sum(count for _, count in parts)
         if done == self._steps:
+            # Between two epochs Keras's own threads do not run, and nothing may be asked of them.
+            iterator.stop_reading()
             self._iterator = iterator
         elif self._steps is not None:
             self._warn(done)
@@ -150,12 +153,6 @@ class EpochData:
             f"The data ended after {done} of {self._steps} steps of an epoch. HINT: .repeat() the dataset, or leave out steps_per_epoch.",
             stacklevel=4,
         )
-
-
-def _dense(batch: Any) -> Any:
-    """Returns a batch without sparse matrices: rows of all replicas have one layout."""
-    is_sparse = lambda x: hasattr(x, "todense")  # noqa: E731
-    return jax.tree.map(lambda x: np.asarray(x.todense()) if is_sparse(x) else x, batch, is_leaf=is_sparse)
 
 
 def _batched(strategy: Strategy, x: Any, data: dict[str, Any]) -> DistributedDataset | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-import jax
 import keras
 from typing_extensions import override
 
@@ -15,9 +14,9 @@ from phalanx import compat
 from phalanx.coordinator import ClusterCoordinator, PerWorkerDataset, RemoteValue, experimental_get_current_worker_index
 from phalanx.errors import InvalidArgumentError
 from phalanx.input.sources.functions import InputContext
+from phalanx.interrupts import Interrupts
 from phalanx.keras import steps
 from phalanx.keras.data import DatasetCreator
-from phalanx.keras.interrupts import Interrupts
 from phalanx.keras.training import ModelTrainer, ReplicaStep
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 
@@ -48,6 +47,8 @@ class ScheduledTrainer(ModelTrainer):
 
         def scheduled(batch: Any) -> Any:
             return self._strategy.run(replica_step, args=(next(batch) if hasattr(batch, "__next__") else batch,))
+
+        scheduled.__qualname__ = f"{self._model.name}.{step.__name__}"
 
         def call(batch: Any, _: int | None) -> Any:
             if self._model.run_eagerly:
@@ -112,8 +113,8 @@ class ScheduledTrainer(ModelTrainer):
     @override
     def _on_batch(self, method: str, program: Callable[..., Any], data: Any, *, return_dict: bool) -> Any:
         model = self._ready(method)
-        with self._strategy.scope(), Interrupts() as interrupts:
-            compat.build(model, data)
+        with self._strategy.scope(), Interrupts(again_at_once=True) as interrupts:
+            compat.build(model, data, has_own_step=steps.has_own(model, method.removesuffix("_on_batch")))
             batch = self._one_batch(data)
             model.reset_metrics()
             with interrupts.held():
@@ -146,6 +147,7 @@ class WorkersData:
         def own() -> Any:
             return dataset_fn(InputContext(workers, experimental_get_current_worker_index(), 1))
 
+        own.__qualname__ = getattr(dataset_fn, "__qualname__", repr(dataset_fn))
         is_made = isinstance(dataset_fn, PerWorkerDataset)
         self._dataset = dataset_fn if is_made else coordinator.create_per_worker_dataset(own)
         self._coordinator, self.num_batches = coordinator, num_steps
@@ -154,8 +156,7 @@ class WorkersData:
     @property
     def element_spec(self) -> Any:
         """The shapes of a batch."""
-        tree, leaves = self._coordinator.spec_of(self._iterator)
-        return tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+        return self._coordinator.spec_of(self._iterator)
 
     def restart(self) -> None:
         """Lets the next epoch begin with the first batches."""

@@ -6,6 +6,7 @@ Each computes means over its own rows; `context.averaging` makes of them the mea
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -51,14 +52,40 @@ def predict(model: keras.Model, batch: Any) -> Any:
         outputs, new = own(_values(groups), batch)
         _assign(groups[1:], [new])
         return outputs
+    return predict_as_keras(model, batch)
+
+
+def train_as_keras(model: keras.Model, batch: Any) -> Any:
+    """What `super().train_step(data)` does in a step of the user's own; returns the metrics."""
+    with context.enter(replace(context.current(), averaging=False)):
+        _train(model, batch)
+    return model.get_metrics_result()
+
+
+def test_as_keras(model: keras.Model, batch: Any) -> Any:
+    """What `super().test_step(data)` does in a step of the user's own; returns the metrics."""
+    _test(model, batch)
+    return model.get_metrics_result()
+
+
+def predict_as_keras(model: keras.Model, batch: Any) -> Any:
+    """What `super().predict_step(data)` does in a step of the user's own; returns the outputs."""
     x, _, _ = compat.unpacked(batch)
     return compat.forward(model, x, training=False)
 
 
-def is_stateful(model: keras.Model, kind: str) -> bool:
-    """Whether a model has a step of the user's own that takes the data alone, and nothing of the user's that calls it."""
+def has_own(model: keras.Model, kind: str) -> bool:
+    """Whether a model has a step of the user's own that takes the data alone."""
     own = _overridden(model, f"{kind}_step")
-    return own is not None and _is_stateful(own) and _overridden(model, f"make_{kind}_function") is None
+    return own is not None and _is_stateful(own)
+
+
+def is_refused_by_keras(model: keras.Model, kind: str) -> bool:
+    """Whether Keras's own trainer would call a step of the user's own with more than it takes."""
+    own = _overridden(model, f"{kind}_step")
+    if own is None or _overridden(model, f"make_{kind}_function") is not None:
+        return False
+    return not _takes(own, 2) and _takes(own, 1)
 
 
 def _train(model: keras.Model, batch: Any) -> Any:
@@ -113,8 +140,21 @@ def _overridden(model: keras.Model, name: str) -> Callable[..., Any] | None:
 
 
 def _is_stateful(step: Callable[..., Any]) -> bool:
-    """Whether a step of the user's own takes the data alone; Keras's on JAX take and return the state too."""
-    return len(inspect.signature(step).parameters) == 1
+    """Whether a step of the user's own takes the data alone; Keras's on JAX take and return the state too.
+
+    One that hands on `*args` is Keras's.
+    """
+    kinds = (p.kind for p in inspect.signature(step).parameters.values())
+    return _takes(step, 1) and inspect.Parameter.VAR_POSITIONAL not in kinds
+
+
+def _takes(step: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many positional arguments."""
+    try:
+        inspect.signature(step).bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def _stateless_train(model: keras.Model, step: Callable[..., Any], batch: Any) -> Any:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loops of `fit`, `evaluate` and `predict`."""
 
+import importlib.util
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,11 +15,11 @@ import keras
 import numpy as np
 
 from phalanx import compat, context, lifting
-from phalanx.errors import ContextError, InvalidArgumentError
+from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError
+from phalanx.interrupts import Interrupts
 from phalanx.keras import steps
 from phalanx.keras.callbacks import TensorBoard
 from phalanx.keras.data import EpochData
-from phalanx.keras.interrupts import Interrupts
 from phalanx.options import RunOptions
 from phalanx.programs import Function, without_collections
 from phalanx.replicate import trace_run
@@ -82,7 +84,7 @@ class ModelTrainer:
         model = self._ready("fit")
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = compat.validation_split((x, y, sample_weight), validation_split)
-        with self._strategy.scope(), Interrupts() as interrupts:
+        with self._strategy.scope(), Interrupts(again_at_once=True) as interrupts:
             data = self._data(
                 x,
                 steps_per_epoch,
@@ -97,7 +99,7 @@ class ModelTrainer:
                 validation = self._validation_data(
                     validation_data, validation_batch_size or batch_size, validation_steps
                 )
-            self._build(data)
+            self._build(data, "train")
             with self._calling(callbacks, verbose, epochs, data, add_history=True) as hooks:
                 model.stop_training, logs = False, {}
                 hooks.on_train_begin()
@@ -111,8 +113,10 @@ class ModelTrainer:
                         if validation is not None and compat.is_evaluated(model, epoch, validation_freq):
                             results = self._evaluate(validation, hooks, interrupts)
                             logs |= {f"val_{name}": value for name, value in results.items()}
-                        self._read_on_demand()
-                        hooks.on_epoch_end(epoch, logs)
+                        # Keras reads the logs for its callbacks, and swallows what a signal handler raises meanwhile.
+                        with interrupts.held():
+                            self._read_on_demand()
+                            hooks.on_epoch_end(epoch, logs)
                         if model.stop_training:
                             break
                 finally:
@@ -134,9 +138,9 @@ class ModelTrainer:
     ) -> Any:
         """`keras.Model.evaluate`."""
         model = self._ready("evaluate")
-        with self._strategy.scope(), Interrupts() as interrupts:
+        with self._strategy.scope(), Interrupts(again_at_once=True) as interrupts:
             data = self._data(x, steps, y=y, sample_weight=sample_weight, batch_size=batch_size)
-            self._build(data)
+            self._build(data, "test")
             with self._calling(callbacks, verbose, 1, data) as hooks:
                 logs = self._evaluate(data, hooks, interrupts)
         return logs if return_dict else compat.in_order(model, logs)
@@ -151,9 +155,9 @@ class ModelTrainer:
     ) -> Any:
         """`keras.Model.predict`."""
         model = self._ready(None)
-        with self._strategy.scope(), Interrupts() as interrupts:
+        with self._strategy.scope(), Interrupts(again_at_once=True) as interrupts:
             data = self._data(x, steps, batch_size=batch_size)
-            self._build(data, only_model=True)
+            self._build(data, "predict")
             with self._calling(callbacks, verbose, 1, data) as hooks:
                 model.stop_predicting, outputs = False, []
                 hooks.on_predict_begin()
@@ -192,7 +196,7 @@ class ModelTrainer:
     def predict_on_batch(self, x: Any) -> Any:
         """`keras.Model.predict_on_batch`."""
         model = self._ready(None)
-        with self._strategy.scope(), Interrupts() as interrupts:
+        with self._strategy.scope(), Interrupts(again_at_once=True) as interrupts:
             if not compat.is_built(model):
                 compat.build_layers(model, x)
             batch = self._one_batch((x,))
@@ -218,17 +222,17 @@ class ModelTrainer:
 
     def _stacked(self, count: int) -> int | None:
         """Returns how many steps are stacked in what a program returns; None where it did one alone."""
-        return None if self._is_single or self._model.run_eagerly else count
+        return None if self._is_single else count
 
     @property
     def _is_single(self) -> bool:
         """Whether a program does one step."""
-        return self._model.steps_per_execution == 1 or self._strategy.defers_updates
+        return self._model.steps_per_execution == 1 or self._strategy.defers_updates or self._model.run_eagerly
 
     def _on_batch(self, method: str, program: Callable[..., Any], data: Any, *, return_dict: bool) -> Any:
         model = self._ready(method)
-        with self._strategy.scope(), Interrupts() as interrupts:
-            compat.build(model, data)
+        with self._strategy.scope(), Interrupts(again_at_once=True) as interrupts:
+            compat.build(model, data, has_own_step=steps.has_own(model, method.removesuffix("_on_batch")))
             batch = self._one_batch(data)
             model.reset_metrics()
             with interrupts.held():
@@ -245,8 +249,10 @@ class ModelTrainer:
         callbacks.on_test_begin()
         data.restart()
         model.reset_metrics()
-        logs = compat.to_python(self._epoch(data, self._test, callbacks, "test", interrupts))
-        callbacks.on_test_end(logs)
+        logs = self._epoch(data, self._test, callbacks, "test", interrupts)
+        with interrupts.held():
+            logs = compat.to_python(logs)
+            callbacks.on_test_end(logs)
         return logs
 
     def _epoch(
@@ -292,12 +298,6 @@ class ModelTrainer:
         return call
 
     def _eagerly(self, replica_step: Callable[[Any], Any], batches: Any, *, is_prediction: bool) -> Any:
-        if self._model.steps_per_execution > 1:
-            raise InvalidArgumentError(
-                f"steps_per_execution={self._model.steps_per_execution} with run_eagerly=True",
-                "several steps in one execution are one compiled program.",
-                "compile(..., steps_per_execution=1)",
-            )
         outputs = self._strategy.run(replica_step, args=(batches,), options=RunOptions(eager=True))
         return _apart(outputs) if is_prediction else self._logs(outputs, None)
 
@@ -327,14 +327,15 @@ class ModelTrainer:
         return self._model
 
     def _data(self, x: Any, num_steps: int | None, **data: Any) -> EpochData:
-        return EpochData(self._strategy, x, steps=num_steps, group=self._model.steps_per_execution, **data)
+        group, is_single = self._model.steps_per_execution, self._is_single
+        return EpochData(self._strategy, x, steps=num_steps, group=group, is_stacked=not is_single, **data)
 
     def _validation_data(self, data: Any, batch_size: int | None, num_steps: int | None) -> EpochData:
         x, y, sample_weight = compat.unpacked(data)
         return self._data(x, num_steps, y=y, sample_weight=sample_weight, batch_size=batch_size)
 
-    def _build(self, data: EpochData, *, only_model: bool = False) -> None:
-        model = self._model
+    def _build(self, data: EpochData, kind: str) -> None:
+        model, only_model = self._model, kind == "predict"
         if only_model and compat.is_built(model):
             return
         spec = data.element_spec if only_model or compat.needs_batch(model) else None
@@ -343,7 +344,7 @@ class ModelTrainer:
                 x, _, _ = compat.unpacked(spec)
                 compat.build_layers(model, x)
             else:
-                compat.build(model, spec)
+                compat.build(model, spec, has_own_step=steps.has_own(model, kind))
 
     @contextmanager
     def _calling(
@@ -354,10 +355,19 @@ class ModelTrainer:
         Of several processes the first one writes, to the terminal and to files.
         """
         given = [c for c in keras.tree.flatten(callbacks) if c is not None]
+        if _any_of(given, keras.callbacks.TensorBoard) and importlib.util.find_spec("tensorflow") is None:
+            raise MissingDependencyError(
+                "keras.callbacks.TensorBoard",
+                "it writes its files with TensorFlow, which is not installed.",
+                "phalanx.keras.TensorBoard(log_dir)",
+            )
         # Asked of all callbacks, of which other processes have fewer.
         self._hears_batches = compat.listens(given, "train", "end")
         if self._has_peers and self._topology.worker_index:
             callbacks, verbose = [c for c in given if not isinstance(c, _WRITERS)], 0
+        if self._has_peers and verbose == "auto" and not sys.stdout.isatty():
+            # A bar that is drawn again and again fills a log; this is one line per epoch.
+            verbose = 2
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks = keras.callbacks.CallbackList(
                 callbacks,

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `phalanx run` and `phalanx cluster`."""
+"""The command line: `phalanx run`, `phalanx cluster`, `phalanx doctor` and `phalanx env`."""
 
 import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -96,6 +97,43 @@ def cluster() -> None:
             click.echo(_NO_CLUSTER)
             return
         _show(resolver, spec)
+
+
+@main.command()
+@click.option("--shared", metavar="DIR", help="A folder that all workers must see, such as that of the checkpoints.")
+@click.option("--timeout-seconds", default=30.0, show_default=True, help="How long to wait for the other processes.")
+def doctor(shared: str | None, timeout_seconds: float) -> None:
+    """Starts the cluster that the environment describes and checks it: PASS, or FAIL and a HINT, per line.
+
+    Run it in each process of the cluster at once, for example with srun. Without a description it tries two processes on
+    this machine. Checks ports, the roll call, an all-reduce, versions, clocks, and a shared folder. Ends with 0 if all pass.
+    """
+    arguments = ["--timeout-s", str(timeout_seconds), *(["--shared", shared] if shared else [])]
+    with _errors_told():
+        resolver = resolver_of_environment(os.environ)
+        if resolver is not None and resolver.cluster_spec():
+            code = _child("phalanx.checkup", arguments)
+        else:
+            click.echo("Nothing here describes a cluster: two processes on this machine are tried.")
+            request = Request("phalanx.checkup", tuple(arguments), is_module=True, workers=2)
+            machine = Machine.this(os.environ)
+            code = run_group(
+                lambda restart: plan(request, machine, os.environ, free_ports(2), restart=restart),
+                say=lambda _: None,  # The lines of the checks say it.
+            ).exit_code
+    sys.exit(1 if code else 0)
+
+
+@main.command()
+@click.option("--json", "is_json", is_flag=True, help="As JSON.")
+def env(is_json: bool) -> None:
+    """Shows versions, system, devices and variables, for a report of a bug. Hides the values of secrets."""
+    sys.exit(_child("phalanx.environment", ["--json"] if is_json else []))
+
+
+def _child(module: str, arguments: Sequence[str]) -> int:
+    """Runs a module that needs JAX, which the launcher does not import; returns its exit code."""
+    return subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode
 
 
 def _show(resolver: ClusterResolver, spec: ClusterSpec) -> None:

@@ -19,6 +19,7 @@ _REASONS = {
     -signal.SIGKILL: "from outside; by the kernel, where memory runs out",
     -signal.SIGABRT: "abort: a fatal error in native code",
     75: "it saw no progress",
+    128 + signal.SIGTERM: "it was ended by SIGTERM",
 }
 
 
@@ -152,8 +153,10 @@ def _quoted(title: str, lines: list[str]) -> list[str]:
 
 def _became(ending: Ending) -> str:
     stood = "stood still (SIGSTOP) and " if ending.is_stopped else ""
-    if ending.is_told and ending.code in (-signal.SIGTERM, -signal.SIGKILL):
-        return f"{stood}was ended by the launcher ({signal_name(-ending.code)})"
+    # 143 is what a worker ends with whose `finally` blocks ran.
+    code = -signal.SIGTERM if ending.code == 128 + signal.SIGTERM else ending.code
+    if ending.is_told and code in (-signal.SIGTERM, -signal.SIGKILL):
+        return f"{stood}was ended by the launcher ({signal_name(-code)})"
     return f"{stood}{in_words(ending.code)}" + (" after it was told to end" if ending.is_told else "")
 
 

@@ -7,15 +7,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import final
 
+from phalanx.guard import Guard, marked
 from phalanx.launch.outcome import Ending
 from phalanx.launch.output import Stream, kept_lines
 from phalanx.launch.plan import ProcessSpec
 
 _MARK = "PHALANX_LAUNCH"
-_KILL_AT_END_OF_INPUT = 'read -r line || kill -s KILL -- "$@"'
 
 
 @final
@@ -80,35 +79,15 @@ class Worker:
         )
 
 
-@final
-class Guard:
-    """A process that kills the workers where the launcher was killed itself, and cannot.
-
-    Args:
-      workers: those to kill, with their groups.
-    """
-
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self._process = subprocess.Popen(
-            ["/bin/sh", "-c", _KILL_AT_END_OF_INPUT, "sh", *(f"-{worker.pid}" for worker in workers)],
-            env={},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def release(self) -> None:
-        """Ends it, once there is nothing to guard."""
-        # In this order: it would take the end of its input for the end of the launcher.
-        self._process.kill()
-        self._process.communicate()
+def guard(workers: Sequence[Worker], mark: str) -> Guard:
+    """Starts what kills the workers, and all that they have started, if the launcher is killed itself."""
+    return Guard(f"{_MARK}={mark}", groups=[worker.pid for worker in workers])
 
 
 def strays(mark: str, workers: Sequence[Worker]) -> list[int]:
     """Returns the processes that workers with this mark have started, in whatever session, and that still run."""
     known = {worker.pid for worker in workers}
-    return [pid for pid in _marked(mark) if pid not in known]
+    return [pid for pid in marked(f"{_MARK}={mark}") if pid not in known]
 
 
 def tell_all(number: int, mark: str, workers: Sequence[Worker]) -> None:
@@ -129,14 +108,3 @@ def _is_stopped(pid: int) -> bool:
     if sys.platform != "linux":
         return False
     return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _marked(mark: str) -> list[int]:
-    """Returns the processes whose environment has the mark, as far as the system shows environments."""
-    found, wanted = [], f"{_MARK}={mark}".encode()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        # A process that ends meanwhile, and those of other users, cannot be read.
-        with suppress(OSError):
-            if wanted in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found

@@ -9,10 +9,11 @@ from contextlib import suppress
 from typing import final
 
 from phalanx.errors import PhalanxError, StartupError
+from phalanx.guard import Guard
 from phalanx.launch.outcome import Outcome, report
 from phalanx.launch.output import Sink, Stream, wait
 from phalanx.launch.plan import ProcessSpec
-from phalanx.launch.processes import Guard, Worker, strays, tell_all
+from phalanx.launch.processes import Worker, guard, strays, tell_all
 from phalanx.launch.signals import Signals
 
 _TICK_S = 0.05
@@ -95,7 +96,7 @@ class _Group:
                 ) from error
         # It is for the case that this process is killed; the workers can do without.
         with suppress(OSError):
-            self._guard = Guard(self._workers)
+            self._guard = guard(self._workers, self._mark)
 
     def run(self) -> None:
         """Returns when one has failed, all have ended, a signal came, or nobody reads the output any more."""

@@ -84,6 +84,7 @@ class StepProgram:
     """What a worker needs to know to do a step.
 
     Args:
+      name: of the function.
       module: the program, as `exported` writes it.
       draws: how many batches it takes from each of the step's resources.
       values: where each of its variables is; None for states of random generators, which come with the step.
@@ -97,6 +98,7 @@ class StepProgram:
       tables: of each table, how many rows the program takes, and what it is called.
     """
 
+    name: str
     module: bytes
     draws: tuple[int, ...]
     values: tuple[Placement | None, ...]

@@ -19,6 +19,7 @@ import numpy as np
 from phalanx.parameters.clock import Clock
 from phalanx.parameters.line import Line, Packed
 from phalanx.parameters.plans import Decision, FencedError, LostServerError, Push, Pusher, Rows, UpdateProgram
+from phalanx.runtime.calls import Busy, Sign
 
 _WAIT_S = 600.0
 """How long a push waits for others before that is an error; a worker that is lost is forgotten long before."""
@@ -55,10 +56,13 @@ class ParameterServer:
         self._change = threading.Condition(threading.RLock())
         self._lines: dict[Pusher, Line] = {}
 
-    def meet(self, peers: Sequence[Any]) -> str:
-        """Hears who the servers are; returns the platform of this one."""
+    def ping(self) -> Sign:
+        """Returns a sign of life."""
+        return Busy().sign(jax.default_backend())
+
+    def meet(self, peers: Sequence[Any]) -> None:
+        """Records who the servers are."""
         self._peers = peers
-        return jax.default_backend()
 
     def near(self, pusher: Pusher, greeting: Any) -> bool:
         """Hears from a worker that has begun a line; returns whether it is used from now on."""

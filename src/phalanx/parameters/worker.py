@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker: takes values from the servers, does steps on batches of its own, and pushes what they lead to."""
 
+import inspect
 import itertools
 import threading
 import traceback
@@ -29,10 +30,11 @@ from phalanx.parameters.plans import (
     load,
     require_rows,
 )
+from phalanx.runtime.calls import Busy, Sign
 
 
 class Worker:
-    """Does steps. Its methods must not overlap, but for `ping`, `specs` and `value`.
+    """Does steps. Its methods must not overlap, except `ping`, `make`, `specs` and `value`.
 
     Args:
       pusher: who it is.
@@ -50,19 +52,22 @@ class Worker:
         self._numbers = itertools.count()
         self._version = 0
         self._lines: list[Line | None] = []
+        self._busy = Busy()
         here.worker_index = pusher.worker
 
-    def ping(self) -> str:
-        """Returns the platform of this worker."""
-        return jax.default_backend()
+    def ping(self) -> Sign:
+        """Returns a sign of life, with what this worker is doing."""
+        return self._busy.sign(jax.default_backend())
 
     def meet(self, pusher: Pusher, servers: Sequence[Any]) -> None:
         """Hears that there are other servers now, and who it is for them."""
         self._me, self._servers, self._numbers, self._lines = pusher, servers, itertools.count(), []
 
-    def make(self, name: int, fn: Callable[[], Any], is_dataset: bool) -> None:
+    def make(self, name: int, fn: Callable[[], Any], described: str, is_dataset: bool) -> None:
         """Makes a dataset, from its beginning, or a value of this worker's own."""
-        self._resources[name] = _Resource(fn(), is_dataset=is_dataset)
+        with self._busy.with_(f"calling {described}"):
+            content = fn()
+        self._resources[name] = _Resource(content, f"taking a batch of {described}", self._busy, is_dataset=is_dataset)
 
     def specs(self, names: Sequence[int]) -> list[Any]:
         """Returns the shapes of the next batch of some resources, which are not taken.
@@ -100,7 +105,9 @@ class Worker:
                 self._find_near()
                 if values is None:
                     values = self._pull(ready)
-                results, pushes = ready.compute(values, task.seeds, Push(self._me, next(self._numbers), self._version))
+                with self._busy.with_(f"computing a step of `{ready.program.plan.name}`"):
+                    push = Push(self._me, next(self._numbers), self._version)
+                    results, pushes = ready.compute(values, task.seeds, push)
                 program, ready = ready.program, None if following is None else self._ahead(following)
                 known = ready if isinstance(ready, _Ready) and not ready.program.is_pure else None
                 if program.writes:
@@ -289,10 +296,17 @@ class _Unknown:
 
 
 class _Resource:
-    """A dataset, from which batches are taken in turn, or a value. It may be asked in several threads."""
+    """A dataset, from which batches are taken in turn, or a value. It may be asked in several threads.
 
-    def __init__(self, content: Any, *, is_dataset: bool) -> None:
-        self.content, self._is_dataset = content, is_dataset
+    Args:
+      content: the dataset or the value.
+      described: what this worker does while it takes a batch.
+      busy: where it says so.
+      is_dataset: whether it is a dataset.
+    """
+
+    def __init__(self, content: Any, described: str, busy: Busy, *, is_dataset: bool) -> None:
+        self.content, self._described, self._busy = content, described, busy
         self._iterator: Iterator[Any] = _batches_of(content) if is_dataset else itertools.repeat(content)
         self._ahead: list[tuple[Any, list[np.ndarray]]] = []
         self._lock = threading.Lock()
@@ -316,7 +330,8 @@ class _Resource:
 
     def _read(self) -> None:
         try:
-            leaves, tree = jax.tree.flatten(next(self._iterator))
+            with self._busy.with_(self._described):
+                leaves, tree = jax.tree.flatten(next(self._iterator))
         except StopIteration:
             raise OutOfRangeError(
                 "the next batch of a worker's dataset",
@@ -337,6 +352,8 @@ def _sendable(error: Exception, worker: int, pickle: Any) -> Exception:
 
 
 def _batches_of(dataset: Any) -> Iterator[Any]:
+    if inspect.isroutine(dataset):
+        dataset = dataset()  # A function that makes a generator.
     if hasattr(dataset, "__iter__") or hasattr(dataset, "__next__"):
         return iter(dataset)
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):

@@ -8,15 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx import arguments
 from phalanx.cluster.spec import ClusterSpec, Task, leader
-from phalanx.errors import ClusterError, MissingDependencyError, StartupError
+from phalanx.errors import ClusterError, ClusterTypeError, ContextError, MissingDependencyError, StartupError
+from phalanx.runtime.session import OwnedProcesses, Session, environment, make_token
 
 _QUIET = {
     # Traffic to the network that nobody asked for.
@@ -30,12 +30,19 @@ _QUIET = {
     "RAY_worker_niceness": "0",
     # Of several answers of lost processes one becomes an error, or none; Ray would print each of the others.
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    # A lost worker is reported by its coordinator, in one line; Ray would add a paragraph, and a stack if a machine is lost.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": r"A worker died or was killed while executing a task|Raylet is terminated|\(raylet\) "
+    r"|StackTrace Information|/raylet/raylet\(|/libc\.so",
+    # On a busy machine its processes take longer to start than it waits for them.
+    "RAY_agent_register_timeout_ms": "120000",
+    "RAY_gcs_server_port_wait_time_s": "120",
 }
 # Processes of this machine listen at its loopback interface alone. Ray, which has it so for Windows, looks when it is imported.
 _ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.2
 _GRACE_S = 5.0
+_TRIES = 3
 
 
 def load_ray() -> Any:
@@ -51,11 +58,12 @@ def load_ray() -> Any:
     try:
         ray = importlib.import_module("ray")
     except ImportError as e:
-        raise MissingDependencyError(
-            "parameter servers",
-            "their processes are those of Ray, which is not installed.",
-            'pip install "phalanx[ps]"',
-        ) from e
+        raise _missing("which is not installed.") from e
+    if not hasattr(ray, "__version__"):
+        # A folder of this name, which Python takes for a package without code.
+        found = next(iter(getattr(ray, "__path__", ())), ray.__name__)
+        del sys.modules["ray"]
+        raise _missing(f"which is not installed: `import ray` finds {found}.")
     if "RAY_AUTH_MODE" not in os.environ and not ray.is_initialized():
         raise StartupError(
             "parameter servers after `import ray`",
@@ -63,6 +71,12 @@ def load_ray() -> Any:
             'os.environ["RAY_AUTH_MODE"] = "token" before `import ray`',
         )
     return ray
+
+
+def _missing(found: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        "parameter servers", f"their processes are those of Ray, {found}", 'pip install "phalanx[ps]"'
+    )
 
 
 class RayCluster:
@@ -79,18 +93,20 @@ class RayCluster:
       actors: those that were started, and have not been ended.
 
     Raises:
-      StartupError: tasks are missing.
+      StartupError: Ray did not start, or tasks are missing.
       ClusterError: two processes are one task.
+      ContextError: another strategy of this process is open, and one of the two is over a cluster.
     """
 
     def __init__(self, spec: ClusterSpec | None, workers: int, ps: int, timeout_s: float, *, dashboard: bool) -> None:
-        with _environment(_ALONE if spec is None else {}):
+        with environment(_ALONE if spec is None else {}):
             self._ray, self._spec = load_ray(), spec
         self.workers, self.ps = workers, ps
         self.actors: list[Any] = []
-        self._is_own = not self._ray.is_initialized()
-        if self._is_own:
-            self._start(dashboard)
+        _require_alone(spec)
+        if not self._ray.is_initialized():
+            _sessions.append(self._started(dashboard=dashboard))
+        _open.append(self)
         if spec is not None:
             self._await_tasks(spec, timeout_s)
 
@@ -105,33 +121,27 @@ class RayCluster:
 
     def end(self, actor: Any) -> None:
         """Ends an actor, whatever it is doing."""
-        self._ray.kill(actor, no_restart=True)
-        self.actors.remove(actor)
+        if actor in self.actors:
+            self.actors.remove(actor)
+            self._ray.kill(actor, no_restart=True)
 
     def close(self) -> None:
-        """Ends all actors, and Ray if it was started here."""
-        if not self._ray.is_initialized():
+        """Ends all actors; and Ray, if it was started here and no other strategy uses it."""
+        if self not in _open:
             return
-        for actor in list(self.actors):
-            self.end(actor)
-        if self._is_own:
-            self._ray.shutdown()
+        _open.remove(self)
+        if self._ray.is_initialized():
+            for actor in list(self.actors):
+                self.end(actor)
+        if not _open and _sessions:
+            _sessions.pop().close()
 
-    def _start(self, dashboard: bool) -> None:
+    def _started(self, *, dashboard: bool) -> Session:
         address, settings = _LOOPBACK, _ALONE
         if self._spec is not None:
             address, port = _split(self._spec.task_address("chief", 0))
             settings = {"RAY_GCS_SERVER_PORT": str(port)}
-        with _environment(settings), warnings.catch_warnings():
-            # Ray starts its processes by a fork, which executes another program at once.
-            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-            self._ray.init(
-                address="local",
-                num_cpus=max(1, os.cpu_count() or 1),
-                include_dashboard=dashboard,
-                configure_logging=False,
-                _node_ip_address=socket.gethostbyname(address),
-            )
+        return Session(self._ray, address, settings, dashboard=dashboard)
 
     def _await_tasks(self, spec: ClusterSpec, timeout_s: float) -> None:
         tasks = [Task(job, i) for job in ("worker", "ps") for i in spec.task_indices(job)]
@@ -187,6 +197,7 @@ class Server:
       'ray://localhost:12345'
     """
 
+    @arguments.typed(ClusterTypeError)
     def __init__(
         self,
         server_or_cluster_def: ClusterSpec | Mapping[str, Sequence[str]],
@@ -236,18 +247,26 @@ class Server:
                 )
             time.sleep(_POLL_S)
         host, _ = _split(self._spec.task_address(self._task.type, self._task.index))
-        with tempfile.TemporaryDirectory(prefix="phalanx-", ignore_cleanup_errors=True) as folder:
-            node = self._start(host, folder)
-            try:
-                self._stay(node)
-            finally:
-                _end(node)
+        make_token()
+        processes = OwnedProcesses()
+        try:
+            # In one folder several that start at once on a machine would choose the same names.
+            for tries_left in reversed(range(_TRIES)):
+                node = self._start(host, f"{processes.folder}/ray", processes.variables)
+                try:
+                    if self._stay(node, is_last=not tries_left):
+                        return
+                finally:
+                    _end(node)
+                    processes.end()
+        finally:
+            processes.close(_GRACE_S)
 
     @property
     def _chief(self) -> str:
         return self._spec.task_address("chief", 0)
 
-    def _start(self, host: str, folder: str) -> subprocess.Popen[str]:
+    def _start(self, host: str, folder: str, variables: Mapping[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [
                 str(Path(sys.executable).with_name("ray")),
@@ -255,32 +274,35 @@ class Server:
                 f"--address={self._chief}",
                 f"--node-ip-address={socket.gethostbyname(host)}",
                 f"--resources={json.dumps({_resource(self._task): 1})}",
-                # In one folder several that start at once on a machine would choose the same names.
                 f"--temp-dir={folder}",
                 "--block",
                 "--disable-usage-stats",
             ],
+            env={**os.environ, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    def _stay(self, node: subprocess.Popen[str]) -> None:
-        """Returns when the chief has ended."""
+    def _stay(self, node: subprocess.Popen[str], *, is_last: bool) -> bool:
+        """Returns when the chief has ended; False if Ray has ended before, for which another try may help."""
         began = time.monotonic()
         while _listens(self._chief):
             if node.poll() is not None:
                 # The chief may have ended a moment ago.
                 time.sleep(1.0)
                 if not _listens(self._chief):
-                    return
+                    return True
                 text = node.stdout.read() if node.stdout else ""
+                if not is_last and "exited unexpectedly" in text:
+                    return False
                 raise StartupError(
                     f"Server({self._task}).join()",
                     f"Ray ended after {time.monotonic() - began:.0f} s:\n{text.strip()[-2000:]}",
                     "the same RAY_AUTH_TOKEN, and the same versions of Python and Ray, as the chief",
                 )
             time.sleep(1.0)
+        return True
 
 
 def _started(kind: type) -> type:
@@ -322,19 +344,22 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-class _environment:
-    """Variables of the environment meanwhile."""
+_sessions: list[Session] = []
+"""Ray as this process has started it; at most one."""
 
-    def __init__(self, values: Mapping[str, str]) -> None:
-        self._values = values
+_open: list[RayCluster] = []
+"""The clusters that use it."""
 
-    def __enter__(self) -> None:
-        self._before = {name: os.environ.get(name) for name in self._values}
-        os.environ.update(self._values)
 
-    def __exit__(self, *_: object) -> None:
-        for name, value in self._before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def _require_alone(spec: ClusterSpec | None) -> None:
+    """Raises if a strategy cannot be made beside those that are open.
+
+    Raises:
+      ContextError: one of them is over a cluster, whose tasks work for one strategy; or the new one is.
+    """
+    if _open and (spec is not None or any(cluster._spec is not None for cluster in _open)):
+        raise ContextError(
+            "a second ParameterServerStrategy in this process",
+            "one of the two is over the tasks of a cluster, which work for one strategy at a time.",
+            "strategy.close() of the first one before",
+        )

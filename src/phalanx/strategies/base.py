@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Strategy`: the public verbs, over a few hooks that a strategy overrides."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import NoneType
 from typing import Any, NoReturn, final
+from weakref import WeakSet
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +15,12 @@ import keras
 import numpy as np
 from jax import lax
 
-from phalanx import compat, context, lifting
+from phalanx import arguments, compat, context, lifting
+from phalanx.collectives import primitives
 from phalanx.collectives.cross_device import CrossDeviceOps
 from phalanx.context import Mode
-from phalanx.errors import ContextError, InvalidArgumentError, MixedStrategyError
+from phalanx.errors import ContextError, InvalidArgumentError, MixedStrategyError, shown
+from phalanx.frames import boundary
 from phalanx.input.distributed import (
     DistributedDataset,
     DistributedIterator,
@@ -36,10 +40,15 @@ from phalanx.programs import Programs
 from phalanx.replicate import trace_run
 from phalanx.state import components_of
 from phalanx.strategies.extended import StrategyExtended
-from phalanx.strategies.reduction import Axis, check_axis, check_components, gather_leaf, reduce_leaf
+from phalanx.strategies.reduction import Axis, check_axis, check_components, check_mergeable, gather_leaf, reduce_leaf
 from phalanx.topology import REPLICA_AXIS, Held, Topology, device_name
 from phalanx.values import DistributedValues, Mirrored, PerReplica, RowMask, flatten, is_distributed, map_leaves
 from phalanx.variables import initial_components, policy_of
+
+_numbers = itertools.count()
+_living: "WeakSet[Strategy]" = WeakSet()
+
+_DEFAULT_OPTIONS = RunOptions()
 
 
 class Strategy(ABC):
@@ -53,6 +62,14 @@ class Strategy(ABC):
     def __init__(self) -> None:
         self._programs = Programs()
         self._cross_replica = Mode(self, None)
+        self._number = next(_numbers)
+        _living.add(self)
+
+    @property
+    @final
+    def number(self) -> int:
+        """Which strategy of this process it is: variables know the one in whose scope they were made. In any context."""
+        return self._number
 
     # Hooks.
 
@@ -108,9 +125,16 @@ class Strategy(ABC):
     @final
     def divide_gradients(self, grads: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
         """Sums gradients over the replicas, inside a program; each replica gets its part along a dim, or where that is None the whole."""
+        if self._merging_ops is not None:
+            sums = self.aggregate_gradients(grads)
+            return [x if dim is None else self._part_of_replica(x, dim) for x, dim in zip(sums, dims, strict=True)]
         whole = self.aggregate_gradients([g if dim is None else None for g, dim in zip(grads, dims, strict=True)])
         part = lambda g, dim: lax.psum_scatter(g, REPLICA_AXIS, scatter_dimension=dim, tiled=True)  # noqa: E731
         return [w if dim is None else part(g, dim) for w, g, dim in zip(whole, grads, dims, strict=True)]
+
+    def _part_of_replica(self, value: jax.Array, dim: int) -> jax.Array:
+        parts = jnp.split(value, self.num_replicas_in_sync, dim)
+        return lax.select_n(lax.axis_index(REPLICA_AXIS), *parts)
 
     def apply_update(self, update: Update) -> None:
         """Does an optimizer's update that a program has left, where `storage` is another place. Outside all programs, in any context."""
@@ -122,7 +146,7 @@ class Strategy(ABC):
         def program(*args: Any, **kwargs: Any) -> Any:
             scope = lifting.innermost()
             assert scope is not None
-            return trace_run(self, fn, args, kwargs, scope)
+            return trace_run(self, fn, args, kwargs or {}, scope)
 
         if options.eager and self.topology is not None and self.topology.axes:
             raise InvalidArgumentError(
@@ -130,11 +154,7 @@ class Strategy(ABC):
                 f"a replica has {self.topology.devices_per_replica} devices, and only a compiled program is divided between them.",
                 "phalanx.OneDeviceStrategy(...) to look into a step; jax.debug.print to print in it",
             )
-        token = context.push(self._cross_replica)
-        try:
-            return self._programs.call(fn, program, args, kwargs, eager=options.eager)
-        finally:
-            context.pop(token)
+        return context.call_in(self._cross_replica, self._programs.call, fn, program, args, kwargs, eager=options.eager)
 
     # Verbs.
 
@@ -183,6 +203,7 @@ class Strategy(ABC):
         return Scope(self)
 
     @final
+    @boundary
     def run(
         self,
         fn: Callable[..., Any],
@@ -217,13 +238,14 @@ class Strategy(ABC):
           >>> [float(x) for x in strategy.run(fn, args=(10.0,)).values]
           [0.0, 10.0]
         """
-        if not isinstance(args, (list, tuple)):
-            raise InvalidArgumentError(f"args={args!r}", "positional arguments must be a list or a tuple.", "args=(x,)")
+        # Looked at here, for a step has few calls to spare.
+        if not isinstance(args, (list, tuple)) or kwargs is not None:
+            args, kwargs = arguments.of_call(args, kwargs)
         if not callable(fn):
-            raise InvalidArgumentError(f"fn={fn!r}", "is not callable.", "strategy.run(step, args=(batch,))")
+            raise InvalidArgumentError(f"fn={shown(fn)}", "is not callable.", "strategy.run(step, args=(batch,))")
         if not isinstance(options, (RunOptions, NoneType)):
             raise InvalidArgumentError(
-                f"options={options!r}", "must be RunOptions or None.", "options=RunOptions(eager=True)"
+                f"options={shown(options)}", "must be RunOptions or None.", "options=RunOptions(eager=True)"
             )
         context.require_cross_replica(
             "Strategy.run", self, "call the function itself: you are inside a replica already"
@@ -231,7 +253,7 @@ class Strategy(ABC):
         context.require_not_running("Strategy.run", "strategy.reduce or strategy.extended.update")
         scope = lifting.innermost()
         if scope is None:
-            return self.execute(fn, tuple(args), kwargs or {}, options or RunOptions())
+            return self.execute(fn, tuple(args), kwargs or {}, options or _DEFAULT_OPTIONS)
         if options is not None and options.eager:
             raise ContextError(
                 "RunOptions(eager=True) in phalanx.function",
@@ -241,6 +263,7 @@ class Strategy(ABC):
         return trace_run(self, fn, args, kwargs or {}, scope)
 
     @final
+    @boundary
     def run_steps(self, fn: Callable[..., Any], iterator: DistributedIterator, steps: int) -> Any:
         """Runs `fn(batch)` for the next `steps` batches, as one compiled program. In cross-replica context or outside all scopes.
 
@@ -287,11 +310,13 @@ class Strategy(ABC):
             assert scope is not None
             return trace_run(self, fn, (batches,), {}, scope, steps=count)
 
-        with context.enter(self._cross_replica):
-            results = self._programs.call(fn, program, (batches, count), {}, key="run_steps")
+        results = context.call_in(
+            self._cross_replica, self._programs.call, fn, program, (batches, count), {}, key="run_steps"
+        )
         return results if count == steps else map_leaves(lambda x: _first_steps(x, count), results)
 
     @final
+    @boundary
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Axis) -> Any:
         """Makes one value of a per-replica one. In cross-replica context or outside all scopes.
 
@@ -325,12 +350,38 @@ class Strategy(ABC):
         check_axis(axis)
         check_components(flatten(value)[0])
         value = map_leaves(self._content, value)
-        leaf = lambda x: reduce_leaf(op, x, axis, self.num_replicas_in_sync)  # noqa: E731
+        leaf = lambda x: self._reduce_leaf(op, x, axis)  # noqa: E731
         if axis is None and self.num_replicas_in_sync == 1:
             return map_leaves(leaf, value)
-        return self._in_program(("reduce", op, axis), lambda v: map_leaves(leaf, v), value)
+        return self.in_program(("reduce", op, axis), lambda v: map_leaves(leaf, v), value)
+
+    @property
+    def _merging_ops(self) -> CrossDeviceOps | None:
+        """The operations that every reduction goes through; None where each may add as it likes."""
+        ops = self.cross_device_ops
+        return None if ops is None or ops.adds else ops
+
+    def _reduce_leaf(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
+        ops, n = self._merging_ops, self.num_replicas_in_sync
+        if ops is None or not isinstance(value, PerReplica):
+            return reduce_leaf(op, value, axis, n, ops)
+        check_mergeable(value, axis)
+        return self.merged(lambda x: reduce_leaf(op, x, axis, n, ops), value)
+
+    def merged(self, fn: Callable[..., Any], *values: PerReplica) -> Any:
+        """Returns what `fn` makes of values in a merge function of all replicas. Inside a program, outside its replicas."""
+
+        def replica_fn(*local: Any) -> Mirrored:
+            replica = context.get_replica_context()
+            assert replica is not None
+            return Mirrored(replica.merge_call(lambda _, *merging: fn(*merging), args=local))
+
+        scope = lifting.innermost()
+        assert scope is not None
+        return trace_run(self, replica_fn, values, {}, scope).value
 
     @final
+    @boundary
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the components of a per-replica value, in replica order. In cross-replica context or outside all scopes.
 
@@ -367,11 +418,12 @@ class Strategy(ABC):
                 "gather outside phalanx.function",
             )
         leaf = lambda x: gather_leaf(x, axis, self.num_replicas_in_sync)  # noqa: E731
-        whole = self._in_program(("gather", axis), lambda v: map_leaves(leaf, v), value)
+        value = map_leaves(_checked_array, value)
+        whole = self.in_program(("gather", axis), lambda v: map_leaves(leaf, v), value)
         if not padded:
             return whole
         masks = jax.tree.map(_mask_of, value, is_leaf=is_distributed)
-        masks = self._in_program(
+        masks = self.in_program(
             ("gather", 0), lambda v: map_leaves(lambda x: gather_leaf(x, 0, self.num_replicas_in_sync), v), masks
         )
         return jax.tree.map(_real_rows, value, whole, masks, is_leaf=is_distributed)
@@ -425,9 +477,13 @@ class Strategy(ABC):
             "experimental_distribute_values_from_function", self, "compute the value in the replica function"
         )
         context.require_not_running("experimental_distribute_values_from_function", "make the value outside the step")
+        arguments.function("value_fn", value_fn, "lambda context: np.float32(context.replica_id_in_sync_group)")
         n = self.num_replicas_in_sync
-        if self.topology is None or n == 1:
+        if self.topology is None:
             return value_fn(ValueContext(0, n))
+        if n == 1:
+            place = lambda x: self.topology.put_replicated(x) if isinstance(x, (jax.Array, np.ndarray)) else x  # noqa: E731
+            return jax.tree.map(place, value_fn(ValueContext(0, n)))
         own = self.topology.local_replicas
         return distribute_values([value_fn(ValueContext(i, n)) for i in own], self.topology)
 
@@ -514,7 +570,7 @@ class Strategy(ABC):
           3
         """
         if session is not None:
-            raise InvalidArgumentError(f"session={session!r}", "there are no sessions here.", "leave it out")
+            raise InvalidArgumentError(f"session={shown(session)}", "there are no sessions here.", "leave it out")
         self._require_distributing("make_experimental_numpy_dataset")
         return NumpyDataset(numpy_input)
 
@@ -537,18 +593,19 @@ class Strategy(ABC):
             "Strategy.replicate", self, "return phalanx.Mirrored(tree) from the replica function"
         )
         context.require_not_running("Strategy.replicate", "place the tree outside the step")
+        primitives.check_arrays(tree)
         return Mirrored(tree if self.topology is None else self.topology.put_replicated(tree))
 
     def _require_distributing(self, method: str) -> None:
         context.require_cross_replica(method, self, "distribute the dataset outside the replica function")
         context.require_not_running(method, "distribute it outside the step")
 
-    def _in_program(self, key: Any, fn: Callable[[Any], Any], value: Any) -> Any:
+    def in_program(self, key: Any, fn: Callable[[Any], Any], value: Any) -> Any:
+        """Returns `fn(value)`, computed in the program that is traced, or in one of its own under that key. In cross-replica context."""
         on_all = lambda v: self.on_all_workers(fn(v))  # noqa: E731
         if lifting.innermost() is not None:
             return on_all(value)
-        with context.enter(self._cross_replica):
-            return self._programs.call(self._programs, on_all, (value,), {}, key=key)
+        return context.call_in(self._cross_replica, self._programs.call, self._programs, on_all, (value,), {}, key=key)
 
     def on_all_workers(self, tree: Any) -> Any:
         """Gives every process the whole of each array. Inside a program."""
@@ -561,7 +618,7 @@ class Strategy(ABC):
     def _content(self, value: Any) -> Any:
         """Returns a variable as the distributed value it is; other values as they are."""
         if not isinstance(value, keras.Variable):
-            return value
+            return _checked_array(value)
         n, scope = self.num_replicas_in_sync, lifting.innermost()
         if n == 1 or not policy_of(value).on_read or (scope is not None and scope.mapped):
             return value.value
@@ -571,7 +628,9 @@ class Strategy(ABC):
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
         """Returns a strategy over the same devices, with programs of its own."""
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, _programs=Programs(), _cross_replica=Mode(other, None))
+        other.__dict__.update(
+            self.__dict__, _programs=Programs(), _cross_replica=Mode(other, None), _number=next(_numbers)
+        )
         return other
 
     def __reduce__(self) -> NoReturn:
@@ -587,6 +646,11 @@ class Strategy(ABC):
     def __repr__(self) -> str:
         names = [] if self.topology is None else list(map(device_name, self.topology.devices))
         return f"{type(self).__name__}({names})"
+
+
+def living_strategies() -> tuple[Strategy, ...]:
+    """Returns all strategies of this process that somebody holds."""
+    return tuple(_living)
 
 
 class Scope:
@@ -624,6 +688,7 @@ def explain_sharding(
 
     Raises:
       InputError: the dataset cannot be divided.
+      InvalidArgumentError: `strategy` is not a strategy.
 
     Example:
       >>> import numpy as np, phalanx
@@ -632,6 +697,8 @@ def explain_sharding(
       ...     print(shard)
       worker 0 of 1 reads all records of 100 (DATA)
     """
+    kind: type = Strategy
+    arguments.instance("strategy", strategy, kind, "explain_sharding(dataset, strategy)")
     return shards_of(dataset, strategy.topology, check_options(options), batch_size)
 
 
@@ -680,6 +747,12 @@ def _first_steps(value: Any, count: int) -> Any:
         return value[:count] if isinstance(value, jax.Array) else value
     batch = value.batch and RowMask(value.batch.mask[:, :count], value.batch.count[:count])
     return PerReplica(value.data[:, :count], batch if value.rows else None, batch)
+
+
+def _checked_array(value: Any) -> Any:
+    if isinstance(value, jax.Array):
+        primitives.check_arrays(value)
+    return value
 
 
 def _mask_of(value: Any) -> Any:

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import keras
 
-from phalanx import compat, context, lifting
+from phalanx import arguments, compat, context, lifting
+from phalanx.collectives import primitives
+from phalanx.collectives.cross_device import check_destinations, checked_options, checked_pairs
 from phalanx.errors import ContextError, InvalidArgumentError
 from phalanx.options import CommunicationOptions, ReduceOp
-from phalanx.strategies.reduction import reduce_leaf
+from phalanx.strategies.reduction import check_components, reduce_leaf
 from phalanx.topology import device_name
-from phalanx.values import Mirrored, PerReplica, ReplicaLocal
-from phalanx.variables import describe
+from phalanx.values import DistributedValues, Mirrored, PerReplica, ReplicaLocal
+from phalanx.variables import check_variable, describe
 
 if TYPE_CHECKING:
     from phalanx.strategies.base import Strategy
@@ -25,11 +27,11 @@ class StrategyExtended:
     """The methods of `tf.distribute.StrategyExtended`. In cross-replica context: a scope or a merge function.
 
     Args:
-      strategy: the strategy it belongs to.
+      container_strategy: the strategy it belongs to.
     """
 
-    def __init__(self, strategy: "Strategy") -> None:
-        self._strategy = strategy
+    def __init__(self, container_strategy: "Strategy") -> None:
+        self._strategy = container_strategy
 
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
@@ -62,26 +64,24 @@ class StrategyExtended:
         context.require_cross_replica(
             "reduce_to", self._strategy, f'get_replica_context().all_reduce("{op.value}", value)'
         )
-        for _, destinations in value_destination_pairs:
-            if destinations is None or isinstance(destinations, (list, tuple)):
-                raise InvalidArgumentError(
-                    f"destinations={destinations!r}",
-                    "must be a value, a variable or a device name.",
-                    "destinations=value",
-                )
-        values = [v for v, _ in value_destination_pairs]
+        values, options = [v for v, _ in checked_pairs(value_destination_pairs)], checked_options(options)
         ops, n = self._strategy.cross_device_ops, self._strategy.num_replicas_in_sync
+        primitives.check_arrays([v for v in values if not isinstance(v, DistributedValues)])
         if ops is None or not any(isinstance(v, (PerReplica, ReplicaLocal)) for v in values):
             return [reduce_leaf(op, v, None, n) for v in values]
+        merge = lambda *local: ops.batch_reduce(op, [(v, v) for v in local], options)  # noqa: E731
         if any(isinstance(v, ReplicaLocal) for v in values):
-            return ops.batch_reduce(op, [(v, v) for v in values], options)
-        program = lambda *local: Mirrored(ops.batch_reduce(op, [(v, v) for v in local], options))  # noqa: E731
-        reduced = self._strategy.run(program, args=tuple(values))
-        return [Mirrored(x) for x in reduced.value]
+            return merge(*values)
+        check_components(values)
+        merged = lambda local: self._strategy.merged(merge, *local)  # noqa: E731
+        return list(map(Mirrored, self._strategy.in_program(("reduce_to", op, options), merged, values)))
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Gives every replica the value: an array becomes `Mirrored`; a number stays as it is."""
         context.require_cross_replica("broadcast_to", self._strategy, "a replica function has the value already")
+        check_destinations(destinations)
+        if not isinstance(tensor, DistributedValues):
+            primitives.check_arrays(tensor)
         if isinstance(tensor, (int, float, complex)) or lifting.innermost() is not None:
             return tensor
         return self._strategy.replicate(tensor)
@@ -107,12 +107,16 @@ class StrategyExtended:
           fn: assigns to it; its arguments must be equal on all replicas.
           args: more arguments for it.
           kwargs: keyword arguments for it.
-          group: whether to return one result, or a tuple with one for each device.
+          group: whether to return one result, or a tuple with one per replica of this process. `fn` is called once.
 
         Raises:
           ContextError: called in replica context, or with an argument that differs between replicas.
+          InvalidArgumentError: `var` is not a variable, `fn` is not callable, or `args` is neither a list nor a tuple.
         """
         context.require_cross_replica("extended.update", self._strategy, "get_replica_context().merge_call(fn)")
+        check_variable("var", var, "strategy.extended.update(variable, fn, args=(value,))")
+        arguments.function("fn", fn, "lambda variable, value: variable.assign(value)")
+        args, kwargs = arguments.of_call(args, kwargs)
         for value in jax.tree.leaves((args, kwargs or {}), is_leaf=_is_per_replica):
             if _is_per_replica(value):
                 raise ContextError(
@@ -124,7 +128,11 @@ class StrategyExtended:
         scope = lifting.innermost()
         with nullcontext() if scope is None else scope.updating():
             result = fn(var, *args, **kwargs)
-        return result if group else (result,)
+        if arguments.flag("group", group):
+            return result
+        topology = self._strategy.topology
+        copies = 1 if topology is None or self._strategy.lends_variables else len(topology.local_devices)
+        return (result,) * copies
 
     def colocate_vars_with(self, colocate_with_variable: keras.Variable) -> AbstractContextManager[None]:
         """Returns a context manager for variables that belong where another one lives; all of a strategy's do.
@@ -132,6 +140,7 @@ class StrategyExtended:
         Raises:
           InvalidArgumentError: that variable was not made in this strategy's scope.
         """
+        check_variable("colocate_with_variable", colocate_with_variable, "colocate_vars_with(variable)")
         if not self.variable_created_in_scope(colocate_with_variable):
             raise InvalidArgumentError(
                 f"colocate_vars_with({describe(colocate_with_variable)})",
@@ -142,9 +151,8 @@ class StrategyExtended:
 
     def variable_created_in_scope(self, v: keras.Variable) -> bool:
         """Returns whether `v` was made in this strategy's scope."""
-        topology = self._strategy.topology
-        home = None if topology is None else topology.sharding_of(compat.layout_path(v), v.shape)
-        return bool(compat.layout_of(v) == home)
+        number = compat.maker_of(check_variable("v", v, "variable_created_in_scope(variable)"))
+        return self._strategy.topology is None if number is None else number == self._strategy.number
 
     def value_container(self, value: Any) -> Any:
         """Returns the variable that `value` is a component of: itself, for variables have no components of their own."""
@@ -152,7 +160,7 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The names of the devices that run replicas, in replica order: of each replica the first."""
+        """The names of this process's devices that run replicas, in replica order: of each replica the first."""
         topology = self._strategy.topology
         if topology is None:
             raise ContextError(
@@ -160,12 +168,15 @@ class StrategyExtended:
                 "it does not place anything.",
                 'phalanx.OneDeviceStrategy("cpu:0")',
             )
-        return tuple(map(device_name, topology.first_devices))
+        return topology.local_names
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The names of the devices that hold variables."""
-        return self.worker_devices
+        """The names of the devices that hold variables, in replica order, of each replica the first; or of their one device."""
+        storage = self._strategy.storage
+        if storage is None or not self._strategy.lends_variables:
+            return self.worker_devices
+        return tuple(map(device_name, storage.first_devices))
 
     @property
     def experimental_require_static_shapes(self) -> bool:

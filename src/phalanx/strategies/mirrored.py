@@ -7,10 +7,10 @@ from typing import Any, final
 import jax
 
 from phalanx.collectives.cross_device import CrossDeviceOps
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InvalidArgumentError, shown, warn_of_slip
 from phalanx.layout import layout_of
 from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
-from phalanx.topology import Topology, axes_of
+from phalanx.topology import Topology, axes_of, device_name
 
 
 @final
@@ -18,7 +18,7 @@ class MirroredStrategy(SynchronousStrategy):
     """Synchronous training on the devices of one machine. May be made outside all scopes.
 
     Args:
-      devices: for example `["/gpu:0", "/gpu:1"]`; None takes all GPUs, else all CPU devices.
+      devices: for example `["/gpu:0", "/gpu:1"]`, or how many; None takes all GPUs, else all CPU devices.
       cross_device_ops: how gradients cross replicas; None is an all-reduce of each.
       model_axis: name and size of a mesh axis over which each replica spreads: with `("model", 2)` four devices are two
         replicas of two.
@@ -39,7 +39,7 @@ class MirroredStrategy(SynchronousStrategy):
 
     def __init__(
         self,
-        devices: Sequence[str | jax.Device] | None = None,
+        devices: Sequence[str | jax.Device] | int | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         model_axis: tuple[str, int] | None = None,
@@ -49,6 +49,12 @@ class MirroredStrategy(SynchronousStrategy):
         ops = ops_within(topology) if cross_device_ops is None else cross_device_ops
         if not isinstance(ops, CrossDeviceOps):
             raise InvalidArgumentError(
-                f"cross_device_ops={ops!r}", "must be CrossDeviceOps.", "cross_device_ops=phalanx.NcclAllReduce()"
+                f"cross_device_ops={shown(ops)}", "must be CrossDeviceOps.", "cross_device_ops=phalanx.NcclAllReduce()"
+            )
+        if devices is None and len(topology.devices) == 1:
+            warn_of_slip(
+                f"MirroredStrategy() has one replica: JAX has found one device, {device_name(topology.devices[0])}.",
+                "phalanx.set_virtual_cpu_devices(2) at the top of the script, to try several replicas on CPUs; or "
+                f'phalanx.OneDeviceStrategy("{device_name(topology.devices[0])}") if one is meant',
             )
         super().__init__(topology, ops.for_devices(topology.first_devices))

@@ -4,12 +4,12 @@
 import jax
 from typing_extensions import override
 
-from phalanx import bootstrap, compat
+from phalanx import arguments, bootstrap, compat
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.collectives.cross_device import NcclAllReduce
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InvalidArgumentError, shown
 from phalanx.options import CommunicationImplementation, CommunicationOptions
 from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
 from phalanx.topology import Topology, axes_of
@@ -20,6 +20,8 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
 
     Every process runs the same program and makes the strategy at its top, before JAX uses a device. It returns once all
     are there. Variables get the first worker's initial values. Without a cluster it is local.
+
+    In a process that has no handler of SIGTERM, SIGTERM then raises `SystemExit(143)` in the main thread, so that `finally` blocks run.
 
     Args:
       cluster_resolver: which processes there are, and which of them this is; None reads TF_CONFIG, or what Slurm, Kubernetes
@@ -57,20 +59,17 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         options = CommunicationOptions() if communication_options is None else communication_options
         if not isinstance(resolver, ClusterResolver):
             raise InvalidArgumentError(
-                f"cluster_resolver={cluster_resolver!r}",
+                f"cluster_resolver={shown(cluster_resolver)}",
                 "must be a ClusterResolver.",
                 "cluster_resolver=phalanx.cluster_resolver.TFConfigClusterResolver()",
             )
         if not isinstance(options, CommunicationOptions):
             raise InvalidArgumentError(
-                f"communication_options={communication_options!r}",
+                f"communication_options={shown(communication_options)}",
                 "must be CommunicationOptions.",
                 "communication_options=phalanx.experimental.CommunicationOptions(bytes_per_pack=1 << 20)",
             )
-        if stall_timeout_s is not None and not stall_timeout_s > 0:
-            raise InvalidArgumentError(
-                f"stall_timeout_s={stall_timeout_s}", "must be more than 0 seconds, or None.", "stall_timeout_s=600"
-            )
+        arguments.seconds("stall_timeout_s", stall_timeout_s, hint="stall_timeout_s=600")
         bootstrap.start(resolver, options.timeout_seconds, stall_timeout_s or options.timeout_seconds)
         topology = Topology(tuple(jax.devices()), axes_of(model_axis))
         _require_implementation(options.implementation, topology)
@@ -80,7 +79,8 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         super().__init__(topology, ops)
         self._resolver, self._options = resolver, options
         if between:
-            compat.agree_on_seed(lambda seed: topology.from_chief([seed])[0])
+            with bootstrap.without_lines_of_gloo():
+                compat.agree_on_seed(lambda seed: topology.from_chief([seed])[0])
 
     @property
     @override

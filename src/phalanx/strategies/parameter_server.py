@@ -45,7 +45,8 @@ class ParameterServerStrategy(Strategy):
         update is. None for any number; 0 for synchronous training, where the steps of all workers are one update by the mean of their gradients.
       snapshot_every_s: how often what the servers hold is copied to this process, so that a server that dies is
         restarted with it; None for never.
-      worker_timeout_s: how long a worker may give no sign of life until it is taken for lost.
+      worker_timeout_s: for how many seconds a worker or a parameter server may give no sign of life, and a worker may take for one step,
+        one batch or its dataset function. A worker that is silent is replaced; the other cases are errors.
       dashboard: whether to start Ray's.
 
     Raises:
@@ -105,7 +106,18 @@ class ParameterServerStrategy(Strategy):
         self._device = OneDeviceStrategy("cpu:0")
         self.max_staleness, self.worker_timeout_s = max_staleness, worker_timeout_s
         self.cluster = RayCluster(spec, workers, ps, _START_S, dashboard=dashboard)
-        self.homes = Homes(self.cluster, self._device, variable_partitioner, max_staleness, snapshot_every_s)
+        try:
+            self.homes = Homes(
+                self.cluster,
+                self._device,
+                variable_partitioner,
+                max_staleness=max_staleness,
+                snapshot_every_s=snapshot_every_s,
+                timeout_s=worker_timeout_s,
+            )
+        except BaseException:
+            self.cluster.close()
+            raise
         self._before_close: list[Callable[[], None]] = []
         self._close = weakref.finalize(self, _closed, self.cluster, self.homes, self._before_close)
 
@@ -130,7 +142,7 @@ class ParameterServerStrategy(Strategy):
         Raises:
           ContextError: the strategy was closed.
         """
-        self.homes.require_open()
+        self.homes.servers.require_open()
         return self._device.topology
 
     @property
@@ -233,5 +245,5 @@ def _check_count(name: str, value: Any) -> None:
 def _closed(cluster: RayCluster, homes: Homes, before: Sequence[Callable[[], None]]) -> None:
     for end in before:
         end()
-    homes.close()
+    homes.servers.close()
     cluster.close()

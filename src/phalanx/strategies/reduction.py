@@ -10,15 +10,23 @@ import jax
 import jax.numpy as jnp
 
 from phalanx.collectives import primitives
-from phalanx.errors import InputError, ReduceOpError
+from phalanx.collectives.cross_device import CrossDeviceOps
+from phalanx.errors import InputError, ReduceOpError, shown
 from phalanx.options import ReduceOp
 from phalanx.values import Mirrored, PerReplica, ReplicaLocal, RowMask, check_size
 
 Axis = int | tuple[int, ...] | None
 
 
-def reduce_leaf(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any:
+def reduce_leaf(op: ReduceOp, value: Any, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> Any:
     """Reduces one value over the replicas, and over the dims `axis` of each component.
+
+    Args:
+      op: SUM or MEAN.
+      value: a per-replica value, or one that is equal on all replicas.
+      axis: the dims; None for none.
+      num_replicas: how many there are.
+      ops: how a component of each replica becomes one value, inside a merge function; None is a sum.
 
     Raises:
       ReduceOpError: the sum of a value that is not per replica, a dim that is not there, bools.
@@ -31,7 +39,7 @@ def reduce_leaf(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any:
             return _mean_where_rows(data, value.batch)
         return _reduce_global(op, data, axis, value.rows)
     if isinstance(value, ReplicaLocal):
-        return _reduce_local(op, primitives.to_array(value.value), axis, value.rows, num_replicas)
+        return _reduce_local(op, value, axis, num_replicas, ops)
     value = value.value if isinstance(value, Mirrored) else value
     if num_replicas == 1:
         return value if axis is None else _reduce_dims(op, primitives.to_array(value), axis)
@@ -55,7 +63,7 @@ def check_axis(axis: Any) -> None:
     """
     for dim in axis if isinstance(axis, tuple) else (axis,):
         if isinstance(dim, bool) or not isinstance(dim, (int, NoneType)):
-            raise ReduceOpError(f"axis={axis!r}", "must be an integer, a tuple of integers, or None.", "axis=0")
+            raise ReduceOpError(f"axis={shown(axis)}", "must be an integer, a tuple of integers, or None.", "axis=0")
 
 
 def check_components(leaves: Sequence[Any]) -> None:
@@ -67,10 +75,24 @@ def check_components(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if isinstance(leaf, PerReplica) and isinstance(leaf.data, tuple):
             raise ReduceOpError(
-                f"reduce of PerReplica({leaf.data!r})",
+                f"reduce of PerReplica({shown(leaf.data)})",
                 "its components are not arrays of numbers.",
                 "strategy.experimental_local_results(value)",
             )
+
+
+def check_mergeable(value: PerReplica, axis: Axis) -> None:
+    """Raises for values whose rows no merge function knows.
+
+    Raises:
+      InputError: they are of several steps, and a dim is reduced.
+    """
+    if axis is not None and value.rows is not None and value.rows.row_dim:
+        raise InputError(
+            f"reduce(axis={axis!r}) of what run_steps returned, with operations that do not add",
+            "the replicas have different numbers of rows in each step.",
+            "strategy.run for each step",
+        )
 
 
 def gather_leaf(value: Any, axis: int, num_replicas: int) -> Any:
@@ -118,13 +140,19 @@ def _mean_where_rows(data: jax.Array, rows: RowMask) -> jax.Array:
     return jnp.where(counts, data, 0).sum(axis=0) / jnp.maximum(counts.sum(axis=0), 1)
 
 
-def _reduce_local(op: ReduceOp, data: jax.Array, axis: Axis, rows: RowMask | None, num_replicas: int) -> jax.Array:
+def _reduce_local(
+    op: ReduceOp, value: ReplicaLocal, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None
+) -> jax.Array:
+    data = primitives.to_array(value.value)
     dims = _dims(axis, data.ndim)
     # Here only the shape says that a value has rows, and a gradient may have it by chance.
-    rows = rows if 0 in dims else None
+    rows = value.rows if 0 in dims else None
     if rows is not None:
         data = jnp.where(rows.mask.reshape((-1,) + (1,) * (data.ndim - 1)), data, 0)
-    total = primitives.all_reduce(ReduceOp.SUM, data.sum(axis=dims) if dims else data, num_replicas)
+    own = data.sum(axis=dims) if dims else data
+    total = (
+        primitives.all_reduce(ReduceOp.SUM, own, num_replicas) if ops is None else ops.reduce(ReduceOp.SUM, own, own)
+    )
     if op is ReduceOp.SUM:
         return total
     others = math.prod(data.shape[d] for d in dims if d > 0)
@@ -145,5 +173,4 @@ def _dims(axis: Axis, ndim: int) -> tuple[int, ...]:
 
 
 def _short(value: Any) -> str:
-    text = f"an array {value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else repr(value)
-    return text if len(text) < 60 else f"{text[:57]}..."
+    return f"an array {value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else shown(value)

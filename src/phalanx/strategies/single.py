@@ -3,12 +3,14 @@
 
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn, final
 
 import jax
 from typing_extensions import override
 
-from phalanx import compat, context
+from phalanx import compat, context, explanations
+from phalanx.arrays import is_sparse, of_other_library
 from phalanx.context import ReplicaContext
 from phalanx.errors import ContextError
 from phalanx.lifting import NeedsProgram
@@ -16,7 +18,7 @@ from phalanx.options import RunOptions
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.topology import Topology
-from phalanx.values import Mirrored, flatten, map_leaves
+from phalanx.values import Mirrored, map_leaves
 
 
 @final
@@ -48,13 +50,9 @@ class DefaultStrategy(Strategy):
         code = getattr(fn, "__code__", None)
         if code in self._with_tape:
             return super().execute(fn, args, kwargs, options)
-        with compat.undo_log() as rollback:
-            try:
-                if any(isinstance(x, Mirrored) for x in flatten((args, kwargs))[0]):
-                    args, kwargs = map_leaves(lambda x: x.value if isinstance(x, Mirrored) else x, (args, kwargs))
-                return fn(*args, **kwargs)
-            except NeedsProgram:
-                rollback()
+        with suppress(NeedsProgram), compat.transaction():
+            args, kwargs = map_leaves(_plain, (args, kwargs))
+            return explanations.call(fn, args, kwargs)
         if code is not None:
             self._with_tape.add(code)
         return super().execute(fn, args, kwargs, options)
@@ -84,6 +82,14 @@ class OneDeviceStrategy(SynchronousStrategy):
 
     def __init__(self, device: str | jax.Device) -> None:
         super().__init__(Topology.of([device]))
+
+
+def _plain(leaf: Any) -> Any:
+    """Returns an argument as a replica function gets it: without `Mirrored`, and a tensor of another library as an array."""
+    if isinstance(leaf, Mirrored):
+        return leaf.value
+    array = None if is_sparse(leaf) else of_other_library(leaf, "an argument")
+    return leaf if array is None else array
 
 
 _default = DefaultStrategy()

@@ -3,6 +3,7 @@
 
 from typing_extensions import override
 
+from phalanx import bootstrap
 from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
 from phalanx.layout import AbstractLayout
 from phalanx.strategies.base import Strategy
@@ -19,6 +20,8 @@ class SynchronousStrategy(Strategy):
 
     def __init__(self, topology: Topology, cross_device_ops: CrossDeviceOps | None = None) -> None:
         super().__init__()
+        if topology.num_workers == 1:
+            bootstrap.warn_if_alone(type(self).__name__)
         self._topology, self._cross_device_ops = topology, cross_device_ops
 
     @property

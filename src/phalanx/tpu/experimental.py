@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of `tf.tpu.experimental`."""
 
-from phalanx.device_assignment import DeviceAssignment, Topology
+from phalanx.cluster.resolvers.tpu import TPUSystemMetadata
+from phalanx.device_assignment import DeviceAssignment, DeviceOrderMode, Topology
 from phalanx.tpu.system import initialize_tpu_system, shutdown_tpu_system
 
-__all__ = ["DeviceAssignment", "Topology", "initialize_tpu_system", "shutdown_tpu_system"]
+__all__ = [
+    "DeviceAssignment",
+    "DeviceOrderMode",
+    "TPUSystemMetadata",
+    "Topology",
+    "initialize_tpu_system",
+    "shutdown_tpu_system",
+]

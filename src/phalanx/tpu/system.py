@@ -11,7 +11,7 @@ from phalanx import bootstrap
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.tpu import TPUClusterResolver
 from phalanx.device_assignment import Topology
-from phalanx.errors import ClusterSourceError, DeviceError, InvalidArgumentError
+from phalanx.errors import ClusterSourceError, DeviceError, InvalidArgumentError, shown
 
 # What stands for the TPUs of a machine that has none; one for a process, as are its devices.
 _virtual: list[Topology] = []
@@ -61,7 +61,7 @@ def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> To
     resolver = TPUClusterResolver() if cluster_resolver is None else cluster_resolver
     if not isinstance(resolver, ClusterResolver):
         raise InvalidArgumentError(
-            f"cluster_resolver={resolver!r:.60}", "must be a ClusterResolver.", 'TPUClusterResolver("local")'
+            f"cluster_resolver={shown(resolver)}", "must be a ClusterResolver.", 'TPUClusterResolver("local")'
         )
     if _virtual:
         return _virtual[0]

@@ -16,12 +16,12 @@ def pid_of(actor):
 
 def servers_of(strategy):
     """The processes of the parameter servers."""
-    return [pid_of(server) for server in strategy.homes.servers]
+    return [pid_of(server) for server in strategy.homes.servers.actors]
 
 
 def workers_of(strategy):
     """The processes of the workers."""
-    return [pid_of(actor) for actor in strategy.cluster.actors if actor not in strategy.homes.servers]
+    return [pid_of(actor) for actor in strategy.cluster.actors if actor not in strategy.homes.servers.actors]
 
 
 def is_there(pid):

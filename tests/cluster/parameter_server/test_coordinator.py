@@ -373,6 +373,33 @@ def test_iterators_elsewhere(calm, numbers):
         calm.schedule(lambda: next(iter(dataset))["x"])
     with pytest.raises(ContextError, match=r"(?s)on the workers.*HINT: .*schedule"):
         next(iter(dataset))
+    with pytest.raises(ContextError, match=r"(?s)on the workers.*HINT: .*schedule"):
+        iter(dataset).get_next()
+
+
+def test_the_spec_of_a_worker_dataset(calm):
+    """It is that of a batch on a worker, which no step loses by it."""
+    dataset = calm.create_per_worker_dataset(lambda: iter([{"x": np.zeros((3, 2), "float32"), "y": np.int32(1)}]))
+    expected = {"x": jax.ShapeDtypeStruct((3, 2), "float32"), "y": jax.ShapeDtypeStruct((), "int32")}
+    assert dataset.element_spec == expected
+    batch = calm.schedule(lambda iterator: iterator.get_next(), args=(iter(dataset),)).fetch()
+    assert {name: (x.shape, x.dtype) for name, x in batch.items()} == {
+        n: (x.shape, x.dtype) for n, x in expected.items()
+    }
+    assert phalanx.coordinator.PerWorkerValue is phalanx.coordinator.PerWorkerValues
+
+
+def test_a_dataset_function_that_returns_a_generator_function(calm):
+    """Each worker calls it, as `experimental_distribute_dataset` does."""
+
+    def dataset_fn():
+        def rows():
+            yield np.float32(4)
+
+        return rows
+
+    iterator = iter(calm.create_per_worker_dataset(dataset_fn))
+    assert calm.schedule(lambda iterator: next(iterator) + 1, args=(iterator,)).fetch() == 5
 
 
 def test_steps_that_cannot_be_programs(calm):
@@ -498,3 +525,21 @@ def test_iterators_that_are_not_of_the_workers(calm, kind):
     given = (x for x in [1.0]) if kind == "generator" else calm.create_per_worker_dataset(lambda: [1.0])
     with pytest.raises(InvalidArgumentError, match="among the arguments of schedule.*\nHINT: iter"):
         calm.schedule(take, args=(given,))
+
+
+def test_random_numbers_without_a_seed(calm):
+    """Each scheduled step draws its own."""
+
+    def draw():
+        return keras.random.normal(())
+
+    assert len({float(x.fetch()) for x in [calm.schedule(draw) for _ in range(6)]}) == 6
+
+
+def test_logits_of_a_scheduled_step(calm):
+    """A clipped cross-entropy is at most 16."""
+
+    def loss(x):
+        return keras.ops.binary_crossentropy(keras.ops.zeros(1), keras.ops.sigmoid(x))
+
+    assert calm.schedule(loss, args=(np.float32([100.0]),)).fetch() == 100

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +25,7 @@ SERVE = "import phalanx; phalanx.Server({spec}, {job!r}, {index}).join(timeout_s
 
 
 @contextmanager
-def process(*command, **environment):
+def process(*command, cwd=HERE, **environment):
     """A Python process, ended with all that descend from it; its errors go to a file."""
     with tempfile.TemporaryFile("w+") as log:
         one = subprocess.Popen(
@@ -35,7 +37,7 @@ def process(*command, **environment):
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            cwd=HERE,
+            cwd=cwd,
         )
         one.log = log
         try:
@@ -53,9 +55,12 @@ def said(one):
     """What a process has said next; where it has ended, what it has said last."""
     line = one.stdout.readline()
     if not line.startswith(("{", '"')):
-        one.wait(60)
+        try:
+            rest, _ = one.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            rest = "(and goes on)"
         one.log.seek(0)
-        raise AssertionError(f"it ended with {one.returncode}: {line}{one.stdout.read()}{one.log.read()[-6000:]}")
+        raise AssertionError(f"it ended with {one.returncode}: {line}{rest}{one.log.read()[-6000:]}")
     return json.loads(line)
 
 
@@ -80,15 +85,148 @@ def test_all_processes_end_with_close():
 
 
 def test_all_processes_end_with_a_killed_coordinator():
-    """Workers and servers at once, Ray's own but for two agents that look for their head for another minute."""
-    with process("coordinating.py", 1, 1) as coordinator:
-        pids = said(coordinator)["pids"]
+    """Ray's own agents included, and with them the files, which only this user could read."""
+    root = tempfile.mkdtemp(dir="/tmp")
+    with process("coordinating.py", 1, 1, RAY_TMPDIR=root) as coordinator:
+        said(coordinator)
+        (folder,) = Path(root).iterdir()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert list(folder.glob("ray/session_*"))
         family = family_of(coordinator.pid)
+        assert len(family) > 8
         end(coordinator.pid)
-        wait_until(lambda: not any(map(is_there, pids)))
-        wait_until(lambda: sum(map(is_there, family)) <= 2)
-        for pid in filter(is_there, family):
-            end(pid)
+        wait_until(lambda: not any(map(is_there, family[1:])), deadline_s=20.0)
+        wait_until(lambda: not folder.exists())
+        Path(root).rmdir()
+
+
+def test_a_lost_worker_is_one_line():
+    """That of the coordinator: Ray's own paragraphs, on its output, are left out."""
+    with process("coordinating.py", 1, 1) as coordinator:
+        end(said(coordinator)["pids"][0])
+        tell(coordinator, "more")
+        assert said(coordinator)["count"] >= 40
+        tell(coordinator, "close")
+        assert said(coordinator) == "closed"
+        output, _ = coordinator.communicate(timeout=60)
+        assert output == ""
+        coordinator.log.seek(0)
+        lines = [line for line in coordinator.log.read().splitlines() if "waiting for" not in line]
+        assert lines == ["worker:0 was lost. Another is started in its place, and its steps are done again."]
+
+
+def test_sigterm_of_a_coordinator():
+    """Its `finally` blocks run, all processes end, and nothing is printed of Ray's or absl's."""
+    code = "import json, sys, coordinating\ntry: coordinating.main({'workers': 1, 'ps': 1})\nfinally: print(json.dumps('finally'), flush=True)"
+    with process("-c", code) as coordinator:
+        said(coordinator)
+        family = family_of(coordinator.pid)
+        end(coordinator.pid, signal.SIGTERM)
+        assert said(coordinator) == "finally"
+        assert coordinator.wait(60) == 128 + signal.SIGTERM
+        assert not any(map(is_there, family[1:]))
+        coordinator.log.seek(0)
+        assert "SIGTERM" not in coordinator.log.read()
+
+
+def test_a_handler_of_sigterm_stays():
+    """What the script has set before the strategy is called."""
+    code = (
+        "import json, signal, sys, coordinating\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print(json.dumps('told'), flush=True), sys.exit(3)))\n"
+        "coordinating.main({'workers': 1, 'ps': 1})"
+    )
+    with process("-c", code) as coordinator:
+        said(coordinator)
+        end(coordinator.pid, signal.SIGTERM)
+        assert said(coordinator) == "told"
+        assert coordinator.wait(60) == 3
+
+
+def test_a_start_that_takes_too_long():
+    """Ray's processes stand still the first time; they are ended, and it is started again."""
+    code = (
+        "import os, signal, threading, time, coordinating\n"
+        "from processes import family_of\n"
+        "def stop():\n"
+        "    while True:\n"
+        "        for pid in family_of(os.getpid()):\n"
+        "            try: name = open(f'/proc/{pid}/comm').read().strip()\n"
+        "            except OSError: continue\n"
+        "            if name == 'raylet': return os.kill(pid, signal.SIGSTOP)\n"
+        "        time.sleep(0.001)\n"
+        "threading.Thread(target=stop, daemon=True).start()\n"
+        "coordinating.main({'workers': 1, 'ps': 1})\n"
+    )
+    with process("-c", code) as coordinator:
+        assert said(coordinator)["count"] == 20
+        names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in family_of(coordinator.pid)]
+        assert names.count("raylet") == 1
+
+
+def test_an_address_that_is_taken():
+    """The chief cannot listen there: a typed error, and not Ray's."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        spec = {"chief": [f"127.0.0.1:{taken.getsockname()[1]}"], "worker": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}
+        config = json.dumps({"cluster": spec, "task": {"type": "chief", "index": 0}})
+        with process("-c", "import coordinating; coordinating.main({})", TF_CONFIG=config) as chief:
+            assert chief.wait(120) == 1
+            chief.log.seek(0)
+            text = chief.log.read()
+    assert "StartupError: starting Ray at 127.0.0.1" in text
+    assert "HINT: " in text
+
+
+def test_a_folder_named_ray(tmp_path):
+    """It does no harm where Ray is installed."""
+    (tmp_path / "ray").mkdir()
+    code = (
+        "import sys, phalanx\nstrategy = phalanx.ParameterServerStrategy(workers=1)\n"
+        "coordinator = phalanx.coordinator.ClusterCoordinator(strategy)\n"
+        "print(coordinator.schedule(lambda: 7).fetch())"
+    )
+    with process("-c", code, cwd=tmp_path) as coordinator:
+        output, _ = coordinator.communicate(timeout=120)
+    assert output.split() == ["7"]
+
+
+def test_a_folder_named_ray_without_ray(tmp_path):
+    """The error says what to install, and what was found instead."""
+    (tmp_path / "ray").mkdir()
+    code = (
+        "import sys, importlib.machinery as m\n"
+        "class Finder(m.PathFinder):\n"
+        "    @classmethod\n"
+        "    def find_spec(cls, name, path=None, target=None):\n"
+        "        return super().find_spec(name, ['.'] if name == 'ray' else path, target)\n"
+        "sys.meta_path.insert(0, Finder)\n"
+        "import phalanx; phalanx.ParameterServerStrategy(workers=1)"
+    )
+    with process("-c", code, cwd=tmp_path) as coordinator:
+        assert coordinator.wait(60) == 1
+        coordinator.log.seek(0)
+        text = coordinator.log.read()
+    assert (
+        f"MissingDependencyError: parameter servers: their processes are those of Ray, which is not installed: `import ray` finds {tmp_path}/ray"
+        in text
+    )
+    assert 'HINT: pip install "phalanx[ps]"' in text
+
+
+def test_a_token_that_others_could_read(tmp_path):
+    """The file that Ray makes for everybody is closed; one that is missing is made so."""
+    for path in (tmp_path / "old", tmp_path / "new"):
+        path.mkdir()
+    (tmp_path / "old" / ".ray").mkdir()
+    token = tmp_path / "old" / ".ray" / "auth_token"
+    token.write_text("c" * 64)
+    token.chmod(0o644)
+    code = "import phalanx; phalanx.ParameterServerStrategy(workers=1)"
+    for home in ("old", "new"):
+        with process("-c", code, HOME=str(tmp_path / home)) as coordinator:
+            assert coordinator.wait(120) == 0
+        assert (tmp_path / home / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
+    assert token.read_text() == "c" * 64
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def bytes_of(strategy, variables):
     held = [0, 0]
     for variable in variables:
         for part in strategy.homes.placement(variable):
-            (array,) = ray.get(strategy.homes.servers[part.server].get.remote([part.key]))
+            (array,) = ray.get(strategy.homes.servers.actors[part.server].get.remote([part.key]))
             held[part.server] += array.nbytes
     return held
 
@@ -173,7 +173,7 @@ def test_what_is_not_used_any_more_is_dropped(calm, strategy):
     calm.schedule(lambda: variables[0].value.sum())
     calm.join()
     (part, _) = strategy.homes.placement(variables[0])
-    server = strategy.homes.servers[part.server]
+    server = strategy.homes.servers.actors[part.server]
     assert ray.get(server.state.remote())[part.key].shape == (3, 100)
     variables.clear()
     gc.collect()

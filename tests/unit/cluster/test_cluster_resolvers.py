@@ -202,6 +202,16 @@ def test_master_of_a_task_that_is_not_there():
         TFConfigClusterResolver(environ=environ).master("worker", 7)
 
 
+def test_sagemaker_arguments():
+    """Those of tf.distribute replace what the environment says."""
+    resolver = SageMakerClusterResolver(2224, "chief", 3, "grpc", "sagemaker", environ=SAGEMAKER)
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("chief", 3, "grpc")
+    assert resolver.environment == "sagemaker"
+    assert resolver.master("worker", 0).startswith("grpc://")
+    with pytest.raises(ClusterTypeError, match="port=0: must be a number from 1 to 65535"):
+        SageMakerClusterResolver(0)
+
+
 # From "SageMaker Training Toolkit", ENVIRONMENT_VARIABLES.md.
 SAGEMAKER = {"SM_CURRENT_HOST": "algo-2", "SM_HOSTS": '["algo-2","algo-1"]', "SM_NUM_GPUS": "1", "SM_NUM_CPUS": "4"}
 

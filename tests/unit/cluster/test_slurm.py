@@ -179,20 +179,28 @@ def test_gpus_of_a_task(changes, options, count):
 @pytest.mark.parametrize(
     ("visible", "own"), [("0,1,2,3,4,5,6,7", "2,3"), ("GPU-a,GPU-b", "GPU-a,GPU-b"), (None, "2,3")]
 )
-def test_gpus_are_set_when_asked(monkeypatch, visible, own):
+def test_gpus_of_a_task_are_set(monkeypatch, visible, own):
     """The second task of a node takes its second share; one that Slurm has bound sees its own already."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     changes = {"SLURM_PROCID": "1", "SLURM_NODEID": "0", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": visible}
-    slurm = resolver(changes, gpus_per_node=8, auto_set_gpu=True)
+    for name, value in {**STEP, **changes}.items():
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    slurm = SlurmClusterResolver(gpus_per_node=8)
     slurm.task_type, slurm.num_accelerators()
-    assert not os.environ["CUDA_VISIBLE_DEVICES"]
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+    slurm.cluster_spec()
     slurm.cluster_spec()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == own
 
 
-def test_no_gpu_is_set_by_default(monkeypatch):
-    """To look at a cluster changes nothing."""
+def test_gpus_are_left_alone(monkeypatch):
+    """If they are not to be set, if nothing tells how many there are, and those of this process for another environment."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    for changes, options in (({"SLURM_GPUS_ON_NODE": "8"}, {"auto_set_gpu": False}), ({}, {})):
+        environ = {**STEP, **changes}
+        SlurmClusterResolver(**options, environ=environ).cluster_spec()
+        assert "CUDA_VISIBLE_DEVICES" not in environ
     resolver({"SLURM_GPUS_ON_NODE": "8"}).cluster_spec()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from phalanx.cluster_resolver import ClusterSpec, TPUClusterResolver
-from phalanx.errors import ClusterSourceError, MissingDependencyError
+from phalanx.errors import ClusterSourceError, ClusterTypeError, MissingDependencyError
 
 # What GKE sets in the pods of a slice of four v5e hosts; names as in "About TPUs in GKE" and libtpu.
 GKE = {
@@ -199,3 +199,27 @@ def test_api_without_its_client():
     """The message says what to install."""
     with pytest.raises(MissingDependencyError, match="HINT: pip install google-api-python-client"):
         TPUClusterResolver("my-tpu", "z", "p", environ={}).cluster_spec()
+
+
+def test_system_metadata():
+    """From the environment of GKE, and from a topology that was set."""
+    environ = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1"}
+    resolver = TPUClusterResolver(environ=environ)
+    found = resolver.get_tpu_system_metadata()
+    assert (found.num_cores, found.num_hosts, found.num_of_cores_per_host, found.topology) == (8, 2, 4, None)
+    assert found.devices[4] == "/job:worker/task:1/device:TPU:0"
+    resolver.set_tpu_topology(b'{"mesh_shape": [1, 2], "device_coordinates": [[[0, 0], [0, 1]]]}')
+    assert resolver.get_tpu_system_metadata()[:3] == (2, 1, 2)
+    assert (resolver.get_master(), resolver.get_coordination_service_leader()) == (
+        resolver.master(),
+        "/job:worker/task:0",
+    )
+
+
+def test_system_metadata_of_an_unknown_system():
+    """The message says what would tell."""
+    resolver = TPUClusterResolver("local", environ={})
+    with pytest.raises(ClusterSourceError, match="TPU_CHIPS_PER_HOST_BOUNDS are not set, and no topology was"):
+        resolver.get_tpu_system_metadata()
+    with pytest.raises(ClusterTypeError, match="serialized_tpu_topology=b'x': must be a serialized Topology"):
+        resolver.set_tpu_topology(b"x")

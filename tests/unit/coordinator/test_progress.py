@@ -50,12 +50,29 @@ def test_shown_on_a_terminal():
     assert last == ""
 
 
-def test_nothing_elsewhere():
-    """In a file or a pipe there is no line, and nobody is asked."""
-    pipe = io.StringIO()
-    with shown(pytest.fail, 0, pipe, every_s=0.001):
+class Log(Terminal):
+    """A file, or a pipe."""
+
+    def isatty(self):
+        """It is none."""
+        return False
+
+
+def test_lines_in_a_log():
+    """Without a terminal each line is a line of its own, with nothing else in it."""
+    log = Log()
+    with shown(status, 20, log, every_s=0.001):
+        assert log.has_line.wait(DEADLINE_S)
+    assert set(log.getvalue().splitlines()) == {status().line(0)}
+    assert log.getvalue().endswith("\n")
+
+
+def test_no_line_in_a_log_for_a_short_wait():
+    """A line comes after 30 s, and a wait that ends before has none."""
+    log = Log()
+    with shown(pytest.fail, 0, log):
         pass
-    assert pipe.getvalue() == ""
+    assert log.getvalue() == ""
 
 
 def test_a_server_that_is_lost():

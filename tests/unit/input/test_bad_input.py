@@ -57,6 +57,9 @@ def test_batches_that_cannot_be_split(strategy, as_dataset, batch, match):
         ([np.ones(2), np.ones(2)], "a list of 2 arrays with batch_size=2: each could be a row.*\nHINT: np.stack"),
         (5, "dataset=int: neither arrays nor something to iterate over"),
         ("a*.txt", "dataset='a.*.txt': it is text, or a path.\nHINT: phalanx.data.from_files"),
+        (b"abc", "dataset=b'abc': it is text, or a path"),
+        (bytearray(b"abc"), "dataset=bytearray.b'abc'.: it is text"),
+        (list, r"dataset=list: it is a class, not a dataset.\nHINT: an instance: list\(\.\.\.\)"),
     ],
 )
 def test_what_is_neither_rows_nor_columns(strategy, rows, match):
@@ -95,6 +98,7 @@ def test_rows_that_make_no_batch(strategy, as_dataset, rows, match):
         (np.ones(4), "dataset=ndarray: not an iterable of batches.\nHINT: batch_size=n"),
         (3, "dataset=int: not an iterable of batches"),
         (None, "dataset=NoneType: not an iterable of batches"),
+        (keras.utils.PyDataset, "dataset=PyDataset: it is a class, not a dataset"),
         ((np.ones(4), np.ones(4)), "a dataset that is a tuple of arrays: it is one pytree .*\nHINT: batch_size=64"),
         ({"x": np.ones(4)}, "a dataset that is a dict of arrays: it is one pytree of all rows"),
         (
@@ -132,6 +136,22 @@ def test_a_batch_size_for_batches(strategy):
     for dataset in (Batches(), numpy_dataset):
         with pytest.raises(InputError, match=r"batch_size=4 for a \w+: it makes batches already.\nHINT: leave out"):
             strategy.experimental_distribute_dataset(dataset, batch_size=4)
+
+
+class TooLong:
+    """Says that it has five rows, and has two."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return [7, 8][index]
+
+
+def test_a_length_that_is_not_true(strategy):
+    """The error says which record is missing."""
+    with pytest.raises(InputError, match="the record 2 of a TooLong: it is not there .*but its `len` is 5.\nHINT: "):
+        list(strategy.experimental_distribute_dataset(TooLong(), batch_size=5))
 
 
 @pytest.mark.parametrize("size", [0, -3, 2.5, True, "4"])

@@ -1,7 +1,9 @@
 """Records in files: file by file, or every worker its rows of all files."""
 
+import gzip
 import itertools
 import pathlib
+import zlib
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from simulation import (
     workers,
 )
 
+import phalanx
 from phalanx.data import from_files
 from phalanx.errors import InputError, InvalidArgumentError
 from phalanx.input.shard import Worker
@@ -243,3 +246,16 @@ def test_records_are_any_pytree(tmp_path):
     files = from_files(folder.paths, lambda path: [{"x": np.full(2, i)} for i in folder.contents[path]])
     piece = FileRecords(files, 2).open(Worker(), DATA, None).read()
     assert piece.parts[0]["x"].tolist() == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("module", [gzip, zlib])
+def test_a_file_that_is_cut_off(tmp_path, module):
+    """The error names the file, whatever its decompressor says."""
+    path = tmp_path / "a.compressed"
+    path.write_bytes(module.compress(bytes(range(256)))[:20])
+    dataset = phalanx.data.from_files([path], lambda path: list(module.decompress(pathlib.Path(path).read_bytes())))
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with pytest.raises(
+        InputError, match=r"the file .*compressed: its content is damaged or cut off: .*\nHINT: a new copy"
+    ):
+        list(strategy.experimental_distribute_dataset(dataset, batch_size=4))

@@ -53,6 +53,20 @@ def drained(batches, form):
     return got
 
 
+def test_a_stop_loses_nothing():
+    """What was read ahead comes when the next batch is asked for."""
+
+    def work(index, exchange):
+        batches = lockstep(Counted([4] * (3 * AHEAD)), index, 2, exchange)
+        first = [batches.get(Form()).value for _ in range(3)]
+        batches.stop()
+        batches.stop()
+        return first + [batch.value for batch in drained(batches, Form())]
+
+    assert together(2, work) == [[[(4, 8, 2)]] * (3 * AHEAD)] * 2
+    assert prefetching() == []
+
+
 def run(all_sizes, form=None, ahead=True):
     """What every worker gets."""
 

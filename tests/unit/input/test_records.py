@@ -132,7 +132,7 @@ def test_records_become_batches():
             r"records of shapes \[\(2,\), \(3,\)\]: the rows of one batch must have one shape",
         ),
         ([{"a": 1}, {"b": 1}], "records of one batch: they have the structures"),
-        ([1, None], "the records 0 to 1 of a list: some of them are None: a filter"),
+        ([1, None], "the record 1 of a list: it is None: a filter"),
     ],
 )
 def test_records_that_make_no_batch(records, match):

@@ -83,3 +83,11 @@ def test_positions_of_another_number_of_workers(count):
         InputError, match=f"set_state of 2 workers: there are {count} now.*\nHINT: AutoShardPolicy.DATA"
     ):
         of_worker({"workers": [{}, {}]}, 0, count)
+
+
+@pytest.mark.parametrize("text", ["null", "3", "[1]", '"x"', "[" * 100_000, '{"batches": ' * 50_000, "\xff"])
+def test_files_that_hold_no_position(tmp_path, text):
+    """JSON that is no dict, that nests too deeply, and what is no text."""
+    (tmp_path / "state.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(InputError, match=r"load_state\('.*state.json'\): it holds no position"):
+        load(tmp_path / "state.json")

@@ -1,13 +1,19 @@
 """Which trainer a model gets, and what is refused."""
 
 import gc
+import os
+import subprocess
+import sys
+import threading
+import warnings
 
 import keras
 import numpy as np
 import pytest
-from twins import FIT, X, Y, alone, compiled, crossentropy, mlp, replicas, same, twins, under
+from twins import CLASSES, FIT, X, Y, alone, compiled, crossentropy, mlp, replicas, same, twins, under
 
-from phalanx.errors import ContextError, MixedStrategyError
+import phalanx
+from phalanx.errors import ContextError, MissingDependencyError, MixedStrategyError, SlipWarning
 
 
 def test_model_belongs_to_the_scope_it_was_made_in(strategy):
@@ -108,11 +114,16 @@ def test_nan_in_the_loss(strategy):
     assert np.isnan(seen[1:]).all()
 
 
-def test_several_steps_of_an_eager_model(strategy):
-    """steps_per_execution with run_eagerly is refused by Keras or by us, or runs."""
-    model = under(strategy, compiled(run_eagerly=True, steps_per_execution=2))
-    with pytest.raises(ValueError, match="steps_per_execution"):
-        model.fit(X, Y, **FIT)
+def test_several_steps_of_an_eager_model():
+    """With run_eagerly the steps of one execution run one by one."""
+    model = under(phalanx.OneDeviceStrategy("cpu:0"), compiled(run_eagerly=True, steps_per_execution=2))
+    seen = []
+    see = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    same(
+        model.fit(X[:12], Y[:12], batch_size=4, shuffle=False, verbose=0, callbacks=[see]).history,
+        alone(compiled()).fit(X[:12], Y[:12], batch_size=4, shuffle=False, verbose=0).history,
+    )
+    assert seen == [1, 2]
 
 
 def test_recompiling_gives_a_new_program(strategy):
@@ -135,3 +146,171 @@ def test_models_are_forgotten(strategy):
     keras.utils.clear_session() if hasattr(keras.utils, "clear_session") else keras.backend.clear_session()
     gc.collect()
     assert seen() is None
+
+
+class Star(keras.Model):
+    """Hands on whatever Keras passes to its steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(CLASSES)
+
+    def call(self, x):
+        """One layer."""
+        return self.dense(x)
+
+    def train_step(self, *args):
+        """Keras's own."""
+        return super().train_step(*args)
+
+    def test_step(self, *args):
+        """Keras's own."""
+        return super().test_step(*args)
+
+    def predict_step(self, *args):
+        """Keras's own."""
+        return super().predict_step(*args)
+
+
+class WithData(Star):
+    """The same in the style of tf.keras."""
+
+    def train_step(self, data):
+        """Adds a number."""
+        return super().train_step(data) | {"added": 3.0}
+
+    def test_step(self, data):
+        """Keras's own."""
+        return super().test_step(data)
+
+    def predict_step(self, data):
+        """Keras's own."""
+        return super().predict_step(data)
+
+
+@pytest.mark.parametrize("kind", [Star, WithData])
+def test_steps_that_call_those_of_keras(strategy, kind):
+    """With `*args` they run outside all scopes too, as without Phalanx; with the data alone in a scope."""
+    ours, theirs = twins(strategy, compiled(kind)), twins(strategy, compiled(Star))[1]
+    found = ours[0].fit(X, Y, **FIT, epochs=2).history
+    assert found.pop("added", [3.0, 3.0]) == [3.0, 3.0]
+    same(found, theirs.fit(X, Y, **FIT, epochs=2).history)
+    same(ours[0].evaluate(X, Y, verbose=0), theirs.evaluate(X, Y, verbose=0))
+    same(ours[0].predict(X, verbose=0), theirs.predict(X, verbose=0))
+
+
+class Adversary(keras.Model):
+    """A `train_step` and no `call`, like most models with two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = keras.layers.Dense(1)
+        self.total = keras.metrics.Mean(name="total")
+
+    @property
+    def metrics(self):
+        """Its own."""
+        return [self.total]
+
+    def train_step(self, data):
+        """Trains the part."""
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with phalanx.GradientTape() as tape:
+            loss = keras.ops.mean((self.part(x)[:, 0] - keras.ops.cast(y, "float32")) ** 2)
+        gradients = tape.gradient(loss, self.part.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.part.trainable_variables, strict=True))
+        self.total.update_state(loss)
+        return {"total": self.total.result()}
+
+
+def test_model_without_call(strategy):
+    """It trains with a step of its own; what needs a call says so."""
+    with strategy.scope():
+        model = Adversary()
+        model.compile(keras.optimizers.SGD(0.1))
+    history = model.fit(X[:96], Y[:96], **FIT, epochs=5).history["total"]
+    assert history[-1] < history[0]
+    model.train_on_batch(X[:8], Y[:8])
+    with pytest.raises(RuntimeError, match="call"):
+        model.evaluate(X, Y, verbose=0)
+
+
+def test_distributed_dataset_brings_its_strategy(strategy):
+    """A model of no scope trains, evaluates and predicts on the replicas of the dataset's strategy."""
+    ours, theirs = alone(compiled()), alone(compiled())
+    dataset = strategy.experimental_distribute_dataset([(X[i : i + 16], Y[i : i + 16]) for i in range(0, 96, 16)])
+    same(ours.fit(dataset, verbose=0).history, theirs.fit(X[:96], Y[:96], **FIT).history)
+    assert ours.weights[0].value.sharding.device_set == set(strategy.topology.devices)
+    same(ours.evaluate(dataset, verbose=0), theirs.evaluate(X[:96], Y[:96], verbose=0))
+
+
+def test_distributed_dataset_whose_strategy_is_gone():
+    """The error says where the model belongs."""
+    dataset = replicas(2).experimental_distribute_dataset([(X[:16], Y[:16])])
+    gc.collect()
+    with pytest.raises(ContextError, match=r"does not exist any more.*\nHINT: with strategy.scope\(\):"):
+        alone(compiled()).fit(dataset, verbose=0)
+
+
+def test_two_threads_that_fit_one_model(strategy):
+    """The second one is refused, the first one ends; then it may."""
+    model, has_begun, may_end = under(strategy, compiled()), threading.Event(), threading.Event()
+
+    def wait(batch, logs):
+        has_begun.set()
+        may_end.wait(timeout=60)
+
+    see = keras.callbacks.LambdaCallback(on_train_batch_end=wait)
+    thread = threading.Thread(target=lambda: model.fit(X, Y, **FIT, callbacks=[see]))
+    thread.start()
+    try:
+        assert has_begun.wait(timeout=60)
+        for method in (model.fit, model.evaluate, model.train_on_batch):
+            with pytest.raises(ContextError, match=r"another thread trains or evaluates it.*\nHINT: wait"):
+                method(X, Y)
+        assert model.predict(X, verbose=0).shape == (len(X), CLASSES)
+    finally:
+        may_end.set()
+        thread.join(timeout=60)
+    assert model.evaluate(X, Y, verbose=0) > 0
+
+
+def slips_of_fit():
+    """Returns the warnings of two calls of `fit` with a model of no scope, by one line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            alone(compiled()).fit(X, Y, **FIT)
+    return [str(w.message) for w in caught if w.category is SlipWarning]
+
+
+def test_fit_outside_although_there_are_replicas():
+    """It trains on one device: one warning, unless the strategy has models of its own."""
+    code = (
+        "import phalanx; phalanx.set_virtual_cpu_devices(2)\n"
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from test_bridge import compiled, replicas, slips_of_fit, under\n"
+        "assert not slips_of_fit()\n"
+        "strategy = replicas(2)\n"
+        "(message,) = slips_of_fit()\n"
+        "model = under(strategy, compiled())\n"
+        "assert not slips_of_fit()\n"
+        "print(message)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, os.path.dirname(__file__)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    assert "fit was called outside the scope of MirroredStrategy(['cpu:0', 'cpu:1'])" in done.stdout
+    assert "HINT: with strategy.scope(): around the lines that make and compile the model" in done.stdout
+
+
+def test_tensorboard_without_tensorflow(strategy):
+    """The error names the callback that writes the same files."""
+    model = under(strategy, compiled())
+    with pytest.raises(MissingDependencyError, match=r"not installed.*\nHINT: phalanx.keras.TensorBoard"):
+        model.fit(X, Y, **FIT, callbacks=[keras.callbacks.TensorBoard("unused")])

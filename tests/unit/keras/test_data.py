@@ -1,5 +1,8 @@
 """What `fit` is given, as epochs of distributed batches; what the data raises."""
 
+import time
+
+import keras
 import numpy as np
 import pytest
 from twins import FIT, X, Y, compiled, failing_after, replicas, same, state, twins, under
@@ -58,6 +61,28 @@ def test_integers_and_floats_of_other_widths(strategy):
     ours, theirs = twins(strategy, compiled())
     given = X.astype("float64"), Y.astype("int64")
     same(*(m.fit(*given, **FIT).history for m in (ours, theirs)))
+
+
+class Endless(keras.utils.PyDataset):
+    """Batches without end, made by threads of Keras's own."""
+
+    def __init__(self):
+        super().__init__(workers=2, use_multiprocessing=False, max_queue_size=2)
+
+    @property
+    def num_batches(self):
+        """Infinitely many."""
+        return None
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+
+
+def test_epochs_of_an_endless_dataset(strategy):
+    """Between two epochs Keras's threads rest, and nothing is read ahead from them."""
+    data = EpochData(strategy, Endless(), steps=2, group=1, shuffle=False)
+    assert [sum(len(parts) for _, parts in data.epoch()) for _ in range(20)] == [2] * 20
 
 
 def test_steps_begin_again_where_the_data_ended(strategy):

@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.errors import ClusterSourceError, MissingDependencyError
+from phalanx import arguments
+from phalanx.cluster.spec import MAX_PORT, ClusterSpec, Task
+from phalanx.errors import ClusterSourceError, ClusterTypeError, MissingDependencyError, shown
 
 
 class ClusterResolver(ABC):
@@ -39,6 +40,7 @@ class ClusterResolver(ABC):
     def cluster_spec(self) -> ClusterSpec:
         """Returns the addresses of all tasks; an empty spec where there is no cluster."""
 
+    @arguments.typed(ClusterTypeError)
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """Returns the address of a task, of this process's own by default; empty where it has none.
 
@@ -76,6 +78,7 @@ class ClusterResolver(ABC):
         return task.type if (task := self._find_task()) else None
 
     @task_type.setter
+    @arguments.typed(ClusterTypeError)
     def task_type(self, task_type: str | None) -> None:
         self._task_type = task_type
 
@@ -87,6 +90,7 @@ class ClusterResolver(ABC):
         return task.index if (task := self._find_task()) else None
 
     @task_id.setter
+    @arguments.typed(ClusterTypeError)
     def task_id(self, task_id: int | None) -> None:
         self._task_id = task_id
 
@@ -96,6 +100,7 @@ class ClusterResolver(ABC):
         return self._rpc_layer
 
     @rpc_layer.setter
+    @arguments.typed(ClusterTypeError)
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
 
@@ -110,6 +115,17 @@ class ClusterResolver(ABC):
     def _with_layer(self, address: str, rpc_layer: str | None) -> str:
         layer = rpc_layer or self.rpc_layer
         return f"{layer}://{address}" if layer and address else address
+
+
+def check_port(port: Any, name: str = "port") -> int:
+    """Returns a port.
+
+    Raises:
+      ClusterTypeError: it is not a number from 1 to 65535.
+    """
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port <= MAX_PORT:
+        raise ClusterTypeError(f"{name}={shown(port)}", f"must be a number from 1 to {MAX_PORT}.", f"{name}=12345")
+    return port
 
 
 def variable(environ: Mapping[str, str], name: str, meaning: str, hint: str) -> str:

@@ -6,9 +6,10 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx.cluster.resolvers.base import ClusterResolver, google_service
+from phalanx import arguments
+from phalanx.cluster.resolvers.base import ClusterResolver, check_port, google_service
 from phalanx.cluster.spec import ClusterSpec
-from phalanx.errors import ClusterSourceError
+from phalanx.errors import ClusterSourceError, ClusterTypeError
 
 
 @final
@@ -34,6 +35,7 @@ class GCEClusterResolver(ClusterResolver):
       ('worker', 0)
     """
 
+    @arguments.typed(ClusterTypeError)
     def __init__(
         self,
         project: str,
@@ -46,7 +48,7 @@ class GCEClusterResolver(ClusterResolver):
         credentials: Any = "default",
         service: Any = None,
     ) -> None:
-        self._project, self._zone, self._group, self._port = project, zone, instance_group, port
+        self._project, self._zone, self._group, self._port = project, zone, instance_group, check_port(port)
         self._job, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
         self._credentials, self._service = credentials, service
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, final
 
 from typing_extensions import override
 
-from phalanx.cluster.resolvers.base import ClusterResolver, number, optional_module, variable
+from phalanx import arguments
+from phalanx.cluster.resolvers.base import ClusterResolver, check_port, number, optional_module, variable
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.errors import ClusterSourceError, ClusterTypeError
 
@@ -72,6 +73,7 @@ class KubernetesClusterResolver(ClusterResolver):
       (1, ClusterSpec({'worker': ['train-0.trainers:8470', 'train-1.trainers:8470']}))
     """
 
+    @arguments.typed(ClusterTypeError)
     def __init__(
         self,
         job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
@@ -91,7 +93,7 @@ class KubernetesClusterResolver(ClusterResolver):
                 "KubernetesExecutableLocation.OFF_CLUSTER",
             )
         self._labels, self._client, self._location = job_to_label_mapping, override_client, executable_location
-        self._port, self._service, self._num_pods = tf_server_port, service, num_pods
+        self._port, self._service, self._num_pods = check_port(tf_server_port, "tf_server_port"), service, num_pods
         self._rpc_layer, self._given_environ = rpc_layer, environ
 
     @override

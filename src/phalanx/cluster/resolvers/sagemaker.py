@@ -7,9 +7,10 @@ from typing import final
 
 from typing_extensions import override
 
-from phalanx.cluster.resolvers.base import ClusterResolver, number, variable
+from phalanx import arguments
+from phalanx.cluster.resolvers.base import ClusterResolver, check_port, number, variable
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.errors import ClusterSourceError
+from phalanx.errors import ClusterSourceError, ClusterTypeError
 
 _MEANING = "SageMaker sets it for each container of a training job"
 _HINT = """SM_HOSTS='["algo-1", "algo-2"]' SM_CURRENT_HOST=algo-1"""
@@ -21,7 +22,13 @@ class SageMakerClusterResolver(ClusterResolver):
 
     Args:
       port: where each host listens.
+      task_type: replaces this process's job, "worker".
+      task_id: replaces its index, which is that of SM_CURRENT_HOST among the sorted hosts.
+      rpc_layer: what precedes addresses in `master()`.
+      environment: where the cluster runs.
       environ: replaces the environment of this process.
+
+    Source: tf.distribute's SageMakerClusterResolver.
 
     Example:
       >>> environ = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
@@ -30,8 +37,24 @@ class SageMakerClusterResolver(ClusterResolver):
       (1, ClusterSpec({'worker': ['algo-1:2223', 'algo-2:2223']}))
     """
 
-    def __init__(self, port: int = 2223, *, environ: Mapping[str, str] | None = None) -> None:
-        self._port, self._given_environ = port, environ
+    @arguments.typed(ClusterTypeError)
+    def __init__(
+        self,
+        port: int = 2223,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._port, self._given_environ, self._environment = check_port(port), environ, environment
+        self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
+
+    @property
+    @override
+    def environment(self) -> str | None:
+        return self._environment
 
     @override
     def cluster_spec(self) -> ClusterSpec:

@@ -5,6 +5,7 @@ from typing import final
 
 from typing_extensions import override
 
+from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.errors import ClusterTypeError
@@ -34,6 +35,7 @@ class SimpleClusterResolver(ClusterResolver):
       'grpc://host1:12345'
     """
 
+    @arguments.typed(ClusterTypeError)
     def __init__(
         self,
         cluster_spec: ClusterSpec,
@@ -44,14 +46,6 @@ class SimpleClusterResolver(ClusterResolver):
         num_accelerators: dict[str, int] | None = None,
         rpc_layer: str | None = None,
     ) -> None:
-        if not isinstance(cluster_spec, ClusterSpec):
-            raise ClusterTypeError(
-                f"cluster_spec={cluster_spec!r:.80}",
-                "must be a ClusterSpec.",
-                "phalanx.cluster_resolver.ClusterSpec(...)",
-            )
-        if not isinstance(master, str):
-            raise ClusterTypeError(f"master={master!r:.80}", "must be a string.", 'master="host0:12345"')
         self._spec, self._master, self._environment = cluster_spec, master, environment
         self._accelerators = dict(num_accelerators or {})
         self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer

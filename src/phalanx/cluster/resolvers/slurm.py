@@ -3,18 +3,20 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import final
 
 from typing_extensions import override
 
-from phalanx.cluster.resolvers.base import ClusterResolver, number, variable
+from phalanx import arguments
+from phalanx.cluster.resolvers.base import ClusterResolver, check_port, number, variable
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.errors import ClusterSourceError
+from phalanx.errors import ClusterSourceError, ClusterTypeError
 
 _MEANING = "srun sets it for each task of a job step"
 _HINT = "srun --ntasks=2 python train.py"
+_MOST = 1 << 16
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
@@ -126,11 +128,12 @@ class SlurmClusterResolver(ClusterResolver):
       gpus_per_node: how many GPUs each node has; by default Slurm tells.
       gpus_per_task: how many of them a task takes; by default they are shared evenly.
       tasks_per_node: how many tasks each node has, for all nodes or by host; by default Slurm tells.
-      auto_set_gpu: whether `cluster_spec()` sets CUDA_VISIBLE_DEVICES of this process to its share of the GPUs.
+      auto_set_gpu: whether `cluster_spec()` sets CUDA_VISIBLE_DEVICES to this task's share of the GPUs of its node, if anything
+        tells how many the node has.
       rpc_layer: what precedes addresses in `master()`.
       environ: replaces the environment of this process.
 
-    Source: tf.distribute.cluster_resolver.SlurmClusterResolver, where `auto_set_gpu` is True by default.
+    Source: tf.distribute.cluster_resolver.SlurmClusterResolver.
 
     Example:
       >>> environ = {
@@ -146,6 +149,7 @@ class SlurmClusterResolver(ClusterResolver):
       ('worker', 2)
     """
 
+    @arguments.typed(ClusterTypeError)
     def __init__(
         self,
         jobs: Mapping[str, int] | None = None,
@@ -153,12 +157,19 @@ class SlurmClusterResolver(ClusterResolver):
         gpus_per_node: int | None = None,
         gpus_per_task: int | None = None,
         tasks_per_node: int | Mapping[str, int] | None = None,
-        auto_set_gpu: bool = False,
+        auto_set_gpu: bool = True,
         rpc_layer: str = "grpc",
         *,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._jobs, self._port_base, self._tasks_per_node = jobs, port_base, tasks_per_node
+        self._jobs, self._port_base, self._tasks_per_node = jobs, check_port(port_base, "port_base"), tasks_per_node
+        for name, count, least in (
+            ("gpus_per_node", gpus_per_node, 0),
+            ("gpus_per_task", gpus_per_task, 0),
+            ("tasks_per_node", tasks_per_node, 1),
+        ):
+            if isinstance(count, int):
+                arguments.integer(name, count, least=least, most=_MOST, kind=f"a number from {least} to {_MOST}")
         self._gpus_per_node, self._gpus_per_task, self._sets_gpus = gpus_per_node, gpus_per_task, auto_set_gpu
         self._rpc_layer, self._given_environ = rpc_layer, environ
 
@@ -175,8 +186,9 @@ class SlurmClusterResolver(ClusterResolver):
         cluster: dict[str, list[str]] = {}
         for job, count in self._counts_of_jobs(len(places)):
             cluster[job], addresses = addresses[:count], addresses[count:]
-        if self._sets_gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._own_gpus(places))
+        environ = os.environ if self._given_environ is None else self._given_environ
+        if self._sets_gpus and isinstance(environ, MutableMapping) and (gpus := self._own_gpus(places)):
+            environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         return ClusterSpec(cluster)
 
     def get_task_info(self) -> tuple[str | None, int | None]:

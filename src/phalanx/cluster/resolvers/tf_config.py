@@ -6,8 +6,10 @@ from typing import final
 
 from typing_extensions import override
 
+from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.spec import ClusterSpec, Task, TFConfig, parse_tf_config
+from phalanx.errors import ClusterTypeError
 
 
 @final
@@ -32,6 +34,7 @@ class TFConfigClusterResolver(ClusterResolver):
       ('worker', 1, 'b:12345')
     """
 
+    @arguments.typed(ClusterTypeError)
     def __init__(
         self,
         task_type: str | None = None,

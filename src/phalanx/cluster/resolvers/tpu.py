@@ -1,19 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hosts of a slice of TPUs: from the environment on GKE, from the metadata on Google Compute Engine."""
 
+import json
 import math
 import urllib.request
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from typing_extensions import override
 
-from phalanx.cluster.resolvers.base import ClusterResolver, google_service, number
+from phalanx import arguments
+from phalanx.cluster.resolvers.base import ClusterResolver, check_port, google_service, number
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.errors import ClusterSourceError
+from phalanx.errors import ClusterSourceError, ClusterTypeError, shown
 
 _MEANING = "GKE sets it for each host of a slice"
 _TIMEOUT_S = 5.0
+
+
+class TPUSystemMetadata(NamedTuple):
+    """How many cores a TPU system has. `TPUClusterResolver.get_tpu_system_metadata` returns it.
+
+    Args:
+      num_cores: of all hosts.
+      num_hosts: how many hosts.
+      num_of_cores_per_host: of each of them.
+      topology: None; `phalanx.tpu.experimental.initialize_tpu_system` returns where the cores are.
+      devices: the names that tf.distribute has for the cores.
+
+    Source: tf.tpu.experimental.TPUSystemMetadata.
+
+    Example:
+      >>> environ = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1"}
+      >>> TPUClusterResolver(environ=environ).get_tpu_system_metadata()[:3]
+      (8, 2, 4)
+    """
+
+    num_cores: int
+    num_hosts: int
+    num_of_cores_per_host: int
+    topology: None
+    devices: tuple[str, ...]
 
 
 @final
@@ -47,6 +74,7 @@ class TPUClusterResolver(ClusterResolver):
       (1, ClusterSpec({'worker': ['tpu-0.slice:8482', 'tpu-1.slice:8482']}))
     """
 
+    @arguments.typed(ClusterTypeError)
     def __init__(
         self,
         tpu: str | None = None,
@@ -62,10 +90,11 @@ class TPUClusterResolver(ClusterResolver):
         port: int = 8482,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._tpu, self._zone, self._project, self._port = tpu, zone, project, port
+        self._tpu, self._zone, self._project, self._port = tpu, zone, project, check_port(port)
         self._job, self._coordinator = job_name, (coordinator_name, coordinator_address)
         self._credentials, self._service, self._discovery_url = credentials, service, discovery_url
         self._given_environ = environ
+        self._cores_of_hosts: list[int] | None = None
 
     @staticmethod
     def connect(tpu: str | None = None, zone: str | None = None, project: str | None = None) -> "TPUClusterResolver":
@@ -110,6 +139,52 @@ class TPUClusterResolver(ClusterResolver):
     def get_job_name(self) -> str:
         """Returns the job of all hosts."""
         return self._job
+
+    def get_master(self) -> str:
+        """Returns `master()`, for code written for TensorFlow."""
+        return self.master()
+
+    def get_coordination_service_leader(self) -> str:
+        """Returns the name of the task that the others connect to, as tf.distribute writes it."""
+        return f"/job:{self._job}/task:0"
+
+    def set_tpu_topology(self, serialized_tpu_topology: bytes) -> None:
+        """Records where the cores are, for `get_tpu_system_metadata`.
+
+        Args:
+          serialized_tpu_topology: what `Topology.serialized()` returned.
+
+        Raises:
+          ClusterTypeError: something else.
+        """
+        try:
+            counts = [len(task) for task in json.loads(serialized_tpu_topology)["device_coordinates"]]
+        except (TypeError, ValueError, KeyError) as e:
+            raise ClusterTypeError(
+                f"serialized_tpu_topology={shown(serialized_tpu_topology)}",
+                "must be a serialized Topology.",
+                "resolver.set_tpu_topology(topology.serialized())",
+            ) from e
+        self._cores_of_hosts = counts
+
+    def get_tpu_system_metadata(self) -> TPUSystemMetadata:
+        """Returns how many cores and hosts the system has: of the topology that was set, else of the cluster.
+
+        Raises:
+          ClusterSourceError: nothing tells.
+        """
+        counts = self._cores_of_hosts
+        if counts is None:
+            per_host = self.num_accelerators().get("TPU", 0)
+            counts = [per_host] * max(len(self.cluster_spec().as_dict().get(self._job, [])), 1)
+        if not all(counts):
+            raise ClusterSourceError(
+                "TPUClusterResolver.get_tpu_system_metadata",
+                "TPU_CHIPS_PER_PROCESS_BOUNDS and TPU_CHIPS_PER_HOST_BOUNDS are not set, and no topology was.",
+                "resolver.set_tpu_topology(phalanx.tpu.experimental.initialize_tpu_system(resolver).serialized())",
+            )
+        devices = tuple(f"/job:{self._job}/task:{t}/device:TPU:{i}" for t, n in enumerate(counts) for i in range(n))
+        return TPUSystemMetadata(len(devices), len(counts), counts[0], None, devices)
 
     @override
     def _find_task(self) -> Task:

@@ -5,9 +5,10 @@ from typing import final
 
 from typing_extensions import override
 
+from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.errors import ClusterError, ClusterTypeError
+from phalanx.errors import ClusterError, ClusterTypeError, shown
 
 
 @final
@@ -36,6 +37,7 @@ class UnionResolver(ClusterResolver):
       ClusterSpec({'worker': ['host0:12345', 'host1:12345']})
     """
 
+    @arguments.typed(ClusterTypeError)
     def __init__(
         self,
         *resolvers: ClusterResolver,
@@ -47,7 +49,7 @@ class UnionResolver(ClusterResolver):
             raise ClusterError("UnionResolver()", "a union needs one resolver at least.", "UnionResolver(a, b)")
         for resolver in resolvers:
             if not isinstance(resolver, ClusterResolver):
-                raise ClusterTypeError(f"{resolver!r:.80}", "is no ClusterResolver.", "UnionResolver(a, b)")
+                raise ClusterTypeError(shown(resolver, 80), "is no ClusterResolver.", "UnionResolver(a, b)")
         self._resolvers = resolvers
         self._task_type, self._task_id = task_type, task_id
         self._rpc_layer = rpc_layer or resolvers[0].rpc_layer

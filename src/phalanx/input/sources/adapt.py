@@ -8,10 +8,10 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 
+from phalanx.arrays import as_array, is_sparse
 from phalanx.errors import InputError
 from phalanx.input.sources.base import INFINITE, UNKNOWN, AbstractSource, Facts, check_batch_size, stack_leaf
 from phalanx.input.sources.batches import BatchSequence, BatchStream, OneShot, batched, sizes
@@ -79,7 +79,7 @@ def _of_grain(dataset: Any, batch_size: int | None, drop: bool) -> AbstractSourc
         return None
     return BatchStream(
         lambda: iter(dataset),
-        Facts(batch_size=batch_size, is_full=drop),
+        Facts(batch_size=batch_size, is_full=drop, is_borrowed=True),
         drop_remainder=drop,
         get_state=lambda iterator: iterator.get_state(),
         set_state=lambda iterator, state: iterator.set_state(state),
@@ -104,35 +104,26 @@ def _of_torch(dataset: Any, batch_size: int | None, drop: bool) -> AbstractSourc
     if isinstance(dataset, data.DataLoader):
         _refuse_batch_size(dataset, batch_size)
         return BatchStream(
-            lambda: (_from_torch(batch) for batch in dataset),
-            Facts(num_batches=_length(dataset), is_full=drop or bool(dataset.batch_size and dataset.drop_last)),
+            lambda: iter(dataset),
+            Facts(
+                num_batches=_length(dataset),
+                is_full=drop or bool(dataset.batch_size and dataset.drop_last),
+                is_borrowed=True,
+            ),
             drop_remainder=drop,
         )
     if isinstance(dataset, data.IterableDataset):
-        return _stream_of_records(lambda: (_from_torch(row) for row in dataset), batch_size, drop)
+        return _stream_of_records(lambda: iter(dataset), batch_size, drop)
     is_columns = isinstance(dataset, (tuple, Mapping)) and all(
         isinstance(x, torch.Tensor) for x in jax.tree.leaves(dataset)
     )
     if batch_size is not None and (isinstance(dataset, torch.Tensor) or is_columns):
-        return ArrayRecords(_from_torch(dataset), batch_size, drop_remainder=drop)
+        return ArrayRecords(dataset, batch_size, drop_remainder=drop)
     if not isinstance(dataset, data.Dataset):
         return None
     if batch_size is None:
         raise _no_batch_size(dataset)
-    return SequenceRecords(_TorchRecords(dataset), batch_size, drop_remainder=drop)
-
-
-def _from_torch(tree: Any) -> Any:
-    """Returns a pytree with arrays for the tensors of torch."""
-    torch: Any = _imported("torch")
-
-    def to_numpy(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        x = x.detach().cpu()
-        return x.view(torch.int16).numpy().view(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
-
-    return jax.tree.map(to_numpy, tree)
+    return SequenceRecords(dataset, batch_size, drop_remainder=drop)
 
 
 def _of_tensorflow(dataset: Any, batch_size: int | None, drop: bool) -> AbstractSource | None:
@@ -164,9 +155,13 @@ def _of_hugging_face(dataset: Any, batch_size: int | None, drop: bool) -> Abstra
 
 
 def _of_python(dataset: Any, batch_size: int | None, drop: bool) -> AbstractSource:
-    if isinstance(dataset, (str, os.PathLike)):
+    if isinstance(dataset, (str, bytes, bytearray, os.PathLike)):
         raise InputError(
-            f"dataset={dataset!r}", "it is text, or a path.", "phalanx.data.from_files(pattern, reader) for files"
+            f"dataset={dataset!r:.60}", "it is text, or a path.", "phalanx.data.from_files(pattern, reader) for files"
+        )
+    if isinstance(dataset, type):
+        raise InputError(
+            f"dataset={dataset.__name__}", "it is a class, not a dataset.", f"an instance: {dataset.__name__}(...)"
         )
     return _batches(dataset, drop) if batch_size is None else _rows(dataset, batch_size, drop)
 
@@ -178,7 +173,8 @@ def _rows(dataset: Any, batch_size: int, drop: bool) -> AbstractSource:
     if isinstance(dataset, list):
         _refuse_arrays(dataset, batch_size)
     is_column = isinstance(dataset, list) and isinstance(next(iter(dataset), None), (int, float, complex, list))
-    if is_column or isinstance(dataset, (np.ndarray, jax.Array, tuple, Mapping)) or _is_tree(dataset):
+    is_array = isinstance(dataset, (np.ndarray, jax.Array)) or is_sparse(dataset) or as_array(dataset) is not None
+    if is_column or is_array or isinstance(dataset, (tuple, Mapping)) or _is_tree(dataset):
         return ArrayRecords(_with_arrays(dataset), batch_size, drop_remainder=drop)
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         return SequenceRecords(dataset, batch_size, drop_remainder=drop)
@@ -222,7 +218,9 @@ def _stream_of_records(dataset: Any, batch_size: int | None, drop: bool) -> Abst
         raise _no_batch_size(dataset)
     make = _maker(dataset)
     return BatchStream(
-        lambda: batched(make(), batch_size), Facts(batch_size=batch_size, is_full=drop), drop_remainder=drop
+        lambda: batched(make(), batch_size),
+        Facts(batch_size=batch_size, is_full=drop),
+        drop_remainder=drop,
     )
 
 
@@ -272,19 +270,6 @@ def _refuse_batch_size(dataset: Any, batch_size: int | None) -> None:
             "it makes batches already.",
             "leave out batch_size; the batches of the dataset are the global batches",
         )
-
-
-class _TorchRecords(Sequence[Any]):
-    """A map-style dataset of torch as a sequence of arrays."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return _from_torch(self._dataset[index])
 
 
 class _PyBatches(Sequence[Any]):

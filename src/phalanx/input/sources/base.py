@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all sources have in common: readers of one worker's rows, and the arrays they hand out."""
 
+import itertools
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from phalanx import arrays
 from phalanx.errors import InputError, InvalidArgumentError
 from phalanx.input.shard import Worker
 from phalanx.options import AutoShardPolicy
@@ -59,6 +62,7 @@ class Facts:
       files: the files it reads.
       has_random_access: whether a worker reads no rows but its own.
       is_in_memory: whether reading cannot fail.
+      is_borrowed: whether others may change the arrays of a batch after it was read.
       one_layout: whether all batches are padded to one layout, so that one program takes them all; else each is padded no
         further than the replicas need, and a shorter one has a program of its own.
     """
@@ -70,6 +74,7 @@ class Facts:
     files: tuple[str, ...] = field(default=(), repr=False)
     has_random_access: bool = False
     is_in_memory: bool = False
+    is_borrowed: bool = False
     one_layout: bool = True
 
 
@@ -92,21 +97,46 @@ class AbstractSource(ABC):
         """
 
 
-def state_entry(state: State | None, key: str, default: Any) -> Any:
+def state_entry(state: State | None, key: str, default: Any, *, beside: tuple[str, ...] = ()) -> Any:
     """Returns one entry of a position.
+
+    Args:
+      state: the position; None is the beginning.
+      key: the name of the entry.
+      default: the entry of the beginning.
+      beside: the names of the other entries.
 
     Raises:
       InputError: it is the position of another kind of source.
     """
     if state is None:
         return default
-    if not isinstance(state, Mapping) or key not in state:
+    if not isinstance(state, Mapping) or key not in state or set(state) - {key, *beside}:
         raise InputError(
-            f"set_state({state!r})",
-            f"this source keeps its position as {key!r}.",
+            f"set_state({state!r:.200})",
+            f"this source keeps its position as {' and '.join(map(repr, (key, *beside)))}.",
             "a state that get_state of the same kind of dataset returned",
         )
     return state[key]
+
+
+def check_count(value: Any, name: str, most: int = sys.maxsize) -> int:
+    """Returns a number in a position.
+
+    Args:
+      value: what the position holds.
+      name: what it counts.
+      most: the largest that there can be, if that is known.
+
+    Raises:
+      InputError: it is not such a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value <= most:
+        found = "a position counts from 0." if most == sys.maxsize else f"this dataset has {most}."
+        raise InputError(
+            f"set_state of {name} {value!r:.50}", found, "a state that get_state of the same data returned"
+        )
+    return int(value)
 
 
 def check_batch_size(batch_size: Any) -> int:
@@ -124,11 +154,14 @@ def to_host(batch: Any, *, copy: bool = False) -> Any:
     """Returns a batch with NumPy arrays for leaves; arrays of JAX stay as they are.
 
     Args:
-      batch: a pytree of arrays, or of tensors of another library on the CPU.
-      copy: whether its maker may write into the same arrays again.
+      batch: a pytree of arrays, or of tensors of another library.
+      copy: whether somebody else may write into the same arrays again.
+
+    Raises:
+      InputError: a leaf is no array that JAX can hold.
     """
-    as_array = np.array if copy else np.asarray
-    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else as_array(x), batch)
+    host = arrays.to_host(batch, "a batch")
+    return jax.tree.map(arrays.copied, host) if copy else host
 
 
 def num_rows(batch: Any) -> int:
@@ -146,7 +179,7 @@ def num_rows(batch: Any) -> int:
             "group the rows into batches first, or give batch_size=64 for a dataset of single rows",
         )
     for leaf in leaves:
-        _check_dtype(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
+        _check_numbers(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
     if any(shape[0] != shapes[0][0] for shape in shapes):
         counts = sorted({shape[0] for shape in shapes})
         raise InputError(
@@ -155,45 +188,103 @@ def num_rows(batch: Any) -> int:
     return int(shapes[0][0])
 
 
-def stack(records: Sequence[Any]) -> Any:
-    """Makes one batch of records.
+def stack(records: Iterable[Any], size: int) -> Any | None:
+    """Makes one batch of up to `size` records; None if there is none.
+
+    Each is copied before the next one is asked for: whoever makes them may write all of them into the same arrays.
 
     Raises:
-      InputError: their structures or shapes differ.
+      InputError: their structures or shapes differ, or a leaf is no array that JAX can hold.
     """
-    flat: list[tuple[list[Any], Any]] = [jax.tree.flatten(record) for record in records]
-    tree = flat[0][1]
-    for _, other in flat:
-        if other != tree:
+    tree, columns = None, []
+    for record in itertools.islice(records, size):
+        leaves, other = jax.tree.flatten(record, is_leaf=arrays.is_sparse)
+        if tree is None:
+            tree, columns = other, [_Column(size) for _ in leaves]
+        elif other != tree:
             raise InputError(
                 "records of one batch", f"they have the structures {tree} and {other}.", "one structure for all records"
             )
-    return tree.unflatten([stack_leaf(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)])
+        for column, leaf in zip(columns, leaves, strict=True):
+            column.add(leaf)
+    return None if tree is None else to_host(tree.unflatten([column.rows for column in columns]))
 
 
 def stack_leaf(column: Sequence[Any]) -> np.ndarray:
     """Makes one array of the rows of one column.
 
     Raises:
-      InputError: their shapes differ, or they are text.
+      InputError: their shapes differ, they are text, or numbers that do not fit.
     """
-    arrays = [np.asarray(x) for x in column]
-    shapes = {a.shape for a in arrays}
-    if len(shapes) > 1:
-        raise InputError(
-            f"records of shapes {sorted(shapes)[:3]}",
-            "the rows of one batch must have one shape.",
-            "pad them to one length, and keep the lengths in another leaf",
-        )
-    _check_dtype(arrays[0].dtype)
-    return np.stack(arrays)
+    rows = _Column(len(column))
+    for row in column:
+        rows.add(row)
+    return to_host(rows.rows)  # type: ignore[no-any-return]
 
 
-def _check_dtype(dtype: Any) -> None:
-    if getattr(dtype, "kind", "f") in "OSUMm":
+class _Column:
+    """The rows of one leaf of a batch.
+
+    Args:
+      size: how many there are at most.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self._count = size, 0
+        self._rows: np.ndarray | None = None
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The array of all rows."""
+        return np.empty(0) if self._rows is None else self._rows[: self._count]
+
+    def add(self, row: Any) -> None:
+        """Copies one row."""
+        row = np.asarray(row if isinstance(row, (np.ndarray, np.generic)) else arrays.to_host(row, "a record"))
+        if self._rows is None:
+            _check_numbers(row)
+            room = max(_FIRST_ROWS, _FIRST_BYTES // max(row.nbytes, 1))
+            self._rows = arrays.empty((min(self._size, room), *row.shape), row.dtype)
+        if row.shape != self._rows.shape[1:]:
+            raise InputError(
+                f"records of shapes {sorted({self._rows.shape[1:], row.shape})}",
+                "the rows of one batch must have one shape.",
+                "pad them to one length, and keep the lengths in another leaf",
+            )
+        dtype = row.dtype if row.dtype == self._rows.dtype else np.result_type(self._rows, row)
+        if dtype != self._rows.dtype or self._count == len(self._rows):
+            self._grow(dtype)
+        self._rows[self._count] = row
+        self._count += 1
+
+    def _grow(self, dtype: Any) -> None:
+        """Makes room for more rows, or for another dtype."""
+        assert self._rows is not None
+        size = min(self._size, max(len(self._rows), 2 * self._count))
+        larger = arrays.empty((size, *self._rows.shape[1:]), dtype)
+        larger[: self._count] = self._rows[: self._count]
+        self._rows = larger
+
+
+_FIRST_ROWS, _FIRST_BYTES = 16, 1 << 26
+
+
+def _check_numbers(array: Any) -> None:
+    """Raises InputError for text, dates and objects."""
+    if getattr(array.dtype, "kind", "f") not in "OSUMm":
+        return
+    first = array.flat[0] if array.size else None
+    if isinstance(first, (np.ndarray, list)):
         raise InputError(
-            f"a batch of dtype {dtype}", "only numbers and bools can be placed on devices.", "encode the text first"
+            "a batch of rows of different lengths",
+            "the rows of an array have one length.",
+            "pad them to one length (x.to_tensor() of a tf.RaggedTensor), and keep the lengths in another leaf",
         )
+    raise InputError(
+        f"a batch of dtype {array.dtype}",
+        "only numbers and bools can be placed on devices.",
+        "encode the text first, for example dataset.map(vectorize)",
+    )
 
 
 def rows_of(batch: Any, rows: range, total: int) -> Any:

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of whole global batches, of which a worker keeps its own rows."""
 
+import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
+import jax
 from typing_extensions import override
 
+from phalanx.arrays import copied
 from phalanx.errors import InputError
 from phalanx.input.shard import Worker
 from phalanx.input.sources.base import (
@@ -15,6 +19,7 @@ from phalanx.input.sources.base import (
     Facts,
     Piece,
     State,
+    check_count,
     num_rows,
     rows_of,
     stack,
@@ -43,7 +48,8 @@ class BatchSequence(AbstractSource):
         drop_remainder: bool = False,
         at_end: Callable[[], object] = lambda: None,
     ) -> None:
-        self._batches, self._facts, self._drop, self._at_end = batches, facts, drop_remainder, at_end
+        self._batches, self._drop, self._at_end = batches, drop_remainder, at_end
+        self._facts = dataclasses.replace(facts, is_borrowed=True)
 
     @property
     @override
@@ -52,7 +58,7 @@ class BatchSequence(AbstractSource):
 
     @override
     def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
-        start = state_entry(state, "batches", 0)
+        start = check_count(state_entry(state, "batches", 0), "batch", len(self._batches))
         return _BatchReader(_Counted(self._batches, self._at_end, start), worker, start, drop_remainder=self._drop)
 
 
@@ -105,13 +111,28 @@ class BatchStream(AbstractSource):
 
     @override
     def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
-        batches, start = self._make(), state_entry(state, "batches", 0)
+        most = self._facts.num_batches if self._facts.num_batches >= 0 else sys.maxsize
+        beside = () if self._set_state is None else ("source",)
+        start = check_count(state_entry(state, "batches", 0, beside=beside), "batch", most)
+        batches = iter(self._make())
         if start and self._set_state is not None:
-            self._set_state(batches, state_entry(state, "source", None))
+            self._restore(batches, state_entry(state, "source", None, beside=("batches",)))
         else:
-            next(itertools.islice(batches, start, start), None)
+            skipped = sum(1 for _ in itertools.islice(batches, start))
+            check_count(start, "batch", skipped)
         get_state = None if self._get_state is None else lambda: self._get_state(batches)  # type: ignore[misc]
         return _BatchReader(batches, worker, start, drop_remainder=self._drop, copies=self._copies, get_state=get_state)
+
+    def _restore(self, batches: Any, position: Any) -> None:
+        assert self._set_state is not None
+        try:
+            self._set_state(batches, position)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
+            raise InputError(
+                f"set_state({position!r:.100})",
+                f"the dataset refuses it: {e}",
+                "a state that get_state of the same data returned",
+            ) from e
 
 
 class _BatchReader(AbstractReader):
@@ -133,12 +154,13 @@ class _BatchReader(AbstractReader):
     def read(self) -> Piece | None:
         for batch in self._batches:
             self._position += 1
-            host = to_host(batch, copy=self._copies)
+            host = to_host(batch)
             rows = num_rows(host)
             self._longest = max(rows, self._longest)
             if self._drop and rows < self._longest:
                 continue
-            return Piece([rows_of(host, self._worker.rows(rows), rows)], self._worker.shares(rows), rows)
+            own = rows_of(host, self._worker.rows(rows), rows)
+            return Piece([jax.tree.map(copied, own) if self._copies else own], self._worker.shares(rows), rows)
         return None
 
     @override
@@ -176,8 +198,8 @@ class OneShot:
 def batched(records: Iterable[Any], batch_size: int) -> Iterator[Any]:
     """Groups records into batches."""
     iterator = iter(records)
-    while group := list(itertools.islice(iterator, batch_size)):
-        yield stack(group)
+    while (batch := stack(iterator, batch_size)) is not None:
+        yield batch
 
 
 def sizes(batches: Sequence[Any]) -> Facts:

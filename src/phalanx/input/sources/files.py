@@ -5,6 +5,7 @@ import functools
 import glob
 import itertools
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
@@ -19,6 +20,8 @@ from phalanx.input.sources.base import (
     Piece,
     State,
     check_batch_size,
+    check_count,
+    num_rows,
     stack,
     state_entry,
 )
@@ -110,15 +113,15 @@ class FileRecords(AbstractSource):
     def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
         paths = self._files.paths
         consumed = state_entry(state, "files", [0] * len(paths))
-        if len(consumed) != len(paths):
+        if not isinstance(consumed, list) or len(consumed) != len(paths):
             raise InputError(
-                f"set_state of {len(consumed)} files",
+                f"set_state of {len(consumed) if isinstance(consumed, list) else repr(consumed)} files",
                 f"this dataset has {len(paths)}.",
                 "from_files with the same files",
             )
         by_file = policy is AutoShardPolicy.FILE
         own = worker.files(len(paths)) if by_file else range(len(paths))
-        walk = _Walk(self._files, own, list(consumed))
+        walk = _Walk(self._files, own, [check_count(n, "record") for n in consumed])
         if by_file:
             return _FileReader(walk, worker, self._batch_size, drop_remainder=self._drop)
         return _SharedReader(walk, worker, self._batch_size, drop_remainder=self._drop)
@@ -164,10 +167,14 @@ class _Walk(Iterator[Callable[[], Any]]):
                 "it is gone since the dataset was made.",
                 "phalanx.data.from_files(pattern, reader) again",
             )
-        records = self._files.reader(path)
-        if hasattr(records, "__len__") and hasattr(records, "__getitem__"):
-            return (functools.partial(records.__getitem__, i) for i in range(start, len(records)))
-        return (functools.partial(_same, record) for record in itertools.islice(records, start, None))
+        try:
+            records = self._files.reader(path)
+            if hasattr(records, "__len__") and hasattr(records, "__getitem__"):
+                yield from (functools.partial(records.__getitem__, i) for i in range(start, len(records)))
+            else:
+                yield from (functools.partial(_same, record) for record in itertools.islice(records, start, None))
+        except (zlib.error, EOFError) as e:
+            raise InputError(f"the file {path}", f"its content is damaged or cut off: {e}", "a new copy of it") from e
 
 
 def _same(record: Any) -> Any:
@@ -189,11 +196,12 @@ class _FileReader(AbstractReader):
     @override
     def read(self) -> Piece | None:
         wanted = sum(self._shares)
-        records = [record() for record in itertools.islice(self._walk, wanted)]
-        if not records or (self._drop and len(records) < wanted):
+        batch = stack((record() for record in self._walk), wanted)
+        rows = 0 if batch is None else num_rows(batch)
+        if batch is None or (self._drop and rows < wanted):
             return None
-        counts = self._shares if len(records) == wanted else shares(len(records), len(self._shares))
-        return Piece([stack(records)], counts, len(records) if self._alone else None)
+        counts = self._shares if rows == wanted else shares(rows, len(self._shares))
+        return Piece([batch], counts, rows if self._alone else None)
 
     @override
     def get_state(self) -> State:
@@ -213,7 +221,7 @@ class _SharedReader(AbstractReader):
         if not group or (self._drop and len(group) < self._batch_size):
             return None
         own = self._worker.rows(len(group)) or range(1)
-        return Piece([stack([group[i]() for i in own])], self._worker.shares(len(group)), len(group))
+        return Piece([stack((group[i]() for i in own), len(own))], self._worker.shares(len(group)), len(group))
 
     @override
     def get_state(self) -> State:

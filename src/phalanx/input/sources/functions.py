@@ -9,6 +9,7 @@ from typing import Any, final
 import jax
 from typing_extensions import override
 
+from phalanx import arguments
 from phalanx.errors import InputError, InvalidArgumentError
 from phalanx.input.shard import Worker
 from phalanx.input.sources.adapt import source_of
@@ -25,6 +26,9 @@ class InputContext:
       input_pipeline_id: which of these calls it is, from 0.
       num_replicas_in_sync: how many replicas there are.
 
+    Raises:
+      InvalidArgumentError: a number that is not one, or too small.
+
     Source: tf.distribute.InputContext.
 
     Example:
@@ -36,12 +40,18 @@ class InputContext:
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
 
+    def __post_init__(self) -> None:
+        arguments.integer("num_input_pipelines", self.num_input_pipelines)
+        arguments.integer("input_pipeline_id", self.input_pipeline_id, least=0)
+        arguments.integer("num_replicas_in_sync", self.num_replicas_in_sync)
+
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Returns the batch size of one replica.
 
         Raises:
-          InvalidArgumentError: the replicas do not divide it.
+          InvalidArgumentError: it is not a positive integer, or the replicas do not divide it.
         """
+        arguments.integer("global_batch_size", global_batch_size, hint="global_batch_size=64")
         if global_batch_size % self.num_replicas_in_sync:
             raise InvalidArgumentError(
                 f"global_batch_size={global_batch_size}",
@@ -85,14 +95,14 @@ class FunctionSource(AbstractSource):
     @property
     @override
     def facts(self) -> Facts:
-        return Facts()
+        return Facts(is_borrowed=any(source.facts.is_borrowed for source in self._sources))
 
     @override
     def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
         states = state_entry(state, "pipelines", [None] * len(self._sources))
-        if len(states) != len(self._sources):
+        if not isinstance(states, list) or len(states) != len(self._sources):
             raise InputError(
-                f"set_state of {len(states)} input pipelines",
+                f"set_state of {len(states) if isinstance(states, list) else repr(states)} input pipelines",
                 f"this dataset has {len(self._sources)}.",
                 "restore it on as many replicas as it was saved on",
             )

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from typing_extensions import override
 
+from phalanx.arrays import to_host
 from phalanx.errors import InputError
 from phalanx.input.shard import Worker
 from phalanx.input.sources.base import (
@@ -21,6 +22,7 @@ from phalanx.input.sources.base import (
     Piece,
     State,
     check_batch_size,
+    check_count,
     num_rows,
     stack,
     stack_leaf,
@@ -62,11 +64,7 @@ class AbstractRecords(AbstractSource):
 
     @override
     def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
-        start = state_entry(state, "records", 0)
-        if not 0 <= start <= self.num_records:
-            raise InputError(
-                f"set_state of record {start}", f"this dataset has {self.num_records}.", "a state of the same data"
-            )
+        start = check_count(state_entry(state, "records", 0), "record", self.num_records)
         return _RecordsReader(self, worker, start)
 
 
@@ -102,14 +100,14 @@ class ArrayRecords(AbstractRecords):
 
     def __init__(self, arrays: Any, batch_size: int, *, drop_remainder: bool = False) -> None:
         # On the host once: slicing an array of JAX would run a program for every batch.
-        leaves, self._tree = jax.tree.flatten(arrays)
+        leaves, self._tree = jax.tree.flatten(to_host(arrays, "the dataset"))
         self._leaves = [np.asarray(x) for x in leaves]
         super().__init__(num_rows(self._leaves), batch_size, drop_remainder=drop_remainder)
 
     @property
     @override
     def facts(self) -> Facts:
-        return dataclasses.replace(super().facts, is_in_memory=True)
+        return dataclasses.replace(super().facts, is_in_memory=True, is_borrowed=True)
 
     @override
     def records(self, start: int, stop: int) -> Any:
@@ -132,7 +130,10 @@ class NumpyDataset:
     """
 
     def __init__(self, arrays: Any) -> None:
-        self._arrays = jax.tree.map(np.asarray, arrays, is_leaf=lambda x: isinstance(x, list))
+        is_list = lambda x: isinstance(x, list)  # noqa: E731
+        self._arrays = to_host(
+            jax.tree.map(lambda x: np.asarray(x) if is_list(x) else x, arrays, is_leaf=is_list), "the dataset"
+        )
         self._rows = num_rows(self._arrays)
 
     def __len__(self) -> int:
@@ -180,11 +181,20 @@ class SequenceRecords(AbstractRecords):
 
     @override
     def records(self, start: int, stop: int) -> Any:
-        records = [self._sequence[i] for i in range(start, stop)]
-        if any(record is None for record in records):
+        return stack(map(self._record, range(start, stop)), stop - start)
+
+    def _record(self, index: int) -> Any:
+        name = f"the record {index} of a {type(self._sequence).__name__}"
+        try:
+            record = self._sequence[index]
+        except IndexError as e:
             raise InputError(
-                f"the records {start} to {stop - 1} of a {type(self._sequence).__name__}",
-                "some of them are None: a filter has taken them out, and their places do not count as rows.",
-                "dataset.to_iter_dataset(), which leaves them out",
+                name, f"it is not there ({e}), but its `len` is {self.num_records}.", "a `len` that counts the records"
+            ) from e
+        if record is None:
+            raise InputError(
+                name,
+                "it is None: a filter has taken it out, and its place does not count as a row.",
+                "dataset.to_iter_dataset(), which leaves such records out",
             )
-        return stack(records)
+        return record

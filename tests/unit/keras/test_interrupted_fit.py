@@ -1,8 +1,6 @@
 """State is never lost: errors and Ctrl-C anywhere leave the weights of the last finished step."""
 
 import functools
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +10,6 @@ import numpy as np
 import pytest
 from keras import layers, ops
 from twins import CLASSES, FIT, Raising, X, Y, compiled, crossentropy, mlp, same, same_state, state, twins, under
-
-from phalanx.keras.interrupts import Interrupts
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -98,43 +94,6 @@ def test_layer_that_raises_in_an_eager_step(strategy):
     with pytest.raises(ZeroDivisionError):
         model.fit(X[:8], Y[:8], verbose=0)
     same(state(model), before)
-
-
-def test_interrupt_comes_after_what_is_held():
-    """Ctrl-C within a step is raised at its end, once."""
-    done = []
-    with Interrupts() as interrupts:
-        with pytest.raises(KeyboardInterrupt):
-            hold_while_it_comes(interrupts, done)
-        with interrupts.held():
-            done.append("again")
-    assert done == ["step", "again"]
-
-
-def hold_while_it_comes(interrupts, done):
-    """A step in which Ctrl-C comes."""
-    with interrupts.held():
-        os.kill(os.getpid(), signal.SIGINT)
-        done.append("step")
-    done.append("not reached")
-
-
-def test_interrupt_between_steps():
-    """Ctrl-C outside a step is raised at once, and the handler is put back."""
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), Interrupts():
-        os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_ignored_interrupts_stay_ignored():
-    """Where SIGINT is ignored, nothing is changed."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with Interrupts() as interrupts, interrupts.held():
-            os.kill(os.getpid(), signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 CHILD = Path(__file__).with_name("interrupted.py")

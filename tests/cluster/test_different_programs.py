@@ -1,0 +1,32 @@
+"""Workers whose programs, shapes or dtypes differ: all of them learn which ranks differ, and can go on."""
+
+import pytest
+
+SAID = {
+    "mean of shapes": "argument 0 is float32[1] per replica on rank 0 and float32[2] per replica on rank 1",
+    "gather of shapes": "argument 0 is float32[1] per replica on rank 0 and float32[2] per replica on rank 1",
+    "dtypes": "argument 0 is float32[9] per replica on rank 0 and int32[9] per replica on rank 1",
+    "models": "variable 0 is float32[4,3] on rank 0 and float32[4,4] on rank 1 ('sequential",
+    "operations": "cos of float32[3] on rank 0 and sin of float32[3] on rank 1",
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_ranks_that_differ_are_named(cluster_of, case):
+    """Nobody gets a wrong number, and no process is aborted."""
+    cluster = cluster_of(2, 1)
+    for text in cluster.call("differing", deadline_s=60.0, case=case):
+        assert text.startswith("TraceError: the program that ")
+        assert "tasks.py:" in text
+        assert " runs: all processes must run the same program, but " in text
+        assert SAID[case] in text
+        assert "\nHINT: " in text
+    assert cluster.call("differing", deadline_s=60.0, case="late") == [22.0, 22.0]
+
+
+@pytest.mark.parametrize(
+    ("case", "results"), [("constants", [4.0, 4.0]), ("one worker alone", [None, [2.0, 2.0]]), ("late", [22.0, 22.0])]
+)
+def test_what_may_differ(cluster_of, case, results):
+    """Constants may differ, a program without communication is nobody else's business, and a worker may be late."""
+    assert cluster_of(2, 1).call("differing", deadline_s=60.0, case=case) == results

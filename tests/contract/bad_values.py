@@ -1,0 +1,113 @@
+"""Values that hardly any argument can be."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+import phalanx
+import phalanx.testing
+
+
+def deleted():
+    """An array that JAX has given to another program."""
+    array = jnp.arange(3.0)
+    array.delete()
+    return array
+
+
+class Unshown:
+    """An object whose repr fails."""
+
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "True": lambda: True,
+    "-1": lambda: -1,
+    "0": lambda: 0,
+    "1.5": lambda: 1.5,
+    "2**70": lambda: 2**70,
+    "-2**70": lambda: -(2**70),
+    "nan": lambda: float("nan"),
+    "inf": lambda: float("inf"),
+    "1j": lambda: 1j,
+    "no text": lambda: "",
+    "text": lambda: "x",
+    "long text": lambda: "x" * 100_000,
+    "bytes": lambda: b"\xff",
+    "empty list": list,
+    "empty dict": dict,
+    "empty tuple": tuple,
+    "set": lambda: {1},
+    "range": lambda: range(0),
+    "list of None": lambda: [None],
+    "ragged list": lambda: [[1], [2, 3]],
+    "dict of int": lambda: {1: 2},
+    "object": object,
+    "unshown": Unshown,
+    "class": lambda: int,
+    "own class": lambda: Unshown,
+    "function": lambda: lambda: 1,
+    "function of one": lambda: lambda x: x,
+    "partial": lambda: functools.partial(max, 1),
+    "module": lambda: np,
+    "exception": lambda: ValueError("x"),
+    "ellipsis": lambda: ...,
+    "slice": lambda: slice(1),
+    "generator": lambda: (x for x in ()),
+    "object array": lambda: np.array([None, {}], object),
+    "text array": lambda: np.array(["a", "b"]),
+    "date array": lambda: np.array(["2020-01-01"], "M8[D]"),
+    "array of NumPy": lambda: np.ones(3, "float32"),
+    "empty array": lambda: np.zeros((0,), "float32"),
+    "bool array": lambda: np.array([True, False]),
+    "scalar of NumPy": lambda: np.float64(2.5),
+    "array": lambda: jnp.ones(3),
+    "deleted array": deleted,
+    "PerReplica of three": lambda: phalanx.PerReplica(jnp.ones((3, 2))),
+    "PerReplica of text": lambda: phalanx.PerReplica(("a", "b")),
+    "Mirrored": lambda: phalanx.Mirrored(jnp.ones(2)),
+    "variable": lambda: keras.Variable([1.0, 2.0]),
+    "strategy": lambda: phalanx.OneDeviceStrategy("cpu:5"),
+}
+"""Made anew for each call."""
+
+FEW = ("None", "-1", "2**70", "nan", "text", "empty list", "object", "class", "function", "text array", "deleted array")
+"""The values that stand for the others in a quick run."""
+
+# What a kind of argument may be, of the values above.
+EMPTY = {"empty list", "empty tuple", "empty dict"}
+FUNCTIONS = {"class", "own class", "function", "function of one", "partial"}
+TEXTS = {"no text", "text", "long text"}
+COUNT = {"2**70"}
+INDEX = {"0", "2**70"}
+INTEGER = {"-1", "0", "2**70", "-2**70"}
+SECONDS = {"None", "1.5", "2**70", "scalar of NumPy"}
+NUMBERS = {"-1", "0", "1.5", "nan", "inf", "1j", "scalar of NumPy"}
+ARRAYS = NUMBERS | {"array of NumPy", "empty array", "array", "variable", "Mirrored"}
+NONE = {"None"}
+ALL = set(VALUES)
+
+
+@dataclass
+class Case:
+    """A call, its good arguments, and which bad values each of them takes, for it has a use for them.
+
+    Args:
+      call: what is called.
+      good: good arguments.
+      takes: for each argument the values that are good for it.
+      functions: the arguments that are functions. They take all functions, which may refuse what they are called with.
+    """
+
+    call: Callable[..., Any]
+    good: dict[str, Any] = field(default_factory=dict)
+    takes: dict[str, set[str]] = field(default_factory=dict)
+    functions: tuple[str, ...] = ()

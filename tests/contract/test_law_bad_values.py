@@ -1,0 +1,62 @@
+"""Law 5, for arguments: what is made of options answers a bad value with an error of Phalanx, and never hangs."""
+
+import signal
+
+import pytest
+from bad_cases import GROUPS, cases
+from bad_values import FEW, FUNCTIONS, VALUES
+
+from phalanx.errors import PhalanxError
+
+_LIMIT_S = 30
+
+
+class _Hung(BaseException):
+    """A call that did not return in time."""
+
+
+@pytest.fixture
+def limited():
+    """Ends a call that takes too long."""
+
+    def end(*_):
+        raise _Hung
+
+    before = signal.signal(signal.SIGALRM, end)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def outcome(case, name, parameter, value):
+    """Returns what is wrong with the answer to one bad value; None if nothing is."""
+    try:
+        case.call(**{**case.good, parameter: VALUES[value]()})
+    except PhalanxError as e:
+        return None if "HINT" in str(e) else f"{name}({parameter}={value}): no HINT: {e}"
+    except _Hung:
+        return f"{name}({parameter}={value}) hangs"
+    except TypeError as e:
+        # What Python says of a function that was called with other arguments than it takes.
+        is_of_function = value in FUNCTIONS and parameter in case.functions
+        return None if is_of_function else f"{name}({parameter}={value}): {e!r:.200}"
+    except Exception as e:
+        return f"{name}({parameter}={value}): {e!r:.200}"
+    is_good = value in case.takes.get(parameter, ()) or (value in FUNCTIONS and parameter in case.functions)
+    return None if is_good else f"{name}({parameter}={value}) is accepted"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("values", ["few", "all"])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.cover(("values",), ["few"])
+def test_bad_values_are_refused(group, values, limited):
+    """Each argument of each callable, by all the others being good."""
+    wrong = []
+    for name, case in cases(group).items():
+        for parameter in case.good:
+            for value in VALUES if values == "all" else FEW:
+                limited(_LIMIT_S)
+                wrong.append(outcome(case, name, parameter, value))
+                limited(0)
+    assert [text for text in wrong if text] == []

@@ -1,0 +1,75 @@
+"""The Python blocks of pages, run as programs on two virtual CPU devices, and what the pages say that they print."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = (
+    "README.md",
+    "docs/optax_and_flax.md",
+    "docs/mixed_precision.md",
+    "docs/reinforcement_learning.md",
+    "docs/notebooks.md",
+    "docs/side_by_side.md",
+    "docs/stopping.md",
+)
+DEADLINE_S = 300  # On a busy machine; alone, each takes less than a tenth of it.
+
+
+def blocks(page, language):
+    """Returns the fenced blocks of a language, each with the number of its first line."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text[: match.start(1)].count("\n"), match.group(1)) for match in found]
+
+
+def program_of(page, language="python"):
+    """Returns the blocks of a language as one program, whose line numbers are those of the page."""
+    lines = []
+    for start, block in blocks(page, language):
+        lines += [""] * (start - len(lines)) + block.splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def run(program, path, **environment):
+    """Runs a program in the folder of `path`, and returns the finished process."""
+    path.write_text(program, encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=path.parent,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8", **environment},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_runs_and_prints_what_it_says(page, tmp_path):
+    """The program ends without an error or a warning, and prints the page's `text` blocks in their order."""
+    result = run(program_of(page), tmp_path / (Path(page).stem + ".py"), PHALANX_CPU_DEVICES="2")
+    assert "Warning" not in result.stderr, result.stderr
+    printed = result.stdout
+    for _, expected in blocks(page, "text"):
+        assert expected in printed
+        printed = printed.partition(expected)[2]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="it is a program for TensorFlow")
+def test_tensorflow_program_prints_the_same(tmp_path):
+    """The TensorFlow blocks of the page print what the page says that both programs print."""
+    page = "docs/side_by_side.md"
+    printed = run(
+        program_of(page, "python tensorflow"), tmp_path / "tensorflow_program.py", KERAS_BACKEND="tensorflow"
+    ).stdout
+    for _, expected in blocks(page, "text"):
+        assert expected in printed
