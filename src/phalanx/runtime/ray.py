@@ -278,7 +278,8 @@ class Server:
                 "--block",
                 "--disable-usage-stats",
             ],
-            env={**os.environ, **variables},
+            # The chief listens already: what still fails after this time will not come, such as the right token.
+            env={**os.environ, **variables, "RAY_gcs_server_port_wait_time_s": "20"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
