@@ -11,7 +11,7 @@ import keras
 
 from phalanx import arguments, compat, lifting, markers
 from phalanx.control_flow import BodyScope
-from phalanx.errors import InvalidArgumentError, TapeError
+from phalanx.errors import InvalidArgumentError, TapeError, shown
 from phalanx.frames import user_place
 from phalanx.lifting import Entry, LiftScope, NeedsProgram
 from phalanx.values import flatten
@@ -118,7 +118,7 @@ class GradientTape:
                 continue
             if not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise TapeError(
-                    f"GradientTape.watch({leaf!r})",
+                    f"GradientTape.watch({shown(leaf)})",
                     "it is not a floating array of the traced step.",
                     "pass it to the step as an argument, or compute it there",
                 )
@@ -201,7 +201,7 @@ class GradientTape:
     def _check_usable(self, unconnected_gradients: str) -> None:
         if unconnected_gradients not in ("none", "zero"):
             raise InvalidArgumentError(
-                f"unconnected_gradients={unconnected_gradients!r}",
+                f"unconnected_gradients={shown(unconnected_gradients)}",
                 'must be "none" or "zero".',
                 'unconnected_gradients="zero"',
             )

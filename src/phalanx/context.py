@@ -17,7 +17,7 @@ import numpy as np
 from phalanx import arguments, compat
 from phalanx.collectives import packing, primitives
 from phalanx.collectives.cross_device import checked_options
-from phalanx.errors import ContextError, InputError, MixedStrategyError
+from phalanx.errors import ContextError, InputError, InvalidArgumentError, MixedStrategyError, shown
 from phalanx.options import CommunicationOptions, ReduceOp
 from phalanx.topology import device_name
 from phalanx.values import ReplicaLocal, RowMask, flatten
@@ -37,6 +37,9 @@ class ReplicaContext:
       replica_id_in_sync_group: this replica's number, a traced int32 scalar (0 outside a mapped program).
       masks: the row masks of the padded batches among the arguments.
 
+    Raises:
+      InvalidArgumentError: an argument is something else.
+
     Example:
       >>> import phalanx
       >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -48,6 +51,18 @@ class ReplicaContext:
     """
 
     def __init__(self, strategy: "Strategy", replica_id_in_sync_group: Any, masks: tuple[RowMask, ...] = ()) -> None:
+        _require_strategy(strategy, "phalanx.get_replica_context()")
+        is_id = isinstance(replica_id_in_sync_group, jax.Array) and not replica_id_in_sync_group.shape
+        if not is_id:
+            arguments.integer(
+                "replica_id_in_sync_group",
+                replica_id_in_sync_group,
+                least=0,
+                most=strategy.num_replicas_in_sync - 1,
+                kind=f"a number of a replica from 0 to {strategy.num_replicas_in_sync - 1}",
+            )
+        if not isinstance(masks, tuple) or not all(isinstance(mask, RowMask) for mask in masks):
+            raise InvalidArgumentError(f"masks={shown(masks)}", "must be a tuple of row masks.", "leave masks out")
         self._strategy, self._id, self._masks = strategy, replica_id_in_sync_group, masks
 
     @property
@@ -334,6 +349,7 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
 
     Raises:
       ContextError: called inside a `strategy.scope()` or a replica function.
+      InvalidArgumentError: `strategy` is neither a strategy nor None.
 
     Example:
       >>> import phalanx
@@ -348,10 +364,20 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
             "must be called outside all scopes and replica functions.",
             "call it at the top of the script",
         )
+    if strategy is not None:
+        _require_strategy(strategy, "phalanx.experimental_set_strategy(phalanx.MirroredStrategy())")
     storage = None if strategy is None else strategy.storage
     home = None if storage is None else storage.of_new_variables
     compat.unset_variable_layout() if home is None else compat.set_variable_layout(home.sharding_of, home.mesh)
     _stack.set(() if strategy is None or storage is None else (Mode(strategy, None, was_set=True),))
+
+
+def _require_strategy(strategy: Any, hint: str) -> None:
+    # Imported here: strategies are made of this module.
+    from phalanx.strategies.base import Strategy
+
+    kind: type = Strategy
+    arguments.instance("strategy", strategy, kind, hint)
 
 
 def require_cross_replica(method: str, strategy: "Strategy", hint: str) -> None:

@@ -175,7 +175,7 @@ class PathRules(AbstractLayout):
             words = re.sub(r"[^\w/]+", "", pattern)
             near = difflib.get_close_matches(words, sorted(self._seen), n=1, cutoff=0.0)
             raise InvalidArgumentError(
-                f"the rule {pattern!r} of a layout",
+                f"the rule {shown(pattern)} of a layout",
                 f"it matches no variable; a pattern has to match the whole path, and the nearest is {near[0] if near else ''!r}.",
                 # Models are numbered: the next one's path begins otherwise.
                 f'layout={{"{re.sub("^[^/]*/", ".*/", near[0])}": {self._shown(pattern)}}}' if near else "leave it out",
@@ -226,7 +226,7 @@ def _axes(pattern: str, rule: Any) -> tuple[tuple[str, ...], ...]:
         re.compile(pattern)
     except (re.error, TypeError) as e:
         raise InvalidArgumentError(
-            f"the pattern {pattern!r} of a layout", f"is no regular expression: {e}.", _RULES
+            f"the pattern {shown(pattern)} of a layout", f"is no regular expression: {e}.", _RULES
         ) from e
     given: Any = getattr(rule, "axes", rule)
     dims = (
@@ -235,6 +235,8 @@ def _axes(pattern: str, rule: Any) -> tuple[tuple[str, ...], ...]:
     names = [name for d in dims for name in (d if isinstance(d, tuple) else (None,))]
     if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise InvalidArgumentError(
-            f"the rule {pattern!r}: {rule!r}", "must name an axis or None for each dim, and no axis twice.", _RULES
+            f"the rule {shown(pattern)}: {shown(rule)}",
+            "must name an axis or None for each dim, and no axis twice.",
+            _RULES,
         )
     return tuple(dims)

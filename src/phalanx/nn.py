@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from phalanx import context
-from phalanx.errors import ContextError, InvalidArgumentError
+from phalanx.errors import ContextError, InvalidArgumentError, shown
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> jax.Array:
@@ -110,7 +110,7 @@ def _own_part() -> Any:
 def _checked_size(size: Any) -> jax.Array:
     array = jnp.asarray(size)
     if array.ndim or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise InvalidArgumentError(f"global_batch_size={size!r}", "must be an integer.", "global_batch_size=64")
+        raise InvalidArgumentError(f"global_batch_size={shown(size)}", "must be an integer.", "global_batch_size=64")
     if not isinstance(array, jax.core.Tracer) and int(array) < 0:
-        raise InvalidArgumentError(f"global_batch_size={size!r}", "must be 0 or more.", "global_batch_size=64")
+        raise InvalidArgumentError(f"global_batch_size={shown(size)}", "must be 0 or more.", "global_batch_size=64")
     return array

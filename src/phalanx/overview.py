@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from phalanx.compat import Variable, dtype_of
-from phalanx.errors import InvalidArgumentError, MissingDependencyError
+from phalanx.errors import InvalidArgumentError, MissingDependencyError, shown
 from phalanx.strategies.base import Strategy
 from phalanx.topology import Held, Topology, device_name
 
@@ -94,7 +94,9 @@ def variables_of(method: str, thing: Any) -> list[Variable]:
         optimizer = getattr(thing, "optimizer", None)
         return [*thing.variables, *thing.metrics_variables, *(optimizer.variables if optimizer else [])]
     if not hasattr(thing, "variables"):
-        raise InvalidArgumentError(f"{method}({thing!r})", "neither is a variable nor has any.", f"{method}(model)")
+        raise InvalidArgumentError(
+            f"{method}({shown(thing)})", "neither is a variable nor has any.", f"{method}(model)"
+        )
     return list(thing.variables)
 
 

@@ -169,7 +169,7 @@ def check_partitions(shape: Sequence[int], counts: Any) -> int:
     is_list = isinstance(counts, list | tuple) and all(isinstance(n, Integral) for n in counts)
     if not is_list or len(counts) != len(shape) or counts[0] < 1 or any(n != 1 for n in counts[1:]):
         raise InvalidArgumentError(
-            f"variable_partitioner returned {counts!r} for a variable of shape {tuple(shape)}",
+            f"variable_partitioner returned {shown(counts)} for a variable of shape {tuple(shape)}",
             "it must be a list with one number for each dim: how many shards, and 1 for every dim but the first.",
             f"return {[2, *[1] * (len(shape) - 1)]}",
         )

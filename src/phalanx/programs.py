@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from phalanx import compat, context, lifting, signature
 from phalanx.draws import Draws
-from phalanx.errors import InvalidArgumentError, RecompilationWarning, TraceError
+from phalanx.errors import InvalidArgumentError, RecompilationWarning, TraceError, shown
 from phalanx.explanations import explained
 from phalanx.frames import boundary, is_of_user
 from phalanx.interrupts import deferred
@@ -28,7 +28,15 @@ from phalanx.lifting import Discovery, used_differently
 from phalanx.replicate import execute_program, trace_program
 from phalanx.signatures import Signature
 from phalanx.state import Group, State
-from phalanx.structure import AbstractSource, Arguments, Structure, refuse_outer_trace, take_apart
+from phalanx.structure import (
+    AbstractSource,
+    Arguments,
+    Structure,
+    refuse_outer_trace,
+    require_alive,
+    require_returnable,
+    take_apart,
+)
 from phalanx.topology import Topology, calling_back, process_dispatching
 
 if TYPE_CHECKING:
@@ -120,26 +128,26 @@ def function(
     if others:
         name, value = next(iter(others.items()))
         raise InvalidArgumentError(
-            f"phalanx.function({name}={value!r:.60})",
+            f"phalanx.function({name}={shown(value)})",
             "the options are input_signature, autograph, jit_compile and reduce_retracing.",
             f"leave {name} out",
         )
     if jit_compile is not None and jit_compile is not True:
         raise InvalidArgumentError(
-            f"phalanx.function(jit_compile={jit_compile!r:.60})",
+            f"phalanx.function(jit_compile={shown(jit_compile)})",
             "every function is compiled, by XLA.",
             "leave jit_compile out; strategy.run(step, options=phalanx.RunOptions(eager=True)) to look into a step",
         )
     for name, value in (("autograph", autograph), ("reduce_retracing", reduce_retracing)):
         if not isinstance(value, bool):
             raise InvalidArgumentError(
-                f"phalanx.function({name}={value!r:.60})", "must be a bool.", f"leave {name} out"
+                f"phalanx.function({name}={shown(value)})", "must be a bool.", f"leave {name} out"
             )
     if fn is None:
         return functools.partial(function, input_signature=input_signature)  # type: ignore[return-value]
     if not callable(fn):
         raise InvalidArgumentError(
-            f"phalanx.function({fn!r:.60})", "is not callable.", "@phalanx.function above the step"
+            f"phalanx.function({shown(fn)})", "is not callable.", "@phalanx.function above the step"
         )
     return Function(fn, input_signature)  # type: ignore[return-value]
 
@@ -174,35 +182,42 @@ class Programs:
           kwargs: its keyword arguments.
           key: what else selects it.
           eager: whether to execute the Python code instead of compiling it.
+
+        Raises:
+          InputError: an argument is no array that JAX can hold, or a deleted one.
         """
         arguments = Arguments(args, kwargs)
-        is_method = isinstance(function, types.MethodType)
-        owner, name = (function.__self__, function.__func__) if is_method else (function, None)
         try:
-            programs = self._of_owner.get(owner)
-        except TypeError:  # No hash, or no weak references.
-            owner = self._stand_ins.setdefault(id(owner), _StandIn(owner))
-            programs = self._of_owner.get(owner)
-        if programs is None:
-            self._made_anew.note(function)
-            programs = self._of_owner[owner] = {}
-        mode = context.current()
-        full_key = (name, key, arguments.key, mode.strategy, mode.replica is None, eager, _checks_numbers())
-        known = programs.get(full_key, ())
-        for program in known:
-            if program.fits():
+            is_method = isinstance(function, types.MethodType)
+            owner, name = (function.__self__, function.__func__) if is_method else (function, None)
+            try:
+                programs = self._of_owner.get(owner)
+            except TypeError:  # No hash, or no weak references.
+                owner = self._stand_ins.setdefault(id(owner), _StandIn(owner))
+                programs = self._of_owner.get(owner)
+            if programs is None:
+                self._made_anew.note(function)
+                programs = self._of_owner[owner] = {}
+            mode = context.current()
+            full_key = (name, key, arguments.key, mode.strategy, mode.replica is None, eager, _checks_numbers())
+            known = programs.get(full_key, ())
+            for program in known:
+                if program.fits():
+                    batches = program.draws.look(arguments) if program.draws else ()
+                    if batches is not None:
+                        self._made_anew.forgive(function)
+                        return program(fn, arguments, batches)
+            with without_collections(), explained():
+                program = Program(fn, arguments, eager=eager)
                 batches = program.draws.look(arguments) if program.draws else ()
-                if batches is not None:
-                    self._made_anew.forgive(function)
-                    return program(fn, arguments, batches)
-        with without_collections(), explained():
-            program = Program(fn, arguments, eager=eager)
-            batches = program.draws.look(arguments) if program.draws else ()
-            assert batches is not None
-            program.require_equal((arguments, *batches))
-            result = program(fn, arguments, batches)
-        programs[full_key] = [*known, program]
-        return result
+                assert batches is not None
+                program.require_equal((arguments, *batches))
+                result = program(fn, arguments, batches)
+            programs[full_key] = [*known, program]
+            return result
+        except RuntimeError:
+            require_alive(args, kwargs)
+            raise
 
     def lower(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> jax.stages.Lowered:
         """Returns the program of `fn(*args, **kwargs)` without running it."""
@@ -460,6 +475,7 @@ class Program:
         assert scope is not None
         rows += scope.pass_.drawn_rows
         parts = take_apart(result, rows=rows, sources=self._sources)
+        require_returnable(parts.arrays)
         self._output = parts.structure
         return parts.arrays
 

@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from phalanx.compat import Variable, dtype_of
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InvalidArgumentError, shown
 from phalanx.homes import Homes, homes_of
 from phalanx.parameters.plans import Part
 
@@ -85,7 +85,7 @@ class ShardedVariable:
         homes = strategy.homes if hasattr(strategy, "homes") else homes_of(variable)
         if not isinstance(variable, Variable) or homes is None or not variable.shape:
             raise InvalidArgumentError(
-                f"ShardedVariable({variable!r:.80})",
+                f"ShardedVariable({shown(variable, 80)})",
                 "must be a variable of one dim or more that lives on parameter servers.",
                 "ShardedVariable(variable, strategy), made in the scope of a ParameterServerStrategy",
             )

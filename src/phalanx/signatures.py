@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.arrays import as_array, is_array
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InvalidArgumentError, shown
 from phalanx.values import Mirrored, PerReplica, flatten
 
 _RANKS = {"b": 0, "i": 1, "u": 1, "f": 2, "c": 3}
@@ -32,7 +32,7 @@ class Signature:
     def __init__(self, fn: Callable[..., Any], specs: Any) -> None:
         if not isinstance(specs, (list, tuple)) or not all(map(_is_spec, jax.tree.leaves(specs, is_leaf=_is_spec))):
             raise InvalidArgumentError(
-                f"input_signature={specs!r:.80}",
+                f"input_signature={shown(specs, 80)}",
                 "must be a list with one spec per argument, or a pytree of specs.",
                 'input_signature=[jax.ShapeDtypeStruct((None, 3), "float32")]',
             )
@@ -83,7 +83,7 @@ class Signature:
         is_plain = not isinstance(value, (PerReplica, Mirrored))
         array = as_array(value) if is_plain else value.data if isinstance(value, PerReplica) else value.value
         if not is_array(array):
-            raise self._refusal(number, f"it is {value!r:.60}, and input_signature has an array")
+            raise self._refusal(number, f"it is {shown(value)}, and input_signature has an array")
         # What a PerReplica has per replica.
         dims = np.shape(array)[1:] if isinstance(value, PerReplica) else np.shape(array)
         fits = shape is None or (

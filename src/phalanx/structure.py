@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from phalanx.arrays import as_number, copied, map_named
-from phalanx.errors import InputError, TraceError
+from phalanx.errors import InputError, TraceError, shown
 from phalanx.values import Mirrored, PerReplica, RowMask, flatten, is_distributed
 
 T = TypeVar("T")
@@ -181,6 +181,33 @@ def _take_arguments_apart(args: Any, kwargs: Any) -> Parts:
     raise error
 
 
+def require_alive(args: Any, kwargs: Any) -> None:
+    """Raises if an argument was deleted. Asked when a program has failed, for each step's arguments are too many to ask.
+
+    Raises:
+      InputError: it was; the error says which.
+    """
+    for nest, name in ((args, "args"), (kwargs, "kwargs")):
+        map_named(as_number, nest, name)
+
+
+def require_returnable(arrays: Sequence[Any]) -> None:
+    """Raises for what a step returned and no program can return. While it is traced.
+
+    Raises:
+      InputError: a deleted array.
+      TraceError: a `PerReplica` of Python objects.
+    """
+    for array in arrays:
+        if isinstance(array, tuple):
+            raise TraceError(
+                f"a step that returns PerReplica({shown(array)})",
+                "its components are Python objects, and a program returns arrays.",
+                "return arrays, and make the objects of them outside the step",
+            )
+        as_number(array, "the result of a step")
+
+
 def _as_argument(leaf: Any) -> Any:
     return copied(as_number(leaf))
 
@@ -224,7 +251,7 @@ def _spec(array: Any) -> Hashable:
         raise refuse_outer_trace()
     if isinstance(array, tuple):
         raise TraceError(
-            f"an argument PerReplica({array!r})",
+            f"an argument PerReplica({shown(array)})",
             "its components are Python objects, and all replicas run one program.",
             "pass arrays, and let the replica function choose by replica_id_in_sync_group",
         )

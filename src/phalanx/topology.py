@@ -155,7 +155,7 @@ def parse_device(name: str | jax.Device) -> jax.Device:
     if index >= len(devices):
         have = ", ".join(map(device_name, jax.local_devices()))
         hint = f"set_virtual_cpu_devices({index + 1}) before JAX starts" if platform == "cpu" else "one of these names"
-        raise DeviceError(f"device={name!r}", f"this process has {have}.", hint)
+        raise DeviceError(f"device={shown(name)}", f"this process has {have}.", hint)
     return devices[index]
 
 

@@ -1,7 +1,5 @@
 """Options, assignments, partitioners, clusters and resolvers with good arguments; bad values replace them one by one."""
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 from bad_values import ALL, COUNT, INDEX, INTEGER, NONE, NUMBERS, SECONDS, TEXTS, Case
 
@@ -305,11 +303,3 @@ TAKES: dict[str, dict[str, set[str]]] = {
 }
 """Values that are good for an argument: sizes may be large, names any text, and so on."""
 FUNCTIONS_OF = {"Variable": ("constraint", "initial_value")}
-
-
-def cases(group):
-    """The cases of a group, each with what it takes."""
-    return {
-        name: replace(case, takes=TAKES.get(name, {}), functions=FUNCTIONS_OF.get(name, ()))
-        for name, case in GROUPS[group]().items()
-    }

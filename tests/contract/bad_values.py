@@ -94,6 +94,17 @@ NUMBERS = {"-1", "0", "1.5", "nan", "inf", "1j", "scalar of NumPy"}
 ARRAYS = NUMBERS | {"array of NumPy", "empty array", "array", "variable", "Mirrored"}
 NONE = {"None"}
 ALL = set(VALUES)
+TREES = {"None", "empty list", "empty tuple", "empty dict", "list of None"}
+NOT_HELD = {"2**70", "-2**70", "deleted array"}
+DISTRIBUTED = {"PerReplica of three", "PerReplica of text"}
+SUMMABLE = ARRAYS | TREES | {"range", "ragged list", "dict of int"}
+NUMERIC = SUMMABLE | {"True", "bool array"}
+PLACES = (
+    {"True", "2**70", "-2**70", "text", "long text", "object array", "text array", "date array", "bool array"}
+    | {"deleted array"}
+    | ARRAYS
+    | DISTRIBUTED
+)
 
 
 @dataclass

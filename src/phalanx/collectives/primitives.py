@@ -49,9 +49,25 @@ def check_arrays(tree: Any) -> None:
     Raises:
       ReduceOpError, ContextError: as `as_array`.
     """
-    for leaf in jax.tree.leaves(tree, is_leaf=_is_per_replica):
-        if not isinstance(leaf, np.ndarray) or leaf.dtype.kind in "OSUMm":
-            as_array(leaf)
+    checked_arrays(tree)
+
+
+def checked_arrays(tree: Any) -> Any:
+    """Returns a pytree whose leaves are arrays and numbers: what acts as an array, such as a variable or a range, becomes one.
+
+    Raises:
+      ReduceOpError, ContextError: as `as_array`.
+    """
+
+    def checked(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUMm":
+            return leaf
+        array = as_array(leaf)
+        is_one = isinstance(leaf, (int, float, complex, np.ndarray, np.generic, jax.Array))
+        # A copy: the next step is given the array of a variable itself.
+        return leaf if is_one else jnp.copy(array)
+
+    return jax.tree.map(checked, tree, is_leaf=_is_per_replica)
 
 
 def to_array(value: Any) -> jax.Array:

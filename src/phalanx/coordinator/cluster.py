@@ -8,12 +8,13 @@ from typing import Any, final
 
 import jax
 
-from phalanx.coordinator.progress import Status, shown
+from phalanx.coordinator import progress
+from phalanx.coordinator.progress import Status
 from phalanx.coordinator.queue import Closure, ClosureQueue, RemoteValue
 from phalanx.coordinator.steps import Steps, check_call, name_of
 from phalanx.coordinator.supervisor import MOST_LOSSES, State, Supervisor, Work, WorkerLost, lost_again
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, check_function, check_maker
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InvalidArgumentError, shown
 from phalanx.strategies.parameter_server import ParameterServerStrategy, on_run
 
 _of_strategy: "weakref.WeakKeyDictionary[ParameterServerStrategy, ClusterCoordinator]" = weakref.WeakKeyDictionary()
@@ -41,7 +42,7 @@ class ClusterCoordinator:
         """Returns the one of the strategy."""
         if not isinstance(strategy, ParameterServerStrategy):
             raise InvalidArgumentError(
-                f"ClusterCoordinator({strategy!r})",
+                f"ClusterCoordinator({shown(strategy)})",
                 "only the steps of a ParameterServerStrategy are scheduled.",
                 "ClusterCoordinator(phalanx.ParameterServerStrategy())",
             )
@@ -112,7 +113,7 @@ class ClusterCoordinator:
           ServerLostError: a parameter server has died, or gives no sign of life.
           WorkerLostError: a step does not end, or ends each worker that tries it.
         """
-        with shown(self.status, self._num_done):
+        with progress.shown(self.status, self._num_done):
             self._queue.join()
 
     def done(self) -> bool:
@@ -149,7 +150,7 @@ class ClusterCoordinator:
         else:
             if not hasattr(dataset_fn, "__iter__") and not hasattr(dataset_fn, "__getitem__"):
                 raise InvalidArgumentError(
-                    f"create_per_worker_dataset({dataset_fn!r:.80})",
+                    f"create_per_worker_dataset({shown(dataset_fn, 80)})",
                     "must be a dataset, or a function that returns one.",
                     "create_per_worker_dataset(lambda: dataset)",
                 )

@@ -17,7 +17,7 @@ from phalanx import compat, context
 from phalanx.compat import Variable
 from phalanx.context import Mode
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InvalidArgumentError, shown
 from phalanx.exported import export
 from phalanx.parameters.plans import StepProgram
 from phalanx.programs import MadeAnew
@@ -248,7 +248,7 @@ def check_call(args: Any, kwargs: Any, remote: type) -> None:
         of the workers, of which the step would have one batch for ever.
     """
     if not isinstance(args, list | tuple | NoneType):
-        raise InvalidArgumentError(f"args={args!r}", "must be a list or a tuple.", "args=(iterator,)")
+        raise InvalidArgumentError(f"args={shown(args)}", "must be a list or a tuple.", "args=(iterator,)")
     leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, remote) or hasattr(x, "__next__"))
     if any(isinstance(x, remote) for x in leaves):
         raise InvalidArgumentError(
@@ -265,7 +265,7 @@ def check_call(args: Any, kwargs: Any, remote: type) -> None:
             )
         if hasattr(leaf, "__next__") and not isinstance(leaf, PerWorkerValues):
             raise InvalidArgumentError(
-                f"{leaf!r:.60} among the arguments of schedule",
+                f"{shown(leaf)} among the arguments of schedule",
                 "it is an iterator of this process, and steps run on workers.",
                 "iter(coordinator.create_per_worker_dataset(dataset_fn)); or next(iterator) as the argument",
             )

@@ -16,7 +16,7 @@ from typing import Any
 from phalanx.coordinator.queue import Closure, ClosureQueue
 from phalanx.coordinator.steps import Step, Steps, name_of
 from phalanx.coordinator.values import PerWorkerIterator, PerWorkerValues
-from phalanx.errors import InvalidArgumentError, ServerLostError, WorkerLostError
+from phalanx.errors import InvalidArgumentError, ServerLostError, WorkerLostError, shown
 from phalanx.parameters.plans import Pusher, Report, Task
 from phalanx.parameters.worker import Worker
 from phalanx.runtime.calls import Lost, Peer, Stalled
@@ -360,7 +360,7 @@ class Supervisor:
 
 
 def _asked(resource: PerWorkerValues) -> str:
-    return f"a worker's dataset or value of {resource.given!r:.80}"
+    return f"a worker's dataset or value of {shown(resource.given, 80)}"
 
 
 def _described(work: Work) -> str:

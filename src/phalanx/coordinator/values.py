@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, final
 
 from phalanx import lifting
-from phalanx.errors import ContextError, InvalidArgumentError
+from phalanx.errors import ContextError, InvalidArgumentError, shown
 
 
 class PerWorkerValues:
@@ -81,7 +81,7 @@ def check_function(name: str, fn: Any) -> None:
       InvalidArgumentError: it is not.
     """
     if not callable(fn):
-        raise InvalidArgumentError(f"{name}={fn!r}", "must be a function.", f"{name}=lambda: ...")
+        raise InvalidArgumentError(f"{name}={shown(fn)}", "must be a function.", f"{name}=lambda: ...")
 
 
 def check_maker(name: str, fn: Any) -> None:
@@ -99,7 +99,7 @@ def check_maker(name: str, fn: Any) -> None:
         signature.bind()
     except TypeError as e:
         raise InvalidArgumentError(
-            f"{name}={fn!r}",
+            f"{name}={shown(fn)}",
             f"workers call it without arguments: {e}.",
             f"{name}=lambda: strategy.distribute_datasets_from_function(fn), for a function of an InputContext",
         ) from None

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-from phalanx import compat, lifting
+from phalanx import arguments, compat, lifting
 from phalanx.draws import AbstractIterator
-from phalanx.errors import CardinalityError, ContextError, InputError, InvalidArgumentError, OutOfRangeError
+from phalanx.errors import CardinalityError, ContextError, InputError, InvalidArgumentError, OutOfRangeError, shown
 from phalanx.frames import user_place
 from phalanx.input import state as positions
 from phalanx.input.feed import AbstractBatches, Batch, Form, Place, ReadAhead, Step
@@ -31,6 +31,8 @@ from phalanx.topology import Topology
 from phalanx.values import PerReplica, is_distributed
 
 T = TypeVar("T")
+
+_MOST_STEPS = 2**31 - 1
 
 
 @final
@@ -456,7 +458,7 @@ def check_options(options: Any) -> InputOptions:
     """
     if not isinstance(options, (InputOptions, type(None))):
         raise InvalidArgumentError(
-            f"options={options!r}", "must be InputOptions or None.", "options=phalanx.InputOptions()"
+            f"options={shown(options)}", "must be InputOptions or None.", "options=phalanx.InputOptions()"
         )
     return options or InputOptions()
 
@@ -467,9 +469,7 @@ def check_steps(steps: Any) -> int:
     Raises:
       InvalidArgumentError: it is no positive integer.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise InvalidArgumentError(f"steps={steps!r}", "must be an integer of at least 1.", "steps=16")
-    return steps
+    return arguments.integer("steps", steps, most=_MOST_STEPS, kind="an integer of at least 1", hint="steps=16")
 
 
 def worker_of(topology: Topology | None) -> Worker:

@@ -9,14 +9,14 @@ import jax
 import numpy as np
 
 from phalanx import arguments
-from phalanx.arrays import as_number, copied, is_shared_by_cpu, map_named
+from phalanx.arrays import as_number, copied, is_array, is_shared_by_cpu, map_named
 from phalanx.errors import InputError, InvalidArgumentError
 from phalanx.input import shard
 from phalanx.input.feed import Step
 from phalanx.input.shard import Worker
 from phalanx.input.sources.base import Facts, Piece
 from phalanx.topology import Topology
-from phalanx.values import PerReplica, RowMask
+from phalanx.values import PerReplica, RowMask, flatten, is_distributed
 
 
 @dataclass(frozen=True)
@@ -181,17 +181,30 @@ def _stacked(arrays: Sequence[np.ndarray], steps: int) -> np.ndarray:
     return out
 
 
+def components(value: Any) -> Any:
+    """Returns what a function returned as the components of one replica.
+
+    Raises:
+      InvalidArgumentError: there is a distributed value among them.
+      InputError: a number or an array that JAX cannot hold.
+    """
+    for leaf in flatten(value)[0]:
+        if is_distributed(leaf):
+            raise InvalidArgumentError(
+                "value_fn",
+                f"it returned a {type(leaf).__name__}, but the component of a replica is one value.",
+                "strategy.experimental_local_results(value)[context.replica_id_in_sync_group]",
+            )
+    return map_named(_number_or_object, value, "value_fn's result", is_leaf=_is_none)
+
+
 def distribute_values(values: Sequence[Any], topology: Topology) -> Any:
     """Makes a pytree of `PerReplica` of one pytree a replica.
 
     Raises:
       InvalidArgumentError: the pytrees, or shapes beyond dim 0, differ.
     """
-    is_leaf = lambda x: x is None  # noqa: E731
-    flat: list[tuple[list[Any], Any]] = [
-        jax.tree.flatten(map_named(_number_or_object, v, "value_fn's result", is_leaf=is_leaf), is_leaf=is_leaf)
-        for v in values
-    ]
+    flat: list[tuple[list[Any], Any]] = [jax.tree.flatten(v, is_leaf=_is_none) for v in values]
     trees = [tree for _, tree in flat]
     if any(tree != trees[0] for tree in trees):
         raise InvalidArgumentError(
@@ -202,13 +215,17 @@ def distribute_values(values: Sequence[Any], topology: Topology) -> Any:
     return trees[0].unflatten([_stack(parts, topology) for parts in zip(*(leaves for leaves, _ in flat), strict=True)])
 
 
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
 def _number_or_object(value: Any, name: str) -> Any:
     number = as_number(value, name)
     return value if number is None else number
 
 
 def _stack(parts: Sequence[Any], topology: Topology) -> PerReplica:
-    if not all(isinstance(p, (jax.Array, np.ndarray, np.generic, int, float, complex)) for p in parts):
+    if not all(is_array(p) or isinstance(p, (int, float, complex, np.bool_)) for p in parts):
         return PerReplica(tuple(parts))
     arrays = [np.asarray(p) for p in parts]
     shapes = {a.shape for a in arrays}

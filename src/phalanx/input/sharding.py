@@ -11,7 +11,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx.errors import InputError
+from phalanx.errors import InputError, shown
 from phalanx.input import shard
 from phalanx.input.shard import Worker
 from phalanx.input.sources.base import (
@@ -130,7 +130,7 @@ def _resolved(dataset: Any, policy: AutoShardPolicy, facts: Facts, worker: Worke
             f"it has {num_files} files for {worker.count} workers." if num_files else "it does not consist of files."
         )
         raise InputError(
-            f"AutoShardPolicy.FILE for {dataset!r:.60}", found, "auto_shard_policy=phalanx.data.AutoShardPolicy.DATA"
+            f"AutoShardPolicy.FILE for {shown(dataset)}", found, "auto_shard_policy=phalanx.data.AutoShardPolicy.DATA"
         )
     if policy is AutoShardPolicy.AUTO and num_files >= worker.count:
         return AutoShardPolicy.FILE
@@ -163,7 +163,7 @@ def _say_once(level: int, text: str) -> None:
 def _own_shard(dataset: Any, worker: Worker) -> Any:
     if not hasattr(dataset, "shard"):
         raise InputError(
-            f"AutoShardPolicy.HINT for {dataset!r:.60}",
+            f"AutoShardPolicy.HINT for {shown(dataset)}",
             "it has no method `shard(num_workers, worker)` that says how to divide it.",
             "auto_shard_policy=phalanx.data.AutoShardPolicy.AUTO",
         )

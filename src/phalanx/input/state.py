@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.errors import InputError
+from phalanx.errors import InputError, shown
 from phalanx.input.sources.base import Facts, State
 
 _BYTES, _DATA = "__bytes__", "data"
@@ -71,14 +71,14 @@ def unmarked(state: State, facts: Facts) -> State:
       InputError: it belongs to other data, or is no position.
     """
     if not isinstance(state, Mapping):
-        raise InputError(f"set_state({state!r:.100})", "a position is a dict.", "a state that get_state returned")
+        raise InputError(f"set_state({shown(state, 100)})", "a position is a dict.", "a state that get_state returned")
     rest = {name: entry for name, entry in state.items() if name != _DATA}
     mark, own = state.get(_DATA, {}), marked(rest, facts).get(_DATA, {})
     names = sorted(set(mark) & set(own)) if isinstance(mark, Mapping) else ()
     differ = [f"{name}={mark[name]!r} there and {own[name]} here" for name in names if mark[name] != own[name]]
     if differ:
         raise InputError(
-            f"set_state({state!r:.200})",
+            f"set_state({shown(state, 200)})",
             f"it is a position of other data: {', '.join(differ)}.",
             f"the dataset whose position it is; or, if the position is meant for this one, del state[{_DATA!r}]",
         )
@@ -122,7 +122,9 @@ def of_worker(state: State, index: int, count: int) -> State:
     states: Sequence[Any] = state["workers"]
     if not isinstance(states, list) or set(state) != {"workers"}:
         raise InputError(
-            f"set_state({state!r:.200})", "`workers` is a list of positions, alone.", "a state that get_state returned"
+            f"set_state({shown(state, 200)})",
+            "`workers` is a list of positions, alone.",
+            "a state that get_state returned",
         )
     if len(states) != count:
         raise InputError(

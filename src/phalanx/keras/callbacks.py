@@ -7,7 +7,7 @@ from typing import Any, final
 import keras
 from typing_extensions import override
 
-from phalanx.errors import InvalidArgumentError, MissingDependencyError
+from phalanx.errors import InvalidArgumentError, MissingDependencyError, shown
 from phalanx.testing import assert_in_sync
 
 
@@ -80,7 +80,7 @@ class TensorBoard(keras.callbacks.Callback):
         super().__init__()
         if update_freq not in ("epoch", "batch") and (not isinstance(update_freq, int) or update_freq < 1):
             raise InvalidArgumentError(
-                f"update_freq={update_freq!r}",
+                f"update_freq={shown(update_freq)}",
                 'must be "epoch", "batch" or a number of batches.',
                 'update_freq="epoch"',
             )

@@ -9,7 +9,7 @@ import jax
 import keras
 
 from phalanx import compat
-from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError
+from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError, shown
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
 from phalanx.input.sources.base import UNKNOWN, Facts
 from phalanx.input.sources.batches import BatchStream
@@ -42,11 +42,13 @@ class DatasetCreator:
     def __init__(self, dataset_fn: Callable[[InputContext], Any], input_options: InputOptions | None = None) -> None:
         if not callable(dataset_fn):
             raise InvalidArgumentError(
-                f"DatasetCreator({dataset_fn!r})", "it cannot be called.", "DatasetCreator(lambda context: dataset)"
+                f"DatasetCreator({shown(dataset_fn)})",
+                "it cannot be called.",
+                "DatasetCreator(lambda context: dataset)",
             )
         if not isinstance(input_options, (InputOptions, type(None))):
             raise InvalidArgumentError(
-                f"input_options={input_options!r}", "they are no InputOptions.", "phalanx.InputOptions()"
+                f"input_options={shown(input_options)}", "they are no InputOptions.", "phalanx.InputOptions()"
             )
         self._dataset_fn, self.input_options = dataset_fn, input_options
 

@@ -9,7 +9,7 @@ import numpy as np
 from typing_extensions import override
 
 from phalanx import compat, context, lifting
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InvalidArgumentError, shown
 from phalanx.homes import Homes
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 
@@ -54,7 +54,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         kwargs.pop("lora_alpha", None)
         if wrong := [name for name, value in given.items() if value is not None]:
             raise InvalidArgumentError(
-                f"ShardedEmbedding({wrong[0]}={given[wrong[0]]!r:.40})",
+                f"ShardedEmbedding({wrong[0]}={shown(given[wrong[0]], 40)})",
                 "it would need the whole table at each step.",
                 "keras.layers.Embedding; or layer.embeddings.assign(weights)",
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx import compat
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InvalidArgumentError, shown
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def set_logits_recovery(enabled: bool) -> None:
     global _is_on  # noqa: PLW0603
     if not isinstance(enabled, bool):
         raise InvalidArgumentError(
-            f"set_logits_recovery({enabled!r})",
+            f"set_logits_recovery({shown(enabled)})",
             "enabled must be a bool.",
             "phalanx.keras.set_logits_recovery(False)",
         )

@@ -13,7 +13,7 @@ from typing import Any, final
 import keras
 
 from phalanx import compat
-from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.errors import InputError, InvalidArgumentError, shown
 
 _log = logging.getLogger("phalanx")
 _SUFFIXES = (".keras", ".weights.h5")
@@ -68,7 +68,7 @@ class SidecarEvaluator:
         limits = {"max_evaluations": max_evaluations, "stop_at_step": stop_at_step, "poll_s": poll_s}
         for name, value in limits.items():
             if value is not None and value <= 0:
-                raise InvalidArgumentError(f"{name}={value!r}", "must be positive.", f"{name}=None")
+                raise InvalidArgumentError(f"{name}={shown(value)}", "must be positive.", f"{name}=None")
         if not model.compiled:
             raise InvalidArgumentError(
                 f"SidecarEvaluator of {model.name!r}",

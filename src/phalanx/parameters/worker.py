@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from phalanx.errors import InvalidArgumentError, OutOfRangeError
+from phalanx.errors import InvalidArgumentError, OutOfRangeError, shown
 from phalanx.parameters import here
 from phalanx.parameters.line import Line
 from phalanx.parameters.plans import (
@@ -360,6 +360,6 @@ def _batches_of(dataset: Any) -> Iterator[Any]:
         return (dataset[i] for i in range(len(dataset)))
     raise InvalidArgumentError(
         "a worker's dataset_fn()",
-        f"it returned {dataset!r:.80}, which does not give batches when it is iterated over.",
+        f"it returned {shown(dataset, 80)}, which does not give batches when it is iterated over.",
         "return dataset, at the end of dataset_fn",
     )

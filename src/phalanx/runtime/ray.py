@@ -15,7 +15,7 @@ from typing import Any
 
 from phalanx import arguments
 from phalanx.cluster.spec import ClusterSpec, Task, leader
-from phalanx.errors import ClusterError, ClusterTypeError, ContextError, MissingDependencyError, StartupError
+from phalanx.errors import ClusterError, ClusterTypeError, ContextError, MissingDependencyError, StartupError, shown
 from phalanx.runtime.session import OwnedProcesses, Session, environment, make_token
 
 _QUIET = {
@@ -209,7 +209,7 @@ class Server:
         self._spec = ClusterSpec(server_or_cluster_def)
         if job_name not in ("worker", "ps") or job_name not in self._spec.jobs:
             raise ClusterError(
-                f"job_name={job_name!r}",
+                f"job_name={shown(job_name)}",
                 f"the cluster has the jobs {self._spec.jobs}, and workers and parameter servers are servers.",
                 'job_name="worker" or job_name="ps"',
             )

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from phalanx import arguments, compat, context, lifting
+from phalanx.arrays import is_array
 from phalanx.collectives import primitives
 from phalanx.collectives.cross_device import CrossDeviceOps
 from phalanx.context import Mode
@@ -30,7 +31,7 @@ from phalanx.input.distributed import (
     distribute_from_function,
     shards_of,
 )
-from phalanx.input.placement import ValueContext, distribute_values
+from phalanx.input.placement import ValueContext, components, distribute_values
 from phalanx.input.sharding import WorkerShard
 from phalanx.input.sources.functions import InputContext
 from phalanx.input.sources.records import NumpyDataset
@@ -40,10 +41,18 @@ from phalanx.programs import Programs
 from phalanx.replicate import trace_run
 from phalanx.state import components_of
 from phalanx.strategies.extended import StrategyExtended
-from phalanx.strategies.reduction import Axis, check_axis, check_components, check_mergeable, gather_leaf, reduce_leaf
+from phalanx.strategies.reduction import (
+    Axis,
+    check_axis,
+    check_components,
+    check_dim,
+    check_mergeable,
+    gather_leaf,
+    reduce_leaf,
+)
 from phalanx.topology import REPLICA_AXIS, Held, Topology, device_name
 from phalanx.values import DistributedValues, Mirrored, PerReplica, RowMask, flatten, is_distributed, map_leaves
-from phalanx.variables import initial_components, policy_of
+from phalanx.variables import check_variable, initial_components, policy_of
 
 _numbers = itertools.count()
 _living: "WeakSet[Strategy]" = WeakSet()
@@ -109,7 +118,12 @@ class Strategy(ABC):
         return ()
 
     def held(self, variable: compat.Variable) -> list[Held]:
-        """Returns who holds which part of a variable, as far as this process knows. May be called in any context."""
+        """Returns who holds which part of a variable, as far as this process knows. May be called in any context.
+
+        Raises:
+          InvalidArgumentError: it is not a variable.
+        """
+        check_variable("variable", variable, "strategy.held(variable)")
         value = compat.raw_value(variable)
         shards = value.addressable_shards if isinstance(value, jax.Array) else []
         return [Held(device_name(s.device), s.index, s.data.nbytes) for s in sorted(shards, key=lambda s: s.device.id)]
@@ -295,10 +309,11 @@ class Strategy(ABC):
         context.require_not_running("Strategy.run_steps", "strategy.run_steps outside merge_call")
         if not isinstance(iterator, DistributedIterator):
             raise InvalidArgumentError(
-                f"iterator={iterator!r:.60}",
+                f"iterator={shown(iterator)}",
                 "must be an iterator of a distributed dataset.",
                 "iter(strategy.experimental_distribute_dataset(dataset))",
             )
+        arguments.function("fn", fn, "strategy.run_steps(step, iterator, 16)")
         check_steps(steps)
         if self.topology is None or self.defers_updates:
             results = [self.run(fn, args=(batch,)) for batch in iterator.next_alike(steps)]
@@ -406,7 +421,7 @@ class Strategy(ABC):
           Array([0., 0., 1., 1.], dtype=float32)
         """
         context.require_cross_replica("Strategy.gather", self, "phalanx.get_replica_context().all_gather(value, axis)")
-        check_axis(axis)
+        check_dim(axis)
         check_components(flatten(value)[0])
         padded = [
             x.rows for x in jax.tree.leaves(value, is_leaf=is_distributed) if isinstance(x, PerReplica) and x.rows
@@ -471,7 +486,7 @@ class Strategy(ABC):
 
         Raises:
           ContextError: called in replica context.
-          InvalidArgumentError: the replicas' pytrees, or shapes beyond dim 0, differ.
+          InvalidArgumentError: the replicas' pytrees, or shapes beyond dim 0, differ; or a component is a distributed value.
         """
         context.require_cross_replica(
             "experimental_distribute_values_from_function", self, "compute the value in the replica function"
@@ -482,10 +497,10 @@ class Strategy(ABC):
         if self.topology is None:
             return value_fn(ValueContext(0, n))
         if n == 1:
-            place = lambda x: self.topology.put_replicated(x) if isinstance(x, (jax.Array, np.ndarray)) else x  # noqa: E731
-            return jax.tree.map(place, value_fn(ValueContext(0, n)))
+            place = lambda x: self.topology.put_replicated(x) if is_array(x) else x  # noqa: E731
+            return jax.tree.map(place, components(value_fn(ValueContext(0, n))))
         own = self.topology.local_replicas
-        return distribute_values([value_fn(ValueContext(i, n)) for i in own], self.topology)
+        return distribute_values([components(value_fn(ValueContext(i, n))) for i in own], self.topology)
 
     @final
     def experimental_distribute_dataset(
@@ -593,7 +608,7 @@ class Strategy(ABC):
             "Strategy.replicate", self, "return phalanx.Mirrored(tree) from the replica function"
         )
         context.require_not_running("Strategy.replicate", "place the tree outside the step")
-        primitives.check_arrays(tree)
+        tree = primitives.checked_arrays(tree)
         return Mirrored(tree if self.topology is None else self.topology.put_replicated(tree))
 
     def _require_distributing(self, method: str) -> None:

@@ -28,9 +28,17 @@ class StrategyExtended:
 
     Args:
       container_strategy: the strategy it belongs to.
+
+    Raises:
+      InvalidArgumentError: it is not a strategy.
     """
 
     def __init__(self, container_strategy: "Strategy") -> None:
+        # Imported here: strategies are made of this module.
+        from phalanx.strategies.base import Strategy
+
+        kind: type = Strategy
+        arguments.instance("container_strategy", container_strategy, kind, "strategy.extended")
         self._strategy = container_strategy
 
     def reduce_to(

@@ -13,7 +13,7 @@ from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.compat import Variable
-from phalanx.errors import ClusterError, ContextError, InvalidArgumentError
+from phalanx.errors import ClusterError, ContextError, InvalidArgumentError, shown
 from phalanx.homes import Homes
 from phalanx.input.sources.functions import InputContext
 from phalanx.options import RunOptions
@@ -88,14 +88,16 @@ class ParameterServerStrategy(Strategy):
         _check_count("ps", ps)
         if max_staleness is not None and (not isinstance(max_staleness, Integral) or max_staleness < 0):
             raise InvalidArgumentError(
-                f"max_staleness={max_staleness!r}", "must be a whole number, 0 or more, or None.", "max_staleness=4"
+                f"max_staleness={shown(max_staleness)}",
+                "must be a whole number, 0 or more, or None.",
+                "max_staleness=4",
             )
         for name, seconds in (("snapshot_every_s", snapshot_every_s), ("worker_timeout_s", worker_timeout_s)):
             if seconds is not None and not seconds > 0:
-                raise InvalidArgumentError(f"{name}={seconds!r}", "must be more than 0 seconds.", f"{name}=30.0")
+                raise InvalidArgumentError(f"{name}={shown(seconds)}", "must be more than 0 seconds.", f"{name}=30.0")
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise InvalidArgumentError(
-                f"variable_partitioner={variable_partitioner!r}",
+                f"variable_partitioner={shown(variable_partitioner)}",
                 "must be callable.",
                 "phalanx.experimental.partitioners.MinSizePartitioner(max_shards=2)",
             )
@@ -213,7 +215,7 @@ def _cluster_of(resolver: ClusterResolver | None) -> ClusterSpec | None:
         resolver = TFConfigClusterResolver()
     if not isinstance(resolver, ClusterResolver):
         raise InvalidArgumentError(
-            f"cluster_resolver={resolver!r}",
+            f"cluster_resolver={shown(resolver)}",
             "must be a ClusterResolver.",
             "cluster_resolver=phalanx.cluster_resolver.TFConfigClusterResolver()",
         )
@@ -239,7 +241,7 @@ def _cluster_of(resolver: ClusterResolver | None) -> ClusterSpec | None:
 
 def _check_count(name: str, value: Any) -> None:
     if not isinstance(value, Integral) or int(value) < 1:
-        raise InvalidArgumentError(f"{name}={value!r}", "must be a whole number, at least 1.", f"{name}=2")
+        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a whole number, at least 1.", f"{name}=2")
 
 
 def _closed(cluster: RayCluster, homes: Homes, before: Sequence[Callable[[], None]]) -> None:

@@ -41,8 +41,12 @@ def reduce_leaf(op: ReduceOp, value: Any, axis: Axis, num_replicas: int, ops: Cr
     if isinstance(value, ReplicaLocal):
         return _reduce_local(op, value, axis, num_replicas, ops)
     value = value.value if isinstance(value, Mirrored) else value
+    if num_replicas == 1 and axis is None:
+        if not isinstance(value, jax.Array):
+            primitives.as_array(value)
+        return value
     if num_replicas == 1:
-        return value if axis is None else _reduce_dims(op, primitives.to_array(value), axis)
+        return _reduce_dims(op, primitives.to_array(value), axis)
     if axis is None:
         if op is ReduceOp.SUM:
             raise ReduceOpError(
@@ -64,6 +68,16 @@ def check_axis(axis: Any) -> None:
     for dim in axis if isinstance(axis, tuple) else (axis,):
         if isinstance(dim, bool) or not isinstance(dim, (int, NoneType)):
             raise ReduceOpError(f"axis={shown(axis)}", "must be an integer, a tuple of integers, or None.", "axis=0")
+
+
+def check_dim(axis: Any) -> None:
+    """Raises for what is not one dim.
+
+    Raises:
+      ReduceOpError: it is not an integer.
+    """
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise ReduceOpError(f"axis={shown(axis)}", "must be an integer.", "axis=0")
 
 
 def check_components(leaves: Sequence[Any]) -> None:
@@ -89,7 +103,7 @@ def check_mergeable(value: PerReplica, axis: Axis) -> None:
     """
     if axis is not None and value.rows is not None and value.rows.row_dim:
         raise InputError(
-            f"reduce(axis={axis!r}) of what run_steps returned, with operations that do not add",
+            f"reduce(axis={shown(axis)}) of what run_steps returned, with operations that do not add",
             "the replicas have different numbers of rows in each step.",
             "strategy.run for each step",
         )
@@ -100,6 +114,8 @@ def gather_leaf(value: Any, axis: int, num_replicas: int) -> Any:
     if isinstance(value, ReplicaLocal):
         return primitives.all_gather(value.value, axis, num_replicas)
     if not isinstance(value, PerReplica):
+        if num_replicas == 1 and isinstance(value, jax.Array):  # It is the one component.
+            primitives.canonical_dim(axis, value.ndim, "axis")
         return value
     check_size(value, num_replicas)
     data = jnp.asarray(value.data)
@@ -124,7 +140,7 @@ def _reduce_global(op: ReduceOp, data: jax.Array, axis: Axis, rows: RowMask | No
         return total if op is ReduceOp.SUM else total / math.prod(data.shape[d] for d in reduced)
     if rows.row_dim not in dims:
         raise InputError(
-            f"reduce(axis={axis!r})", "the components have different numbers of rows.", f"axis={rows.row_dim}"
+            f"reduce(axis={shown(axis)})", "the components have different numbers of rows.", f"axis={rows.row_dim}"
         )
     mask = jnp.asarray(rows.mask)
     others = math.prod(data.shape[d] for d in reduced if d >= mask.ndim)

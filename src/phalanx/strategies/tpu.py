@@ -13,7 +13,7 @@ from phalanx import context
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.tpu import TPUClusterResolver
 from phalanx.device_assignment import DeviceAssignment
-from phalanx.errors import ContextError, DeviceError, InvalidArgumentError
+from phalanx.errors import ContextError, DeviceError, InvalidArgumentError, shown
 from phalanx.layout import MODEL_AXIS, AbstractLayout, layout_of
 from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
 from phalanx.topology import Topology
@@ -62,13 +62,13 @@ class TPUStrategy(SynchronousStrategy):
         assignment = experimental_device_assignment
         if isinstance(resolver, DeviceAssignment):
             raise InvalidArgumentError(
-                f"tpu_cluster_resolver={resolver!r:.60}",
+                f"tpu_cluster_resolver={shown(resolver)}",
                 "an assignment is the second argument.",
                 "TPUStrategy(experimental_device_assignment=assignment)",
             )
         if not isinstance(assignment, (DeviceAssignment, type(None))):
             raise InvalidArgumentError(
-                f"experimental_device_assignment={assignment!r:.60}",
+                f"experimental_device_assignment={shown(assignment)}",
                 "must be a DeviceAssignment.",
                 "DeviceAssignment.build(topology, computation_shape, num_replicas=...)",
             )
@@ -126,7 +126,7 @@ class TPUStrategy(SynchronousStrategy):
             )
         if isinstance(logical_device_id, bool) or logical_device_id not in range(count):
             raise InvalidArgumentError(
-                f"logical_device_id={logical_device_id!r}",
+                f"logical_device_id={shown(logical_device_id)}",
                 f"a replica has the logical devices 0 to {count - 1}.",
                 "logical_device_id=0",
             )
@@ -200,7 +200,7 @@ class TPUStrategy(SynchronousStrategy):
         mode = context.current()
         if mode.replica is None or mode.strategy is not self:
             raise ContextError(
-                f"{method} outside a replica function of {self!r:.60}",
+                f"{method} outside a replica function of {shown(self)}",
                 "it says where an array of a replica's program is.",
                 "call it in the function that strategy.run runs",
             )

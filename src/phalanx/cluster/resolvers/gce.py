@@ -9,7 +9,7 @@ from typing_extensions import override
 from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver, check_port, google_service
 from phalanx.cluster.spec import ClusterSpec
-from phalanx.errors import ClusterSourceError, ClusterTypeError
+from phalanx.errors import ClusterSourceError, ClusterTypeError, shown
 
 
 @final
@@ -76,9 +76,9 @@ class GCEClusterResolver(ClusterResolver):
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
         raise ClusterSourceError(
-            f"task_type={task_type!r}",
+            f"task_type={shown(task_type)}",
             f"all machines of the group are {self._job!r}.",
-            f"GCEClusterResolver(..., task_type={task_type!r})",
+            f"GCEClusterResolver(..., task_type={shown(task_type)})",
         )
 
     def _internal_addresses(self) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver, check_port, number, optional_module, variable
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.errors import ClusterSourceError, ClusterTypeError
+from phalanx.errors import ClusterSourceError, ClusterTypeError, shown
 
 _LABELS = {"worker": ["job-name=tensorflow"]}
 _SERVICE = "the template of the pods names the headless service that gives them addresses, as `subdomain` does"
@@ -88,7 +88,7 @@ class KubernetesClusterResolver(ClusterResolver):
     ) -> None:
         if not isinstance(executable_location, KubernetesExecutableLocation):
             raise ClusterTypeError(
-                f"executable_location={executable_location!r}",
+                f"executable_location={shown(executable_location)}",
                 "must be a KubernetesExecutableLocation.",
                 "KubernetesExecutableLocation.OFF_CLUSTER",
             )

@@ -10,7 +10,7 @@ from typing_extensions import override
 from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver, check_port, number, variable
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.errors import ClusterSourceError, ClusterTypeError
+from phalanx.errors import ClusterSourceError, ClusterTypeError, shown
 
 _MEANING = "SageMaker sets it for each container of a training job"
 _HINT = """SM_HOSTS='["algo-1", "algo-2"]' SM_CURRENT_HOST=algo-1"""
@@ -84,7 +84,7 @@ class SageMakerClusterResolver(ClusterResolver):
         except json.JSONDecodeError:
             hosts = None
         if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
-            raise ClusterSourceError(f"SM_HOSTS={text!r:.80}", "must be a JSON list of host names.", _HINT)
+            raise ClusterSourceError(f"SM_HOSTS={shown(text, 80)}", "must be a JSON list of host names.", _HINT)
         if own not in hosts:
             raise ClusterSourceError(f"SM_CURRENT_HOST={own!r}", f"is none of SM_HOSTS={text}.", _HINT)
         return sorted(hosts)

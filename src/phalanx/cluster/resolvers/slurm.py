@@ -12,7 +12,7 @@ from typing_extensions import override
 from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver, check_port, number, variable
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.errors import ClusterSourceError, ClusterTypeError
+from phalanx.errors import ClusterSourceError, ClusterTypeError, shown
 
 _MEANING = "srun sets it for each task of a job step"
 _HINT = "srun --ntasks=2 python train.py"
@@ -89,7 +89,7 @@ def _values(part: str, text: str) -> Iterator[str]:
 
 
 def _bad_list(text: str, found: str) -> ClusterSourceError:
-    return ClusterSourceError(f"host list {text!r:.80}", f"{found}.", "host[01-04,07]")
+    return ClusterSourceError(f"host list {shown(text, 80)}", f"{found}.", "host[01-04,07]")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from phalanx.arrays import as_array, is_sparse
-from phalanx.errors import InputError
+from phalanx.errors import InputError, shown
 from phalanx.input.sources.base import INFINITE, UNKNOWN, AbstractSource, Facts, check_batch_size, stack_leaf
 from phalanx.input.sources.batches import BatchSequence, BatchStream, OneShot, batched, sizes
 from phalanx.input.sources.files import FileRecords, Files
@@ -157,7 +157,7 @@ def _of_hugging_face(dataset: Any, batch_size: int | None, drop: bool) -> Abstra
 def _of_python(dataset: Any, batch_size: int | None, drop: bool) -> AbstractSource:
     if isinstance(dataset, (str, bytes, bytearray, os.PathLike)):
         raise InputError(
-            f"dataset={dataset!r:.60}", "it is text, or a path.", "phalanx.data.from_files(pattern, reader) for files"
+            f"dataset={shown(dataset)}", "it is text, or a path.", "phalanx.data.from_files(pattern, reader) for files"
         )
     if isinstance(dataset, type):
         raise InputError(

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from phalanx import arrays
-from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.errors import InputError, InvalidArgumentError, shown
 from phalanx.input.shard import Worker
 from phalanx.options import AutoShardPolicy
 
@@ -113,7 +113,7 @@ def state_entry(state: State | None, key: str, default: Any, *, beside: tuple[st
         return default
     if not isinstance(state, Mapping) or key not in state or set(state) - {key, *beside}:
         raise InputError(
-            f"set_state({state!r:.200})",
+            f"set_state({shown(state, 200)})",
             f"this source keeps its position as {' and '.join(map(repr, (key, *beside)))}.",
             "a state that get_state of the same kind of dataset returned",
         )
@@ -134,7 +134,7 @@ def check_count(value: Any, name: str, most: int = sys.maxsize) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value <= most:
         found = "a position counts from 0." if most == sys.maxsize else f"this dataset has {most}."
         raise InputError(
-            f"set_state of {name} {value!r:.50}", found, "a state that get_state of the same data returned"
+            f"set_state of {name} {shown(value, 50)}", found, "a state that get_state of the same data returned"
         )
     return int(value)
 
@@ -146,7 +146,9 @@ def check_batch_size(batch_size: Any) -> int:
       InvalidArgumentError: it is no positive integer.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
-        raise InvalidArgumentError(f"batch_size={batch_size!r}", "must be an integer of at least 1.", "batch_size=64")
+        raise InvalidArgumentError(
+            f"batch_size={shown(batch_size)}", "must be an integer of at least 1.", "batch_size=64"
+        )
     return int(batch_size)
 
 

@@ -11,7 +11,7 @@ import jax
 from typing_extensions import override
 
 from phalanx.arrays import copied
-from phalanx.errors import InputError
+from phalanx.errors import InputError, shown
 from phalanx.input.shard import Worker
 from phalanx.input.sources.base import (
     AbstractReader,
@@ -129,7 +129,7 @@ class BatchStream(AbstractSource):
             self._set_state(batches, position)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
             raise InputError(
-                f"set_state({position!r:.100})",
+                f"set_state({shown(position, 100)})",
                 f"the dataset refuses it: {e}",
                 "a state that get_state of the same data returned",
             ) from e

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.errors import InputError, InvalidArgumentError, shown
 from phalanx.input.shard import Worker, shares
 from phalanx.input.sources.base import (
     AbstractReader,
@@ -81,7 +81,7 @@ def from_files(
     paths = sorted(glob.glob(os.fspath(pattern))) if single else [os.fspath(p) for p in pattern]  # type: ignore[arg-type,union-attr]
     if not paths:
         raise InputError(
-            f"from_files({pattern!r})", f"no file matches in {os.getcwd()}.", "a pattern such as 'data/*.tfrecord'"
+            f"from_files({shown(pattern)})", f"no file matches in {os.getcwd()}.", "a pattern such as 'data/*.tfrecord'"
         )
     if len(set(paths)) < len(paths):
         twice = next(p for p in paths if paths.count(p) > 1)

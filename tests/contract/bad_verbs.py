@@ -1,0 +1,248 @@
+"""The verbs of strategies, of replica contexts and of functions with good arguments."""
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+from bad_values import ALL, ARRAYS, COUNT, DISTRIBUTED, NONE, NOT_HELD, NUMERIC, PLACES, SUMMABLE, TREES, Case
+
+import phalanx
+
+
+def same(x=None):
+    """Returns its argument."""
+    return x
+
+
+def of_strategies():
+    """Strategies themselves."""
+    default = phalanx.get_strategy()
+    return {
+        "OneDeviceStrategy": Case(phalanx.OneDeviceStrategy, {"device": "cpu:0"}),
+        "MirroredStrategy": Case(
+            phalanx.MirroredStrategy,
+            {"devices": ["cpu:0", "cpu:1"], "cross_device_ops": None, "model_axis": None, "layout": None},
+            takes={"devices": NONE, "cross_device_ops": NONE, "model_axis": NONE, "layout": NONE | {"empty dict"}},
+        ),
+        "StrategyExtended": Case(
+            phalanx.StrategyExtended, {"container_strategy": default}, takes={"container_strategy": {"strategy"}}
+        ),
+        "experimental_set_strategy": Case(_set_strategy, {"strategy": None}, takes={"strategy": NONE | {"strategy"}}),
+        "explain_sharding": Case(
+            phalanx.explain_sharding,
+            {"dataset": np.arange(8.0), "strategy": default, "options": None, "batch_size": 2},
+            takes={
+                "dataset": {"empty list", "set", "range", "list of None", "generator", "Mirrored"}
+                | {"array of NumPy", "empty array", "bool array", "array"},
+                "strategy": {"strategy"},
+                "options": NONE,
+                "batch_size": COUNT,
+            },
+            functions=("dataset",),
+        ),
+    }
+
+
+def _set_strategy(**given):
+    try:
+        phalanx.experimental_set_strategy(**given)
+    finally:
+        phalanx.experimental_set_strategy(None)
+
+
+def of_verbs(count):
+    """What a strategy of `count` replicas does."""
+    strategy = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(count)])
+    value = strategy.run(lambda: jnp.ones((2, 3)) * phalanx.get_replica_context().replica_id_in_sync_group)
+    with strategy.scope():
+        variable = keras.Variable([1.0, 2.0])
+    dataset = strategy.experimental_distribute_dataset(np.arange(8.0), batch_size=2)
+    extended, called = strategy.extended, {"args": TREES - NONE - {"empty dict"}, "kwargs": NONE | {"empty dict"}}
+    to = {"reduce_op": "SUM", "options": None}
+    return {
+        "Strategy.run": Case(
+            strategy.run,
+            {"fn": same, "args": (1.0,), "kwargs": None, "options": None},
+            takes={**called, "options": NONE},
+            functions=("fn",),
+        ),
+        "Strategy.run(of a value)": Case(
+            lambda x: strategy.run(same, args=(x,)), {"x": 1.0}, takes={"x": ALL - NOT_HELD - DISTRIBUTED}
+        ),
+        "Strategy.run(of a name)": Case(
+            lambda x: strategy.run(same, kwargs={"x": x}), {"x": 1.0}, takes={"x": ALL - NOT_HELD - DISTRIBUTED}
+        ),
+        "Strategy.run(that returns it)": Case(
+            lambda x: strategy.run(lambda: x), {"x": 1.0}, takes={"x": ALL - {"deleted array", "PerReplica of text"}}
+        ),
+        "Strategy.run_steps": Case(
+            lambda fn, steps: strategy.run_steps(fn, iter(dataset), steps),
+            {"fn": same, "steps": 2},
+            functions=("fn",),
+        ),
+        "Strategy.run_steps(of an iterator)": Case(
+            lambda iterator: strategy.run_steps(same, iterator, 2), {"iterator": iter(dataset)}
+        ),
+        "Strategy.reduce": Case(
+            strategy.reduce,
+            {"reduce_op": "SUM", "value": value, "axis": None},
+            takes={
+                "value": TREES if count > 1 else NUMERIC,
+                "axis": {"None", "-1", "0", "empty tuple"},
+            },
+        ),
+        "Strategy.reduce(of rows)": Case(
+            lambda x: strategy.reduce("MEAN", x, axis=0),
+            {"x": value},
+            takes={"x": TREES | {"range", "array of NumPy", "empty array", "array", "Mirrored", "variable"}},
+        ),
+        "Strategy.gather": Case(
+            strategy.gather,
+            {"value": value, "axis": 0},
+            takes={"value": ALL - NOT_HELD - DISTRIBUTED, "axis": {"-1", "0"}},
+        ),
+        # What is not distributed is the one local result.
+        "Strategy.experimental_local_results": Case(
+            strategy.experimental_local_results, {"value": value}, takes={"value": ALL}
+        ),
+        "Strategy.experimental_distribute_values_from_function": Case(
+            strategy.experimental_distribute_values_from_function,
+            {"value_fn": lambda context: np.float32(1)},
+            functions=("value_fn",),
+        ),
+        "Strategy.experimental_distribute_values_from_function(of a value)": Case(
+            lambda x: strategy.experimental_distribute_values_from_function(lambda context: x),
+            {"x": 1.0},
+            takes={"x": ALL - NOT_HELD - DISTRIBUTED - {"Mirrored"}},
+        ),
+        "Strategy.replicate": Case(strategy.replicate, {"tree": jnp.ones(2)}, takes={"tree": NUMERIC}),
+        "Strategy.held": Case(strategy.held, {"variable": variable}, takes={"variable": {"variable"}}),
+        "StrategyExtended.reduce_to": Case(
+            extended.reduce_to,
+            {**to, "value": value, "destinations": variable},
+            takes={
+                "value": NUMERIC if count == 1 else set(),
+                "destinations": PLACES,
+                "options": NONE,
+            },
+        ),
+        "StrategyExtended.batch_reduce_to": Case(
+            extended.batch_reduce_to,
+            {**to, "value_destination_pairs": [(value, variable)]},
+            takes={"value_destination_pairs": {"empty list", "empty tuple"}, "options": NONE},
+        ),
+        "StrategyExtended.broadcast_to": Case(
+            extended.broadcast_to,
+            {"tensor": jnp.ones(2), "destinations": variable},
+            takes={"tensor": NUMERIC, "destinations": PLACES},
+        ),
+        "StrategyExtended.call_for_each_replica": Case(
+            extended.call_for_each_replica,
+            {"fn": same, "args": (1.0,), "kwargs": None},
+            takes=called,
+            functions=("fn",),
+        ),
+        "StrategyExtended.update": Case(
+            extended.update,
+            {"var": variable, "fn": lambda v, *args: args, "args": (1.0,), "kwargs": None, "group": True},
+            takes={
+                "var": {"variable"},
+                "args": called["args"] | {"ragged list"},
+                "kwargs": called["kwargs"],
+                "group": {"True"},
+            },
+            functions=("fn",),
+        ),
+        "StrategyExtended.colocate_vars_with": Case(extended.colocate_vars_with, {"colocate_with_variable": variable}),
+        # A value is its own container.
+        "StrategyExtended.value_container": Case(extended.value_container, {"value": variable}, takes={"value": ALL}),
+        "StrategyExtended.variable_created_in_scope": Case(
+            extended.variable_created_in_scope, {"v": variable}, takes={"v": {"variable"}}
+        ),
+    }
+
+
+def of_replicas(count):
+    """What a replica context does in a step."""
+    strategy = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(count)])
+    context = phalanx.get_replica_context
+
+    def inside(method):
+        return lambda **given: strategy.run(lambda: getattr(context(), method)(**given))
+
+    one = jnp.ones((2, 3))
+    return {
+        "ReplicaContext": Case(
+            phalanx.ReplicaContext,
+            {"strategy": strategy, "replica_id_in_sync_group": 0, "masks": ()},
+            takes={"strategy": {"strategy"}, "replica_id_in_sync_group": {"0"}, "masks": {"empty tuple"}},
+        ),
+        "ReplicaContext.all_reduce": Case(
+            inside("all_reduce"),
+            {"reduce_op": "SUM", "value": one, "options": None},
+            takes={"value": SUMMABLE, "options": NONE},
+        ),
+        "ReplicaContext.all_gather": Case(
+            inside("all_gather"),
+            {"value": one, "axis": 0, "options": None},
+            takes={
+                "value": TREES
+                | {"range", "array of NumPy", "empty array", "bool array", "array", "Mirrored", "variable"},
+                "axis": {"-1", "0"},
+                "options": NONE,
+            },
+        ),
+        "ReplicaContext.merge_call": Case(
+            inside("merge_call"),
+            {"merge_fn": lambda strategy, *args: args, "args": (one,), "kwargs": None},
+            takes={
+                "args": {"empty list", "empty tuple", "list of None", "ragged list"},
+                "kwargs": {"None", "empty dict"},
+            },
+            functions=("merge_fn",),
+        ),
+        "ReplicaContext.merge_call(of a value)": Case(
+            lambda x: strategy.run(lambda: context().merge_call(lambda strategy, x: x, args=(x,))),
+            {"x": one},
+            takes={"x": ALL - {"deleted array", "PerReplica of text"}},
+        ),
+    }
+
+
+def of_cross_device_ops():
+    """What reduces values of two replicas."""
+    ops = phalanx.NcclAllReduce()
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"], ops)
+
+    def merging(call):
+        merge = phalanx.ReplicaContext.merge_call
+        return lambda **given: strategy.run(lambda: merge(phalanx.get_replica_context(), lambda _: call(**given)))
+
+    one = jnp.ones((2, 3))
+    sums = ARRAYS | {"empty list", "empty tuple", "range"}
+    return {
+        "CrossDeviceOps.reduce": Case(
+            merging(ops.reduce),
+            {"reduce_op": "SUM", "per_replica_value": one, "destinations": one, "options": None},
+            takes={"per_replica_value": sums, "destinations": PLACES, "options": NONE},
+        ),
+        "CrossDeviceOps.batch_reduce": Case(
+            merging(ops.batch_reduce),
+            {"reduce_op": "SUM", "value_destination_pairs": [(one, one)], "options": None},
+            takes={"value_destination_pairs": {"empty list", "empty tuple"}, "options": NONE},
+        ),
+        "CrossDeviceOps.broadcast": Case(
+            merging(ops.broadcast),
+            {"tensor": one, "destinations": one},
+            takes={"tensor": sums, "destinations": PLACES},
+        ),
+    }
+
+
+GROUPS = {
+    "strategies": of_strategies,
+    "verbs_x1": lambda: of_verbs(1),
+    "verbs_x2": lambda: of_verbs(2),
+    "replicas_x1": lambda: of_replicas(1),
+    "replicas_x2": lambda: of_replicas(2),
+    "cross_device_ops": of_cross_device_ops,
+}
