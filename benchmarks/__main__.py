@@ -8,6 +8,7 @@ from benchmarks import (
     against_tensorflow,
     all_reduce,
     compile_time,
+    endurance,
     fit,
     host_time,
     interrupts,
@@ -42,6 +43,7 @@ BENCHMARKS = {
     "soak": soak.run,
     "restarts": restarts.run,
     "interrupts": interrupts.run,
+    "endurance": endurance.run,
 }
 
 
@@ -57,6 +59,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="the number of their first round (default: %(default)s)")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of the table of parameter_server_memory (4)")
+    parser.add_argument("--minutes", type=float, help="of endurance (30)")
     options = parser.parse_args()
     unknown = set(options.names) - set(BENCHMARKS)
     if unknown:
@@ -68,6 +71,7 @@ def main() -> None:
         "parameter_server_soak": functools.partial(parameter_server_soak.run, **drawn),
         "parameter_server_memory": sized,
         "interrupts": functools.partial(interrupts.run, rounds=options.rounds),
+        "endurance": functools.partial(endurance.run, minutes=options.minutes),
     }
     for name in options.names or benchmarks:
         benchmarks[name](quick=options.quick).show()

@@ -56,7 +56,7 @@ def measure(count: int, steps: int) -> list[tuple[int, int]]:
     samples = []
     for at in range(_WARM_UP, _WARM_UP + count + 1, _EVERY):
         loop.until(at)
-        samples.append((loop.done - _WARM_UP, _resident_bytes()))
+        samples.append((loop.done - _WARM_UP, resident_bytes()))
     return samples
 
 
@@ -97,6 +97,7 @@ class _Loop:
         return loss
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """Returns how much memory this process has."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

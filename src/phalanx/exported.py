@@ -17,7 +17,7 @@ from phalanx.errors import MissingDependencyError, TraceError
 from phalanx.explanations import explained
 from phalanx.lifting import Discovery, Update
 from phalanx.replicate import trace_program
-from phalanx.structure import Structure, take_apart
+from phalanx.structure import Parts, Structure
 from phalanx.variables import describe
 
 
@@ -77,7 +77,7 @@ def export(
     output: list[Structure] = []
 
     def call(inputs: list[Any]) -> list[Any]:
-        parts = take_apart(fn(inputs))
+        parts = Parts(fn(inputs))
         output.append(parts.structure)
         return parts.arrays
 

@@ -22,7 +22,7 @@ from phalanx import compat, context, lifting, signature
 from phalanx.draws import Draws
 from phalanx.errors import InvalidArgumentError, RecompilationWarning, TraceError, shown
 from phalanx.explanations import explained
-from phalanx.frames import boundary, is_of_user
+from phalanx.frames import boundary, hide, is_of_user
 from phalanx.interrupts import deferred
 from phalanx.lifting import Discovery, used_differently
 from phalanx.replicate import execute_program, trace_program
@@ -31,11 +31,11 @@ from phalanx.state import Group, State
 from phalanx.structure import (
     AbstractSource,
     Arguments,
+    Parts,
     Structure,
     refuse_outer_trace,
     require_alive,
     require_returnable,
-    take_apart,
 )
 from phalanx.topology import Topology, calling_back, process_dispatching
 
@@ -56,14 +56,18 @@ class Function:
         self._signature = None if input_signature is None else Signature(fn, input_signature)
         self._programs = Programs()
 
-    @boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step."""
-        if lifting.innermost() is not None:
-            return self._fn(*args, **kwargs)
-        if self._signature is not None:
-            args, kwargs = self._signature.bind(args, kwargs), {}
-        return self._programs.call(self._fn, self._fn, args, kwargs)
+        # What `boundary` does, less the call: this runs at every step.
+        try:
+            if lifting.innermost() is not None:
+                return self._fn(*args, **kwargs)
+            if self._signature is not None:
+                args, kwargs = self._signature.bind(args, kwargs), {}
+            return self._programs.call(self._fn, self._fn, args, kwargs)
+        except Exception as e:
+            hide(e)
+            raise
 
     @boundary
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -309,8 +313,8 @@ class Program:
         # jax runs a program with a NaN in its results again; and a callback that raises must find the state as it was.
         donate = () if found.has_callback or _checks_numbers() else (0,)
         compiler = jax.jit
-        if self._topology is not None and self._topology.is_single:
-            # A program whose inputs are on no device yet would run on the default one.
+        if self._topology is not None and self._topology.is_single and not found.variables:
+            # A program with neither variables nor batches would run on the default device.
             compiler = functools.partial(jax.jit, out_shardings=self._topology.replicated)
         self._compiled = compiler(self._traced, donate_argnums=donate)
         self._execute: Callable[..., tuple[Any, ...]] = self._execute_eagerly if eager else self._compiled
@@ -327,7 +331,8 @@ class Program:
             if self._trainable_flags() != self._trainable:
                 return False
             self._changes = compat.changes.trainable
-        return all(map(operator.is_, map(compat.learning_rate_of, self._optimizers), self._rates))
+        optimizers = self._optimizers
+        return not optimizers or all(map(operator.is_, map(compat.learning_rate_of, optimizers), self._rates))
 
     def __call__(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> Any:
         """Runs the program of `fn`, stores what it wrote, and does the updates that it left; `batches` are what its draws found."""
@@ -474,7 +479,7 @@ class Program:
         result, scope = self._fn(*args, **kwargs), lifting.innermost()
         assert scope is not None
         rows += scope.pass_.drawn_rows
-        parts = take_apart(result, rows=rows, sources=self._sources)
+        parts = Parts(result, rows=rows, sources=self._sources)
         require_returnable(parts.arrays)
         self._output = parts.structure
         return parts.arrays

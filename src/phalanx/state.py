@@ -196,6 +196,7 @@ class State:
         slots = self._written.slots
         self._is_on_read = [policy_of(v).on_read for v in self._written.variables]
         on_read = list(compress(slots, self._is_on_read))
+        self._has_on_read = bool(on_read)
         self._owners: list[Any] = [*self._written.variables, *slots, *on_read]
         self._names = [compat.RAW_VALUE] * len(slots) + ["array"] * len(slots) + ["components"] * len(on_read)
 
@@ -230,13 +231,13 @@ class State:
         outputs: list[tuple[Any, ...]] = []
         # Each of these is evaluated only when its turn has come: the last finds in `outputs` what the first put there.
         executed = map(outputs.extend, [map(execute, [donated], [kept], [inputs])])
-        values = chain.from_iterable(chain.from_iterable(map(_VALUES_TWICE, outputs)))
-        components = compress(chain.from_iterable(map(_COMPONENTS, outputs)), self._is_on_read)
-        copied = self._written.copied
-        owners, names = (
-            (self._owners, self._names) if not copied else (self._owners + copied, self._names + _OWNED * len(copied))
-        )
-        stored = map(setattr, owners, names, chain(values, components, repeat(True)))
+        fields = chain.from_iterable(chain.from_iterable(map(_VALUES_TWICE, outputs)))
+        owners, names, copied = self._owners, self._names, self._written.copied
+        if self._has_on_read or copied:
+            components = compress(chain.from_iterable(map(_COMPONENTS, outputs)), self._is_on_read)
+            fields = chain(fields, components, repeat(True))
+            owners, names = owners + copied, names + _OWNED * len(copied)
+        stored = map(setattr, owners, names, fields)
         collects = gc.isenabled()
         try:
             gc.disable()
@@ -308,6 +309,8 @@ class _Variables:
         if self._is_lent:
             assert self._topology is not None
             arrays = jax.device_put(arrays, self._topology.replicated, may_alias=False if own else None)
+        if not self._on_read:
+            return arrays, [None] * len(arrays)
         components = self._components(arrays)
         if own and self._is_lent:
             # A program that works on copies can be taken back.

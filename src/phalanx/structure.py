@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax.tree_util import tree_flatten
 
 from phalanx.arrays import as_number, copied, map_named
 from phalanx.errors import InputError, TraceError, shown
-from phalanx.values import Mirrored, PerReplica, RowMask, flatten, is_distributed
+from phalanx.values import Mirrored, PerReplica, RowMask, is_distributed
 
 T = TypeVar("T")
 
@@ -73,14 +74,23 @@ class Structure(NamedTuple):
 
     def join(self, arrays: Sequence[Any], rows: Sequence[RowMask], sources: Sequence[AbstractSource] = ()) -> Any:
         """Returns the nest with these arrays, row masks and sources."""
+        if not self.leaves:
+            return self.tree.unflatten(())
         given = iter(arrays)
         return self.tree.unflatten([leaf.join(given, rows, sources) for leaf in self.leaves])
 
 
-class Parts(NamedTuple):
+class Parts:
     """A nest taken apart.
 
     Args:
+      nest: a pytree in which distributed values are leaves.
+      as_array: returns what enters the program for a leaf that is neither distributed nor an array of JAX; None for a leaf
+        that selects the program.
+      rows: row masks that are known already, so that their numbers stay the same.
+      sources: likewise; others are then Python objects like all others. None if none are known.
+
+    Attributes:
       structure: the nest without its arrays.
       arrays: its arrays, in order.
       sharded: for each array, whether its leading dim is the replica.
@@ -88,23 +98,70 @@ class Parts(NamedTuple):
       sources: its sources, each once.
     """
 
-    structure: Structure
-    arrays: list[Any]
-    sharded: list[bool]
-    rows: list[RowMask]
-    sources: list[AbstractSource]
+    __slots__ = ("arrays", "rows", "sharded", "sources", "structure")
+
+    def __init__(
+        self,
+        nest: Any,
+        as_array: Callable[[Any], Any] = lambda leaf: None,
+        rows: Sequence[RowMask] = (),
+        sources: Sequence[AbstractSource] | None = None,
+    ) -> None:
+        leaves, tree = tree_flatten(nest, is_distributed)
+        kinds: list[Any] = []
+        arrays: list[Any] = []
+        sharded: list[bool] = []
+        known, known_sources = list(rows), list(sources or ())
+        # One loop without calls for what there is most of: arguments are taken apart at every step.
+        for leaf in leaves:
+            if isinstance(leaf, PerReplica):
+                arrays.append(leaf.data)
+                sharded.append(True)
+                kinds.append(_UNPADDED if leaf.batch is None else _padded(leaf.rows, leaf.batch, known))
+            elif isinstance(leaf, Mirrored):
+                values, own = tree_flatten(leaf.value)
+                arrays += [x if (array := as_array(x)) is None else array for x in values]
+                sharded += [False] * len(values)
+                kinds.append(_Mirrored(own))
+            elif isinstance(leaf, jax.Array):
+                arrays.append(leaf)
+                sharded.append(False)
+                kinds.append(_ARRAY)
+            elif isinstance(leaf, AbstractSource) and (sources is None or any(leaf is s for s in sources)):
+                kinds.append(_Source(type(leaf), _number(leaf, known_sources)))
+            elif (array := as_array(leaf)) is not None:
+                arrays.append(array)
+                sharded.append(False)
+                kinds.append(_ARRAY)
+            else:
+                kinds.append(_static(leaf))
+        self.structure = Structure(tree, tuple(kinds))
+        self.arrays, self.sharded, self.rows, self.sources = arrays, sharded, known, known_sources
 
 
-class Arguments:
-    """The arguments of one call.
+class Arguments(Parts):
+    """The arguments of one call. Arrays of every library and numbers enter the program; nobody can change them later.
 
     Args:
       args: positional arguments.
       kwargs: keyword arguments.
+
+    Attributes:
+      key: what about them selects the program.
+
+    Raises:
+      InputError: an argument is no array that JAX can hold; the error says which.
     """
 
+    __slots__ = ("key",)
+
     def __init__(self, args: Any, kwargs: Any) -> None:
-        self.structure, self.arrays, self.sharded, self.rows, self.sources = _take_arguments_apart(args, kwargs)
+        try:
+            super().__init__((args, kwargs), _as_argument)
+        except InputError:
+            for nest, name in ((args, "args"), (kwargs, "kwargs")):
+                map_named(as_number, nest, name, is_leaf=is_distributed)
+            raise
         for rows in self.rows:
             self.arrays += (rows.mask, np.int32(rows.count))
             self.sharded += (True, False)
@@ -118,67 +175,6 @@ class Arguments:
         split = len(arrays) - 2 * num_rows
         rows = [RowMask(*arrays[i : i + 2]) for i in range(split, len(arrays), 2)]
         return (*structure.join(arrays[:split], rows, sources), rows)
-
-
-def take_apart(
-    nest: Any,
-    as_array: Callable[[Any], Any] = lambda leaf: None,
-    rows: Sequence[RowMask] = (),
-    sources: Sequence[AbstractSource] | None = None,
-) -> Parts:
-    """Takes a nest apart.
-
-    Args:
-      nest: a pytree in which distributed values are leaves.
-      as_array: returns what enters the program for a leaf that is neither distributed nor an array of JAX; None for a leaf
-        that selects the program.
-      rows: row masks that are known already, so that their numbers stay the same.
-      sources: likewise; others are then Python objects like all others. None if none are known.
-    """
-    leaves, tree = flatten(nest)
-    kinds: list[Any] = []
-    arrays: list[Any] = []
-    sharded: list[bool] = []
-    known, known_sources = list(rows), list(sources or ())
-    # One loop without calls for what there is most of: arguments are taken apart at every step.
-    for leaf in leaves:
-        if isinstance(leaf, PerReplica):
-            arrays.append(leaf.data)
-            sharded.append(True)
-            kinds.append(_UNPADDED if leaf.batch is None else _padded(leaf.rows, leaf.batch, known))
-        elif isinstance(leaf, Mirrored):
-            values, own = jax.tree.flatten(leaf.value)
-            arrays += [x if (array := as_array(x)) is None else array for x in values]
-            sharded += [False] * len(values)
-            kinds.append(_Mirrored(own))
-        elif isinstance(leaf, jax.Array):
-            arrays.append(leaf)
-            sharded.append(False)
-            kinds.append(_ARRAY)
-        elif isinstance(leaf, AbstractSource) and (sources is None or any(leaf is s for s in sources)):
-            kinds.append(_Source(type(leaf), _number(leaf, known_sources)))
-        elif (array := as_array(leaf)) is not None:
-            arrays.append(array)
-            sharded.append(False)
-            kinds.append(_ARRAY)
-        else:
-            kinds.append(_static(leaf))
-    return Parts(Structure(tree, tuple(kinds)), arrays, sharded, known, known_sources)
-
-
-def _take_arguments_apart(args: Any, kwargs: Any) -> Parts:
-    """Takes the arguments of a program apart. Arrays of every library and numbers enter it; nobody can change them later.
-
-    Raises:
-      InputError: an argument is no array that JAX can hold; the error says which.
-    """
-    try:
-        return take_apart((args, kwargs), _as_argument)
-    except InputError as e:
-        error = e
-    for nest, name in ((args, "args"), (kwargs, "kwargs")):
-        map_named(as_number, nest, name, is_leaf=is_distributed)
-    raise error
 
 
 def require_alive(args: Any, kwargs: Any) -> None:
@@ -209,9 +205,19 @@ def require_returnable(arrays: Sequence[Any]) -> None:
 
 
 def _as_argument(leaf: Any) -> Any:
+    # What is common without further calls, for a step has few to spare.
+    kind = type(leaf)
+    if kind in _NARROW_SCALARS or (kind is float and -_FITS < leaf < _FITS):
+        return leaf
+    if kind is np.ndarray and leaf.dtype in _NARROW:
+        return copied(leaf)
     return copied(as_number(leaf))
 
 
+_FITS = 2.0**31
+_NARROW_SCALARS = frozenset((np.float32, np.float16, np.int32, np.int16, np.int8, np.uint8))
+_NARROW = frozenset(map(np.dtype, _NARROW_SCALARS))
+"""Whose values fit into the arrays of JAX, whatever they are."""
 _ARRAY, _UNPADDED = _Array(), _PerReplica(None, None)
 
 

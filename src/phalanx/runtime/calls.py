@@ -157,7 +157,7 @@ class Peer:
             ping, self._ping, self._silent_s = self._ping, None, 0.0
         try:
             self.sign = sign = self._ray.get(ping)
-        except self._ray.exceptions.RayActorError as e:
+        except self._ray.exceptions.RayError as e:
             raise Gone(self, f"has died ({_why(e)})") from e
         if self._asked_at > since and sign.busy_s > self._timeout_s:
             raise Stalled(self, f"is alive, and has been {sign.busy} for {sign.busy_s:.0f} s")
@@ -197,7 +197,7 @@ class Calls:
                 return list(self._ray.get(references, timeout=_SLICE_S))
             except self._ray.exceptions.GetTimeoutError:
                 pass
-            except (self._ray.exceptions.RayActorError, self._ray.exceptions.RayTaskError) as e:
+            except self._ray.exceptions.RayError as e:
                 raise self._error(replies, e) from None
             waiting = self._unanswered(replies)
             for reply in waiting:
@@ -224,15 +224,15 @@ class Calls:
             if self._ray.wait([reply.reference], timeout=0)[0]:
                 try:
                     self._ray.get(reply.reference)
-                except self._ray.exceptions.RayActorError as e:
-                    return Gone(reply.peer, f"has died ({_why(e)})")
                 except self._ray.exceptions.RayTaskError:
                     peer = reply.peer
-        if isinstance(error, self._ray.exceptions.RayActorError):
+                except self._ray.exceptions.RayError as e:
+                    return Gone(reply.peer, f"has died ({_why(e)})")
+        if not isinstance(error, self._ray.exceptions.RayTaskError):
             return Gone(peer, f"has died ({_why(error)})")
         cause = error.cause
         if not isinstance(cause, BaseException):
-            return error  # type: ignore[no-any-return]
+            return error
         cause.add_note(f"On {peer.name}:\n{error}")
         return cause
 
@@ -256,6 +256,8 @@ class Calls:
 
 def _why(error: Any) -> str:
     """Returns what Ray knows of the death of an actor, in one line."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return "Ray ended it because its machine was running out of memory"
     lines = [line.strip() for line in str(error).splitlines()]
     told = [line for line in lines if "exit" in line.lower()]
     return (told or lines or ["for unknown reasons"])[-1].rstrip(".")

@@ -21,7 +21,7 @@ from phalanx.collectives import primitives
 from phalanx.collectives.cross_device import CrossDeviceOps
 from phalanx.context import Mode
 from phalanx.errors import ContextError, InvalidArgumentError, MixedStrategyError, shown
-from phalanx.frames import boundary
+from phalanx.frames import boundary, hide
 from phalanx.input.distributed import (
     DistributedDataset,
     DistributedIterator,
@@ -217,7 +217,6 @@ class Strategy(ABC):
         return Scope(self)
 
     @final
-    @boundary
     def run(
         self,
         fn: Callable[..., Any],
@@ -252,29 +251,34 @@ class Strategy(ABC):
           >>> [float(x) for x in strategy.run(fn, args=(10.0,)).values]
           [0.0, 10.0]
         """
-        # Looked at here, for a step has few calls to spare.
-        if not isinstance(args, (list, tuple)) or kwargs is not None:
-            args, kwargs = arguments.of_call(args, kwargs)
-        if not callable(fn):
-            raise InvalidArgumentError(f"fn={shown(fn)}", "is not callable.", "strategy.run(step, args=(batch,))")
-        if not isinstance(options, (RunOptions, NoneType)):
-            raise InvalidArgumentError(
-                f"options={shown(options)}", "must be RunOptions or None.", "options=RunOptions(eager=True)"
-            )
-        context.require_cross_replica(
-            "Strategy.run", self, "call the function itself: you are inside a replica already"
-        )
-        context.require_not_running("Strategy.run", "strategy.reduce or strategy.extended.update")
-        scope = lifting.innermost()
-        if scope is None:
-            return self.execute(fn, tuple(args), kwargs or {}, options or _DEFAULT_OPTIONS)
-        if options is not None and options.eager:
-            raise ContextError(
-                "RunOptions(eager=True) in phalanx.function",
-                "the step around it is compiled.",
-                "call strategy.run outside phalanx.function",
-            )
-        return trace_run(self, fn, args, kwargs or {}, scope)
+        # What `boundary` does, less the call, and checks that are looked at here: a step has few calls to spare.
+        try:
+            if not isinstance(args, (list, tuple)) or kwargs is not None:
+                args, kwargs = arguments.of_call(args, kwargs)
+            if not callable(fn):
+                raise InvalidArgumentError(f"fn={shown(fn)}", "is not callable.", "strategy.run(step, args=(batch,))")
+            if not isinstance(options, (RunOptions, NoneType)):
+                raise InvalidArgumentError(
+                    f"options={shown(options)}", "must be RunOptions or None.", "options=RunOptions(eager=True)"
+                )
+            if context.depth():
+                context.require_cross_replica(
+                    "Strategy.run", self, "call the function itself: you are inside a replica already"
+                )
+                context.require_not_running("Strategy.run", "strategy.reduce or strategy.extended.update")
+            scope = lifting.innermost()
+            if scope is None:
+                return self.execute(fn, tuple(args), kwargs or {}, options or _DEFAULT_OPTIONS)
+            if options is not None and options.eager:
+                raise ContextError(
+                    "RunOptions(eager=True) in phalanx.function",
+                    "the step around it is compiled.",
+                    "call strategy.run outside phalanx.function",
+                )
+            return trace_run(self, fn, args, kwargs or {}, scope)
+        except Exception as e:
+            hide(e)
+            raise
 
     @final
     @boundary

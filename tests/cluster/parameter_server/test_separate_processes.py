@@ -359,3 +359,14 @@ def test_nobody_listens():
     assert server.target == f"ray://{chief}"
     with pytest.raises(StartupError, match=rf"(?s)nobody listens at the chief's address {chief}.*HINT"):
         server.join(timeout_s=0.5)
+
+
+def test_ray_ends_what_needs_too_much_memory():
+    """As its monitor does with everything at this threshold; the error is one of Phalanx."""
+    code = "import phalanx; phalanx.ParameterServerStrategy(workers=1, ps=1)"
+    settings = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
+    with process("-c", code, **settings) as coordinator:
+        assert coordinator.wait(150) == 1
+        coordinator.log.seek(0)
+        text = coordinator.log.read()
+    assert "StartupError: the start of parameter server 0: it has died (Ray ended it because" in text
