@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import keras
 
 from phalanx import arguments, compat, lifting, markers
+from phalanx.collectives import primitives
 from phalanx.control_flow import BodyScope
 from phalanx.errors import InvalidArgumentError, TapeError, shown
 from phalanx.frames import user_place
 from phalanx.lifting import Entry, LiftScope, NeedsProgram
 from phalanx.values import flatten
-from phalanx.variables import describe
+from phalanx.variables import check_variable, describe
 
 _tape_numbers = itertools.count()
 
@@ -153,18 +154,21 @@ class GradientTape:
           A pytree like `sources`, with shapes and dtypes of the sources, or None for unconnected ones.
 
         Raises:
-          InvalidArgumentError: `unconnected_gradients` is neither of the two.
+          InvalidArgumentError: `unconnected_gradients` is neither of the two, or a source is neither a variable nor an array.
+          ReduceOpError: a target is not an array of numbers.
           TapeError: called twice on a tape that is not persistent, or outside the step of the tape.
 
         Source: tf.GradientTape.gradient.
         """
         self._check_usable(unconnected_gradients)
-        targets = [jnp.asarray(t) for t in jax.tree.leaves(target)]
-        cotangents = [jnp.asarray(c) for c in jax.tree.leaves(output_gradients)]
-        cotangents = [
-            jnp.broadcast_to(c, t.shape).astype(t.dtype) for c, t in zip(cotangents, targets, strict=bool(cotangents))
-        ]
+        targets = list(map(primitives.as_array, jax.tree.leaves(target)))
+        cotangents = _cotangents(output_gradients, targets)
         leaves, tree = flatten(sources)
+        for leaf in leaves:
+            if not isinstance(leaf, (keras.Variable, jax.Array)):
+                raise InvalidArgumentError(
+                    f"sources={shown(leaf)}", "must be a variable or a watched array.", "tape.gradient(loss, variables)"
+                )
         traced = [self._source(leaf) for leaf in leaves]
         usable = [x for x in traced if x is not None]
         if any(not jnp.issubdtype(t.dtype, jnp.floating) for t in targets):
@@ -199,7 +203,7 @@ class GradientTape:
         return any(variable is w for w in self._watched) or (self._watch_accessed and variable.trainable)
 
     def _check_usable(self, unconnected_gradients: str) -> None:
-        if unconnected_gradients not in ("none", "zero"):
+        if not isinstance(unconnected_gradients, str) or unconnected_gradients not in ("none", "zero"):
             raise InvalidArgumentError(
                 f"unconnected_gradients={shown(unconnected_gradients)}",
                 'must be "none" or "zero".',
@@ -220,6 +224,47 @@ class GradientTape:
         self._used = True
 
 
+def _cotangents(output_gradients: Any, targets: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns what each target is multiplied with; nothing for ones.
+
+    Raises:
+      InvalidArgumentError: they are not as many as the targets, or have other shapes.
+    """
+    given = list(map(primitives.as_array, jax.tree.leaves(output_gradients)))
+    shapes = [x.shape for x in targets]
+    hint = f"output_gradients of the shapes {shapes}"
+    if given and len(given) != len(targets):
+        raise InvalidArgumentError(f"{len(given)} output_gradients", f"there are {len(targets)} targets.", hint)
+    try:
+        return [jnp.broadcast_to(c, t.shape).astype(t.dtype) for c, t in zip(given, targets, strict=False)]
+    except ValueError as e:
+        raise InvalidArgumentError(
+            f"output_gradients of the shapes {[x.shape for x in given]}", f"the targets have {shapes}.", hint
+        ) from e
+
+
+def _loss_of(result: Any, *, has_aux: bool) -> jax.Array:
+    """Returns the loss that a function returned.
+
+    Raises:
+      InvalidArgumentError: it returned something else.
+    """
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise InvalidArgumentError(
+            f"value_and_grad(has_aux=True) of a function that returns {shown(result)}",
+            "it must return (loss, aux).",
+            "return loss, predictions",
+        )
+    loss = primitives.as_array(result[0] if has_aux else result)
+    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise InvalidArgumentError(
+            f"value_and_grad of a function that returns an array {loss.dtype}{list(loss.shape)}",
+            "it must return a floating scalar.",
+            "return loss.mean(); or has_aux=True, to return (loss, aux)",
+        )
+    return loss
+
+
 def value_and_grad(
     fn: Callable[..., Any], variables: Sequence[keras.Variable], has_aux: bool = False
 ) -> Callable[..., tuple[Any, list[Any]]]:
@@ -238,6 +283,7 @@ def value_and_grad(
 
     Raises:
       TapeError: a variable is not floating.
+      InvalidArgumentError: an argument is of the wrong kind.
 
     Example:
       >>> import keras, phalanx
@@ -246,8 +292,13 @@ def value_and_grad(
       >>> float(value), float(grads[0])
       (18.0, 12.0)
     """
+    arguments.function("fn", fn, "phalanx.value_and_grad(lambda x: loss(x), model.trainable_variables)")
+    arguments.flag("has_aux", has_aux)
+    if not isinstance(variables, (list, tuple)):
+        raise InvalidArgumentError(f"variables={shown(variables)}", "must be a list of variables.", "[variable]")
     variables = list(variables)
     for v in variables:
+        check_variable("a variable of value_and_grad", v, "model.trainable_variables")
         if not jnp.issubdtype(v.dtype, jnp.floating):
             raise TapeError(
                 f"the gradient with respect to {describe(v)}", "only floating variables have gradients.", "leave it out"
@@ -259,8 +310,7 @@ def value_and_grad(
         def pure(values: list[Any]) -> tuple[Any, tuple[Any, list[Any]]]:
             with outer.body(dict(zip(map(id, variables), values, strict=True))) as scope:
                 result = fn(*args, **kwargs)
-            value = result[0] if has_aux else result
-            return value, (result, outer.written_values(scope))
+            return _loss_of(result, has_aux=has_aux), (result, outer.written_values(scope))
 
         (_, (result, new)), grads = jax.value_and_grad(pure, has_aux=True)([outer.value(v) for v in variables])
         outer.commit(new)

@@ -21,7 +21,7 @@ from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
-from phalanx.errors import InputError, InvalidArgumentError, StartupError
+from phalanx.errors import InputError, InvalidArgumentError, PhalanxError, StartupError, VariableError, shown
 
 
 def _require_jax_backend() -> None:
@@ -575,23 +575,63 @@ def _make(original: Callable[..., Any], self: Variable, initializer: Any, *args:
 def _assign(original: Callable[..., Any], self: Variable, value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic, int, float)) and layout_of(self) is not None:
         require_fits(value, f"{self.path}.assign")
-    value = copied(value)
-    # Keras returns what it was given, which is not what the replicas' values were combined to.
-    result, scope = original(self, value), lift_scope()
+    try:
+        # Keras returns what it was given, which is not what the replicas' values were combined to.
+        _require_numbers(self, value)
+        result, scope = original(self, copied(value)), lift_scope()
+    except (TypeError, ValueError, OverflowError, RuntimeError) as e:
+        _explain_refusal(self, "assign", value, e)
+        raise
     return result if scope is None else scope.get_current_value(self)
 
 
 @_extend(Variable, "assign_add")
 def _assign_add(original: Callable[..., Any], self: Variable, value: Any) -> Any:
     # Keras turns it into an assign of the sum, which a sum over replicas would count once for each replica.
-    scope = lift_scope()
-    return original(self, value) if scope is None else scope.add_delta(self, value)
+    return _add(original, self, value, "assign_add")
 
 
 @_extend(Variable, "assign_sub")
 def _assign_sub(original: Callable[..., Any], self: Variable, value: Any) -> Any:
+    return _add(original, self, value, "assign_sub")
+
+
+def _add(original: Callable[..., Any], self: Variable, value: Any, method: str) -> Any:
+    if isinstance(value, (int, float)) and layout_of(self) is not None:
+        require_fits(value, f"{self.path}.{method}")
     scope = lift_scope()
-    return original(self, value) if scope is None else scope.add_delta(self, value, negative=True)
+    try:
+        _require_numbers(self, value)
+        return original(self, value) if scope is None else scope.add_delta(self, value, negative=method == "assign_sub")
+    except (TypeError, ValueError, OverflowError, RuntimeError) as e:
+        _explain_refusal(self, method, value, e)
+        raise
+
+
+def _require_numbers(variable: Variable, value: Any) -> None:
+    """Raises for what JAX would take for other numbers: dates, and complex numbers for a real variable."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "mM":
+        raise TypeError("dates are not numbers.")
+    if isinstance(value, complex) and not variable.dtype.startswith("complex"):
+        raise TypeError(f"a complex number does not fit into {variable.dtype}.")
+
+
+def _explain_refusal(variable: Variable, method: str, value: Any, error: Exception) -> None:
+    """Raises what is wrong with a value that a variable of a strategy cannot take. Other variables raise what Keras does.
+
+    Raises:
+      VariableError: it is not an array of numbers of the variable's shape.
+    """
+    is_of_strategy = lift_scope() is not None or layout_of(variable) is not None or maker_of(variable) is not None
+    is_explained = isinstance(error, (PhalanxError, jax.errors.JAXTypeError, jax.errors.UnexpectedTracerError))
+    is_alive = isinstance(value, jax.Array) and (isinstance(value, jax.core.Tracer) or not value.is_deleted())
+    if not is_of_strategy or is_explained or (isinstance(error, RuntimeError) and is_alive):
+        return
+    raise VariableError(
+        f"{method}({shown(value)}) of variable '{variable.path}'",
+        f"{str(error).partition(chr(10))[0][:200]}",
+        f"an array of numbers of shape {tuple(variable.shape)}",
+    ) from error
 
 
 @_extend(Variable, "_direct_assign")

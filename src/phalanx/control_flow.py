@@ -13,13 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax import lax
 from typing_extensions import override
 
-from phalanx import compat, context
+from phalanx import arguments, compat, context
+from phalanx.collectives import primitives
 from phalanx.compat import Variable
 from phalanx.draws import AbstractIterator
-from phalanx.errors import NestedWriteError, TraceError
+from phalanx.errors import InvalidArgumentError, NestedWriteError, TraceError, shown
 from phalanx.lifting import AbstractPass, Discovery, Entry, LiftScope, Update, refuse_draw
 from phalanx.variables import describe
 
@@ -192,6 +194,10 @@ def scan(  # noqa: PLR0917  (jax.lax.scan's own order)
     Returns:
       The last carry, and the ys stacked `(length, ...)`.
 
+    Raises:
+      InvalidArgumentError: an argument is of the wrong kind, or `xs` and `length` do not tell one number of steps.
+      ReduceOpError: a leaf of `init` or `xs` is not an array of numbers.
+
     Source: jax.lax.scan.
 
     Example:
@@ -204,8 +210,14 @@ def scan(  # noqa: PLR0917  (jax.lax.scan's own order)
       >>> float(total), float(count.value)
       (6.0, 4.0)
     """
+    arguments.function("f", f, "phalanx.scan(lambda carry, x: (carry + x, None), 0.0, xs)")
+    arguments.flag("reverse", reverse)
+    if not isinstance(unroll, bool):
+        arguments.integer("unroll", unroll, least=0, hint="unroll=1")
+    init, xs = primitives.checked_arrays((init, xs))
+    length = _num_steps(xs, length)
     outer = BodyScope.around()
-    outer.writes_of(f, init, jax.tree.map(lambda x: x[0], xs))
+    outer.writes_of(f, init, jax.tree.map(_one_step, xs))
 
     @functools.wraps(f)
     def body(carry: Any, x: Any) -> tuple[Any, Any]:
@@ -215,6 +227,28 @@ def scan(  # noqa: PLR0917  (jax.lax.scan's own order)
     (carry, values), ys = lax.scan(body, (init, outer.current()), xs, length=length, reverse=reverse, unroll=unroll)
     outer.commit(values)
     return carry, ys
+
+
+def _num_steps(xs: Any, length: Any) -> int:
+    """Returns how many steps a scan has.
+
+    Raises:
+      InvalidArgumentError: `xs` and `length` do not tell, or tell different numbers.
+    """
+    shapes = {np.shape(x) for x in jax.tree.leaves(xs)}
+    if () in shapes:
+        raise InvalidArgumentError(f"xs={shown(xs)}", "a scalar has no steps.", "length=n, for steps without an x")
+    lengths = {shape[0] for shape in shapes}
+    if length is not None:
+        lengths.add(arguments.integer("length", length, least=0, most=2**31 - 1, hint="length=10"))
+    if len(lengths) != 1:
+        found = f"they tell {sorted(lengths)} steps." if lengths else "nothing tells how many steps there are."
+        raise InvalidArgumentError(f"xs={shown(xs)} and length={length}", found, "length=10, or xs=jnp.arange(10)")
+    return lengths.pop()
+
+
+def _one_step(xs: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(xs.shape[1:], xs.dtype)
 
 
 def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any) -> Any:
@@ -229,6 +263,10 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
     Returns:
       What the branch returns.
 
+    Raises:
+      InvalidArgumentError: a branch is not callable, or `pred` is not a scalar.
+      ReduceOpError: an operand is not an array of numbers.
+
     Source: jax.lax.cond.
 
     Example:
@@ -237,11 +275,21 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
       >>> float(phalanx.cond(True, lambda: v.assign_add(1.0), lambda: v.value))
       2.0
     """
+    for name, branch in (("true_fun", true_fun), ("false_fun", false_fun)):
+        arguments.function(name, branch, "phalanx.cond(pred, lambda x: x, lambda x: -x, x)")
+    operands = primitives.checked_arrays(operands)
+    condition = primitives.as_array(pred)
+    if condition.shape or jnp.issubdtype(condition.dtype, jnp.complexfloating):
+        raise InvalidArgumentError(
+            f"pred={shown(pred)}",
+            f"must be a real scalar, not of shape {condition.shape} and dtype {condition.dtype}.",
+            "pred=(x > 0).all()",
+        )
     outer = BodyScope.around()
     outer.writes_of(true_fun, *operands)
     outer.writes_of(false_fun, *operands)
     branches = [outer.lifted(true_fun), outer.lifted(false_fun)]
-    result, values = lax.cond(pred, *branches, outer.current(), *operands)
+    result, values = lax.cond(condition, *branches, outer.current(), *operands)
     outer.commit(values)
     return result
 
@@ -257,6 +305,10 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
     Returns:
       The last state.
 
+    Raises:
+      InvalidArgumentError: one of the functions is not callable.
+      ReduceOpError: a leaf of `init_val` is not an array of numbers.
+
     Source: jax.lax.while_loop.
 
     Example:
@@ -267,6 +319,9 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
       >>> float(v.value)
       6.0
     """
+    for name, fn in (("cond_fun", cond_fun), ("body_fun", body_fun)):
+        arguments.function(name, fn, "phalanx.while_loop(lambda n: n < 3, lambda n: n + 1, 0)")
+    init_val = primitives.checked_arrays(init_val)
     outer = BodyScope.around()
     outer.writes_of(body_fun, init_val)
     state, values = lax.while_loop(
@@ -290,6 +345,10 @@ def checkpoint(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     Returns:
       A function like `fn`.
 
+    Raises:
+      InvalidArgumentError: `fn` is not callable.
+      ReduceOpError: the function that it returns is called with what is not an array of numbers.
+
     Source: jax.checkpoint.
 
     Example:
@@ -299,9 +358,12 @@ def checkpoint(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
       >>> float(grads[0])
       12.0
     """
+    arguments.function("fn", fn, "phalanx.checkpoint(lambda x: layer(x))")
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         outer = BodyScope.around()
+        if "static_argnums" not in options:
+            args, kwargs = primitives.checked_arrays((args, kwargs))
 
         def pure(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
             with outer.body() as scope:

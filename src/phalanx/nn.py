@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from phalanx import context
+from phalanx.collectives import primitives
 from phalanx.errors import ContextError, InvalidArgumentError, shown
 
 
@@ -27,6 +29,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     Raises:
       InvalidArgumentError: a scalar loss, or a global batch size that is negative or no integer.
       ContextError: in cross-replica context without `global_batch_size`.
+      ReduceOpError: losses, or weights, that are not arrays of numbers.
 
     Source: tf.nn.compute_average_loss.
 
@@ -35,7 +38,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
       >>> float(compute_average_loss(np.float32([1.0, 3.0])))
       2.0
     """
-    loss = jnp.asarray(per_example_loss)
+    loss = primitives.to_array(per_example_loss)
     if loss.ndim == 0:
         raise InvalidArgumentError(
             "per_example_loss, a scalar",
@@ -43,8 +46,18 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
             'loss = keras.losses.MeanSquaredError(reduction="none")',
         )
     if sample_weight is not None:
-        weight = jnp.asarray(sample_weight, loss.dtype)
-        loss = loss * weight.reshape(weight.shape + (1,) * (loss.ndim - weight.ndim))
+        weight = primitives.as_array(sample_weight)
+        if jnp.issubdtype(weight.dtype, jnp.complexfloating):
+            raise InvalidArgumentError(f"sample_weight={shown(sample_weight)}", "must be real.", "sample_weight=None")
+        weight = weight.astype(loss.dtype)
+        weight = weight.reshape(weight.shape + (1,) * (loss.ndim - weight.ndim))
+        if any(n not in (1, own) for n, own in zip(weight.shape, loss.shape, strict=False)) or weight.ndim > loss.ndim:
+            raise InvalidArgumentError(
+                f"sample_weight of shape {np.shape(sample_weight)}",
+                f"does not broadcast to losses of shape {loss.shape}.",
+                f"a weight per example: shape {loss.shape[:1]}",
+            )
+        loss = loss * weight
     replica = context.get_replica_context()
     if replica is None and global_batch_size is None:
         raise ContextError(
@@ -80,6 +93,7 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
 
     Raises:
       ContextError: in cross-replica context.
+      ReduceOpError: a loss is not an array of numbers.
 
     Source: tf.nn.scale_regularization_loss.
 
@@ -94,7 +108,7 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
             "it is for replica context.",
             "call it in the replica function",
         )
-    total = sum(jnp.sum(jnp.asarray(x)) for x in jax.tree.leaves(regularization_loss))
+    total = sum(primitives.as_array(x).sum() for x in jax.tree.leaves(regularization_loss))
     return jnp.asarray(total) / (1 if context.current().averaging else replica.num_replicas_in_sync)
 
 
@@ -108,7 +122,7 @@ def _own_part() -> Any:
 
 
 def _checked_size(size: Any) -> jax.Array:
-    array = jnp.asarray(size)
+    array = primitives.as_array(size)
     if array.ndim or not jnp.issubdtype(array.dtype, jnp.integer):
         raise InvalidArgumentError(f"global_batch_size={shown(size)}", "must be an integer.", "global_batch_size=64")
     if not isinstance(array, jax.core.Tracer) and int(array) < 0:

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from phalanx import arguments
 from phalanx.compat import Variable, dtype_of
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, shown
 from phalanx.strategies.base import Strategy
@@ -57,8 +58,12 @@ def describe(strategy: Strategy, *objects: Any, console: Any = None) -> None:
         raise MissingDependencyError(
             "phalanx.describe", "it needs rich, which is not installed.", "pip install 'phalanx[cli]'"
         ) from e
+    kind: type = Strategy
+    arguments.instance("strategy", strategy, kind, "phalanx.describe(strategy, model)")
     variables = [v for o in objects for v in variables_of("describe", o)]
-    console = console or Console(highlight=False)
+    if console is None:
+        console = Console(highlight=False)
+    arguments.instance("console", console, Console, "console=rich.console.Console()")
     tables = [_tasks(strategy.tasks) if strategy.tasks else mesh_of(strategy.topology)]
     if objects:
         held = [strategy.held(v) for v in variables]

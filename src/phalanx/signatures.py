@@ -102,7 +102,7 @@ class Signature:
 
 
 def _is_spec(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not inspect.ismodule(leaf)
 
 
 def _number(value: Any, dtype: Any) -> np.ndarray:

@@ -22,6 +22,11 @@ def components(value):
     return STRATEGY.experimental_distribute_values_from_function(lambda context: value)
 
 
+def returned(value):
+    """Returns what a step returns that returns a value."""
+    return STRATEGY.run(lambda: value)
+
+
 VERBS = {
     r"container_strategy='x': must be a Strategy.*HINT: strategy.extended": lambda: phalanx.StrategyExtended("x"),
     r"strategy='x': must be a Strategy.*HINT: phalanx.exp": lambda: phalanx.experimental_set_strategy("x"),
@@ -34,7 +39,7 @@ VERBS = {
     r"args\[0\] that is a deleted array": lambda: STRATEGY.run(abs, args=(deleted(),)),
     r"args\[0\]\['x'\] that is a deleted array": lambda: ONE.run(len, args=({"x": deleted()},)),
     r"kwargs\['x'\] that is a deleted array": lambda: STRATEGY.run(lambda x: x, kwargs={"x": deleted()}),
-    r"the result of a step that is a deleted array": lambda: (lambda x: STRATEGY.run(lambda: x))(deleted()),
+    r"the result of a step that is a deleted array": lambda: returned(deleted()),
     r"a step that returns PerReplica\(\('a', 'b'\)\)": lambda: STRATEGY.run(lambda: phalanx.PerReplica(("a", "b"))),
     r"value_fn: it returned a Mirrored": lambda: components(phalanx.Mirrored(jnp.ones(2))),
     r"value_fn's result that is a deleted array": lambda: components(deleted()),
@@ -72,3 +77,87 @@ def test_replicate_takes_what_acts_as_an_array():
 def test_components_may_be_arrays_of_text():
     """They are Python objects, as text is."""
     assert components(np.array(["a"])).values[1].tolist() == ["a"]
+
+
+FLOAT = keras.Variable(2.0)
+
+
+def gradient(**given):
+    """Returns the gradient of a square, in a step."""
+
+    def step():
+        with phalanx.GradientTape() as tape:
+            y = FLOAT * FLOAT
+        return tape.gradient(**{"target": y, "sources": FLOAT, **given})
+
+    return phalanx.function(step)()
+
+
+def variable():
+    """Of a strategy."""
+    with STRATEGY.scope():
+        return keras.Variable([1.0, 2.0], name="v", trainable=False)
+
+
+FUNCTIONS = {
+    r"f='x': is not callable.*HINT: phalanx.scan": lambda: phalanx.scan("x", 0.0, jnp.ones(2)),
+    r"reverse=1: must be True or False": lambda: phalanx.scan(max, 0.0, jnp.ones(2), reverse=1),
+    r"unroll=-1: must be 0 or more": lambda: phalanx.scan(max, 0.0, jnp.ones(2), unroll=-1),
+    r"xs=1.0: a scalar has no steps": lambda: phalanx.scan(max, 0.0, 1.0),
+    r"xs=None and length=None: nothing tells how many steps": lambda: phalanx.scan(max, 0.0),
+    r"length=2: they tell \[2, 3\] steps": lambda: phalanx.scan(max, 0.0, jnp.ones(3), length=2),
+    r"length=-1: must be 0 or more": lambda: phalanx.scan(max, 0.0, length=-1),
+    r"value='x': not an array of numbers": lambda: phalanx.scan(max, "x", jnp.ones(3)),
+    r"true_fun='x': is not callable": lambda: phalanx.cond(True, "x", abs, 1.0),
+    r"pred=.*must be a real scalar, not of shape \(2,\)": lambda: phalanx.cond(jnp.ones(2), abs, abs, 1.0),
+    r"pred=1j: .*complex64": lambda: phalanx.cond(1j, abs, abs, 1.0),
+    r"body_fun='x': is not callable": lambda: phalanx.while_loop(bool, "x", 1.0),
+    r"fn='x': is not callable.*HINT: phalanx.checkpoint": lambda: phalanx.checkpoint("x"),
+    r"value='y': not an array": lambda: phalanx.checkpoint(abs)("y"),
+    r"sources='x': must be a variable or a watched array": lambda: gradient(sources="x"),
+    r"value='x': not an array of numbers.*HINT: pass arrays": lambda: gradient(target="x"),
+    r"2 output_gradients: there are 1 targets": lambda: gradient(output_gradients=[1.0, 2.0]),
+    r"output_gradients of the shapes \[\(3,\)\]": lambda: gradient(output_gradients=jnp.ones(3)),
+    r"fn='x': is not callable.*HINT: phalanx.value_and": lambda: phalanx.value_and_grad("x", [FLOAT]),
+    r"variables=None: must be a list of variables": lambda: phalanx.value_and_grad(abs, None),
+    r"a variable of value_and_grad='x': must be": lambda: phalanx.value_and_grad(abs, ["x"]),
+    r"returns 1.0: it must return \(loss, aux\)": lambda: phalanx.value_and_grad(lambda: 1.0, [FLOAT], True)(),
+    r"an array int32\[\]: it must return a floating": lambda: phalanx.value_and_grad(lambda: 1, [FLOAT])(),
+    r"sample_weight of shape \(2,\): does not broadcast": lambda: average(jnp.ones(3), jnp.ones(2)),
+    r"sample_weight=1j: must be real": lambda: average(jnp.ones(3), 1j),
+    r"a value of dtype bool": lambda: average(jnp.ones(3) > 0),
+    r"console=1: must be a Console": lambda: phalanx.describe(STRATEGY, console=1),
+    r"strategy=1: must be a Strategy": lambda: phalanx.describe(1),
+    r"assign\('x'\) of variable 'v': could not convert": lambda: variable().assign("x"),
+    r"assign\(.*variable 'v': The shape of the target.*HINT: an array of numbers of shape \(2,\)": lambda: (
+        variable().assign(jnp.ones(3))
+    ),
+    r"assign_add\(.* of variable 'v': dates": lambda: variable().assign_add(np.array(["2020-01-01"], "M8[D]")),
+    r"assign_sub\(1j\) of variable 'v': a complex number": lambda: variable().assign_sub(1j),
+}
+
+
+def average(loss, weight=None):
+    """Returns the average loss of three examples."""
+    return phalanx.nn.compute_average_loss(loss, weight, global_batch_size=3)
+
+
+@pytest.mark.parametrize("message", FUNCTIONS)
+def test_functions(message):
+    """Of control flow, gradients, losses and variables."""
+    with pytest.raises(phalanx.errors.PhalanxError, match=f"(?s){message}"):
+        FUNCTIONS[message]()
+
+
+def test_scan_of_no_steps():
+    """The carry is returned, and results of no steps."""
+    carry, ys = phalanx.scan(lambda c, x: (c + x, x), 1.0, jnp.zeros((0, 2))[:, 0])
+    assert float(carry) == 1.0
+    assert ys.shape == (0,)
+
+
+def test_variables_outside_strategies_are_as_in_keras():
+    """Their errors too."""
+    with pytest.raises(ValueError, match="must match") as error:
+        keras.Variable([1.0, 2.0]).assign([1.0])
+    assert not isinstance(error.value, phalanx.errors.PhalanxError)
