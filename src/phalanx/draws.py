@@ -11,6 +11,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from phalanx.errors import OutOfRangeError
 from phalanx.structure import AbstractSource, Arguments
 
@@ -56,7 +58,10 @@ def draw(iterator: AbstractIterator, before: Sequence[Draw], *, is_optional: boo
       OutOfRangeError: there is none, and the function needs one.
     """
     index = sum(d.iterator is iterator for d in before)
-    batch = iterator.look(index)
+    with (
+        jax.core.eval_context()
+    ):  # Workers agree on a batch by a program of its own, outside of the one that is traced.
+        batch = iterator.look(index)
     if batch is None and not is_optional:
         raise _at_end(index)
     arguments = None if batch is None else Arguments(batch, {})

@@ -130,6 +130,22 @@ def several_steps(strategy: phalanx.Strategy, **kwargs: Any) -> list[float]:
         sums += np.asarray(strategy.reduce("SUM", parts, axis=None)).tolist()
 
 
+def steps_that_draw(strategy: phalanx.Strategy, **kwargs: Any) -> list[float]:
+    """Sums the row numbers of batches that a `phalanx.function` takes from its iterator."""
+
+    @phalanx.function
+    def step(iterator: Any) -> Any:
+        return strategy.reduce("SUM", strategy.run(_masked_sum, args=(next(iterator),)), axis=None)
+
+    iterator = iter(_distributed(strategy, Opened(), **kwargs))
+    sums: list[float] = []
+    while True:
+        try:
+            sums.append(float(step(iterator)))
+        except phalanx.errors.OutOfRangeError:
+            return sums
+
+
 def growing_batches(strategy: phalanx.Strategy) -> list[tuple[float, tuple[int, ...]]]:
     """Batches that grow, so that the replicas of one worker need more room before those of the other do.
 

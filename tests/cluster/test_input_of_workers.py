@@ -126,6 +126,14 @@ def test_several_steps_in_one_program(two, files, source):
     assert sum(sums) == sum(range(ROWS))
 
 
+@pytest.mark.parametrize("source", ["generator", "function"])
+def test_next_in_a_function(two, source):
+    """Workers agree on a batch while `phalanx.function` is traced, as TensorFlow's tutorial of a custom loop on two workers has it."""
+    sums, same = two.call("steps_that_draw", source=source)
+    assert sums == same
+    assert sum(sums) == sum(range(ROWS))
+
+
 def test_batches_that_grow(two_by_two):
     """All workers make room for them at the same step, so that they run the same program."""
     first, second = two_by_two.call("growing_batches")

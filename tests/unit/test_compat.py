@@ -720,3 +720,15 @@ def test_methods_of_the_trainer():
     for kind in ("train", "test", "predict"):
         assert getattr(keras.Model, f"{kind}_step") is vars(JAXTrainer)[f"{kind}_step"]
     assert keras.Model().call.__func__ is keras.Model.call
+
+
+def test_eval_context_is_outside_of_a_trace():
+    """`next(iterator)` runs programs of its own while a function is traced, some of which JAX allows outside traces only."""
+
+    def step(x):
+        with jax.core.eval_context(), jax.set_mesh(jax.make_mesh((1,), ("x",))):
+            y = jax.jit(lambda: jnp.ones(()) + 1)()
+        assert float(y) == 2
+        return x + y
+
+    assert jax.make_jaxpr(step)(1.0).out_avals[0].shape == ()
