@@ -172,7 +172,7 @@ def test_further_axes():
         (("model", 3), "4 devices cannot be divided into replicas of 3.\nHINT: a size that divides 4"),
         (("model", 0), "their sizes must be positive integers.\nHINT: model_axis="),
         (("model", True), "their sizes must be positive integers"),
-        (("replica", 2), "their names must be strings; 'replica' is taken.\nHINT"),
+        (("replica", 2), "each needs a name of its own; 'replica' is taken.\nHINT"),
         (("", 2), "their names must be strings"),
         ("model", "model_axis='model': must be a name and a size.\nHINT: model_axis="),
     ],
