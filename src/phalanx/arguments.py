@@ -10,6 +10,7 @@ import inspect
 import math
 import numbers
 import operator
+import os
 import types
 import typing
 from collections.abc import Callable
@@ -96,6 +97,17 @@ def function(name: str, value: T, hint: str) -> T:
     if not callable(value):
         raise InvalidArgumentError(f"{name}={shown(value)}", "is not callable.", hint)
     return value
+
+
+def path(name: str, value: Any) -> str:
+    """Returns a path as a string.
+
+    Raises:
+      InvalidArgumentError: it is something else. An integer would be a file that is open, such as the output of the process.
+    """
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(text := os.fspath(value), str):
+        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a path.", f'{name}="folder/name"')
+    return text
 
 
 def instance(name: str, value: Any, kind: type[T], hint: str) -> T:

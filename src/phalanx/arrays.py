@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.errors import InputError
+from phalanx.errors import InputError, shown
 
 _ALIGNMENT = 64
 _SMALL_BYTES = 1 << 14
@@ -95,6 +95,20 @@ def to_host(tree: Any, name: str) -> Any:
       InputError: see `as_array`; the error says which leaf.
     """
     return map_named(_to_host_leaf, tree, name, is_leaf=is_sparse)
+
+
+def to_numpy(value: Any, name: str) -> np.ndarray:
+    """Returns what NumPy makes of a value: text and objects too.
+
+    Raises:
+      InputError: it is a list whose rows have different shapes.
+    """
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as e:
+        raise InputError(
+            f"{name} {shown(value)}", f"is not an array: {e}", "rows of one shape, padded if need be"
+        ) from e
 
 
 def map_named(
@@ -231,7 +245,7 @@ def _to_host_leaf(value: Any, name: str) -> Any:
     array = as_array(value, name)
     if array is not None:
         return array
-    value = np.asarray(value)
+    value = to_numpy(value, name)
     array = as_array(value, name)
     return value if array is None else array
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from phalanx import compat, device_assignment
+from phalanx import arguments, compat, device_assignment
 from phalanx.compat import Variable, raw_value
 from phalanx.errors import DivergenceError
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
@@ -128,6 +128,7 @@ def assert_restores_everywhere(dataset: DistributedDataset, *, steps: int | None
       steps: how many batches to read; None reads all.
 
     Raises:
+      InvalidArgumentError: `dataset` is not a distributed dataset, or `steps` neither a positive integer nor None.
       AssertionError: a batch after a restored position differs; the message says from which position, and which batch.
 
     Example:
@@ -136,6 +137,11 @@ def assert_restores_everywhere(dataset: DistributedDataset, *, steps: int | None
       >>> dataset = strategy.experimental_distribute_dataset(np.arange(10), batch_size=4)
       >>> phalanx.testing.assert_restores_everywhere(dataset)
     """
+    arguments.instance(
+        "dataset", dataset, DistributedDataset, "strategy.experimental_distribute_dataset(dataset, batch_size=64)"
+    )
+    if steps is not None:
+        arguments.integer("steps", steps)
     iterator = iter(dataset)
     states = [to_text(iterator.get_state())]
     batches: list[Any] = []

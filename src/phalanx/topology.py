@@ -186,7 +186,8 @@ def axes_of(model_axis: tuple[str, int] | None) -> tuple[tuple[str, int], ...]:
     """
     if model_axis is None:
         return ()
-    if not isinstance(model_axis, (tuple, list)) or len(model_axis) != 2:
+    is_pair = isinstance(model_axis, (tuple, list)) and len(model_axis) == 2
+    if not is_pair or isinstance(model_axis[0], (list, tuple)) or isinstance(model_axis[1], (list, tuple)):
         raise InvalidArgumentError(f"model_axis={shown(model_axis)}", "must be a name and a size.", _MODEL_AXIS)
     return ((model_axis[0], model_axis[1]),)
 

@@ -1,7 +1,132 @@
-"""All groups of cases, and all public callables."""
+"""All groups of cases, and all public callables: each has a case, or a reason why not."""
+
+import enum
+import importlib
+import inspect
 
 import bad_cases
 import bad_functions
+import bad_servers
 import bad_verbs
 
-GROUPS = {**bad_cases.GROUPS, **bad_verbs.GROUPS, **bad_functions.GROUPS}
+import phalanx
+from phalanx.input.distributed import Optional
+from phalanx.input.sources.records import NumpyDataset
+from phalanx.programs import Function
+
+GROUPS = {**bad_cases.GROUPS, **bad_verbs.GROUPS, **bad_functions.GROUPS, **bad_servers.GROUPS}
+
+ROOMS = ["phalanx", *(f"phalanx.{room}" for room in phalanx._ROOMS), "phalanx.partitioners"]
+
+_HOOK = "Phalanx calls it: a strategy, or operations, of one's own override it"
+_INNER = "Phalanx calls it, on what it has made itself"
+_MADE = "Phalanx makes it, and users get it"
+_RAY = "it needs processes of Ray, whose tests are in tests/cluster and tests/unit/coordinator"
+_SERVICE = "it asks a service, whose tests are its own"
+
+EXEMPT = {
+    "CrossDeviceOps.batch_reduce_implementation": _HOOK,
+    "CrossDeviceOps.broadcast_implementation": _HOOK,
+    "CrossDeviceOps.for_devices": _HOOK,
+    "CrossDeviceOps.reduce_implementation": _HOOK,
+    "Strategy.aggregate_gradients": _HOOK,
+    "Strategy.apply_update": _HOOK,
+    "Strategy.divide_gradients": _HOOK,
+    "Strategy.execute": _HOOK,
+    "Strategy.in_program": _INNER,
+    "Strategy.merged": _INNER,
+    "Strategy.on_all_workers": _INNER,
+    "AbstractIterator.advance": _INNER,
+    "AbstractIterator.look": _INNER,
+    "DistributedIterator.next_alike": _INNER,
+    "DistributedIterator.next_steps": _INNER,
+    "ParameterServerStrategy.before_close": _INNER,
+    "ClusterCoordinator.spec_of": _INNER,
+    "DistributedDataset": _MADE,
+    "DistributedIterator": _MADE,
+    "NumpyDataset": "make_experimental_numpy_dataset makes it of the same argument",
+    "Function": "phalanx.function makes it of the same arguments",
+    "Optional": _MADE,
+    "PerReplica": "a pytree: JAX makes it again of whatever a function of trees returns",
+    "Mirrored": "a pytree: JAX makes it again of whatever a function of trees returns",
+    "_ActsAsArray.__getitem__": "JAX's own indexing, of the array that it acts as",
+    "_ActsAsArray.__len__": "it takes no arguments",
+    "PerWorkerDataset": _MADE,
+    "PerWorkerValues": _MADE,
+    "Status": _MADE,
+    "Status.line": _MADE,
+    "TPUSystemMetadata": _MADE,
+    "WorkerShard": _MADE,
+    "ClusterCoordinator.create_per_worker_dataset": _RAY,
+    "ClusterCoordinator.create_per_worker_values": _RAY,
+    "ClusterCoordinator.fetch": _RAY,
+    "ClusterCoordinator.schedule": _RAY,
+    "Server.join": _RAY,
+    "TPUClusterResolver.connect": _SERVICE,
+    "print_on_chief": "it is print, with print's arguments and errors",
+    "shutdown_tpu_system": "it would end the system that the other cases use; initialize_tpu_system checks the same argument",
+    "SyncCheck.on_epoch_begin": "Keras calls it",
+    "SyncCheck.on_train_batch_end": "Keras calls it",
+    "SyncCheck.on_train_end": "Keras calls it",
+    "TensorBoard.on_epoch_end": "Keras calls it",
+    "TensorBoard.on_test_end": "Keras calls it",
+    "TensorBoard.on_train_batch_end": "Keras calls it",
+    "TensorBoard.on_train_begin": "Keras calls it",
+    "TensorBoard.on_train_end": "Keras calls it",
+    "ShardedEmbedding.build": "Keras calls it",
+    "ShardedEmbedding.call": "Keras calls it",
+}
+"""Public callables without a case, each with the reason."""
+
+
+def public_callables():
+    """Returns what the public names are, and their public methods, by name: `function`, `Class` and `Class.method`."""
+    things = [*_public_things(), Function, NumpyDataset, Optional]
+    found = {}
+    for thing in things:
+        if inspect.isclass(thing) and issubclass(thing, BaseException):
+            continue
+        is_made = inspect.isclass(thing) and (issubclass(thing, enum.Enum) or inspect.isabstract(thing))
+        if not is_made and _takes_arguments(thing):
+            found[thing.__name__] = thing
+        if inspect.isclass(thing):
+            found |= _methods(thing)
+    return found
+
+
+def _public_things():
+    for room in ROOMS:
+        module = importlib.import_module(room)
+        for name in getattr(module, "__all__", None) or dir(module):
+            thing = getattr(module, name)
+            is_ours = callable(thing) and (thing.__module__ or "").startswith("phalanx")
+            # A module without `__all__` has names of others, which it uses.
+            if is_ours and not name.startswith("_") and (hasattr(module, "__all__") or _is_of(thing, module)):
+                yield thing
+
+
+def _is_of(thing, module):
+    return thing.__module__ == module.__name__ or (module.__name__ == "phalanx.experimental" and inspect.isclass(thing))
+
+
+def _methods(kind):
+    """Returns the methods of a class under the name of the class that defines them first; overrides take the same arguments."""
+    found, seen = {}, set()
+    for owner in reversed(kind.__mro__):
+        if not owner.__module__.startswith("phalanx"):
+            continue
+        for name, method in vars(owner).items():
+            method = method.__func__ if isinstance(method, (classmethod, staticmethod)) else method
+            is_public = not name.startswith("_") or name in ("__call__", "__getitem__", "__len__")
+            if is_public and name not in seen and inspect.isfunction(method) and _takes_arguments(method):
+                seen.add(name)
+                found[f"{owner.__name__}.{name}"] = method
+    return found
+
+
+def _takes_arguments(thing):
+    try:
+        parameters = inspect.signature(thing).parameters
+    except ValueError:
+        return True
+    return any(name not in ("self", "cls") for name in parameters)

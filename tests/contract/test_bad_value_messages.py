@@ -4,9 +4,11 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+import tensorboardX  # noqa: F401  (It sets a variable of the environment, which no test may.)
 from bad_values import deleted
 
 import phalanx
+import phalanx.testing
 
 STRATEGY = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
 ONE = phalanx.OneDeviceStrategy("cpu:0")
@@ -161,3 +163,59 @@ def test_variables_outside_strategies_are_as_in_keras():
     with pytest.raises(ValueError, match="must match") as error:
         keras.Variable([1.0, 2.0]).assign([1.0])
     assert not isinstance(error.value, phalanx.errors.PhalanxError)
+
+
+SIDECAR = {"data": None, "checkpoint_dir": "folder"}
+
+
+def model():
+    """A model that is compiled."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+HELPERS = {
+    r"path=1: must be a path": lambda: iterator().save_state(1),
+    r"path=True: must be a path": lambda: iterator().load_state(True),
+    r"batch_size=2147483648: must be an integer of at least 1": lambda: phalanx.explain_sharding(
+        [1], ONE, None, batch_size=2**31
+    ),
+    r"drop_remainder=1: must be True": lambda: STRATEGY.make_experimental_numpy_dataset([1]).batch(1, drop_remainder=1),
+    r"the dataset \[\[1\], \[2, 3\]\]: is not an array": lambda: ONE.make_experimental_numpy_dataset([[1], [2, 3]]),
+    r"dataset_fn='x': is not callable": lambda: STRATEGY.distribute_datasets_from_function("x"),
+    r"reduce_func='x': is not callable": lambda: DATASET.reduce(0, "x"),
+    r"pattern=1: must be a path": lambda: phalanx.data.from_files(1, open),
+    r"a path of pattern=1: must be a path": lambda: phalanx.data.from_files([1], open),
+    r"reader='x': is not callable": lambda: phalanx.data.from_files(__file__, "x"),
+    r"interleave=0: must be a positive integer": lambda: phalanx.data.from_files(__file__, open, interleave=0),
+    r"dataset=1: must be a DistributedDataset": lambda: phalanx.testing.assert_restores_everywhere(1),
+    r"context=1: must be an InputContext": lambda: phalanx.keras.DatasetCreator(abs)(1),
+    r"every=0: must be 1 or more batches": lambda: phalanx.keras.SyncCheck(0),
+    r"log_dir=1: must be a path": lambda: phalanx.keras.TensorBoard(1),
+    r"update_freq=True: must be .epoch.": lambda: phalanx.keras.TensorBoard("logs", True),
+    r"model=None: must be a Model": lambda: phalanx.keras.SidecarEvaluator(None, **SIDECAR),
+    r"steps=0: must be positive": lambda: phalanx.keras.SidecarEvaluator(model(), **SIDECAR, steps=0),
+    r"poll_s=None: it has to look again": lambda: phalanx.keras.SidecarEvaluator(model(), **SIDECAR, poll_s=None),
+    r"timeout_s=0: must be more than 0": lambda: phalanx.keras.SidecarEvaluator(model(), **SIDECAR, timeout_s=0),
+    r"input_dim=0: must be a positive integer": lambda: phalanx.keras.ShardedEmbedding(0, 1),
+    r"mask_zero=1: must be True": lambda: phalanx.keras.ShardedEmbedding(1, 1, mask_zero=1),
+    r"initializer='no'.*refuses it: ValueError": lambda: phalanx.keras.ShardedEmbedding(1, 1, "no"),
+    r"workers=True: must be a whole number": lambda: phalanx.ParameterServerStrategy(workers=True),
+    r"worker_timeout_s=inf: must be more than 0": lambda: phalanx.ParameterServerStrategy(worker_timeout_s=np.inf),
+    r"worker_timeout_s=True: must be": lambda: phalanx.ParameterServerStrategy(worker_timeout_s=True),
+    r"dashboard=1: must be True": lambda: phalanx.ParameterServerStrategy(dashboard=1),
+    r"max_staleness=-1: must be a whole": lambda: phalanx.ParameterServerStrategy(max_staleness=-1),
+    r"experimental_spmd_xla_partitioning=1: must": lambda: phalanx.TPUStrategy(experimental_spmd_xla_partitioning=1),
+    r"config_proto=1: must be None": lambda: RESOLVER.num_accelerators(config_proto=1),
+    r"model_axis=\[\[1\], 2\]: must be a name and a size": lambda: phalanx.MirroredStrategy(model_axis=[[1], 2]),
+}
+DATASET = STRATEGY.experimental_distribute_dataset(np.arange(8.0), batch_size=2)
+RESOLVER = phalanx.cluster_resolver.SimpleClusterResolver(phalanx.cluster_resolver.ClusterSpec({"worker": ["a:1"]}))
+
+
+@pytest.mark.parametrize("message", HELPERS)
+def test_helpers(message):
+    """Of input, Keras helpers and strategies of several processes."""
+    with pytest.raises(phalanx.errors.PhalanxError, match=f"(?s){message}"):
+        HELPERS[message]()

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 from bad_cases import FUNCTIONS_OF, TAKES
-from bad_groups import GROUPS
+from bad_groups import EXEMPT, GROUPS, public_callables
 from bad_values import FEW, FUNCTIONS, VALUES
 
 from phalanx.errors import PhalanxError
@@ -60,3 +60,12 @@ def test_bad_values_are_refused(group, values, limited):
                 wrong.append(outcome(case, name, parameter, value))
                 limited(0)
     assert [text for text in wrong if text] == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_public_callable_has_a_case():
+    """Or stands in the list of exceptions, which has no name too many."""
+    cases = {name.partition("(")[0] for group in GROUPS.values() for name in group()}
+    public = set(public_callables())
+    assert sorted(public - cases - set(EXEMPT)) == []
+    assert sorted(set(EXEMPT) & cases | set(EXEMPT) - public) == []

@@ -130,7 +130,11 @@ class DistributedDataset:
         Args:
           initial_state: what to begin with.
           reduce_func: maps the state and a batch to the next state.
+
+        Raises:
+          InvalidArgumentError: `reduce_func` is not callable.
         """
+        arguments.function("reduce_func", reduce_func, "dataset.reduce(0, lambda state, batch: state + 1)")
         return functools.reduce(reduce_func, self, initial_state)
 
     @property
@@ -329,7 +333,12 @@ class DistributedIterator(AbstractIterator):
         self._batches.stop()
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
-        """Writes `get_state()` to a file; with several workers all must call it, and the chief writes."""
+        """Writes `get_state()` to a file; with several workers all must call it, and the chief writes.
+
+        Raises:
+          InvalidArgumentError: `path` is not a path.
+        """
+        arguments.path("path", path)
         state = self.get_state()
         if self._worker.is_chief:
             positions.save(state, path)
@@ -339,8 +348,9 @@ class DistributedIterator(AbstractIterator):
 
         Raises:
           InputError: the file holds something else.
+          InvalidArgumentError: `path` is not a path.
         """
-        self.set_state(positions.load(path))
+        self.set_state(positions.load(arguments.path("path", path)))
 
     def _open(self, state: State | None) -> None:
         reader = self._plan.source.open(self._worker, self._plan.policy, state)
@@ -423,6 +433,7 @@ def distribute(
             "there is one dataset for all replicas.",
             "distribute_datasets_from_function, which makes one for each",
         )
+    arguments.flag("drop_remainder", drop_remainder)
     worker = worker_of(topology)
     make = functools.partial(source_of, batch_size=batch_size, drop_remainder=drop_remainder)
     divided = plan(dataset, make, options.auto_shard_policy, worker)
@@ -434,6 +445,7 @@ def distribute_from_function(
     dataset_fn: Callable[[InputContext], Any], topology: Topology | None, options: InputOptions
 ) -> DistributedDataset:
     """Makes a distributed dataset of the datasets of per-replica batches that a function returns."""
+    arguments.function("dataset_fn", dataset_fn, "lambda context: dataset.shard(context.num_input_pipelines, 0)")
     worker = worker_of(topology)
     devices = () if topology is None else topology.local_devices
     source = FunctionSource(dataset_fn, worker, options, devices)

@@ -7,6 +7,7 @@ from typing import Any, final
 import keras
 from typing_extensions import override
 
+from phalanx import arguments
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, shown
 from phalanx.testing import assert_in_sync
 
@@ -31,8 +32,7 @@ class SyncCheck(keras.callbacks.Callback):
 
     def __init__(self, every: int = 1000) -> None:
         super().__init__()
-        if every < 1:
-            raise InvalidArgumentError(f"every={every}", "must be 1 or more batches.", "every=1000")
+        arguments.integer("every", every, kind="1 or more batches", hint="every=1000")
         self._every, self._batches = every, 0
         self._last = -1
 
@@ -78,7 +78,9 @@ class TensorBoard(keras.callbacks.Callback):
 
     def __init__(self, log_dir: str | os.PathLike[str] = "logs", update_freq: str | int = "epoch") -> None:
         super().__init__()
-        if update_freq not in ("epoch", "batch") and (not isinstance(update_freq, int) or update_freq < 1):
+        is_name = isinstance(update_freq, str) and update_freq in ("epoch", "batch")
+        is_count = isinstance(update_freq, int) and not isinstance(update_freq, bool) and update_freq > 0
+        if not (is_name or is_count):
             raise InvalidArgumentError(
                 f"update_freq={shown(update_freq)}",
                 'must be "epoch", "batch" or a number of batches.',
@@ -93,7 +95,7 @@ class TensorBoard(keras.callbacks.Callback):
                 "pip install phalanx[tensorboard]",
             ) from e
         self._writer_class = tensorboardX.SummaryWriter
-        self._log_dir = os.fspath(log_dir)
+        self._log_dir = arguments.path("log_dir", log_dir)
         self._every = {"epoch": 0, "batch": 1}.get(str(update_freq), update_freq)
         self._writers: dict[str, Any] = {}
         self._batches = 0

@@ -8,7 +8,7 @@ from typing import Any, final
 import jax
 import keras
 
-from phalanx import compat
+from phalanx import arguments, compat
 from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError, shown
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
 from phalanx.input.sources.base import UNKNOWN, Facts
@@ -53,7 +53,12 @@ class DatasetCreator:
         self._dataset_fn, self.input_options = dataset_fn, input_options
 
     def __call__(self, context: InputContext) -> Any:
-        """Returns the dataset for one input pipeline."""
+        """Returns the dataset for one input pipeline.
+
+        Raises:
+          InvalidArgumentError: `context` is not an InputContext.
+        """
+        arguments.instance("context", context, InputContext, "creator(phalanx.InputContext())")
         return self._dataset_fn(context)
 
 

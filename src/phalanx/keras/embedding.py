@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from typing_extensions import override
 
-from phalanx import compat, context, lifting
+from phalanx import arguments, compat, context, lifting
 from phalanx.errors import InvalidArgumentError, shown
 from phalanx.homes import Homes
 from phalanx.strategies.parameter_server import ParameterServerStrategy
@@ -30,7 +30,7 @@ class ShardedEmbedding(keras.layers.Embedding):
       **kwargs: `name`, `dtype` and the like.
 
     Raises:
-      InvalidArgumentError: a regularizer or a constraint, which need the whole table, or weights, lora and quantization.
+      InvalidArgumentError: a regularizer or a constraint, which need the whole table, or weights, lora and quantization; or what keras.layers.Embedding refuses.
 
     Source: keras.layers.Embedding; tf.distribute's ShardedVariable.
 
@@ -58,7 +58,17 @@ class ShardedEmbedding(keras.layers.Embedding):
                 "it would need the whole table at each step.",
                 "keras.layers.Embedding; or layer.embeddings.assign(weights)",
             )
-        super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero=mask_zero, **kwargs)
+        for name, size in (("input_dim", input_dim), ("output_dim", output_dim)):
+            arguments.integer(name, size, most=2**31 - 1, kind="a positive integer below 2**31", hint=f"{name}=16")
+        arguments.flag("mask_zero", mask_zero)
+        try:
+            super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero=mask_zero, **kwargs)
+        except Exception as e:
+            raise InvalidArgumentError(
+                f"ShardedEmbedding(embeddings_initializer={shown(embeddings_initializer)}, {shown(kwargs)})",
+                f"keras.layers.Embedding refuses it: {type(e).__name__}.",
+                'embeddings_initializer="uniform"',
+            ) from e
         self._homes: Homes | None = None
 
     @override

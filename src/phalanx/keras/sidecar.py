@@ -12,8 +12,8 @@ from typing import Any, final
 
 import keras
 
-from phalanx import compat
-from phalanx.errors import InputError, InvalidArgumentError, shown
+from phalanx import arguments, compat
+from phalanx.errors import InputError, InvalidArgumentError
 
 _log = logging.getLogger("phalanx")
 _SUFFIXES = (".keras", ".weights.h5")
@@ -38,7 +38,7 @@ class SidecarEvaluator:
       timeout_s: after how many seconds without a new checkpoint it ends; None for never.
 
     Raises:
-      InvalidArgumentError: the model is not compiled, or a number is not positive.
+      InvalidArgumentError: the model is not compiled, a number is not positive, or an argument is of the wrong kind.
 
     Source: tf.keras.experimental.SidecarEvaluator.
 
@@ -65,10 +65,15 @@ class SidecarEvaluator:
         poll_s: float = 1.0,
         timeout_s: float | None = None,
     ) -> None:
-        limits = {"max_evaluations": max_evaluations, "stop_at_step": stop_at_step, "poll_s": poll_s}
+        arguments.instance("model", model, keras.Model, "SidecarEvaluator(model, data, checkpoint_dir)")
+        arguments.path("checkpoint_dir", checkpoint_dir)
+        limits = {"steps": steps, "max_evaluations": max_evaluations, "stop_at_step": stop_at_step}
         for name, value in limits.items():
-            if value is not None and value <= 0:
-                raise InvalidArgumentError(f"{name}={shown(value)}", "must be positive.", f"{name}=None")
+            if value is not None:
+                arguments.integer(name, value, kind="positive, and an integer; or None", hint=f"{name}=None")
+        if poll_s is None or arguments.seconds("poll_s", poll_s, hint="poll_s=1.0") is None:
+            raise InvalidArgumentError("poll_s=None", "it has to look again some time.", "poll_s=1.0")
+        arguments.seconds("timeout_s", timeout_s)
         if not model.compiled:
             raise InvalidArgumentError(
                 f"SidecarEvaluator of {model.name!r}",

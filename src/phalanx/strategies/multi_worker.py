@@ -70,8 +70,9 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
                 "communication_options=phalanx.experimental.CommunicationOptions(bytes_per_pack=1 << 20)",
             )
         arguments.seconds("stall_timeout_s", stall_timeout_s, hint="stall_timeout_s=600")
+        axes = axes_of(model_axis)
         bootstrap.start(resolver, options.timeout_seconds, stall_timeout_s or options.timeout_seconds)
-        topology = Topology(tuple(jax.devices()), axes_of(model_axis))
+        topology = Topology(tuple(jax.devices()), axes)
         _require_implementation(options.implementation, topology)
         # Between processes one buffer is faster than many: each message costs more than the copies.
         between = topology.num_workers > 1

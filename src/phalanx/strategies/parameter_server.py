@@ -4,11 +4,11 @@
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from typing import Any, final
 
 from typing_extensions import override
 
+from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.spec import ClusterSpec
@@ -84,17 +84,14 @@ class ParameterServerStrategy(Strategy):
         dashboard: bool = False,
     ) -> None:
         super().__init__()
-        _check_count("workers", workers)
-        _check_count("ps", ps)
-        if max_staleness is not None and (not isinstance(max_staleness, Integral) or max_staleness < 0):
-            raise InvalidArgumentError(
-                f"max_staleness={shown(max_staleness)}",
-                "must be a whole number, 0 or more, or None.",
-                "max_staleness=4",
-            )
+        for name, count in (("workers", workers), ("ps", ps)):
+            arguments.integer(name, count, kind="a whole number, at least 1", hint=f"{name}=2")
+        if max_staleness is not None:
+            kind = "a whole number, 0 or more, or None"
+            arguments.integer("max_staleness", max_staleness, least=0, kind=kind, hint="max_staleness=4")
         for name, seconds in (("snapshot_every_s", snapshot_every_s), ("worker_timeout_s", worker_timeout_s)):
-            if seconds is not None and not seconds > 0:
-                raise InvalidArgumentError(f"{name}={shown(seconds)}", "must be more than 0 seconds.", f"{name}=30.0")
+            arguments.seconds(name, seconds, hint=f"{name}=30.0")
+        arguments.flag("dashboard", dashboard)
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise InvalidArgumentError(
                 f"variable_partitioner={shown(variable_partitioner)}",
@@ -237,11 +234,6 @@ def _cluster_of(resolver: ClusterResolver | None) -> ClusterSpec | None:
             f'phalanx.Server(cluster_spec, "{resolver.task_type}", {resolver.task_id}).join()',
         )
     return spec
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, Integral) or int(value) < 1:
-        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a whole number, at least 1.", f"{name}=2")
 
 
 def _closed(cluster: RayCluster, homes: Homes, before: Sequence[Callable[[], None]]) -> None:

@@ -9,9 +9,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from typing_extensions import override
 
-from phalanx import context
+from phalanx import arguments, context
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.tpu import TPUClusterResolver
+from phalanx.collectives import primitives
 from phalanx.device_assignment import DeviceAssignment
 from phalanx.errors import ContextError, DeviceError, InvalidArgumentError, shown
 from phalanx.layout import MODEL_AXIS, AbstractLayout, layout_of
@@ -60,6 +61,7 @@ class TPUStrategy(SynchronousStrategy):
     ) -> None:
         resolver = TPUClusterResolver() if tpu_cluster_resolver is None else tpu_cluster_resolver
         assignment = experimental_device_assignment
+        arguments.flag("experimental_spmd_xla_partitioning", experimental_spmd_xla_partitioning)
         if isinstance(resolver, DeviceAssignment):
             raise InvalidArgumentError(
                 f"tpu_cluster_resolver={shown(resolver)}",
@@ -124,13 +126,17 @@ class TPUStrategy(SynchronousStrategy):
                 "XLA divides all of a replica's program between its logical devices.",
                 "experimental_split_to_logical_devices(tensor, ...) or experimental_replicate_to_logical_devices(tensor)",
             )
-        if isinstance(logical_device_id, bool) or logical_device_id not in range(count):
+        if (
+            not isinstance(logical_device_id, int)
+            or isinstance(logical_device_id, bool)
+            or not 0 <= logical_device_id < count
+        ):
             raise InvalidArgumentError(
                 f"logical_device_id={shown(logical_device_id)}",
                 f"a replica has the logical devices 0 to {count - 1}.",
                 "logical_device_id=0",
             )
-        value = jnp.asarray(tensor)
+        value = primitives.as_array(tensor)
         if count == 1:
             return value
         own = (jnp.arange(count) == logical_device_id).reshape(-1, *(1,) * value.ndim)
@@ -155,10 +161,16 @@ class TPUStrategy(SynchronousStrategy):
           ContextError: called outside a replica function.
         """
         self._require_replica("experimental_split_to_logical_devices")
-        value = jnp.asarray(tensor)
+        value = primitives.as_array(tensor)
+        if not isinstance(partition_dimensions, (list, tuple)):
+            raise InvalidArgumentError(
+                f"partition_dimensions={shown(partition_dimensions)}",
+                "must be a list of integers.",
+                f"{[1] * value.ndim}",
+            )
         parts = list(partition_dimensions)
         count = self.topology.devices_per_replica
-        asked = f"partition_dimensions={parts} of an array {value.dtype}{list(value.shape)}"
+        asked = f"partition_dimensions={shown(parts)} of an array {value.dtype}{list(value.shape)}"
         if len(parts) != value.ndim or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in parts):
             raise InvalidArgumentError(asked, "must be one positive integer for each dim.", f"{[1] * value.ndim}")
         if wrong := [i for i, n in enumerate(parts) if value.shape[i] % n]:
@@ -188,7 +200,7 @@ class TPUStrategy(SynchronousStrategy):
           ContextError: called outside a replica function.
         """
         self._require_replica("experimental_replicate_to_logical_devices")
-        value = jnp.asarray(tensor)
+        value = primitives.as_array(tensor)
         return value if self.topology.devices_per_replica == 1 else lax.with_sharding_constraint(value, PartitionSpec())
 
     def _spec(self, dim: int, ndim: int) -> PartitionSpec:

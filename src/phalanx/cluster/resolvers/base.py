@@ -58,6 +58,7 @@ class ClusterResolver(ABC):
             return ""
         return self._with_layer(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
 
+    @arguments.typed(ClusterTypeError)
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
     ) -> dict[str, int]:

@@ -66,6 +66,7 @@ class SageMakerClusterResolver(ClusterResolver):
         return ClusterSpec({"worker": [f"{host}:{self._port}" for host in self._hosts()]})
 
     @override
+    @arguments.typed(ClusterTypeError)
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
     ) -> dict[str, int]:

@@ -61,6 +61,7 @@ class SimpleClusterResolver(ClusterResolver):
         return super().master(task_type, task_id, rpc_layer)
 
     @override
+    @arguments.typed(ClusterTypeError)
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
     ) -> dict[str, int]:

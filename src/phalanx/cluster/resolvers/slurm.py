@@ -196,6 +196,7 @@ class SlurmClusterResolver(ClusterResolver):
         return self.task_type, self.task_id
 
     @override
+    @arguments.typed(ClusterTypeError)
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
     ) -> dict[str, int]:

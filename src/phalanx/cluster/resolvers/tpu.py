@@ -124,6 +124,7 @@ class TPUClusterResolver(ClusterResolver):
         return ClusterSpec({**cluster, name: [address]} if name and address else cluster)
 
     @override
+    @arguments.typed(ClusterTypeError)
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
     ) -> dict[str, int]:

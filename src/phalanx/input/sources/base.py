@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from phalanx import arrays
-from phalanx.errors import InputError, InvalidArgumentError, shown
+from phalanx import arguments, arrays
+from phalanx.errors import InputError, shown
 from phalanx.input.shard import Worker
 from phalanx.options import AutoShardPolicy
 
@@ -145,11 +145,8 @@ def check_batch_size(batch_size: Any) -> int:
     Raises:
       InvalidArgumentError: it is no positive integer.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
-        raise InvalidArgumentError(
-            f"batch_size={shown(batch_size)}", "must be an integer of at least 1.", "batch_size=64"
-        )
-    return int(batch_size)
+    kind = "an integer of at least 1, and less than 2**31"
+    return arguments.integer("batch_size", batch_size, most=2**31 - 1, kind=kind, hint="batch_size=64")
 
 
 def to_host(batch: Any, *, copy: bool = False) -> Any:
@@ -242,7 +239,8 @@ class _Column:
 
     def add(self, row: Any) -> None:
         """Copies one row."""
-        row = np.asarray(row if isinstance(row, (np.ndarray, np.generic)) else arrays.to_host(row, "a record"))
+        row = row if isinstance(row, (np.ndarray, np.generic)) else arrays.to_host(row, "a record")
+        row = arrays.to_numpy(row, "a record")
         if self._rows is None:
             _check_numbers(row)
             room = max(_FIRST_ROWS, _FIRST_BYTES // max(row.nbytes, 1))

@@ -9,9 +9,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
+import jax
 from typing_extensions import override
 
-from phalanx.errors import InputError, InvalidArgumentError, shown
+from phalanx import arguments
+from phalanx.errors import InputError, shown
 from phalanx.input.shard import Worker, shares
 from phalanx.input.sources.base import (
     AbstractReader,
@@ -69,7 +71,7 @@ def from_files(
 
     Raises:
       InputError: no file matches, or a path is given twice.
-      InvalidArgumentError: `interleave` is less than 1.
+      InvalidArgumentError: `interleave` is less than 1, or another argument is of the wrong kind.
 
     Example:
       >>> import os, phalanx
@@ -77,8 +79,8 @@ def from_files(
       >>> phalanx.data.from_files(folder + "/val*.py", lambda path: open(path).readlines())
       1 files
     """
-    single = isinstance(pattern, (str, os.PathLike))
-    paths = sorted(glob.glob(os.fspath(pattern))) if single else [os.fspath(p) for p in pattern]  # type: ignore[arg-type,union-attr]
+    paths = _paths(pattern)
+    arguments.function("reader", reader, "phalanx.data.from_files(pattern, lambda path: open(path).readlines())")
     if not paths:
         raise InputError(
             f"from_files({shown(pattern)})", f"no file matches in {os.getcwd()}.", "a pattern such as 'data/*.tfrecord'"
@@ -86,9 +88,18 @@ def from_files(
     if len(set(paths)) < len(paths):
         twice = next(p for p in paths if paths.count(p) > 1)
         raise InputError(f"from_files of {len(paths)} paths", f"{twice} is given twice.", "sorted(set(paths))")
-    if interleave < 1:
-        raise InvalidArgumentError(f"interleave={interleave}", "at least one file is read at a time.", "interleave=1")
+    arguments.integer("interleave", interleave)
     return Files(paths, reader, interleave)
+
+
+def _paths(pattern: Any) -> list[str]:
+    """Returns the paths that a pattern matches, or those that are given."""
+    if isinstance(pattern, (str, os.PathLike)):
+        return sorted(glob.glob(arguments.path("pattern", pattern)))
+    if not isinstance(pattern, Iterable) or isinstance(pattern, jax.Array):
+        return [arguments.path("pattern", pattern)]
+    # One by one: some objects that are not paths never end.
+    return [arguments.path("a path of pattern", path) for path in pattern]
 
 
 @final

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-from phalanx.arrays import to_host
+from phalanx import arguments
+from phalanx.arrays import to_host, to_numpy
 from phalanx.errors import InputError
 from phalanx.input.shard import Worker
 from phalanx.input.sources.base import (
@@ -132,7 +133,8 @@ class NumpyDataset:
     def __init__(self, arrays: Any) -> None:
         is_list = lambda x: isinstance(x, list)  # noqa: E731
         self._arrays = to_host(
-            jax.tree.map(lambda x: np.asarray(x) if is_list(x) else x, arrays, is_leaf=is_list), "the dataset"
+            jax.tree.map(lambda x: to_numpy(x, "the dataset") if is_list(x) else x, arrays, is_leaf=is_list),
+            "the dataset",
         )
         self._rows = num_rows(self._arrays)
 
@@ -149,6 +151,7 @@ class NumpyDataset:
         Raises:
           InvalidArgumentError: `batch_size` is no positive integer.
         """
+        arguments.flag("drop_remainder", drop_remainder)
         return ArrayRecords(self._arrays, batch_size, drop_remainder=drop_remainder)
 
 

@@ -1,0 +1,346 @@
+"""Input, Keras helpers, strategies of several processes and what belongs to them, with good arguments."""
+
+import contextlib
+import tempfile
+
+import keras
+import numpy as np
+import tensorboardX  # noqa: F401  (It sets a variable of the environment, which no test may.)
+from bad_values import ALL, ARRAYS, COUNT, INDEX, INTEGER, NONE, SECONDS, TEXTS, VALUES, Case
+
+import phalanx
+import phalanx.testing
+from phalanx import cluster_resolver
+from phalanx.cluster_resolver import ClusterSpec
+
+ROWS = {"range", "array of NumPy", "empty array", "bool array", "Mirrored"}
+STREAMS = {"empty list", "range", "generator"}
+TENSORS = ARRAYS | {"True", "bool array", "empty list", "empty tuple", "range"}
+NOT_ROWS = set(VALUES) - (
+    {"True", "-1", "0", "1.5", "nan", "inf", "1j", "empty list", "empty dict", "empty tuple", "range", "dict of int"}
+    | {"scalar of NumPy", "PerReplica of three", "PerReplica of text", "Mirrored", "variable"}
+)
+NOT_INITIALIZERS = set(VALUES) - (
+    {"None", "object array", "text array", "date array", "array of NumPy", "empty array", "bool array", "array"}
+    | {"scalar of NumPy", "deleted array"}
+)
+
+
+class _Reached(Exception):
+    """All arguments were looked at, and processes would start now."""
+
+
+class _Resolver(cluster_resolver.SimpleClusterResolver):
+    """A resolver that is asked last."""
+
+    def cluster_spec(self):
+        """Ends the construction."""
+        raise _Reached
+
+
+def _until_reached(make):
+    def call(**given):
+        if given["cluster_resolver"] is None:  # It would start processes of its own.
+            return
+        try:
+            make(**given)
+        except _Reached:
+            return
+
+    return call
+
+
+def of_input():
+    """Datasets and their iterators."""
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    rows = np.arange(8.0)
+    dataset = strategy.experimental_distribute_dataset(rows, batch_size=2)
+    of_rows = strategy.make_experimental_numpy_dataset(rows)
+
+    def read(data):
+        return list(data)
+
+    def in_folder(call, path):
+        # Python says that a file is missing, or cannot be written.
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.suppress(OSError):
+            call(path)
+
+    batches = lambda x: read(strategy.experimental_distribute_dataset(x))  # noqa: E731
+    return {
+        "Strategy.experimental_distribute_dataset": Case(
+            lambda **given: read(strategy.experimental_distribute_dataset(**given)),
+            {"dataset": rows, "options": None, "batch_size": 2, "drop_remainder": False},
+            takes={
+                "dataset": ROWS | {"set", "generator", "array", "empty list"},
+                "options": NONE,
+                "drop_remainder": {"True"},
+            },
+            functions=("dataset",),
+        ),
+        "Strategy.experimental_distribute_dataset(of batches)": Case(
+            batches, {"x": [rows]}, takes={"x": STREAMS}, functions=("x",)
+        ),
+        "Strategy.experimental_distribute_dataset(of a batch)": Case(
+            lambda x: batches([x]), {"x": rows}, takes={"x": ROWS | {"array", "PerReplica of three", "variable"}}
+        ),
+        "Strategy.experimental_distribute_dataset(of rows)": Case(
+            lambda x: read(strategy.experimental_distribute_dataset([x, x], batch_size=2)),
+            {"x": 1.0},
+            takes={"x": ALL - NOT_ROWS},
+        ),
+        "Strategy.distribute_datasets_from_function": Case(
+            lambda **given: read(strategy.distribute_datasets_from_function(**given)),
+            {"dataset_fn": lambda context: [rows, rows], "options": None},
+            takes={"options": NONE},
+            functions=("dataset_fn",),
+        ),
+        "Strategy.distribute_datasets_from_function(of what it returns)": Case(
+            lambda x: read(strategy.distribute_datasets_from_function(lambda context: x)),
+            {"x": [rows, rows]},
+            takes={"x": STREAMS},
+            functions=("x",),
+        ),
+        "Strategy.experimental_distribute_datasets_from_function": Case(
+            lambda **given: read(strategy.experimental_distribute_datasets_from_function(**given)),
+            {"dataset_fn": lambda context: [rows, rows], "options": None},
+            takes={"options": NONE},
+            functions=("dataset_fn",),
+        ),
+        "Strategy.make_experimental_numpy_dataset": Case(
+            strategy.make_experimental_numpy_dataset,
+            {"numpy_input": rows, "session": None},
+            takes={"numpy_input": ROWS | {"array", "empty list", "PerReplica of three", "variable"}, "session": NONE},
+        ),
+        "NumpyDataset.batch": Case(
+            of_rows.batch, {"batch_size": 2, "drop_remainder": False}, takes={"drop_remainder": {"True"}}
+        ),
+        "DistributedDataset.batches": Case(lambda steps: iter(dataset.batches(steps=steps)), {"steps": 2}),
+        "DistributedDataset.reduce": Case(
+            dataset.reduce,
+            {"initial_state": 0.0, "reduce_func": lambda state, x: state},
+            takes={"initial_state": ALL},
+            functions=("reduce_func",),
+        ),
+        "DistributedIterator.set_state": Case(
+            lambda state: iter(dataset).set_state(state), {"state": iter(dataset).get_state()}
+        ),
+        "DistributedIterator.load_state": Case(
+            lambda path: in_folder(iter(dataset).load_state, path), {"path": "state"}, takes={"path": TEXTS}
+        ),
+        "DistributedIterator.save_state": Case(
+            lambda path: in_folder(iter(dataset).save_state, path), {"path": "state"}, takes={"path": TEXTS}
+        ),
+        "from_files": Case(
+            phalanx.data.from_files,
+            {"pattern": __file__, "reader": open, "interleave": 1},
+            takes={"pattern": {"text array"}, "interleave": COUNT},
+            functions=("reader",),
+        ),
+        "assert_restores_everywhere": Case(
+            phalanx.testing.assert_restores_everywhere, {"dataset": dataset, "steps": 1}, takes={"steps": NONE | COUNT}
+        ),
+    }
+
+
+def of_keras():
+    """What belongs beside `fit`."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = (np.ones((2, 1), "float32"), np.ones((2, 1), "float32"))
+    creator = phalanx.keras.DatasetCreator(lambda context: [np.ones(2)])
+    before = phalanx.keras.set_logits_recovery
+
+    def recover(enabled):
+        try:
+            before(enabled)
+        finally:
+            before(True)
+
+    return {
+        "DatasetCreator": Case(
+            phalanx.keras.DatasetCreator,
+            {"dataset_fn": lambda context: [np.ones(2)], "input_options": None},
+            takes={"input_options": NONE},
+            functions=("dataset_fn",),
+        ),
+        "DatasetCreator.__call__": Case(creator, {"context": phalanx.InputContext()}),
+        "ShardedEmbedding": Case(
+            phalanx.keras.ShardedEmbedding,
+            {"input_dim": 4, "output_dim": 2, "embeddings_initializer": "uniform", "mask_zero": False},
+            # Keras takes arrays and functions for initializers, and looks at them when the layer is built.
+            takes={"embeddings_initializer": ALL - NOT_INITIALIZERS, "mask_zero": {"True"}},
+            functions=("embeddings_initializer",),
+        ),
+        "SidecarEvaluator": Case(
+            phalanx.keras.SidecarEvaluator,
+            {
+                "model": model,
+                "data": data,
+                "checkpoint_dir": "checkpoints",
+                "steps": None,
+                "max_evaluations": None,
+                "callbacks": None,
+                "stop_at_step": None,
+                "poll_s": 1.0,
+                "timeout_s": 0.1,
+            },
+            # What is evaluated, and with which callbacks, is looked at when a checkpoint is there.
+            takes={
+                "data": ALL,
+                "checkpoint_dir": TEXTS,
+                **dict.fromkeys(("steps", "max_evaluations", "stop_at_step"), NONE | COUNT),
+                "callbacks": ALL,
+                "poll_s": SECONDS - NONE,
+                "timeout_s": SECONDS,
+            },
+        ),
+        "SyncCheck": Case(phalanx.keras.SyncCheck, {"every": 1000}, takes={"every": COUNT}),
+        "TensorBoard": Case(
+            phalanx.keras.TensorBoard,
+            {"log_dir": "logs", "update_freq": "epoch"},
+            takes={"log_dir": TEXTS, "update_freq": COUNT},
+        ),
+        "set_logits_recovery": Case(recover, {"enabled": True}, takes={"enabled": {"True"}}),
+    }
+
+
+def of_processes():
+    """Strategies and servers, until they would start processes."""
+    resolver = _Resolver(
+        ClusterSpec({"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}), task_type="chief", task_id=0
+    )
+    multi = _until_reached(phalanx.MultiWorkerMirroredStrategy)
+    old = _until_reached(phalanx.experimental.MultiWorkerMirroredStrategy)
+    return {
+        "ParameterServerStrategy": Case(
+            _until_reached(phalanx.ParameterServerStrategy),
+            {
+                "cluster_resolver": resolver,
+                "variable_partitioner": None,
+                "workers": 1,
+                "ps": 1,
+                "max_staleness": None,
+                "snapshot_every_s": None,
+                "worker_timeout_s": 30.0,
+                "dashboard": False,
+            },
+            takes={
+                "cluster_resolver": NONE,
+                "variable_partitioner": NONE,
+                "workers": COUNT,
+                "ps": COUNT,
+                "max_staleness": NONE | INDEX,
+                "snapshot_every_s": SECONDS,
+                "worker_timeout_s": SECONDS,
+                "dashboard": {"True"},
+            },
+            functions=("variable_partitioner",),
+        ),
+        "MultiWorkerMirroredStrategy": Case(
+            multi,
+            {"cluster_resolver": resolver, "communication_options": None, "stall_timeout_s": None, "model_axis": None},
+            takes={
+                "cluster_resolver": NONE,
+                "communication_options": NONE,
+                "stall_timeout_s": SECONDS,
+                "model_axis": NONE,
+            },
+        ),
+        "MultiWorkerMirroredStrategy(experimental)": Case(
+            old, {"communication": "auto", "cluster_resolver": resolver}, takes={"cluster_resolver": NONE}
+        ),
+        "CentralStorageStrategy": Case(
+            phalanx.experimental.CentralStorageStrategy,
+            {"compute_devices": ["cpu:1"], "parameter_device": "cpu:0"},
+            takes={"compute_devices": NONE, "parameter_device": NONE},
+        ),
+        "ClusterCoordinator": Case(phalanx.coordinator.ClusterCoordinator, {"strategy": None}),
+        "ShardedVariable": Case(phalanx.experimental.ShardedVariable, {"variable": None, "strategy": None}),
+        "GCEClusterResolver": Case(
+            cluster_resolver.GCEClusterResolver,
+            {
+                "project": "p",
+                "zone": "z",
+                "instance_group": "g",
+                "port": 1,
+                "task_type": "worker",
+                "task_id": 0,
+                "rpc_layer": "grpc",
+                "credentials": "default",
+                "service": object(),
+            },
+            takes={
+                **dict.fromkeys(("project", "zone", "instance_group", "task_type", "rpc_layer"), TEXTS),
+                "task_id": INTEGER,
+                "credentials": ALL,
+                "service": ALL,
+            },
+        ),
+        "KubernetesClusterResolver": Case(
+            cluster_resolver.KubernetesClusterResolver,
+            {
+                "job_to_label_mapping": {"worker": ["a=b"]},
+                "tf_server_port": 8470,
+                "rpc_layer": "grpc",
+                "override_client": object(),
+            },
+            takes={"job_to_label_mapping": NONE | {"empty dict"}, "rpc_layer": TEXTS, "override_client": ALL},
+        ),
+        "ClusterResolver.num_accelerators": Case(
+            cluster_resolver.SimpleClusterResolver(
+                ClusterSpec({"worker": ["a:1"]}), num_accelerators={"GPU": 1}
+            ).num_accelerators,
+            {"task_type": "worker", "task_id": 0, "config_proto": None},
+            takes={"task_type": NONE | TEXTS, "task_id": NONE | INTEGER, "config_proto": NONE},
+        ),
+    }
+
+
+def of_logical_devices():
+    """Where arrays of a replica on several devices are."""
+    devices = phalanx.testing.virtual_topology((1, 1, 2))
+    assignment = phalanx.tpu.experimental.DeviceAssignment.build(devices, [1, 1, 2], num_replicas=1)
+    strategy = phalanx.TPUStrategy(experimental_device_assignment=assignment)
+    inside = lambda method: lambda **given: strategy.run(lambda: getattr(strategy, method)(**given))  # noqa: E731
+    one = np.ones((2, 3), "float32")
+    return {
+        "TPUStrategy": Case(
+            phalanx.TPUStrategy,
+            {
+                "tpu_cluster_resolver": None,
+                "experimental_device_assignment": assignment,
+                "experimental_spmd_xla_partitioning": False,
+                "layout": None,
+            },
+            takes={
+                "tpu_cluster_resolver": NONE,
+                "experimental_device_assignment": NONE,
+                "experimental_spmd_xla_partitioning": {"True"},
+                "layout": NONE | {"empty dict"},
+            },
+        ),
+        "TPUStrategy(experimental)": Case(
+            phalanx.experimental.TPUStrategy,
+            {"tpu_cluster_resolver": None, "device_assignment": assignment},
+            takes={"tpu_cluster_resolver": NONE, "device_assignment": NONE},
+        ),
+        "TPUStrategy.experimental_assign_to_logical_device": Case(
+            inside("experimental_assign_to_logical_device"),
+            {"tensor": one, "logical_device_id": 0},
+            takes={"tensor": TENSORS, "logical_device_id": {"0"}},
+        ),
+        "TPUStrategy.experimental_split_to_logical_devices": Case(
+            inside("experimental_split_to_logical_devices"), {"tensor": one, "partition_dimensions": [2, 1]}
+        ),
+        "TPUStrategy.experimental_replicate_to_logical_devices": Case(
+            inside("experimental_replicate_to_logical_devices"), {"tensor": one}, takes={"tensor": TENSORS}
+        ),
+    }
+
+
+GROUPS = {
+    "input": of_input,
+    "keras": of_keras,
+    "processes": of_processes,
+    "logical_devices": of_logical_devices,
+}
