@@ -231,7 +231,7 @@ def test_pattern(tmp_path):
         ("nowhere/*.txt", 1, InputError, r"from_files\('nowhere/\*.txt'\): no file matches in /"),
         ([], 1, InputError, "no file matches"),
         (["a", "b", "a"], 1, InputError, "from_files of 3 paths: a is given twice"),
-        (["a"], 0, InvalidArgumentError, "interleave=0: at least one file is read at a time"),
+        (["a"], 0, InvalidArgumentError, "interleave=0: must be a positive integer"),
     ],
 )
 def test_bad_files(pattern, interleave, error, match):
