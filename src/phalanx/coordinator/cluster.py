@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ClusterCoordinator`: steps that any worker does."""
 
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from phalanx.coordinator.steps import Steps, check_call, name_of
 from phalanx.coordinator.supervisor import MOST_LOSSES, State, Supervisor, Work, WorkerLost, lost_again
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, check_function, check_maker
 from phalanx.errors import InvalidArgumentError, shown
+from phalanx.programs import Function
 from phalanx.strategies.parameter_server import ParameterServerStrategy, on_run
 
 _of_strategy: "weakref.WeakKeyDictionary[ParameterServerStrategy, ClusterCoordinator]" = weakref.WeakKeyDictionary()
@@ -144,6 +146,8 @@ class ClusterCoordinator:
         Raises:
           InvalidArgumentError: neither, or a function that needs arguments.
         """
+        if isinstance(dataset_fn, Function):  # It is called as it is: a program cannot return a dataset.
+            dataset_fn = inspect.unwrap(dataset_fn)
         make = dataset_fn
         if callable(dataset_fn):
             check_maker("dataset_fn", dataset_fn)

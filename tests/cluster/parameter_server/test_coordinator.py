@@ -256,6 +256,13 @@ def test_a_finite_dataset_ends(calm):
     assert max(seen.values()) <= 2
 
 
+def test_a_dataset_function_that_is_a_phalanx_function(calm):
+    """TensorFlow's tutorial of parameter servers puts `@tf.function` above it; the function is called as it is."""
+    dataset_fn = phalanx.function(lambda: iter([np.float32(7)]))
+    iterator = iter(calm.create_per_worker_dataset(dataset_fn))
+    assert float(calm.schedule(take, args=(iterator,)).fetch()) == 7
+
+
 def test_an_empty_dataset(calm):
     """It has no batch whose shape a step could have."""
     iterator = iter(calm.create_per_worker_dataset(lambda: iter([])))
