@@ -136,6 +136,7 @@ class _Run:
         # Keras's trainer weighs means; and what no optimizer gets may be anything.
         if num_replicas > 1 and not context.current().averaging and (found.optimizers or found.updates):
             first = len(found.inputs)
+            slips.warn_of_whole_batch(found.jaxpr, num_replicas, self._sharded, self._whole)
             slips.warn_of_mean(found.jaxpr, num_replicas, slice(first, first + num_batches))
 
     @property

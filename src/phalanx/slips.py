@@ -53,6 +53,16 @@ def _has(jaxpr: jex.Jaxpr, name: str) -> bool:
     )
 
 
+def _uses_replica_id(jaxpr: jex.Jaxpr) -> bool:
+    """Returns whether something is computed from the number of the replica, which every trace has."""
+    used = {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, jex.Var)} | set(jaxpr.outvars)
+    return any(
+        (eqn.primitive.name == "axis_index" and eqn.outvars[0] in used)
+        or any(map(_uses_replica_id, jex.jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
 def _draws_from_constant(jaxpr: jex.Jaxpr, varies: Sequence[bool]) -> bool:
     """Returns whether a jaxpr draws from a key that depends on none of the inputs that vary, nor on the replica."""
     varying = {v for v, on in zip(jaxpr.invars, varies, strict=True) if on}
@@ -68,6 +78,25 @@ def _draws_from_constant(jaxpr: jex.Jaxpr, varies: Sequence[bool]) -> bool:
         elif any(ins) or eqn.primitive.name == "axis_index" or inner or not eqn.invars:
             varying.update(eqn.outvars)
     return False
+
+
+def warn_of_whole_batch(closed: jex.ClosedJaxpr, num_replicas: int, own: Sequence[Any], whole: Sequence[Any]) -> None:
+    """Warns if all replicas train on the same rows.
+
+    Args:
+      closed: the trace of one replica.
+      num_replicas: how many replicas there are.
+      own: the arguments of which each replica has its own component.
+      whole: the arguments that are the same on all replicas.
+    """
+    shapes = [x.shape for x in whole if np.ndim(x) > 1]
+    if own or not shapes or _uses_replica_id(closed.jaxpr):
+        return
+    warn_of_slip(
+        f"A step trains on an array {list(shapes[0])} that was passed to run as it is: each of the {num_replicas} replicas "
+        "computes the same, for all of its rows.",
+        "for batch in strategy.experimental_distribute_dataset((x, y), batch_size=64): strategy.run(step, args=(batch,))",
+    )
 
 
 def warn_of_mean(closed: jex.ClosedJaxpr, num_replicas: int, batches: slice) -> None:

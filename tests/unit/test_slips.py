@@ -188,3 +188,44 @@ def test_a_mirrored_strategy_of_one_device():
         done.stdout.count("MirroredStrategy() has one replica: JAX has found one device, cpu:0.\nHINT: phalanx.set_")
         == 1
     )
+
+
+def weights_and_optimizer(strategy):
+    """What a step trains."""
+    with strategy.scope():
+        return keras.Variable(np.ones((3, 1), "float32")), keras.optimizers.SGD(0.1)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, phalanx.function], ids=["run", "function"])
+def test_a_whole_batch_as_an_array(strategy, wrap):
+    """Each replica would compute the same."""
+    w, optimizer = weights_and_optimizer(strategy)
+
+    def step(x):
+        with phalanx.GradientTape() as tape:
+            loss = phalanx.nn.compute_average_loss((x @ w)[:, 0] ** 2)
+        optimizer.apply_gradients([(tape.gradient(loss, w), w)])
+
+    with pytest.warns(
+        SlipWarning, match=r"array \[8, 3\] that was passed to run as it is: each of the 2 replicas.*\nHINT: for"
+    ):
+        wrap(lambda x: strategy.run(step, args=(x,)))(X)
+
+
+def test_arrays_beside_a_batch_are_right(strategy):
+    """So are steps that choose their rows themselves, and one replica."""
+    w, optimizer = weights_and_optimizer(strategy)
+
+    def step(scale, x, rows=lambda x: x):
+        with phalanx.GradientTape() as tape:
+            loss = phalanx.nn.compute_average_loss((rows(x) @ scale @ w)[:, 0] ** 2)
+        optimizer.apply_gradients([(tape.gradient(loss, w), w)])
+
+    def own_rows(x):
+        return jax.lax.dynamic_slice_in_dim(x, 4 * phalanx.get_replica_context().replica_id_in_sync_group, 4)
+
+    (batch,) = strategy.experimental_distribute_dataset(X, batch_size=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SlipWarning)
+        strategy.run(step, args=(np.eye(3, dtype="float32"), batch))
+        strategy.run(lambda scale, x: step(scale, x, own_rows), args=(np.eye(3, dtype="float32"), X))
