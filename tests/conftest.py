@@ -26,11 +26,16 @@ import phalanx
 
 phalanx.set_virtual_cpu_devices(8)
 
+import hypothesis
 import jax
 import keras
 import pytest
 
 from phalanx import context, errors
+
+# How long an example takes says nothing: the machine may be busy.
+hypothesis.settings.register_profile("phalanx", deadline=None)
+hypothesis.settings.load_profile("phalanx")
 
 # JAX starts its devices with a thread that may outlive the first test on a busy machine.
 jax.devices()

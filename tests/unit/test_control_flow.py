@@ -153,6 +153,7 @@ def test_layers_that_write(way, call):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:A step trains on an array")
 def test_training_loop_in_a_scan(two_replicas):
     """A whole training loop in one scan in the replicas equals a loop of steps."""
 
