@@ -34,7 +34,7 @@ class ReduceOp(enum.Enum):
         if isinstance(op, str) and op.upper() in cls.__members__:
             return cls[op.upper()]
         raise ReduceOpError(
-            f"reduce_op={shown(op)}", "not a ReduceOp; the operations are SUM and MEAN.", "\"SUM\" or \"MEAN\""
+            f"reduce_op={shown(op)}", "not a ReduceOp; the operations are SUM and MEAN.", '"SUM" or "MEAN"'
         )
 
 

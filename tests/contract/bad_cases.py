@@ -277,6 +277,8 @@ TAKES: dict[str, dict[str, set[str]]] = {
         "num_accelerators": {"None", "empty dict"},
         "rpc_layer": NONE | TEXTS,
     },
+    # Taken from the environment, where another test has virtual TPUs.
+    "initialize_tpu_system": {"cluster_resolver": NONE},
     "ClusterResolver.master": {"task_type": NONE, "task_id": {"None", "0"}, "rpc_layer": NONE | TEXTS},
     "SlurmClusterResolver": {
         "jobs": {"None", "empty dict"},

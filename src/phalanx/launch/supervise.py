@@ -19,6 +19,7 @@ from phalanx.launch.signals import Signals
 _TICK_S = 0.05
 _LONGEST_WAIT_S = 1.0
 _DRAIN_S = 1.0
+_WORD_S = 2.0
 
 
 def run_group(
@@ -105,12 +106,15 @@ class _Group:
 
     def end(self, grace_s: float) -> None:
         """Ends what is left by SIGTERM, after `grace_s` or a second signal by SIGKILL, and passes on the last lines."""
-        deadline_s = time.monotonic() + grace_s
+        # Where one has failed the others first have time to say whom they miss.
+        word_s = 0.0 if self._signals.first is not None else min(_WORD_S, grace_s)
+        tell_s = time.monotonic() + word_s
+        deadline_s = tell_s + grace_s
         is_told = False
         while self._alive() or strays(self._mark, self._workers):
             if time.monotonic() >= deadline_s or self._signals.is_urgent:
                 tell_all(signal.SIGKILL, self._mark, self._workers)
-            elif not is_told:
+            elif not is_told and (self._signals.first is not None or time.monotonic() >= tell_s):
                 tell_all(signal.SIGTERM, self._mark, self._workers)
                 # One that stands still would not see that it shall end.
                 tell_all(signal.SIGCONT, self._mark, self._workers)

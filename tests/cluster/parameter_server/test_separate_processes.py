@@ -322,7 +322,7 @@ def test_two_processes_with_one_index():
         servers(spec, ["a" * 64] * 3, tasks=[("worker", 0), ("worker", 0), ("ps", 0)]),
         process("coordinating.py", TF_CONFIG=chief_config, RAY_AUTH_TOKEN="a" * 64) as chief,
     ):
-        assert chief.wait(90) != 0
+        assert chief.wait(180) != 0
         chief.log.seek(0)
         text = chief.log.read()
         assert "two processes have joined as worker:0" in text
@@ -366,7 +366,7 @@ def test_ray_ends_what_needs_too_much_memory():
     code = "import phalanx; phalanx.ParameterServerStrategy(workers=1, ps=1)"
     settings = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
     with process("-c", code, **settings) as coordinator:
-        assert coordinator.wait(150) == 1
+        assert coordinator.wait(240) == 1
         coordinator.log.seek(0)
         text = coordinator.log.read()
     assert "StartupError: the start of parameter server 0: it has died (Ray ended it because" in text
