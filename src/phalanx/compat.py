@@ -76,6 +76,10 @@ class AbstractLiftScope(keras.StatelessScope):
         """Returns the value of `variable` inside the trace."""
         raise NotImplementedError
 
+    def note_read(self) -> None:
+        """Must be called before anything of the program is read that another program may have otherwise."""
+        raise NotImplementedError
+
     def add_update(self, update: tuple[Variable, Any]) -> None:
         """Assigns `(variable, value)` inside the trace."""
         raise NotImplementedError
@@ -156,6 +160,13 @@ def _surrounding_scope() -> AbstractLiftScope | None:
     while scope is not None and not isinstance(scope, AbstractLiftScope):
         scope = scope.original_scope
     return scope
+
+
+def note_read() -> None:
+    """Must be called before anything of a program is read that another program may have otherwise."""
+    scope = _surrounding_scope()
+    if scope is not None:
+        scope.note_read()
 
 
 def is_lifting() -> bool:

@@ -305,6 +305,7 @@ def get_strategy() -> "Strategy":
       >>> phalanx.get_strategy().num_replicas_in_sync
       1
     """
+    compat.note_read()
     return current().strategy
 
 
@@ -328,6 +329,7 @@ def in_cross_replica_context() -> bool:
       >>> phalanx.in_cross_replica_context()
       False
     """
+    compat.note_read()
     return current().replica is None
 
 
@@ -339,6 +341,7 @@ def get_replica_context() -> "ReplicaContext | None":
       >>> phalanx.get_replica_context().num_replicas_in_sync
       1
     """
+    compat.note_read()
     return current().replica
 
 

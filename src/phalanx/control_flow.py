@@ -94,10 +94,16 @@ class _Surroundings:
     def __init__(self, scope: keras.StatelessScope | None) -> None:
         self._scope = scope
         self._entries: list[Entry] = []
+        if isinstance(scope, LiftScope):
+            scope.note_read()  # By the body, once it runs.
 
     def value(self, variable: Variable) -> Any:
         """Returns the value of `variable` around the body."""
-        value = None if self._scope is None else self._scope.get_current_value(variable)
+        value = None
+        if isinstance(self._scope, LiftScope):
+            value = self._scope.value(variable)
+        elif self._scope is not None:
+            value = self._scope.get_current_value(variable)
         value = compat.raw_value(variable) if value is None else value
         # Made in the body: it gets its first value when all scopes are closed.
         return jnp.zeros(variable.shape, compat.dtype_of(variable)) if value is None else value

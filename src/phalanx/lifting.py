@@ -33,8 +33,10 @@ from phalanx.topology import REPLICA_AXIS
 from phalanx.values import RowMask
 from phalanx.variables import Combine, Policy, Write, describe, policy_of, refuse_write
 
-# Part of the key under which jax remembers what it has traced.
-_values_of_variables = jax.make_user_context()
+# Part of the key under which jax remembers what it has traced, and the keys under which nothing of a program was read: what jax
+# remembers under these holds in the next program too. A key for each program would fill jax's memory with the functions of jnp.
+_key_of_traces = jax.make_user_context()
+_keys: list[object] = []
 
 
 @dataclass(frozen=True)
@@ -397,34 +399,48 @@ class LiftScope(compat.AbstractLiftScope):
         self._free_writes = 0
         self.aggregations = 0
         self._state: Any = None
-        self._read_inside: set[int] = set()
         self._averages: set[int] = set()
-        self._cache_key: Any = None
+        self._key: object = None
+        self._keyed: Any = None
+        self._is_read_inside = False
 
     @override
     def __enter__(self) -> "LiftScope":
         super().__enter__()
-        self._renew_cache_key()
+        self._take_key()
         self._state = jex.get_opaque_trace_state()
         return self
 
     @override
     def __exit__(self, *exception: Any) -> None:
-        self._cache_key.__exit__(*exception)
+        self._drop_key()
         super().__exit__(*exception)
 
     def values_change(self) -> None:
         """Must be called before the value of an entry changes."""
-        if self._read_inside:
-            self._renew_cache_key()
+        if self._is_read_inside:
+            self._drop_key()
+            self._take_key()
 
-    def _renew_cache_key(self) -> None:
-        """Lets jax trace the loop bodies and functions that it knows anew, for what they read of variables is new."""
-        if self._cache_key is not None:
-            self._cache_key.__exit__(None, None, None)
-        self._cache_key = _values_of_variables(object())
-        self._cache_key.__enter__()
-        self._read_inside.clear()
+    @override
+    def note_read(self) -> None:
+        if not self.is_innermost_trace:
+            self._is_read_inside = True
+
+    def _take_key(self) -> None:
+        """Lets jax trace anew the loop bodies and functions that have read values of another program, or other values."""
+        try:
+            self._key = _keys.pop()
+        except IndexError:
+            self._key = object()
+        self._is_read_inside = False
+        self._keyed = _key_of_traces(self._key)
+        self._keyed.__enter__()
+
+    def _drop_key(self) -> None:
+        self._keyed.__exit__(None, None, None)
+        if not self._is_read_inside:
+            _keys.append(self._key)
 
     @property
     def is_innermost_trace(self) -> bool:
@@ -450,6 +466,7 @@ class LiftScope(compat.AbstractLiftScope):
 
     def lookup(self, table: Variable, ids: Any) -> Any:
         """Returns rows of a table, of which a program has only those that it looks up."""
+        self.note_read()
         self._require_current(table)
         positions = self.pass_.looked_up(table, ids)
         return self.entry(table).value[positions]
@@ -463,10 +480,13 @@ class LiftScope(compat.AbstractLiftScope):
 
     @override
     def get_current_value(self, variable: Variable) -> Any:
+        self.note_read()
+        return self.value(variable)
+
+    def value(self, variable: Variable) -> Any:
+        """Returns the value of `variable`, for a body of which it is known where it started."""
         self._require_current(variable)
         entry = self.entry(variable)
-        if not self.is_innermost_trace:
-            self._read_inside.add(id(variable))
         if self.mapped and context.in_cross_replica_context() and (entry.diverged or entry.policy.on_read):
             return combine([entry], None)[0]
         return entry.components.sum(0) if entry.value is None else entry.value
@@ -638,6 +658,7 @@ class LiftScope(compat.AbstractLiftScope):
     @property
     @override
     def is_averaging(self) -> bool:
+        self.note_read()
         mode = context.current()
         return mode.averaging and mode.replica is not None
 

@@ -54,6 +54,7 @@ def trace_run(
       What `fn` returns: arrays as `PerReplica`, `Mirrored` trees as such, everything else as it is. With one replica,
       what `fn` returns.
     """
+    scope.note_read()
     if not any(s is strategy for s in scope.pass_.found.strategies):
         scope.pass_.found.strategies.append(strategy)
     run = _Run(strategy, fn, (tuple(args), dict(kwargs)), steps)

@@ -42,6 +42,9 @@ class Recording(compat.AbstractLiftScope):
         self.calls.append("read")
         return jnp.float32(7)
 
+    def note_read(self):
+        """Nothing is remembered under a key."""
+
     def add_update(self, update):
         """Notes the value."""
         self.calls.append(("assign", float(update[1])))

@@ -1,6 +1,9 @@
 """Control flow whose bodies assign variables: lifted by Phalanx, and refused with a typed error in raw bodies of jax."""
 
+import gc
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -323,6 +326,70 @@ def test_jitted_helper_that_reads():
     helper = jax.jit(lambda x: x * v)
     assert [float(phalanx.function(lambda: helper(2.0) + i)()) for i in range(2)] == [6, 7]
     assert float(phalanx.function(lambda: (helper(2.0), bump(v), helper(2.0))[2])()) == 8
+
+
+def test_jitted_helper_that_asks_for_its_context(two_replicas):
+    """A helper under `jax.jit` serves replicas and all of them, of several strategies, each with what holds there."""
+
+    @jax.jit
+    def helper(x):
+        replica = phalanx.get_replica_context()
+        if replica is None:
+            return x + 100 * phalanx.get_strategy().num_replicas_in_sync
+        return x + 10 * replica.num_replicas_in_sync + replica.replica_id_in_sync_group
+
+    one = phalanx.OneDeviceStrategy("cpu:0")
+    for offset in range(2):
+        step = lambda: helper(0) + offset  # noqa: B023, E731
+        assert [int(x) for x in two_replicas.run(step).values] == [20 + offset, 21 + offset]
+        assert int(one.run(step)) == 10 + offset
+        for strategy, number in ((two_replicas, 2), (one, 1)):
+            with strategy.scope():
+                assert int(phalanx.function(lambda: step())()) == 100 * number + offset  # noqa: B023
+
+
+def test_jitted_helper_around_a_body(two_replicas):
+    """A helper under `jax.jit` with a body of Phalanx inside reads the present value in each program."""
+    with two_replicas.scope():
+        v = counter(3.0)
+    helper = jax.jit(lambda x: phalanx.scan(lambda c, _: (c * v, None), x, None, 2)[0])
+    for value in (3.0, 5.0):
+        v.assign(value)
+        step = lambda: helper(2.0) + phalanx.value_and_grad(helper, [])(1.0)[0]  # noqa: E731
+        assert [float(x) for x in two_replicas.run(step).values] == [3 * value**2] * 2
+
+
+def test_helper_of_several_threads():
+    """Programs that are traced in several threads at once share no value that a helper under `jax.jit` has read."""
+    v = counter(3.0)
+    helper = jax.jit(lambda x: x * v)
+    at_once = threading.Barrier(4, timeout=60)
+
+    def results():
+        at_once.wait()
+        return [float(phalanx.function(lambda: helper(2.0) + i)()) for i in range(20)]  # noqa: B023
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in [pool.submit(results) for _ in range(4)]:
+            assert found.result(timeout=300) == [6.0 + i for i in range(20)]
+
+
+def test_models_leave_nothing_in_the_caches_of_jax():
+    """What is traced for a model that is gone serves the next one; an engine with a key for each program kept 4,000 objects."""
+    strategy = phalanx.OneDeviceStrategy("cpu:0")
+    x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+
+    def objects_after_a_model():
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(3, activation="relu"), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.fit(x, y, batch_size=4, verbose=0)
+        del model
+        gc.collect()
+        return len(gc.get_objects())
+
+    counts = [objects_after_a_model() for _ in range(6)]
+    assert counts[5] - counts[3] < 500, counts
 
 
 # Collectives inside.

@@ -293,11 +293,11 @@ def test_it_rests():
 
 def test_one_that_was_stopped_accuses_nobody():
     """Awake again, it hears what was said meanwhile before it judges."""
-    short = MEMBER.replace("float(sys.argv[3])", "60.0 if rank else 1.0")
-    ours, theirs = "time.sleep(8); own.leave()", "time.sleep(8); own.leave()"
+    short = MEMBER.replace("float(sys.argv[3])", "60.0 if rank else 3.0")
+    ours, theirs = "time.sleep(9); own.leave()", "time.sleep(9); own.leave()"
     with Processes(ours, theirs, member=short) as two:
         two.running[0].send_signal(signal.SIGSTOP)
-        time.sleep(3)
+        time.sleep(5)
         two.running[0].send_signal(signal.SIGCONT)
         assert two.ends(0, 1) == [(0, ""), (0, "")]
 
