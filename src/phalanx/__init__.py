@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import InvalidArgumentError
+from phalanx.frames import hide_of_uncaught
 
 if TYPE_CHECKING:
     from phalanx.api import *
@@ -47,6 +48,7 @@ def _require_count() -> None:
 
 
 _apply_environment()
+hide_of_uncaught()
 
 
 def __getattr__(name: str) -> Any:

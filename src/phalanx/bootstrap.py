@@ -9,8 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, final
@@ -58,7 +57,7 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
     lines = call_roll(addresses, rank, about=f"{spec.as_dict()}", timeout_s=timeout_s)
     own = watch.start(addresses, rank, lines, stall_timeout_s)
     _initialize(addresses, rank, timeout_s)
-    sys.excepthook = functools.partial(_end_at_once, own)
+    sys.excepthook = functools.partial(_end_at_once, own, sys.excepthook)
     # After JAX has registered its own, so that it runs before: JAX waits for the others there.
     atexit.register(_Termination(own).leave)
 
@@ -195,10 +194,14 @@ def _initialize(addresses: list[str], rank: int, timeout_s: float) -> None:
 
 
 def _end_at_once(
-    own: watch.Watch, kind: type[BaseException], error: BaseException, where: TracebackType | None
+    own: watch.Watch,
+    show: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    where: TracebackType | None,
 ) -> None:
     """Ends this process without waiting for the others, which wait for it in the middle of a step."""
-    traceback.print_exception(kind, error, where)
+    show(kind, error, where)
     own.fail(f"has ended by {kind.__name__}: {error}".partition("\n")[0])
     sys.stdout.flush()
     sys.stderr.flush()

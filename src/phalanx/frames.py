@@ -113,6 +113,18 @@ def _hide(error: BaseException) -> None:
     error.__traceback__ = traceback
 
 
+def hide_of_uncaught() -> None:
+    """Takes the frames of Phalanx out of what Python prints of an error that nobody has caught, whichever call raised it."""
+    show = sys.excepthook
+
+    def show_short(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if any(name.startswith(_PHALANX) for name in _filenames(error)):
+            hide(error)
+        show(kind, error, error.__traceback__)
+
+    sys.excepthook = show_short
+
+
 def boundary(fn: Callable[P, R]) -> Callable[P, R]:
     """Makes `fn` a public function whose errors do not show the frames of Phalanx."""
 
