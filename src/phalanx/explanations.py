@@ -95,7 +95,7 @@ def _explanation(error: Exception, *, prints: bool) -> TraceError | None:
         return TraceError(
             f"the value of an array (by `if`, `float`, `int`, `range` or NumPy) in a traced function{at}",
             "it has none yet: the function is traced once and compiled; numbers among its arguments are traced too.",
-            "jnp.where(condition, a, b) or phalanx.cond for `if`; return the value to read it outside"
+            "jnp.where(condition, a, b) or phalanx.cond for `if`; phalanx.scan or strategy.run_steps for a loop; return the value to read it outside"
             + ("; jax.debug.print to print it" if prints else ""),
         )
     if isinstance(error, AttributeError) and error.name == "numpy" and isinstance(error.obj, jax.core.Tracer):

@@ -154,7 +154,11 @@ def parse_device(name: str | jax.Device) -> jax.Device:
         devices = []
     if index >= len(devices):
         have = ", ".join(map(device_name, jax.local_devices()))
-        hint = f"set_virtual_cpu_devices({index + 1}) before JAX starts" if platform == "cpu" else "one of these names"
+        hint = (
+            f"phalanx.set_virtual_cpu_devices({index + 1}) before JAX starts"
+            if platform == "cpu"
+            else "one of these names"
+        )
         raise DeviceError(f"device={shown(name)}", f"this process has {have}.", hint)
     return devices[index]
 
@@ -171,7 +175,7 @@ def _first_devices(count: int) -> tuple[jax.Device, ...]:
         raise DeviceError(
             f"devices={count}",
             f"this process has {', '.join(map(device_name, found))}.",
-            f"set_virtual_cpu_devices({count}) before JAX starts"
+            f"phalanx.set_virtual_cpu_devices({count}) before JAX starts"
             if platform == "cpu" and len(found) < count < 1 << 16
             else f"devices={len(found)}",
         )

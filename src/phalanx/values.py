@@ -210,7 +210,7 @@ class PerReplica(DistributedValues):
             raise ContextError(
                 AS_ARRAY,
                 "outside a replica function it has one component per replica, not a value.",
-                "strategy.reduce(...), strategy.gather(...) or strategy.experimental_local_results(value)",
+                'strategy.reduce("SUM", value, axis=None) or strategy.gather(value, axis=0), then .numpy(); or strategy.experimental_local_results(value)',
             )
         return self.values[0]
 

@@ -840,7 +840,7 @@ def test_number_of_devices():
     ("devices", "match"),
     [
         (0, "devices=0: this process has cpu:0, .*\nHINT: devices=8"),
-        (99, r"devices=99: this process has cpu:0, .*\nHINT: set_virtual_cpu_devices\(99\)"),
+        (99, r"devices=99: this process has cpu:0, .*\nHINT: phalanx.set_virtual_cpu_devices\(99\)"),
         ([], r"devices=\[\]: a strategy needs at least one device"),
         ({}, "devices={}: must be a list of devices, or their number"),
         (True, "devices=True: must be a list of devices, or their number"),

@@ -49,7 +49,7 @@ def test_unreadable_devices(spelling):
 @pytest.mark.parametrize(
     ("spelling", "hint"),
     [
-        ("cpu:99", r"set_virtual_cpu_devices\(100\)"),
+        ("cpu:99", r"phalanx.set_virtual_cpu_devices\(100\)"),
         ("tpu:0", "one of these names"),
         ("dsp:0", "one of these names"),
     ],
