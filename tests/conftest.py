@@ -31,9 +31,11 @@ import jax
 import keras
 import pytest
 
-from phalanx import context, errors
+from phalanx import errors
 
 # How long an example takes says nothing: the machine may be busy.
+from phalanx.tracing import context
+
 hypothesis.settings.register_profile("phalanx", deadline=None)
 hypothesis.settings.load_profile("phalanx")
 

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import InvalidArgumentError
-from phalanx.frames import hide_of_uncaught
+from phalanx.errors.frames import hide_of_uncaught
 
 if TYPE_CHECKING:
     from phalanx.api import *
@@ -27,7 +27,7 @@ def _apply_environment() -> None:
     if not devices or not _is_count(devices):
         return
     if "jax" in sys.modules:
-        importlib.import_module("phalanx.topology").set_virtual_cpu_devices(int(devices))
+        importlib.import_module("phalanx.mesh.topology").set_virtual_cpu_devices(int(devices))
         return
     os.environ["JAX_NUM_CPU_DEVICES"] = devices
     if int(devices) > 1:

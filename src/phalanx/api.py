@@ -9,15 +9,15 @@ from phalanx import errors
 from phalanx import experimental
 from phalanx import nn
 from phalanx import tpu
-from phalanx.bootstrap import print_on_chief
-from phalanx.autodiff import GradientTape, value_and_grad
+from phalanx.mesh.bootstrap import print_on_chief
+from phalanx.tracing.tape import GradientTape, value_and_grad
 from phalanx.collectives.cross_device import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from phalanx.context import (
+from phalanx.tracing.context import (
     ReplicaContext,
     experimental_set_strategy,
     get_replica_context,
@@ -25,14 +25,14 @@ from phalanx.context import (
     has_strategy,
     in_cross_replica_context,
 )
-from phalanx.control_flow import checkpoint, cond, scan, while_loop
-from phalanx.programs import function
+from phalanx.tracing.control_flow import checkpoint, cond, scan, while_loop
+from phalanx.programs.program import function
 
 from phalanx import keras
-from phalanx.layout import fully_sharded
+from phalanx.mesh.layout import fully_sharded
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
 from phalanx.input.sources.functions import InputContext
-from phalanx.overview import describe
+from phalanx.strategies.describe import describe
 from phalanx.options import (
     InputOptions,
     InputReplicationMode,
@@ -45,13 +45,13 @@ from phalanx.strategies.base import Strategy, explain_sharding
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.mirrored import MirroredStrategy
 from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
-from phalanx.runtime.ray import Server
+from phalanx.servers.ray import Server
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.strategies.tpu import TPUStrategy
-from phalanx.tf_variable import Variable
-from phalanx.topology import REPLICA_AXIS, set_virtual_cpu_devices
-from phalanx.values import DistributedValues, Mirrored, PerReplica
+from phalanx.tracing.tf_variable import Variable
+from phalanx.mesh.topology import REPLICA_AXIS, set_virtual_cpu_devices
+from phalanx.mesh.values import DistributedValues, Mirrored, PerReplica
 
 __all__ = [
     "REPLICA_AXIS",

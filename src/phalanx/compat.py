@@ -63,7 +63,7 @@ from keras.src.utils.python_utils import is_default as _is_default  # noqa: E402
 from keras.src.utils.python_utils import pythonify_logs as _pythonify_logs  # noqa: E402
 from keras.src.utils.rng_utils import get_random_seed as _get_random_seed  # noqa: E402
 
-from phalanx.arrays import copied, require_fits  # noqa: E402
+from phalanx.mesh.arrays import copied, require_fits  # noqa: E402
 
 
 class AbstractLiftScope(keras.StatelessScope):

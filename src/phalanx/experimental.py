@@ -4,12 +4,13 @@
 from typing import final
 
 import phalanx.keras  # noqa: F401  (It takes over `fit`, and a script may name no strategy but these.)
-from phalanx import coordinator, partitioners
+from phalanx import coordinator
 from phalanx.cluster.resolvers.base import ClusterResolver
-from phalanx.device_assignment import DeviceAssignment
 from phalanx.input.placement import ValueContext
+from phalanx.mesh.device_assignment import DeviceAssignment
 from phalanx.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions
-from phalanx.sharded import ShardedVariable
+from phalanx.servers import partitioners
+from phalanx.servers.sharded import ShardedVariable
 from phalanx.strategies import multi_worker, tpu
 from phalanx.strategies.central_storage import CentralStorageStrategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy

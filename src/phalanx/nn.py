@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx import context
 from phalanx.collectives import primitives
 from phalanx.errors import ContextError, InvalidArgumentError, shown
+from phalanx.tracing import context
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> jax.Array:

@@ -5,8 +5,7 @@ import enum
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
-from phalanx import arguments
-from phalanx.errors import InvalidArgumentError, ReduceOpError, shown
+from phalanx.errors import InvalidArgumentError, ReduceOpError, arguments, shown
 
 
 class ReduceOp(enum.Enum):

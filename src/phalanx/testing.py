@@ -9,16 +9,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from phalanx import arguments, compat, device_assignment
+from phalanx import compat
 from phalanx.compat import Variable, raw_value
-from phalanx.errors import DivergenceError
+from phalanx.errors import DivergenceError, arguments
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
 from phalanx.input.state import from_text, to_text
-from phalanx.overview import variables_of
-from phalanx.state import slot_of
-from phalanx.topology import Topology
-from phalanx.tpu import system
-from phalanx.values import is_distributed
+from phalanx.mesh import device_assignment, tpu_system
+from phalanx.mesh.topology import Topology
+from phalanx.mesh.values import is_distributed
+from phalanx.programs.state import slot_of
+from phalanx.strategies.describe import variables_of
 
 _DIGEST_BYTES = 8
 
@@ -43,7 +43,7 @@ def virtual_topology(mesh_shape: Sequence[int]) -> device_assignment.Topology:
       >>> phalanx.testing.virtual_topology((2, 2, 2)).num_tpus_per_task
       8
     """
-    return system.declare_virtual(device_assignment.positive_integers("mesh_shape", mesh_shape))
+    return tpu_system.declare_virtual(device_assignment.positive_integers("mesh_shape", mesh_shape))
 
 
 def assert_in_sync(*objects: Any) -> None:

@@ -16,7 +16,7 @@ from reference_training import MODELS, OPTIMIZERS, batches, per_example
 import phalanx
 import phalanx.testing
 from phalanx.errors import InvalidArgumentError
-from phalanx.topology import Topology
+from phalanx.mesh.topology import Topology
 
 ROWS, BATCH, WIDTH, CLASSES = 1003, 64, 6, 3
 RANDOM = np.random.RandomState(11)

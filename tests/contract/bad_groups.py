@@ -12,11 +12,11 @@ import bad_verbs
 import phalanx
 from phalanx.input.distributed import Optional
 from phalanx.input.sources.records import NumpyDataset
-from phalanx.programs import Function
+from phalanx.programs.program import Function
 
 GROUPS = {**bad_cases.GROUPS, **bad_verbs.GROUPS, **bad_functions.GROUPS, **bad_servers.GROUPS}
 
-ROOMS = ["phalanx", *(f"phalanx.{room}" for room in phalanx._ROOMS), "phalanx.partitioners"]
+ROOMS = ["phalanx", *(f"phalanx.{room}" for room in phalanx._ROOMS), "phalanx.servers.partitioners"]
 
 _HOOK = "Phalanx calls it: a strategy, or operations, of one's own override it"
 _INNER = "Phalanx calls it, on what it has made itself"

@@ -13,9 +13,9 @@ import pytest
 from strategy_table import on
 
 import phalanx
-from phalanx import programs, state
+from phalanx.programs import program, state
 
-FILES = (programs.__file__, state.__file__)
+FILES = (program.__file__, state.__file__)
 ONE_PROGRAM = on("default", "one_device", "mirrored_x2", "sharded_x2")
 
 

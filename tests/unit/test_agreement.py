@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from phalanx.agreement import Difference, compare, shortened
+from phalanx.cluster.agreement import Difference, compare, shortened
 
 EQUAL = {"argument": ["float32[2]", "int32[]"], "operation": ["add", "mul"]}
 

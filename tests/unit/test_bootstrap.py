@@ -9,8 +9,8 @@ import warnings
 import pytest
 
 import phalanx
-from phalanx import bootstrap
 from phalanx.errors import SlipWarning
+from phalanx.mesh import bootstrap
 
 CLUSTER = {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}
 

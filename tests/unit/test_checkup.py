@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx import checkup
+from phalanx.strategies import checkup
 
 SAME = {"jax": "0.10.2", "python": "3.11.7"}
 

@@ -17,7 +17,7 @@ from keras.src.backend.common import global_state
 
 import phalanx
 from phalanx import compat
-from phalanx.topology import Topology
+from phalanx.mesh.topology import Topology
 
 
 def run_python(code, **environment):

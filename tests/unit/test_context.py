@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx import context
 from phalanx.errors import ContextError, InputError, InvalidArgumentError, MixedStrategyError, ReduceOpError
 from phalanx.experimental import CommunicationOptions
+from phalanx.tracing import context
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import phalanx
 from phalanx import HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
 from phalanx.errors import ContextError, InputError, InvalidArgumentError, ReduceOpError
 from phalanx.experimental import CommunicationOptions
-from phalanx.topology import Topology
+from phalanx.mesh.topology import Topology
 
 SHAPES = [(3,), (), (2, 2), (5,), (1, 4)]
 DTYPES = ["float32", "float32", "int32", "float32", "float32"]

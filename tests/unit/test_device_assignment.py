@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.device_assignment import DeviceAssignment, DeviceOrderMode, Topology
 from phalanx.errors import InvalidArgumentError
+from phalanx.mesh.device_assignment import DeviceAssignment, DeviceOrderMode, Topology
 
 
 def topology_of(*shape, tasks=1):

@@ -1,6 +1,6 @@
 """The report for bugs: which variables it shows."""
 
-from phalanx.environment import as_text, variables
+from phalanx.mesh.environment import as_text, variables
 
 
 def test_secrets_are_hidden():

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx import context
 from phalanx.errors import TraceError
-from phalanx.exported import export
+from phalanx.programs.export import export
+from phalanx.tracing import context
 
 
 @pytest.fixture(params=["one device", "storage"])

@@ -10,7 +10,8 @@ import warnings
 
 import pytest
 
-from phalanx import errors, frames
+from phalanx import errors
+from phalanx.errors import frames
 
 
 def test_the_innermost_line_of_the_user():

@@ -9,7 +9,7 @@ import uuid
 
 import pytest
 
-from phalanx.guard import end_marked, marked
+from phalanx.cluster.guard import end_marked, marked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the environments of processes are in /proc")
 
@@ -81,7 +81,7 @@ def test_a_killed_process_takes_all_along(mark, tmp_path):
     folder.mkdir()
     with started(SLEEP, mark), subprocess.Popen(SLEEP, stdout=subprocess.PIPE, start_new_session=True) as group:
         code = (
-            "import time\nfrom phalanx.guard import Guard\n"
+            "import time\nfrom phalanx.cluster.guard import Guard\n"
             f"guard = Guard({mark!r}, {str(folder)!r}, [{group.pid}])\nprint(1, flush=True)\ntime.sleep(60)"
         )
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as owner:
@@ -98,7 +98,7 @@ def test_a_killed_process_takes_all_along(mark, tmp_path):
 
 def test_a_released_guard_ends_nothing(mark):
     """It is for a process that is killed, and not for one that has ended what it started."""
-    code = f"from phalanx.guard import Guard; guard = Guard({mark!r}); guard.release()"
+    code = f"from phalanx.cluster.guard import Guard; guard = Guard({mark!r}); guard.release()"
     with started(SLEEP, mark) as process:
         subprocess.run([sys.executable, "-c", code], check=True)
         time.sleep(0.5)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from phalanx.interrupts import Interrupts, deferred
+from phalanx.programs.interrupts import Interrupts, deferred
 
 
 def test_interrupt_comes_after_what_is_held():

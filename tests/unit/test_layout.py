@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import phalanx
 from phalanx.errors import InvalidArgumentError
-from phalanx.layout import FullySharded, layout_of
+from phalanx.mesh.layout import FullySharded, layout_of
 
 SIZES = {"replica": 2, "model": 2, "expert": 3}
 

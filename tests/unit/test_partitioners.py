@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import InvalidArgumentError
 from phalanx.experimental import partitioners
-from phalanx.partitioners import (
+from phalanx.servers.partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
@@ -231,6 +231,6 @@ def test_door():
     names = {"FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"}
     assert names == {*partitioners.__all__}
     assert partitioners.__all__ == sorted(partitioners.__all__)
-    code = "import sys, phalanx.partitioners; print({'jax', 'keras', 'ray'} & set(sys.modules))"
+    code = "import sys, phalanx.servers.partitioners; print({'jax', 'keras', 'ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("set()\n", "")

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
+from phalanx.cluster.rollcall import call_roll
 from phalanx.errors import StartupError
 from phalanx.launch.plan import free_ports
-from phalanx.rollcall import call_roll
 
 SHORT_S = 0.6
 

@@ -809,7 +809,7 @@ def test_a_topology_that_is_made_anew():
         @property
         def topology(self):
             """The device."""
-            return phalanx.topology.Topology.of(["cpu:1"])
+            return phalanx.mesh.topology.Topology.of(["cpu:1"])
 
     strategy = Own()
     with strategy.scope():

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import phalanx
 from phalanx.errors import DeviceError, InvalidArgumentError, StartupError
-from phalanx.topology import Topology, device_name, parse_device
+from phalanx.mesh.topology import Topology, device_name, parse_device
 
 
 def run_python(code, **environment):

@@ -11,9 +11,9 @@ import pytest
 
 import phalanx
 import phalanx.testing
-from phalanx.device_assignment import DeviceAssignment, Topology
 from phalanx.errors import ContextError, DeviceError, InvalidArgumentError, TraceError
-from phalanx.tpu import system
+from phalanx.mesh import tpu_system
+from phalanx.mesh.device_assignment import DeviceAssignment, Topology
 
 X = np.random.default_rng(0).random((8, 4), "float32")
 
@@ -244,7 +244,7 @@ def test_coordinates_of_tpus():
     """As JAX tells them: x, y, z and the core of a chip, from wherever a slice begins."""
     chips = [((2, 4, 0), 0), ((2, 4, 0), 1), ((3, 4, 0), 0), ((3, 4, 0), 1)]
     devices = [_Core(at, core, i // 2) for i, (at, core) in enumerate(chips)]
-    found = system._of_devices(devices)
+    found = tpu_system._of_devices(devices)
     assert found.mesh_shape.tolist() == [2, 1, 1, 2]
     assert found.device_coordinates.tolist() == [[[0, 0, 0, 0], [0, 0, 0, 1]], [[1, 0, 0, 0], [1, 0, 0, 1]]]
 

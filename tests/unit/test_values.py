@@ -9,7 +9,7 @@ import pytest
 import phalanx
 from phalanx import Mirrored, PerReplica
 from phalanx.errors import ContextError
-from phalanx.values import ReplicaLocal, RowMask, is_distributed, map_leaves
+from phalanx.mesh.values import ReplicaLocal, RowMask, is_distributed, map_leaves
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 
 import phalanx
 from phalanx.errors import AggregationError, ContextError, NestedWriteError, VariableError
-from phalanx.state import IdentityMap, components_of
-from phalanx.variables import Combine, Policy, Write, describe, policy_of
+from phalanx.programs.state import IdentityMap, components_of
+from phalanx.tracing.policy import Combine, Policy, Write, describe, policy_of
 
 
 @pytest.fixture

@@ -9,15 +9,15 @@ import time
 
 import pytest
 
+from phalanx.cluster.watch import Member, judge_presence, judge_progress
 from phalanx.launch.plan import free_ports
-from phalanx.watch import Member, judge_presence, judge_progress
 
 DEADLINE_S = 30.0
 STALL_S = 1.5
 MEMBER = """
 import json, os, sys, time
-from phalanx import watch
-from phalanx.rollcall import call_roll
+from phalanx.cluster import watch
+from phalanx.cluster.rollcall import call_roll
 addresses, rank = json.loads(sys.argv[1]), int(sys.argv[2])
 own = watch.start(addresses, rank, call_roll(addresses, rank, about="us", timeout_s=20), float(sys.argv[3]))
 def steps(count):

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from phalanx import arguments
-from phalanx.errors import ClusterError, ClusterTypeError, shown
+from phalanx.errors import ClusterError, ClusterTypeError, arguments, shown
 
 ROLES = ("chief", "worker", "ps", "evaluator")
 

@@ -16,14 +16,13 @@ import numpy as np
 from jax import lax
 from typing_extensions import override
 
-from phalanx import arguments
 from phalanx.collectives import packing
 from phalanx.collectives.primitives import only_on, packed, sums, to_array
 from phalanx.compat import Variable
-from phalanx.errors import ContextError, InvalidArgumentError, shown
+from phalanx.errors import ContextError, InvalidArgumentError, arguments, shown
+from phalanx.mesh.topology import REPLICA_AXIS, device_name, parse_device
+from phalanx.mesh.values import DistributedValues, PerReplica, ReplicaLocal
 from phalanx.options import CommunicationOptions, ReduceOp
-from phalanx.topology import REPLICA_AXIS, device_name, parse_device
-from phalanx.values import DistributedValues, PerReplica, ReplicaLocal
 
 Pair = tuple[Any, Any]
 Accumulate = Callable[[jax.Array, jax.Array], jax.Array] | Callable[[list[jax.Array]], jax.Array]

@@ -15,9 +15,9 @@ from jax import lax
 from jax.custom_derivatives import linear_call
 
 from phalanx.errors import PhalanxError, ReduceOpError, shown
+from phalanx.mesh.topology import REPLICA_AXIS
+from phalanx.mesh.values import PerReplica
 from phalanx.options import ReduceOp
-from phalanx.topology import REPLICA_AXIS
-from phalanx.values import PerReplica
 
 
 def as_array(value: Any) -> jax.Array:

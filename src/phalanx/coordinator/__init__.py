@@ -5,7 +5,7 @@ from phalanx.coordinator.cluster import ClusterCoordinator
 from phalanx.coordinator.progress import Status
 from phalanx.coordinator.queue import RemoteValue
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerValues
-from phalanx.parameters.here import experimental_get_current_worker_index
+from phalanx.servers.remote.worker_index import experimental_get_current_worker_index
 
 PerWorkerValue = PerWorkerValues
 """The newer name of `PerWorkerValues`."""

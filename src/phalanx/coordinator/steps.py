@@ -13,17 +13,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from phalanx import compat, context
+from phalanx import compat
 from phalanx.compat import Variable
-from phalanx.context import Mode
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from phalanx.errors import InvalidArgumentError, shown
-from phalanx.exported import export
-from phalanx.parameters.plans import StepProgram
-from phalanx.programs import MadeAnew
+from phalanx.programs.export import export
+from phalanx.programs.program import MadeAnew
+from phalanx.servers.remote.plans import StepProgram
 from phalanx.strategies.parameter_server import ParameterServerStrategy
-from phalanx.structure import Arguments, Structure
-from phalanx.variables import describe
+from phalanx.tracing import context
+from phalanx.tracing.context import Mode
+from phalanx.tracing.policy import describe
+from phalanx.tracing.structure import Arguments, Structure
 
 _SEED_STRIDE = np.uint32(0x9E3779B9)
 """Odd, so that as many steps as there are numbers have different seeds."""

@@ -17,11 +17,11 @@ from phalanx.coordinator.queue import Closure, ClosureQueue
 from phalanx.coordinator.steps import Step, Steps, name_of
 from phalanx.coordinator.values import PerWorkerIterator, PerWorkerValues
 from phalanx.errors import InvalidArgumentError, ServerLostError, WorkerLostError, shown
-from phalanx.parameters.plans import Pusher, Report, Task
-from phalanx.parameters.worker import Worker
-from phalanx.runtime.calls import Lost, Peer, Stalled
-from phalanx.runtime.ray import load_ray
-from phalanx.servers import not_started
+from phalanx.servers.calls import Lost, Peer, Stalled
+from phalanx.servers.client import not_started
+from phalanx.servers.ray import load_ray
+from phalanx.servers.remote.plans import Pusher, Report, Task
+from phalanx.servers.remote.worker import Worker
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 _log = logging.getLogger("phalanx")

@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, final
 
-from phalanx import lifting
 from phalanx.errors import ContextError, InvalidArgumentError, shown
+from phalanx.tracing import lifting
 
 
 class PerWorkerValues:

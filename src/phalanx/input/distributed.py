@@ -13,10 +13,17 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-from phalanx import arguments, compat, lifting
-from phalanx.draws import AbstractIterator
-from phalanx.errors import CardinalityError, ContextError, InputError, InvalidArgumentError, OutOfRangeError, shown
-from phalanx.frames import user_place
+from phalanx import compat
+from phalanx.errors import (
+    CardinalityError,
+    ContextError,
+    InputError,
+    InvalidArgumentError,
+    OutOfRangeError,
+    arguments,
+    shown,
+)
+from phalanx.errors.frames import user_place
 from phalanx.input import state as positions
 from phalanx.input.feed import AbstractBatches, Batch, Form, Place, ReadAhead, Step
 from phalanx.input.lockstep import Lockstep, require_same_data
@@ -26,9 +33,11 @@ from phalanx.input.sharding import Plan, WorkerShard, plan
 from phalanx.input.sources.adapt import source_of
 from phalanx.input.sources.base import UNKNOWN, State, stack
 from phalanx.input.sources.functions import FunctionSource, InputContext
+from phalanx.mesh.topology import Topology
+from phalanx.mesh.values import PerReplica, is_distributed
 from phalanx.options import AutoShardPolicy, InputOptions, InputReplicationMode
-from phalanx.topology import Topology
-from phalanx.values import PerReplica, is_distributed
+from phalanx.tracing import lifting
+from phalanx.tracing.draws import AbstractIterator
 
 T = TypeVar("T")
 

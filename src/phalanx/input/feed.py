@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, final
 import jax
 from typing_extensions import override
 
-from phalanx.arrays import copied
 from phalanx.input.prefetch import AbstractReadings, readings
 from phalanx.input.sources.base import AbstractReader, Facts, Piece, State
+from phalanx.mesh.arrays import copied
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from phalanx import arguments
-from phalanx.arrays import as_number, copied, is_array, is_shared_by_cpu, map_named
-from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.errors import InputError, InvalidArgumentError, arguments
 from phalanx.input import shard
 from phalanx.input.feed import Step
 from phalanx.input.shard import Worker
 from phalanx.input.sources.base import Facts, Piece
-from phalanx.topology import Topology
-from phalanx.values import PerReplica, RowMask, flatten, is_distributed
+from phalanx.mesh.arrays import as_number, copied, is_array, is_shared_by_cpu, map_named
+from phalanx.mesh.topology import Topology
+from phalanx.mesh.values import PerReplica, RowMask, flatten, is_distributed
 
 
 @dataclass(frozen=True)

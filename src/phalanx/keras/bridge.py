@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from phalanx import compat, context
+from phalanx import compat
 from phalanx.errors import ContextError, MixedStrategyError, warn_of_slip
 from phalanx.input.distributed import DistributedDataset
 from phalanx.keras import steps
@@ -17,6 +17,7 @@ from phalanx.keras.scheduled import ScheduledTrainer
 from phalanx.keras.training import ModelTrainer
 from phalanx.strategies.base import Strategy, living_strategies
 from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.tracing import context
 
 _KINDS = {
     "fit": "train",

@@ -7,8 +7,7 @@ from typing import Any, final
 import keras
 from typing_extensions import override
 
-from phalanx import arguments
-from phalanx.errors import InvalidArgumentError, MissingDependencyError, shown
+from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
 from phalanx.testing import assert_in_sync
 
 

@@ -8,8 +8,8 @@ from typing import Any, final
 import jax
 import keras
 
-from phalanx import arguments, compat
-from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError, shown
+from phalanx import compat
+from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError, arguments, shown
 from phalanx.input.distributed import DistributedDataset, DistributedIterator
 from phalanx.input.sources.base import UNKNOWN, Facts
 from phalanx.input.sources.batches import BatchStream

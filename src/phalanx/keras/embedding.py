@@ -8,10 +8,11 @@ import keras
 import numpy as np
 from typing_extensions import override
 
-from phalanx import arguments, compat, context, lifting
-from phalanx.errors import InvalidArgumentError, shown
-from phalanx.homes import Homes
+from phalanx import compat
+from phalanx.errors import InvalidArgumentError, arguments, shown
+from phalanx.servers.homes import Homes
 from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.tracing import context, lifting
 
 
 @keras.saving.register_keras_serializable(package="phalanx")

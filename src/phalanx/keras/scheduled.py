@@ -14,10 +14,10 @@ from phalanx import compat
 from phalanx.coordinator import ClusterCoordinator, PerWorkerDataset, RemoteValue, experimental_get_current_worker_index
 from phalanx.errors import InvalidArgumentError
 from phalanx.input.sources.functions import InputContext
-from phalanx.interrupts import Interrupts
 from phalanx.keras import steps
 from phalanx.keras.data import DatasetCreator
 from phalanx.keras.training import ModelTrainer, ReplicaStep
+from phalanx.programs.interrupts import Interrupts
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 _AHEAD = 16

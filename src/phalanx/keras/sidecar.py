@@ -12,8 +12,8 @@ from typing import Any, final
 
 import keras
 
-from phalanx import arguments, compat
-from phalanx.errors import InputError, InvalidArgumentError
+from phalanx import compat
+from phalanx.errors import InputError, InvalidArgumentError, arguments
 
 _log = logging.getLogger("phalanx")
 _SUFFIXES = (".keras", ".weights.h5")

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from phalanx import compat, context, lifting
-from phalanx.autodiff import value_and_grad
+from phalanx import compat
 from phalanx.errors import TraceError
+from phalanx.tracing import context, lifting
+from phalanx.tracing.tape import value_and_grad
 
 
 def train(model: keras.Model, batch: Any) -> Any:

@@ -14,18 +14,19 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from phalanx import compat, context, lifting
+from phalanx import compat
 from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError
-from phalanx.interrupts import Interrupts
 from phalanx.keras import steps
 from phalanx.keras.callbacks import TensorBoard
 from phalanx.keras.data import EpochData
+from phalanx.mesh.topology import Topology
+from phalanx.mesh.values import PerReplica, is_distributed
 from phalanx.options import RunOptions
-from phalanx.programs import Function, without_collections
-from phalanx.replicate import trace_run
+from phalanx.programs.interrupts import Interrupts
+from phalanx.programs.program import Function, without_collections
+from phalanx.programs.replicas import trace_run
 from phalanx.strategies.base import Strategy
-from phalanx.topology import Topology
-from phalanx.values import PerReplica, is_distributed
+from phalanx.tracing import context, lifting
 
 _WRITERS = (
     TensorBoard,

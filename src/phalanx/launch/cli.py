@@ -112,10 +112,10 @@ def doctor(shared: str | None, timeout_seconds: float) -> None:
     with _errors_told():
         resolver = resolver_of_environment(os.environ)
         if resolver is not None and resolver.cluster_spec():
-            code = _child("phalanx.checkup", arguments)
+            code = _child("phalanx.strategies.checkup", arguments)
         else:
             click.echo("Nothing here describes a cluster: two processes on this machine are tried.")
-            request = Request("phalanx.checkup", tuple(arguments), is_module=True, workers=2)
+            request = Request("phalanx.strategies.checkup", tuple(arguments), is_module=True, workers=2)
             machine = Machine.this(os.environ)
             code = run_group(
                 lambda restart: plan(request, machine, os.environ, free_ports(2), restart=restart),
@@ -128,7 +128,7 @@ def doctor(shared: str | None, timeout_seconds: float) -> None:
 @click.option("--json", "is_json", is_flag=True, help="As JSON.")
 def env(is_json: bool) -> None:
     """Shows versions, system, devices and variables, for a report of a bug. Hides the values of secrets."""
-    sys.exit(_child("phalanx.environment", ["--json"] if is_json else []))
+    sys.exit(_child("phalanx.mesh.environment", ["--json"] if is_json else []))
 
 
 def _child(module: str, arguments: Sequence[str]) -> int:

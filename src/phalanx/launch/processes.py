@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import final
 
-from phalanx.guard import Guard, marked
+from phalanx.cluster.guard import Guard, marked
 from phalanx.launch.outcome import Ending
 from phalanx.launch.output import Stream, kept_lines
 from phalanx.launch.plan import ProcessSpec

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
 
+from phalanx.cluster.guard import Guard
 from phalanx.errors import PhalanxError, StartupError
-from phalanx.guard import Guard
 from phalanx.launch.outcome import Outcome, report
 from phalanx.launch.output import Sink, Stream, wait
 from phalanx.launch.plan import ProcessSpec

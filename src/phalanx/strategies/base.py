@@ -15,13 +15,11 @@ import keras
 import numpy as np
 from jax import lax
 
-from phalanx import arguments, compat, context, lifting
-from phalanx.arrays import is_array
+from phalanx import compat
 from phalanx.collectives import primitives
 from phalanx.collectives.cross_device import CrossDeviceOps
-from phalanx.context import Mode
-from phalanx.errors import ContextError, InvalidArgumentError, MixedStrategyError, shown
-from phalanx.frames import boundary, hide
+from phalanx.errors import ContextError, InvalidArgumentError, MixedStrategyError, arguments, shown
+from phalanx.errors.frames import boundary, hide
 from phalanx.input.distributed import (
     DistributedDataset,
     DistributedIterator,
@@ -35,11 +33,13 @@ from phalanx.input.placement import ValueContext, components, distribute_values
 from phalanx.input.sharding import WorkerShard
 from phalanx.input.sources.functions import InputContext
 from phalanx.input.sources.records import NumpyDataset
-from phalanx.lifting import Update
+from phalanx.mesh.arrays import is_array
+from phalanx.mesh.topology import REPLICA_AXIS, Held, Topology, device_name
+from phalanx.mesh.values import DistributedValues, Mirrored, PerReplica, RowMask, flatten, is_distributed, map_leaves
 from phalanx.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
-from phalanx.programs import Programs
-from phalanx.replicate import trace_run
-from phalanx.state import components_of
+from phalanx.programs.program import Programs
+from phalanx.programs.replicas import trace_run
+from phalanx.programs.state import components_of
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.reduction import (
     Axis,
@@ -50,9 +50,10 @@ from phalanx.strategies.reduction import (
     gather_leaf,
     reduce_leaf,
 )
-from phalanx.topology import REPLICA_AXIS, Held, Topology, device_name
-from phalanx.values import DistributedValues, Mirrored, PerReplica, RowMask, flatten, is_distributed, map_leaves
-from phalanx.variables import check_variable, initial_components, policy_of
+from phalanx.tracing import context, lifting
+from phalanx.tracing.context import Mode
+from phalanx.tracing.lifting import Update
+from phalanx.tracing.policy import check_variable, initial_components, policy_of
 
 _numbers = itertools.count()
 _living: "WeakSet[Strategy]" = WeakSet()

@@ -7,14 +7,14 @@ from typing import Any, final
 import jax
 from typing_extensions import override
 
-from phalanx import context, lifting
 from phalanx.collectives.cross_device import NcclAllReduce
-from phalanx.context import Mode
-from phalanx.lifting import Update
-from phalanx.replicate import trace_run
+from phalanx.mesh.topology import Topology
+from phalanx.programs.replicas import trace_run
 from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.strategies.synchronous import SynchronousStrategy
-from phalanx.topology import Topology
+from phalanx.tracing import context, lifting
+from phalanx.tracing.context import Mode
+from phalanx.tracing.lifting import Update
 
 
 @final

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import keras
 
-from phalanx import arguments, compat, context, lifting
+from phalanx import compat
 from phalanx.collectives import primitives
 from phalanx.collectives.cross_device import check_destinations, checked_options, checked_pairs
-from phalanx.errors import ContextError, InvalidArgumentError
+from phalanx.errors import ContextError, InvalidArgumentError, arguments
+from phalanx.mesh.topology import device_name
+from phalanx.mesh.values import DistributedValues, Mirrored, PerReplica, ReplicaLocal
 from phalanx.options import CommunicationOptions, ReduceOp
 from phalanx.strategies.reduction import check_components, reduce_leaf
-from phalanx.topology import device_name
-from phalanx.values import DistributedValues, Mirrored, PerReplica, ReplicaLocal
-from phalanx.variables import check_variable, describe
+from phalanx.tracing import context, lifting
+from phalanx.tracing.policy import check_variable, describe
 
 if TYPE_CHECKING:
     from phalanx.strategies.base import Strategy

@@ -4,15 +4,16 @@
 import jax
 from typing_extensions import override
 
-from phalanx import arguments, bootstrap, compat
+from phalanx import compat
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.collectives.cross_device import NcclAllReduce
-from phalanx.errors import InvalidArgumentError, shown
+from phalanx.errors import InvalidArgumentError, arguments, shown
+from phalanx.mesh import bootstrap
+from phalanx.mesh.topology import Topology, axes_of
 from phalanx.options import CommunicationImplementation, CommunicationOptions
 from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
-from phalanx.topology import Topology, axes_of
 
 
 class MultiWorkerMirroredStrategy(SynchronousStrategy):

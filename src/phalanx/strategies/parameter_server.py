@@ -8,20 +8,19 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.compat import Variable
-from phalanx.errors import ClusterError, ContextError, InvalidArgumentError, shown
-from phalanx.homes import Homes
+from phalanx.errors import ClusterError, ContextError, InvalidArgumentError, arguments, shown
 from phalanx.input.sources.functions import InputContext
+from phalanx.mesh.topology import Held, Topology
 from phalanx.options import RunOptions
-from phalanx.partitioners import Partitioner
-from phalanx.runtime.ray import RayCluster
+from phalanx.servers.homes import Homes
+from phalanx.servers.partitioners import Partitioner
+from phalanx.servers.ray import RayCluster
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.single import OneDeviceStrategy
-from phalanx.topology import Held, Topology
 
 _START_S = 600.0
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from phalanx.collectives import primitives
 from phalanx.collectives.cross_device import CrossDeviceOps
 from phalanx.errors import InputError, ReduceOpError, shown
+from phalanx.mesh.values import Mirrored, PerReplica, ReplicaLocal, RowMask, check_size
 from phalanx.options import ReduceOp
-from phalanx.values import Mirrored, PerReplica, ReplicaLocal, RowMask, check_size
 
 Axis = int | tuple[int, ...] | None
 

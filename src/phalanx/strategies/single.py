@@ -9,16 +9,18 @@ from typing import Any, NoReturn, final
 import jax
 from typing_extensions import override
 
-from phalanx import compat, context, explanations
-from phalanx.arrays import is_sparse, of_other_library
-from phalanx.context import ReplicaContext
+from phalanx import compat
 from phalanx.errors import ContextError
-from phalanx.lifting import NeedsProgram
+from phalanx.mesh.arrays import is_sparse, of_other_library
+from phalanx.mesh.topology import Topology
+from phalanx.mesh.values import Mirrored, map_leaves
 from phalanx.options import RunOptions
+from phalanx.programs import explain
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.synchronous import SynchronousStrategy
-from phalanx.topology import Topology
-from phalanx.values import Mirrored, map_leaves
+from phalanx.tracing import context
+from phalanx.tracing.context import ReplicaContext
+from phalanx.tracing.lifting import NeedsProgram
 
 
 @final
@@ -52,7 +54,7 @@ class DefaultStrategy(Strategy):
             return super().execute(fn, args, kwargs, options)
         with suppress(NeedsProgram), compat.transaction():
             args, kwargs = map_leaves(_plain, (args, kwargs))
-            return explanations.call(fn, args, kwargs)
+            return explain.call(fn, args, kwargs)
         if code is not None:
             self._with_tape.add(code)
         return super().execute(fn, args, kwargs, options)

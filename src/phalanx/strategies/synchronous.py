@@ -3,11 +3,11 @@
 
 from typing_extensions import override
 
-from phalanx import bootstrap
 from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
-from phalanx.layout import AbstractLayout
+from phalanx.mesh import bootstrap
+from phalanx.mesh.layout import AbstractLayout
+from phalanx.mesh.topology import Topology
 from phalanx.strategies.base import Strategy
-from phalanx.topology import Topology
 
 
 class SynchronousStrategy(Strategy):

@@ -9,16 +9,16 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from typing_extensions import override
 
-from phalanx import arguments, context
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.tpu import TPUClusterResolver
 from phalanx.collectives import primitives
-from phalanx.device_assignment import DeviceAssignment
-from phalanx.errors import ContextError, DeviceError, InvalidArgumentError, shown
-from phalanx.layout import MODEL_AXIS, AbstractLayout, layout_of
+from phalanx.errors import ContextError, DeviceError, InvalidArgumentError, arguments, shown
+from phalanx.mesh.device_assignment import DeviceAssignment
+from phalanx.mesh.layout import MODEL_AXIS, AbstractLayout, layout_of
+from phalanx.mesh.topology import Topology
+from phalanx.mesh.tpu_system import devices_of, initialize_tpu_system
 from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
-from phalanx.topology import Topology
-from phalanx.tpu.system import devices_of, initialize_tpu_system
+from phalanx.tracing import context
 
 
 class TPUStrategy(SynchronousStrategy):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.runtime.ray import load_ray
+from phalanx.servers.ray import load_ray
 
 # It changes the environment, which tests must not.
 load_ray()

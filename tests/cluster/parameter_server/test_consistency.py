@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx import servers
 from phalanx.coordinator import ClusterCoordinator
+from phalanx.servers import client
 
 STEPS, WORKERS, ROWS = 20, 2, 4
 X = np.random.RandomState(0).normal(size=(STEPS, WORKERS * ROWS, 6)).astype("float32")
@@ -95,12 +95,12 @@ def test_synchronous_training_is_that_of_one_device(strategy_of, ps, optimizer):
 def test_servers_on_other_machines(strategy_of, monkeypatch, far):
     """Where a worker and a server have no memory in common, large arrays go by Ray, and the updates are the same."""
 
-    class Server(servers.ParameterServer):
+    class Server(client.ParameterServer):
         def near(self, pusher, greeting):
             return self._index not in far and super().near(pusher, greeting)
 
     strategy_of(workers=WORKERS, ps=1, max_staleness=0)
-    monkeypatch.setattr(servers, "ParameterServer", Server)
+    monkeypatch.setattr(client, "ParameterServer", Server)
     halves = phalanx.experimental.partitioners.FixedShardsPartitioner(2)
     strategy = phalanx.ParameterServerStrategy(None, halves, workers=WORKERS, ps=2, max_staleness=0)
     coordinator = ClusterCoordinator(strategy)

@@ -14,12 +14,11 @@ import pytest
 from processes import end, is_there, pid_of, wait_until
 
 import phalanx
-from phalanx import servers
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.coordinator import ClusterCoordinator, supervisor
 from phalanx.errors import ContextError, MixedStrategyError, ServerLostError, StartupError, WorkerLostError
-from phalanx.runtime import calls
+from phalanx.servers import calls, client
 
 TIMEOUT_S = 6.0
 # A machine that runs other tests besides may need as long again for each of its parts.
@@ -278,7 +277,7 @@ def test_two_strategies_at_once(started):
         coordinator.schedule(lambda: own + counter)
 
 
-@pytest.mark.parametrize(("module", "name"), [(servers, "ParameterServer"), (supervisor, "Worker")])
+@pytest.mark.parametrize(("module", "name"), [(client, "ParameterServer"), (supervisor, "Worker")])
 def test_a_process_that_ends_while_it_starts(monkeypatch, module, name):
     """The error names it, and the strategy leaves nothing behind."""
 

@@ -17,7 +17,7 @@ from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.errors import ClusterError, StartupError
 from phalanx.launch.plan import free_ports
-from phalanx.runtime.ray import Server
+from phalanx.servers.ray import Server
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 HERE = Path(__file__).parent

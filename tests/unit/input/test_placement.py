@@ -14,8 +14,8 @@ from phalanx.input.feed import Feed, Step
 from phalanx.input.placement import Placement
 from phalanx.input.sources.adapt import source_of
 from phalanx.input.sources.base import Facts, Piece
+from phalanx.mesh.topology import Topology
 from phalanx.options import AutoShardPolicy
-from phalanx.topology import Topology
 
 
 def mirrored(replicas):

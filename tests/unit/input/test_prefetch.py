@@ -14,8 +14,8 @@ import pytest
 from simulation import DEADLINE_S, prefetching
 
 import phalanx
-from phalanx.context import get_strategy
 from phalanx.input.prefetch import readings
+from phalanx.tracing.context import get_strategy
 
 
 @pytest.fixture(autouse=True)

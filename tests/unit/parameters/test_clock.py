@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.parameters.clock import Clock
-from phalanx.parameters.plans import Push, Pusher
+from phalanx.servers.remote.plans import Push, Pusher
+from phalanx.servers.remote.staleness import Clock
 
 BOUNDS = st.sampled_from([None, 0, 1, 2, 3, 7])
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.parameters.line import Line, Packed
-from phalanx.parameters.plans import Push, Pusher
+from phalanx.servers.remote.plans import Push, Pusher
+from phalanx.servers.remote.shared_memory import Line, Packed
 
 _ME = Pusher(0, 0)
 _LIMIT_S = 60.0

@@ -7,9 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx import arguments
 from phalanx.cluster.spec import MAX_PORT, ClusterSpec, Task
-from phalanx.errors import ClusterSourceError, ClusterTypeError, MissingDependencyError, shown
+from phalanx.errors import ClusterSourceError, ClusterTypeError, MissingDependencyError, arguments, shown
 
 
 class ClusterResolver(ABC):

@@ -6,10 +6,9 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver, check_port, google_service
 from phalanx.cluster.spec import ClusterSpec
-from phalanx.errors import ClusterSourceError, ClusterTypeError, shown
+from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, shown
 
 
 @final

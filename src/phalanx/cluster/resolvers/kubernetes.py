@@ -7,10 +7,9 @@ from typing import Any, NamedTuple, final
 
 from typing_extensions import override
 
-from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver, check_port, number, optional_module, variable
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.errors import ClusterSourceError, ClusterTypeError, shown
+from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, shown
 
 _LABELS = {"worker": ["job-name=tensorflow"]}
 _SERVICE = "the template of the pods names the headless service that gives them addresses, as `subdomain` does"

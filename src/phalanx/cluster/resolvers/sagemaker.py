@@ -7,10 +7,9 @@ from typing import final
 
 from typing_extensions import override
 
-from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver, check_port, number, variable
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.errors import ClusterSourceError, ClusterTypeError, shown
+from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, shown
 
 _MEANING = "SageMaker sets it for each container of a training job"
 _HINT = """SM_HOSTS='["algo-1", "algo-2"]' SM_CURRENT_HOST=algo-1"""

@@ -5,10 +5,9 @@ from typing import final
 
 from typing_extensions import override
 
-from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.spec import ClusterSpec
-from phalanx.errors import ClusterTypeError
+from phalanx.errors import ClusterTypeError, arguments
 
 
 @final

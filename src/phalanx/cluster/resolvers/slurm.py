@@ -9,10 +9,9 @@ from typing import final
 
 from typing_extensions import override
 
-from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver, check_port, number, variable
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.errors import ClusterSourceError, ClusterTypeError, shown
+from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, shown
 
 _MEANING = "srun sets it for each task of a job step"
 _HINT = "srun --ntasks=2 python train.py"

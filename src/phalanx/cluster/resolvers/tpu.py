@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, final
 
 from typing_extensions import override
 
-from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver, check_port, google_service, number
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.errors import ClusterSourceError, ClusterTypeError, shown
+from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, shown
 
 _MEANING = "GKE sets it for each host of a slice"
 _TIMEOUT_S = 5.0

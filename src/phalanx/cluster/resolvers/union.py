@@ -5,10 +5,9 @@ from typing import final
 
 from typing_extensions import override
 
-from phalanx import arguments
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.errors import ClusterError, ClusterTypeError, shown
+from phalanx.errors import ClusterError, ClusterTypeError, arguments, shown
 
 
 @final

@@ -11,12 +11,12 @@ import jax
 import keras
 import numpy as np
 
-from phalanx.arrays import as_array, is_sparse
 from phalanx.errors import InputError, shown
 from phalanx.input.sources.base import INFINITE, UNKNOWN, AbstractSource, Facts, check_batch_size, stack_leaf
 from phalanx.input.sources.batches import BatchSequence, BatchStream, OneShot, batched, sizes
 from phalanx.input.sources.files import FileRecords, Files
 from phalanx.input.sources.records import ArrayRecords, NumpyDataset, SequenceRecords, SlicedRecords
+from phalanx.mesh.arrays import as_array, is_sparse
 
 
 def source_of(dataset: Any, batch_size: int | None = None, *, drop_remainder: bool = False) -> AbstractSource:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from phalanx import arguments, arrays
-from phalanx.errors import InputError, shown
+from phalanx.errors import InputError, arguments, shown
 from phalanx.input.shard import Worker
+from phalanx.mesh import arrays
 from phalanx.options import AutoShardPolicy
 
 INFINITE = -1

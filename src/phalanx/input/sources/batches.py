@@ -10,7 +10,6 @@ from typing import Any, final
 import jax
 from typing_extensions import override
 
-from phalanx.arrays import copied
 from phalanx.errors import InputError, shown
 from phalanx.input.shard import Worker
 from phalanx.input.sources.base import (
@@ -26,6 +25,7 @@ from phalanx.input.sources.base import (
     state_entry,
     to_host,
 )
+from phalanx.mesh.arrays import copied
 from phalanx.options import AutoShardPolicy
 
 

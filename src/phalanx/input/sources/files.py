@@ -12,8 +12,7 @@ from typing import Any, final
 import jax
 from typing_extensions import override
 
-from phalanx import arguments
-from phalanx.errors import InputError, shown
+from phalanx.errors import InputError, arguments, shown
 from phalanx.input.shard import Worker, shares
 from phalanx.input.sources.base import (
     AbstractReader,

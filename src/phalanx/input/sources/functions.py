@@ -9,8 +9,7 @@ from typing import Any, final
 import jax
 from typing_extensions import override
 
-from phalanx import arguments
-from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.errors import InputError, InvalidArgumentError, arguments
 from phalanx.input.shard import Worker
 from phalanx.input.sources.adapt import source_of
 from phalanx.input.sources.base import AbstractReader, AbstractSource, Facts, Piece, State, num_rows, state_entry

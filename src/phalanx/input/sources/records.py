@@ -11,9 +11,7 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-from phalanx import arguments
-from phalanx.arrays import to_host, to_numpy
-from phalanx.errors import InputError
+from phalanx.errors import InputError, arguments
 from phalanx.input.shard import Worker
 from phalanx.input.sources.base import (
     INFINITE,
@@ -29,6 +27,7 @@ from phalanx.input.sources.base import (
     stack_leaf,
     state_entry,
 )
+from phalanx.mesh.arrays import to_host, to_numpy
 from phalanx.options import AutoShardPolicy
 
 

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The roll call: before JAX connects the processes of a cluster, they meet and know who is missing.
+
+JAX's own start ends the process where somebody does not come. Standard library only.
+
+The first process listens on its address. Each other one connects, says its rank and what it knows of the cluster, and waits
+for a line: `go` once all are there, else why not. Those connections stay open, for `phalanx.cluster.watch`.
+"""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from phalanx.errors import StartupError
+
+_HELLO_S = 5.0
+_RETRY_S = 0.1
+
+
+def call_roll(addresses: Sequence[str], rank: int, *, about: str, timeout_s: float) -> dict[int, socket.socket]:
+    """Returns once the processes of all ranks have called it.
+
+    Args:
+      addresses: `host:port` of each rank; that of rank 0 is where they meet.
+      rank: which of them this process is.
+      about: what this process knows of the cluster; all must know the same.
+      timeout_s: how long to wait for the others.
+
+    Returns:
+      Open connections by rank: those of rank 0 to all others, and of another one to rank 0.
+
+    Raises:
+      StartupError: ranks are missing at the deadline, one was started twice, one knows another cluster, or the address
+        of rank 0 is taken, is none of this machine, or does not answer.
+    """
+    deadline = time.monotonic() + timeout_s
+    if rank == 0:
+        return _Chief(addresses, about, deadline, timeout_s).wait()
+    return {0: _report(addresses, rank, about, deadline, timeout_s)}
+
+
+class _Chief:
+    """Rank 0, which the others come to."""
+
+    def __init__(self, addresses: Sequence[str], about: str, deadline: float, timeout_s: float) -> None:
+        self._addresses, self._about, self._deadline, self._timeout_s = addresses, about, deadline, timeout_s
+        self._present: dict[int, socket.socket] = {}
+
+    def wait(self) -> dict[int, socket.socket]:
+        with _listening(self._addresses[0]) as server:
+            try:
+                while self._missing and (left := self._deadline - time.monotonic()) > 0:
+                    server.settimeout(left)
+                    with contextlib.suppress(TimeoutError):
+                        self._meet(server.accept()[0])
+                if self._missing:
+                    raise self._error()
+                self._refuse_others(server)
+            except StartupError as e:
+                self._tell({"error": [e.asked, e.found, e.hint]})
+                for connection in self._present.values():
+                    connection.close()
+                raise
+        self._tell({"go": True})
+        return self._present
+
+    @property
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(1, len(self._addresses)) if rank not in self._present]
+
+    def _refuse_others(self, server: socket.socket) -> None:
+        """Tells those that came after all ranks were there that they are too many."""
+        server.settimeout(0)
+        with contextlib.suppress(OSError):
+            while True:
+                self._meet(server.accept()[0])
+
+    def _error(self) -> StartupError:
+        missing = ", ".join(f"rank {r} ({self._addresses[r]})" for r in self._missing)
+        return StartupError(
+            f"a cluster of {len(self._addresses)} processes",
+            f"after {self._timeout_s:g} s {missing} had not come to rank 0 ({self._addresses[0]}).",
+            "look at the output of the missing ones; or a longer CommunicationOptions(timeout_seconds=...)",
+        )
+
+    def _meet(self, connection: socket.socket) -> None:
+        hello = _received(connection, _HELLO_S)
+        rank = hello.get("rank")
+        if not isinstance(rank, int) or not 0 < rank < len(self._addresses):
+            connection.close()  # Not one of ours.
+            return
+        if rank in self._present:
+            twice = _twice(rank, self._addresses[rank])
+            _send(connection, {"error": [twice.asked, twice.found, twice.hint]})
+            connection.close()
+            return
+        self._present[rank] = connection
+        if hello.get("about") != self._about:
+            raise StartupError(
+                f"rank {rank} ({self._addresses[rank]})",
+                f"it was started for another cluster, {hello.get('about')}; rank 0 for {self._about}.",
+                "the same cluster in TF_CONFIG of all processes, and only the task different",
+            )
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for connection in self._present.values():
+            _send(connection, message)
+
+
+def _report(addresses: Sequence[str], rank: int, about: str, deadline: float, timeout_s: float) -> socket.socket:
+    """Another rank: comes to rank 0 and waits for what it says."""
+    connection = _connected(addresses[0], rank, deadline, timeout_s)
+    _send(connection, {"rank": rank, "about": about})
+    # Rank 0 has the same deadline, and may have begun later.
+    text = _line(connection, max(0.0, deadline - time.monotonic()) + timeout_s)
+    answer = _parsed(text)
+    if "go" in answer:
+        return connection
+    connection.close()
+    if "error" in answer:
+        raise StartupError(*answer["error"])
+    if text:
+        # Not of the roll call: JAX's service, which rank 0 starts once all ranks have come, has the port.
+        raise _twice(rank, addresses[rank])
+    raise StartupError(
+        f"rank 0 ({addresses[0]})",
+        f"it hung up, or said nothing, while rank {rank} waited for the other ranks.",
+        f"look at the output of rank 0, and whether rank {rank} was started twice",
+    )
+
+
+def _twice(rank: int, address: str) -> StartupError:
+    return StartupError(
+        f"rank {rank} ({address})",
+        "a process of this rank has come already.",
+        "one process for each task of the cluster",
+    )
+
+
+@contextlib.contextmanager
+def _listening(address: str) -> Iterator[socket.socket]:
+    host, port = _split(address)
+    try:
+        server = socket.create_server((host, port), backlog=128)
+    except OSError as e:
+        raise StartupError(
+            f"rank 0 at {address}",
+            f"it cannot listen there ({e.strerror or e}): another process has the port, perhaps a second rank 0, or the address "
+            "is not one of this machine.",
+            "a free port and this machine's name in the address of the first worker",
+        ) from e
+    with server:
+        yield server
+
+
+def _connected(address: str, rank: int, deadline: float, timeout_s: float) -> socket.socket:
+    cause: OSError | None = None
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            return socket.create_connection(_split(address), timeout=left)
+        except OSError as e:
+            cause = e
+            time.sleep(min(_RETRY_S, max(0.0, deadline - time.monotonic())))
+    raise StartupError(
+        f"rank 0 ({address})",
+        f"rank {rank} could not reach it for {timeout_s:g} s ({cause}).",
+        "start rank 0, and look whether this machine can reach its address",
+    ) from cause
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    # One that has gone learns nothing, and needs nothing.
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _received(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
+    """Returns one message; an empty one where none came, or something else did."""
+    return _parsed(_line(connection, timeout_s))
+
+
+def _line(connection: socket.socket, timeout_s: float) -> bytes:
+    connection.settimeout(timeout_s)
+    try:
+        # Without a buffer, for what follows the line is another reader's.
+        with connection.makefile("rb", buffering=0) as lines:
+            return lines.readline(1 << 16)
+    except OSError:
+        return b""
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(text)
+    except ValueError:
+        return {}
+    return message if isinstance(message, dict) else {}

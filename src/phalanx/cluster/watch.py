@@ -1,0 +1,489 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The watch: the processes of a cluster know who of them has died, and who stands still.
+
+JAX notices neither a process that lives and does nothing, nor in which step that was. The connections of the roll call stay
+open, and a thread of each process says on its own how far the process is. The first process judges, and tells the others.
+Standard library only.
+"""
+
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from typing_extensions import override
+
+from phalanx.cluster.agreement import Difference, Signature, compare, shortened
+
+STALL_TIMEOUT_S = 600.0
+"""How long no process may get any further while one waits, unless the caller or PHALANX_STALL_TIMEOUT_S says otherwise."""
+
+SIGTERM = "was ended by SIGTERM"
+"""How a process ended that was told to."""
+
+_SILENCE_S = 30.0
+_LEFT_S = 3.0
+_TOLD_S = 0.5
+_TICK_S = 1.0
+_KNOWN_S = 5.0
+_GRACE_IN_STEP_S = 5.0
+_GRACE_S = 20.0
+_NO_PROGRESS = 75
+_SAME_STEPS = "call fit, evaluate, predict, run and reduce on all workers, with as many batches on each"
+
+_HOLD = """
+import select, sys, time
+end_s, held, poll = time.monotonic() + float(sys.argv[1]), set(map(int, sys.argv[2:])), select.poll()
+for fd in held:
+    poll.register(fd, select.POLLRDHUP)
+while held and (left_s := end_s - time.monotonic()) > 0:
+    for fd, _ in poll.poll(1000 * left_s):
+        poll.unregister(fd)
+        held.discard(fd)
+"""
+
+
+@dataclass
+class Member:
+    """What is known of one process of the cluster.
+
+    Args:
+      name: its rank and address.
+      heard_s: when it was heard of last.
+      moved_s: when it was first known to be where it is.
+      turn: how often it has begun something that needs all processes.
+      step: how many of these were steps.
+      is_inside: whether it has not ended the last one yet.
+      has_left: whether its program has come to its end.
+      is_told: whether it has left after SIGTERM.
+      asked: which program it is about to run for the first time, while it waits for the others to say the same.
+      end: how it failed; empty while it has not.
+    """
+
+    name: str
+    heard_s: float
+    moved_s: float
+    turn: int = 0
+    step: int = 0
+    is_inside: bool = False
+    has_left: bool = False
+    is_told: bool = False
+    asked: dict[str, list[str]] | None = None
+    end: str = ""
+
+    def hear(self, message: Mapping[str, Any], now_s: float) -> None:
+        """Takes in what it says of itself."""
+        self.heard_s = now_s
+        for name in ("turn", "step", "is_inside", "has_left", "is_told", "asked", "end"):
+            if name in message and message[name] != getattr(self, name):
+                setattr(self, name, message[name])
+                self.moved_s = now_s
+
+    def is_waiting(self, turn: int, now_s: float) -> bool:
+        """Returns whether it has been in this step, or in a later one, for so long that it must wait for others there."""
+        return self.is_inside and self.turn >= turn and now_s - self.moved_s > _KNOWN_S
+
+    def is_cut_off(self) -> None:
+        """Takes in that its connection is closed."""
+        if not self.has_left:
+            self.end = self.end or "has ended without a word: it was killed, or has crashed"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a cluster cannot go on.
+
+    Args:
+      text: who is the cause, and how.
+      is_loss: whether a process has died, so that the programs of the others fail by themselves.
+      hint: what to look at; empty where the text says it all.
+    """
+
+    text: str
+    is_loss: bool = False
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text}." + (f"\nHINT: {self.hint}" if self.hint else "")
+
+
+def judge_presence(
+    members: Iterable[Member], now_s: float, stall_s: float, own: Member | None = None
+) -> Verdict | None:
+    """Returns who has died or stopped; None where all are there.
+
+    Args:
+      members: processes of the cluster.
+      now_s: the time.
+      stall_s: how long one may say nothing, if that is less than the usual time.
+      own: this process. What it has finished, the others have taken part in: they speak once a second only.
+    """
+    quiet_s = min(_SILENCE_S, stall_s)
+    for member in members:
+        if member.end:
+            return Verdict(f"{member.name} {member.end}", is_loss=True)
+        if not member.has_left and now_s - member.heard_s > quiet_s:
+            step = max(member.step, own.step - own.is_inside if own else 0)
+            silence = f"has said nothing for {quiet_s:g} s, since step {step}"
+            return Verdict(f"{member.name} {silence}: the process, its machine or the network stands still")
+    return None
+
+
+def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> Verdict | None:
+    """Returns who stands still while others wait; None while they get further.
+
+    Args:
+      members: all processes of the cluster.
+      now_s: the time.
+      stall_s: how long they may all stand still while one of them waits.
+
+    Example:
+      >>> first, second = Member("rank 0", 9, 1, turn=8, step=8, is_inside=True), Member("rank 1", 9, 0, turn=7, step=7)
+      >>> judge_progress([first, second], 9, stall_s=60)
+      >>> judge_progress([first, second], 9, stall_s=5).text
+      'rank 1 stands still after step 7, and rank 0 has waited in step 8 for 8 s'
+    """
+    still_s = now_s - max(m.moved_s for m in members)
+    first = max(members, key=lambda m: (m.turn, m.is_inside))
+    behind = [m for m in members if m.turn < first.turn]
+    waited = f"{first.name} has waited in step {first.step} for {still_s:.0f} s"
+    if (told := [m for m in behind if m.is_told]) and first.is_inside and still_s > min(_TOLD_S, stall_s):
+        # Its end lets the others out of the step: the collective fails, and their handlers and `finally` blocks run.
+        return Verdict(f"{told[0].name} {SIGTERM} after step {told[0].step}", is_loss=True)
+    if (left := [m for m in behind if m.has_left]) and still_s > min(_LEFT_S, stall_s):
+        return Verdict(
+            f"{left[0].name} has ended its program after step {left[0].step}, and {waited}", hint=_SAME_STEPS
+        )
+    if still_s <= stall_s:
+        return None
+    if behind:
+        names, stand = ", ".join(m.name for m in behind), "stands" if len(behind) == 1 else "stand"
+        return Verdict(f"{names} {stand} still after step {behind[0].step}, and {waited}", hint=_SAME_STEPS)
+    if inside := [m.name for m in members if m.is_inside]:
+        others = "the others have ended theirs" if len(inside) < len(members) else "all of them are there"
+        return Verdict(
+            f"{', '.join(inside)} cannot end step {first.step} for {still_s:.0f} s, while {others}",
+            hint=f"{_SAME_STEPS}; or a longer stall_timeout_s",
+        )
+    return None
+
+
+@final
+class Watch(threading.Thread):
+    """A thread that says how far this process is, and ends it when the cluster cannot go on.
+
+    Args:
+      addresses: of all ranks.
+      rank: which of them this process is.
+      lines: open connections, by rank: those of rank 0 to all others, or of another one to rank 0.
+      stall_s: how long the processes may stand still while one of them waits.
+    """
+
+    def __init__(self, addresses: Sequence[str], rank: int, lines: Mapping[int, socket.socket], stall_s: float) -> None:
+        super().__init__(name="phalanx-watch", daemon=True)
+        now_s = time.monotonic()
+        self._members = {r: Member(f"rank {r} ({addresses[r]})", now_s, now_s) for r in {rank, *lines}}
+        self._rank, self._stall_s = rank, stall_s
+        self._port = int(addresses[0].rpartition(":")[2])
+        self._lines = {r: _Line(connection) for r, connection in lines.items()}
+        self._tick_s = min(_TICK_S, stall_s / 4)
+        self._turn = self._step = self._depth = 0
+        self._has_left = self._is_told_to_end = self._has_failed = False
+        self._verdict: Verdict | None = None
+        self._is_told = threading.Event()
+        self._settling = threading.Lock()
+        self._agreed: set[str] = set()
+        self._asked: Signature | None = None
+        self._is_answered, self._difference = threading.Event(), None  # type: threading.Event, Difference | None
+
+    @property
+    def rank(self) -> int:
+        """Which process this is."""
+        return self._rank
+
+    def agree(self, signature: Signature) -> Difference | None:
+        """Waits until all processes are about to run a program for the first time.
+
+        Args:
+          signature: what must be equal about the programs.
+
+        Returns:
+          How the programs differ; None if they are equal.
+        """
+        if self._depth:
+            return None
+        self._is_answered.clear()
+        self._difference, self._asked = None, shortened(signature)
+        self.begin(is_step=True)
+        try:
+            self._say(self._progress() | {"asked": self._asked})
+            self._settle()
+            while not self._is_answered.wait(self._tick_s) and self._verdict is None:
+                pass
+            return self._difference
+        finally:
+            self._asked = None
+            self._say({"asked": None})
+            self.end(is_step=True, has_failed=True)
+
+    def begin(self, *, is_step: bool) -> None:
+        """Must be called before something that needs all processes; such calls may be nested."""
+        self._depth += 1
+        if self._depth == 1:
+            self._turn += 1
+            self._step += is_step
+
+    def end(self, *, is_step: bool, has_failed: bool) -> None:
+        """Must be called after it."""
+        self._depth -= 1
+        if self._depth == 0 and has_failed:
+            # Where the others have not begun it either, this process is not ahead of them.
+            self._turn -= 1
+            self._step -= is_step
+
+    def loss(self, wait_s: float = 0.0) -> str | None:
+        """Returns who has died and how, if somebody has; waits for the news of it."""
+        if wait_s and self._is_told.wait(wait_s) and self._verdict and not self._verdict.is_loss:
+            # It is about to end this process, and to say why: an error of the main thread must not be sooner.
+            self.join(_GRACE_S)
+        return self._verdict.text if self._verdict and self._verdict.is_loss else None
+
+    def leave(self, *, is_told: bool = False) -> None:
+        """Must be called when the program of this process has come to its end; `is_told` says whether SIGTERM came before."""
+        self._has_left, self._is_told_to_end = True, is_told
+        self._say(self._progress())
+
+    def fail(self, end: str) -> None:
+        """Must be called before this process ends by an error; `end` says which."""
+        self._has_failed = True
+        self._say(self._progress() | {"end": end})
+        for line in self._lines.values():
+            line.hang_up()
+        self._hold_service()
+
+    @override
+    def run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, line in self._lines.items():
+                selector.register(line.connection, selectors.EVENT_READ, rank)
+            due_s = time.monotonic()
+            while self._verdict is None:
+                began_s = time.monotonic()
+                ready = selector.select(max(0.0, due_s - began_s))
+                now_s = time.monotonic()
+                for key, _ in ready:
+                    if not self._listen(key.data, now_s):
+                        selector.unregister(key.fileobj)
+                # Not for each message that comes: two that answer each other never rest.
+                if now_s >= due_s:
+                    due_s = now_s + self._tick_s
+                    self._members[self._rank].hear(self._progress(), now_s)
+                    self._say(self._progress())
+                self._settle()
+                self._verdict = self._verdict or self._judged(began_s)
+        self._act(self._verdict)
+
+    def _settle(self) -> None:
+        """Answers those that wait in `agree`, once all do, or once the others wait in that step. The first process does."""
+        if self._rank != 0:
+            return
+        with self._settling:
+            now_s = time.monotonic()
+            self._members[0].hear(self._progress() | {"asked": self._asked}, now_s)
+            asked = {rank: m.asked for rank, m in self._members.items() if m.asked is not None}
+            if not asked:
+                return
+            turn = min(self._members[rank].turn for rank in asked)
+            known = [rank for rank, m in self._members.items() if rank not in asked and m.is_waiting(turn, now_s)]
+            if len(asked) + len(known) < len(self._members):
+                return
+            difference = self._difference_of(asked, known)
+            for member in self._members.values():
+                member.asked = None
+            self._asked = None
+            self._answer(difference)
+            self._say({"agreed": difference and difference.as_list()})
+
+    def _difference_of(self, asked: Mapping[int, Signature], known: list[int]) -> Difference | None:
+        """Compares the programs that ranks ask for; of the others it is known only that theirs was agreed on before."""
+        difference = compare(asked)
+        texts = {json.dumps(signature) for signature in asked.values()}
+        if known and difference is None and not texts <= self._agreed:
+            difference = Difference(
+                "program", None, [(list(asked), "a new one"), (known, "one that it has run before")]
+            )
+        if difference is None:
+            self._agreed |= texts
+        return difference
+
+    def _answer(self, difference: Difference | None) -> None:
+        self._difference = difference
+        self._is_answered.set()
+
+    def _judged(self, now_s: float) -> Verdict | None:
+        own = self._members[self._rank]
+        verdict = judge_presence([self._members[rank] for rank in self._lines], now_s, self._stall_s, own)
+        # One judge, so that all say the same; the others hear of the first process alone.
+        if verdict is None and self._rank == 0:
+            verdict = judge_progress(list(self._members.values()), now_s, self._stall_s)
+        return verdict
+
+    def _progress(self) -> dict[str, Any]:
+        inside = self._depth > 0
+        return {
+            "turn": self._turn,
+            "step": self._step,
+            "is_inside": inside,
+            "has_left": self._has_left,
+            "is_told": self._is_told_to_end,
+        }
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        for line in self._lines.values():
+            line.say(message)
+
+    def _listen(self, rank: int, now_s: float) -> bool:
+        """Takes in what a process has said. Returns whether it is still there."""
+        messages, is_open = self._lines[rank].hear()
+        for message in messages:
+            if "verdict" in message:
+                self._verdict = Verdict(message["verdict"], bool(message["is_loss"]), message["hint"])
+            elif "agreed" in message:
+                self._answer(Difference(*message["agreed"]) if message["agreed"] else None)
+            else:
+                self._members[rank].hear(message, now_s)
+        if not is_open:
+            self._members[rank].is_cut_off()
+        return is_open
+
+    def _act(self, verdict: Verdict) -> None:
+        """Ends this process, after the main thread has had its chance to."""
+        if self._rank == 0:
+            self._say({"verdict": verdict.text, "is_loss": verdict.is_loss, "hint": verdict.hint})
+        elif not verdict.is_loss:
+            # The first process stands still, and may go on: it is not to name this one as the cause.
+            self._say({"end": f"has ended, because {verdict.text}"})
+        if self._has_failed:
+            # That the others end is its own doing: they are not to be named.
+            verdict = Verdict("its last error stands above, and it has not ended by itself since", is_loss=True)
+        elif verdict.is_loss:
+            # At once: where the first process dies, JAX aborts the others within a tenth of a second.
+            with suppress(OSError):
+                os.write(2, f"\nPhalanx: {verdict}\n".encode())
+        self._is_told.set()
+        started_s = time.monotonic()
+        while verdict.is_loss and time.monotonic() - started_s < self._grace_s:
+            time.sleep(self._tick_s)
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        say = f"\nPhalanx: {verdict}\nThe cluster cannot go on, and rank {self._rank} ends here.\n{_stacks()}"
+        with suppress(OSError):
+            os.write(2, say.encode())
+        if verdict.is_loss:
+            self._hold_service()
+        os._exit(_NO_PROGRESS)
+
+    def _hold_service(self) -> None:
+        """Keeps the connections to JAX's service open for a while after this process has ended.
+
+        The first process has the service. When it ends, JAX aborts the others within a tenth of a second, so their
+        `finally` blocks would not run. A child process that holds the connections until they are closed gives them time.
+        """
+        if self._rank != 0:
+            return
+        with suppress(OSError):
+            connections = _connections_at(self._port, but={line.connection.fileno() for line in self._lines.values()})
+            subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _HOLD, str(_GRACE_S), *map(str, connections)],
+                pass_fds=connections,
+                env={},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    @property
+    def _grace_s(self) -> float:
+        """How long the main thread has to end by an error of its own, with the line at which it was."""
+        if self._has_left:
+            return 0.0
+        return _GRACE_IN_STEP_S if self._depth else _GRACE_S
+
+
+def _connections_at(port: int, but: Set[int]) -> list[int]:
+    """Returns the file descriptors of this process that are connections of others to a port of its own."""
+    found = []
+    for fd in {int(name) for name in os.listdir("/proc/self/fd")} - but:
+        # One that is closed meanwhile, is no socket, or is not connected.
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == port:
+                connection.getpeername()
+                found.append(fd)
+    return found
+
+
+def _stacks() -> str:
+    """Returns the stacks of all other threads, that of the main thread last."""
+    frames, main = sys._current_frames(), threading.main_thread()
+    threads = sorted(threading.enumerate(), key=lambda thread: thread is main)
+    others = [(t, frames.get(t.ident or 0)) for t in threads if t is not threading.current_thread()]
+    return "\n".join(
+        f"Thread {thread.name} (most recent call last):\n{''.join(traceback.format_stack(frame))}"
+        for thread, frame in others
+        if frame
+    )
+
+
+@dataclass
+class _Line:
+    """An open connection, on which messages are lines of JSON."""
+
+    connection: socket.socket
+    _read: bytes = field(default=b"", init=False)
+
+    def __post_init__(self) -> None:
+        self.connection.setblocking(False)
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        # One that has gone is noticed where it is listened to; one that stands still takes no more.
+        with suppress(OSError):
+            self.connection.send(json.dumps(message).encode() + b"\n")
+
+    def hear(self) -> tuple[list[Any], bool]:
+        """Returns the messages that have come, and whether the other end is still there."""
+        try:
+            new = self.connection.recv(1 << 16)
+        except OSError:
+            new = b""
+        *whole, self._read = (self._read + new).split(b"\n")
+        return [json.loads(line) for line in whole], bool(new)
+
+    def hang_up(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+
+
+_started: list[Watch] = []
+
+
+def start(addresses: Sequence[str], rank: int, lines: Mapping[int, socket.socket], stall_s: float) -> Watch:
+    """Starts the watch of this process. See `Watch`."""
+    watch = Watch(addresses, rank, lines, stall_s)
+    watch.start()
+    _started.append(watch)
+    return watch
+
+
+def own() -> Watch | None:
+    """Returns the watch of this process; None where nobody else belongs to its cluster."""
+    return _started[0] if _started else None

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The start of a process that is one of several: the only caller of `jax.distributed`."""
+
+import atexit
+import functools
+import math
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
+from typing import Any, final
+
+import jax
+
+from phalanx.cluster import watch
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.resolvers.environment import resolver_of_environment
+from phalanx.cluster.rollcall import call_roll
+from phalanx.cluster.spec import Task, addresses_of_workers, id_in_cluster, is_chief
+from phalanx.errors import ClusterError, InvalidArgumentError, StartupError, warn_of_slip
+
+START_TIMEOUT_S = 300.0
+"""How long a process waits for the others, unless the caller or PHALANX_START_TIMEOUT_S says otherwise."""
+_A_DAY_S = 24 * 60 * 60
+
+
+def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeout_s: float | None = None) -> None:
+    """Connects this process with the others of its cluster; does nothing where there are none, or where it is done.
+
+    Args:
+      resolver: what describes the cluster and this process's task in it.
+      timeout_s: how long to wait for the others.
+      stall_timeout_s: how long the processes may stand still, later, while one of them waits.
+
+    Raises:
+      ClusterError: the cluster has no task for this process.
+      InvalidArgumentError: a time that is none, in the environment.
+      StartupError: others are missing, or JAX has used its devices already.
+    """
+    spec = resolver.cluster_spec()
+    if not spec:
+        return
+    task = _own_task(resolver)
+    addresses = addresses_of_workers(spec)
+    rank = id_in_cluster(spec, task)
+    if jax.distributed.is_initialized():
+        _require_same(len(addresses), rank)
+        return
+    if len(addresses) == 1:
+        return
+    timeout_s = timeout_s or _seconds_of("PHALANX_START_TIMEOUT_S", START_TIMEOUT_S)
+    stall_timeout_s = stall_timeout_s or _seconds_of("PHALANX_STALL_TIMEOUT_S", watch.STALL_TIMEOUT_S)
+    lines = call_roll(addresses, rank, about=f"{spec.as_dict()}", timeout_s=timeout_s)
+    own = watch.start(addresses, rank, lines, stall_timeout_s)
+    _initialize(addresses, rank, timeout_s)
+    sys.excepthook = functools.partial(_end_at_once, own, sys.excepthook)
+    # After JAX has registered its own, so that it runs before: JAX waits for the others there.
+    atexit.register(_Termination(own).leave)
+
+
+@contextmanager
+def without_lines_of_gloo() -> Iterator[None]:
+    """Leaves out of the standard output what gloo prints of each connection that it makes."""
+    sys.stdout.flush()
+    try:
+        stdout = os.dup(1)
+    except OSError:  # It is closed.
+        yield
+        return
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(stdout, 1)
+            os.close(stdout)
+            file.seek(0)
+            with suppress(OSError):
+                os.write(1, b"".join(line for line in file if not line.startswith(b"[Gloo] ")))
+
+
+def print_on_chief(*args: Any, **kwargs: Any) -> None:
+    """Prints like `print`, in one process of a cluster only: the chief, which is worker 0 if no task is called chief.
+
+    May be called in any context, and before the strategy is made. A process that belongs to no cluster prints.
+
+    Args:
+      args: what to print.
+      kwargs: the keyword arguments of `print`.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.print_on_chief("loss:", 0.25)
+      loss: 0.25
+    """
+    if _is_chief():
+        print(*args, **kwargs)
+
+
+def _is_chief() -> bool:
+    if own := watch.own():
+        return own.rank == 0
+    resolver = resolver_of_environment()
+    task = _task_of(resolver)
+    return resolver is None or task is None or is_chief(resolver.cluster_spec(), task)
+
+
+def warn_if_alone(strategy: str) -> None:
+    """Warns of a strategy of this process alone, if the process is one of several workers that are not connected.
+
+    Args:
+      strategy: the name of its class.
+    """
+    resolver = resolver_of_environment()
+    task = _task_of(resolver)
+    if watch.own() or resolver is None or task is None or task.type not in ("chief", "worker"):
+        return
+    spec = resolver.cluster_spec()
+    workers = addresses_of_workers(spec)
+    if len(workers) > 1 and "ps" not in spec.jobs:
+        warn_of_slip(
+            f"This process is worker {id_in_cluster(spec, task)} of {len(workers)} of a cluster, but {strategy} uses the "
+            "devices of this process only: each worker trains alone.",
+            "phalanx.MultiWorkerMirroredStrategy()",
+        )
+
+
+def _task_of(resolver: ClusterResolver | None) -> Task | None:
+    if resolver is None or not resolver.cluster_spec() or resolver.task_type is None or resolver.task_id is None:
+        return None
+    return Task(resolver.task_type, resolver.task_id)
+
+
+def _seconds_of(variable: str, default: float) -> float:
+    text = os.environ.get(variable) or str(default)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise InvalidArgumentError(f"{variable}={text!r}", "must be a number of seconds above 0.", f"{variable}=60")
+    return seconds
+
+
+def _own_task(resolver: ClusterResolver) -> Task:
+    if resolver.task_type is None or resolver.task_id is None:
+        raise ClusterError(
+            f"a cluster of {resolver.cluster_spec().as_dict()}",
+            "nothing says which of its tasks this process is.",
+            '"task": {"type": "worker", "index": 0} in TF_CONFIG, or task_type and task_id of the resolver',
+        )
+    return Task(resolver.task_type, resolver.task_id)
+
+
+def _require_same(processes: int, rank: int) -> None:
+    if (jax.process_count(), jax.process_index()) != (processes, rank):
+        raise StartupError(
+            f"rank {rank} of {processes} processes",
+            f"this process is rank {jax.process_index()} of {jax.process_count()} already, and stays it.",
+            "one cluster for each process",
+        )
+
+
+def _initialize(addresses: list[str], rank: int, timeout_s: float) -> None:
+    host = addresses[0].rpartition(":")[0]
+    # Not for other machines to see where all processes are on this one.
+    bind = addresses[0] if rank == 0 and host in ("127.0.0.1", "localhost") else None
+    # Two programs that do not need each other would run at once, and gloo would take the one's messages for the other's.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    # It would take SIGTERM away from Python: no handler would run, and the process would not end.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            addresses[0],
+            len(addresses),
+            rank,
+            cluster_detection_method="deactivate",
+            initialization_timeout=max(1, int(timeout_s)),
+            # One that has come to its end waits for the others there; the watch knows whether they come.
+            shutdown_timeout_seconds=_A_DAY_S,
+            coordinator_bind_address=bind,
+        )
+    except RuntimeError as e:
+        raise StartupError(
+            f"rank {rank} of {len(addresses)} processes",
+            f"JAX cannot join them any more: {e}",
+            "make the strategy at the top of the script, before the first array",
+        ) from e
+
+
+def _end_at_once(
+    own: watch.Watch,
+    show: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    where: TracebackType | None,
+) -> None:
+    """Ends this process without waiting for the others, which wait for it in the middle of a step."""
+    show(kind, error, where)
+    own.fail(f"has ended by {kind.__name__}: {error}".partition("\n")[0])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
+
+
+@final
+class _Termination:
+    """Ends this process after SIGTERM, so that its `finally` blocks run and no other process waits for it.
+
+    Handlers of the user stay as they are. Without one, SIGTERM raises SystemExit(143) in the main thread.
+
+    Args:
+      own: the watch of this process.
+    """
+
+    def __init__(self, own: watch.Watch) -> None:
+        self._watch, self._is_ours = own, False
+        self._news = -1
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._news, wakeup = os.pipe()
+        for fd in (self._news, wakeup):
+            os.set_blocking(fd, False)
+        # Python writes the number of each signal that has a handler there, so that this sees those of the user's handlers too.
+        if (others := signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)) != -1:
+            signal.set_wakeup_fd(others)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._raise)
+
+    def leave(self) -> None:
+        """Must be called when the program of this process has come to its end."""
+        if not self._is_ours:
+            self._watch.leave(is_told=self._has_come())
+            return
+        self._watch.fail(watch.SIGTERM)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + signal.SIGTERM)
+
+    def _raise(self, number: int, _: FrameType | None) -> None:
+        # Not a second time, and not where the others have ended: it would interrupt `finally` blocks that run already.
+        if not self._is_ours and self._watch.loss() is None:
+            self._is_ours = True
+            raise SystemExit(128 + number)
+
+    def _has_come(self) -> bool:
+        try:
+            return self._news != -1 and signal.SIGTERM in os.read(self._news, 1 << 16)
+        except BlockingIOError:
+            return False

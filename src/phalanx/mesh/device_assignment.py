@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cores of a TPU topology each replica has: arithmetic of coordinates."""
+
+import enum
+import json
+import math
+import operator
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+
+from phalanx.errors import InvalidArgumentError, arguments, shown
+
+
+class DeviceOrderMode(enum.IntEnum):
+    """In which order `DeviceAssignment.build` takes the blocks of replicas. May be used in any context.
+
+    Source: tf.tpu.experimental.DeviceOrderMode.
+
+    Example:
+      >>> DeviceOrderMode.MESH
+      <DeviceOrderMode.MESH: 2>
+    """
+
+    AUTO = 0
+    RING = 1
+    MESH = 2
+
+
+@final
+class Topology:
+    """The coordinates of the cores of a TPU system, or of devices that stand for them. May be used in any context.
+
+    Args:
+      serialized: what `serialized()` of another one returned; then the other arguments are left out.
+      mesh_shape: how many cores there are along each dim: for TPUs x, y, z and the cores of a chip.
+      device_coordinates: `(tasks, cores of a task, dims)` integers: where the cores of each host are.
+
+    Raises:
+      InvalidArgumentError: a shape that is none, a core outside of it, two cores in one place.
+
+    Source: tf.tpu.experimental.Topology.
+
+    Example:
+      >>> topology = Topology(mesh_shape=(1, 2), device_coordinates=[[[0, 0], [0, 1]]])
+      >>> topology.num_tasks, topology.num_tpus_per_task
+      (1, 2)
+    """
+
+    def __init__(
+        self, serialized: bytes | None = None, mesh_shape: Sequence[int] | None = None, device_coordinates: Any = None
+    ) -> None:
+        if serialized is not None:
+            mesh_shape, device_coordinates = _deserialized(serialized)
+        self._shape = positive_integers("mesh_shape", mesh_shape)
+        self._coordinates = _coordinates("device_coordinates", device_coordinates, self._shape)
+        self._place = {
+            tuple(at): (task, i) for task, cores in enumerate(self._coordinates.tolist()) for i, at in enumerate(cores)
+        }
+        if len(self._place) < self._coordinates.shape[0] * self._coordinates.shape[1]:
+            raise InvalidArgumentError("device_coordinates", "two cores are in one place.", "a place for each core")
+
+    def serialized(self) -> bytes:
+        """Returns the topology as bytes, from which `Topology(serialized=...)` makes it again.
+
+        Example:
+          >>> topology = Topology(mesh_shape=(1, 2), device_coordinates=[[[0, 0], [0, 1]]])
+          >>> Topology(serialized=topology.serialized())
+          Topology(mesh_shape=(1, 2), 1 x 2 cores)
+        """
+        return json.dumps({"mesh_shape": self._shape, "device_coordinates": self._coordinates.tolist()}).encode()
+
+    @property
+    def mesh_shape(self) -> np.ndarray:
+        """How many cores there are along each dim."""
+        return np.array(self._shape)
+
+    @property
+    def mesh_rank(self) -> int:
+        """How many dims the mesh has."""
+        return len(self._shape)
+
+    @property
+    def device_coordinates(self) -> np.ndarray:
+        """Where the cores of each task are, `(tasks, cores of a task, dims)`."""
+        return self._coordinates
+
+    @property
+    def num_tasks(self) -> int:
+        """How many hosts the system has."""
+        return int(self._coordinates.shape[0])
+
+    @property
+    def num_tpus_per_task(self) -> int:
+        """How many cores each of them has."""
+        return int(self._coordinates.shape[1])
+
+    @property
+    def missing_devices(self) -> np.ndarray:
+        """The places of the mesh that have no core, `(places, dims)`."""
+        places = [at for at in np.ndindex(*self._shape) if at not in self._place]
+        return np.array(places, int).reshape(-1, self.mesh_rank)
+
+    def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
+        """Returns the number of the task whose core is there.
+
+        Raises:
+          InvalidArgumentError: no core is.
+        """
+        return self._at(device_coordinates)[0]
+
+    def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
+        """Returns the number that the core there has among those of its task."""
+        return self._at(device_coordinates)[1]
+
+    @arguments.typed()
+    def tpu_device_name_at_coordinates(self, device_coordinates: Any, job: str | None = None) -> str:
+        """Returns the name that tf.distribute has for the core there, for example `"/task:0/device:TPU:1"`."""
+        task, ordinal = self._at(device_coordinates)
+        return f"{_job(job)}/task:{task}/device:TPU:{ordinal}"
+
+    @arguments.typed()
+    def cpu_device_name_at_coordinates(self, device_coordinates: Any, job: str | None = None) -> str:
+        """Returns the name of the host of the core there, for example `"/task:0/device:CPU:0"`."""
+        return f"{_job(job)}/task:{self._at(device_coordinates)[0]}/device:CPU:0"
+
+    def _at(self, coordinates: Sequence[int]) -> tuple[int, int]:
+        try:
+            at = tuple(operator.index(c) for c in coordinates)
+        except Exception:
+            raise InvalidArgumentError(
+                f"device_coordinates={shown(coordinates)}", "must be integers, one for each dim.", "(0, 0, 0, 0)"
+            ) from None
+        place = self._place.get(at)
+        if place is None:
+            raise InvalidArgumentError(
+                f"coordinates {shown(at)}",
+                f"no core is there, in a mesh of shape {self._shape}.",
+                f"coordinates such as {tuple(map(int, self._coordinates[0, 0]))}",
+            )
+        return place
+
+    def __repr__(self) -> str:
+        return f"Topology(mesh_shape={self._shape}, {self.num_tasks} x {self.num_tpus_per_task} cores)"
+
+
+@final
+class DeviceAssignment:
+    """Which cores each replica has: its logical devices. May be used in any context.
+
+    Args:
+      topology: all cores.
+      core_assignment: `(replicas, cores of a replica, dims)` integers: where the logical devices of each replica are.
+
+    Raises:
+      InvalidArgumentError: no topology; a core that it does not have, or that two replicas have.
+
+    Source: tf.tpu.experimental.DeviceAssignment.
+
+    Example:
+      >>> topology = Topology(mesh_shape=(2, 2), device_coordinates=[[[0, 0], [0, 1], [1, 0], [1, 1]]])
+      >>> assignment = DeviceAssignment.build(topology, computation_shape=[1, 2], num_replicas=2)
+      >>> assignment.coordinates(replica=1, logical_core=0)
+      (1, 0)
+    """
+
+    def __init__(self, topology: Topology, core_assignment: Any) -> None:
+        _require_topology(topology)
+        self._topology = topology
+        self._cores = _coordinates("core_assignment", core_assignment, tuple(map(int, topology.mesh_shape)))
+        physical = self.logical_to_physical.reshape(-1, 2)
+        if len(np.unique(physical, axis=0)) < len(physical):
+            raise InvalidArgumentError(
+                "core_assignment", "a core is assigned twice.", "cores of its own for each replica"
+            )
+
+    @classmethod
+    def build(
+        cls,
+        topology: Topology,
+        computation_shape: Sequence[int] | None = None,
+        computation_stride: Sequence[int] | None = None,
+        num_replicas: int = 1,
+        device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
+    ) -> "DeviceAssignment":
+        """Assigns a block of cores to each replica, along the last dims of the mesh first. May be called in any context.
+
+        Args:
+          topology: what `initialize_tpu_system` returned.
+          computation_shape: the shape of a block, one number for each dim of the mesh; None is a single core.
+          computation_stride: how far apart the cores of a block are, along each dim; None means side by side.
+          num_replicas: how many replicas there are to be.
+          device_order_mode: AUTO or MESH.
+
+        Raises:
+          InvalidArgumentError: a block that does not fit into the mesh, more replicas than do, or RING.
+        """
+        _require_topology(topology)
+        if not isinstance(device_order_mode, DeviceOrderMode) or device_order_mode is DeviceOrderMode.RING:
+            raise InvalidArgumentError(
+                f"device_order_mode={shown(device_order_mode)}",
+                "blocks are taken in the order of the mesh, along its last dims first.",
+                "device_order_mode=DeviceOrderMode.AUTO, or DeviceAssignment(topology, core_assignment) for another order",
+            )
+        mesh = tuple(map(int, topology.mesh_shape))
+        shape = _of_each_dim("computation_shape", computation_shape, mesh)
+        stride = _of_each_dim("computation_stride", computation_stride, mesh)
+        footprint = [n * s for n, s in zip(shape, stride, strict=True)]
+        if any(f > m for f, m in zip(footprint, mesh, strict=True)):
+            raise InvalidArgumentError(
+                f"computation_shape={list(shape)}, computation_stride={list(stride)}",
+                f"a block of {footprint} does not fit into a mesh of {list(mesh)}.",
+                f"computation_shape={[min(f, m) for f, m in zip(footprint, mesh, strict=True)]}",
+            )
+        # Where blocks are strided, others begin in the gaps.
+        blocks = [m // f * s for m, f, s in zip(mesh, footprint, stride, strict=True)]
+        most = math.prod(blocks)
+        if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or not 1 <= num_replicas <= most:
+            raise InvalidArgumentError(
+                f"num_replicas={shown(num_replicas)}",
+                f"a mesh of {list(mesh)} has room for 1 to {most} replicas of {list(shape)}.",
+                f"num_replicas={most}",
+            )
+        block = np.stack(np.unravel_index(np.arange(num_replicas), blocks), axis=-1)
+        corners = block // stride * footprint + block % stride
+        offsets = np.array(list(np.ndindex(*shape))) * stride
+        return cls(topology, corners[:, None] + offsets)
+
+    @property
+    def topology(self) -> Topology:
+        """All cores."""
+        return self._topology
+
+    @property
+    def core_assignment(self) -> np.ndarray:
+        """Where the logical devices of each replica are, `(replicas, cores of a replica, dims)`."""
+        return self._cores
+
+    @cached_property
+    def logical_to_physical(self) -> np.ndarray:
+        """Task and ordinal of each logical device of each replica, `(replicas, cores of a replica, 2)`."""
+        of = self._topology
+        return np.array(
+            [
+                [(of.task_ordinal_at_coordinates(c), of.tpu_device_ordinal_at_coordinates(c)) for c in cores]
+                for cores in self._cores
+            ]
+        )
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas there are."""
+        return int(self._cores.shape[0])
+
+    @property
+    def num_cores_per_replica(self) -> int:
+        """How many logical devices each replica has."""
+        return int(self._cores.shape[1])
+
+    @arguments.typed()
+    def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
+        """Returns where a logical device of a replica is.
+
+        Raises:
+          InvalidArgumentError: there is no such replica, or no such logical device.
+        """
+        if not (0 <= replica < self.num_replicas and 0 <= logical_core < self.num_cores_per_replica):
+            raise InvalidArgumentError(
+                f"replica={replica}, logical_core={logical_core}",
+                f"there are {self.num_replicas} replicas of {self.num_cores_per_replica} logical devices.",
+                "replica=0, logical_core=0",
+            )
+        return tuple(map(int, self._cores[replica, logical_core]))
+
+    def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
+        """Returns the number that a logical device has among the cores of its host."""
+        return self._topology.tpu_device_ordinal_at_coordinates(self.coordinates(replica, logical_core))
+
+    def tpu_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
+        """Returns the name that tf.distribute has for the core of a logical device."""
+        return self._topology.tpu_device_name_at_coordinates(self.coordinates(replica, logical_core), job)
+
+    def host_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
+        """Returns the name of the host of a logical device."""
+        return self._topology.cpu_device_name_at_coordinates(self.coordinates(replica, logical_core), job)
+
+    @arguments.typed()
+    def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
+        """Returns the replicas whose logical device of that number is a core of that task.
+
+        Raises:
+          InvalidArgumentError: none is.
+        """
+        on_task = self.logical_to_physical[:, logical_core : logical_core + 1, 0] == task_id
+        found = [int(i) for i in np.flatnonzero(on_task.any(axis=1))]
+        if not found:
+            raise InvalidArgumentError(
+                f"task_id={task_id}, logical_core={logical_core}",
+                "no replica has that there.",
+                "task_id=0, logical_core=0",
+            )
+        return found
+
+    def __repr__(self) -> str:
+        return f"DeviceAssignment({self.num_replicas} replicas of {self.num_cores_per_replica} cores)"
+
+
+def _deserialized(serialized: Any) -> tuple[Any, Any]:
+    try:
+        described = json.loads(serialized)
+        return described["mesh_shape"], described["device_coordinates"]
+    except (TypeError, ValueError, KeyError) as e:
+        raise InvalidArgumentError(
+            f"serialized={shown(serialized)}",
+            "must be what Topology.serialized() returned.",
+            "initialize_tpu_system(resolver).serialized()",
+        ) from e
+
+
+def _require_topology(topology: Any) -> None:
+    if not isinstance(topology, Topology):
+        raise InvalidArgumentError(
+            f"topology={shown(topology)}", "must be a Topology.", "topology=initialize_tpu_system(resolver)"
+        )
+
+
+def positive_integers(name: str, values: Any) -> tuple[int, ...]:
+    """Returns a sequence of positive integers.
+
+    Raises:
+      InvalidArgumentError: it is something else.
+    """
+    is_list = isinstance(values, (list, tuple, np.ndarray)) and getattr(values, "ndim", 1) == 1
+    given = tuple(values) if is_list else ()
+    if not given or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in given):
+        raise InvalidArgumentError(f"{name}={shown(values)}", "must be positive integers.", f"{name}=(2, 2, 2)")
+    return tuple(map(int, given))
+
+
+def _of_each_dim(name: str, values: Any, mesh: tuple[int, ...]) -> tuple[int, ...]:
+    if values is None:
+        return (1,) * len(mesh)
+    given = positive_integers(name, values)
+    if len(given) != len(mesh):
+        raise InvalidArgumentError(
+            f"{name}={list(given)}",
+            f"the mesh {list(mesh)} has {len(mesh)} dims.",
+            f"{name}={[1] * (len(mesh) - 1) + [2]}",
+        )
+    return given
+
+
+def _coordinates(name: str, values: Any, mesh: tuple[int, ...]) -> np.ndarray:
+    try:
+        array = np.asarray(values if values is not None else [])
+    except Exception:
+        array = np.array([])
+    if array.ndim != 3 or not array.size or array.shape[2] != len(mesh) or array.dtype.kind not in "iu":
+        raise InvalidArgumentError(
+            f"{name} of shape {array.shape}",
+            f"must be integers of shape (n, m, {len(mesh)}).",
+            f"{name}=[[[0, ...], ...]]",
+        )
+    if (array < 0).any() or (array >= mesh).any():
+        raise InvalidArgumentError(name, f"a core lies outside the mesh {list(mesh)}.", "coordinates inside it")
+    return array
+
+
+def _job(job: str | None) -> str:
+    return "" if job is None else f"/job:{job}"

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors that JAX, TensorFlow and flax raise while a function is traced, in the words of Phalanx."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from phalanx.errors import ContextError, InvalidArgumentError, PhalanxError, TraceError, frames
+from phalanx.mesh.values import AS_ARRAY
+from phalanx.tracing.lifting import DiscoveryMismatch
+from phalanx.tracing.policy import describe
+
+_TF_COUNTERPARTS = {
+    "GradientTape": "phalanx.GradientTape",
+    "Variable": "keras.Variable",
+    "constant": "jnp.asarray",
+    "convert_to_tensor": "jnp.asarray",
+    "function": "phalanx.function",
+    "cond": "phalanx.cond",
+    "while_loop": "phalanx.while_loop",
+    "print": "jax.debug.print",
+    "nn.compute_average_loss": "phalanx.nn.compute_average_loss",
+    "nn.scale_regularization_loss": "phalanx.nn.scale_regularization_loss",
+    "reduce_mean": "keras.ops.mean",
+    "reduce_sum": "keras.ops.sum",
+    "reduce_max": "keras.ops.max",
+    "reduce_min": "keras.ops.min",
+    "reduce_prod": "keras.ops.prod",
+    "reduce_any": "keras.ops.any",
+    "reduce_all": "keras.ops.all",
+    "concat": "keras.ops.concatenate",
+    "range": "keras.ops.arange",
+    "pow": "keras.ops.power",
+}
+_OF_TRACERS = re.compile(r"Tracer\(|Traced<|concrete values")
+_CALL = re.compile(r"[A-Za-z_][\w.]*(?=\()")
+
+
+@contextmanager
+def explained(*, prints: bool = True) -> Iterator[None]:
+    """Explains why a function cannot be traced.
+
+    Args:
+      prints: whether the function may print while it runs.
+    """
+    try:
+        yield
+    except DiscoveryMismatch as e:
+        raise TraceError(
+            f"{describe(e.variable)} in a traced function",
+            "each time the function is traced it makes or uses another variable.",
+            "make variables outside, or once: `if self.v is None: self.v = keras.Variable(...)`",
+        ) from None
+    except PhalanxError:
+        raise
+    except Exception as e:
+        error = _explanation(e, prints=prints)
+        if error is None:
+            raise
+        raise error from e
+
+
+def _explanation(error: Exception, *, prints: bool) -> TraceError | None:
+    """Returns the error to raise instead; None if this one says enough."""
+    at = _place_of(error)
+    if _is_of_tensorflow(error):
+        return _tensorflow(error)
+    if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
+        return TraceError(
+            f"an array whose shape depends on the values of another (`x[mask]`) in a traced function{at}",
+            "all shapes of a compiled program are static: they follow from those of its arguments.",
+            "jnp.where(mask, x, 0), or jnp.nonzero(mask, size=...)",
+        )
+    if isinstance(error, jax.errors.UnexpectedTracerError):
+        return TraceError(
+            f"a value of another trace in a traced function{at}",
+            "it was computed while a function was traced, and kept in a list, an attribute or a global variable: it never "
+            "had a value.",
+            "return the value from the step; or keep it in a keras.Variable",
+        )
+    if isinstance(
+        error,
+        (
+            jax.errors.ConcretizationTypeError,
+            jax.errors.TracerArrayConversionError,
+            jax.errors.TracerIntegerConversionError,
+        ),
+    ):
+        return TraceError(
+            f"the value of an array (by `if`, `float`, `int`, `range` or NumPy) in a traced function{at}",
+            "it has none yet: the function is traced once and compiled; numbers among its arguments are traced too.",
+            "jnp.where(condition, a, b) or phalanx.cond for `if`; phalanx.scan or strategy.run_steps for a loop; return the value to read it outside"
+            + ("; jax.debug.print to print it" if prints else ""),
+        )
+    if isinstance(error, AttributeError) and error.name == "numpy" and isinstance(error.obj, jax.core.Tracer):
+        return TraceError(
+            f"the value of an array (by `.numpy()`) in a traced function{at}",
+            "it has none yet: the function is traced once and compiled.",
+            "return it from the step, and float(x) or np.asarray(x) outside",
+        )
+    if isinstance(error, (TypeError, IndexError, ValueError)) and _OF_TRACERS.search(str(error)):
+        return TraceError(
+            f"a shape, or the bound of a slice, that depends on the values of an array in a traced function{at}",
+            "all shapes of a compiled program are static: they follow from those of its arguments.",
+            "jnp.where(jnp.arange(size) < n, x, 0) in place of x[:n]; jax.lax.dynamic_slice_in_dim(x, start, size)",
+        )
+    if type(error).__module__.startswith("flax.") and "trace level" in str(error):
+        return TraceError(
+            f"a flax module that the function closes over{at}",
+            "a function that is traced gets its state as arguments, and returns it.",
+            "graphdef, state = nnx.split(model); pass state in args, nnx.merge(graphdef, state) in the step, and return nnx.state(model)",
+        )
+    return None
+
+
+def _place_of(error: BaseException) -> str:
+    """Returns the user's line that raised an error, in brackets; nothing if there is none."""
+    place = frames.place_of(error)
+    return f" ({place}: `{place.text}`)" if place else ""
+
+
+def _is_of_tensorflow(error: Exception) -> bool:
+    """Returns whether TensorFlow raised an error, or refused a value of JAX or was refused by it."""
+    return frames.is_raised_in("tensorflow", error) or "EagerTensor" in str(error)
+
+
+def _tensorflow(error: Exception) -> TraceError:
+    place = frames.place_of(error)
+    found = _CALL.search(place.expression) if place else None
+    name = found.group().partition(".")[2] if found else ""
+    called = f"{found.group()}(...)" if found else "a TensorFlow call"
+    return TraceError(
+        f"{called} in a traced function{_place_of(error)}",
+        "it is an operation of TensorFlow, which knows nothing of the arrays of JAX that are traced.",
+        _counterpart(name, place.text if place else ""),
+    )
+
+
+def _counterpart(name: str, line: str) -> str:
+    """Returns what to write in place of a name of TensorFlow."""
+    last = name.rpartition(".")[2]
+    if name in ("gradient", "watch", "jacobian") or "GradientTape" in line:
+        return "with phalanx.GradientTape() as tape:"
+    if name in _TF_COUNTERPARTS:
+        return f"{_TF_COUNTERPARTS[name]}(...)"
+    if name.partition(".")[0] == "random" and hasattr(keras.random, last):
+        return f"keras.random.{last}(...)"
+    if last and hasattr(keras.ops, last):
+        return f"keras.ops.{last}(...)"
+    if last and hasattr(jnp, last):
+        return f"jnp.{last}(...)"
+    return "the function of keras.ops or jax.numpy; tf.data and tf.io outside the step"
+
+
+def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Calls the function of a `Strategy.run`.
+
+    Raises:
+      InvalidArgumentError: it does not take these arguments.
+      ContextError: it closes over a PerReplica.
+    """
+    try:
+        return fn(*args, **kwargs)
+    except ContextError as e:
+        if e.asked != AS_ARRAY:
+            raise
+        raise ContextError(
+            f"a PerReplica that a replica function closes over{_place_of(e)}",
+            "a replica gets its own component of what is among the arguments.",
+            f"strategy.run({getattr(fn, '__name__', 'step')}, args=(value,))",
+        ) from None
+    except TypeError as e:
+        if "argument" not in str(e) or not frames.is_raised_by_phalanx(e):
+            raise
+        name = getattr(fn, "__name__", repr(fn))
+        raise InvalidArgumentError(
+            f"strategy.run({name}, args=...) with {len(args)} positional argument{'s' * (len(args) != 1)}",
+            f"{e}. Each element of args is one argument, and a batch may be a tuple or a list itself.",
+            f"strategy.run({name}, args=(batch,))",
+        ) from None

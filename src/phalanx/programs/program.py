@@ -1,0 +1,530 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled programs: how they are found again, called, and how the variables get their new values."""
+
+import functools
+import gc
+import inspect
+import operator
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from phalanx import compat
+from phalanx.errors import InvalidArgumentError, RecompilationWarning, TraceError, shown
+from phalanx.errors.frames import boundary, hide, is_of_user
+from phalanx.mesh.topology import Topology, calling_back, process_dispatching
+from phalanx.programs import signature
+from phalanx.programs.explain import explained
+from phalanx.programs.input_signature import Signature
+from phalanx.programs.interrupts import deferred
+from phalanx.programs.replicas import execute_program, trace_program
+from phalanx.programs.state import Group, State
+from phalanx.tracing import context, lifting
+from phalanx.tracing.draws import Draws
+from phalanx.tracing.lifting import Discovery, used_differently
+from phalanx.tracing.structure import (
+    AbstractSource,
+    Arguments,
+    Parts,
+    Structure,
+    refuse_outer_trace,
+    require_alive,
+    require_returnable,
+)
+
+if TYPE_CHECKING:
+    from phalanx.strategies.base import Strategy
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_NEW_FUNCTIONS_BEFORE_WARNING = 3
+
+
+class Function:
+    """A step that is compiled whole. `phalanx.function` makes it."""
+
+    def __init__(self, fn: Callable[..., Any], input_signature: Any = None) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._signature = None if input_signature is None else Signature(fn, input_signature)
+        self._programs = Programs()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step."""
+        # What `boundary` does, less the call: this runs at every step.
+        try:
+            if lifting.innermost() is not None:
+                return self._fn(*args, **kwargs)
+            if self._signature is not None:
+                args, kwargs = self._signature.bind(args, kwargs), {}
+            return self._programs.call(self._fn, self._fn, args, kwargs)
+        except Exception as e:
+            hide(e)
+            raise
+
+    @boundary
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Returns the program for these arguments without running it, for its text, its cost and its memory.
+
+        Source: the method of `jax.jit`.
+
+        Example:
+          >>> import phalanx
+          >>> step = phalanx.function(lambda x: x * 2)
+          >>> step.lower(1.0).compile().cost_analysis()["flops"]
+          1.0
+        """
+        return self._programs.lower(self._fn, args, kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+
+def function(
+    fn: F | None = None,
+    input_signature: Any = None,
+    autograph: bool = True,
+    jit_compile: bool | None = None,
+    reduce_retracing: bool = False,
+    **others: Any,
+) -> F:
+    """Compiles a step that calls `Strategy.run`, `reduce` and `gather`, or reads and assigns variables, into one program.
+
+    The first call traces `fn`; later calls with arguments of the same shapes and types run the compiled program. Arrays and
+    numbers are inputs of the program; strings, bools, None and other Python objects select it. `next` of a distributed iterator,
+    among the arguments or in a closure, takes a batch at each call. Inside another traced function it is an ordinary call. May be
+    called in cross-replica context, and inside a replica function.
+
+    Args:
+      fn: the step. Its Python side effects happen while it is traced only.
+      input_signature: one `jax.ShapeDtypeStruct` or `tf.TensorSpec` per argument, or a pytree of them: other arguments are
+        refused.
+      autograph: has no meaning here: Python's `if` and `for` are never converted.
+      jit_compile: None or True: every function is compiled.
+      reduce_retracing: has no meaning here: numbers are inputs anyway, and shapes select the program.
+      **others: other options of tf.function, which are refused.
+
+    Returns:
+      A callable like `fn`.
+
+    Raises:
+      InvalidArgumentError: an option that cannot be honoured.
+
+    Example:
+      >>> import keras, phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> with strategy.scope():
+      ...     total = keras.Variable(0.0, aggregation="sum")
+      >>> @phalanx.function
+      ... def step(x):
+      ...     strategy.run(lambda: total.assign_add(x))
+      ...     return total.value
+      >>> float(step(2.0))
+      4.0
+    """
+    if others:
+        name, value = next(iter(others.items()))
+        raise InvalidArgumentError(
+            f"phalanx.function({name}={shown(value)})",
+            "the options are input_signature, autograph, jit_compile and reduce_retracing.",
+            f"leave {name} out",
+        )
+    if jit_compile is not None and jit_compile is not True:
+        raise InvalidArgumentError(
+            f"phalanx.function(jit_compile={shown(jit_compile)})",
+            "every function is compiled, by XLA.",
+            "leave jit_compile out; strategy.run(step, options=phalanx.RunOptions(eager=True)) to look into a step",
+        )
+    for name, value in (("autograph", autograph), ("reduce_retracing", reduce_retracing)):
+        if not isinstance(value, bool):
+            raise InvalidArgumentError(
+                f"phalanx.function({name}={shown(value)})", "must be a bool.", f"leave {name} out"
+            )
+    if fn is None:
+        return functools.partial(function, input_signature=input_signature)  # type: ignore[return-value]
+    if not callable(fn):
+        raise InvalidArgumentError(
+            f"phalanx.function({shown(fn)})", "is not callable.", "@phalanx.function above the step"
+        )
+    return Function(fn, input_signature)  # type: ignore[return-value]
+
+
+class Programs:
+    """The compiled programs of one `phalanx.function`, or of one strategy.
+
+    They are kept for as long as the function they belong to, or the object whose method it is.
+    """
+
+    def __init__(self) -> None:
+        self._of_owner: weakref.WeakKeyDictionary[Any, dict[Hashable, list[Program]]] = weakref.WeakKeyDictionary()
+        self._made_anew = MadeAnew()
+        self._stand_ins: dict[int, _StandIn] = {}
+
+    def call(
+        self,
+        function: Any,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        key: Hashable = None,
+        eager: bool = False,
+    ) -> Any:
+        """Calls `fn(*args, **kwargs)` as a program.
+
+        Args:
+          function: what the program belongs to, and with `key` what tells it from others.
+          fn: what it does.
+          args: its arguments.
+          kwargs: its keyword arguments.
+          key: what else selects it.
+          eager: whether to execute the Python code instead of compiling it.
+
+        Raises:
+          InputError: an argument is no array that JAX can hold, or a deleted one.
+        """
+        arguments = Arguments(args, kwargs)
+        try:
+            is_method = isinstance(function, types.MethodType)
+            owner, name = (function.__self__, function.__func__) if is_method else (function, None)
+            try:
+                programs = self._of_owner.get(owner)
+            except TypeError:  # No hash, or no weak references.
+                owner = self._stand_ins.setdefault(id(owner), _StandIn(owner))
+                programs = self._of_owner.get(owner)
+            if programs is None:
+                self._made_anew.note(function)
+                programs = self._of_owner[owner] = {}
+            mode = context.current()
+            full_key = (name, key, arguments.key, mode.strategy, mode.replica is None, eager, _checks_numbers())
+            known = programs.get(full_key, ())
+            for program in known:
+                if program.fits():
+                    batches = program.draws.look(arguments) if program.draws else ()
+                    if batches is not None:
+                        self._made_anew.forgive(function)
+                        return program(fn, arguments, batches)
+            with without_collections(), explained():
+                program = Program(fn, arguments, eager=eager)
+                batches = program.draws.look(arguments) if program.draws else ()
+                assert batches is not None
+                program.require_equal((arguments, *batches))
+                result = program(fn, arguments, batches)
+            programs[full_key] = [*known, program]
+            return result
+        except RuntimeError:
+            require_alive(args, kwargs)
+            raise
+
+    def lower(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> jax.stages.Lowered:
+        """Returns the program of `fn(*args, **kwargs)` without running it."""
+        arguments = Arguments(args, kwargs)
+        program = Program(fn, arguments, eager=False)
+        batches = program.draws.look(arguments) if program.draws else ()
+        assert batches is not None
+        return program.lower(fn, arguments, batches)
+
+
+class MadeAnew:
+    """Warns of functions that are made anew for each call, and so compiled each time."""
+
+    def __init__(self) -> None:
+        self._times: dict[types.CodeType, int] = {}
+
+    def note(self, function: Any) -> None:
+        """Hears of a function that was not called before."""
+        code = _code_of(function)
+        if code is None or not is_of_user(code.co_filename):
+            return
+        self._times[code] = times = self._times.get(code, 0) + 1
+        if times == _NEW_FUNCTIONS_BEFORE_WARNING:
+            warnings.warn(
+                f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) is made anew for each call, so it is "
+                "compiled each time. HINT: define it once, outside the loop, and pass what changes as arguments.",
+                RecompilationWarning,
+                stacklevel=3,
+            )
+
+    def forgive(self, function: Any) -> None:
+        """Hears of a function that was called once more."""
+        if self._times:
+            self._times.pop(_code_of(function), None)  # type: ignore[arg-type]
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Keeps Python from looking for garbage among the many objects of a trace: one look took a tenth of a second."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _StandIn:
+    """Keeps an object alive, so that its id stays its own."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+
+class Program:
+    """One compiled program, and the variables it works on.
+
+    Args:
+      fn: what it does.
+      arguments: the arguments of its first call.
+      eager: whether to execute the Python code at each call instead of compiling it.
+    """
+
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments, *, eager: bool) -> None:
+        self._fn: Callable[..., Any] | None = fn
+        self._eager = eager
+        self._structure, self._num_rows, self._num_arrays = (
+            arguments.structure,
+            len(arguments.rows),
+            len(arguments.arrays),
+        )
+        self._sources: Sequence[AbstractSource] = arguments.sources
+        self._output: Structure
+        found = self._trace(arguments.arrays)
+        self._trace_made: Discovery | None = found
+        # Empty for most programs, which need not ask.
+        self.draws = Draws(found.draws, arguments.sources) if found.draws else ()
+        self._variables, self._written, self._optimizers = found.variables, found.written, found.optimizers
+        self._has_callback = found.has_callback
+        self._strategy = _strategy_of(found)
+        self._topology, self._updates = self._strategy.topology, found.updates
+        storage = self._strategy.storage if self._strategy.lends_variables else self._topology
+        self._homes = [] if self._topology is None or self._topology.is_single else _homes(found, self._topology)
+        self._state = State(found.variables, found.written, self._topology, storage)
+        self._trainable, self._changes = self._trainable_flags(), compat.changes.trainable
+        self._rates = [compat.learning_rate_of(o) for o in found.optimizers]
+        self._global_seeds = list(filter(compat.is_global_seed, found.seeds))
+        # jax runs a program with a NaN in its results again; and a callback that raises must find the state as it was.
+        donate = () if found.has_callback or _checks_numbers() else (0,)
+        compiler = jax.jit
+        if self._topology is not None and self._topology.is_single and not found.variables:
+            # A program with neither variables nor batches would run on the default device.
+            compiler = functools.partial(jax.jit, out_shardings=self._topology.replicated)
+        self._compiled = compiler(self._traced, donate_argnums=donate)
+        self._execute: Callable[..., tuple[Any, ...]] = self._execute_eagerly if eager else self._compiled
+        if found.has_callback:
+            self._execute = functools.partial(_finished, self._execute)
+        self._has_run = False
+        self._is_local = self._topology is None or self._topology.num_workers == 1
+        # Not kept: the function lives as long as its owner wants, and its programs as long as the function.
+        self._fn, self._sources = None, ()
+
+    def fits(self) -> bool:
+        """Whether the Python objects that shaped the program are as they were."""
+        if self._changes != compat.changes.trainable:
+            if self._trainable_flags() != self._trainable:
+                return False
+            self._changes = compat.changes.trainable
+        optimizers = self._optimizers
+        return not optimizers or all(map(operator.is_, map(compat.learning_rate_of, optimizers), self._rates))
+
+    def __call__(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> Any:
+        """Runs the program of `fn`, stores what it wrote, and does the updates that it left; `batches` are what its draws found."""
+        for state in self._global_seeds:
+            compat.continue_global_seed(state)
+        run = self._run_as_one_step if self._updates or self.draws else self._run
+        outputs = run(fn, arguments, batches)
+        rows = arguments.rows if not batches else [r for given in (arguments, *batches) for r in given.rows]
+        return self._output.join(outputs[2], rows, arguments.sources)
+
+    def _run_as_one_step(
+        self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]
+    ) -> tuple[Any, ...]:
+        """Runs the program and what follows it as one step: updates and the positions of iterators; all of it, or nothing."""
+        before = self._state.fields() if self._updates else []
+        with deferred():
+            outputs = self._run(fn, arguments, batches)
+            try:
+                for update, gradients in zip(self._updates, outputs[3], strict=True):
+                    self._strategy.apply_update(replace(update, gradients=gradients))
+            except BaseException:
+                self._state.reset(before)
+                raise
+            if self.draws:
+                self.draws.advance(arguments)
+        return outputs
+
+    def _run(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> tuple[Any, ...]:
+        """Runs the program of `fn` and stores what it wrote; returns values, components, results and gradients."""
+        with process_dispatching() if self._is_local else self._dispatching_with_peers():
+            inputs = self._inputs(arguments)
+            for batch in batches:
+                inputs += self._inputs(batch)
+            donated, kept = self._state.take()
+            self._fn, self._sources = fn, arguments.sources
+            try:
+                outputs = (self._state.run if self._has_run else self._first_run)(self._execute, donated, kept, inputs)
+            except Exception as e:
+                self._state.raise_if_lost(donated, e)
+                if isinstance(e, RecursionError) and _checks_numbers():
+                    raise FloatingPointError("a NaN or an infinity in what a step returned or stored") from None
+                raise
+            finally:
+                self._fn, self._sources = None, ()
+            if isinstance((outputs[2] or outputs[0] or (None,))[0], jax.core.Tracer):
+                self._state.put_back(donated)
+                raise refuse_outer_trace()
+            return outputs
+
+    def _dispatching_with_peers(self) -> AbstractContextManager[Any]:
+        assert self._topology is not None
+        return self._topology.dispatching(is_step=True)
+
+    def _first_run(
+        self, execute: Callable[..., tuple[Any, ...]], donated: Group, kept: Group, inputs: list[Any]
+    ) -> tuple[Any, ...]:
+        if not self._eager:
+            # Apart from the run, so that Ctrl-C need not wait for the compiler. jax finds the result again.
+            self._compiled.lower(donated, kept, inputs).compile()
+        # The first call of a compiled function is made in Python, where a signal handler could raise.
+        with deferred():
+            outputs = self._state.run(execute, donated, kept, inputs)
+        self._has_run = True
+        return outputs
+
+    def require_equal(self, inputs: Sequence[Arguments]) -> None:
+        """Waits until the other processes are about to run an equal program; raises if theirs differ."""
+        assert self._trace_made is not None
+        signature.require_equal(self._trace_made, inputs, self._topology)
+
+    def lower(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> jax.stages.Lowered:
+        """Returns the program of `fn` as jax sees it."""
+        with process_dispatching():
+            self._fn, self._sources = fn, arguments.sources
+            inputs = [x for given in (arguments, *batches) for x in self._inputs(given)]
+            try:
+                return self._compiled.lower(*self._state.take(), inputs)
+            finally:
+                self._fn, self._sources = None, ()
+
+    def _inputs(self, arguments: Arguments) -> list[Any]:
+        inputs, topology = list(arguments.arrays), self._topology
+        if topology is None:
+            return inputs
+        for i, (array, sharded) in enumerate(zip(inputs, arguments.sharded, strict=True)):
+            if not (sharded or isinstance(array, jax.Array)):
+                continue
+            sharding = topology.per_replica if sharded else topology.replicated
+            placed = isinstance(array, jax.Array) and ((found := array.sharding) is sharding or found == sharding)
+            if not placed:
+                inputs[i] = topology.put_per_replica([array])[0] if sharded else topology.put_replicated(array)
+        return inputs
+
+    def _trainable_flags(self) -> list[bool]:
+        return [v.trainable for v in self._variables]
+
+    def _traced(
+        self, donated: Group, kept: Group, inputs: list[Any]
+    ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+        """The program as jax sees it: state and inputs to new state, results, and gradients for updates."""
+        values, parts = self._merged(donated, kept)
+        inputs, batches = inputs[: self._num_arrays], inputs[self._num_arrays :]
+        result, values, parts, gradients, *_ = self._taken_trace(inputs).evaluate([*values, *batches], parts, inputs)
+        if self._homes:
+            values = [
+                x if x is None else lax.with_sharding_constraint(x, home)
+                for x, home in zip(values, self._homes, strict=True)
+            ]
+        # State first: XLA hands donated buffers to outputs of their size in order, and a variable is to get its own back.
+        return values, parts, result, gradients
+
+    def _execute_eagerly(self, donated: Group, kept: Group, inputs: list[Any]) -> tuple[Any, ...]:
+        """Does what the program does operation by operation."""
+        assert self._trace_made is not None
+        with nullcontext() if self._topology is None else jax.default_device(self._topology.devices[0]):
+            values, parts = self._merged(donated, kept)
+            inputs = list(map(jnp.asarray, inputs[: self._num_arrays]))
+            result, values, parts, gradients = execute_program(self._call, inputs, self._trace_made, values, parts)
+        return values, parts, result, gradients
+
+    def _merged(self, donated: Group, kept: Group) -> Group:
+        """Returns values and components of all variables, in order."""
+        values, parts = self._state.merge(donated, kept)
+        # What is combined on demand has components alone.
+        return [own.sum(0) if x is None else x for x, own in zip(values, parts, strict=True)], parts
+
+    def _taken_trace(self, inputs: list[Any]) -> Discovery:
+        """Returns the trace, which is not kept for longer; a new one where jax compiles again, for it is set otherwise."""
+        found, self._trace_made = self._trace_made, None
+        if found is None:
+            found = self._trace(inputs)
+            known = list(map(id, self._variables)), self._written
+            if (list(map(id, found.variables)), found.written) != known:
+                raise used_differently("a variable")
+        return found
+
+    def _trace(self, inputs: list[Any]) -> Discovery:
+        return trace_program(self._call, inputs, named=self._fn, eager=self._eager)
+
+    def _call(self, inputs: list[Any]) -> list[Any]:
+        """Calls the function, and returns the arrays that it does."""
+        assert self._fn is not None
+        args, kwargs, rows = Arguments.rebuild(self._structure, self._num_rows, inputs, self._sources)
+        result, scope = self._fn(*args, **kwargs), lifting.innermost()
+        assert scope is not None
+        rows += scope.pass_.drawn_rows
+        parts = Parts(result, rows=rows, sources=self._sources)
+        require_returnable(parts.arrays)
+        self._output = parts.structure
+        return parts.arrays
+
+
+def _finished(execute: Callable[..., Any], *args: Any) -> Any:
+    """Executes a program that calls back to Python, and waits for its end: a callback that raises fails it then."""
+    with calling_back():
+        return jax.block_until_ready(execute(*args))
+
+
+def _checks_numbers() -> bool:
+    config: Any = jax.config
+    return bool(config.jax_debug_nans or config.jax_debug_infs)
+
+
+def _code_of(function: Any) -> types.CodeType | None:
+    function = inspect.unwrap(function)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    return getattr(function, "__code__", None)
+
+
+def _strategy_of(found: Discovery) -> "Strategy":
+    """Returns the strategy on whose devices a program runs: the one that runs in it, else the current one."""
+    strategies = [s for s in found.strategies if s.topology is not None]
+    if len(strategies) > 1:
+        context.require_same(strategies[0], strategies[1], "Strategy.run")
+        raise TraceError(
+            f"one program with the strategies {strategies}",
+            "a program runs on the devices of one strategy.",
+            "one phalanx.function for each strategy",
+        )
+    return strategies[0] if strategies else context.get_strategy()
+
+
+def _homes(found: Discovery, topology: Topology) -> list[NamedSharding]:
+    """Returns where the variables live that a program writes.
+
+    Raises:
+      InvalidArgumentError: variables are trained, and a rule of the layout has met none.
+    """
+    homes = [topology.sharding_of(compat.layout_path(v), v.shape) for v in found.variables]
+    if topology.layout is not None and found.optimizers:
+        topology.layout.require_used()
+    return [home for home, written in zip(homes, found.written, strict=True) if written]

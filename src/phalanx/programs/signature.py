@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must be equal about a program on all processes, and how they compare it before the program runs first."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+from phalanx.cluster import watch
+from phalanx.errors import TraceError
+from phalanx.errors.frames import user_place
+from phalanx.mesh.topology import Topology
+from phalanx.programs.state import slot_of
+from phalanx.tracing.lifting import Discovery
+from phalanx.tracing.structure import Arguments
+
+_COLLECTIVES = (
+    "psum",
+    "pmax",
+    "pmin",
+    "ppermute",
+    "pbroadcast",
+    "all_gather",
+    "all_to_all",
+    "reduce_scatter",
+    "pgather",
+)
+_HINTS = {
+    "argument": "the same shapes and dtypes on all workers; strategy.experimental_distribute_dataset(...) pads data so",
+    "variable": "the same model, made in the same order, on all workers",
+    "result": "results of the same shapes and dtypes on all workers",
+    "program": "the same calls, with arguments of the same shapes and dtypes, on all workers",
+    "operation": "the same code on all workers; pass what differs between them as arguments",
+}
+
+
+def require_equal(found: Discovery, inputs: Sequence[Arguments], topology: Topology | None) -> None:
+    """Waits until all processes of a cluster are about to run an equal program, if this one needs the others.
+
+    Args:
+      found: the trace of the program.
+      inputs: its arguments, and the batches that it takes from iterators.
+      topology: its devices.
+
+    Raises:
+      TraceError: the processes have traced different programs.
+    """
+    own = watch.own()
+    if own is None or topology is None or topology.num_workers == 1:
+        return
+    if not (_places_variables(found, topology) or _communicates(found, inputs[0])):
+        return
+    difference = own.agree(_signature(found, inputs))
+    if difference is None:
+        return
+    index, name = difference.index, ""
+    if difference.part == "variable" and index is not None and index < len(found.variables):
+        name = f" ({found.variables[index].path!r} here)"
+    raise TraceError(
+        f"the program that {user_place() or 'this process'} runs",
+        f"all processes must run the same program, but {difference}{name}.",
+        _HINTS[difference.part],
+    )
+
+
+def _signature(found: Discovery, inputs: Sequence[Arguments]) -> dict[str, list[str]]:
+    """Returns what is compared: types, and for what they do not tell all operations."""
+    operations = list(_operations(found.jaxpr.jaxpr))
+    return {
+        "argument": [_of_argument(*x) for i in inputs for x in zip(i.arrays, i.sharded, strict=True)],
+        "variable": [_typed(v.shape, v.dtype) for v in found.variables],
+        "result": [_typed(x.aval.shape, x.aval.dtype) for x in found.jaxpr.jaxpr.outvars],
+        "operation": operations,
+    }
+
+
+def _of_argument(array: Any, is_parted: bool) -> str:
+    if is_parted:
+        return f"{_typed(array.shape[1:], array.dtype)} per replica"
+    # A Python number is of one type on all processes, whatever its class.
+    return _typed(array.shape, array.dtype) if hasattr(array, "shape") else "a number"
+
+
+def _typed(shape: Sequence[int], dtype: Any) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _operations(jaxpr: jex.Jaxpr) -> Iterator[str]:
+    """Returns each operation with the types of its results; no constants, which may differ between processes."""
+    for eqn in jaxpr.eqns:
+        yield f"{eqn.primitive.name} of {', '.join(str(v.aval) for v in eqn.outvars)}"
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from _operations(inner)
+
+
+def _places_variables(found: Discovery, topology: Topology) -> bool:
+    """Whether the program is the first to use a variable, whose value the chief then tells all."""
+    return any(slot_of(v).home is not topology for v in found.variables)
+
+
+def _communicates(found: Discovery, arguments: Arguments) -> bool:
+    """Whether a process that runs the program may wait for another one.
+
+    In a replica function collectives do. Outside, what computes with values that the replicas have parts of: XLA adds
+    collectives there.
+    """
+    jaxpr, num_variables = found.jaxpr.jaxpr, len(found.variables)
+    # What is no variable there is a batch.
+    first = [is_own or i >= num_variables for i, is_own in found.inputs]
+    rest = [
+        is_sharded or (isinstance(x, jax.Array) and not x.is_fully_replicated)
+        for x, is_sharded in zip(arguments.arrays, arguments.sharded, strict=True)
+    ]
+    parted = {id(v) for v, is_parted in zip(jaxpr.invars, first + rest, strict=True) if is_parted}
+    for eqn in jaxpr.eqns:
+        if any(map(_has_collective, jex.jaxprs_in_params(eqn.params))):
+            return True
+        if eqn.primitive.name == "shard_map":
+            parted |= set(map(id, eqn.outvars))
+        elif any(id(v) in parted for v in eqn.invars):
+            return True
+    return False
+
+
+def _has_collective(jaxpr: jex.Jaxpr) -> bool:
+    return any(
+        eqn.primitive.name.startswith(_COLLECTIVES) or any(map(_has_collective, jex.jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )

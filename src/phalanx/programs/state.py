@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arrays of a program's variables: taken from them before it runs, given back after."""
+
+import functools
+import gc
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain, compress, repeat
+from operator import itemgetter
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from phalanx import compat
+from phalanx.compat import Variable, raw_value
+from phalanx.errors import StateLostError, VariableError
+from phalanx.mesh.topology import Topology
+from phalanx.tracing.policy import describe, initial_components, policy_of
+from phalanx.tracing.structure import refuse_outer_trace
+
+T = TypeVar("T")
+Group = tuple[list[Any], list[Any]]
+"""Values of some variables, and the replicas' components of those that are on-read (None for the others)."""
+
+
+class IdentityMap(Generic[T]):
+    """A weak map keyed by the identity of a variable; Keras variables compare by value, so no dict can hold them.
+
+    Example:
+      >>> import keras
+      >>> seen, v = IdentityMap(), keras.Variable(1.0)
+      >>> seen[v] = "yes"
+      >>> seen.get(v)
+      'yes'
+    """
+
+    def __init__(self) -> None:
+        self._items: dict[int, tuple[weakref.ref[Variable], T]] = {}
+
+    def __setitem__(self, variable: Variable, item: T) -> None:
+        key = id(variable)
+        if key in self._items:
+            self._items[key] = (self._items[key][0], item)
+        else:
+            self._items[key] = (weakref.ref(variable, lambda _: self._items.pop(key, None)), item)
+
+    def get(self, variable: Variable) -> T | None:
+        """Returns what is kept for `variable`, or None."""
+        entry = self._items.get(id(variable))
+        return entry[1] if entry else None
+
+    def discard(self, variable: Variable) -> None:
+        """Forgets `variable`."""
+        self._items.pop(id(variable), None)
+
+
+class Slot:
+    """What the engine remembers of one variable between programs.
+
+    Args:
+      array: the array it stored or placed last; another one in the variable was assigned from outside. Let go of when
+        the variable is assigned, so that it keeps no memory.
+      home: the devices on which it placed that array.
+      owned: whether a program of ours made that array, so that it may be donated to the next one.
+      components: the replicas' own values that belong to that array, `(num_replicas, ...)`, if the variable is on-read.
+    """
+
+    __slots__ = ("array", "components", "home", "owned")
+
+    def __init__(self) -> None:
+        self.array: Any = None
+        self.home: Any = None
+        self.owned = False
+        self.components: Any = None
+
+    def store(self, array: Any, home: Any, components: Any = None, *, owned: bool) -> None:
+        """Records that `array` is what the variable holds."""
+        self.array, self.home, self.owned, self.components = array, home, owned, components
+
+
+_slots: IdentityMap[Slot] = IdentityMap()
+
+
+def slot_of(variable: Variable) -> Slot:
+    """Returns the slot of `variable`."""
+    slot = _slots.get(variable)
+    if slot is None:
+        slot = _slots[variable] = Slot()
+    return slot
+
+
+def components_of(variable: Variable) -> Any:
+    """Returns the replicas' own values of an on-read variable; None where it was assigned from outside since."""
+    slot = slot_of(variable)
+    return slot.components if slot.array is raw_value(variable) else None
+
+
+def _forget(variable: Variable) -> None:
+    slot = _slots.get(variable)
+    if slot is not None:
+        slot.array = slot.components = None
+
+
+compat.on_assign(_forget)
+
+
+def _combine_on_demand(variable: Variable) -> bool:
+    slot = _slots.get(variable)
+    if slot is not None and slot.components is not None:
+        with slot.home.dispatching(is_step=False):
+            slot.array = _sum_of_components(slot.components)
+        compat.set_raw_values([variable], [slot.array])
+    return False
+
+
+def _lend(variable: Variable) -> None:
+    """Keeps the array of a variable from being donated if a reader may hold a part of it.
+
+    A part shares the memory of its array, and no reference tells that it exists. On one device `jax.device_put` returns
+    such a part of any array, so that each array that was read is copied once. An array over several devices gives notice.
+    """
+    slot = _slots.get(variable)
+    if slot is None or not slot.owned or slot.array is None:
+        return
+    if slot.home is None or slot.home.is_single:
+        slot.owned = False
+    else:
+        kind: Any = type(slot.array)
+        _give_notice(kind)
+        vars(slot.array)["_phalanx_slot"] = slot
+
+
+compat.on_read(_lend)
+
+
+@functools.cache
+def _give_notice(arrays: Any) -> None:
+    """Extends the type of JAX's arrays: one that a variable holds is not donated once it has given away parts."""
+
+    def noticing(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def parts(array: Any, *args: Any) -> Any:
+            slot = vars(array).get("_phalanx_slot")
+            if slot is not None and slot.array is array:
+                slot.owned = False
+            return original(array, *args)
+
+        return parts
+
+    arrays.addressable_data = noticing(arrays.addressable_data)
+    # jax.device_put to one device reads the first of these.
+    for name in ("addressable_shards", "global_shards"):
+        shards = getattr(arrays, name)
+        setattr(arrays, name, property(noticing(shards.fget), doc=shards.__doc__))
+
+
+@jax.jit
+def _sum_of_components(components: Any) -> Any:
+    return components.sum(0)
+
+
+compat.on_first_read(_combine_on_demand)
+
+
+_HELD_BY_VARIABLE_AND_SLOT = compat.UNSHARED + 1
+_VALUES_TWICE, _COMPONENTS = itemgetter(0, 0), itemgetter(1)
+"""Of the outputs of a program: the values that variables and slots get, and the components."""
+_OWNED = ["owned"]
+_NOTHING: Group = ([], [])
+
+
+class State:
+    """The variables of one program.
+
+    An array is donated to the program only if a program of ours made it and nobody else holds it; else a copy is.
+
+    Args:
+      variables: all variables that it uses.
+      written: for each, whether it is written.
+      topology: the devices of the program; None where arrays stay where they are.
+      storage: where the variables live between programs.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Variable],
+        written: Sequence[bool],
+        topology: Topology | None,
+        storage: Topology | None,
+    ) -> None:
+        self._storage, self._is_lent = storage, storage is not topology
+        self._order = list(written)
+        self._written = _Variables([v for v, w in zip(variables, written, strict=True) if w], topology, storage)
+        self._read = _Variables([v for v, w in zip(variables, written, strict=True) if not w], topology, storage)
+        slots = self._written.slots
+        self._is_on_read = [policy_of(v).on_read for v in self._written.variables]
+        on_read = list(compress(slots, self._is_on_read))
+        self._has_on_read = bool(on_read)
+        self._owners: list[Any] = [*self._written.variables, *slots, *on_read]
+        self._names = [compat.RAW_VALUE] * len(slots) + ["array"] * len(slots) + ["components"] * len(on_read)
+
+    def take(self) -> tuple[Group, Group]:
+        """Returns what the program may consume, the values of what it writes, and what it only reads."""
+        return self._written.take(own=True), self._read.take(own=False) if self._read.variables else _NOTHING
+
+    def merge(self, donated: Group, kept: Group) -> Group:
+        """Returns values and components in the order of the variables."""
+        return self._merged(donated[0], kept[0]), self._merged(donated[1], kept[1])
+
+    def run(
+        self, execute: Callable[..., tuple[Any, ...]], donated: Group, kept: Group, inputs: list[Any]
+    ) -> tuple[Any, ...]:
+        """Executes a program and stores what it wrote, in one step of Python's interpreter.
+
+        A signal handler runs between two bytecodes and may raise there. Here it finds the state of the step before, or all of
+        the state after: the iterators below are consumed by one call, in which no bytecode runs. For the same reason no
+        garbage is collected, because a handler that raises in a callback of the collector is ignored.
+
+        Args:
+          execute: the program. If it consumes `donated`, it must run no bytecode.
+          donated: its first argument.
+          kept: its second argument.
+          inputs: its third argument.
+
+        Returns:
+          What the program returned, beginning with values and components of the variables that it writes.
+        """
+        if self._is_lent:
+            execute = functools.partial(self._run_elsewhere, execute)
+        outputs: list[tuple[Any, ...]] = []
+        # Each of these is evaluated only when its turn has come: the last finds in `outputs` what the first put there.
+        executed = map(outputs.extend, [map(execute, [donated], [kept], [inputs])])
+        fields = chain.from_iterable(chain.from_iterable(map(_VALUES_TWICE, outputs)))
+        owners, names, copied = self._owners, self._names, self._written.copied
+        if self._has_on_read or copied:
+            components = compress(chain.from_iterable(map(_COMPONENTS, outputs)), self._is_on_read)
+            fields = chain(fields, components, repeat(True))
+            owners, names = owners + copied, names + _OWNED * len(copied)
+        stored = map(setattr, owners, names, fields)
+        collects = gc.isenabled()
+        try:
+            gc.disable()
+            deque(chain(executed, stored), maxlen=0)
+        finally:
+            if collects:
+                gc.enable()
+        return outputs[0]
+
+    def _run_elsewhere(self, execute: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
+        """Executes a program that works on copies, and puts the values that it wrote where the variables live."""
+        assert self._storage is not None
+        values, *others = execute(*args)
+        return (self._storage.take_back(values), *others)
+
+    def fields(self) -> list[Any]:
+        """Returns all that `run` overwrites, for `reset`."""
+        return list(map(getattr, self._owners, self._names))
+
+    def reset(self, fields: list[Any]) -> None:
+        """Takes back what `run` has stored, where the program worked on copies."""
+        deque(map(setattr, self._owners, self._names, fields), maxlen=0)
+
+    def put_back(self, donated: Group) -> None:
+        """Stores what a program was given again, where it was traced instead of executed."""
+        values, components = donated
+        self.reset([*values, *values, *compress(components, self._is_on_read)])
+
+    def raise_if_lost(self, donated: Group, cause: Exception) -> None:
+        """Raises if a program that failed has taken the values of variables with it.
+
+        Raises:
+          StateLostError: it has.
+        """
+        triples = zip(self._written.variables, *donated, strict=True)
+        lost = [v.path for v, x, parts in triples if raw_value(v) is x and _is_lost(parts if x is None else x)]
+        if not lost:
+            return
+        names = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+        raise StateLostError(
+            f"a step that writes {len(donated[0])} variables",
+            f"a program failed while it ran ({type(cause).__name__}), after it had taken the values of {len(lost)} of them ({names}).",
+            "load the last checkpoint, for example model.load_weights(path)",
+        ) from cause
+
+    def _merged(self, written: Sequence[Any], read: Sequence[Any]) -> list[Any]:
+        w, r = iter(written), iter(read)
+        return [next(w) if is_written else next(r) for is_written in self._order]
+
+
+class _Variables:
+    """Variables that a program all writes, or all only reads."""
+
+    def __init__(self, variables: list[Variable], topology: Topology | None, storage: Topology | None) -> None:
+        self.variables, self._topology, self._storage = variables, topology, storage
+        self._is_lent = storage is not topology
+        self.slots = [slot_of(v) for v in variables]
+        # Those whose arrays `take` has copied: what the program makes of the copy will be its own.
+        self.copied: list[Slot] = []
+        mapped = topology is not None and topology.num_replicas > 1
+        self._on_read = [i for i, v in enumerate(variables) if mapped and policy_of(v).on_read]
+        self._on_demand = [i for i in self._on_read if policy_of(variables[i]).on_demand]
+
+    def take(self, *, own: bool) -> Group:
+        """Returns arrays on the program's devices, and components; with `own` those that it may consume."""
+        if not self.variables:
+            return [], []
+        arrays = self._arrays(own=own and not self._is_lent)
+        if self._is_lent:
+            assert self._topology is not None
+            arrays = jax.device_put(arrays, self._topology.replicated, may_alias=False if own else None)
+        if not self._on_read:
+            return arrays, [None] * len(arrays)
+        components = self._components(arrays)
+        if own and self._is_lent:
+            # A program that works on copies can be taken back.
+            for i in self._on_read:
+                components[i] = jax.device_put(components[i], components[i].sharding, may_alias=False)
+        for i in self._on_demand:
+            arrays[i] = None
+        return arrays, components
+
+    def _arrays(self, *, own: bool) -> list[Any]:
+        arrays, counts = compat.shared_values(self.variables)
+        self.copied = []
+        # One short loop in which nothing happens at the steady state: it runs at every step, for every variable.
+        for i, (slot, array, count) in enumerate(zip(self.slots, arrays, counts, strict=True)):
+            if slot.array is not array or slot.home is not self._storage:
+                if slot.home is not self._storage and self._topology is not None and self._topology.num_workers > 1:
+                    self._take_from_chief(self._topology)
+                    return self._arrays(own=own)
+                arrays[i] = self._adopt(self.variables[i], slot, array)
+            elif array is None or not own or (slot.owned and count == _HELD_BY_VARIABLE_AND_SLOT):
+                continue
+            if own:
+                # Unlike jnp.copy it compiles nothing.
+                arrays[i] = jax.device_put(arrays[i], arrays[i].sharding, may_alias=False)
+                self.copied.append(slot)
+        return arrays
+
+    def _take_from_chief(self, topology: Topology) -> None:
+        """Gives variables that no program has had yet the chief's values."""
+        fresh = [i for i, slot in enumerate(self.slots) if slot.home is not topology]
+        variables = [self.variables[i] for i in fresh]
+        for i, variable, value in zip(fresh, variables, topology.from_chief(compat.raw_values(variables)), strict=True):
+            array = topology.put_replicated(value)
+            compat.set_raw_values([variable], [array])
+            self.slots[i].store(array, topology, owned=False)
+
+    def _components(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns the replicas' own values of on-read variables; None for the others."""
+        parts: list[Any] = [None] * len(arrays)
+        for i in self._on_read:
+            parts[i] = self.slots[i].components
+            if parts[i] is None:
+                assert self._topology is not None
+                first = initial_components(self.variables[i], arrays[i], self._topology.num_replicas)
+                own = self._topology.local_replicas
+                parts[i] = self._topology.put_per_replica([first[own.start : own.stop]])[0]
+        return parts
+
+    def _adopt(self, variable: Variable, slot: Slot, array: Any) -> Any:
+        """Places a value that was assigned from outside, or was made outside the scope, on the program's devices."""
+        if array is None:
+            raise VariableError(
+                f"{describe(variable)} in a program of this process",
+                "it lives on parameter servers, and steps that use it run on their workers.",
+                "coordinator.schedule(step, args=(...)), or strategy.run(fn)",
+            )
+        if isinstance(array, jax.Array) and array.weak_type:
+            # Made of a Python number. What a program returns is not weakly typed, and would be compiled for again.
+            array = jax.lax.convert_element_type(array, array.dtype)
+        if self._storage is not None:
+            array = self._storage.put_variable(array, compat.layout_path(variable))
+        if isinstance(array, jax.core.Tracer):
+            raise refuse_outer_trace()
+        compat.set_raw_values([variable], [array])
+        slot.store(array, self._storage, owned=False)
+        return array
+
+
+def _is_lost(array: Any) -> bool:
+    if array.is_deleted():
+        return True
+    try:
+        array.block_until_ready()
+    except Exception:  # The program that should have made it failed, after the call had returned.
+        return True
+    return False

@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where variables live while parameter servers hold them."""
+
+import itertools
+import math
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from phalanx import compat
+from phalanx.compat import Variable
+from phalanx.errors import (
+    InvalidArgumentError,
+    MixedStrategyError,
+    TraceError,
+)
+from phalanx.mesh.topology import Held
+from phalanx.programs.export import Exported, export
+from phalanx.programs.replicas import trace_run
+from phalanx.programs.state import IdentityMap, slot_of
+from phalanx.servers.client import Servers
+from phalanx.servers.partitioners import check_partitions, place, split_rows
+from phalanx.servers.ray import RayCluster
+from phalanx.servers.remote.plans import Gradient, Part, Placement, UpdateProgram, require_rows
+from phalanx.strategies.single import OneDeviceStrategy
+from phalanx.tracing import context, lifting
+from phalanx.tracing.lifting import Update
+from phalanx.tracing.policy import describe
+
+_OF_WHOLE_VARIABLES = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
+_SEED_STRIDE = 0x9E3779B9
+
+
+class Homes:
+    """Which server holds what of which variable.
+
+    Args:
+      cluster: where the servers run.
+      device: where updates are traced.
+      partitioner: into how many shards a variable is divided.
+      max_staleness: the bound of the servers' clock.
+      snapshot_every_s: how often the servers' state is copied.
+      timeout_s: for how long a server may give no sign of life.
+
+    Raises:
+      StartupError: a server ended while it started.
+    """
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        device: OneDeviceStrategy,
+        partitioner: Any,
+        *,
+        max_staleness: int | None,
+        snapshot_every_s: float | None,
+        timeout_s: float,
+    ) -> None:
+        self._device, self._partitioner = device, partitioner
+        self._max_staleness = max_staleness
+        self.servers = Servers(
+            cluster,
+            self._names_on,
+            max_staleness=max_staleness,
+            snapshot_every_s=snapshot_every_s,
+            timeout_s=timeout_s,
+        )
+        self._placements: IdentityMap[Placement] = IdentityMap()
+        self._names: dict[int, str] = {}
+        self._holders: dict[int, tuple[int, ...]] = {}
+        self._loads = [0] * cluster.ps
+        self._sizes: dict[int, int] = {}
+        self._keys, self._update_names = itertools.count(), itertools.count()
+        self._updates: dict[Any, tuple[int, Any]] = {}
+        self._has_new = False
+
+    def placement(self, variable: Variable) -> Placement | None:
+        """Returns where a variable is; None where it has not moved yet."""
+        return self._placements.get(variable)
+
+    def held(self, variable: Variable) -> list[Held] | None:
+        """Returns which servers hold which part of a variable; None where it has not moved yet."""
+        placement = self.placement(variable)
+        if placement is None:
+            return None
+        others = [slice(None)] * len(variable.shape)
+        return [
+            Held(f"ps:{server}", tuple([slice(part.start, part.stop), *others][: len(others)]), self._sizes[part.key])
+            for part in placement
+            for server in self._holders[part.key]
+        ]
+
+    def holders(self, placements: Iterable[Placement]) -> dict[int, tuple[int, ...]]:
+        """Returns which servers hold the variables among these that several do, by their keys."""
+        keys = [part.key for placement in placements for part in placement]
+        return {key: self._holders[key] for key in keys if len(self._holders[key]) > 1}
+
+    def add_table(self, table: Variable) -> None:
+        """Hears of a variable without a value, whose rows the servers make."""
+        _owners[table] = self
+
+    def rows(self, table: Variable, ids: np.ndarray) -> jax.Array:
+        """Returns rows of a table, from the servers.
+
+        Raises:
+          InputError: it does not have them.
+        """
+        self.take_in([table])
+        rows, places = np.unique(ids, return_inverse=True)
+        placement = self.placement(table)
+        assert placement is not None
+        require_rows(rows, placement, describe(table))
+        own = [rows[(rows >= p.start) & (rows < (p.stop or 0))] - p.start for p in placement]
+        asked = [(p.server, [(p.key, x)]) for p, x in zip(placement, own, strict=True)]
+        found = np.concatenate([arrays[0] for arrays in self.servers.ask("get", *asked)])
+        return jax.numpy.asarray(found[places.reshape(ids.shape)])
+
+    def take_in(self, variables: Sequence[Variable]) -> None:
+        """Moves variables to the servers, those that are not there yet.
+
+        Raises:
+          MixedStrategyError: one is on the servers of another strategy.
+        """
+        for variable in variables:
+            if _owners.get(variable) not in (None, self):
+                raise MixedStrategyError(
+                    f"{describe(variable)} in a step of a ParameterServerStrategy",
+                    "it is on the parameter servers of another one.",
+                    "make the variable in this strategy's scope: with strategy.scope(): ...",
+                )
+        with self.servers.lock:
+            new = [v for v in variables if self.placement(v) is None]
+            for table in [v for v in new if _is_unmade(v)]:
+                self._make(table)
+            new = [v for v in new if self.placement(v) is None]
+            shards = [self._num_shards(v) for v in new]
+            sizes = [_bytes_of(v) // n for v, n in zip(new, shards, strict=True)]
+            whole = [i for i, n in enumerate(shards) if n == 1]
+            chosen = dict(zip(whole, place([sizes[i] for i in whole], self._loads), strict=True))
+            for i, variable in enumerate(new):
+                if shards[i] == 1 and compat.initializer_of(variable) is None:
+                    self._move(variable, [(chosen[i], 0, None)])
+                    continue
+                lightest = sorted(range(len(self._loads)), key=lambda s: self._loads[s])[: shards[i]]
+                rows = split_rows(variable.shape[0], shards[i])
+                self._move(variable, [(s, r.start, r.stop) for s, r in zip(lightest, rows, strict=True)])
+            self._save_new()
+
+    def read(self, variable: Variable) -> jax.Array:
+        """Returns the value of a variable, from the servers."""
+        self.take_in([variable])
+        placement = self.placement(variable)
+        assert placement is not None
+        parts = [arrays[0] for arrays in self.servers.ask("get", *((part.server, [part.key]) for part in placement))]
+        return jax.numpy.array(parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+    def write(self, variable: Variable, value: Any) -> None:
+        """Gives a variable a value, on the servers."""
+        placement = self.placement(variable)
+        assert placement is not None
+        array = np.asarray(value)
+        for part in placement:
+            self.write_part(part, part.of(array))
+
+    def read_part(self, part: Part) -> np.ndarray:
+        """Returns what a server holds of a variable."""
+        ((array,),) = self.servers.ask("get", (part.server, [part.key]))
+        return np.array(array)
+
+    def write_part(self, part: Part, value: np.ndarray) -> None:
+        """Gives it another value, wherever it is held."""
+        self.servers.ask("put", *((s, {part.key: value}) for s in self._holders[part.key]))
+
+    def plan(self, update: Update, step: Exported) -> tuple[int, tuple[Gradient, ...]]:
+        """Lets the servers know how an optimizer's update is done; returns its name, and the gradients that it takes.
+
+        Args:
+          update: the update.
+          step: the program that computes the gradients.
+        """
+        with self.servers.lock:
+            compat.build_optimizer(update.optimizer, update.variables)
+            self.take_in(compat.trained_by(update.optimizer, None))
+            self._check_divisible(update)
+            numbers = [next((i for i, v in enumerate(step.variables) if v is u), None) for u in update.variables]
+            tables = {id(step.variables[i]): n for i, n in step.num_rows.items()}
+            if tables and self._max_staleness is not None:
+                raise TraceError(
+                    f"a ShardedEmbedding under max_staleness={self._max_staleness}",
+                    "updates of several workers are one there, and tables have those of one.",
+                    "max_staleness=None, or keras.layers.Embedding",
+                )
+            placements = tuple(
+                Gradient(self._placements.get(v) or (), i if i in step.num_rows else None)
+                for v, i in zip(update.variables, numbers, strict=True)
+            )
+            rate = compat.learning_rate_of(update.optimizer)
+            key = (id(update.optimizer), *map(id, update.variables), id(rate), *tables.values())
+            if key not in self._updates:
+                name = next(self._update_names)
+                for server in sorted({part.server for placement, _ in placements for part in placement}):
+                    program = self._program(update, server, tables)
+                    self.servers.learn(server, name, program)
+                # Kept alive with it: ids must stay its own.
+                self._updates[key] = name, rate
+                weakref.finalize(update.optimizer, self._updates.pop, key, None)
+                self._save_new()
+            return self._updates[key][0], placements
+
+    def clips(self, update: Update) -> bool:
+        """Whether the gradients of an update are clipped before they are divided between servers."""
+        optimizer = update.optimizer
+        if len(self.servers) == 1 or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            return False
+        return bool(optimizer.global_clipnorm or (optimizer.clipnorm and self._partitioner is not None))
+
+    def _check_divisible(self, update: Update) -> None:
+        """Raises for an optimizer that has to see what lies on several servers.
+
+        Raises:
+          InvalidArgumentError: it has.
+        """
+        placements = [self._placements.get(v) or () for v in update.variables]
+        servers = {part.server for placement in placements for part in placement}
+        name = type(update.optimizer).__name__
+        if len(servers) == 1:
+            return
+        if isinstance(update.optimizer, keras.optimizers.LossScaleOptimizer):
+            raise InvalidArgumentError(
+                f"{name} over {len(servers)} parameter servers",
+                "whether all gradients are finite is known to none of them.",
+                "ParameterServerStrategy(ps=1)",
+            )
+        if self.clips(update) and update.optimizer.gradient_accumulation_steps:
+            raise InvalidArgumentError(
+                f"{name} with gradient_accumulation_steps over {len(servers)} parameter servers",
+                "what it clips is the sum, which none of them has.",
+                "clipvalue=...; or ParameterServerStrategy(ps=1)",
+            )
+        is_divided = any(len(placement) > 1 for placement in placements)
+        if is_divided and isinstance(update.optimizer, _OF_WHOLE_VARIABLES):
+            raise InvalidArgumentError(
+                f"{name} of variables that are divided between {len(servers)} parameter servers",
+                "what it computes of each variable depends on all of its rows.",
+                "variable_partitioner=None",
+            )
+
+    def _program(self, update: Update, server: int, tables: dict[int, int]) -> UpdateProgram:
+        """Traces the update of what one server holds; its slots move there."""
+        trained = compat.trained_by(update.optimizer, None)
+        held = [(v, part) for v in trained for part in self._placements.get(v) or () if part.server == server]
+        mine = {id(v) for v, _ in held}
+        variables = tuple(v for v in update.variables if id(v) in mine)
+
+        def program(gradients: list[Any]) -> None:
+            scope = lifting.innermost()
+            assert scope is not None
+            with compat.restricted(update.optimizer, [v for v, _ in held]):
+                trace_run(self._device, update.optimizer.apply, (gradients, variables), {}, scope)
+
+        # Of a table it gets the rows that a step has looked up, of a variable that is divided those of this server.
+        rows = {id(v): tables.get(id(v), (p.stop or 0) - p.start) for v, p in held if p.stop is not None}
+        owners = [(v, v) for v, _ in held] + [(s, compat.reference_of(s)) for s in update.optimizer.variables]
+        owners = [(s, v) for s, v in owners if v is not None and id(v) in rows and tuple(s.shape) == tuple(v.shape)]
+        shapes = [(s, (rows[id(v)], *s.shape[1:])) for s, v in owners]
+        table_of = {id(s): i for s, v in owners for i, x in enumerate(variables) if x is v and id(v) in tables}
+        with context.enter(context.Mode(self._device, None)), compat.shapes(shapes):
+            gradients = [jax.ShapeDtypeStruct(tuple(v.shape), compat.dtype_of(v)) for v in variables]
+            exported = export(program, gradients, self.servers.platforms, adds=False)
+        keys = [self._hold(v, server) for v in exported.variables]
+        return UpdateProgram(
+            exported.module, tuple(keys), exported.set, tuple(table_of.get(id(v)) for v in exported.variables)
+        )
+
+    def _hold(self, variable: Variable, server: int) -> int:
+        """Returns the key of what a server holds of a variable, which moves there if it is not."""
+        if self.placement(variable) is None and _is_unmade(variable):
+            self._make(variable)
+        if self.placement(variable) is None:
+            reference = compat.reference_of(variable)
+            like = None if reference is None or reference.shape != variable.shape else self.placement(reference)
+            parts = [(p.server, p.start, p.stop) for p in like or () if p.stop is not None]
+            self._move(variable, parts or [(server, 0, None)])
+        placement = self.placement(variable)
+        assert placement is not None
+        for part in placement:
+            if server in self._holders[part.key]:
+                return part.key
+        (part,) = placement
+        # What all variables share, as the number of updates: each server counts for itself.
+        self.servers.ask("put", (server, {part.key: np.asarray(self.read(variable))}))
+        self._holders[part.key] = (*self._holders[part.key], server)
+        return part.key
+
+    def _num_shards(self, variable: Variable) -> int:
+        if compat.initializer_of(variable) is not None:
+            return min(len(self.servers), variable.shape[0])
+        if self._partitioner is None or not len(variable.shape):
+            return 1
+        shape = tuple(variable.shape)
+        return min(len(self.servers), check_partitions(shape, self._partitioner(shape, compat.dtype_of(variable))))
+
+    def _make(self, table: Variable) -> None:
+        """Lets the servers make a table, each its rows, or the slots of one, where its rows are."""
+        reference = compat.reference_of(table)
+        if reference is None:
+            shards = split_rows(table.shape[0], min(len(self.servers), table.shape[0]))
+            parts = [(server, r.start, r.stop) for server, r in enumerate(shards)]
+        else:
+            self.take_in([reference])
+            parts = [(p.server, p.start, p.stop or 0) for p in self._placements.get(reference) or ()]
+        placement = tuple(Part(server, next(self._keys), start, stop) for server, start, stop in parts)
+        programs = [_rows_program(table, p, i, self.servers.platforms) for i, p in enumerate(placement)]
+        self.servers.ask("make", *((p.server, p.key, x) for p, x in zip(placement, programs, strict=True)))
+        self._settle(table, placement, _bytes_of(table) // table.shape[0])
+
+    def _move(self, variable: Variable, parts: Sequence[tuple[int, int, int | None]]) -> None:
+        array = np.asarray(compat.raw_value(variable))
+        placement = tuple(Part(server, next(self._keys), start, stop) for server, start, stop in parts)
+        self.servers.ask("put", *((p.server, {p.key: p.of(array)}) for p in placement))
+        self._settle(variable, placement, array.nbytes // max(1, len(array) if array.ndim else 1))
+
+    def _settle(self, variable: Variable, placement: Placement, row_bytes: int) -> None:
+        """Notes where a variable is, and forgets its value here."""
+        for part in placement:
+            rows = (variable.shape[0] if variable.shape else 1) if part.stop is None else part.stop - part.start
+            self._sizes[part.key] = rows * row_bytes
+            self._loads[part.server] += rows * row_bytes
+            self._names[part.key], self._holders[part.key] = variable.path, (part.server,)
+        self._has_new = True
+        self._placements[variable] = placement
+        _owners[variable] = self
+        compat.set_raw_values([variable], [None])
+        slot_of(variable).store(None, None, owned=False)
+        weakref.finalize(variable, self._forget, placement)
+
+    def _save_new(self) -> None:
+        """Copies what has moved to the servers since the last snapshot, which a server that dies would take along."""
+        if self._has_new:
+            self.servers.take_snapshot()
+        self._has_new = False
+
+    def _forget(self, placement: Placement) -> None:
+        for part in placement:
+            self._names.pop(part.key, None)
+            self._loads[part.server] -= self._sizes.pop(part.key)
+            for server in self._holders.pop(part.key, ()):
+                self.servers.drop(server, part.key)
+
+    def _names_on(self, servers: Collection[int]) -> list[str]:
+        """Returns the names of the variables that these servers hold, and no others."""
+        return sorted({name for key, name in self._names.items() if set(self._holders[key]) <= set(servers)})
+
+
+_owners: IdentityMap[Homes] = IdentityMap()
+
+
+def _fetch(variable: Variable) -> bool:
+    homes = _owners.get(variable)
+    if homes is None or compat.lift_scope() is not None:
+        return False
+    compat.set_raw_values([variable], [homes.read(variable)])
+    return True
+
+
+def _send(variable: Variable) -> None:
+    homes = _owners.get(variable)
+    # A table that is assigned before it is made moves later, like any other variable.
+    if homes is not None and homes.placement(variable) is not None:
+        homes.write(variable, compat.raw_value(variable))
+        compat.set_raw_values([variable], [None])
+
+
+def homes_of(variable: Variable) -> Homes | None:
+    """Returns on whose servers a variable lives; None where it has not moved to any."""
+    return _owners.get(variable)
+
+
+def _require_servers(variables: Sequence[Variable]) -> None:
+    """Raises where a server is lost that has some of these variables."""
+    found = {id(homes): homes for v in variables if (homes := _owners.get(v)) is not None}
+    for homes in found.values():
+        homes.servers.tell("num_applied")
+
+
+compat.on_first_read(_fetch)
+compat.on_assign(_send)
+compat.before_saving(_require_servers)
+
+
+def _bytes_of(variable: Variable) -> int:
+    return math.prod(variable.shape) * np.dtype(compat.dtype_of(variable)).itemsize
+
+
+def _is_unmade(variable: Variable) -> bool:
+    """Whether it is a table that has neither been made nor assigned."""
+    return compat.initializer_of(variable) is not None and compat.raw_value(variable) is None
+
+
+def _rows_program(table: Variable, part: Part, number: int, platforms: Sequence[str]) -> bytes:
+    """Returns the program that makes one server's rows of a table."""
+    initializer = compat.initializer_of(table)
+    seed = getattr(initializer, "seed", None)
+    if seed is not None:
+        initializer = type(initializer).from_config({**initializer.get_config(), "seed": _own_seed(seed, number)})
+    shape, dtype = ((part.stop or 0) - part.start, *table.shape[1:]), compat.dtype_of(table)
+    make = jax.jit(lambda: jax.numpy.asarray(initializer(shape, dtype=dtype)))
+    return bytes(jax.export.export(make, platforms=platforms)().serialize())
+
+
+def _own_seed(seed: Any, number: int) -> int:
+    """Returns a seed for one server's rows: other ones than those of the others, and of tables with seeds beside it."""
+    if isinstance(seed, int):
+        return (seed + number * _SEED_STRIDE) % 2**31
+    return int(keras.random.randint((), 0, 2**31 - 1, seed=seed))

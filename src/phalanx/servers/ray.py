@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of workers and parameter servers, as actors of Ray."""
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.cluster.spec import ClusterSpec, Task, leader
+from phalanx.errors import (
+    ClusterError,
+    ClusterTypeError,
+    ContextError,
+    MissingDependencyError,
+    StartupError,
+    arguments,
+    shown,
+)
+from phalanx.servers.session import OwnedProcesses, Session, environment, make_token
+
+_QUIET = {
+    # Traffic to the network that nobody asked for.
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's own way to let in only those that know a secret.
+    "RAY_AUTH_MODE": "token",
+    # Nor does it start by itself once more after it has been ended.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # What the machine is for is what its workers do.
+    "RAY_worker_niceness": "0",
+    # Of several answers of lost processes one becomes an error, or none; Ray would print each of the others.
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    # A lost worker is reported by its coordinator, in one line; Ray would add a paragraph, and a stack if a machine is lost.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": r"A worker died or was killed while executing a task|Raylet is terminated|\(raylet\) "
+    r"|StackTrace Information|/raylet/raylet\(|/libc\.so",
+    # On a busy machine its processes take longer to start than it waits for them.
+    "RAY_agent_register_timeout_ms": "120000",
+    "RAY_gcs_server_port_wait_time_s": "120",
+}
+# Processes of this machine listen at its loopback interface alone. Ray, which has it so for Windows, looks when it is imported.
+_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+_LOOPBACK = "127.0.0.1"
+_POLL_S = 0.2
+_GRACE_S = 5.0
+_TRIES = 3
+
+
+def load_ray() -> Any:
+    """Returns the module `ray`, set up to ask for a token and to be quiet.
+
+    Raises:
+      MissingDependencyError: it is not installed.
+      StartupError: it was imported before, without asking for a token.
+    """
+    if "ray" not in sys.modules:
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError as e:
+        raise _missing("which is not installed.") from e
+    if not hasattr(ray, "__version__"):
+        # A folder of this name, which Python takes for a package without code.
+        found = next(iter(getattr(ray, "__path__", ())), ray.__name__)
+        del sys.modules["ray"]
+        raise _missing(f"which is not installed: `import ray` finds {found}.")
+    if "RAY_AUTH_MODE" not in os.environ and not ray.is_initialized():
+        raise StartupError(
+            "parameter servers after `import ray`",
+            "Ray has read its settings then, and would let in everybody.",
+            'os.environ["RAY_AUTH_MODE"] = "token" before `import ray`',
+        )
+    return ray
+
+
+def _missing(found: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        "parameter servers", f"their processes are those of Ray, {found}", 'pip install "phalanx[ps]"'
+    )
+
+
+class RayCluster:
+    """Where the workers and parameter servers of one strategy run.
+
+    Args:
+      spec: the cluster, whose tasks join by `Server`; None for processes on this machine, which it starts itself.
+      workers: how many workers there are.
+      ps: how many parameter servers.
+      timeout_s: how long to wait for the tasks.
+      dashboard: whether to start Ray's.
+
+    Attributes:
+      actors: those that were started, and have not been ended.
+
+    Raises:
+      StartupError: Ray did not start, or tasks are missing.
+      ClusterError: two processes are one task.
+      ContextError: another strategy of this process is open, and one of the two is over a cluster.
+    """
+
+    def __init__(self, spec: ClusterSpec | None, workers: int, ps: int, timeout_s: float, *, dashboard: bool) -> None:
+        with environment(_ALONE if spec is None else {}):
+            self._ray, self._spec = load_ray(), spec
+        self.workers, self.ps = workers, ps
+        self.actors: list[Any] = []
+        _require_alone(spec)
+        if not self._ray.is_initialized():
+            _sessions.append(self._started(dashboard=dashboard))
+        _open.append(self)
+        if spec is not None:
+            self._await_tasks(spec, timeout_s)
+
+    def actor(self, kind: type, job: str, index: int, *args: Any, threads: int) -> Any:
+        """Starts the actor of a task; it is not waited for."""
+        resources = {} if self._spec is None else {_resource(Task(job, index)): 1.0}
+        # On this machine all share its cores; elsewhere each has a machine.
+        cores = max(1, (os.cpu_count() or 1) // (self.workers + self.ps)) if self._spec is None else None
+        options = {"num_cpus": 0, "max_concurrency": threads, "resources": resources}
+        self.actors.append(self._ray.remote(_started(kind)).options(**options).remote(cores, *args))
+        return self.actors[-1]
+
+    def end(self, actor: Any) -> None:
+        """Ends an actor, whatever it is doing."""
+        if actor in self.actors:
+            self.actors.remove(actor)
+            self._ray.kill(actor, no_restart=True)
+
+    def close(self) -> None:
+        """Ends all actors; and Ray, if it was started here and no other strategy uses it."""
+        if self not in _open:
+            return
+        _open.remove(self)
+        if self._ray.is_initialized():
+            for actor in list(self.actors):
+                self.end(actor)
+        if not _open and _sessions:
+            _sessions.pop().close()
+
+    def _started(self, *, dashboard: bool) -> Session:
+        address, settings = _LOOPBACK, _ALONE
+        if self._spec is not None:
+            address, port = _split(self._spec.task_address("chief", 0))
+            settings = {"RAY_GCS_SERVER_PORT": str(port)}
+        return Session(self._ray, address, settings, dashboard=dashboard)
+
+    def _await_tasks(self, spec: ClusterSpec, timeout_s: float) -> None:
+        tasks = [Task(job, i) for job in ("worker", "ps") for i in spec.task_indices(job)]
+        deadline = time.monotonic() + timeout_s
+        while missing := self._missing(tasks):
+            if time.monotonic() > deadline:
+                names = ", ".join(f"{t} ({spec.task_address(t.type, t.index)})" for t in missing)
+                self.close()
+                raise StartupError(
+                    f"ParameterServerStrategy over {len(tasks)} tasks",
+                    f"after {timeout_s:.0f} s these have not joined: {names}.",
+                    "phalanx.Server(cluster_spec, job_name, task_index).join() in each of them, with the same token",
+                )
+            time.sleep(_POLL_S)
+
+    def _missing(self, tasks: Sequence[Task]) -> list[Task]:
+        """Returns the tasks that have not joined.
+
+        Raises:
+          ClusterError: one has joined twice.
+        """
+        joined = self._ray.cluster_resources()
+        if twice := [str(t) for t in tasks if joined.get(_resource(t), 0) > 1]:
+            self.close()
+            raise ClusterError(
+                f"ParameterServerStrategy over {len(tasks)} tasks",
+                f"two processes have joined as {', '.join(twice)}.",
+                "phalanx.Server(cluster_spec, job_name, task_index) with another task_index in each process",
+            )
+        return [t for t in tasks if _resource(t) not in joined]
+
+
+class Server:
+    """A worker or a parameter server of a cluster. Must be made outside all scopes, in a process of its own.
+
+    It joins the Ray cluster of the chief, whose strategy then sends it work. Both need the same token: in `RAY_AUTH_TOKEN`, in the
+    file that `RAY_AUTH_TOKEN_PATH` names, or in `~/.ray/auth_token`, which Ray makes for the processes of one user.
+
+    Args:
+      server_or_cluster_def: the cluster: a `ClusterSpec` or a dict of jobs.
+      job_name: `"worker"` or `"ps"`.
+      task_index: which of them.
+      protocol: left out, or `"grpc"`, for code written for TensorFlow.
+
+    Raises:
+      ClusterError: the cluster has no such task, or no chief.
+
+    Source: tf.distribute.Server.
+
+    Example:
+      >>> spec = {"chief": ["localhost:12345"], "worker": ["localhost:12346"], "ps": ["localhost:12347"]}
+      >>> Server(spec, "worker", 0).target
+      'ray://localhost:12345'
+    """
+
+    @arguments.typed(ClusterTypeError)
+    def __init__(
+        self,
+        server_or_cluster_def: ClusterSpec | Mapping[str, Sequence[str]],
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+    ) -> None:
+        del protocol
+        self._spec = ClusterSpec(server_or_cluster_def)
+        if job_name not in ("worker", "ps") or job_name not in self._spec.jobs:
+            raise ClusterError(
+                f"job_name={shown(job_name)}",
+                f"the cluster has the jobs {self._spec.jobs}, and workers and parameter servers are servers.",
+                'job_name="worker" or job_name="ps"',
+            )
+        if leader(self._spec).type != "chief":
+            raise ClusterError(
+                f"a server of {self._spec!r}",
+                "it has no chief, whom workers and parameter servers join.",
+                'a job "chief" with one address, that of the script with ParameterServerStrategy',
+            )
+        self._task = Task(job_name, 0 if task_index is None else task_index)
+        self._spec.task_address(self._task.type, self._task.index)
+
+    @property
+    def target(self) -> str:
+        """The address of the chief."""
+        return f"ray://{self._chief}"
+
+    def join(self, timeout_s: float = 600.0) -> None:
+        """Works for the chief until it ends. Must be called outside all scopes.
+
+        Args:
+          timeout_s: how long to wait for the chief to be there.
+
+        Raises:
+          StartupError: the chief did not come, or it does not let this task in.
+        """
+        load_ray()
+        deadline = time.monotonic() + timeout_s
+        while not _listens(self._chief):
+            if time.monotonic() > deadline:
+                raise StartupError(
+                    f"Server({self._task}).join(timeout_s={timeout_s:.0f})",
+                    f"nobody listens at the chief's address {self._chief}.",
+                    "start the script with ParameterServerStrategy on the chief",
+                )
+            time.sleep(_POLL_S)
+        host, _ = _split(self._spec.task_address(self._task.type, self._task.index))
+        make_token()
+        processes = OwnedProcesses()
+        try:
+            # In one folder several that start at once on a machine would choose the same names.
+            for tries_left in reversed(range(_TRIES)):
+                node = self._start(host, f"{processes.folder}/ray", processes.variables)
+                try:
+                    if self._stay(node, is_last=not tries_left):
+                        return
+                finally:
+                    _end(node)
+                    processes.end()
+        finally:
+            processes.close(_GRACE_S)
+
+    @property
+    def _chief(self) -> str:
+        return self._spec.task_address("chief", 0)
+
+    def _start(self, host: str, folder: str, variables: Mapping[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [
+                str(Path(sys.executable).with_name("ray")),
+                "start",
+                f"--address={self._chief}",
+                f"--node-ip-address={socket.gethostbyname(host)}",
+                f"--resources={json.dumps({_resource(self._task): 1})}",
+                f"--temp-dir={folder}",
+                "--block",
+                "--disable-usage-stats",
+            ],
+            # The chief listens already: what still fails after this time will not come, such as the right token.
+            env={**os.environ, **variables, "RAY_gcs_server_port_wait_time_s": "20"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def _stay(self, node: subprocess.Popen[str], *, is_last: bool) -> bool:
+        """Returns when the chief has ended; False if Ray has ended before, for which another try may help."""
+        began = time.monotonic()
+        while _listens(self._chief):
+            if node.poll() is not None:
+                # The chief may have ended a moment ago.
+                time.sleep(1.0)
+                if not _listens(self._chief):
+                    return True
+                text = node.stdout.read() if node.stdout else ""
+                if not is_last and "exited unexpectedly" in text:
+                    return False
+                raise StartupError(
+                    f"Server({self._task}).join()",
+                    f"Ray ended after {time.monotonic() - began:.0f} s:\n{text.strip()[-2000:]}",
+                    "the same RAY_AUTH_TOKEN, and the same versions of Python and Ray, as the chief",
+                )
+            time.sleep(1.0)
+        return True
+
+
+def _started(kind: type) -> type:
+    """Returns a class of actors that says how many threads XLA gets, before it starts."""
+
+    class Started(kind):
+        def __init__(self, cores: int | None, *args: Any) -> None:
+            if cores is not None:
+                os.environ["NPROC"] = str(cores)
+            super().__init__(*args)
+
+    Started.__name__ = Started.__qualname__ = kind.__name__
+    return Started
+
+
+def _resource(task: Task) -> str:
+    return f"phalanx_{task.type}_{task.index}"
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def _listens(address: str) -> bool:
+    try:
+        with socket.create_connection(_split(address), timeout=2.0):
+            return True
+    except OSError:
+        return False
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+_sessions: list[Session] = []
+"""Ray as this process has started it; at most one."""
+
+_open: list[RayCluster] = []
+"""The clusters that use it."""
+
+
+def _require_alone(spec: ClusterSpec | None) -> None:
+    """Raises if a strategy cannot be made beside those that are open.
+
+    Raises:
+      ContextError: one of them is over a cluster, whose tasks work for one strategy; or the new one is.
+    """
+    if _open and (spec is not None or any(cluster._spec is not None for cluster in _open)):
+        raise ContextError(
+            "a second ParameterServerStrategy in this process",
+            "one of the two is over the tasks of a cluster, which work for one strategy at a time.",
+            "strategy.close() of the first one before",
+        )

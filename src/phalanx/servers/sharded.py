@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shards of a variable that parameter servers hold."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from phalanx.compat import Variable, dtype_of
+from phalanx.errors import InvalidArgumentError, shown
+from phalanx.servers.homes import Homes, homes_of
+from phalanx.servers.remote.plans import Part
+
+
+@final
+@dataclass(frozen=True)
+class Shard:
+    """Some rows of a variable, on one server. `ShardedVariable.variables` has them.
+
+    Args:
+      server: the number of the server.
+      start: the first row.
+      stop: the row after the last one.
+    """
+
+    server: int
+    start: int
+    stop: int
+    _variable: Variable
+    _part: Part
+    _homes: Homes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of these rows."""
+        return (self.stop - self.start, *self._variable.shape[1:])
+
+    def numpy(self) -> np.ndarray:
+        """Returns these rows, from the server. May be called in any context but a step."""
+        return self._homes.read_part(self._part)
+
+    def assign(self, value: Any) -> None:
+        """Gives these rows another value, on the server. May be called in any context but a step.
+
+        Raises:
+          InvalidArgumentError: a value of another shape.
+        """
+        array = np.asarray(value, dtype_of(self._variable))
+        if array.shape != self.shape:
+            raise InvalidArgumentError(
+                f"assign an array {array.shape} to rows {self.start} to {self.stop - 1} of {self._variable.path!r}",
+                f"they are {self.shape}.",
+                f"an array of shape {self.shape}",
+            )
+        self._homes.write_part(self._part, array)
+
+
+@final
+class ShardedVariable:
+    """What each parameter server holds of a variable. May be made and used in any context but a step.
+
+    Args:
+      variable: a variable of at least one dim, made in the scope of a `ParameterServerStrategy`. If no step has used it yet,
+        it moves to the servers.
+
+    Raises:
+      InvalidArgumentError: another variable.
+
+    Source: tf.distribute's ShardedVariable.
+
+    Example:
+      >>> import keras, phalanx
+      >>> strategy = phalanx.ParameterServerStrategy(
+      ...     variable_partitioner=phalanx.experimental.partitioners.FixedShardsPartitioner(2), workers=1, ps=2)
+      >>> with strategy.scope():
+      ...     v = keras.Variable([[1.0], [2.0], [3.0]])
+      >>> shards = phalanx.experimental.ShardedVariable(v, strategy)
+      >>> [(s.server, s.numpy().ravel().tolist()) for s in shards]
+      [(0, [1.0, 2.0]), (1, [3.0])]
+      >>> strategy.close()
+    """
+
+    def __init__(self, variable: Variable, strategy: Any = None) -> None:
+        homes = strategy.homes if hasattr(strategy, "homes") else homes_of(variable)
+        if not isinstance(variable, Variable) or homes is None or not variable.shape:
+            raise InvalidArgumentError(
+                f"ShardedVariable({shown(variable, 80)})",
+                "must be a variable of one dim or more that lives on parameter servers.",
+                "ShardedVariable(variable, strategy), made in the scope of a ParameterServerStrategy",
+            )
+        homes.take_in([variable])
+        rows = variable.shape[0]
+        self._variable = variable
+        self.variables = tuple(
+            Shard(p.server, p.start, rows if p.stop is None else p.stop, variable, p, homes)
+            for p in homes.placement(variable) or ()
+        )
+
+    @property
+    def name(self) -> str:
+        """The name of the variable."""
+        return str(self._variable.name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        return tuple(self._variable.shape)
+
+    @property
+    def dtype(self) -> str:
+        """Its type."""
+        return dtype_of(self._variable)
+
+    def numpy(self) -> np.ndarray:
+        """Returns the whole, from the servers."""
+        return np.concatenate([shard.numpy() for shard in self.variables])
+
+    def __iter__(self) -> Iterator[Shard]:
+        return iter(self.variables)
+
+    def __len__(self) -> int:
+        return len(self.variables)
+
+    def __repr__(self) -> str:
+        rows = ", ".join(f"{s.start} to {s.stop - 1} on server {s.server}" for s in self)
+        return f"ShardedVariable({self._variable.path!r}, rows {rows})"

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a person wants to see of a strategy: the mesh, and where each variable lives."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from phalanx.compat import Variable, dtype_of
+from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
+from phalanx.mesh.topology import Held, Topology, device_name
+from phalanx.strategies.base import Strategy
+
+
+def describe(strategy: Strategy, *objects: Any, console: Any = None) -> None:
+    """Prints the mesh of a strategy, where variables live, and how many bytes each device has of them. May be called in any context.
+
+    Args:
+      strategy: the strategy.
+      *objects: models (with their optimizer, if they are compiled), layers, optimizers, metrics, or variables.
+      console: a `rich.console.Console`; None is the terminal.
+
+    Raises:
+      MissingDependencyError: rich is not installed.
+      InvalidArgumentError: an object that neither is nor has variables.
+
+    Example:
+      >>> import keras, phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"], layout=phalanx.fully_sharded(min_size=1))
+      >>> with strategy.scope():
+      ...     v = keras.Variable(keras.ops.zeros((64, 32)), name="v")
+      >>> phalanx.describe(strategy, v)  # doctest: +NORMALIZE_WHITESPACE
+      2 replicas
+        replica   device
+       ──────────────────
+              0   cpu:0
+              1   cpu:1
+      1 variable, 8.19 kB
+        path             array   parts
+       ────────────────────────────────────────
+        v      float32[64, 32]   [0:32] cpu:0
+                                 [32:64] cpu:1
+      Bytes of a device
+        device    bytes
+       ─────────────────
+        cpu:0    4.1 kB
+        cpu:1    4.1 kB
+    """
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError as e:
+        raise MissingDependencyError(
+            "phalanx.describe", "it needs rich, which is not installed.", "pip install 'phalanx[cli]'"
+        ) from e
+    kind: type = Strategy
+    arguments.instance("strategy", strategy, kind, "phalanx.describe(strategy, model)")
+    variables = [v for o in objects for v in variables_of("describe", o)]
+    if console is None:
+        console = Console(highlight=False)
+    arguments.instance("console", console, Console, "console=rich.console.Console()")
+    tables = [_tasks(strategy.tasks) if strategy.tasks else mesh_of(strategy.topology)]
+    if objects:
+        held = [strategy.held(v) for v in variables]
+        tables += [_places(variables, held, strategy.topology), _totals(held)]
+    for title, columns, rows in tables:
+        table = Table(box=box.SIMPLE)
+        for name in columns:
+            table.add_column(name, justify="right" if name in _NUMBERS else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(Text(title, style="bold"))
+        console.print(table)
+
+
+Shown = tuple[str, list[str], list[list[str]]]
+"""A title, the names of columns, and rows."""
+
+_NUMBERS = ("replica", "array", "bytes")
+
+
+def variables_of(method: str, thing: Any) -> list[Variable]:
+    """Returns the variables of a model, with its metrics and its optimizer, or of a layer, an optimizer, or a list of such.
+
+    Raises:
+      InvalidArgumentError: it neither is nor has variables.
+    """
+    if isinstance(thing, Variable):
+        return [thing]
+    if isinstance(thing, list | tuple):
+        return [v for x in thing for v in variables_of(method, x)]
+    if isinstance(thing, keras.Model):
+        # With those of the metrics, and of the optimizer if it is compiled.
+        optimizer = getattr(thing, "optimizer", None)
+        return [*thing.variables, *thing.metrics_variables, *(optimizer.variables if optimizer else [])]
+    if not hasattr(thing, "variables"):
+        raise InvalidArgumentError(
+            f"{method}({shown(thing)})", "neither is a variable nor has any.", f"{method}(model)"
+        )
+    return list(thing.variables)
+
+
+def mesh_of(topology: Topology | None) -> Shown:
+    """Returns which devices each replica has: one row a replica, one column for each of its devices."""
+    if topology is None:
+        return "1 replica, where JAX puts it", ["replica"], [["0"]]
+    count = topology.num_replicas
+    title = f"{count} replica{'s' * (count > 1)}" + "".join(f" x {name} of {size}" for name, size in topology.axes)
+    sizes = [size for _, size in topology.axes]
+    names = [
+        " ".join(f"{name} {i}" for (name, _), i in zip(topology.axes, at, strict=True)) or "device"
+        for at in np.ndindex(*sizes)
+    ]
+    rows = [[str(i), *map(device_name, topology.devices_of(i))] for i in range(count)]
+    return title, ["replica", *names], rows
+
+
+def _tasks(tasks: Sequence[str]) -> Shown:
+    return f"{len(tasks)} tasks", ["task"], [[task] for task in tasks]
+
+
+def _places(variables: Sequence[Variable], held: Sequence[Sequence[Held]], topology: Topology | None) -> Shown:
+    everywhere = None if topology is None else {device_name(d) for d in topology.devices}
+    rows = [
+        [v.path, f"{dtype_of(v)}{list(v.shape)}", _parts(v.shape, parts, everywhere)]
+        for v, parts in zip(variables, held, strict=True)
+    ]
+    total = sum(math.prod(v.shape) * np.dtype(dtype_of(v)).itemsize for v in variables)
+    title = f"{len(variables)} variable{'s' * (len(variables) != 1)}, {_size(total)}"
+    return title, ["path", "array", "parts"], rows
+
+
+def _totals(held: Sequence[Sequence[Held]]) -> Shown:
+    totals: dict[str, int] = {}
+    for part in (part for parts in held for part in parts):
+        totals[part.place] = totals.get(part.place, 0) + part.num_bytes
+    rows = [[name, _size(n)] for name, n in sorted(totals.items(), key=_order)]
+    return "Bytes of a device", ["device", "bytes"], rows
+
+
+def _parts(shape: Sequence[int], parts: Sequence[Held], everywhere: set[str] | None) -> str:
+    """Returns which part of an array is on which devices, of those of this process; nothing where all hold it whole."""
+    found: dict[str, list[str]] = {}
+    for part in parts:
+        found.setdefault(_range(part.index, shape), []).append(part.place)
+    if list(found) == ["whole"] and (everywhere is None or set(found["whole"]) == everywhere):
+        return ""
+    return "\n".join(f"{part} {' '.join(names)}" for part, names in found.items()) or "not here"
+
+
+def _range(index: Sequence[slice], shape: Sequence[int]) -> str:
+    """Returns a part of an array as it is written in Python, without the dims behind it that are whole."""
+    bounds = [(i.start or 0, n if i.stop is None else i.stop) for i, n in zip(index, shape, strict=True)]
+    texts = [":" if b == (0, n) else f"{b[0]}:{b[1]}" for b, n in zip(bounds, shape, strict=True)]
+    while texts and texts[-1] == ":":
+        texts.pop()
+    return f"[{', '.join(texts)}]" if texts else "whole"
+
+
+def _order(item: tuple[str, int]) -> tuple[str, int]:
+    platform, _, number = item[0].partition(":")
+    return platform, int(number)
+
+
+def _size(count: int) -> str:
+    power = min(3, (len(str(count)) - 1) // 3)
+    return f"{count / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB')[power]}"
