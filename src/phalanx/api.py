@@ -21,7 +21,6 @@ from phalanx.tracing.context import (
     ReplicaContext,
     experimental_set_strategy,
     get_replica_context,
-    get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
@@ -42,6 +41,7 @@ from phalanx.options import (
     VariableSynchronization,
 )
 from phalanx.strategies.base import Strategy, explain_sharding
+from phalanx.strategies.current import get_strategy
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.mirrored import MirroredStrategy
 from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy

@@ -16,6 +16,7 @@ from phalanx.keras import steps
 from phalanx.keras.scheduled import ScheduledTrainer
 from phalanx.keras.training import ModelTrainer
 from phalanx.strategies.base import Strategy, living_strategies
+from phalanx.strategies.current import get_strategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.tracing import context
 
@@ -44,8 +45,8 @@ class _Models:
     def note(self, model: keras.Model) -> None:
         """Notes the strategy in whose scope a model is made or compiled. A compiled model gets a new trainer."""
         self._trainers.pop(id(model), None)
-        if context.has_strategy() and context.get_strategy().topology is not None:
-            self._adopt(model, context.get_strategy())
+        if context.has_strategy() and get_strategy().topology is not None:
+            self._adopt(model, get_strategy())
 
     def call(self, method: str, original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         """Runs a method of a model on its strategy, or as Keras does if no strategy is its own or current."""
@@ -64,7 +65,7 @@ class _Models:
           MixedStrategyError: it belongs to another strategy than the current one.
           ContextError: Keras cannot.
         """
-        key, current = id(model), context.get_strategy()
+        key, current = id(model), get_strategy()
         if key not in self._strategies and current.topology is not None:
             self._adopt(model, current)
         if key not in self._strategies and isinstance(data, DistributedDataset):

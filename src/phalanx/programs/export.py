@@ -17,8 +17,9 @@ from phalanx.errors import MissingDependencyError, TraceError
 from phalanx.programs.explain import explained
 from phalanx.programs.replicas import trace_program
 from phalanx.tracing import lifting
-from phalanx.tracing.lifting import Discovery, Update
+from phalanx.tracing.lifting import Discovery
 from phalanx.tracing.policy import describe
+from phalanx.tracing.strategy import Update
 from phalanx.tracing.structure import Parts, Structure
 
 

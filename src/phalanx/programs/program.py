@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from phalanx.programs.state import Group, State
 from phalanx.tracing import context, lifting
 from phalanx.tracing.draws import Draws
 from phalanx.tracing.lifting import Discovery, used_differently
+from phalanx.tracing.strategy import AbstractStrategy
 from phalanx.tracing.structure import (
     AbstractSource,
     Arguments,
@@ -40,9 +41,6 @@ from phalanx.tracing.structure import (
     require_alive,
     require_returnable,
 )
-
-if TYPE_CHECKING:
-    from phalanx.strategies.base import Strategy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -505,7 +503,7 @@ def _code_of(function: Any) -> types.CodeType | None:
     return getattr(function, "__code__", None)
 
 
-def _strategy_of(found: Discovery) -> "Strategy":
+def _strategy_of(found: Discovery) -> AbstractStrategy:
     """Returns the strategy on whose devices a program runs: the one that runs in it, else the current one."""
     strategies = [s for s in found.strategies if s.topology is not None]
     if len(strategies) > 1:

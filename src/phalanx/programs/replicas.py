@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,11 @@ from phalanx.tracing.lifting import (
     first_component,
 )
 from phalanx.tracing.policy import policy_of
-
-if TYPE_CHECKING:
-    from phalanx.strategies.base import Strategy
+from phalanx.tracing.strategy import AbstractStrategy
 
 
 def trace_run(
-    strategy: "Strategy", fn: Callable[..., Any], args: Any, kwargs: Any, scope: LiftScope, *, steps: Any = None
+    strategy: AbstractStrategy, fn: Callable[..., Any], args: Any, kwargs: Any, scope: LiftScope, *, steps: Any = None
 ) -> Any:
     """Traces `fn` for all replicas of `strategy` into the program whose scope is `scope`.
 
@@ -66,7 +64,7 @@ def trace_run(
 class _Run:
     """One `Strategy.run` inside the trace of a program."""
 
-    def __init__(self, strategy: "Strategy", fn: Callable[..., Any], args: Any, steps: Any) -> None:
+    def __init__(self, strategy: AbstractStrategy, fn: Callable[..., Any], args: Any, steps: Any) -> None:
         self._strategy, self._fn, self._steps = strategy, fn, steps
         leaves, self._tree = flatten(args)
         self._leaves = [x if (array := as_array(x)) is None else array for x in leaves]

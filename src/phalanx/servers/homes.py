@@ -26,10 +26,9 @@ from phalanx.servers.client import Servers
 from phalanx.servers.partitioners import check_partitions, place, split_rows
 from phalanx.servers.ray import RayCluster
 from phalanx.servers.remote.plans import Gradient, Part, Placement, UpdateProgram, require_rows
-from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.tracing import context, lifting
-from phalanx.tracing.lifting import Update
 from phalanx.tracing.policy import describe
+from phalanx.tracing.strategy import AbstractStrategy, Update
 
 _OF_WHOLE_VARIABLES = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
 _SEED_STRIDE = 0x9E3779B9
@@ -53,7 +52,7 @@ class Homes:
     def __init__(
         self,
         cluster: RayCluster,
-        device: OneDeviceStrategy,
+        device: AbstractStrategy,
         partitioner: Any,
         *,
         max_staleness: int | None,

@@ -2,7 +2,7 @@
 """`Strategy`: the public verbs, over a few hooks that a strategy overrides."""
 
 import itertools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import NoneType
@@ -52,8 +52,8 @@ from phalanx.strategies.reduction import (
 )
 from phalanx.tracing import context, lifting
 from phalanx.tracing.context import Mode
-from phalanx.tracing.lifting import Update
 from phalanx.tracing.policy import check_variable, initial_components, policy_of
+from phalanx.tracing.strategy import AbstractStrategy, Update, check_strategy
 
 _numbers = itertools.count()
 _living: "WeakSet[Strategy]" = WeakSet()
@@ -61,7 +61,7 @@ _living: "WeakSet[Strategy]" = WeakSet()
 _DEFAULT_OPTIONS = RunOptions()
 
 
-class Strategy(ABC):
+class Strategy(AbstractStrategy):
     """Where variables live and where replicas run.
 
     The verbs below are the same for all strategies. A strategy of your own overrides `topology`, and where it differs
@@ -717,8 +717,7 @@ def explain_sharding(
       ...     print(shard)
       worker 0 of 1 reads all records of 100 (DATA)
     """
-    kind: type = Strategy
-    arguments.instance("strategy", strategy, kind, "explain_sharding(dataset, strategy)")
+    check_strategy("strategy", strategy, "explain_sharding(dataset, strategy)")
     return shards_of(dataset, strategy.topology, check_options(options), batch_size)
 
 

@@ -14,7 +14,7 @@ from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.tracing import context, lifting
 from phalanx.tracing.context import Mode
-from phalanx.tracing.lifting import Update
+from phalanx.tracing.strategy import Update
 
 
 @final

@@ -12,6 +12,7 @@ from phalanx.compat import Variable, dtype_of
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
 from phalanx.mesh.topology import Held, Topology, device_name
 from phalanx.strategies.base import Strategy
+from phalanx.tracing.strategy import check_strategy
 
 
 def describe(strategy: Strategy, *objects: Any, console: Any = None) -> None:
@@ -57,8 +58,7 @@ def describe(strategy: Strategy, *objects: Any, console: Any = None) -> None:
         raise MissingDependencyError(
             "phalanx.describe", "it needs rich, which is not installed.", "pip install 'phalanx[cli]'"
         ) from e
-    kind: type = Strategy
-    arguments.instance("strategy", strategy, kind, "phalanx.describe(strategy, model)")
+    check_strategy("strategy", strategy, "phalanx.describe(strategy, model)")
     variables = [v for o in objects for v in variables_of("describe", o)]
     if console is None:
         console = Console(highlight=False)

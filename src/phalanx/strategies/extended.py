@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import jax
 import keras
@@ -18,9 +18,7 @@ from phalanx.options import CommunicationOptions, ReduceOp
 from phalanx.strategies.reduction import check_components, reduce_leaf
 from phalanx.tracing import context, lifting
 from phalanx.tracing.policy import check_variable, describe
-
-if TYPE_CHECKING:
-    from phalanx.strategies.base import Strategy
+from phalanx.tracing.strategy import AbstractStrategy, check_strategy
 
 
 @final
@@ -34,12 +32,8 @@ class StrategyExtended:
       InvalidArgumentError: it is not a strategy.
     """
 
-    def __init__(self, container_strategy: "Strategy") -> None:
-        # Imported here: strategies are made of this module.
-        from phalanx.strategies.base import Strategy
-
-        kind: type = Strategy
-        arguments.instance("container_strategy", container_strategy, kind, "strategy.extended")
+    def __init__(self, container_strategy: AbstractStrategy) -> None:
+        check_strategy("container_strategy", container_strategy, "strategy.extended")
         self._strategy = container_strategy
 
     def reduce_to(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import Any, TypeVar, final
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,7 @@ from phalanx.errors import ContextError, InputError, InvalidArgumentError, Mixed
 from phalanx.mesh.topology import device_name
 from phalanx.mesh.values import ReplicaLocal, RowMask, flatten
 from phalanx.options import CommunicationOptions, ReduceOp
-
-if TYPE_CHECKING:
-    from phalanx.strategies.base import Strategy
+from phalanx.tracing.strategy import AbstractStrategy, check_strategy
 
 T = TypeVar("T")
 
@@ -50,8 +48,10 @@ class ReplicaContext:
       (Array(3, dtype=int32), Array(3, dtype=int32))
     """
 
-    def __init__(self, strategy: "Strategy", replica_id_in_sync_group: Any, masks: tuple[RowMask, ...] = ()) -> None:
-        _require_strategy(strategy, "phalanx.get_replica_context()")
+    def __init__(
+        self, strategy: AbstractStrategy, replica_id_in_sync_group: Any, masks: tuple[RowMask, ...] = ()
+    ) -> None:
+        check_strategy("strategy", strategy, "phalanx.get_replica_context()")
         is_id = isinstance(replica_id_in_sync_group, jax.Array) and not replica_id_in_sync_group.shape
         if not is_id:
             arguments.integer(
@@ -66,7 +66,7 @@ class ReplicaContext:
         self._strategy, self._id, self._masks = strategy, replica_id_in_sync_group, masks
 
     @property
-    def strategy(self) -> "Strategy":
+    def strategy(self) -> AbstractStrategy:
         """The strategy that runs this replica."""
         return self._strategy
 
@@ -238,7 +238,7 @@ class Mode:
       averaging: whether replicas compute means over their own rows, of which gradients make one over the global batch.
     """
 
-    strategy: "Strategy"
+    strategy: AbstractStrategy
     replica: "ReplicaContext | None"
     was_set: bool = False
     merging: bool = False
@@ -249,7 +249,7 @@ _stack: ContextVar[tuple[Mode, ...]] = ContextVar("phalanx_context", default=())
 _default: list[Mode] = []
 
 
-def register_default(strategy: "Strategy", replica: "ReplicaContext") -> None:
+def register_default(strategy: AbstractStrategy, replica: "ReplicaContext") -> None:
     """Makes `strategy` the one outside all scopes; the default strategy calls it once."""
     _default[:] = [Mode(strategy, replica)]
 
@@ -297,14 +297,8 @@ def enter(mode: Mode) -> Iterator[None]:
         _stack.set(before)
 
 
-def get_strategy() -> "Strategy":
-    """Returns the current strategy; outside all scopes the default one. May be called in any context.
-
-    Example:
-      >>> import phalanx
-      >>> phalanx.get_strategy().num_replicas_in_sync
-      1
-    """
+def get_strategy() -> AbstractStrategy:
+    """Returns the current strategy; outside all scopes the default one."""
     compat.note_read()
     return current().strategy
 
@@ -345,7 +339,7 @@ def get_replica_context() -> "ReplicaContext | None":
     return current().replica
 
 
-def experimental_set_strategy(strategy: "Strategy | None") -> None:
+def experimental_set_strategy(strategy: AbstractStrategy | None) -> None:
     """Makes `strategy` current from here on, without a `with`; None goes back to the default one.
 
     Must be called outside all scopes.
@@ -368,22 +362,14 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
             "call it at the top of the script",
         )
     if strategy is not None:
-        _require_strategy(strategy, "phalanx.experimental_set_strategy(phalanx.MirroredStrategy())")
+        check_strategy("strategy", strategy, "phalanx.experimental_set_strategy(phalanx.MirroredStrategy())")
     storage = None if strategy is None else strategy.storage
     home = None if storage is None else storage.of_new_variables
     compat.unset_variable_layout() if home is None else compat.set_variable_layout(home.sharding_of, home.mesh)
     _stack.set(() if strategy is None or storage is None else (Mode(strategy, None, was_set=True),))
 
 
-def _require_strategy(strategy: Any, hint: str) -> None:
-    # Imported here: strategies are made of this module.
-    from phalanx.strategies.base import Strategy
-
-    kind: type = Strategy
-    arguments.instance("strategy", strategy, kind, hint)
-
-
-def require_cross_replica(method: str, strategy: "Strategy", hint: str) -> None:
+def require_cross_replica(method: str, strategy: AbstractStrategy, hint: str) -> None:
     """Raises unless this code runs for all replicas of `strategy`, or outside all scopes.
 
     Raises:
@@ -406,7 +392,7 @@ def require_not_running(method: str, hint: str) -> None:
         raise ContextError(f"{method} in merge_call", "the replicas are running already.", hint)
 
 
-def require_same(inside: "Strategy", asked: "Strategy", what: str) -> None:
+def require_same(inside: AbstractStrategy, asked: AbstractStrategy, what: str) -> None:
     """Raises unless `asked` may be used where `inside` is current.
 
     Raises:

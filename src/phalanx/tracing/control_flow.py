@@ -23,8 +23,9 @@ from phalanx.compat import Variable
 from phalanx.errors import InvalidArgumentError, NestedWriteError, TraceError, arguments, shown
 from phalanx.tracing import context
 from phalanx.tracing.draws import AbstractIterator
-from phalanx.tracing.lifting import AbstractPass, Discovery, Entry, LiftScope, Update, refuse_draw
+from phalanx.tracing.lifting import AbstractPass, Discovery, Entry, LiftScope, refuse_draw
 from phalanx.tracing.policy import describe
+from phalanx.tracing.strategy import Update
 
 
 class _Body(AbstractPass):

@@ -32,29 +32,13 @@ from phalanx.options import ReduceOp
 from phalanx.tracing import context, draws, markers
 from phalanx.tracing.draws import AbstractIterator, Draw
 from phalanx.tracing.policy import Combine, Policy, Write, describe, policy_of, refuse_write
+from phalanx.tracing.strategy import AbstractStrategy, Update
 from phalanx.tracing.structure import Arguments
 
 # Part of the key under which jax remembers what it has traced, and the keys under which nothing of a program was read: what jax
 # remembers under these holds in the next program too. A key for each program would fill jax's memory with the functions of jnp.
 _key_of_traces = jax.make_user_context()
 _keys: list[object] = []
-
-
-@dataclass(frozen=True)
-class Update:
-    """An optimizer's update that is done when all replicas have done their part: where the variables live.
-
-    Args:
-      optimizer: the optimizer.
-      variables: what it updates.
-      gradients: of each variable, summed over the replicas, or None.
-      dims: the dim of each along which a replica has its part of the gradient; None where it has the whole.
-    """
-
-    optimizer: keras.optimizers.Optimizer
-    variables: tuple[Variable, ...]
-    gradients: list[Any]
-    dims: tuple[int | None, ...] = ()
 
 
 @dataclass
@@ -94,7 +78,7 @@ class Discovery:
     has_callback: bool = False
     runs: list["Discovery"] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
-    strategies: list[Any] = field(default_factory=list)
+    strategies: list[AbstractStrategy] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     rows_each: list[int] = field(default_factory=list)
     eager: bool = False
@@ -585,7 +569,7 @@ class LiftScope(compat.AbstractLiftScope):
                 "use it before optimizer.apply, or in the next strategy.run",
             )
 
-    def apply_update(self, strategy: Any, update: Update) -> None:
+    def apply_update(self, strategy: AbstractStrategy, update: Update) -> None:
         """Does an update that the replicas of a strategy have left, in the cross-replica part of the program."""
         with context.enter(context.Mode(strategy, None)):
             update.optimizer.apply(update.gradients, update.variables)
@@ -819,9 +803,10 @@ def _aval(array: Any) -> Any:
     return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def _divided_dim(strategy: Any, variable: Variable) -> int | None:
+def _divided_dim(strategy: AbstractStrategy, variable: Variable) -> int | None:
     """Returns along which dim replicas have parts of a variable, and of its gradient."""
-    return strategy.topology.divided_dim(compat.layout_path(variable), variable.shape)  # type: ignore[no-any-return]
+    assert strategy.topology is not None
+    return strategy.topology.divided_dim(compat.layout_path(variable), variable.shape)
 
 
 def _difference(value: Any, other: Any) -> Any:

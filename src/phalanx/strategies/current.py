@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The current strategy, with all of its verbs."""
+
+from phalanx.strategies.base import Strategy
+from phalanx.tracing import context
+
+
+def get_strategy() -> Strategy:
+    """Returns the current strategy; outside all scopes the default one. May be called in any context.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.get_strategy().num_replicas_in_sync
+      1
+    """
+    strategy = context.get_strategy()
+    assert isinstance(strategy, Strategy)
+    return strategy
