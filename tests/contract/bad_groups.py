@@ -113,7 +113,9 @@ def _methods(kind):
     """Returns the methods of a class under the name of the class that defines them first; overrides take the same arguments."""
     found, seen = {}, set()
     for owner in reversed(kind.__mro__):
-        if not owner.__module__.startswith("phalanx") or owner.__name__.startswith("Abstract"):  # Abstract ones are internal.
+        if not owner.__module__.startswith("phalanx") or owner.__name__.startswith(
+            "Abstract"
+        ):  # Abstract ones are internal.
             continue
         for name, method in vars(owner).items():
             method = method.__func__ if isinstance(method, (classmethod, staticmethod)) else method

@@ -10,7 +10,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import phalanx
 from phalanx.errors import DeviceError, InvalidArgumentError, StartupError
-from phalanx.mesh.topology import Topology, device_name, parse_device
+from phalanx.mesh.devices import device_name, parse_device
+from phalanx.mesh.topology import Topology
 
 
 def run_python(code, **environment):

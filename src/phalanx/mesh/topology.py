@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device names, virtual CPU devices, and the mesh that maps replicas to devices."""
+"""The mesh that maps replicas to devices, and how values are placed on it."""
 
 import math
-import os
-import re
-import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,168 +15,23 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from phalanx.cluster import watch
 from phalanx.errors import (
-    ContextError,
     DeviceError,
     InvalidArgumentError,
-    PeerLostError,
-    StartupError,
-    StateLostError,
-    arguments,
     shown,
 )
+from phalanx.mesh.devices import (
+    default_devices,
+    device_name,
+    first_devices,
+    parse_device,
+    require_one_platform,
+    require_threads,
+)
+from phalanx.mesh.dispatch import Turn, process_dispatching
 from phalanx.mesh.layout import REPLICA_AXIS as REPLICA_AXIS  # noqa: PLC0414  (exported)
 from phalanx.mesh.layout import AbstractLayout
 
-dispatch_lock = threading.RLock()
-"""Two threads that dispatch programs over several devices can deadlock inside XLA, whatever its thread pool."""
-
-_waiting: list[int] = []
-"""The threads that wait for a program whose host callbacks run Python meanwhile."""
-
-
-def process_dispatching() -> AbstractContextManager[Any]:
-    """Returns what must be held while a program is dispatched on devices of this process.
-
-    Raises:
-      ContextError: called in a host callback of a program that runs.
-    """
-    if _waiting:
-        _require_outside_callbacks()
-    return dispatch_lock
-
-
-@contextmanager
-def calling_back() -> Iterator[None]:
-    """Marks that this thread waits for a program whose host callbacks run Python meanwhile."""
-    _waiting.append(threading.get_ident())
-    try:
-        yield
-    finally:
-        _waiting.pop()
-
-
-def _require_outside_callbacks() -> None:
-    # XLA runs callbacks in the thread that waits, or in one of its own, which Python knows as a dummy.
-    if threading.get_ident() in _waiting or isinstance(threading.current_thread(), threading._DummyThread):
-        raise ContextError(
-            "a program was called in a host callback (jax.pure_callback, io_callback or debug.callback) of a step that runs",
-            "the step waits for the callback, and the program would wait for the step.",
-            "return what the callback needs from the step, and call the program after it",
-        )
-
-
-_NEWS_S = 3.0
 _MODEL_AXIS = 'model_axis=("model", 2)'
-_STATUS = re.compile(r"[A-Z_]+: ")
-_DEVICE_NAME = re.compile(
-    r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d+)$", re.IGNORECASE
-)
-
-
-def set_virtual_cpu_devices(count: int) -> None:
-    """Gives this process `count` CPU devices, to try strategies without accelerators.
-
-    Call it before anything touches JAX devices; the environment variable `PHALANX_CPU_DEVICES` does the same at import.
-
-    Args:
-      count: how many CPU devices, at least 1.
-
-    Raises:
-      InvalidArgumentError: `count` is less than 1.
-      StartupError: JAX has started its devices already.
-
-    Example:
-      >>> import phalanx
-      >>> phalanx.set_virtual_cpu_devices(2)  # doctest: +SKIP
-    """
-    count = arguments.integer(
-        "count",
-        count,
-        kind="a number of devices; a process has at least one CPU device",
-        hint="set_virtual_cpu_devices(2)",
-    )
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError as e:
-        raise StartupError(
-            f"set_virtual_cpu_devices({count})",
-            "JAX has started its devices already, and their number cannot change afterwards.",
-            "call it before the first array is made, or set PHALANX_CPU_DEVICES in the environment",
-        ) from e
-    if count > 1:
-        # XLA reads NPROC as the size of its CPU thread pool. With fewer than two threads a device the all-reduce
-        # deadlocks (seen for 2, 3, 4 and 8 devices); more than two only cost speed.
-        os.environ["NPROC"] = str(2 * count)
-
-
-@dataclass(frozen=True)
-class Held:
-    """What one place has of an array.
-
-    Args:
-      place: the name of a device, or of a task of the cluster.
-      index: which part of the array: a range of each dim.
-      num_bytes: its size.
-    """
-
-    place: str
-    index: tuple[slice, ...]
-    num_bytes: int
-
-
-def device_name(device: jax.Device) -> str:
-    """Returns the canonical name of a device, for example `"cpu:1"`."""
-    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-    return f"{platform}:{device.id}"
-
-
-def parse_device(name: str | jax.Device) -> jax.Device:
-    """Returns the local device of that name.
-
-    Args:
-      name: `"/gpu:0"`, `"gpu:0"`, `"/device:GPU:0"`, `"cpu:1"`, or a `jax.Device`.
-
-    Raises:
-      DeviceError: the name cannot be read, or this process has no such device.
-    """
-    if isinstance(name, jax.Device):
-        return name
-    match = _DEVICE_NAME.match(name) if isinstance(name, str) else None
-    if match is None:
-        raise DeviceError(f"device={shown(name)}", "not a device name.", 'a name such as "/gpu:0" or "cpu:1"')
-    platform, index = match.group(1).lower(), int(match.group(2))
-    try:
-        devices = jax.local_devices(backend=platform)
-    except RuntimeError:
-        devices = []
-    if index >= len(devices):
-        have = ", ".join(map(device_name, jax.local_devices()))
-        hint = (
-            f"phalanx.set_virtual_cpu_devices({index + 1}) before JAX starts"
-            if platform == "cpu"
-            else "one of these names"
-        )
-        raise DeviceError(f"device={shown(name)}", f"this process has {have}.", hint)
-    return devices[index]
-
-
-def default_devices() -> list[jax.Device]:
-    """Returns all local accelerators, else all local CPU devices."""
-    return list(jax.local_devices())
-
-
-def _first_devices(count: int) -> tuple[jax.Device, ...]:
-    found = default_devices()
-    if not 0 < count <= len(found):
-        platform = found[0].platform
-        raise DeviceError(
-            f"devices={count}",
-            f"this process has {', '.join(map(device_name, found))}.",
-            f"phalanx.set_virtual_cpu_devices({count}) before JAX starts"
-            if platform == "cpu" and len(found) < count < 1 << 16
-            else f"devices={len(found)}",
-        )
-    return tuple(found[:count])
 
 
 def axes_of(model_axis: tuple[str, int] | None) -> tuple[tuple[str, int], ...]:
@@ -232,10 +83,10 @@ class Topology:
                 f"{twice} is given twice; a replica has a device of its own.",
                 f"devices={sorted(set(names))}",
             )
-        _require_one_platform(self.devices)
+        require_one_platform(self.devices)
         _require_axes(self.axes, len(names))
         self._require_one_process()
-        _require_threads(self.devices)
+        require_threads(self.devices)
         axis_names, sizes = (REPLICA_AXIS, *(n for n, _ in self.axes)), (self.num_replicas, *(n for _, n in self.axes))
         # Automatic: `run` maps the first axis by hand, and leaves the others to XLA.
         mesh = Mesh(np.array(self.devices).reshape(sizes), axis_names, axis_types=(AxisType.Auto,) * len(sizes))
@@ -256,7 +107,7 @@ class Topology:
         if devices is None:
             return cls(tuple(default_devices()), axes, layout)
         if isinstance(devices, int) and not isinstance(devices, bool):
-            return cls(_first_devices(devices), axes, layout)
+            return cls(first_devices(devices), axes, layout)
         if not isinstance(devices, (list, tuple)):
             hint = (
                 f"devices=[{shown(devices)}]"
@@ -331,7 +182,7 @@ class Topology:
           PeerLostError: another process has died, before or meanwhile.
         """
         own = None if self.num_workers == 1 else watch.own()
-        return process_dispatching() if own is None else _Turn(own, is_step)
+        return process_dispatching() if own is None else Turn(own, is_step)
 
     def put_per_replica(self, local: list[Any]) -> list[jax.Array]:
         """Puts arrays `(local replicas, ...)` on the devices. May be called in a background thread.
@@ -457,57 +308,6 @@ class Topology:
             )
 
 
-class _Turn:
-    """Something that all processes do together, one after the other."""
-
-    def __init__(self, own: watch.Watch, is_step: bool) -> None:
-        self._watch, self._is_step = own, is_step
-
-    def __enter__(self) -> None:
-        if lost := self._watch.loss():
-            raise _peer_lost(lost)
-        dispatch_lock.acquire()
-        self._watch.begin(is_step=self._is_step)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self._watch.end(is_step=self._is_step, has_failed=error is not None)
-        dispatch_lock.release()
-        # Where a process dies, what the others see first is a program that fails: all that it can say is less than this.
-        if error is not None and _is_of_program(error) and (lost := self._watch.loss(_NEWS_S)):
-            raise _peer_lost(lost) from None
-
-
-def _is_of_program(error: BaseException) -> bool:
-    """Whether a program has failed while it ran; what its collectives raise is a ValueError, which begins with a status."""
-    if isinstance(error, ValueError):
-        return _STATUS.match(str(error)) is not None
-    return isinstance(error, (jax.errors.JaxRuntimeError, StateLostError))
-
-
-def _peer_lost(how: str) -> PeerLostError:
-    return PeerLostError(
-        how,
-        "no step can be done without it.",
-        "phalanx run --max-restarts 3 ..., and let the script go on from its last checkpoint",
-    )
-
-
-def _schedulable_cpus() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _require_one_platform(devices: Sequence[jax.Device]) -> None:
-    platforms = sorted({d.platform for d in devices})
-    if len(platforms) > 1:
-        raise DeviceError(
-            f"devices={list(map(device_name, devices))}",
-            f"they are of the platforms {' and '.join(platforms)}, and one program runs on one.",
-            f"devices={[device_name(d) for d in devices if d.platform == devices[0].platform]}",
-        )
-
-
 def _require_axes(axes: Sequence[tuple[str, int]], num_devices: int) -> None:
     if not all(isinstance(name, str) and name for name, _ in axes):
         raise InvalidArgumentError(f"axes={shown(axes)}", "their names must be strings.", _MODEL_AXIS)
@@ -523,19 +323,4 @@ def _require_axes(axes: Sequence[tuple[str, int]], num_devices: int) -> None:
             f"axes={shown(axes)}",
             f"{num_devices} devices cannot be divided into replicas of {math.prod(sizes)}.",
             f"a size that divides {num_devices}",
-        )
-
-
-def _require_threads(devices: Sequence[jax.Device]) -> None:
-    own = [d for d in devices if d.process_index == jax.process_index()]
-    if len(own) <= 1 or own[0].platform != "cpu":
-        return
-    needed = 2 * len(jax.local_devices(backend="cpu"))
-    text = os.environ.get("NPROC", "")
-    threads = int(text) if text.isdigit() else _schedulable_cpus()
-    if threads < needed:
-        raise StartupError(
-            f"a strategy over {len(devices)} CPU devices",
-            f"XLA's CPU thread pool has {threads} threads; {needed - 1} or fewer deadlock in the first all-reduce.",
-            f"phalanx.set_virtual_cpu_devices({needed // 2}) before JAX starts, or NPROC={needed} in the environment",
         )

@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding
 from phalanx import compat
 from phalanx.errors import InvalidArgumentError, RecompilationWarning, TraceError, shown
 from phalanx.errors.frames import boundary, hide, is_of_user
-from phalanx.mesh.topology import Topology, calling_back, process_dispatching
+from phalanx.mesh.dispatch import calling_back, process_dispatching
+from phalanx.mesh.topology import Topology
 from phalanx.programs import signature
 from phalanx.programs.explain import explained
 from phalanx.programs.input_signature import Signature

@@ -18,7 +18,7 @@ from phalanx.errors import (
     MixedStrategyError,
     TraceError,
 )
-from phalanx.mesh.topology import Held
+from phalanx.mesh.devices import Held
 from phalanx.programs.export import Exported, export
 from phalanx.programs.replicas import trace_run
 from phalanx.programs.state import IdentityMap, slot_of

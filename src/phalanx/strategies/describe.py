@@ -10,7 +10,8 @@ import numpy as np
 
 from phalanx.compat import Variable, dtype_of
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
-from phalanx.mesh.topology import Held, Topology, device_name
+from phalanx.mesh.devices import Held, device_name
+from phalanx.mesh.topology import Topology
 from phalanx.strategies.base import Strategy
 from phalanx.tracing.strategy import check_strategy
 

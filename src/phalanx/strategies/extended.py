@@ -12,7 +12,7 @@ from phalanx import compat
 from phalanx.collectives import primitives
 from phalanx.collectives.cross_device import check_destinations, checked_options, checked_pairs
 from phalanx.errors import ContextError, InvalidArgumentError, arguments
-from phalanx.mesh.topology import device_name
+from phalanx.mesh.devices import device_name
 from phalanx.mesh.values import DistributedValues, Mirrored, PerReplica, ReplicaLocal
 from phalanx.options import CommunicationOptions, ReduceOp
 from phalanx.strategies.reduction import check_components, reduce_leaf

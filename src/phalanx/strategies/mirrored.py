@@ -8,8 +8,9 @@ import jax
 
 from phalanx.collectives.cross_device import CrossDeviceOps
 from phalanx.errors import InvalidArgumentError, shown, warn_of_slip
+from phalanx.mesh.devices import device_name
 from phalanx.mesh.layout import layout_of
-from phalanx.mesh.topology import Topology, axes_of, device_name
+from phalanx.mesh.topology import Topology, axes_of
 from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
 
 

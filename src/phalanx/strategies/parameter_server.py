@@ -14,7 +14,8 @@ from phalanx.cluster.spec import ClusterSpec
 from phalanx.compat import Variable
 from phalanx.errors import ClusterError, ContextError, InvalidArgumentError, arguments, shown
 from phalanx.input.sources.functions import InputContext
-from phalanx.mesh.topology import Held, Topology
+from phalanx.mesh.devices import Held
+from phalanx.mesh.topology import Topology
 from phalanx.options import RunOptions
 from phalanx.servers.homes import Homes
 from phalanx.servers.partitioners import Partitioner

@@ -18,7 +18,7 @@ from phalanx import compat
 from phalanx.collectives import packing, primitives
 from phalanx.collectives.cross_device import checked_options
 from phalanx.errors import ContextError, InputError, InvalidArgumentError, MixedStrategyError, arguments, shown
-from phalanx.mesh.topology import device_name
+from phalanx.mesh.devices import device_name
 from phalanx.mesh.values import ReplicaLocal, RowMask, flatten
 from phalanx.options import CommunicationOptions, ReduceOp
 from phalanx.tracing.strategy import AbstractStrategy, check_strategy

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of devices, virtual CPU devices, and the threads that several CPU devices need."""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+from phalanx.errors import (
+    DeviceError,
+    StartupError,
+    arguments,
+    shown,
+)
+from phalanx.mesh.layout import REPLICA_AXIS as REPLICA_AXIS  # noqa: PLC0414  (exported)
+
+_DEVICE_NAME = re.compile(
+    r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d+)$", re.IGNORECASE
+)
+
+
+def set_virtual_cpu_devices(count: int) -> None:
+    """Gives this process `count` CPU devices, to try strategies without accelerators.
+
+    Call it before anything touches JAX devices; the environment variable `PHALANX_CPU_DEVICES` does the same at import.
+
+    Args:
+      count: how many CPU devices, at least 1.
+
+    Raises:
+      InvalidArgumentError: `count` is less than 1.
+      StartupError: JAX has started its devices already.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.set_virtual_cpu_devices(2)  # doctest: +SKIP
+    """
+    count = arguments.integer(
+        "count",
+        count,
+        kind="a number of devices; a process has at least one CPU device",
+        hint="set_virtual_cpu_devices(2)",
+    )
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as e:
+        raise StartupError(
+            f"set_virtual_cpu_devices({count})",
+            "JAX has started its devices already, and their number cannot change afterwards.",
+            "call it before the first array is made, or set PHALANX_CPU_DEVICES in the environment",
+        ) from e
+    if count > 1:
+        # XLA reads NPROC as the size of its CPU thread pool. With fewer than two threads a device the all-reduce
+        # deadlocks (seen for 2, 3, 4 and 8 devices); more than two only cost speed.
+        os.environ["NPROC"] = str(2 * count)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one place has of an array.
+
+    Args:
+      place: the name of a device, or of a task of the cluster.
+      index: which part of the array: a range of each dim.
+      num_bytes: its size.
+    """
+
+    place: str
+    index: tuple[slice, ...]
+    num_bytes: int
+
+
+def device_name(device: jax.Device) -> str:
+    """Returns the canonical name of a device, for example `"cpu:1"`."""
+    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+    return f"{platform}:{device.id}"
+
+
+def parse_device(name: str | jax.Device) -> jax.Device:
+    """Returns the local device of that name.
+
+    Args:
+      name: `"/gpu:0"`, `"gpu:0"`, `"/device:GPU:0"`, `"cpu:1"`, or a `jax.Device`.
+
+    Raises:
+      DeviceError: the name cannot be read, or this process has no such device.
+    """
+    if isinstance(name, jax.Device):
+        return name
+    match = _DEVICE_NAME.match(name) if isinstance(name, str) else None
+    if match is None:
+        raise DeviceError(f"device={shown(name)}", "not a device name.", 'a name such as "/gpu:0" or "cpu:1"')
+    platform, index = match.group(1).lower(), int(match.group(2))
+    try:
+        devices = jax.local_devices(backend=platform)
+    except RuntimeError:
+        devices = []
+    if index >= len(devices):
+        have = ", ".join(map(device_name, jax.local_devices()))
+        hint = (
+            f"phalanx.set_virtual_cpu_devices({index + 1}) before JAX starts"
+            if platform == "cpu"
+            else "one of these names"
+        )
+        raise DeviceError(f"device={shown(name)}", f"this process has {have}.", hint)
+    return devices[index]
+
+
+def default_devices() -> list[jax.Device]:
+    """Returns all local accelerators, else all local CPU devices."""
+    return list(jax.local_devices())
+
+
+def first_devices(count: int) -> tuple[jax.Device, ...]:
+    """Returns the first `count` local devices.
+
+    Raises:
+      DeviceError: this process has fewer devices, or `count` is less than 1.
+    """
+    found = default_devices()
+    if not 0 < count <= len(found):
+        platform = found[0].platform
+        raise DeviceError(
+            f"devices={count}",
+            f"this process has {', '.join(map(device_name, found))}.",
+            f"phalanx.set_virtual_cpu_devices({count}) before JAX starts"
+            if platform == "cpu" and len(found) < count < 1 << 16
+            else f"devices={len(found)}",
+        )
+    return tuple(found[:count])
+
+
+def _schedulable_cpus() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def require_one_platform(devices: Sequence[jax.Device]) -> None:
+    """Raises unless all devices belong to one platform.
+
+    Raises:
+      DeviceError: they belong to several platforms.
+    """
+    platforms = sorted({d.platform for d in devices})
+    if len(platforms) > 1:
+        raise DeviceError(
+            f"devices={list(map(device_name, devices))}",
+            f"they are of the platforms {' and '.join(platforms)}, and one program runs on one.",
+            f"devices={[device_name(d) for d in devices if d.platform == devices[0].platform]}",
+        )
+
+
+def require_threads(devices: Sequence[jax.Device]) -> None:
+    """Raises if XLA has fewer threads than several CPU devices need for an all-reduce.
+
+    Raises:
+      StartupError: it has.
+    """
+    own = [d for d in devices if d.process_index == jax.process_index()]
+    if len(own) <= 1 or own[0].platform != "cpu":
+        return
+    needed = 2 * len(jax.local_devices(backend="cpu"))
+    text = os.environ.get("NPROC", "")
+    threads = int(text) if text.isdigit() else _schedulable_cpus()
+    if threads < needed:
+        raise StartupError(
+            f"a strategy over {len(devices)} CPU devices",
+            f"XLA's CPU thread pool has {threads} threads; {needed - 1} or fewer deadlock in the first all-reduce.",
+            f"phalanx.set_virtual_cpu_devices({needed // 2}) before JAX starts, or NPROC={needed} in the environment",
+        )
