@@ -50,7 +50,8 @@ from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.strategies.tpu import TPUStrategy
 from phalanx.tracing.tf_variable import Variable
-from phalanx.mesh.topology import REPLICA_AXIS
+from phalanx.mesh.layout import REPLICA_AXIS
+
 from phalanx.mesh.devices import set_virtual_cpu_devices
 from phalanx.mesh.values import DistributedValues, Mirrored, PerReplica
 

@@ -545,7 +545,7 @@ def test_value_of_a_variable_without_an_array():
     compat.set_raw_values([v], [None])
     np.testing.assert_array_equal(v.value, [1.0, 1.0])
     assert len(asked) == 1
-    compat._readers.remove(fill)
+    compat.variables._readers.remove(fill)
 
 
 def test_accumulators_of_an_optimizer():
@@ -578,21 +578,21 @@ def test_batch_hooks():
     seen = []
     deaf, ear = (keras.callbacks.CallbackList([c]) for c in (keras.callbacks.Callback(), Listening()))
     begin, end = compat.batch_hooks(deaf, "train")
-    assert begin is end is compat._nothing
+    assert begin is end is compat.trainer._nothing
     begin, end = compat.batch_hooks(ear, "train")
     end(3, {})
-    assert begin is compat._nothing
+    assert begin is compat.trainer._nothing
     assert seen == [3]
-    assert compat.batch_hooks(ear, "test")[1] is compat._nothing
+    assert compat.batch_hooks(ear, "test")[1] is compat.trainer._nothing
 
 
 def test_function_of_a_metric():
     """`_fn` and `_fn_kwargs`: whether it makes one number of a batch."""
     given = {"y_true": jnp.zeros((4, 2)), "y_pred": jnp.zeros((4, 2))}
     metric = lambda fn: keras.metrics.MeanMetricWrapper(fn, axis=-1)  # noqa: E731
-    assert compat._is_number(metric(lambda y, p, axis: jnp.mean(y - p)), given)
-    assert not compat._is_number(metric(lambda y, p, axis: jnp.mean(y - p, axis=axis)), given)
-    assert not compat._is_number(keras.metrics.Mean(), {"values": jnp.zeros(4)})
+    assert compat.rows._is_number(metric(lambda y, p, axis: jnp.mean(y - p)), given)
+    assert not compat.rows._is_number(metric(lambda y, p, axis: jnp.mean(y - p, axis=axis)), given)
+    assert not compat.rows._is_number(keras.metrics.Mean(), {"values": jnp.zeros(4)})
 
 
 def test_stateless_apply_of_a_trainer():

@@ -21,7 +21,7 @@ from phalanx.collectives.primitives import only_on, packed, sums, to_array
 from phalanx.compat import Variable
 from phalanx.errors import ContextError, InvalidArgumentError, arguments, shown
 from phalanx.mesh.devices import device_name, parse_device
-from phalanx.mesh.topology import REPLICA_AXIS
+from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.values import DistributedValues, PerReplica, ReplicaLocal
 from phalanx.options import CommunicationOptions, ReduceOp
 

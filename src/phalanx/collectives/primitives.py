@@ -15,7 +15,7 @@ from jax import lax
 from jax.custom_derivatives import linear_call
 
 from phalanx.errors import PhalanxError, ReduceOpError, shown
-from phalanx.mesh.topology import REPLICA_AXIS
+from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.values import PerReplica
 from phalanx.options import ReduceOp
 

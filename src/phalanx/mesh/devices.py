@@ -15,7 +15,6 @@ from phalanx.errors import (
     arguments,
     shown,
 )
-from phalanx.mesh.layout import REPLICA_AXIS as REPLICA_AXIS  # noqa: PLC0414  (exported)
 
 _DEVICE_NAME = re.compile(
     r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d+)$", re.IGNORECASE

@@ -15,7 +15,6 @@ from phalanx.errors import (
     PeerLostError,
     StateLostError,
 )
-from phalanx.mesh.layout import REPLICA_AXIS as REPLICA_AXIS  # noqa: PLC0414  (exported)
 
 dispatch_lock = threading.RLock()
 """Two threads that dispatch programs over several devices can deadlock inside XLA, whatever its thread pool."""

@@ -28,8 +28,7 @@ from phalanx.mesh.devices import (
     require_threads,
 )
 from phalanx.mesh.dispatch import Turn, process_dispatching
-from phalanx.mesh.layout import REPLICA_AXIS as REPLICA_AXIS  # noqa: PLC0414  (exported)
-from phalanx.mesh.layout import AbstractLayout
+from phalanx.mesh.layout import REPLICA_AXIS, AbstractLayout
 
 _MODEL_AXIS = 'model_axis=("model", 2)'
 

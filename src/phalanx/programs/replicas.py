@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from phalanx import compat
 from phalanx.mesh.arrays import as_array, is_array
-from phalanx.mesh.topology import REPLICA_AXIS
+from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.values import Mirrored, PerReplica, RowMask, check_size, flatten
 from phalanx.programs import explain
 from phalanx.tracing import context, markers, slips

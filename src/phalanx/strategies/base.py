@@ -35,7 +35,8 @@ from phalanx.input.sources.functions import InputContext
 from phalanx.input.sources.records import NumpyDataset
 from phalanx.mesh.arrays import is_array
 from phalanx.mesh.devices import Held, device_name
-from phalanx.mesh.topology import REPLICA_AXIS, Topology
+from phalanx.mesh.layout import REPLICA_AXIS
+from phalanx.mesh.topology import Topology
 from phalanx.mesh.values import DistributedValues, Mirrored, PerReplica, RowMask, flatten, is_distributed, map_leaves
 from phalanx.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
 from phalanx.programs.program import Programs

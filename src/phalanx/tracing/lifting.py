@@ -26,7 +26,7 @@ from phalanx.collectives import packing, primitives
 from phalanx.compat import Variable
 from phalanx.errors import ContextError, InputError, InvalidArgumentError, NestedWriteError, TraceError, VariableError
 from phalanx.errors.frames import user_place
-from phalanx.mesh.topology import REPLICA_AXIS
+from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.values import RowMask
 from phalanx.options import ReduceOp
 from phalanx.tracing import context, draws, markers

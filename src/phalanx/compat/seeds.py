@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras's random seeds in programs, and between processes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras import Variable
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator as _seed_generator
+from keras.src.utils.rng_utils import get_random_seed as _get_random_seed
+
+from phalanx.compat.hooks import extend
+from phalanx.compat.scope import active_scope, surrounding_scope
+
+
+@extend(keras.random.SeedGenerator, "next")
+def _next_seed(original: Callable[..., Any], self: keras.random.SeedGenerator, *args: Any, **kwargs: Any) -> Any:
+    seed, scope = original(self, *args, **kwargs), surrounding_scope()
+    return seed if scope is None else scope.fold_seed(seed, self.state)
+
+
+@extend(_seed_generator, "global_seed_generator")
+def _global_seed_generator(original: Callable[[], keras.random.SeedGenerator]) -> keras.random.SeedGenerator:
+    """Returns Keras's global generator in a step too: its state is a variable of the step like any other."""
+    if surrounding_scope() is None:
+        return original()
+    generator = global_state.get_global_attribute(_seed_generator.GLOBAL_SEED_GENERATOR)
+    if generator is None:
+        # Keras makes it at its first use, which has to be outside of the trace.
+        scope = active_scope()
+        global_state.set_global_attribute("stateless_scope", None)
+        try:
+            with jax.ensure_compile_time_eval():
+                generator = original()
+        finally:
+            global_state.set_global_attribute("stateless_scope", scope)
+    generator.state._phalanx_generator = generator
+    return generator
+
+
+def is_global_seed(state: Variable) -> bool:
+    """Whether `state` is that of a generator from which a traced step drew without naming one."""
+    return "_phalanx_generator" in vars(state)
+
+
+def continue_global_seed(state: Variable) -> None:
+    """Makes the generator of `state` Keras's global one again, if `set_random_seed` has replaced it since the trace.
+
+    It goes on where the replacement is, so a step follows a new seed without another trace.
+    """
+    generator = vars(state)["_phalanx_generator"]
+    current = global_state.get_global_attribute(_seed_generator.GLOBAL_SEED_GENERATOR)
+    if current is not generator:
+        state.assign((current or _seed_generator.global_seed_generator()).state.value)
+        global_state.set_global_attribute(_seed_generator.GLOBAL_SEED_GENERATOR, generator)
+
+
+def agree_on_seed(agree: Callable[[np.ndarray], Any]) -> None:
+    """Lets all processes have the random seed that `agree` returns, but for those with a seed that was set."""
+    own = _get_random_seed()
+    agreed = agree(np.array(np.random.default_rng().integers(2**31 - 1) if own is None else own, np.int32))
+    if own is None:
+        keras.utils.set_random_seed(int(agreed))
