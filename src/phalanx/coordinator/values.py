@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, final
 
 from phalanx.errors import ContextError, InvalidArgumentError, shown
-from phalanx.tracing import lifting
+from phalanx.tracing.scope import innermost
 
 
 class PerWorkerValues:
@@ -65,7 +65,7 @@ class PerWorkerDataset:
 
     def __iter__(self) -> Iterator[Any]:
         """Returns iterators at the beginning of the datasets. Must be called outside of scheduled steps."""
-        if lifting.innermost() is not None:
+        if innermost() is not None:
             raise ContextError(
                 "iter of a per-worker dataset in a scheduled step",
                 "each step would begin the dataset anew.",

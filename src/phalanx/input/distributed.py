@@ -36,8 +36,8 @@ from phalanx.input.sources.functions import FunctionSource, InputContext
 from phalanx.mesh.topology import Topology
 from phalanx.mesh.values import PerReplica, is_distributed
 from phalanx.options import AutoShardPolicy, InputOptions, InputReplicationMode
-from phalanx.tracing import lifting
 from phalanx.tracing.draws import AbstractIterator
+from phalanx.tracing.scope import innermost
 
 T = TypeVar("T")
 
@@ -406,7 +406,7 @@ class DistributedIterator(AbstractIterator):
 
     def _drawn(self, *, is_optional: bool) -> Any:
         """Returns the next batch as an input of the program that is being traced, in a tuple; an empty one if there is none."""
-        scope = lifting.innermost()
+        scope = innermost()
         assert scope is not None
         return scope.draw(self, is_optional=is_optional) or ()
 
@@ -523,7 +523,7 @@ def _require_outside_programs(asked: str) -> None:
     Raises:
       ContextError: it is.
     """
-    if lifting.innermost() is not None:
+    if innermost() is not None:
         raise ContextError(
             f"{asked} in a traced step",
             f"at {user_place()} a compiled step would loop as often as when it was traced, whatever the data.",

@@ -12,7 +12,8 @@ from phalanx import compat
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.servers.homes import Homes
 from phalanx.strategies.parameter_server import ParameterServerStrategy
-from phalanx.tracing import context, lifting
+from phalanx.tracing import context
+from phalanx.tracing.scope import innermost
 
 
 @keras.saving.register_keras_serializable(package="phalanx")
@@ -87,7 +88,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         if self._homes is None:
             return super().call(inputs)
         ids = keras.ops.cast(inputs, "int32")
-        scope = lifting.innermost()
+        scope = innermost()
         rows = self._fetched(ids) if scope is None else scope.lookup(self._embeddings, ids)
         return keras.ops.cast(rows, self.compute_dtype)
 

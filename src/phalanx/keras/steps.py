@@ -15,7 +15,8 @@ import keras
 
 from phalanx import compat
 from phalanx.errors import TraceError
-from phalanx.tracing import context, lifting
+from phalanx.tracing import context
+from phalanx.tracing.scope import innermost
 from phalanx.tracing.tape import value_and_grad
 
 
@@ -161,7 +162,7 @@ def _takes(step: Callable[..., Any], count: int) -> bool:
 def _stateless_train(model: keras.Model, step: Callable[..., Any], batch: Any) -> Any:
     groups = [model.trainable_variables, model.non_trainable_variables, model.optimizer.variables]
     groups.append(model.metrics_variables)
-    scope = lifting.innermost()
+    scope = innermost()
     assert scope is not None
     known = scope.aggregations
     logs, (trained, rest, slots, metrics) = step(_values(groups), batch)

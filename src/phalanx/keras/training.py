@@ -26,7 +26,8 @@ from phalanx.programs.interrupts import Interrupts
 from phalanx.programs.program import Function, without_collections
 from phalanx.programs.replicas import trace_run
 from phalanx.strategies.base import Strategy
-from phalanx.tracing import context, lifting
+from phalanx.tracing import context
+from phalanx.tracing.scope import innermost
 
 _WRITERS = (
     TensorBoard,
@@ -283,7 +284,7 @@ class ModelTrainer:
             return step(self._model, batch)
 
         def run(batches: Any, count: Any = None) -> Any:
-            scope = lifting.innermost()
+            scope = innermost()
             assert scope is not None
             outputs = trace_run(strategy, replica_step, (batches,), {}, scope, steps=count)
             return strategy.on_all_workers(_apart(outputs)) if step is steps.predict else self._logs(outputs, count)
@@ -388,7 +389,7 @@ class ModelTrainer:
 
 def _is_updated(metric: keras.metrics.Metric) -> bool:
     """Whether the step that is being traced has written a metric; where none is, it may have."""
-    scope = lifting.innermost()
+    scope = innermost()
     entries = [scope and scope.entries.get(id(v)) for v in metric.variables]
     return scope is None or any(entry is not None and entry.written for entry in entries)
 

@@ -12,7 +12,7 @@ import keras
 
 from phalanx.errors import ContextError, InvalidArgumentError, PhalanxError, TraceError, frames
 from phalanx.mesh.values import AS_ARRAY
-from phalanx.tracing.lifting import DiscoveryMismatch
+from phalanx.tracing.discovery import DiscoveryMismatch
 from phalanx.tracing.policy import describe
 
 _TF_COUNTERPARTS = {

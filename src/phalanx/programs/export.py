@@ -16,8 +16,8 @@ from phalanx.compat import Variable, dtype_of
 from phalanx.errors import MissingDependencyError, TraceError
 from phalanx.programs.explain import explained
 from phalanx.programs.replicas import trace_program
-from phalanx.tracing import lifting
-from phalanx.tracing.lifting import Discovery
+from phalanx.tracing.discovery import Discovery
+from phalanx.tracing.draws import refuse_draw
 from phalanx.tracing.policy import describe
 from phalanx.tracing.strategy import Update
 from phalanx.tracing.structure import Parts, Structure
@@ -101,7 +101,7 @@ def export(
         # How many rows of a table it has is known when it has been traced with all of them.
         rows = looked_up
     if found.draws:
-        raise lifting.refuse_draw()
+        raise refuse_draw()
     if found.has_callback:
         raise TraceError(
             "a scheduled step that calls back to Python (jax.debug.print, io_callback, pure_callback)",

@@ -29,9 +29,10 @@ from phalanx.programs.input_signature import Signature
 from phalanx.programs.interrupts import deferred
 from phalanx.programs.replicas import execute_program, trace_program
 from phalanx.programs.state import Group, State
-from phalanx.tracing import context, lifting
+from phalanx.tracing import context
+from phalanx.tracing.discovery import Discovery, used_differently
 from phalanx.tracing.draws import Draws
-from phalanx.tracing.lifting import Discovery, used_differently
+from phalanx.tracing.scope import innermost
 from phalanx.tracing.strategy import AbstractStrategy
 from phalanx.tracing.structure import (
     AbstractSource,
@@ -61,7 +62,7 @@ class Function:
         """Runs the step."""
         # What `boundary` does, less the call: this runs at every step.
         try:
-            if lifting.innermost() is not None:
+            if innermost() is not None:
                 return self._fn(*args, **kwargs)
             if self._signature is not None:
                 args, kwargs = self._signature.bind(args, kwargs), {}
@@ -477,7 +478,7 @@ class Program:
         """Calls the function, and returns the arrays that it does."""
         assert self._fn is not None
         args, kwargs, rows = Arguments.rebuild(self._structure, self._num_rows, inputs, self._sources)
-        result, scope = self._fn(*args, **kwargs), lifting.innermost()
+        result, scope = self._fn(*args, **kwargs), innermost()
         assert scope is not None
         rows += scope.pass_.drawn_rows
         parts = Parts(result, rows=rows, sources=self._sources)

@@ -21,18 +21,11 @@ from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.values import Mirrored, PerReplica, RowMask, check_size, flatten
 from phalanx.programs import explain
 from phalanx.tracing import context, markers, slips
+from phalanx.tracing.boundary import combine, first_component
 from phalanx.tracing.context import Mode, ReplicaContext
-from phalanx.tracing.lifting import (
-    Discovery,
-    DiscoveryMismatch,
-    Entry,
-    Executing,
-    LiftScope,
-    Tracing,
-    combine,
-    first_component,
-)
+from phalanx.tracing.discovery import Discovery, DiscoveryMismatch, Entry, Executing, Tracing
 from phalanx.tracing.policy import policy_of
+from phalanx.tracing.scope import LiftScope
 from phalanx.tracing.strategy import AbstractStrategy
 
 
@@ -377,7 +370,7 @@ def _traced_once(
         functools.update_wrapper(lifted, named)
     jaxpr, outputs = jax.make_jaxpr(lifted, return_shape=True)(*args)
     found = passes[0].found
-    found.take(scopes[0], passes[0].inputs, jaxpr, outputs)
+    found.take(list(scopes[0].entries.values()), scopes[0].updates, passes[0].inputs, jaxpr, outputs)
     return found
 
 

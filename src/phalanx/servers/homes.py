@@ -26,8 +26,9 @@ from phalanx.servers.client import Servers
 from phalanx.servers.partitioners import check_partitions, place, split_rows
 from phalanx.servers.ray import RayCluster
 from phalanx.servers.remote.plans import Gradient, Part, Placement, UpdateProgram, require_rows
-from phalanx.tracing import context, lifting
+from phalanx.tracing import context
 from phalanx.tracing.policy import describe
+from phalanx.tracing.scope import innermost
 from phalanx.tracing.strategy import AbstractStrategy, Update
 
 _OF_WHOLE_VARIABLES = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
@@ -256,7 +257,7 @@ class Homes:
         variables = tuple(v for v in update.variables if id(v) in mine)
 
         def program(gradients: list[Any]) -> None:
-            scope = lifting.innermost()
+            scope = innermost()
             assert scope is not None
             with compat.restricted(update.optimizer, [v for v, _ in held]):
                 trace_run(self._device, update.optimizer.apply, (gradients, variables), {}, scope)

@@ -52,9 +52,10 @@ from phalanx.strategies.reduction import (
     gather_leaf,
     reduce_leaf,
 )
-from phalanx.tracing import context, lifting
+from phalanx.tracing import context
 from phalanx.tracing.context import Mode
 from phalanx.tracing.policy import check_variable, initial_components, policy_of
+from phalanx.tracing.scope import innermost
 from phalanx.tracing.strategy import AbstractStrategy, Update, check_strategy
 
 _numbers = itertools.count()
@@ -161,7 +162,7 @@ class Strategy(AbstractStrategy):
         """Runs a replica function outside all programs."""
 
         def program(*args: Any, **kwargs: Any) -> Any:
-            scope = lifting.innermost()
+            scope = innermost()
             assert scope is not None
             return trace_run(self, fn, args, kwargs or {}, scope)
 
@@ -269,7 +270,7 @@ class Strategy(AbstractStrategy):
                     "Strategy.run", self, "call the function itself: you are inside a replica already"
                 )
                 context.require_not_running("Strategy.run", "strategy.reduce or strategy.extended.update")
-            scope = lifting.innermost()
+            scope = innermost()
             if scope is None:
                 return self.execute(fn, tuple(args), kwargs or {}, options or _DEFAULT_OPTIONS)
             if options is not None and options.eager:
@@ -328,7 +329,7 @@ class Strategy(AbstractStrategy):
         batches, count = iterator.next_steps(steps)
 
         def program(batches: Any, count: Any) -> Any:
-            scope = lifting.innermost()
+            scope = innermost()
             assert scope is not None
             return trace_run(self, fn, (batches,), {}, scope, steps=count)
 
@@ -398,7 +399,7 @@ class Strategy(AbstractStrategy):
             assert replica is not None
             return Mirrored(replica.merge_call(lambda _, *merging: fn(*merging), args=local))
 
-        scope = lifting.innermost()
+        scope = innermost()
         assert scope is not None
         return trace_run(self, replica_fn, values, {}, scope).value
 
@@ -433,7 +434,7 @@ class Strategy(AbstractStrategy):
         padded = [
             x.rows for x in jax.tree.leaves(value, is_leaf=is_distributed) if isinstance(x, PerReplica) and x.rows
         ]
-        if padded and lifting.innermost() is not None:
+        if padded and innermost() is not None:
             raise ContextError(
                 "Strategy.gather of a padded batch in phalanx.function",
                 "no program knows how many rows are real.",
@@ -625,7 +626,7 @@ class Strategy(AbstractStrategy):
     def in_program(self, key: Any, fn: Callable[[Any], Any], value: Any) -> Any:
         """Returns `fn(value)`, computed in the program that is traced, or in one of its own under that key. In cross-replica context."""
         on_all = lambda v: self.on_all_workers(fn(v))  # noqa: E731
-        if lifting.innermost() is not None:
+        if innermost() is not None:
             return on_all(value)
         return context.call_in(self._cross_replica, self._programs.call, self._programs, on_all, (value,), {}, key=key)
 
@@ -641,7 +642,7 @@ class Strategy(AbstractStrategy):
         """Returns a variable as the distributed value it is; other values as they are."""
         if not isinstance(value, keras.Variable):
             return _checked_array(value)
-        n, scope = self.num_replicas_in_sync, lifting.innermost()
+        n, scope = self.num_replicas_in_sync, innermost()
         if n == 1 or not policy_of(value).on_read or (scope is not None and scope.mapped):
             return value.value
         parts = components_of(value) if scope is None else scope.components(value, n)

@@ -12,8 +12,9 @@ from phalanx.mesh.topology import Topology
 from phalanx.programs.replicas import trace_run
 from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.strategies.synchronous import SynchronousStrategy
-from phalanx.tracing import context, lifting
+from phalanx.tracing import context
 from phalanx.tracing.context import Mode
+from phalanx.tracing.scope import innermost
 from phalanx.tracing.strategy import Update
 
 
@@ -64,7 +65,7 @@ class CentralStorageStrategy(SynchronousStrategy):
         gradients = [None if g is None else next(here) for g in update.gradients]
 
         def program(gradients: list[Any]) -> None:
-            scope = lifting.innermost()
+            scope = innermost()
             assert scope is not None
             trace_run(self._keeper, update.optimizer.apply, (gradients, update.variables), {}, scope)
 

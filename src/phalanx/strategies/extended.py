@@ -16,8 +16,9 @@ from phalanx.mesh.devices import device_name
 from phalanx.mesh.values import DistributedValues, Mirrored, PerReplica, ReplicaLocal
 from phalanx.options import CommunicationOptions, ReduceOp
 from phalanx.strategies.reduction import check_components, reduce_leaf
-from phalanx.tracing import context, lifting
+from phalanx.tracing import context
 from phalanx.tracing.policy import check_variable, describe
+from phalanx.tracing.scope import innermost
 from phalanx.tracing.strategy import AbstractStrategy, check_strategy
 
 
@@ -85,7 +86,7 @@ class StrategyExtended:
         check_destinations(destinations)
         if not isinstance(tensor, DistributedValues):
             primitives.check_arrays(tensor)
-        if isinstance(tensor, (int, float, complex)) or lifting.innermost() is not None:
+        if isinstance(tensor, (int, float, complex)) or innermost() is not None:
             return tensor
         return self._strategy.replicate(tensor)
 
@@ -128,7 +129,7 @@ class StrategyExtended:
                     "strategy.extended.reduce_to(op, value, var) first",
                 )
         args, kwargs = jax.tree.map(_unwrapped, (tuple(args), kwargs or {}), is_leaf=_is_mirrored)
-        scope = lifting.innermost()
+        scope = innermost()
         with nullcontext() if scope is None else scope.updating():
             result = fn(var, *args, **kwargs)
         if arguments.flag("group", group):

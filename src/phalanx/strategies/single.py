@@ -20,7 +20,7 @@ from phalanx.strategies.base import Strategy
 from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.tracing import context
 from phalanx.tracing.context import ReplicaContext
-from phalanx.tracing.lifting import NeedsProgram
+from phalanx.tracing.discovery import NeedsProgram
 
 
 @final

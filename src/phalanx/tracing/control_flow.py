@@ -22,9 +22,10 @@ from phalanx.collectives import primitives
 from phalanx.compat import Variable
 from phalanx.errors import InvalidArgumentError, NestedWriteError, TraceError, arguments, shown
 from phalanx.tracing import context
-from phalanx.tracing.draws import AbstractIterator
-from phalanx.tracing.lifting import AbstractPass, Discovery, Entry, LiftScope, refuse_draw
+from phalanx.tracing.discovery import AbstractPass, Discovery, Entry
+from phalanx.tracing.draws import AbstractIterator, refuse_draw
 from phalanx.tracing.policy import describe
+from phalanx.tracing.scope import LiftScope
 from phalanx.tracing.strategy import Update
 
 

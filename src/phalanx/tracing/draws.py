@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-from phalanx.errors import OutOfRangeError
+from phalanx.errors import ContextError, OutOfRangeError
+from phalanx.errors.frames import user_place
 from phalanx.tracing.structure import AbstractSource, Arguments
 
 
@@ -125,4 +126,13 @@ def _at_end(index: int) -> OutOfRangeError:
         if index
         else "the dataset has no further batch.",
         "for _ in range(len(dataset)): step(iterator), or iterator.get_next_as_optional() in the function",
+    )
+
+
+def refuse_draw() -> ContextError:
+    """Returns the error for a batch that is taken from an iterator where no program can fetch it."""
+    return ContextError(
+        "next(iterator) in a traced step",
+        f"at {user_place()}, in a replica function or the body of a loop or branch, the step would be compiled with this one batch.",
+        "pass the batch to the step: strategy.run(step, args=(next(iterator),))",
     )

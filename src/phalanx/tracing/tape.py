@@ -14,10 +14,11 @@ from phalanx.collectives import primitives
 from phalanx.errors import InvalidArgumentError, TapeError, arguments, shown
 from phalanx.errors.frames import user_place
 from phalanx.mesh.values import flatten
-from phalanx.tracing import lifting, markers
+from phalanx.tracing import markers
 from phalanx.tracing.control_flow import BodyScope
-from phalanx.tracing.lifting import Entry, LiftScope, NeedsProgram
+from phalanx.tracing.discovery import Entry, NeedsProgram
 from phalanx.tracing.policy import check_variable, describe
+from phalanx.tracing.scope import LiftScope, innermost
 
 _tape_numbers = itertools.count()
 
@@ -64,7 +65,7 @@ class GradientTape:
                 "a tape records one stretch of a step.",
                 "with phalanx.GradientTape() as tape:",
             )
-        scope = lifting.innermost()
+        scope = innermost()
         if scope is None:
             if compat.is_undoable():
                 raise NeedsProgram
@@ -210,7 +211,7 @@ class GradientTape:
                 'must be "none" or "zero".',
                 'unconnected_gradients="zero"',
             )
-        if self._scope is None or lifting.innermost() is not self._scope or not self._scope.is_innermost_trace:
+        if self._scope is None or innermost() is not self._scope or not self._scope.is_innermost_trace:
             raise TapeError(
                 "GradientTape.gradient",
                 "called outside the function in which the tape was entered.",
