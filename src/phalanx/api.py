@@ -25,11 +25,12 @@ from phalanx.tracing.context import (
     in_cross_replica_context,
 )
 from phalanx.tracing.control_flow import checkpoint, cond, scan, while_loop
-from phalanx.programs.program import function
+from phalanx.programs.function import function
 
 from phalanx import keras
 from phalanx.mesh.layout import fully_sharded
-from phalanx.input.distributed import DistributedDataset, DistributedIterator
+from phalanx.input.distributed import DistributedDataset
+from phalanx.input.iterator import DistributedIterator
 from phalanx.input.sources.functions import InputContext
 from phalanx.strategies.describe import describe
 from phalanx.options import (

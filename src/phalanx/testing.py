@@ -12,7 +12,8 @@ import numpy as np
 from phalanx import compat
 from phalanx.compat import Variable, raw_value
 from phalanx.errors import DivergenceError, arguments
-from phalanx.input.distributed import DistributedDataset, DistributedIterator
+from phalanx.input.distributed import DistributedDataset
+from phalanx.input.iterator import DistributedIterator
 from phalanx.input.state import from_text, to_text
 from phalanx.mesh import device_assignment, tpu_system
 from phalanx.mesh.topology import Topology

@@ -10,9 +10,9 @@ import bad_servers
 import bad_verbs
 
 import phalanx
-from phalanx.input.distributed import Optional
+from phalanx.input.iterator import Optional
 from phalanx.input.sources.records import NumpyDataset
-from phalanx.programs.program import Function
+from phalanx.programs.function import Function
 
 GROUPS = {**bad_cases.GROUPS, **bad_verbs.GROUPS, **bad_functions.GROUPS, **bad_servers.GROUPS}
 

@@ -16,7 +16,7 @@ from phalanx.coordinator.steps import Steps, check_call, name_of
 from phalanx.coordinator.supervisor import MOST_LOSSES, State, Supervisor, Work, WorkerLost, lost_again
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, check_function, check_maker
 from phalanx.errors import InvalidArgumentError, shown
-from phalanx.programs.program import Function
+from phalanx.programs.function import Function
 from phalanx.strategies.parameter_server import ParameterServerStrategy, on_run
 
 _of_strategy: "weakref.WeakKeyDictionary[ParameterServerStrategy, ClusterCoordinator]" = weakref.WeakKeyDictionary()

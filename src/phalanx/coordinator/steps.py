@@ -17,8 +17,8 @@ from phalanx import compat
 from phalanx.compat import Variable
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from phalanx.errors import InvalidArgumentError, shown
+from phalanx.programs.cache import MadeAnew
 from phalanx.programs.export import export
-from phalanx.programs.program import MadeAnew
 from phalanx.servers.remote.plans import StepProgram
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.tracing import context

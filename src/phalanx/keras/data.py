@@ -10,7 +10,8 @@ import keras
 
 from phalanx import compat
 from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError, arguments, shown
-from phalanx.input.distributed import DistributedDataset, DistributedIterator
+from phalanx.input.distributed import DistributedDataset
+from phalanx.input.iterator import DistributedIterator
 from phalanx.input.sources.base import UNKNOWN, Facts
 from phalanx.input.sources.batches import BatchStream
 from phalanx.input.sources.files import Files

@@ -22,8 +22,9 @@ from phalanx.keras.data import EpochData
 from phalanx.mesh.topology import Topology
 from phalanx.mesh.values import PerReplica, is_distributed
 from phalanx.options import RunOptions
+from phalanx.programs.cache import without_collections
+from phalanx.programs.function import Function
 from phalanx.programs.interrupts import Interrupts
-from phalanx.programs.program import Function, without_collections
 from phalanx.programs.replicas import trace_run
 from phalanx.strategies.base import Strategy
 from phalanx.tracing import context

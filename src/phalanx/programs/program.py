@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs: how they are found again, called, and how the variables get their new values."""
+"""One compiled program: traced, executed, and its results stored in the variables."""
 
 import functools
-import gc
-import inspect
 import operator
-import types
-import warnings
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +14,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from phalanx import compat
-from phalanx.errors import InvalidArgumentError, RecompilationWarning, TraceError, shown
-from phalanx.errors.frames import boundary, hide, is_of_user
+from phalanx.errors import TraceError
 from phalanx.mesh.dispatch import calling_back, process_dispatching
 from phalanx.mesh.topology import Topology
 from phalanx.programs import signature
-from phalanx.programs.explain import explained
-from phalanx.programs.input_signature import Signature
 from phalanx.programs.interrupts import deferred
 from phalanx.programs.replicas import execute_program, trace_program
 from phalanx.programs.state import Group, State
@@ -40,243 +32,8 @@ from phalanx.tracing.structure import (
     Parts,
     Structure,
     refuse_outer_trace,
-    require_alive,
     require_returnable,
 )
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-_NEW_FUNCTIONS_BEFORE_WARNING = 3
-
-
-class Function:
-    """A step that is compiled whole. `phalanx.function` makes it."""
-
-    def __init__(self, fn: Callable[..., Any], input_signature: Any = None) -> None:
-        functools.update_wrapper(self, fn)
-        self._fn = fn
-        self._signature = None if input_signature is None else Signature(fn, input_signature)
-        self._programs = Programs()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step."""
-        # What `boundary` does, less the call: this runs at every step.
-        try:
-            if innermost() is not None:
-                return self._fn(*args, **kwargs)
-            if self._signature is not None:
-                args, kwargs = self._signature.bind(args, kwargs), {}
-            return self._programs.call(self._fn, self._fn, args, kwargs)
-        except Exception as e:
-            hide(e)
-            raise
-
-    @boundary
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Returns the program for these arguments without running it, for its text, its cost and its memory.
-
-        Source: the method of `jax.jit`.
-
-        Example:
-          >>> import phalanx
-          >>> step = phalanx.function(lambda x: x * 2)
-          >>> step.lower(1.0).compile().cost_analysis()["flops"]
-          1.0
-        """
-        return self._programs.lower(self._fn, args, kwargs)
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-
-def function(
-    fn: F | None = None,
-    input_signature: Any = None,
-    autograph: bool = True,
-    jit_compile: bool | None = None,
-    reduce_retracing: bool = False,
-    **others: Any,
-) -> F:
-    """Compiles a step that calls `Strategy.run`, `reduce` and `gather`, or reads and assigns variables, into one program.
-
-    The first call traces `fn`; later calls with arguments of the same shapes and types run the compiled program. Arrays and
-    numbers are inputs of the program; strings, bools, None and other Python objects select it. `next` of a distributed iterator,
-    among the arguments or in a closure, takes a batch at each call. Inside another traced function it is an ordinary call. May be
-    called in cross-replica context, and inside a replica function.
-
-    Args:
-      fn: the step. Its Python side effects happen while it is traced only.
-      input_signature: one `jax.ShapeDtypeStruct` or `tf.TensorSpec` per argument, or a pytree of them: other arguments are
-        refused.
-      autograph: has no meaning here: Python's `if` and `for` are never converted.
-      jit_compile: None or True: every function is compiled.
-      reduce_retracing: has no meaning here: numbers are inputs anyway, and shapes select the program.
-      **others: other options of tf.function, which are refused.
-
-    Returns:
-      A callable like `fn`.
-
-    Raises:
-      InvalidArgumentError: an option that cannot be honoured.
-
-    Example:
-      >>> import keras, phalanx
-      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
-      >>> with strategy.scope():
-      ...     total = keras.Variable(0.0, aggregation="sum")
-      >>> @phalanx.function
-      ... def step(x):
-      ...     strategy.run(lambda: total.assign_add(x))
-      ...     return total.value
-      >>> float(step(2.0))
-      4.0
-    """
-    if others:
-        name, value = next(iter(others.items()))
-        raise InvalidArgumentError(
-            f"phalanx.function({name}={shown(value)})",
-            "the options are input_signature, autograph, jit_compile and reduce_retracing.",
-            f"leave {name} out",
-        )
-    if jit_compile is not None and jit_compile is not True:
-        raise InvalidArgumentError(
-            f"phalanx.function(jit_compile={shown(jit_compile)})",
-            "every function is compiled, by XLA.",
-            "leave jit_compile out; strategy.run(step, options=phalanx.RunOptions(eager=True)) to look into a step",
-        )
-    for name, value in (("autograph", autograph), ("reduce_retracing", reduce_retracing)):
-        if not isinstance(value, bool):
-            raise InvalidArgumentError(
-                f"phalanx.function({name}={shown(value)})", "must be a bool.", f"leave {name} out"
-            )
-    if fn is None:
-        return functools.partial(function, input_signature=input_signature)  # type: ignore[return-value]
-    if not callable(fn):
-        raise InvalidArgumentError(
-            f"phalanx.function({shown(fn)})", "is not callable.", "@phalanx.function above the step"
-        )
-    return Function(fn, input_signature)  # type: ignore[return-value]
-
-
-class Programs:
-    """The compiled programs of one `phalanx.function`, or of one strategy.
-
-    They are kept for as long as the function they belong to, or the object whose method it is.
-    """
-
-    def __init__(self) -> None:
-        self._of_owner: weakref.WeakKeyDictionary[Any, dict[Hashable, list[Program]]] = weakref.WeakKeyDictionary()
-        self._made_anew = MadeAnew()
-        self._stand_ins: dict[int, _StandIn] = {}
-
-    def call(
-        self,
-        function: Any,
-        fn: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        *,
-        key: Hashable = None,
-        eager: bool = False,
-    ) -> Any:
-        """Calls `fn(*args, **kwargs)` as a program.
-
-        Args:
-          function: what the program belongs to, and with `key` what tells it from others.
-          fn: what it does.
-          args: its arguments.
-          kwargs: its keyword arguments.
-          key: what else selects it.
-          eager: whether to execute the Python code instead of compiling it.
-
-        Raises:
-          InputError: an argument is no array that JAX can hold, or a deleted one.
-        """
-        arguments = Arguments(args, kwargs)
-        try:
-            is_method = isinstance(function, types.MethodType)
-            owner, name = (function.__self__, function.__func__) if is_method else (function, None)
-            try:
-                programs = self._of_owner.get(owner)
-            except TypeError:  # No hash, or no weak references.
-                owner = self._stand_ins.setdefault(id(owner), _StandIn(owner))
-                programs = self._of_owner.get(owner)
-            if programs is None:
-                self._made_anew.note(function)
-                programs = self._of_owner[owner] = {}
-            mode = context.current()
-            full_key = (name, key, arguments.key, mode.strategy, mode.replica is None, eager, _checks_numbers())
-            known = programs.get(full_key, ())
-            for program in known:
-                if program.fits():
-                    batches = program.draws.look(arguments) if program.draws else ()
-                    if batches is not None:
-                        self._made_anew.forgive(function)
-                        return program(fn, arguments, batches)
-            with without_collections(), explained():
-                program = Program(fn, arguments, eager=eager)
-                batches = program.draws.look(arguments) if program.draws else ()
-                assert batches is not None
-                program.require_equal((arguments, *batches))
-                result = program(fn, arguments, batches)
-            programs[full_key] = [*known, program]
-            return result
-        except RuntimeError:
-            require_alive(args, kwargs)
-            raise
-
-    def lower(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> jax.stages.Lowered:
-        """Returns the program of `fn(*args, **kwargs)` without running it."""
-        arguments = Arguments(args, kwargs)
-        program = Program(fn, arguments, eager=False)
-        batches = program.draws.look(arguments) if program.draws else ()
-        assert batches is not None
-        return program.lower(fn, arguments, batches)
-
-
-class MadeAnew:
-    """Warns of functions that are made anew for each call, and so compiled each time."""
-
-    def __init__(self) -> None:
-        self._times: dict[types.CodeType, int] = {}
-
-    def note(self, function: Any) -> None:
-        """Hears of a function that was not called before."""
-        code = _code_of(function)
-        if code is None or not is_of_user(code.co_filename):
-            return
-        self._times[code] = times = self._times.get(code, 0) + 1
-        if times == _NEW_FUNCTIONS_BEFORE_WARNING:
-            warnings.warn(
-                f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) is made anew for each call, so it is "
-                "compiled each time. HINT: define it once, outside the loop, and pass what changes as arguments.",
-                RecompilationWarning,
-                stacklevel=3,
-            )
-
-    def forgive(self, function: Any) -> None:
-        """Hears of a function that was called once more."""
-        if self._times:
-            self._times.pop(_code_of(function), None)  # type: ignore[arg-type]
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Keeps Python from looking for garbage among the many objects of a trace: one look took a tenth of a second."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-class _StandIn:
-    """Keeps an object alive, so that its id stays its own."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
 
 
 class Program:
@@ -313,7 +70,7 @@ class Program:
         self._rates = [compat.learning_rate_of(o) for o in found.optimizers]
         self._global_seeds = list(filter(compat.is_global_seed, found.seeds))
         # jax runs a program with a NaN in its results again; and a callback that raises must find the state as it was.
-        donate = () if found.has_callback or _checks_numbers() else (0,)
+        donate = () if found.has_callback or checks_numbers() else (0,)
         compiler = jax.jit
         if self._topology is not None and self._topology.is_single and not found.variables:
             # A program with neither variables nor batches would run on the default device.
@@ -374,7 +131,7 @@ class Program:
                 outputs = (self._state.run if self._has_run else self._first_run)(self._execute, donated, kept, inputs)
             except Exception as e:
                 self._state.raise_if_lost(donated, e)
-                if isinstance(e, RecursionError) and _checks_numbers():
+                if isinstance(e, RecursionError) and checks_numbers():
                     raise FloatingPointError("a NaN or an infinity in what a step returned or stored") from None
                 raise
             finally:
@@ -493,16 +250,10 @@ def _finished(execute: Callable[..., Any], *args: Any) -> Any:
         return jax.block_until_ready(execute(*args))
 
 
-def _checks_numbers() -> bool:
+def checks_numbers() -> bool:
+    """Returns whether JAX looks for NaNs or infinities in the results of programs."""
     config: Any = jax.config
     return bool(config.jax_debug_nans or config.jax_debug_infs)
-
-
-def _code_of(function: Any) -> types.CodeType | None:
-    function = inspect.unwrap(function)
-    while isinstance(function, functools.partial):
-        function = inspect.unwrap(function.func)
-    return getattr(function, "__code__", None)
 
 
 def _strategy_of(found: Discovery) -> AbstractStrategy:

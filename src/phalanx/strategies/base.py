@@ -20,15 +20,8 @@ from phalanx.collectives import primitives
 from phalanx.collectives.cross_device import CrossDeviceOps
 from phalanx.errors import ContextError, InvalidArgumentError, MixedStrategyError, arguments, shown
 from phalanx.errors.frames import boundary, hide
-from phalanx.input.distributed import (
-    DistributedDataset,
-    DistributedIterator,
-    check_options,
-    check_steps,
-    distribute,
-    distribute_from_function,
-    shards_of,
-)
+from phalanx.input.distributed import DistributedDataset, check_options, distribute, distribute_from_function, shards_of
+from phalanx.input.iterator import DistributedIterator, check_steps
 from phalanx.input.placement import ValueContext, components, distribute_values
 from phalanx.input.sharding import WorkerShard
 from phalanx.input.sources.functions import InputContext
@@ -39,7 +32,7 @@ from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.topology import Topology
 from phalanx.mesh.values import DistributedValues, Mirrored, PerReplica, RowMask, flatten, is_distributed, map_leaves
 from phalanx.options import CommunicationOptions, InputOptions, ReduceOp, RunOptions
-from phalanx.programs.program import Programs
+from phalanx.programs.cache import Programs
 from phalanx.programs.replicas import trace_run
 from phalanx.programs.state import components_of
 from phalanx.strategies.extended import StrategyExtended
