@@ -32,7 +32,7 @@ from phalanx.mesh.layout import fully_sharded
 from phalanx.input.distributed import DistributedDataset
 from phalanx.input.iterator import DistributedIterator
 from phalanx.input.sources.functions import InputContext
-from phalanx.strategies.describe import describe
+from phalanx.strategies.describe import describe, explain_sharding
 from phalanx.options import (
     InputOptions,
     InputReplicationMode,
@@ -41,7 +41,7 @@ from phalanx.options import (
     VariableAggregation,
     VariableSynchronization,
 )
-from phalanx.strategies.base import Strategy, explain_sharding
+from phalanx.strategies.base import Strategy
 from phalanx.strategies.current import get_strategy
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.mirrored import MirroredStrategy

@@ -2,7 +2,7 @@
 """Values that differ, or are known to be equal, between replicas. All are pytrees."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
@@ -371,3 +371,28 @@ jax.tree_util.register_pytree_node(Mirrored, lambda m: ((m.value,), None), lambd
 jax.tree_util.register_pytree_node(
     ReplicaLocal, lambda m: ((m.value,), m.rows), lambda rows, c: ReplicaLocal(c[0], rows)
 )
+
+
+def stacked(results: Sequence[Any]) -> Any:
+    """Returns what one `run` after the other returned as `run_steps` stacks it."""
+    first = results[0]
+    if isinstance(first, Mirrored):
+        return Mirrored(jax.tree.map(lambda *xs: jnp.stack(xs), *(r.value for r in results)))
+    if not isinstance(first, PerReplica):
+        return jnp.stack(results)
+    batch = first.batch and _stacked_masks([r.batch for r in results])
+    return PerReplica(jnp.stack([r.data for r in results], axis=1), batch if first.rows else None, batch)
+
+
+def first_steps(value: Any, count: int) -> Any:
+    """Returns the first steps of what `run_steps` stacked."""
+    if isinstance(value, Mirrored):
+        return Mirrored(jax.tree.map(lambda x: x[:count], value.value))
+    if not isinstance(value, PerReplica):
+        return value[:count] if isinstance(value, jax.Array) else value
+    batch = value.batch and RowMask(value.batch.mask[:, :count], value.batch.count[:count])
+    return PerReplica(value.data[:, :count], batch if value.rows else None, batch)
+
+
+def _stacked_masks(rows: Sequence[RowMask]) -> RowMask:
+    return RowMask(jnp.stack([r.mask for r in rows], axis=1), jnp.stack([r.count for r in rows]))

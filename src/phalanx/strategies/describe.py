@@ -10,8 +10,11 @@ import numpy as np
 
 from phalanx.compat import Variable, dtype_of
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
+from phalanx.input.distributed import check_options, shards_of
+from phalanx.input.sharding import WorkerShard
 from phalanx.mesh.devices import Held, device_name
 from phalanx.mesh.topology import Topology
+from phalanx.options import InputOptions
 from phalanx.strategies.base import Strategy
 from phalanx.tracing.strategy import check_strategy
 
@@ -170,3 +173,29 @@ def _order(item: tuple[str, int]) -> tuple[str, int]:
 def _size(count: int) -> str:
     power = min(3, (len(str(count)) - 1) // 3)
     return f"{count / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB')[power]}"
+
+
+def explain_sharding(
+    dataset: Any, strategy: Strategy, options: InputOptions | None = None, *, batch_size: int | None = None
+) -> Sequence[WorkerShard]:
+    """Returns what each worker of a strategy reads of a dataset. May be called in any context.
+
+    Args:
+      dataset: what is passed to `Strategy.experimental_distribute_dataset`, or what it returned.
+      strategy: the strategy.
+      options: those that are passed beside it.
+      batch_size: likewise.
+
+    Raises:
+      InputError: the dataset cannot be divided.
+      InvalidArgumentError: `strategy` is not a strategy.
+
+    Example:
+      >>> import numpy as np, phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> for shard in phalanx.explain_sharding(np.arange(100), strategy, batch_size=8):
+      ...     print(shard)
+      worker 0 of 1 reads all records of 100 (DATA)
+    """
+    check_strategy("strategy", strategy, "explain_sharding(dataset, strategy)")
+    return shards_of(dataset, strategy.topology, check_options(options), batch_size)

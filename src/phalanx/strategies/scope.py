@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The context manager in which a strategy is current."""
+
+from contextlib import ExitStack
+from typing import Any, Generic, TypeVar
+
+from phalanx import compat
+from phalanx.errors import ContextError, MixedStrategyError
+from phalanx.tracing import context
+from phalanx.tracing.context import Mode
+from phalanx.tracing.strategy import AbstractStrategy
+
+S = TypeVar("S", bound=AbstractStrategy)
+
+
+class Scope(Generic[S]):
+    """The context manager that `Strategy.scope` returns."""
+
+    def __init__(self, strategy: S) -> None:
+        self._strategy = strategy
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> S:
+        _require_enterable(self._strategy)
+        with ExitStack() as stack:
+            if self._strategy.storage is not None:
+                stack.enter_context(context.enter(Mode(self._strategy, None)))
+                home = self._strategy.storage.of_new_variables
+                if home is not None:
+                    stack.enter_context(compat.variable_layout(home.sharding_of, home.mesh))
+            self._open.append(stack.pop_all())
+        return self._strategy
+
+    def __exit__(self, *exception: Any) -> None:
+        self._open.pop().__exit__(*exception)
+
+
+def _require_enterable(strategy: AbstractStrategy) -> None:
+    if not context.depth():
+        return
+    mode = context.current()
+    if mode.strategy is not strategy and strategy.topology is None:
+        raise ContextError(
+            "the default strategy's scope", f"inside the scope of {mode.strategy!r}.", "leave that scope first"
+        )
+    if mode.strategy is not strategy:
+        raise MixedStrategyError(
+            f"the scope of {strategy!r}",
+            f"inside that of {mode.strategy!r}; one strategy at a time.",
+            "leave the other scope first",
+        )
+    if mode.replica is not None:
+        raise ContextError(
+            "Strategy.scope in replica context",
+            "it is for cross-replica context.",
+            "phalanx.get_replica_context().merge_call(fn)",
+        )
