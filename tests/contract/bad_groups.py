@@ -110,19 +110,17 @@ def _is_of(thing, module):
 
 
 def _methods(kind):
-    """Returns the methods of a class under the name of the class that defines them first; overrides take the same arguments."""
+    """Returns the methods of a class under the name of the public class that has them first; overrides take the same arguments."""
     found, seen = {}, set()
-    for owner in reversed(kind.__mro__):
-        if not owner.__module__.startswith("phalanx") or owner.__name__.startswith(
-            "Abstract"
-        ):  # Abstract ones are internal.
-            continue
+    owners = [owner for owner in reversed(kind.__mro__) if owner.__module__.startswith("phalanx")]
+    for owner in owners:
+        public = next(c for c in owners if issubclass(c, owner) and not c.__name__.startswith("Abstract"))
         for name, method in vars(owner).items():
             method = method.__func__ if isinstance(method, (classmethod, staticmethod)) else method
             is_public = not name.startswith("_") or name in ("__call__", "__getitem__", "__len__")
             if is_public and name not in seen and inspect.isfunction(method) and _takes_arguments(method):
                 seen.add(name)
-                found[f"{owner.__name__}.{name}"] = method
+                found[f"{public.__name__}.{name}"] = method
     return found
 
 

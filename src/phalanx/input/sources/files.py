@@ -75,7 +75,7 @@ def from_files(
     Example:
       >>> import os, phalanx
       >>> folder = os.path.dirname(phalanx.__file__)
-      >>> phalanx.data.from_files(folder + "/val*.py", lambda path: open(path).readlines())
+      >>> phalanx.data.from_files(folder + "/opt*.py", lambda path: open(path).readlines())
       1 files
     """
     paths = _paths(pattern)
