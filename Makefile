@@ -4,38 +4,41 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_INSTALLED := .venv/.demo-installed
 
-.PHONY: demo demo-crash demo-multi-worker demo-ps test test-sources bench soak check clean
+.PHONY: help demo demo-crash demo-multi-worker demo-ps test test-sources bench soak check clean
+
+help: ## list these targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
 
 # On CPUs everywhere, so that it is the same everywhere, and because two workers cannot share a GPU.
-demo: $(DEMO_INSTALLED)
+demo: $(DEMO_INSTALLED) ## train a small language model on one device and on two, and compare the two
 	JAX_PLATFORMS=cpu $(BIN)/python examples/text_lm.py
 
-demo-multi-worker: $(DEMO_INSTALLED)
+demo-multi-worker: $(DEMO_INSTALLED) ## train it in two processes
 	JAX_PLATFORMS=cpu $(BIN)/phalanx run --workers 2 examples/multi_worker.py
 
 # One of two workers is killed after step 120. All start again, from the checkpoint of step 100.
-demo-crash: $(DEMO_INSTALLED)
+demo-crash: $(DEMO_INSTALLED) ## kill one of two processes, and let both go on from a checkpoint
 	rm -rf out/demo-crash
 	JAX_PLATFORMS=cpu $(BIN)/phalanx run --workers 2 --max-restarts 1 examples/multi_worker.py \
 		--steps 200 --save-every 50 --crash-at 120 --out out/demo-crash
 
 # Two workers and two parameter servers.
-demo-ps: $(INSTALLED)
+demo-ps: $(INSTALLED) ## train a click model with two workers and two parameter servers
 	JAX_PLATFORMS=cpu $(BIN)/python examples/parameter_server.py
 
-test: $(INSTALLED)
+test: $(INSTALLED) ## run all tests
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile
 
-test-sources: .venv-sources/.installed
+test-sources: .venv-sources/.installed ## run the tests of TensorFlow, torch and Hugging Face datasets, in an environment of their own
 	.venv-sources/bin/python -m pytest -q tests/sources tests/docs/test_pages.py::test_tensorflow_program_prints_the_same
 
-bench: $(INSTALLED)
+bench: $(INSTALLED) ## run all benchmarks
 	$(BIN)/python -m benchmarks
 
-soak: $(INSTALLED)
+soak: $(INSTALLED) ## kill, stop and fail workers in fifty ways
 	$(BIN)/python -m benchmarks restarts
 
-check: $(INSTALLED)
+check: $(INSTALLED) ## formatting, linting, types, import contracts, spelling
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -63,5 +66,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 		--editable ".[data,test]" torch==2.13.0 datasets==5.2.0 tensorflow-cpu==2.21.0
 	touch $@
 
-clean:
+clean: ## remove the environments and what demos have written
 	rm -rf .venv .venv-sources out build dist .pytest_cache .mypy_cache .ruff_cache

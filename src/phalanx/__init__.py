@@ -73,6 +73,7 @@ _ROOMS = (
     "cluster_resolver",
     "keras",
     "data",
+    "lax",
     "nn",
     "tpu",
     "tpu.experimental",

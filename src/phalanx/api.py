@@ -7,6 +7,7 @@ from phalanx import coordinator
 from phalanx import data
 from phalanx import errors
 from phalanx import experimental
+from phalanx import lax
 from phalanx import nn
 from phalanx import tpu
 from phalanx.mesh.bootstrap import print_on_chief
@@ -24,7 +25,7 @@ from phalanx.tracing.context import (
     has_strategy,
     in_cross_replica_context,
 )
-from phalanx.tracing.control_flow import checkpoint, cond, scan, while_loop
+from phalanx.tracing.control_flow import cond, remat, scan, while_loop
 from phalanx.programs.function import function
 
 from phalanx import keras
@@ -85,7 +86,6 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
-    "checkpoint",
     "cluster_resolver",
     "cond",
     "coordinator",
@@ -102,8 +102,10 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "keras",
+    "lax",
     "nn",
     "print_on_chief",
+    "remat",
     "scan",
     "set_virtual_cpu_devices",
     "tpu",

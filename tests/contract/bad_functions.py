@@ -84,8 +84,8 @@ def of_control_flow():
             takes={"init_val": NUMERIC},
             functions=("cond_fun", "body_fun"),
         ),
-        "checkpoint": Case(lambda fn: phalanx.checkpoint(fn)(1.0), {"fn": same}, functions=("fn",)),
-        "checkpoint(of a value)": Case(lambda x: phalanx.checkpoint(same)(x), {"x": 1.0}, takes={"x": NUMERIC}),
+        "remat": Case(lambda fn: phalanx.remat(fn)(1.0), {"fn": same}, functions=("fn",)),
+        "remat(of a value)": Case(lambda x: phalanx.remat(same)(x), {"x": 1.0}, takes={"x": NUMERIC}),
     }
 
 

@@ -87,7 +87,7 @@ VERBS: dict[str, tuple[set[str], Callable[[Stage], Any]]] = {
     "scan": (EVERYWHERE, lambda s: phalanx.scan(lambda c, x: (c, x), 0.0, jnp.ones(2))),
     "cond": (EVERYWHERE, lambda s: phalanx.cond(jnp.bool_(True), lambda: 1.0, lambda: 2.0)),
     "while_loop": (EVERYWHERE, lambda s: phalanx.while_loop(lambda n: n < 2, lambda n: n + 1, 0)),
-    "checkpoint": (EVERYWHERE, lambda s: phalanx.checkpoint(lambda x: x)(1.0)),
+    "remat": (EVERYWHERE, lambda s: phalanx.remat(lambda x: x)(1.0)),
     "value_and_grad": (EVERYWHERE, lambda s: phalanx.value_and_grad(lambda: s.variable * 2.0, [s.variable])()),
 }
 

@@ -92,7 +92,7 @@ tripled_forwards.defjvp(lambda primals, tangents: (primals[0], 3 * tangents[0]))
         pytest.param(lambda v: jax.lax.fori_loop(0, 3, lambda _, c: c * v, 1.0), 27, id="fori_loop"),
         pytest.param(lambda v: phalanx.scan(lambda c, x: (c * v, x), 1.0, None, 3)[0], 27, id="phalanx.scan"),
         pytest.param(lambda v: phalanx.cond(v > 0, lambda: v * v, lambda: -v), 6, id="phalanx.cond"),
-        pytest.param(lambda v: phalanx.checkpoint(lambda x: x * v)(v * 1.0), 6, id="phalanx.checkpoint"),
+        pytest.param(lambda v: phalanx.remat(lambda x: x * v)(v * 1.0), 6, id="phalanx.remat"),
         pytest.param(lambda v: jax.grad(lambda x: x**3)(v.value), 18, id="jax.grad inside"),
         pytest.param(lambda v: phalanx.value_and_grad(lambda: v**3, [v])()[1][0], 18, id="value_and_grad inside"),
         pytest.param(lambda v: keras.ops.stop_gradient(v) * v, 3, id="keras.ops.stop_gradient"),
@@ -477,7 +477,7 @@ def enter():
         (lambda: phalanx.scan(lambda c, x: (enter(), (c, x))[1], 0.0, None, 2), "phalanx.scan"),
         (lambda: phalanx.cond(True, enter, lambda: None), "phalanx.cond"),
         (lambda: phalanx.while_loop(lambda n: n < 2, lambda n: (enter(), n + 1)[1], 0), "phalanx.while_loop"),
-        (lambda: phalanx.checkpoint(lambda x: (enter(), x)[1])(1.0), "phalanx.checkpoint"),
+        (lambda: phalanx.remat(lambda x: (enter(), x)[1])(1.0), "phalanx.remat"),
     ],
 )
 def test_tape_in_a_body(body, name):

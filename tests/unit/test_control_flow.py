@@ -90,7 +90,7 @@ def test_while_loop(call):
 def test_checkpoint(call):
     """A checkpointed function that writes has its gradient, and writes once."""
     w, v = keras.Variable(3.0), counter()
-    block = phalanx.checkpoint(lambda x: x * w * w + 0 * bump(v))
+    block = phalanx.remat(lambda x: x * w * w + 0 * bump(v))
     value, grads = call(lambda: phalanx.value_and_grad(block, [w])(2.0))
     assert (float(value), float(grads[0]), float(v.value)) == (18, 12, 1)
 
@@ -132,7 +132,7 @@ def branched(step):
 
 def checkpointed(step):
     """Three steps whose inside is computed again for a gradient."""
-    return [phalanx.checkpoint(step)(x) for x in X][-1]
+    return [phalanx.remat(step)(x) for x in X][-1]
 
 
 @pytest.mark.parametrize("way", [scanned, looped, branched, checkpointed])
@@ -420,7 +420,7 @@ def reduced_sum(value):
         pytest.param(lambda f, x: jax.grad(f)(x) + 1, 3, id="grad"),
         pytest.param(lambda f, x: phalanx.scan(lambda c, _: (f(c), None), x, None, 2)[0], 6, id="phalanx.scan"),
         pytest.param(lambda f, x: phalanx.cond(True, f, lambda y: -y, x), 3, id="phalanx.cond"),
-        pytest.param(lambda f, x: phalanx.checkpoint(f)(x), 3, id="phalanx.checkpoint"),
+        pytest.param(lambda f, x: phalanx.remat(f)(x), 3, id="phalanx.remat"),
     ],
 )
 def test_collective_in_a_body(two_replicas, total, wrap, wanted):

@@ -342,8 +342,8 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
     return state
 
 
-def checkpoint(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`jax.checkpoint` of a function that may assign variables: its inside is computed again for the gradient.
+def remat(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Rematerializes a function that may assign variables: its intermediate values are computed again for the gradient.
 
     May be called in any context.
 
@@ -363,11 +363,11 @@ def checkpoint(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     Example:
       >>> import jax, keras, phalanx
       >>> v = keras.Variable(3.0)
-      >>> value, grads = phalanx.value_and_grad(phalanx.checkpoint(lambda x: x * v * v), [v])(2.0)
+      >>> value, grads = phalanx.value_and_grad(phalanx.remat(lambda x: x * v * v), [v])(2.0)
       >>> float(grads[0])
       12.0
     """
-    arguments.function("fn", fn, "phalanx.checkpoint(lambda x: layer(x))")
+    arguments.function("fn", fn, "phalanx.remat(lambda x: layer(x))")
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         outer = BodyScope.around()

@@ -348,7 +348,7 @@ class LiftScope(compat.AbstractLiftScope):
     def _writable(self, variable: Variable) -> Entry:
         self._require_innermost(
             f"assign to {describe(variable)}",
-            "phalanx.scan, phalanx.cond, phalanx.while_loop or phalanx.checkpoint instead of the function of jax",
+            "phalanx.scan, phalanx.cond, phalanx.while_loop or phalanx.remat instead of the function of jax",
         )
         self._require_current(variable)
         entry = self.entry(variable)
