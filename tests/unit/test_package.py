@@ -67,7 +67,9 @@ def test_type_checker_sees_the_strategy(python, tmp_path):
     found = subprocess.run(
         [sys.executable, *command], cwd=tmp_path, timeout=300, check=False, capture_output=True, text=True
     )
-    revealed = [line.partition('Revealed type is "')[2].rstrip('"') for line in found.stdout.splitlines() if "Revealed" in line]
+    revealed = [
+        line.partition('Revealed type is "')[2].rstrip('"') for line in found.stdout.splitlines() if "Revealed" in line
+    ]
     assert revealed == [
         "phalanx.strategies.mirrored.MirroredStrategy",
         "phalanx.strategies.mirrored.MirroredStrategy",

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
@@ -203,3 +204,20 @@ def test_replica_in_two_processes():
     devices = tuple(_Device(f"tpu:{i}", process=i // 3) for i in range(4))
     with pytest.raises(DeviceError, match=r"(?s)replica 1 on .*processes \[0, 1\].*\nHINT: fewer logical devices"):
         Topology(devices, (("model", 2),))
+
+
+def test_default_strategy_places_nothing():
+    """Its topology is a null object: one replica, and values come back as they are."""
+    nowhere = phalanx.get_strategy().topology
+    value = np.zeros(2)
+    assert not nowhere.has_devices
+    assert (nowhere.num_replicas, nowhere.num_workers, nowhere.worker_index, list(nowhere.local_replicas)) == (
+        1,
+        1,
+        0,
+        [0],
+    )
+    assert nowhere.put_replicated(value) is value
+    assert nowhere.put_variable(value, "path") is value
+    assert nowhere.divided_dim("path", (2,)) is None
+    assert nowhere.devices == nowhere.first_devices == nowhere.local_devices == ()

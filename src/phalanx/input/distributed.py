@@ -32,7 +32,7 @@ class DistributedDataset:
 
     Args:
       plan: which worker reads what.
-      topology: the replicas' devices; None leaves batches as they are.
+      topology: the replicas' devices. Without devices, batches stay as they are.
       options: how it is read.
       steps: how many batches are stacked into one.
 
@@ -44,9 +44,7 @@ class DistributedDataset:
       [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]
     """
 
-    def __init__(
-        self, plan: Plan, topology: Topology | None, options: InputOptions, *, steps: int | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, topology: Topology, options: InputOptions, *, steps: int | None = None) -> None:
         self._plan, self._topology, self._options, self._steps = plan, topology, options, steps
         self._untouched: DistributedIterator | None = None
 
@@ -133,7 +131,7 @@ class DistributedDataset:
 
 def distribute(
     dataset: Any,
-    topology: Topology | None,
+    topology: Topology,
     options: InputOptions,
     *,
     batch_size: int | None,
@@ -143,7 +141,7 @@ def distribute(
 
     Args:
       dataset: see `Strategy.experimental_distribute_dataset`.
-      topology: the replicas' devices; None leaves batches as they are.
+      topology: the replicas' devices. Without devices, batches stay as they are.
       options: how it is read.
       batch_size: the global batch size, for a dataset of single rows.
       drop_remainder: whether to leave out a short last batch.
@@ -171,19 +169,17 @@ def distribute(
 
 
 def distribute_from_function(
-    dataset_fn: Callable[[InputContext], Any], topology: Topology | None, options: InputOptions
+    dataset_fn: Callable[[InputContext], Any], topology: Topology, options: InputOptions
 ) -> DistributedDataset:
     """Makes a distributed dataset of the datasets of per-replica batches that a function returns."""
     arguments.function("dataset_fn", dataset_fn, "lambda context: dataset.shard(context.num_input_pipelines, 0)")
     worker = worker_of(topology)
-    devices = () if topology is None else topology.local_devices
+    devices = topology.local_devices
     source = FunctionSource(dataset_fn, worker, options, devices)
     return DistributedDataset(Plan(source, AutoShardPolicy.OFF, worker.count > 1, ()), topology, options)
 
 
-def shards_of(
-    dataset: Any, topology: Topology | None, options: InputOptions, batch_size: int | None
-) -> Sequence[WorkerShard]:
+def shards_of(dataset: Any, topology: Topology, options: InputOptions, batch_size: int | None) -> Sequence[WorkerShard]:
     """Returns what each worker reads of a dataset, or of a distributed one."""
     if isinstance(dataset, DistributedDataset):
         return dataset.shards

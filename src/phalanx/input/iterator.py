@@ -76,12 +76,12 @@ class DistributedIterator(AbstractIterator):
 
     Args:
       plan: which worker reads what.
-      topology: the replicas' devices; None leaves batches as they are.
+      topology: the replicas' devices. Without devices, batches stay as they are.
       options: how it is read.
       steps: how many batches are stacked into one.
     """
 
-    def __init__(self, plan: Plan, topology: Topology | None, options: InputOptions, *, steps: int | None) -> None:
+    def __init__(self, plan: Plan, topology: Topology, options: InputOptions, *, steps: int | None) -> None:
         self._plan, self._topology, self._options, self._form = plan, topology, options, Form(steps)
         self._worker = worker_of(topology)
         self._state: State
@@ -257,13 +257,13 @@ class DistributedIterator(AbstractIterator):
             self._batches = Lockstep(reader, place, self._worker, exchange, ahead=ahead > 0, copies=facts.is_borrowed)
         else:
             # Under the default strategy nothing is put anywhere, and a dataset on a device is read where it is.
-            here = self._topology is None or self._options.experimental_place_dataset_on_device
+            here = not self._topology.has_devices or self._options.experimental_place_dataset_on_device
             # The default strategy hands out the arrays of a dataset themselves.
-            facts = dataclasses.replace(facts, is_borrowed=facts.is_borrowed and self._topology is not None)
+            facts = dataclasses.replace(facts, is_borrowed=facts.is_borrowed and self._topology.has_devices)
             self._batches = ReadAhead(reader, place, 0 if here else ahead, facts)
 
     def _placing(self) -> Place:
-        if self._topology is None:
+        if not self._topology.has_devices:
             return _unplaced
         facts, fetches = self._plan.source.facts, self._options.fetches_to_device
         return Placement(self._topology, self._worker, facts, fetches=fetches, agreed=self._plan.agreed).place
@@ -305,16 +305,15 @@ def check_steps(steps: Any) -> int:
     return arguments.integer("steps", steps, most=_MOST_STEPS, kind="an integer of at least 1", hint="steps=16")
 
 
-def worker_of(topology: Topology | None) -> Worker:
+def worker_of(topology: Topology) -> Worker:
     """Returns this process's place among the workers."""
-    if topology is None:
+    if not topology.has_devices:
         return Worker()
     return Worker(topology.worker_index, topology.num_workers, len(topology.local_devices))
 
 
-def exchange_of(topology: Topology | None) -> Callable[[np.ndarray], np.ndarray]:
+def exchange_of(topology: Topology) -> Callable[[np.ndarray], np.ndarray]:
     """Returns how workers tell each other something."""
-    assert topology is not None
     return topology.exchange
 
 

@@ -45,7 +45,7 @@ class _Models:
     def note(self, model: keras.Model) -> None:
         """Notes the strategy in whose scope a model is made or compiled. A compiled model gets a new trainer."""
         self._trainers.pop(id(model), None)
-        if context.has_strategy() and get_strategy().topology is not None:
+        if context.has_strategy() and get_strategy().topology.has_devices:
             self._adopt(model, get_strategy())
 
     def call(self, method: str, original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ class _Models:
           ContextError: Keras cannot.
         """
         key, current = id(model), get_strategy()
-        if key not in self._strategies and current.topology is not None:
+        if key not in self._strategies and current.topology.has_devices:
             self._adopt(model, current)
         if key not in self._strategies and isinstance(data, DistributedDataset):
             self._adopt(model, _strategy_of(data, method))
@@ -76,7 +76,7 @@ class _Models:
             if method == "fit":
                 self._warn_of_fit_outside()
             return None
-        if current.topology is not None and current is not strategy:
+        if current.topology.has_devices and current is not strategy:
             raise MixedStrategyError(
                 f"a model of {strategy!r} in the scope of {current!r}",
                 "its variables are on the other strategy's devices.",
@@ -136,7 +136,7 @@ def _strategy_of(dataset: DistributedDataset, method: str) -> Strategy:
       ContextError: it does not exist any more.
     """
     for strategy in living_strategies():
-        if strategy.topology is not None and strategy.topology is dataset.topology:
+        if strategy.topology.has_devices and strategy.topology is dataset.topology:
             return strategy
     raise ContextError(
         f"{method} of a DistributedDataset outside all scopes",

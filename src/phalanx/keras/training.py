@@ -208,7 +208,6 @@ class ModelTrainer:
 
     @property
     def _topology(self) -> Topology:
-        assert self._strategy.topology is not None
         return self._strategy.topology
 
     @property

@@ -3,15 +3,16 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from typing_extensions import override
 
 from phalanx.cluster import watch
 from phalanx.errors import (
@@ -117,6 +118,11 @@ class Topology:
         return cls(tuple(map(parse_device, devices)), axes, layout)
 
     @property
+    def has_devices(self) -> bool:
+        """Whether values are placed on devices of its own."""
+        return True
+
+    @property
     def num_replicas(self) -> int:
         """The number of replicas."""
         return len(self.devices) // self.devices_per_replica
@@ -182,6 +188,10 @@ class Topology:
         """
         own = None if self.num_workers == 1 else watch.own()
         return process_dispatching() if own is None else Turn(own, is_step)
+
+    def default_device(self) -> AbstractContextManager[Any]:
+        """Returns a context in which operations run on the first device."""
+        return jax.default_device(self.devices[0])
 
     def put_per_replica(self, local: list[Any]) -> list[jax.Array]:
         """Puts arrays `(local replicas, ...)` on the devices. May be called in a background thread.
@@ -305,6 +315,48 @@ class Topology:
                 "a process can read those parts of a variable alone that its own devices hold.",
                 "a layout in one process, or variables that every device holds whole",
             )
+
+
+@final
+class Nowhere(Topology):
+    """The topology of the default strategy: one replica without devices of its own. Values stay where they are."""
+
+    def __init__(self) -> None:
+        # A null object: `Topology` demands devices, and derives everything else from them.
+        vars(self).update(
+            devices=(), axes=(), layout=None, num_workers=1, worker_index=0, local_devices=(), local_replicas=range(1)
+        )
+
+    @property
+    @override
+    def has_devices(self) -> bool:
+        return False
+
+    @property
+    @override
+    def num_replicas(self) -> int:
+        return 1
+
+    @property
+    @override
+    def is_single(self) -> bool:
+        return True
+
+    @override
+    def default_device(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @override
+    def put_replicated(self, tree: Any) -> Any:
+        return tree
+
+    @override
+    def put_variable(self, value: Any, path: str) -> Any:
+        return value
+
+
+NOWHERE = Nowhere()
+"""The only one: where a variable is stored is compared by identity."""
 
 
 def _require_axes(axes: Sequence[tuple[str, int]], num_devices: int) -> None:

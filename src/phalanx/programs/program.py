@@ -4,7 +4,7 @@
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +64,7 @@ class Program:
         self._strategy = _strategy_of(found)
         self._topology, self._updates = self._strategy.topology, found.updates
         storage = self._strategy.storage if self._strategy.lends_variables else self._topology
-        self._homes = [] if self._topology is None or self._topology.is_single else _homes(found, self._topology)
+        self._homes = [] if self._topology.is_single else _homes(found, self._topology)
         self._state = State(found.variables, found.written, self._topology, storage)
         self._trainable, self._changes = self._trainable_flags(), compat.changes.trainable
         self._rates = [compat.learning_rate_of(o) for o in found.optimizers]
@@ -72,7 +72,7 @@ class Program:
         # jax runs a program with a NaN in its results again; and a callback that raises must find the state as it was.
         donate = () if found.has_callback or checks_numbers() else (0,)
         compiler = jax.jit
-        if self._topology is not None and self._topology.is_single and not found.variables:
+        if self._topology.has_devices and self._topology.is_single and not found.variables:
             # A program with neither variables nor batches would run on the default device.
             compiler = functools.partial(jax.jit, out_shardings=self._topology.replicated)
         self._compiled = compiler(self._traced, donate_argnums=donate)
@@ -80,7 +80,7 @@ class Program:
         if found.has_callback:
             self._execute = functools.partial(_finished, self._execute)
         self._has_run = False
-        self._is_local = self._topology is None or self._topology.num_workers == 1
+        self._is_local = self._topology.num_workers == 1
         # Not kept: the function lives as long as its owner wants, and its programs as long as the function.
         self._fn, self._sources = None, ()
 
@@ -142,7 +142,6 @@ class Program:
             return outputs
 
     def _dispatching_with_peers(self) -> AbstractContextManager[Any]:
-        assert self._topology is not None
         return self._topology.dispatching(is_step=True)
 
     def _first_run(
@@ -174,7 +173,7 @@ class Program:
 
     def _inputs(self, arguments: Arguments) -> list[Any]:
         inputs, topology = list(arguments.arrays), self._topology
-        if topology is None:
+        if not topology.has_devices:
             return inputs
         for i, (array, sharded) in enumerate(zip(inputs, arguments.sharded, strict=True)):
             if not (sharded or isinstance(array, jax.Array)):
@@ -206,7 +205,7 @@ class Program:
     def _execute_eagerly(self, donated: Group, kept: Group, inputs: list[Any]) -> tuple[Any, ...]:
         """Does what the program does operation by operation."""
         assert self._trace_made is not None
-        with nullcontext() if self._topology is None else jax.default_device(self._topology.devices[0]):
+        with self._topology.default_device():
             values, parts = self._merged(donated, kept)
             inputs = list(map(jnp.asarray, inputs[: self._num_arrays]))
             result, values, parts, gradients = execute_program(self._call, inputs, self._trace_made, values, parts)
@@ -258,7 +257,7 @@ def checks_numbers() -> bool:
 
 def _strategy_of(found: Discovery) -> AbstractStrategy:
     """Returns the strategy on whose devices a program runs: the one that runs in it, else the current one."""
-    strategies = [s for s in found.strategies if s.topology is not None]
+    strategies = [s for s in found.strategies if s.topology.has_devices]
     if len(strategies) > 1:
         context.require_same(strategies[0], strategies[1], "Strategy.run")
         raise TraceError(

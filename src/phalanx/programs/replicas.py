@@ -74,7 +74,7 @@ class _Run:
     def is_plain(self) -> bool:
         """Whether it is one call for one replica on one device, whose batch has no padding."""
         topology = self._strategy.topology
-        return (topology is None or topology.is_single) and not self._rows and self._steps is None
+        return topology.is_single and not self._rows and self._steps is None
 
     def inline(self) -> Any:
         """One replica: calls the function in the program's own scope."""
@@ -84,7 +84,6 @@ class _Run:
     def mapped(self, scope: LiftScope) -> Any:
         """Several replicas: calls it under `shard_map`."""
         topology = self._strategy.topology
-        assert topology is not None
         found = scope.pass_.next_run(self._trace)
         entries = [scope.entry(v) for v in found.variables]
         parts = [scope.components(v, self._strategy.num_replicas_in_sync) for v in found.variables]
@@ -270,7 +269,6 @@ class _Run:
 
     def _shard_map(self, body: Callable[..., Any], ins: Sequence[bool], outs: Any) -> Callable[..., Any]:
         spec = lambda x: (_along(0) if x else PartitionSpec()) if isinstance(x, bool) else x  # noqa: E731
-        assert self._strategy.topology is not None
         return jax.shard_map(
             body,
             mesh=self._strategy.topology.mesh,

@@ -35,7 +35,7 @@ _HINTS = {
 }
 
 
-def require_equal(found: Discovery, inputs: Sequence[Arguments], topology: Topology | None) -> None:
+def require_equal(found: Discovery, inputs: Sequence[Arguments], topology: Topology) -> None:
     """Waits until all processes of a cluster are about to run an equal program, if this one needs the others.
 
     Args:
@@ -47,7 +47,7 @@ def require_equal(found: Discovery, inputs: Sequence[Arguments], topology: Topol
       TraceError: the processes have traced different programs.
     """
     own = watch.own()
-    if own is None or topology is None or topology.num_workers == 1:
+    if own is None or topology.num_workers == 1:
         return
     if not (_places_variables(found, topology) or _communicates(found, inputs[0])):
         return

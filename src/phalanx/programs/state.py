@@ -186,8 +186,8 @@ class State:
         self,
         variables: Sequence[Variable],
         written: Sequence[bool],
-        topology: Topology | None,
-        storage: Topology | None,
+        topology: Topology,
+        storage: Topology,
     ) -> None:
         self._storage, self._is_lent = storage, storage is not topology
         self._order = list(written)
@@ -249,7 +249,6 @@ class State:
 
     def _run_elsewhere(self, execute: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
         """Executes a program that works on copies, and puts the values that it wrote where the variables live."""
-        assert self._storage is not None
         values, *others = execute(*args)
         return (self._storage.take_back(values), *others)
 
@@ -291,13 +290,13 @@ class State:
 class _Variables:
     """Variables that a program all writes, or all only reads."""
 
-    def __init__(self, variables: list[Variable], topology: Topology | None, storage: Topology | None) -> None:
+    def __init__(self, variables: list[Variable], topology: Topology, storage: Topology) -> None:
         self.variables, self._topology, self._storage = variables, topology, storage
         self._is_lent = storage is not topology
         self.slots = [slot_of(v) for v in variables]
         # Those whose arrays `take` has copied: what the program makes of the copy will be its own.
         self.copied: list[Slot] = []
-        mapped = topology is not None and topology.num_replicas > 1
+        mapped = topology.num_replicas > 1
         self._on_read = [i for i, v in enumerate(variables) if mapped and policy_of(v).on_read]
         self._on_demand = [i for i in self._on_read if policy_of(variables[i]).on_demand]
 
@@ -307,7 +306,6 @@ class _Variables:
             return [], []
         arrays = self._arrays(own=own and not self._is_lent)
         if self._is_lent:
-            assert self._topology is not None
             arrays = jax.device_put(arrays, self._topology.replicated, may_alias=False if own else None)
         if not self._on_read:
             return arrays, [None] * len(arrays)
@@ -326,7 +324,7 @@ class _Variables:
         # One short loop in which nothing happens at the steady state: it runs at every step, for every variable.
         for i, (slot, array, count) in enumerate(zip(self.slots, arrays, counts, strict=True)):
             if slot.array is not array or slot.home is not self._storage:
-                if slot.home is not self._storage and self._topology is not None and self._topology.num_workers > 1:
+                if slot.home is not self._storage and self._topology.num_workers > 1:
                     self._take_from_chief(self._topology)
                     return self._arrays(own=own)
                 arrays[i] = self._adopt(self.variables[i], slot, array)
@@ -353,7 +351,6 @@ class _Variables:
         for i in self._on_read:
             parts[i] = self.slots[i].components
             if parts[i] is None:
-                assert self._topology is not None
                 first = initial_components(self.variables[i], arrays[i], self._topology.num_replicas)
                 own = self._topology.local_replicas
                 parts[i] = self._topology.put_per_replica([first[own.start : own.stop]])[0]
@@ -370,8 +367,7 @@ class _Variables:
         if isinstance(array, jax.Array) and array.weak_type:
             # Made of a Python number. What a program returns is not weakly typed, and would be compiled for again.
             array = jax.lax.convert_element_type(array, array.dtype)
-        if self._storage is not None:
-            array = self._storage.put_variable(array, compat.layout_path(variable))
+        array = self._storage.put_variable(array, compat.layout_path(variable))
         if isinstance(array, jax.core.Tracer):
             raise refuse_outer_trace()
         compat.set_raw_values([variable], [array])

@@ -71,11 +71,11 @@ class Strategy(AbstractInputs, AbstractResults):
 
     @property
     @abstractmethod
-    def topology(self) -> Topology | None:
+    def topology(self) -> Topology:
         """The devices of the replicas; None where values stay where they are."""
 
     @property
-    def storage(self) -> Topology | None:
+    def storage(self) -> Topology:
         """Where variables live between programs: on the devices of the replicas, unless a strategy has another place."""
         return self.topology
 
@@ -149,7 +149,7 @@ class Strategy(AbstractInputs, AbstractResults):
             assert scope is not None
             return trace_run(self, fn, args, kwargs or {}, scope)
 
-        if options.eager and self.topology is not None and self.topology.axes:
+        if options.eager and self.topology.axes:
             raise InvalidArgumentError(
                 "RunOptions(eager=True), or run_eagerly=True of Keras",
                 f"a replica has {self.topology.devices_per_replica} devices, and only a compiled program is divided between them.",
@@ -163,13 +163,13 @@ class Strategy(AbstractInputs, AbstractResults):
     @final
     def num_replicas_in_sync(self) -> int:
         """Over how many replicas gradients are aggregated. May be called in any context."""
-        return 1 if self.topology is None else self.topology.num_replicas
+        return self.topology.num_replicas
 
     @property
     @final
     def defers_updates(self) -> bool:
         """Whether optimizers update variables when all replicas have done their part of a step. May be called in any context."""
-        return self.lends_variables or (self.topology is not None and self.topology.divides_over_replicas)
+        return self.lends_variables or self.topology.divides_over_replicas
 
     @property
     @final
@@ -306,7 +306,7 @@ class Strategy(AbstractInputs, AbstractResults):
             )
         arguments.function("fn", fn, "strategy.run_steps(step, iterator, 16)")
         check_steps(steps)
-        if self.topology is None or self.defers_updates:
+        if not self.topology.has_devices or self.defers_updates:
             results = [self.run(fn, args=(batch,)) for batch in iterator.next_alike(steps)]
             return jax.tree.map(lambda *xs: stacked(xs), *results, is_leaf=is_distributed)
         batches, count = iterator.next_steps(steps)
@@ -341,7 +341,7 @@ class Strategy(AbstractInputs, AbstractResults):
         )
         context.require_not_running("Strategy.replicate", "place the tree outside the step")
         tree = primitives.checked_arrays(tree)
-        return Mirrored(tree if self.topology is None else self.topology.put_replicated(tree))
+        return Mirrored(self.topology.put_replicated(tree))
 
     def in_program(self, key: Any, fn: Callable[[Any], Any], value: Any) -> Any:
         """Returns `fn(value)`, computed in the program that is traced, or in one of its own under that key. In cross-replica context."""
@@ -369,7 +369,7 @@ class Strategy(AbstractInputs, AbstractResults):
         )
 
     def __repr__(self) -> str:
-        names = [] if self.topology is None else list(map(device_name, self.topology.devices))
+        names = list(map(device_name, self.topology.devices))
         return f"{type(self).__name__}({names})"
 
 

@@ -108,9 +108,9 @@ def variables_of(method: str, thing: Any) -> list[Variable]:
     return list(thing.variables)
 
 
-def mesh_of(topology: Topology | None) -> Shown:
+def mesh_of(topology: Topology) -> Shown:
     """Returns which devices each replica has: one row a replica, one column for each of its devices."""
-    if topology is None:
+    if not topology.has_devices:
         return "1 replica, where JAX puts it", ["replica"], [["0"]]
     count = topology.num_replicas
     title = f"{count} replica{'s' * (count > 1)}" + "".join(f" x {name} of {size}" for name, size in topology.axes)
@@ -127,8 +127,8 @@ def _tasks(tasks: Sequence[str]) -> Shown:
     return f"{len(tasks)} tasks", ["task"], [[task] for task in tasks]
 
 
-def _places(variables: Sequence[Variable], held: Sequence[Sequence[Held]], topology: Topology | None) -> Shown:
-    everywhere = None if topology is None else {device_name(d) for d in topology.devices}
+def _places(variables: Sequence[Variable], held: Sequence[Sequence[Held]], topology: Topology) -> Shown:
+    everywhere = {device_name(d) for d in topology.devices} if topology.has_devices else None
     rows = [
         [v.path, f"{dtype_of(v)}{list(v.shape)}", _parts(v.shape, parts, everywhere)]
         for v, parts in zip(variables, held, strict=True)

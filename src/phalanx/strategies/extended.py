@@ -135,7 +135,7 @@ class StrategyExtended:
         if arguments.flag("group", group):
             return result
         topology = self._strategy.topology
-        copies = 1 if topology is None or self._strategy.lends_variables else len(topology.local_devices)
+        copies = 1 if self._strategy.lends_variables else len(topology.local_replicas)
         return (result,) * copies
 
     def colocate_vars_with(self, colocate_with_variable: keras.Variable) -> AbstractContextManager[None]:
@@ -156,7 +156,7 @@ class StrategyExtended:
     def variable_created_in_scope(self, v: keras.Variable) -> bool:
         """Returns whether `v` was made in this strategy's scope."""
         number = compat.maker_of(check_variable("v", v, "variable_created_in_scope(variable)"))
-        return self._strategy.topology is None if number is None else number == self._strategy.number
+        return not self._strategy.topology.has_devices if number is None else number == self._strategy.number
 
     def value_container(self, value: Any) -> Any:
         """Returns the variable that `value` is a component of: itself, for variables have no components of their own."""
@@ -166,7 +166,7 @@ class StrategyExtended:
     def worker_devices(self) -> tuple[str, ...]:
         """The names of this process's devices that run replicas, in replica order: of each replica the first."""
         topology = self._strategy.topology
-        if topology is None:
+        if not topology.has_devices:
             raise ContextError(
                 "worker_devices of the default strategy",
                 "it does not place anything.",
@@ -178,7 +178,7 @@ class StrategyExtended:
     def parameter_devices(self) -> tuple[str, ...]:
         """The names of the devices that hold variables, in replica order, of each replica the first; or of their one device."""
         storage = self._strategy.storage
-        if storage is None or not self._strategy.lends_variables:
+        if not self._strategy.lends_variables:
             return self.worker_devices
         return tuple(map(device_name, storage.first_devices))
 
@@ -199,8 +199,7 @@ class StrategyExtended:
 
     @property
     def _is_chief(self) -> bool:
-        topology = self._strategy.topology
-        return topology is None or topology.worker_index == 0
+        return self._strategy.topology.worker_index == 0
 
 
 def _is_per_replica(value: object) -> bool:

@@ -41,7 +41,7 @@ class AbstractInputs(AbstractStrategy):
         context.require_not_running("experimental_distribute_values_from_function", "make the value outside the step")
         arguments.function("value_fn", value_fn, "lambda context: np.float32(context.replica_id_in_sync_group)")
         n = self.num_replicas_in_sync
-        if self.topology is None:
+        if not self.topology.has_devices:
             return value_fn(ValueContext(0, n))
         if n == 1:
             place = lambda x: self.topology.put_replicated(x) if is_array(x) else x  # noqa: E731

@@ -174,13 +174,13 @@ class AbstractResults(AbstractStrategy):
         leaves, tree = flatten(value)
         if not any(isinstance(x, DistributedValues) for x in leaves):
             return (value,)
-        n = 1 if self.topology is None else len(self.topology.local_devices)
+        n = len(self.topology.local_replicas)
         parts = [x.values if isinstance(x, DistributedValues) else (x,) * n for x in leaves]
         return tuple(tree.unflatten(p) for p in zip(*parts, strict=True))
 
     def on_all_workers(self, tree: Any) -> Any:
         """Gives every process the whole of each array. Inside a program."""
-        if self.topology is None or self.topology.num_workers == 1:
+        if self.topology.num_workers == 1:
             return tree
         whole = self.topology.replicated
         place = lambda x: jax.lax.with_sharding_constraint(x, whole) if isinstance(x, jax.Array) else x  # noqa: E731

@@ -23,7 +23,7 @@ class Scope(Generic[S]):
     def __enter__(self) -> S:
         _require_enterable(self._strategy)
         with ExitStack() as stack:
-            if self._strategy.storage is not None:
+            if self._strategy.storage.has_devices:
                 stack.enter_context(context.enter(Mode(self._strategy, None)))
                 home = self._strategy.storage.of_new_variables
                 if home is not None:
@@ -39,7 +39,7 @@ def _require_enterable(strategy: AbstractStrategy) -> None:
     if not context.depth():
         return
     mode = context.current()
-    if mode.strategy is not strategy and strategy.topology is None:
+    if mode.strategy is not strategy and not strategy.topology.has_devices:
         raise ContextError(
             "the default strategy's scope", f"inside the scope of {mode.strategy!r}.", "leave that scope first"
         )

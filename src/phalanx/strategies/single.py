@@ -12,7 +12,7 @@ from typing_extensions import override
 from phalanx import compat
 from phalanx.errors import ContextError
 from phalanx.mesh.arrays import is_sparse, of_other_library
-from phalanx.mesh.topology import Topology
+from phalanx.mesh.topology import NOWHERE, Nowhere, Topology
 from phalanx.mesh.values import Mirrored, map_leaves
 from phalanx.options import RunOptions
 from phalanx.programs import explain
@@ -44,8 +44,8 @@ class DefaultStrategy(Strategy):
 
     @property
     @override
-    def topology(self) -> None:
-        return None
+    def topology(self) -> Nowhere:
+        return NOWHERE
 
     @override
     def execute(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: RunOptions) -> Any:

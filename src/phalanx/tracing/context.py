@@ -19,6 +19,7 @@ from phalanx.collectives import packing, primitives
 from phalanx.collectives.cross_device import checked_options
 from phalanx.errors import ContextError, InputError, InvalidArgumentError, MixedStrategyError, arguments, shown
 from phalanx.mesh.devices import device_name
+from phalanx.mesh.topology import NOWHERE
 from phalanx.mesh.values import ReplicaLocal, RowMask, flatten
 from phalanx.options import CommunicationOptions, ReduceOp
 from phalanx.tracing.strategy import AbstractStrategy, check_strategy
@@ -84,7 +85,7 @@ class ReplicaContext:
     def devices(self) -> tuple[str, ...]:
         """The names of the devices over which the replicas of this program run, in replica order: of each replica the first."""
         topology = self._strategy.topology
-        return () if topology is None else tuple(map(device_name, topology.first_devices))
+        return tuple(map(device_name, topology.first_devices))
 
     @property
     def example_mask(self) -> jax.Array | None:
@@ -363,10 +364,10 @@ def experimental_set_strategy(strategy: AbstractStrategy | None) -> None:
         )
     if strategy is not None:
         check_strategy("strategy", strategy, "phalanx.experimental_set_strategy(phalanx.MirroredStrategy())")
-    storage = None if strategy is None else strategy.storage
-    home = None if storage is None else storage.of_new_variables
+    storage = NOWHERE if strategy is None else strategy.storage
+    home = storage.of_new_variables if storage.has_devices else None
     compat.unset_variable_layout() if home is None else compat.set_variable_layout(home.sharding_of, home.mesh)
-    _stack.set(() if strategy is None or storage is None else (Mode(strategy, None, was_set=True),))
+    _stack.set(() if strategy is None or not storage.has_devices else (Mode(strategy, None, was_set=True),))
 
 
 def require_cross_replica(method: str, strategy: AbstractStrategy, hint: str) -> None:

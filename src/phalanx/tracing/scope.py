@@ -386,7 +386,6 @@ def innermost() -> LiftScope | None:
 
 def _divided_dim(strategy: AbstractStrategy, variable: Variable) -> int | None:
     """Returns along which dim replicas have parts of a variable, and of its gradient."""
-    assert strategy.topology is not None
     return strategy.topology.divided_dim(compat.layout_path(variable), variable.shape)
 
 

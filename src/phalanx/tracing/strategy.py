@@ -43,12 +43,12 @@ class AbstractStrategy(ABC):
 
     @property
     @abstractmethod
-    def topology(self) -> Topology | None:
-        """Returns the devices of the replicas; None if values stay where they are."""
+    def topology(self) -> Topology:
+        """Returns the devices of the replicas."""
 
     @property
     @abstractmethod
-    def storage(self) -> Topology | None:
+    def storage(self) -> Topology:
         """Returns the devices that hold the variables between programs."""
 
     @property
