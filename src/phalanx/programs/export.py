@@ -84,43 +84,19 @@ def export(
         return parts.arrays
 
     specs = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in inputs]
-    rows: list[tuple[Variable, tuple[int, ...]]] = []
-    while True:
-        with explained(prints=False), compat.shapes(rows):
-            found = trace_program(call, specs)
-        looked_up = _rows(found)
-        if [shape for _, shape in looked_up] == [shape for _, shape in rows]:
-            break
-        if looked_up and any(isinstance(x, jax.core.Tracer) for x in found.jaxpr.consts):
-            # What was computed in an inner trace got out of it.
-            raise TraceError(
-                f"rows of {describe(looked_up[0][0])} looked up in a scheduled step",
-                "the ids are computed inside the body of a loop or branch, or another transformation of jax.",
-                "look the rows up before it, and pass them in",
-            )
-        # How many rows of a table it has is known when it has been traced with all of them.
-        rows = looked_up
-    if found.draws:
-        raise refuse_draw()
-    if found.has_callback:
-        raise TraceError(
-            "a scheduled step that calls back to Python (jax.debug.print, io_callback, pure_callback)",
-            "it is sent to workers as a program, which has no Python.",
-            "return the value from the step, and print it at the coordinator",
-        )
-    *_, gradients, increments, _ = found.outputs
+    found, rows = _traced(call, specs)
     written = [i for i, w in enumerate(found.written) if w]
     is_seed = [any(v is s for s in found.seeds) for v in found.variables]
-    is_added = [adds and x is not None for x in increments]
+    is_added = [adds and x is not None for x in found.outputs.increments]
     kept = [(i, added) for i, added in zip(written, is_added, strict=True) if not is_seed[i]]
 
     def program(values: list[Any], inputs: list[Any]) -> Any:
-        results, new, _, gradients, increments, _ = found.evaluate(values, [None] * len(values), inputs)
-        pairs = dict(zip(written, zip(new, increments, strict=True), strict=True))
-        given = [[g for g in of_update if g is not None] for of_update in gradients]
+        outputs = found.evaluate(values, [None] * len(values), inputs)
+        pairs = dict(zip(written, zip(outputs.values, outputs.increments, strict=True), strict=True))
+        given = [[g for g in of_update if g is not None] for of_update in outputs.gradients]
         pairs_of = zip(found.updates, given, strict=True)
         given = [list(compat.clipped(u.optimizer, g)) if clips(u) else g for u, g in pairs_of]
-        return results, [pairs[i][1] for i, a in kept if a], [pairs[i][0] for i, a in kept if not a], given
+        return outputs.result, [pairs[i][1] for i, a in kept if a], [pairs[i][0] for i, a in kept if not a], given
 
     with compat.shapes(rows):
         values = [jax.ShapeDtypeStruct(tuple(v.shape), dtype_of(v)) for v in found.variables]
@@ -142,9 +118,46 @@ def export(
         added=tuple(i for i, a in kept if a),
         set=tuple(i for i, a in kept if not a),
         seeds=tuple(i for i, s in enumerate(is_seed) if s),
-        updates=tuple(_given(u, g) for u, g in zip(found.updates, gradients, strict=True)),
+        updates=tuple(_given(u, g) for u, g in zip(found.updates, found.outputs.gradients, strict=True)),
         output=output[-1],
     )
+
+
+def _traced(call: Callable[..., Any], specs: list[Any]) -> tuple[Discovery, list[tuple[Variable, tuple[int, ...]]]]:
+    """Traces a scheduled step, with as many rows of each table as it looks up.
+
+    Returns:
+      What was found, and the shapes of the tables' rows.
+
+    Raises:
+      TraceError: it cannot be sent to another process.
+      ContextError: it draws a batch.
+    """
+    rows: list[tuple[Variable, tuple[int, ...]]] = []
+    while True:
+        with explained(prints=False), compat.shapes(rows):
+            found = trace_program(call, specs)
+        looked_up = _rows(found)
+        if [shape for _, shape in looked_up] == [shape for _, shape in rows]:
+            break
+        if looked_up and any(isinstance(x, jax.core.Tracer) for x in found.jaxpr.consts):
+            # What was computed in an inner trace got out of it.
+            raise TraceError(
+                f"rows of {describe(looked_up[0][0])} looked up in a scheduled step",
+                "the ids are computed inside the body of a loop or branch, or another transformation of jax.",
+                "look the rows up before it, and pass them in",
+            )
+        # The number of rows that it needs of a table is known after it has been traced with all rows.
+        rows = looked_up
+    if found.draws:
+        raise refuse_draw()
+    if found.has_callback:
+        raise TraceError(
+            "a scheduled step that calls back to Python (jax.debug.print, io_callback, pure_callback)",
+            "it is sent to workers as a program, which has no Python.",
+            "return the value from the step, and print it at the coordinator",
+        )
+    return found, rows
 
 
 def _rows(found: Discovery) -> list[tuple[Variable, tuple[int, ...]]]:
@@ -159,8 +172,7 @@ def _ids_program(found: Discovery, platforms: Sequence[str], values: list[Any], 
     """Returns the program of what is looked up, which must follow from the inputs alone."""
 
     def program(values: list[Any], inputs: list[Any]) -> Any:
-        *_, ids = found.evaluate(values, [None] * len(values), inputs)
-        return ids
+        return found.evaluate(values, [None] * len(values), inputs).ids
 
     kept = jax.export.export(jax.jit(program), platforms=tuple(platforms))(values, specs).module_kept_var_idx
     if any(i < len(values) for i in kept):

@@ -193,14 +193,15 @@ class Program:
         """The program as jax sees it: state and inputs to new state, results, and gradients for updates."""
         values, parts = self._merged(donated, kept)
         inputs, batches = inputs[: self._num_arrays], inputs[self._num_arrays :]
-        result, values, parts, gradients, *_ = self._taken_trace(inputs).evaluate([*values, *batches], parts, inputs)
+        outputs = self._taken_trace(inputs).evaluate([*values, *batches], parts, inputs)
+        values = outputs.values
         if self._homes:
             values = [
                 x if x is None else lax.with_sharding_constraint(x, home)
                 for x, home in zip(values, self._homes, strict=True)
             ]
         # State first: XLA hands donated buffers to outputs of their size in order, and a variable is to get its own back.
-        return values, parts, result, gradients
+        return values, outputs.parts, outputs.result, outputs.gradients
 
     def _execute_eagerly(self, donated: Group, kept: Group, inputs: list[Any]) -> tuple[Any, ...]:
         """Does what the program does operation by operation."""
@@ -208,8 +209,8 @@ class Program:
         with self._topology.default_device():
             values, parts = self._merged(donated, kept)
             inputs = list(map(jnp.asarray, inputs[: self._num_arrays]))
-            result, values, parts, gradients = execute_program(self._call, inputs, self._trace_made, values, parts)
-        return values, parts, result, gradients
+            outputs = execute_program(self._call, inputs, self._trace_made, values, parts)
+        return outputs.values, outputs.parts, outputs.result, outputs.gradients
 
     def _merged(self, donated: Group, kept: Group) -> Group:
         """Returns values and components of all variables, in order."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -316,26 +316,41 @@ def _traced_whole(fn: Callable[..., Any], inputs: Any, named: Any) -> tuple[Disc
         return found, [v for v in found.variables if compat.is_new(v)]
 
 
+class ProgramOutputs(NamedTuple):
+    """What a whole program returns: arrays, or their shapes if the program was only traced.
+
+    Args:
+      result: what the function returns.
+      values: new values of the variables that it writes, in order.
+      parts: the replicas' components of each of them; None for variables that have none.
+      gradients: one list per update that it leaves.
+      increments: what was added to each of the written variables; None if it was assigned otherwise.
+      ids: the ids of the rows of tables that it looks up, in order.
+    """
+
+    result: Any
+    values: list[Any]
+    parts: list[Any]
+    gradients: list[list[Any]]
+    increments: list[Any]
+    ids: list[Any]
+
+
 def execute_program(
     fn: Callable[..., Any], inputs: Any, found: Discovery, values: list[Any], parts: list[Any]
-) -> tuple[Any, list[Any], list[Any], list[Any]]:
-    """Calls `fn(inputs)` with real values of the variables, and components.
-
-    Returns:
-      The result of `fn`, new values and components of the variables that are written, and gradients for the updates.
-    """
-    return _program(fn, _executing(found, values, parts, inputs), inputs)[:4]  # type: ignore[return-value]
+) -> ProgramOutputs:
+    """Returns what `fn(inputs)` does with real values of the variables, and components."""
+    return _program(fn, _executing(found, values, parts, inputs), inputs)
 
 
-def _program(fn: Callable[..., Any], scope: LiftScope, inputs: Any) -> tuple[Any, ...]:
-    """Returns the result; of what is written values and components; gradients; increments where nothing else was; and ids."""
+def _program(fn: Callable[..., Any], scope: LiftScope, inputs: Any) -> ProgramOutputs:
     with scope:
         result = fn(inputs)
     written = _written(scope)
     gradients = [u.gradients for u in scope.updates]
     values, parts = [e.value for e in written], [e.components for e in written]
     ids = scope.pass_.ids if isinstance(scope.pass_, Tracing) else []
-    return result, values, parts, gradients, [e.increment for e in written], ids
+    return ProgramOutputs(result, values, parts, gradients, [e.increment for e in written], ids)
 
 
 def _traced(fn: Callable[..., Any], *args: Any, named: Any = None, mapped: bool = False) -> Discovery:
