@@ -55,7 +55,7 @@ def set_raw_values(variables: Sequence[Variable], values: Sequence[Any]) -> None
 
 def shared_values(variables: Sequence[Variable]) -> tuple[list[Any], list[int]]:
     """Returns the stored arrays of many variables, and how many references Python holds to each."""
-    arrays = raw_values(variables)
+    arrays = list(map(_value_of, variables))
     return arrays, list(map(sys.getrefcount, arrays))
 
 

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -25,7 +26,7 @@ class Worker:
     count: int = 1
     replicas: int = 1
 
-    @property
+    @cached_property
     def num_replicas(self) -> int:
         """How many replicas all workers have together."""
         return self.count * self.replicas

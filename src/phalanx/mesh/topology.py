@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import jax
 import numpy as np
@@ -70,6 +70,8 @@ class Topology:
     devices: tuple[jax.Device, ...]
     axes: tuple[tuple[str, int], ...] = ()
     layout: AbstractLayout | None = None
+    has_devices: ClassVar[bool] = True
+    """Whether values are placed on devices of its own."""
     mesh: Mesh = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -117,22 +119,17 @@ class Topology:
             raise DeviceError(f"devices={shown(devices)}", "must be a list of devices, or their number.", hint)
         return cls(tuple(map(parse_device, devices)), axes, layout)
 
-    @property
-    def has_devices(self) -> bool:
-        """Whether values are placed on devices of its own."""
-        return True
-
-    @property
+    @cached_property
     def num_replicas(self) -> int:
         """The number of replicas."""
         return len(self.devices) // self.devices_per_replica
 
-    @property
+    @cached_property
     def devices_per_replica(self) -> int:
         """The number of logical devices that a replica has."""
         return math.prod(n for _, n in self.axes)
 
-    @property
+    @cached_property
     def is_single(self) -> bool:
         """Whether there is one device."""
         return len(self.devices) == 1
@@ -321,26 +318,21 @@ class Topology:
 class Nowhere(Topology):
     """The topology of the default strategy: one replica without devices of its own. Values stay where they are."""
 
+    has_devices: ClassVar[bool] = False
+
     def __init__(self) -> None:
         # A null object: `Topology` demands devices, and derives everything else from them.
         vars(self).update(
-            devices=(), axes=(), layout=None, num_workers=1, worker_index=0, local_devices=(), local_replicas=range(1)
+            devices=(),
+            axes=(),
+            layout=None,
+            num_replicas=1,
+            is_single=True,
+            num_workers=1,
+            worker_index=0,
+            local_devices=(),
+            local_replicas=range(1),
         )
-
-    @property
-    @override
-    def has_devices(self) -> bool:
-        return False
-
-    @property
-    @override
-    def num_replicas(self) -> int:
-        return 1
-
-    @property
-    @override
-    def is_single(self) -> bool:
-        return True
 
     @override
     def default_device(self) -> AbstractContextManager[Any]:
