@@ -27,7 +27,7 @@ def _apply_environment() -> None:
     if not devices or not _is_count(devices):
         return
     if "jax" in sys.modules:
-        importlib.import_module("phalanx.mesh.topology").set_virtual_cpu_devices(int(devices))
+        importlib.import_module("phalanx.mesh.devices").set_virtual_cpu_devices(int(devices))
         return
     os.environ["JAX_NUM_CPU_DEVICES"] = devices
     if int(devices) > 1:

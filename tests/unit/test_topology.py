@@ -152,9 +152,11 @@ def test_import_sets_the_keras_backend():
     assert "backend jax set()" in run_python(code)
 
 
-def test_environment_gives_two_devices():
-    """The variable is honoured at import."""
-    assert "[0, 1]" in run_python("import phalanx, jax; print([d.id for d in jax.devices()])", PHALANX_CPU_DEVICES="2")
+@pytest.mark.parametrize("order", ["phalanx, jax", "jax, phalanx"])
+def test_environment_gives_two_devices(order):
+    """The variable is honoured at import, also after JAX, as long as JAX has not started."""
+    code = f"import {order}; print([d.id for d in jax.devices()])"
+    assert "[0, 1]" in run_python(code, PHALANX_CPU_DEVICES="2")
 
 
 def test_further_axes():
