@@ -44,7 +44,7 @@ check: $(INSTALLED) ## formatting, linting, types, import contracts, spelling
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell README.md docs src tests examples benchmarks
-	$(BIN)/python -m pytest -q tests/unit/test_exports.py
+	$(BIN)/python -m pytest -q tests/unit/test_exports.py tests/docs/test_prose.py
 
 # Only what the demos of text_lm.py import; `make test` adds the rest.
 $(DEMO_INSTALLED): pyproject.toml constraints.txt
