@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Enums and frozen, self-validating options. Standard library only."""
+"""Enums and frozen, self-validating options. Uses the standard library only."""
 
 import enum
 from dataclasses import dataclass, field, fields, replace
@@ -9,7 +9,7 @@ from phalanx.errors import InvalidArgumentError, ReduceOpError, arguments, shown
 
 
 class ReduceOp(enum.Enum):
-    """How values of several replicas become one. May be used in any context.
+    """Operation that reduces the values of several replicas to one. May be used in any context.
 
     Example:
       >>> ReduceOp.parse("mean")
@@ -21,7 +21,7 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def parse(cls, op: "ReduceOp | str") -> "ReduceOp":
-        """Returns the member that `op` names, in either case of letters; or that has the name of a tf.distribute.ReduceOp.
+        """Returns the member that `op` names, ignoring case. Also accepts a `tf.distribute.ReduceOp`.
 
         Raises:
           ReduceOpError: `op` is neither a member nor the name of one.
@@ -33,12 +33,12 @@ class ReduceOp(enum.Enum):
         if isinstance(op, str) and op.upper() in cls.__members__:
             return cls[op.upper()]
         raise ReduceOpError(
-            f"reduce_op={shown(op)}", "not a ReduceOp; the operations are SUM and MEAN.", '"SUM" or "MEAN"'
+            f"reduce_op={shown(op)}", "is not a ReduceOp. The operations are SUM and MEAN.", '"SUM" or "MEAN"'
         )
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which collectives a cluster uses; AUTO chooses by hardware. May be used in any context."""
+    """Collectives that a cluster uses. AUTO chooses by hardware. May be used in any context."""
 
     AUTO = "AUTO"
     RING = "RING"
@@ -46,7 +46,7 @@ class CommunicationImplementation(enum.Enum):
 
     @classmethod
     def parse(cls, value: "CommunicationImplementation | str") -> "CommunicationImplementation":
-        """Returns the member that `value` names, in either case of letters.
+        """Returns the member that `value` names, ignoring case.
 
         Raises:
           InvalidArgumentError: `value` is neither a member nor the name of one.
@@ -56,28 +56,30 @@ class CommunicationImplementation(enum.Enum):
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
         raise InvalidArgumentError(
-            f"implementation={shown(value)}", "not a CommunicationImplementation.", "CommunicationImplementation.AUTO"
+            f"implementation={shown(value)}",
+            "is not a CommunicationImplementation.",
+            "CommunicationImplementation.AUTO",
         )
 
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """Hints for collectives; all but `wire_dtype` change speed, never results. May be used in any context.
+    """Hints for collectives. Only `wire_dtype` affects results; the others affect speed. May be used in any context.
 
     Args:
-      bytes_per_pack: gradients are concatenated into buffers that are closed once they hold this many bytes, or 64
-        gradients; 0 leaves the choice to the strategy: as few buffers as that between processes, and buffers for small
-        gradients only between the devices of one.
-      timeout_seconds: how long a process waits for the others, in seconds: at the start, and in a step in which none of them
-        gets any further. Strategies of one machine have one process.
-      implementation: which collectives to use between processes; likewise.
-      wire_dtype: None, or "bfloat16": wider floats are rounded to it before they are sent, added in their own dtype, and
-        the sum is rounded once more. It sends half the bytes of float32; within one machine the rounding costs more than
-        that saves. The result is equal on all replicas, and its error below 1% of the sum of the magnitudes. The algorithms
-        that copy from device to device (`HierarchicalCopyAllReduce`, `ReductionToOneDevice`) send what they are given.
+      bytes_per_pack: size at which a buffer of concatenated gradients is closed, in bytes. A buffer holds at most 64
+        gradients. With 0 the strategy decides: between processes it uses as few buffers as possible, and between the
+        devices of one process it packs small gradients only.
+      timeout_seconds: time that a process waits for the others, in seconds: at the start, and in a step in which no
+        process makes progress. Strategies for one machine ignore it, because they have one process.
+      implementation: collectives to use between processes. Strategies for one machine ignore it.
+      wire_dtype: None or "bfloat16". With "bfloat16", wider floats are rounded before they are sent, added in their own
+        dtype, and the sum is rounded again. This halves the bytes of float32, but within one machine the rounding costs
+        more than it saves. All replicas get the same result. Its error is below 1% of the sum of the magnitudes.
+        Algorithms that copy between devices (`HierarchicalCopyAllReduce`, `ReductionToOneDevice`) ignore it.
 
     Raises:
-      InvalidArgumentError: a negative size or time, or an unknown implementation or dtype.
+      InvalidArgumentError: a size or time is negative, or an implementation or dtype is unknown.
 
     Example:
       >>> CommunicationOptions(bytes_per_pack=1 << 20, implementation="ring").implementation
@@ -100,7 +102,7 @@ class CommunicationOptions:
         object.__setattr__(self, "implementation", CommunicationImplementation.parse(self.implementation))
 
     def merge(self, other: Self | None) -> "CommunicationOptions":
-        """Returns these options with every field that `other` sets to something else than the default.
+        """Returns a copy of these options, updated with every field of `other` that is not the default.
 
         Raises:
           InvalidArgumentError: `other` is neither CommunicationOptions nor None.
@@ -114,18 +116,18 @@ class CommunicationOptions:
 
 @dataclass(frozen=True)
 class XLAOptions:
-    """What a `RunOptions` may ask of XLA. May be made in any context.
+    """XLA options of a `RunOptions`. May be made in any context.
 
-    It is for code written for TensorFlow: every program here is divided by XLA, has static shapes, and is partitioned by
-    the partitioner that JAX chooses.
+    They exist for code written for TensorFlow and have no effect. XLA partitions every program, with the partitioner that
+    JAX chooses, and all shapes are static.
 
     Args:
       use_spmd_for_xla_partitioning: must be True.
-      enable_xla_dynamic_padder: must be True; no program has dynamic shapes to pad.
-      use_shardy_partitioner: whether to use Shardy; JAX decides.
+      enable_xla_dynamic_padder: must be True. No program has dynamic shapes to pad.
+      use_shardy_partitioner: accepted and ignored. JAX decides whether to use Shardy.
 
     Raises:
-      InvalidArgumentError: another value.
+      InvalidArgumentError: an argument has another value.
 
     Source: tf.tpu.XLAOptions.
 
@@ -143,25 +145,25 @@ class XLAOptions:
         for name in ("use_spmd_for_xla_partitioning", "enable_xla_dynamic_padder"):
             if not arguments.flag(name, getattr(self, name)):
                 raise InvalidArgumentError(
-                    f"{name}=False", "every program has static shapes, and is divided by XLA.", f"{name}=True"
+                    f"{name}=False", "every program has static shapes and is partitioned by XLA.", f"{name}=True"
                 )
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How `Strategy.run` executes a replica function. May be made in any context.
+    """Options of `Strategy.run`. May be made in any context.
 
     Args:
-      experimental_enable_dynamic_batch_size: True or False, for code written for TensorFlow: batches of several sizes are
-        padded and masked, so that one program takes them all.
-      experimental_bucketizing_dynamic_shape: must be False; shapes are static.
-      experimental_xla_options: an `XLAOptions`, or None.
-      eager: run the Python code of the replica function at every call, without compiling it, so that `print` shows
-        the values of all replicas and a debugger stops at them. It is traced first, without values. A value that differs
-        between replicas has no `float` here either. Slow; the results are those of the compiled program.
+      experimental_enable_dynamic_batch_size: bool, accepted for code written for TensorFlow and ignored. Batches of all
+        sizes are padded and masked, so that one program takes them.
+      experimental_bucketizing_dynamic_shape: must be False, because shapes are static.
+      experimental_xla_options: an `XLAOptions` or None.
+      eager: whether to run the Python code of the replica function at every call, without compiling it. `print` then shows
+        the values of all replicas, and a debugger can inspect them. The function is traced once first, without values. Even
+        here, `float()` of a per-replica value is an error. Slow, but the results are those of the compiled program.
 
     Raises:
-      InvalidArgumentError: a field of another kind, or `experimental_bucketizing_dynamic_shape=True`.
+      InvalidArgumentError: a field has the wrong type, or `experimental_bucketizing_dynamic_shape` is True.
 
     Source: tf.distribute.RunOptions.
 
@@ -181,7 +183,7 @@ class RunOptions:
         if arguments.flag("experimental_bucketizing_dynamic_shape", self.experimental_bucketizing_dynamic_shape):
             raise InvalidArgumentError(
                 "experimental_bucketizing_dynamic_shape=True",
-                "the shapes of a program are static.",
+                "the shapes in a program are static.",
                 "keras.utils.pad_sequences(x, maxlen=...), with a few lengths",
             )
         if self.experimental_xla_options is not None:
@@ -191,9 +193,9 @@ class RunOptions:
 
 
 class VariableAggregation(enum.StrEnum):
-    """How values that replicas assign to a variable become one. May be used in any context.
+    """Aggregation of the values that replicas assign to a variable. May be used in any context.
 
-    Source: tf.VariableAggregation. The members are the strings that Keras has.
+    Source: tf.VariableAggregation. The members equal the strings that Keras uses.
 
     Example:
       >>> import keras
@@ -208,9 +210,9 @@ class VariableAggregation(enum.StrEnum):
 
 
 class VariableSynchronization(enum.StrEnum):
-    """When the values that replicas assign to a variable become one. May be used in any context.
+    """Time at which the values that replicas assign to a variable are aggregated. May be used in any context.
 
-    Source: tf.VariableSynchronization. The members are the strings that Keras has.
+    Source: tf.VariableSynchronization. The members equal the strings that Keras uses.
 
     Example:
       >>> VariableSynchronization("on_read")
@@ -224,11 +226,11 @@ class VariableSynchronization(enum.StrEnum):
 
 
 class AutoShardPolicy(enum.IntEnum):
-    """How the rows of a dataset are divided between workers. May be used in any context.
+    """Policy that divides the rows of a dataset between workers. May be used in any context.
 
-    OFF: every worker reads everything. AUTO: FILE for a dataset of at least as many files as workers, else DATA.
+    OFF: every worker reads everything. AUTO: FILE if the dataset has at least as many files as workers, otherwise DATA.
     FILE: worker w of W reads the files w, w + W, ... DATA: every worker takes its rows of every global batch.
-    HINT: the dataset shards itself: its method `shard(num_workers, worker)` is called.
+    HINT: the dataset shards itself in its method `shard(num_workers, worker)`.
 
     Source: tf.data.experimental.AutoShardPolicy.
 
@@ -245,7 +247,7 @@ class AutoShardPolicy(enum.IntEnum):
 
 
 class InputReplicationMode(enum.Enum):
-    """For what a dataset function is called once. May be used in any context.
+    """Number of calls of a dataset function: one per worker or one per replica. May be used in any context.
 
     Source: tf.distribute.InputReplicationMode.
 
@@ -260,21 +262,21 @@ class InputReplicationMode(enum.Enum):
 
 @dataclass(frozen=True)
 class InputOptions:
-    """How a distributed dataset is read. May be used in any context.
+    """Options for reading a distributed dataset. May be used in any context.
 
     Args:
-      experimental_fetch_to_device: whether batches are put on the replicas' devices ahead of time; else they stay NumPy
-        arrays until a step uses them. None means yes, unless the dataset itself is on the devices.
-      experimental_replication_mode: whether `distribute_datasets_from_function` calls its function once for each worker,
-        or for each replica.
-      experimental_place_dataset_on_device: with PER_REPLICA: call the function, and read its dataset, with the replica's
-        device as JAX's default device.
-      experimental_per_replica_buffer_size: how many batches are read ahead by a background thread; 0 reads each batch
-        when it is asked for.
-      auto_shard_policy: how rows are divided between workers.
+      experimental_fetch_to_device: whether to put batches on the replicas' devices ahead of time. If False, they stay NumPy
+        arrays until a step uses them. None means True, unless the dataset itself is on the devices.
+      experimental_replication_mode: whether `distribute_datasets_from_function` calls its function once per worker or once
+        per replica.
+      experimental_place_dataset_on_device: whether to call the function and read its dataset with the replica's device as
+        JAX's default device. Requires PER_REPLICA.
+      experimental_per_replica_buffer_size: number of batches that a background thread reads ahead. With 0, each batch is
+        read on demand.
+      auto_shard_policy: policy that divides rows between workers.
 
     Raises:
-      InvalidArgumentError: a combination that no dataset could honour.
+      InvalidArgumentError: the options contradict each other.
 
     Source: tf.distribute.InputOptions; the policy is an option of the dataset there.
 
@@ -313,7 +315,7 @@ class InputOptions:
         if mode is InputReplicationMode.PER_WORKER:
             raise InvalidArgumentError(
                 "experimental_place_dataset_on_device=True",
-                "a dataset on a device is one replica's, and the function is called once for all replicas.",
+                "a dataset on a device belongs to one replica, but the function is called once per worker.",
                 "experimental_replication_mode=phalanx.InputReplicationMode.PER_REPLICA",
             )
         if self.experimental_fetch_to_device:

@@ -320,7 +320,7 @@ def test_bad_pairs(pair, error, match):
 
 def test_unknown_operation():
     """Only SUM and MEAN."""
-    with pytest.raises(ReduceOpError, match="reduce_op='MAX': not a ReduceOp"):
+    with pytest.raises(ReduceOpError, match="reduce_op='MAX': is not a ReduceOp"):
         NcclAllReduce().reduce("MAX", 1.0, "cpu:0")
 
 

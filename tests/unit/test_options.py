@@ -26,7 +26,7 @@ def test_reduce_op_parse(given):
 @pytest.mark.parametrize("given", ["MAX", "", None, 0])
 def test_reduce_op_unknown(given):
     """The message lists the operations."""
-    with pytest.raises(ReduceOpError, match="not a ReduceOp; the operations are SUM and MEAN"):
+    with pytest.raises(ReduceOpError, match="is not a ReduceOp. The operations are SUM and MEAN"):
         ReduceOp.parse(given)
 
 
@@ -42,8 +42,8 @@ def test_implementation_parse(given):
         ("bytes_per_pack", -1, "bytes_per_pack=-1: must be 0 or more"),
         ("timeout_seconds", 0, "timeout_seconds=0: must be more than 0 seconds, or None"),
         ("timeout_seconds", -1.5, "timeout_seconds=-1.5: must be more than 0"),
-        ("implementation", "FOO", "implementation='FOO': not a CommunicationImplementation"),
-        ("implementation", 3, "implementation=3: not a CommunicationImplementation"),
+        ("implementation", "FOO", "implementation='FOO': is not a CommunicationImplementation"),
+        ("implementation", 3, "implementation=3: is not a CommunicationImplementation"),
         ("wire_dtype", "int8", 'wire_dtype=\'int8\': must be "bfloat16" or None.\nHINT: wire_dtype="bfloat16"'),
         ("wire_dtype", "float32", "wire_dtype='float32': must be"),
         ("bytes_per_pack", 1.5, "bytes_per_pack=1.5: must be 0 or more, and an integer"),
@@ -104,12 +104,12 @@ def test_run_options_of_tensorflow():
         (lambda: RunOptions("yes"), "experimental_enable_dynamic_batch_size='yes': must be True or False"),
         (
             lambda: RunOptions(experimental_bucketizing_dynamic_shape=True),
-            "experimental_bucketizing_dynamic_shape=True: the shapes of a program are static.\nHINT: keras.utils.pad",
+            "experimental_bucketizing_dynamic_shape=True: the shapes in a program are static.\nHINT: keras.utils.pad",
         ),
         (lambda: RunOptions(experimental_xla_options={}), "experimental_xla_options={}: must be XLAOptions"),
         (
             lambda: phalanx.tpu.XLAOptions(use_spmd_for_xla_partitioning=False),
-            "use_spmd_for_xla_partitioning=False: every program has static shapes, and is divided by XLA",
+            "use_spmd_for_xla_partitioning=False: every program has static shapes and is partitioned by XLA",
         ),
         (lambda: phalanx.tpu.XLAOptions(enable_xla_dynamic_padder=False), "enable_xla_dynamic_padder=False: every"),
         (lambda: phalanx.tpu.XLAOptions(use_shardy_partitioner=None), "use_shardy_partitioner=None: must be True or"),

@@ -76,7 +76,7 @@ def test_reduce_of_nests(strategy):
 @pytest.mark.parametrize(
     ("op", "value", "axis", "error", "match"),
     [
-        ("MAX", 1.0, None, ReduceOpError, "reduce_op='MAX': not a ReduceOp"),
+        ("MAX", 1.0, None, ReduceOpError, "reduce_op='MAX': is not a ReduceOp"),
         ("SUM", 2.0, None, ReduceOpError, r"reduce\(SUM\) of .*: it is not a per-replica value.*\nHINT: ReduceOp.MEAN"),
         ("SUM", (1.0, 2.0), 0, ReduceOpError, "axis=0: a scalar has no dims"),
         ("SUM", ([1.0], [2.0]), 1, ReduceOpError, "axis=1: the value has dims 0 to 0"),

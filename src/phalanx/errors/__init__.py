@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that Phalanx raises, in one tree.
+"""The exception hierarchy of Phalanx.
 
     PhalanxError
-    ├── InvalidArgumentError (ValueError)     an argument that no context would accept
-    │   ├── DeviceError                       a device that is unknown, absent or given twice
+    ├── InvalidArgumentError (ValueError)     an argument that is invalid in every context
+    │   ├── DeviceError                       a device that is unknown, absent or listed twice
     │   ├── ReduceOpError                     an operation, dim or dtype that cannot be reduced
     │   └── InputError                        data that cannot be split into per-replica batches
-    │       └── CardinalityError (TypeError)  the length of a dataset that has none
-    ├── ClusterError (ValueError)             a cluster that is described wrongly
-    │   ├── ClusterTypeError (TypeError)      a description, or a part of one, of the wrong type
-    │   └── ClusterSourceError (RuntimeError) a place that does not tell, or not yet, what the cluster is
-    ├── ContextError (RuntimeError)           the right call in the wrong context
-    │   └── MixedStrategyError                two strategies where one is allowed
-    ├── StartupError (RuntimeError)           too late, or unsafe, to set up this process
+    │       └── CardinalityError (TypeError)  the length of a dataset whose length is unknown
+    ├── ClusterError (ValueError)             an invalid cluster description
+    │   ├── ClusterTypeError (TypeError)      a cluster description, or a part of one, of the wrong type
+    │   └── ClusterSourceError (RuntimeError) an environment or service that does not describe the cluster (yet)
+    ├── ContextError (RuntimeError)           a valid call in the wrong context
+    │   └── MixedStrategyError                two strategies where only one is allowed
+    ├── StartupError (RuntimeError)           a process that can no longer be set up, or not safely
     ├── MissingDependencyError (ImportError)  an optional library that is not installed
-    ├── VariableError (ValueError)            a variable that cannot do what was asked
-    │   ├── AggregationError                  a write that the policy table refuses
+    ├── VariableError (ValueError)            an operation that the variable does not support
+    │   ├── AggregationError                  a write that the aggregation policy rejects
     │   ├── NestedWriteError                  a write inside a jax.lax body or another inner trace
     │   └── VariableIndexError (IndexError)   an index that the variable does not have
-    ├── TapeError (RuntimeError)              a gradient tape used where it cannot record
-    ├── TraceError (RuntimeError)             a replica function that cannot become one program
-    ├── OutOfRangeError (IndexError)          an iterator that has no further batch
-    ├── StateLostError (RuntimeError)         a failed program took donated variables with it
-    ├── PeerLostError (RuntimeError)          another process of the cluster has died
-    ├── ServerLostError (RuntimeError)        a parameter server has died, and its variables with it
-    ├── WorkerLostError (RuntimeError)        a worker that is lost again and again, or does not get on
-    ├── CancelledError (RuntimeError)         a scheduled step that will not run to its end
-    └── DivergenceError (AssertionError)      replicas that hold different values of one variable
+    ├── TapeError (RuntimeError)              a gradient tape that is used where it cannot record
+    ├── TraceError (RuntimeError)             a replica function that cannot be traced into one program
+    ├── OutOfRangeError (IndexError)          an iterator that has no more batches
+    ├── StateLostError (RuntimeError)         a program that failed and destroyed its donated variables
+    ├── PeerLostError (RuntimeError)          another process of the cluster that died
+    ├── ServerLostError (RuntimeError)        a parameter server that died, and its variables with it
+    ├── WorkerLostError (RuntimeError)        a worker that keeps failing, or makes no progress
+    ├── CancelledError (RuntimeError)         a scheduled step that will not finish
+    └── DivergenceError (AssertionError)      replicas that hold different values of the same variable
 
-Every message has three parts: what was asked, what was found or is allowed, and a line to write instead.
+Every message has three parts: the request, the reason why it fails, and a hint that shows what to write instead.
 
-Warnings: `RecompilationWarning`, and `SlipWarning` for mistakes that cannot be refused.
+There are two warnings: `RecompilationWarning`, and `SlipWarning` for probable mistakes that may be intended.
 """
 
 import warnings
@@ -40,12 +40,12 @@ from phalanx.errors.frames import user_place
 
 
 class PhalanxError(Exception):
-    """Base of all errors of Phalanx.
+    """Base class of all errors that Phalanx raises.
 
     Args:
-      asked: what the caller asked for, with the argument and its value.
-      found: what was found, or what is allowed.
-      hint: the line to write instead; empty where there is none.
+      asked: what the caller requested: the argument and its value.
+      found: why the request fails, or what is allowed.
+      hint: what to write instead. Empty if there is no suggestion.
 
     Example:
       >>> print(PhalanxError("n=0", "n must be at least 1.", "n=1"))
@@ -54,17 +54,17 @@ class PhalanxError(Exception):
     """
 
     def __init__(self, asked: str, found: str = "", hint: str = "") -> None:
-        # Keras makes an error that passes through a layer anew, with its message as the one argument.
+        # Keras re-creates errors that pass through a layer, with the message as the only argument.
         self.asked, self.found, self.hint = asked, found, hint
         super().__init__(asked + (f": {found}" if found else "") + (f"\nHINT: {hint}" if hint else ""))
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str, str], dict[str, object]]:
-        # With the notes that were added to it.
+        # `vars(self)` carries the notes that were added with `add_note`.
         return type(self), (self.asked, self.found, self.hint), vars(self)
 
 
 def shown(value: object, length: int = 60) -> str:
-    """Returns a value as messages show it: its repr, cut; its type where it has no repr, as of a deleted array."""
+    """Returns the repr of a value for a message, truncated to `length`; its type name if `repr` fails, as for a deleted array."""
     try:
         text = repr(value)
     except Exception:
@@ -73,122 +73,122 @@ def shown(value: object, length: int = 60) -> str:
 
 
 class InvalidArgumentError(PhalanxError, ValueError):
-    """An argument that no context would accept."""
+    """An argument is invalid in every context."""
 
 
 class DeviceError(InvalidArgumentError):
-    """A device that is unknown, absent or given twice."""
+    """A device is unknown, absent or listed twice."""
 
 
 class ReduceOpError(InvalidArgumentError):
-    """An operation, dim or dtype that cannot be reduced."""
+    """An operation, dim or dtype cannot be reduced."""
 
 
 class InputError(InvalidArgumentError):
-    """Data that cannot be split into per-replica batches."""
+    """Data cannot be split into per-replica batches."""
 
 
 class CardinalityError(InputError, TypeError):
-    """The length of a dataset that has none."""
+    """The length of a dataset is unknown."""
 
 
 class ContextError(PhalanxError, RuntimeError):
-    """The right call in the wrong context."""
+    """A valid call was made in the wrong context."""
 
 
 class MixedStrategyError(ContextError):
-    """Two strategies where one is allowed."""
+    """Two strategies were mixed where only one is allowed."""
 
 
 class StartupError(PhalanxError, RuntimeError):
-    """Too late, or unsafe, to set up this process."""
+    """This process can no longer be set up, or not safely."""
 
 
 class MissingDependencyError(PhalanxError, ImportError):
-    """An optional library that is not installed."""
+    """An optional library is not installed."""
 
 
 class VariableError(PhalanxError, ValueError):
-    """A variable that cannot do what was asked."""
+    """A variable does not support the requested operation."""
 
 
 class AggregationError(VariableError):
-    """A write that the policy table refuses."""
+    """The aggregation policy rejects a write to a variable."""
 
 
 class NestedWriteError(VariableError):
-    """A write inside a jax.lax body or another inner trace."""
+    """A variable was written inside a jax.lax body or another inner trace."""
 
 
 class VariableIndexError(VariableError, IndexError):
-    """An index that the variable does not have."""
+    """An index is out of range for the variable."""
 
 
 class TapeError(PhalanxError, RuntimeError):
-    """A gradient tape used where it cannot record."""
+    """A gradient tape was used where it cannot record."""
 
 
 class TraceError(PhalanxError, RuntimeError):
-    """A replica function that cannot become one program."""
+    """A replica function cannot be traced into one program."""
 
 
 class OutOfRangeError(PhalanxError, IndexError):
-    """An iterator that has no further batch."""
+    """An iterator has no more batches."""
 
 
 class StateLostError(PhalanxError, RuntimeError):
-    """A failed program took donated variables with it."""
+    """A program failed and destroyed its donated variables."""
 
 
 class PeerLostError(PhalanxError, RuntimeError):
-    """Another process of the cluster has died."""
+    """Another process of the cluster died."""
 
 
 class ServerLostError(PhalanxError, RuntimeError):
-    """A parameter server has died, and its variables with it."""
+    """A parameter server died, and its variables with it."""
 
 
 class WorkerLostError(PhalanxError, RuntimeError):
-    """A worker that is lost again and again, or does not get on."""
+    """A worker keeps failing, or makes no progress."""
 
 
 class CancelledError(PhalanxError, RuntimeError):
-    """A scheduled step that will not run to its end."""
+    """A scheduled step will not finish."""
 
 
 class DivergenceError(PhalanxError, AssertionError):
-    """Replicas that hold different values of one variable."""
+    """Replicas hold different values of the same variable."""
 
 
 class ClusterError(PhalanxError, ValueError):
-    """A cluster that is described wrongly."""
+    """A cluster description is invalid."""
 
 
 class ClusterTypeError(ClusterError, TypeError):
-    """A description of a cluster, or a part of one, of the wrong type."""
+    """A cluster description, or a part of one, has the wrong type."""
 
 
 class ClusterSourceError(ClusterError, RuntimeError):
-    """An environment or a service that does not tell, or not yet, what the cluster is."""
+    """An environment or a service does not describe the cluster, or does not yet."""
 
 
 class RecompilationWarning(UserWarning):
-    """A function that is compiled again and again."""
+    """A function is recompiled too often."""
 
 
 class SlipWarning(UserWarning):
-    """A mistake that cannot be refused, because somebody may mean it."""
+    """The code looks like a mistake but may be intended, so it is not an error."""
 
 
 _slips: set[object] = set()
 
 
 def warn_of_slip(found: str, hint: str) -> None:
-    """Warns of a mistake that cannot be refused, once per line of the user's and process.
+    """Warns about a probable mistake, once per process and line of user code.
 
     Args:
-      found: what looks like a mistake, and what it leads to, in full sentences.
-      hint: the line to write instead.
+      found: what looks like a mistake, and its consequence, in full sentences.
+      hint: what to write instead.
     """
     place = user_place()
     if (found, place) in _slips:

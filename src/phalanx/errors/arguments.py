@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of arguments that many public functions take: each check returns the argument, or raises what is wrong with it.
+"""Checks for arguments that many public functions take. Each check returns the argument or raises an error that explains it.
 
 Standard library only.
 """
@@ -35,16 +35,16 @@ def integer(
     """Returns `value` as an int.
 
     Args:
-      name: of the argument.
-      value: an int, or what Python takes for one, such as an integer of NumPy; bools are none.
-      least: the smallest that is allowed.
-      most: the largest.
-      kind: what it must be, for the message.
-      hint: the line to write instead.
-      error: what to raise.
+      name: name of the argument.
+      value: an int, or an object that Python accepts as an index, such as a NumPy integer. A bool is rejected.
+      least: smallest allowed value.
+      most: largest allowed value.
+      kind: description of the allowed values, for the message.
+      hint: what to write instead.
+      error: class of the error to raise.
 
     Raises:
-      InvalidArgumentError: it is something else, or less than `least`.
+      InvalidArgumentError: `value` is not an integer, or is outside the range from `least` to `most`.
 
     Example:
       >>> integer("steps", 3)
@@ -52,7 +52,7 @@ def integer(
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
-    except Exception:  # Of JAX alone there are three kinds: traced, deleted, of several elements.
+    except Exception:  # JAX alone raises three kinds of error: for traced, deleted and multi-element arrays.
         number = None
     if number is None or not least <= number <= most:
         kind = kind or ("a positive integer" if least == 1 else f"{least} or more, and an integer")
@@ -61,15 +61,15 @@ def integer(
 
 
 def seconds(name: str, value: Any, *, hint: str | None = None) -> float | None:
-    """Returns a time in seconds, or None where none is given.
+    """Returns `value`, a time in seconds or None.
 
     Raises:
-      InvalidArgumentError: it is not a finite number above 0.
+      InvalidArgumentError: `value` is neither None nor a finite number above 0.
     """
     if value is None:
         return None
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # Compared, for int(1e400) and float(2**4000) have no common type.
+    # `math.isfinite` would overflow on a large int such as 2**4000; a comparison does not.
     if not is_number or not 0 < value < math.inf:
         raise InvalidArgumentError(
             f"{name}={shown(value)}", "must be more than 0 seconds, or None.", hint or f"{name}=60"
@@ -78,10 +78,10 @@ def seconds(name: str, value: Any, *, hint: str | None = None) -> float | None:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Returns a bool.
+    """Returns `value`, a bool.
 
     Raises:
-      InvalidArgumentError: it is something else.
+      InvalidArgumentError: `value` is not a bool.
     """
     if not isinstance(value, bool):
         raise InvalidArgumentError(f"{name}={shown(value)}", "must be True or False.", f"{name}=True")
@@ -89,10 +89,10 @@ def flag(name: str, value: Any) -> bool:
 
 
 def function(name: str, value: T, hint: str) -> T:
-    """Returns something that can be called.
+    """Returns `value`, a callable.
 
     Raises:
-      InvalidArgumentError: it cannot.
+      InvalidArgumentError: `value` is not callable.
     """
     if not callable(value):
         raise InvalidArgumentError(f"{name}={shown(value)}", "is not callable.", hint)
@@ -103,7 +103,7 @@ def path(name: str, value: Any) -> str:
     """Returns a path as a string.
 
     Raises:
-      InvalidArgumentError: it is something else. An integer would be a file that is open, such as the output of the process.
+      InvalidArgumentError: `value` is not a path. Integers are rejected because Python takes them for open file descriptors.
     """
     if not isinstance(value, (str, os.PathLike)) or not isinstance(text := os.fspath(value), str):
         raise InvalidArgumentError(f"{name}={shown(value)}", "must be a path.", f'{name}="folder/name"')
@@ -111,10 +111,10 @@ def path(name: str, value: Any) -> str:
 
 
 def instance(name: str, value: Any, kind: type[T], hint: str) -> T:
-    """Returns an object of a class.
+    """Returns `value`, an instance of `kind`.
 
     Raises:
-      InvalidArgumentError: it is something else.
+      InvalidArgumentError: `value` is not an instance of `kind`.
     """
     if not isinstance(value, kind):
         article = "" if kind.__name__.endswith("s") else "an " if kind.__name__[0] in "AEIO" else "a "
@@ -123,10 +123,10 @@ def instance(name: str, value: Any, kind: type[T], hint: str) -> T:
 
 
 def of_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments with which a function is to be called.
+    """Returns positional arguments as a tuple and keyword arguments as a dict.
 
     Raises:
-      InvalidArgumentError: `args` is neither a list nor a tuple, or `kwargs` neither a dict of names nor None.
+      InvalidArgumentError: `args` is neither a list nor a tuple, or `kwargs` is neither a dict with string keys nor None.
     """
     if not isinstance(args, (list, tuple)):
         raise InvalidArgumentError(
@@ -140,10 +140,10 @@ def of_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def typed(error: type[PhalanxError] = InvalidArgumentError) -> Callable[[F], F]:
-    """Returns a decorator: the function, or class, raises `error` for an argument that is not of its annotated type.
+    """Returns a decorator that makes a function or class raise `error` if an argument does not match its annotation.
 
-    It is for functions that are called now and then. Of annotations it understands the types that the table below names,
-    classes, and unions, lists and dicts of them; everything else fits all values.
+    Use it on functions that are called rarely, because every call is checked. It understands classes, the types listed in
+    `_NAMES`, and unions, lists and dicts of these. Any other annotation accepts all values.
 
     Example:
       >>> @typed()
@@ -169,7 +169,7 @@ def typed(error: type[PhalanxError] = InvalidArgumentError) -> Callable[[F], F]:
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError:
-                return fn(*args, **kwargs)  # What Python says of a call with other names.
+                return fn(*args, **kwargs)  # Python's own message for a call that does not match the signature.
             for name, value in given.items():
                 kind = signature.parameters[name].kind
                 if name in hints() and kind in (

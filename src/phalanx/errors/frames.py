@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which lines of a stack are the user's own: neither Phalanx's nor a library's. Standard library only."""
+"""Tells user code from Phalanx and library code in stacks and tracebacks. Uses the standard library only."""
 
 import functools
 import itertools
@@ -18,16 +18,16 @@ R = TypeVar("R")
 _PHALANX = str(Path(__file__).parents[1]) + "/"
 _LIBRARIES = (_PHALANX, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<frozen ")
 _PACKAGES = "-packages/"
-"""What the path of an installed package has in it: site-packages, or dist-packages."""
+"""Part of the path of every installed package: `site-packages/` or `dist-packages/`."""
 
 
 class Place(NamedTuple):
-    """One line of code.
+    """A line of source code.
 
     Args:
-      filename: the file.
-      lineno: the line, from 1.
-      columns: where in the line the expression stands that was evaluated; empty if that is unknown.
+      filename: path of the file.
+      lineno: line number, from 1.
+      columns: start and end column, in bytes, of the evaluated expression. None if they are unknown.
     """
 
     filename: str
@@ -44,18 +44,18 @@ class Place(NamedTuple):
 
     @property
     def expression(self) -> str:
-        """The source text of the expression, as far as it stands in this line; the whole line if it is unknown."""
+        """The source text of the expression, up to the end of this line; the whole line if the columns are unknown."""
         line = linecache.getline(self.filename, self.lineno).encode()
         return line[slice(*self.columns)].decode(errors="replace") if self.columns else line.decode().strip()
 
 
 def is_of_user(filename: str) -> bool:
-    """Returns whether code of this file belongs to neither Phalanx nor a library."""
+    """Returns whether a file belongs to the user, not to Phalanx or a library."""
     return not (filename.startswith(_LIBRARIES) or _PACKAGES in filename)
 
 
 def user_place() -> Place | None:
-    """Returns the user's innermost line on the stack of this thread; None if there is none."""
+    """Returns the innermost line of user code on the stack of this thread, or None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_of_user(frame.f_code.co_filename):
@@ -65,28 +65,28 @@ def user_place() -> Place | None:
 
 
 def place_of(error: BaseException) -> Place | None:
-    """Returns the user's innermost line in the traceback of an error; None if there is none."""
+    """Returns the innermost line of user code in the traceback of an error, or None."""
     entries = [tb for tb in _entries(error.__traceback__) if is_of_user(_filename(tb))]
     return Place(_filename(entries[-1]), entries[-1].tb_lineno, _columns(entries[-1])) if entries else None
 
 
 def is_raised_in(package: str, error: BaseException) -> bool:
-    """Returns whether the user's innermost line called a package in which an error was raised."""
+    """Returns whether the innermost line of user code called into `package`, and the error was raised from there."""
     inner = itertools.takewhile(lambda name: not is_of_user(name), reversed(_filenames(error)))
     return any(f"{_PACKAGES}{package}/" in name for name in inner)
 
 
 def is_raised_by_phalanx(error: BaseException) -> bool:
-    """Returns whether a line of Phalanx raised an error, or called a function with arguments that it does not take."""
+    """Returns whether Phalanx raised an error, or called a function with arguments that it does not take."""
     names = _filenames(error)
     return bool(names) and names[-1].startswith(_PHALANX)
 
 
 def hide(error: BaseException) -> None:
-    """Takes the frames of Phalanx out of the traceback of an error that leaves a public function.
+    """Removes Phalanx frames from the traceback of an error that leaves a public function.
 
-    Frames of JAX and Keras between them and the user's go as well. The traceback stays as it is if PHALANX_TRACEBACK is "full",
-    or if no line of the user's raised the error: then it is one of Phalanx's own.
+    Frames of JAX and Keras between Phalanx and user code are removed as well. The traceback stays unchanged if
+    PHALANX_TRACEBACK is "full", or if it has no line of user code: then the error is internal to Phalanx.
     """
     if os.environ.get("PHALANX_TRACEBACK") == "full":
         return
@@ -102,7 +102,9 @@ def _hide(error: BaseException) -> None:
     entries = list(_entries(error.__traceback__))
     of_user = [i for i, tb in enumerate(entries) if is_of_user(_filename(tb))]
     last = of_user[-1] if of_user else -1
-    if hasattr(error, "hint"):  # One of Phalanx's errors says all; for others the place inside a library does.
+    if hasattr(
+        error, "hint"
+    ):  # The message of a Phalanx error suffices; other errors keep their frames inside libraries.
         last = len(entries)
     elif last < 0:
         return
@@ -114,7 +116,7 @@ def _hide(error: BaseException) -> None:
 
 
 def hide_of_uncaught() -> None:
-    """Takes the frames of Phalanx out of what Python prints of an error that nobody has caught, whichever call raised it."""
+    """Installs an exception hook that removes Phalanx frames from the traceback of an uncaught error."""
     show = sys.excepthook
 
     def show_short(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
@@ -126,7 +128,7 @@ def hide_of_uncaught() -> None:
 
 
 def boundary(fn: Callable[P, R]) -> Callable[P, R]:
-    """Makes `fn` a public function whose errors do not show the frames of Phalanx."""
+    """Wraps a public function so that its errors do not show Phalanx frames."""
 
     @functools.wraps(fn)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -140,7 +142,7 @@ def boundary(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def _is_between(filename: str) -> bool:
-    """Returns whether a frame that called the user's code is of no interest to the user."""
+    """Returns whether a file belongs to Phalanx, JAX, Keras or `contextlib`, whose frames above user code are hidden."""
     packages = tuple(f"{_PACKAGES}{name}/" for name in ("jax", "keras"))
     return filename.startswith(_PHALANX) or filename.endswith("/contextlib.py") or any(p in filename for p in packages)
 
@@ -154,7 +156,7 @@ def _filenames(error: BaseException) -> list[str]:
 
 
 def _columns(entry: TracebackType) -> tuple[int, int] | None:
-    """Returns where in its first line the expression stands that an entry was evaluating."""
+    """Returns the start and end column of the expression that a traceback entry was evaluating, in its first line."""
     positions = itertools.islice(entry.tb_frame.f_code.co_positions(), entry.tb_lasti // 2, None)
     line, end_line, start, end = next(positions, (None,) * 4)
     if line is None or start is None or end is None:

@@ -266,7 +266,7 @@ def test_options_of_another_type(strategy, options):
         ({"auto_shard_policy": 2}, "auto_shard_policy=2: must be an AutoShardPolicy.\nHINT: phalanx.data.AutoShardPol"),
         (
             {"experimental_place_dataset_on_device": True},
-            "experimental_place_dataset_on_device=True: a dataset on a device is one replica's.*\nHINT: .*PER_REPLICA",
+            "experimental_place_dataset_on_device=True: a dataset on a device belongs to one replica.*\nHINT: .*PER_REPLICA",
         ),
         (
             {
