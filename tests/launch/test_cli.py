@@ -150,9 +150,9 @@ def test_doctor_of_a_cluster_with_a_missing_peer(phalanx, environment):
     passed, failed, hint = done.stdout.splitlines()
     assert passed == f"PASS port: rank 0 can listen at {addresses[0]}."
     assert failed == (
-        f"FAIL roll call: a cluster of 2 processes: after 1 s rank 1 ({addresses[1]}) had not come to rank 0 ({addresses[0]})."
+        f"FAIL roll call: a cluster of 2 processes: after 1 s rank 1 ({addresses[1]}) had not connected to rank 0 ({addresses[0]})."
     )
-    assert hint.startswith("HINT: look at the output of the missing ones")
+    assert hint.startswith("HINT: look at the output of the missing processes")
 
 
 def test_doctor_finds_a_port_in_use(phalanx, environment):

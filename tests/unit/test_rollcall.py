@@ -68,8 +68,8 @@ def test_missing_ranks_are_named(addresses):
     """Rank 0 knows who has not come, and those that have are told."""
     came = [Process(addresses, rank, timeout_s=SHORT_S) for rank in (0, 2)]
     for text in said(*came):
-        assert f"rank 1 ({addresses[1]}), rank 3 ({addresses[3]}) had not come to rank 0" in text
-        assert "HINT: look at the output of the missing ones" in text
+        assert f"rank 1 ({addresses[1]}), rank 3 ({addresses[3]}) had not connected to rank 0" in text
+        assert "HINT: look at the output of the missing processes" in text
 
 
 def test_no_rank_0(addresses):
@@ -86,7 +86,7 @@ def test_rank_started_twice(addresses):
     chief = Process(addresses[:3], 0)
     second = Process(addresses[:3], 1, after_s=0.3)
     (text,) = said(second)
-    assert f"rank 1 ({addresses[1]}): a process of this rank has come already" in text
+    assert f"rank 1 ({addresses[1]}): a process with this rank has connected already" in text
     last = Process(addresses[:3], 2)
     assert said(chief, first, last) == ["go"] * 3
 
@@ -103,7 +103,7 @@ def test_rank_started_twice_while_the_last_one_comes(addresses):
         time.sleep(0.3)
     first, second = sorted(said(*both), key=len)
     assert first == "go"
-    assert f"rank 1 ({addresses[1]}): a process of this rank has come already" in second
+    assert f"rank 1 ({addresses[1]}): a process with this rank has connected already" in second
     assert said(chief) == ["go"]
 
 
@@ -116,7 +116,7 @@ def test_rank_that_comes_to_the_service_of_jax(addresses):
         with connection:
             connection.sendall(b"\x00\x00\x18\x04\x00\x00\x00\x00\x00\n")
             (text,) = said(late)
-    assert f"rank 1 ({addresses[1]}): a process of this rank has come already" in text
+    assert f"rank 1 ({addresses[1]}): a process with this rank has connected already" in text
 
 
 def test_rank_0_started_twice(addresses):
@@ -137,7 +137,7 @@ def test_another_cluster(addresses):
     """All are told who was started for what."""
     ranks = [Process(addresses[:2], 0), Process(addresses[:2], 1, about="them")]
     for text in said(*ranks):
-        assert f"rank 1 ({addresses[1]}): it was started for another cluster, them; rank 0 for us" in text
+        assert f"rank 1 ({addresses[1]}): it was started for another cluster, them, than rank 0, us" in text
 
 
 @pytest.mark.parametrize(
@@ -166,4 +166,4 @@ def test_rank_0_goes_away(addresses):
         connection, _ = server.accept()
         connection.close()
         (text,) = said(process)
-    assert text.startswith(f"rank 0 ({addresses[0]}): it hung up, or said nothing, while rank 1 waited")
+    assert text.startswith(f"rank 0 ({addresses[0]}): it closed the connection, or did not reply, while rank 1 waited")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process knows about its cluster. Standard library only."""
+"""Cluster description, roll call, and failure detection. Uses the standard library only."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the signatures of programs are compared between processes: pure functions."""
+"""Compares the signatures of programs between processes, with pure functions."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 Signature = Mapping[str, Sequence[str]]
-"""What must be equal about a program on all processes: of each part, such as its arguments, a list of short texts."""
+"""Properties of a program that must be equal in all processes: a list of short texts per part, such as `argument`."""
 
 _LONGEST = 40
 _SHOWN_GROUPS = 4
@@ -16,12 +16,12 @@ _NOTHING = "(none)"
 
 @dataclass(frozen=True)
 class Difference:
-    """How programs of several processes differ first.
+    """The first difference between the programs of several processes.
 
     Args:
-      part: the part of their signatures.
-      index: the place in its list; None for the whole.
-      groups: ranks that have the same there, and what that is.
+      part: part of the signature that differs.
+      index: index in the list of that part. None means the whole part.
+      groups: one pair per distinct value: the ranks that have it, and the value.
 
     Example:
       >>> print(Difference("argument", 0, [([0, 2], "float32[2]"), ([1], "float32[3]")]))
@@ -33,7 +33,7 @@ class Difference:
     groups: list[tuple[list[int], str]]
 
     def as_list(self) -> list[object]:
-        """Returns it as JSON can hold it."""
+        """Returns the difference as a list that JSON can represent."""
         return [self.part, self.index, self.groups]
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Difference:
 
 
 def compare(signatures: Mapping[int, Signature]) -> Difference | None:
-    """Returns where the signatures of ranks differ first; None if they are equal.
+    """Returns the first difference between the signatures of the ranks, or None if they are equal.
 
     Example:
       >>> compare({0: {"argument": ["float32[2]"]}, 1: {"argument": ["float32[2]"]}})
@@ -58,7 +58,7 @@ def compare(signatures: Mapping[int, Signature]) -> Difference | None:
 
 
 def shortened(signature: Signature) -> dict[str, list[str]]:
-    """Returns a signature that fits into one message: of a long list the beginning, and a hash of the rest."""
+    """Returns a signature that fits into one message: long lists are cut, and a hash stands for the rest."""
     return {part: [*texts[:_LONGEST], *_hash_of(texts[_LONGEST:])] for part, texts in signature.items()}
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that ends what another process has started, if that one is killed and cannot do it itself.
+"""Kills the processes that another process started, if that process is killed and cannot do it itself.
 
-Whatever is to end carries a mark, a variable of its environment, which all its children inherit, in whatever group or session they are.
-A process that shows a title of its own, as Ray's do, has overwritten its environment; it is known by the files that it has open.
-Run as a script, this file waits for the end of its input and then kills all processes with the mark. It needs the standard library alone.
+The processes carry a mark: an environment variable, which their children inherit in every process group and session.
+A process that sets its own title, as Ray's do, overwrites its environment. The guard recognizes it by its open files.
+As a script, this file waits for the end of its input and then kills all marked processes. It uses the standard library only.
 """
 
 import os
@@ -23,12 +23,12 @@ _POLL_S = 0.05
 
 @final
 class Guard:
-    """The process that waits for the end of this one.
+    """A child process that waits until this process ends, and then kills the marked processes.
 
     Args:
-      mark: `NAME=value`, as it stands in the environment of the processes to kill.
-      folder: a folder to remove afterwards; empty for none.
-      groups: groups of processes to kill as well, where the system does not show environments.
+      mark: `NAME=value`, an entry in the environment of the processes to kill.
+      folder: folder to remove afterwards. Empty for none.
+      groups: process groups to kill as well, for systems that do not show environments.
 
     Example:
       >>> guard = Guard("PHALANX_EXAMPLE=1")
@@ -42,27 +42,27 @@ class Guard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            # Ctrl-C and the end of a terminal are not for it.
+            # The guard must survive Ctrl-C and the end of the terminal.
             start_new_session=True,
         )
 
     def release(self) -> None:
-        """Ends it, once there is nothing to guard."""
-        # In this order: it would take the end of its input for the end of this process.
+        """Ends the guard process, once there is nothing to guard."""
+        # Kill first: closing its input would look like the end of this process.
         self._process.kill()
         self._process.communicate()
 
 
 def marked(mark: str, folder: str = "") -> list[int]:
-    """Returns the processes with the mark, as far as the system shows environments.
+    """Returns the ids of the marked processes, as far as the system shows environments.
 
     Args:
       mark: `NAME=value`.
-      folder: where those whose environment is overwritten have open files; empty if there are none.
+      folder: folder in which processes with an overwritten environment have open files. Empty if there are none.
     """
     found, wanted = [], mark.encode()
     for path in Path("/proc").glob("[0-9]*"):
-        # A process that ends just now, and those of other users, cannot be read.
+        # Processes that have just ended, or belong to other users, cannot be read.
         with suppress(OSError):
             environment = (path / "environ").read_bytes()
             is_overwritten = folder and environment.startswith(b"\0")
@@ -72,7 +72,7 @@ def marked(mark: str, folder: str = "") -> list[int]:
 
 
 def end_marked(mark: str, folder: str = "", grace_s: float = 0.0) -> None:
-    """Waits until no process has the mark, and kills those that have it after the grace period."""
+    """Waits until no process has the mark, and kills the processes that still have it after the grace period."""
     began = time.monotonic()
     while (pids := marked(mark, folder)) and (waited_s := time.monotonic() - began) < grace_s + _PATIENCE_S:
         if waited_s >= grace_s:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roll call: before JAX connects the processes of a cluster, they meet and know who is missing.
+"""The roll call: the processes of a cluster meet before JAX connects them, and report which ones are missing.
 
-JAX's own start ends the process where somebody does not come. Standard library only.
+JAX's own start ends the process if another one is missing. Uses the standard library only.
 
-The first process listens on its address. Each other one connects, says its rank and what it knows of the cluster, and waits
-for a line: `go` once all are there, else why not. Those connections stay open, for `phalanx.cluster.watch`.
+Rank 0 listens on its address. Every other process connects, sends its rank and its view of the cluster, and waits for a
+reply: `go` once all processes are present, otherwise an error. The connections stay open for `phalanx.cluster.watch`.
 """
 
 import contextlib
@@ -21,20 +21,20 @@ _RETRY_S = 0.1
 
 
 def call_roll(addresses: Sequence[str], rank: int, *, about: str, timeout_s: float) -> dict[int, socket.socket]:
-    """Returns once the processes of all ranks have called it.
+    """Waits until the processes of all ranks have called this function.
 
     Args:
-      addresses: `host:port` of each rank; that of rank 0 is where they meet.
-      rank: which of them this process is.
-      about: what this process knows of the cluster; all must know the same.
-      timeout_s: how long to wait for the others.
+      addresses: `host:port` of each rank. The processes meet at the address of rank 0.
+      rank: rank of this process.
+      about: this process's view of the cluster, which must be equal in all processes.
+      timeout_s: time to wait for the others, in seconds.
 
     Returns:
-      Open connections by rank: those of rank 0 to all others, and of another one to rank 0.
+      Open connections by rank: on rank 0 to all other ranks, and on any other rank to rank 0.
 
     Raises:
-      StartupError: ranks are missing at the deadline, one was started twice, one knows another cluster, or the address
-        of rank 0 is taken, is none of this machine, or does not answer.
+      StartupError: a rank is missing at the deadline, was started twice or belongs to another cluster, or the address of
+        rank 0 is taken, does not belong to this machine or does not answer.
     """
     deadline = time.monotonic() + timeout_s
     if rank == 0:
@@ -43,7 +43,7 @@ def call_roll(addresses: Sequence[str], rank: int, *, about: str, timeout_s: flo
 
 
 class _Chief:
-    """Rank 0, which the others come to."""
+    """Rank 0, to which the other ranks connect."""
 
     def __init__(self, addresses: Sequence[str], about: str, deadline: float, timeout_s: float) -> None:
         self._addresses, self._about, self._deadline, self._timeout_s = addresses, about, deadline, timeout_s
@@ -72,7 +72,7 @@ class _Chief:
         return [rank for rank in range(1, len(self._addresses)) if rank not in self._present]
 
     def _refuse_others(self, server: socket.socket) -> None:
-        """Tells those that came after all ranks were there that they are too many."""
+        """Sends an error to processes that connected after all ranks were present."""
         server.settimeout(0)
         with contextlib.suppress(OSError):
             while True:
@@ -82,15 +82,15 @@ class _Chief:
         missing = ", ".join(f"rank {r} ({self._addresses[r]})" for r in self._missing)
         return StartupError(
             f"a cluster of {len(self._addresses)} processes",
-            f"after {self._timeout_s:g} s {missing} had not come to rank 0 ({self._addresses[0]}).",
-            "look at the output of the missing ones; or a longer CommunicationOptions(timeout_seconds=...)",
+            f"after {self._timeout_s:g} s {missing} had not connected to rank 0 ({self._addresses[0]}).",
+            "look at the output of the missing processes, or use a longer CommunicationOptions(timeout_seconds=...)",
         )
 
     def _meet(self, connection: socket.socket) -> None:
         hello = _received(connection, _HELLO_S)
         rank = hello.get("rank")
         if not isinstance(rank, int) or not 0 < rank < len(self._addresses):
-            connection.close()  # Not one of ours.
+            connection.close()  # Not a process of this cluster.
             return
         if rank in self._present:
             twice = _twice(rank, self._addresses[rank])
@@ -101,8 +101,8 @@ class _Chief:
         if hello.get("about") != self._about:
             raise StartupError(
                 f"rank {rank} ({self._addresses[rank]})",
-                f"it was started for another cluster, {hello.get('about')}; rank 0 for {self._about}.",
-                "the same cluster in TF_CONFIG of all processes, and only the task different",
+                f"it was started for another cluster, {hello.get('about')}, than rank 0, {self._about}.",
+                "set the same cluster in TF_CONFIG of all processes, and a different task in each",
             )
 
     def _tell(self, message: dict[str, Any]) -> None:
@@ -111,10 +111,10 @@ class _Chief:
 
 
 def _report(addresses: Sequence[str], rank: int, about: str, deadline: float, timeout_s: float) -> socket.socket:
-    """Another rank: comes to rank 0 and waits for what it says."""
+    """Connects another rank to rank 0 and waits for the reply."""
     connection = _connected(addresses[0], rank, deadline, timeout_s)
     _send(connection, {"rank": rank, "about": about})
-    # Rank 0 has the same deadline, and may have begun later.
+    # Rank 0 waits as long, but may have started later.
     text = _line(connection, max(0.0, deadline - time.monotonic()) + timeout_s)
     answer = _parsed(text)
     if "go" in answer:
@@ -123,20 +123,20 @@ def _report(addresses: Sequence[str], rank: int, about: str, deadline: float, ti
     if "error" in answer:
         raise StartupError(*answer["error"])
     if text:
-        # Not of the roll call: JAX's service, which rank 0 starts once all ranks have come, has the port.
+        # JAX's service answered. Rank 0 starts it on this port once all ranks are present.
         raise _twice(rank, addresses[rank])
     raise StartupError(
         f"rank 0 ({addresses[0]})",
-        f"it hung up, or said nothing, while rank {rank} waited for the other ranks.",
-        f"look at the output of rank 0, and whether rank {rank} was started twice",
+        f"it closed the connection, or did not reply, while rank {rank} waited for the other ranks.",
+        f"look at the output of rank 0, and check whether rank {rank} was started twice",
     )
 
 
 def _twice(rank: int, address: str) -> StartupError:
     return StartupError(
         f"rank {rank} ({address})",
-        "a process of this rank has come already.",
-        "one process for each task of the cluster",
+        "a process with this rank has connected already.",
+        "start one process per task of the cluster",
     )
 
 
@@ -149,8 +149,8 @@ def _listening(address: str) -> Iterator[socket.socket]:
         raise StartupError(
             f"rank 0 at {address}",
             f"it cannot listen there ({e.strerror or e}): another process has the port, perhaps a second rank 0, or the address "
-            "is not one of this machine.",
-            "a free port and this machine's name in the address of the first worker",
+            "does not belong to this machine.",
+            "use a free port and this machine's name in the address of the first worker",
         ) from e
     with server:
         yield server
@@ -167,7 +167,7 @@ def _connected(address: str, rank: int, deadline: float, timeout_s: float) -> so
     raise StartupError(
         f"rank 0 ({address})",
         f"rank {rank} could not reach it for {timeout_s:g} s ({cause}).",
-        "start rank 0, and look whether this machine can reach its address",
+        "start rank 0, and check whether this machine can reach its address",
     ) from cause
 
 
@@ -177,20 +177,20 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    # One that has gone learns nothing, and needs nothing.
+    # A process that has ended needs no message.
     with contextlib.suppress(OSError):
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _received(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
-    """Returns one message; an empty one where none came, or something else did."""
+    """Returns one message, or an empty dict if none arrived or the line is not a message."""
     return _parsed(_line(connection, timeout_s))
 
 
 def _line(connection: socket.socket, timeout_s: float) -> bytes:
     connection.settimeout(timeout_s)
     try:
-        # Without a buffer, for what follows the line is another reader's.
+        # Without a buffer, because the bytes after the line belong to another reader.
         with connection.makefile("rb", buffering=0) as lines:
             return lines.readline(1 << 16)
     except OSError:

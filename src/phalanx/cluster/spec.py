@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tasks a cluster has, which of them is the chief, and TF_CONFIG in and out: pure functions."""
+"""The tasks of a cluster, their roles, and reading and writing TF_CONFIG, with pure functions."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,11 +21,11 @@ class ClusterSpec:
     """The addresses of all tasks, by job and index. May be used in any context.
 
     Args:
-      cluster: for each job a list of addresses, or a dict of some indices to their addresses; or another ClusterSpec.
+      cluster: a dict from job to a list of addresses, or to a dict from index to address; or another ClusterSpec.
 
     Raises:
-      ClusterTypeError: something else than this.
-      ClusterError: an index that is no number, 0 or more.
+      ClusterTypeError: `cluster` has another type.
+      ClusterError: an index is not an integer of at least 0.
 
     Source: tf.train.ClusterSpec.
 
@@ -47,7 +47,7 @@ class ClusterSpec:
         self._tasks = {_job_name(job): _addresses_of(job, cluster[job]) for job in sorted(cluster, key=str)}
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Returns the addresses of each job: a list, or a dict where an index is missing."""
+        """Returns the addresses of each job: a list, or a dict by index if an index is missing."""
         return {job: list(t.values()) if _is_dense(t) else dict(t) for job, t in self._tasks.items()}
 
     @property
@@ -57,7 +57,7 @@ class ClusterSpec:
 
     @arguments.typed(ClusterTypeError)
     def num_tasks(self, job_name: str) -> int:
-        """Returns how many tasks a job has.
+        """Returns the number of tasks of a job.
 
         Raises:
           ClusterError: there is no such job.
@@ -66,7 +66,7 @@ class ClusterSpec:
 
     @arguments.typed(ClusterTypeError)
     def task_indices(self, job_name: str) -> list[int]:
-        """Returns the indices of a job's tasks, ascending.
+        """Returns the indices of the tasks of a job, ascending.
 
         Raises:
           ClusterError: there is no such job.
@@ -89,7 +89,7 @@ class ClusterSpec:
 
     @arguments.typed(ClusterTypeError)
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Returns the addresses of a job by index, None where an index is missing.
+        """Returns the addresses of a job by index, with None for missing indices.
 
         Raises:
           ClusterError: there is no such job.
@@ -120,8 +120,8 @@ class Task:
     """One process of a cluster.
 
     Args:
-      type: its job.
-      index: which task of that job, from 0.
+      type: name of its job.
+      index: index of the task in that job, from 0.
 
     Example:
       >>> print(Task("worker", 1))
@@ -136,7 +136,7 @@ class Task:
 
 
 class TFConfig(NamedTuple):
-    """What TF_CONFIG says: the cluster, this task, and what precedes or replaces addresses."""
+    """The contents of TF_CONFIG: the cluster, this task, the RPC layer and the session master."""
 
     spec: ClusterSpec
     task: Task | None
@@ -145,10 +145,10 @@ class TFConfig(NamedTuple):
 
 
 def check(spec: ClusterSpec, task: Task | None = None) -> None:
-    """Makes sure that `spec` has known jobs, one chief at most, and `task`.
+    """Checks that `spec` has only known jobs and at most one chief and evaluator, and contains `task`.
 
     Raises:
-      ClusterError: an unknown role, a second chief or evaluator, or a task that is not in the cluster.
+      ClusterError: a role is unknown, there is a second chief or evaluator, or the task is not in the cluster.
     """
     for job in [*spec.jobs, *([task.type] if task else [])]:
         if job not in ROLES:
@@ -157,8 +157,8 @@ def check(spec: ClusterSpec, task: Task | None = None) -> None:
     for job in {*_SINGLE} & {*spec.jobs}:
         if spec.num_tasks(job) > 1:
             hint = f'"{job}": ["{spec.job_tasks(job)[0]}"]'
-            raise ClusterError(f"{spec.num_tasks(job)} tasks of job {job!r}", "a cluster has one at most.", hint)
-    # The others need no address of an evaluator, so a cluster may leave it out.
+            raise ClusterError(f"{spec.num_tasks(job)} tasks of job {job!r}", "a cluster has at most one.", hint)
+    # The other tasks need no address of the evaluator, so the cluster may leave it out.
     if task and not (task.type == "evaluator" and "evaluator" not in spec.jobs):
         _check_member(spec, task)
 
@@ -174,10 +174,10 @@ def _check_member(spec: ClusterSpec, task: Task) -> None:
 
 
 def leader(spec: ClusterSpec) -> Task:
-    """Returns the chief, or the first worker where there is none.
+    """Returns the chief, or the first worker if there is no chief.
 
     Raises:
-      ClusterError: there is neither, or a role is unknown.
+      ClusterError: there is neither a chief nor a worker, or a role is unknown.
 
     Example:
       >>> leader(ClusterSpec({"worker": ["host0:12345", "host1:12345"]}))
@@ -190,7 +190,7 @@ def leader(spec: ClusterSpec) -> Task:
 
 
 def is_chief(spec: ClusterSpec, task: Task) -> bool:
-    """Returns whether `task` is the one that writes: the chief, the first worker of a cluster without, an evaluator.
+    """Returns whether `task` writes checkpoints and logs: the chief (or the first worker if there is none) and the evaluator.
 
     Raises:
       ClusterError: `task` is not in the cluster.
@@ -200,7 +200,7 @@ def is_chief(spec: ClusterSpec, task: Task) -> bool:
 
 
 def worker_count(spec: ClusterSpec, task: Task) -> int:
-    """Returns how many tasks train together with `task`: chief and workers; an evaluator is alone.
+    """Returns the number of tasks that train together with `task`: the chief and the workers, or 1 for an evaluator.
 
     Raises:
       ClusterError: `task` is not in the cluster, or is a parameter server.
@@ -211,7 +211,7 @@ def worker_count(spec: ClusterSpec, task: Task) -> int:
 
 
 def id_in_cluster(spec: ClusterSpec, task: Task) -> int:
-    """Returns the number of `task` among those that train together, from 0: the chief, then the workers.
+    """Returns the rank of `task` among the tasks that train together, from 0: the chief, then the workers.
 
     Raises:
       ClusterError: `task` is not in the cluster, or is a parameter server.
@@ -243,12 +243,12 @@ def tf_config(spec: ClusterSpec, task: Task, *, rpc_layer: str | None = None) ->
     """Returns the value of TF_CONFIG for one process.
 
     Args:
-      spec: the whole cluster, which all processes share.
-      task: the process that the text is for.
-      rpc_layer: what precedes addresses in `master()`.
+      spec: the whole cluster, which is the same for all processes.
+      task: the process that gets the text.
+      rpc_layer: prefix of the addresses in `master()`.
 
     Raises:
-      ClusterError: `parse_tf_config` would refuse the text.
+      ClusterError: `parse_tf_config` would reject the text.
 
     Example:
       >>> print(tf_config(ClusterSpec({"worker": ["host0:12345"]}), Task("worker", 0)))
@@ -261,16 +261,19 @@ def tf_config(spec: ClusterSpec, task: Task, *, rpc_layer: str | None = None) ->
 
 
 def parse_tf_config(text: str, *, task_type: str | None = None, task_id: int | None = None) -> TFConfig:
-    """Returns what a value of TF_CONFIG says, or which part of it is wrong.
+    """Parses a value of TF_CONFIG.
 
     Args:
-      text: JSON; `{}` says nothing.
-      task_type: replaces the type of the task.
-      task_id: replaces the index of the task.
+      text: JSON. `{}` describes no cluster.
+      task_type: overrides the type of the task.
+      task_id: overrides the index of the task.
+
+    Returns:
+      The contents of TF_CONFIG.
 
     Raises:
-      ClusterError: the text is not JSON or not of this form, an address cannot be one or stands twice, a role is unknown
-        or there are two chiefs, or the task is missing or not in the cluster.
+      ClusterError: the text is not JSON or has the wrong form, an address is invalid or used twice, a role is unknown,
+        there are two chiefs, or the task is missing or not in the cluster.
 
     Example:
       >>> text = '{"cluster": {"worker": ["host0:12345"]}, "task": {"type": "worker", "index": 0}}'
@@ -292,7 +295,7 @@ def parse_tf_config(text: str, *, task_type: str | None = None, task_id: int | N
 def _json_object(text: str) -> dict[str, Any]:
     hint = f"TF_CONFIG='{{{_CLUSTER_HINT}, {_TASK_HINT}}}'"
     if not text.strip():
-        raise ClusterError("TF_CONFIG", "is set and empty; it must be JSON.", hint)
+        raise ClusterError("TF_CONFIG", "is set but empty. It must be JSON.", hint)
     try:
         config = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
@@ -308,7 +311,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ClusterError(f"TF_CONFIG with {key!r} twice", "the second would hide the first.", _CLUSTER_HINT)
+            raise ClusterError(f"TF_CONFIG with {key!r} twice", "the second value would hide the first.", _CLUSTER_HINT)
         found[key] = value
     return found
 
@@ -331,9 +334,7 @@ def _task_of(given: dict[str, Any]) -> Task:
     for key in ("type", "index"):
         if key not in given:
             found = (
-                f"the task has no {key!r}."
-                if given
-                else "the cluster is there, and which task this process is, is not."
+                f"the task has no {key!r}." if given else "it describes the cluster, but not the task of this process."
             )
             raise ClusterError("TF_CONFIG", found, _TASK_HINT)
     kind, index = given["type"], given["index"]
@@ -346,13 +347,13 @@ def _index(asked: str, value: Any) -> int:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ClusterError(asked, "an index is a number, 0 or more.", _TASK_HINT)
+        raise ClusterError(asked, "an index must be an integer, 0 or more.", _TASK_HINT)
     return value
 
 
 def _job_name(job: Any) -> str:
     if not isinstance(job, str):
-        raise ClusterTypeError(f"job {shown(job)}", "the name of a job is a string.", _CLUSTER_HINT)
+        raise ClusterTypeError(f"job {shown(job)}", "the name of a job must be a string.", _CLUSTER_HINT)
     return job
 
 
@@ -360,7 +361,7 @@ def _addresses_of(job: str, tasks: Any) -> dict[int, str]:
     if isinstance(tasks, str) or not isinstance(tasks, Mapping | Sequence):
         hint = f'"{job}": ["host0:12345"]'
         raise ClusterTypeError(
-            f'"{job}": {shown(tasks, 80)}', "must be a list of addresses, or index to address.", hint
+            f'"{job}": {shown(tasks, 80)}', "must be a list of addresses, or a dict from index to address.", hint
         )
     items = tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
     found = {_index(f"index {shown(i)} of job {job!r}", i): a for i, a in items}
@@ -376,15 +377,15 @@ def _check_addresses(spec: ClusterSpec) -> None:
     for task in [Task(job, i) for job in spec.jobs for i in spec.task_indices(job)]:
         address = spec.task_address(task.type, task.index)
         host, _, port = address.rpartition(":")
-        # More than one colon is an IPv6 address, whose brackets tell where the port begins.
+        # An IPv6 address has several colons, so brackets must separate it from the port.
         if not host or set(host) & set("/ ,") or (":" in host and not (host[0] == "[" and host[-1] == "]")):
-            found = "must be host:port, and [host]:port for an IPv6 address."
+            found = "must be host:port, or [host]:port for an IPv6 address."
             raise ClusterError(f"address {address!r} of {task}", found, f'"{task.type}": ["host0:12345"]')
         if not (port.isdecimal() and 0 < int(port) <= MAX_PORT):
             found = f"its port {port!r} is not a number from 1 to {MAX_PORT}."
             raise ClusterError(f"address {address!r} of {task}", found, f'"{task.type}": ["{host}:12345"]')
         if address in seen:
-            found = f"{seen[address]} has it too; each process listens at its own."
+            found = f"{seen[address]} has it too, but each process needs its own address."
             raise ClusterError(f"address {address!r} of {task}", found, _CLUSTER_HINT)
         seen[address] = task
 

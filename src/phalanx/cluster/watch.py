@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watch: the processes of a cluster know who of them has died, and who stands still.
+"""The watch: tells every process of a cluster which process has died or stalled.
 
-JAX notices neither a process that lives and does nothing, nor in which step that was. The connections of the roll call stay
-open, and a thread of each process says on its own how far the process is. The first process judges, and tells the others.
-Standard library only.
+JAX does not notice a process that is alive but makes no progress, and does not report the step. The connections of the roll
+call stay open, and a thread in each process reports its progress over them. Rank 0 judges the reports and informs the others.
+Uses the standard library only.
 """
 
 import json
@@ -25,10 +25,13 @@ from typing_extensions import override
 from phalanx.cluster.agreement import Difference, Signature, compare, shortened
 
 STALL_TIMEOUT_S = 600.0
-"""How long no process may get any further while one waits, unless the caller or PHALANX_STALL_TIMEOUT_S says otherwise."""
+"""Default time without progress in any process, in seconds, after which a waiting cluster counts as stalled.
+
+The caller or PHALANX_STALL_TIMEOUT_S can override it.
+"""
 
 SIGTERM = "was ended by SIGTERM"
-"""How a process ended that was told to."""
+"""Describes the end of a process that received SIGTERM."""
 
 _SILENCE_S = 30.0
 _LEFT_S = 3.0
@@ -54,19 +57,19 @@ while held and (left_s := end_s - time.monotonic()) > 0:
 
 @dataclass
 class Member:
-    """What is known of one process of the cluster.
+    """The known state of one process of the cluster.
 
     Args:
       name: its rank and address.
-      heard_s: when it was heard of last.
-      moved_s: when it was first known to be where it is.
-      turn: how often it has begun something that needs all processes.
-      step: how many of these were steps.
-      is_inside: whether it has not ended the last one yet.
-      has_left: whether its program has come to its end.
-      is_told: whether it has left after SIGTERM.
-      asked: which program it is about to run for the first time, while it waits for the others to say the same.
-      end: how it failed; empty while it has not.
+      heard_s: time of its last message.
+      moved_s: time at which its state last changed.
+      turn: number of collective operations (those that need all processes) that it has begun.
+      step: number of these operations that were steps.
+      is_inside: whether its last collective operation is still running.
+      has_left: whether its program has finished.
+      is_told: whether it left because of SIGTERM.
+      asked: signature of the program that it is about to run for the first time. None unless it waits for agreement.
+      end: how it failed. Empty if it has not failed.
     """
 
     name: str
@@ -81,7 +84,7 @@ class Member:
     end: str = ""
 
     def hear(self, message: Mapping[str, Any], now_s: float) -> None:
-        """Takes in what it says of itself."""
+        """Updates the state from a message of the process."""
         self.heard_s = now_s
         for name in ("turn", "step", "is_inside", "has_left", "is_told", "asked", "end"):
             if name in message and message[name] != getattr(self, name):
@@ -89,23 +92,23 @@ class Member:
                 self.moved_s = now_s
 
     def is_waiting(self, turn: int, now_s: float) -> bool:
-        """Returns whether it has been in this step, or in a later one, for so long that it must wait for others there."""
+        """Returns whether it has been in this turn, or a later one, for so long that it must be waiting for others."""
         return self.is_inside and self.turn >= turn and now_s - self.moved_s > _KNOWN_S
 
     def is_cut_off(self) -> None:
-        """Takes in that its connection is closed."""
+        """Records that the connection to the process is closed."""
         if not self.has_left:
             self.end = self.end or "has ended without a word: it was killed, or has crashed"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a cluster cannot go on.
+    """The reason why a cluster cannot go on.
 
     Args:
-      text: who is the cause, and how.
+      text: the process that is the cause, and what happened to it.
       is_loss: whether a process has died, so that the programs of the others fail by themselves.
-      hint: what to look at; empty where the text says it all.
+      hint: what to check. Empty if the text suffices.
     """
 
     text: str
@@ -119,13 +122,13 @@ class Verdict:
 def judge_presence(
     members: Iterable[Member], now_s: float, stall_s: float, own: Member | None = None
 ) -> Verdict | None:
-    """Returns who has died or stopped; None where all are there.
+    """Returns a verdict on a process that has died or gone silent, or None if all are present.
 
     Args:
       members: processes of the cluster.
-      now_s: the time.
-      stall_s: how long one may say nothing, if that is less than the usual time.
-      own: this process. What it has finished, the others have taken part in: they speak once a second only.
+      now_s: current time.
+      stall_s: time that a process may be silent, in seconds. Applies only if it is shorter than the default.
+      own: this process. Its finished steps are finished elsewhere too, which the others report only once per second.
     """
     quiet_s = min(_SILENCE_S, stall_s)
     for member in members:
@@ -139,12 +142,12 @@ def judge_presence(
 
 
 def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> Verdict | None:
-    """Returns who stands still while others wait; None while they get further.
+    """Returns a verdict on a process that makes no progress while others wait, or None if there is none.
 
     Args:
       members: all processes of the cluster.
-      now_s: the time.
-      stall_s: how long they may all stand still while one of them waits.
+      now_s: current time.
+      stall_s: time that no process may make progress while one of them waits, in seconds.
 
     Example:
       >>> first, second = Member("rank 0", 9, 1, turn=8, step=8, is_inside=True), Member("rank 1", 9, 0, turn=7, step=7)
@@ -157,7 +160,7 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
     behind = [m for m in members if m.turn < first.turn]
     waited = f"{first.name} has waited in step {first.step} for {still_s:.0f} s"
     if (told := [m for m in behind if m.is_told]) and first.is_inside and still_s > min(_TOLD_S, stall_s):
-        # Its end lets the others out of the step: the collective fails, and their handlers and `finally` blocks run.
+        # Its end releases the others from the step: the collective fails, and their handlers and `finally` blocks run.
         return Verdict(f"{told[0].name} {SIGTERM} after step {told[0].step}", is_loss=True)
     if (left := [m for m in behind if m.has_left]) and still_s > min(_LEFT_S, stall_s):
         return Verdict(
@@ -179,13 +182,13 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
 
 @final
 class Watch(threading.Thread):
-    """A thread that says how far this process is, and ends it when the cluster cannot go on.
+    """A thread that reports the progress of this process, and ends the process when the cluster cannot go on.
 
     Args:
-      addresses: of all ranks.
-      rank: which of them this process is.
-      lines: open connections, by rank: those of rank 0 to all others, or of another one to rank 0.
-      stall_s: how long the processes may stand still while one of them waits.
+      addresses: addresses of all ranks.
+      rank: rank of this process.
+      lines: open connections by rank: on rank 0 to all other ranks, on any other rank to rank 0.
+      stall_s: time that no process may make progress while one of them waits, in seconds.
     """
 
     def __init__(self, addresses: Sequence[str], rank: int, lines: Mapping[int, socket.socket], stall_s: float) -> None:
@@ -207,17 +210,17 @@ class Watch(threading.Thread):
 
     @property
     def rank(self) -> int:
-        """Which process this is."""
+        """The rank of this process."""
         return self._rank
 
     def agree(self, signature: Signature) -> Difference | None:
         """Waits until all processes are about to run a program for the first time.
 
         Args:
-          signature: what must be equal about the programs.
+          signature: the properties of the program that must be equal in all processes.
 
         Returns:
-          How the programs differ; None if they are equal.
+          The first difference between the programs, or None if they are equal.
         """
         if self._depth:
             return None
@@ -236,34 +239,34 @@ class Watch(threading.Thread):
             self.end(is_step=True, has_failed=True)
 
     def begin(self, *, is_step: bool) -> None:
-        """Must be called before something that needs all processes; such calls may be nested."""
+        """Records the start of an operation that needs all processes. Calls may be nested."""
         self._depth += 1
         if self._depth == 1:
             self._turn += 1
             self._step += is_step
 
     def end(self, *, is_step: bool, has_failed: bool) -> None:
-        """Must be called after it."""
+        """Records the end of the operation that the matching `begin` started."""
         self._depth -= 1
         if self._depth == 0 and has_failed:
-            # Where the others have not begun it either, this process is not ahead of them.
+            # The others may not have begun it either, so this process must not count as ahead of them.
             self._turn -= 1
             self._step -= is_step
 
     def loss(self, wait_s: float = 0.0) -> str | None:
-        """Returns who has died and how, if somebody has; waits for the news of it."""
+        """Returns the verdict text if a process has died, otherwise None. Waits up to `wait_s` seconds for a verdict."""
         if wait_s and self._is_told.wait(wait_s) and self._verdict and not self._verdict.is_loss:
-            # It is about to end this process, and to say why: an error of the main thread must not be sooner.
+            # The watch is about to end this process with an explanation. An error in the main thread must not come first.
             self.join(_GRACE_S)
         return self._verdict.text if self._verdict and self._verdict.is_loss else None
 
     def leave(self, *, is_told: bool = False) -> None:
-        """Must be called when the program of this process has come to its end; `is_told` says whether SIGTERM came before."""
+        """Announces that the program of this process has finished. `is_told` says whether SIGTERM caused it."""
         self._has_left, self._is_told_to_end = True, is_told
         self._say(self._progress())
 
     def fail(self, end: str) -> None:
-        """Must be called before this process ends by an error; `end` says which."""
+        """Announces that this process is about to end because of the error that `end` describes."""
         self._has_failed = True
         self._say(self._progress() | {"end": end})
         for line in self._lines.values():
@@ -283,7 +286,7 @@ class Watch(threading.Thread):
                 for key, _ in ready:
                     if not self._listen(key.data, now_s):
                         selector.unregister(key.fileobj)
-                # Not for each message that comes: two that answer each other never rest.
+                # Report only once per tick: two processes that answered each message would never rest.
                 if now_s >= due_s:
                     due_s = now_s + self._tick_s
                     self._members[self._rank].hear(self._progress(), now_s)
@@ -293,7 +296,7 @@ class Watch(threading.Thread):
         self._act(self._verdict)
 
     def _settle(self) -> None:
-        """Answers those that wait in `agree`, once all do, or once the others wait in that step. The first process does."""
+        """Answers the processes that wait in `agree`, on rank 0, once every process waits there or in that step."""
         if self._rank != 0:
             return
         with self._settling:
@@ -314,7 +317,7 @@ class Watch(threading.Thread):
             self._say({"agreed": difference and difference.as_list()})
 
     def _difference_of(self, asked: Mapping[int, Signature], known: list[int]) -> Difference | None:
-        """Compares the programs that ranks ask for; of the others it is known only that theirs was agreed on before."""
+        """Compares the programs of the asking ranks. The `known` ranks run a program that was agreed on before."""
         difference = compare(asked)
         texts = {json.dumps(signature) for signature in asked.values()}
         if known and difference is None and not texts <= self._agreed:
@@ -332,7 +335,7 @@ class Watch(threading.Thread):
     def _judged(self, now_s: float) -> Verdict | None:
         own = self._members[self._rank]
         verdict = judge_presence([self._members[rank] for rank in self._lines], now_s, self._stall_s, own)
-        # One judge, so that all say the same; the others hear of the first process alone.
+        # Only rank 0 judges progress, so that all ranks report the same. The other ranks only hear from rank 0.
         if verdict is None and self._rank == 0:
             verdict = judge_progress(list(self._members.values()), now_s, self._stall_s)
         return verdict
@@ -352,7 +355,7 @@ class Watch(threading.Thread):
             line.say(message)
 
     def _listen(self, rank: int, now_s: float) -> bool:
-        """Takes in what a process has said. Returns whether it is still there."""
+        """Handles the messages of a process. Returns whether its connection is still open."""
         messages, is_open = self._lines[rank].hear()
         for message in messages:
             if "verdict" in message:
@@ -366,17 +369,17 @@ class Watch(threading.Thread):
         return is_open
 
     def _act(self, verdict: Verdict) -> None:
-        """Ends this process, after the main thread has had its chance to."""
+        """Ends this process, after a grace period in which the main thread can end it."""
         if self._rank == 0:
             self._say({"verdict": verdict.text, "is_loss": verdict.is_loss, "hint": verdict.hint})
         elif not verdict.is_loss:
-            # The first process stands still, and may go on: it is not to name this one as the cause.
+            # Rank 0 has stalled and may recover. It must not name this process as the cause.
             self._say({"end": f"has ended, because {verdict.text}"})
         if self._has_failed:
-            # That the others end is its own doing: they are not to be named.
+            # This process caused the others to end, so they must not be named.
             verdict = Verdict("its last error stands above, and it has not ended by itself since", is_loss=True)
         elif verdict.is_loss:
-            # At once: where the first process dies, JAX aborts the others within a tenth of a second.
+            # Write at once: if rank 0 dies, JAX aborts the others within a tenth of a second.
             with suppress(OSError):
                 os.write(2, f"\nPhalanx: {verdict}\n".encode())
         self._is_told.set()
@@ -395,8 +398,8 @@ class Watch(threading.Thread):
     def _hold_service(self) -> None:
         """Keeps the connections to JAX's service open for a while after this process has ended.
 
-        The first process has the service. When it ends, JAX aborts the others within a tenth of a second, so their
-        `finally` blocks would not run. A child process that holds the connections until they are closed gives them time.
+        Rank 0 hosts the service. When it ends, JAX aborts the other processes within a tenth of a second, and their
+        `finally` blocks would not run. A child process holds the connections until the others close them.
         """
         if self._rank != 0:
             return
@@ -414,17 +417,17 @@ class Watch(threading.Thread):
 
     @property
     def _grace_s(self) -> float:
-        """How long the main thread has to end by an error of its own, with the line at which it was."""
+        """Time for the main thread to end with an error of its own, which shows its current line."""
         if self._has_left:
             return 0.0
         return _GRACE_IN_STEP_S if self._depth else _GRACE_S
 
 
 def _connections_at(port: int, but: Set[int]) -> list[int]:
-    """Returns the file descriptors of this process that are connections of others to a port of its own."""
+    """Returns the file descriptors of incoming connections to a port of this process, without those in `but`."""
     found = []
     for fd in {int(name) for name in os.listdir("/proc/self/fd")} - but:
-        # One that is closed meanwhile, is no socket, or is not connected.
+        # The descriptor may have been closed, and may not be a connected socket.
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == port:
                 connection.getpeername()
@@ -433,7 +436,7 @@ def _connections_at(port: int, but: Set[int]) -> list[int]:
 
 
 def _stacks() -> str:
-    """Returns the stacks of all other threads, that of the main thread last."""
+    """Returns the stacks of all other threads, with the main thread last."""
     frames, main = sys._current_frames(), threading.main_thread()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is main)
     others = [(t, frames.get(t.ident or 0)) for t in threads if t is not threading.current_thread()]
@@ -446,7 +449,7 @@ def _stacks() -> str:
 
 @dataclass
 class _Line:
-    """An open connection, on which messages are lines of JSON."""
+    """An open connection that carries messages as lines of JSON."""
 
     connection: socket.socket
     _read: bytes = field(default=b"", init=False)
@@ -455,12 +458,12 @@ class _Line:
         self.connection.setblocking(False)
 
     def say(self, message: Mapping[str, Any]) -> None:
-        # One that has gone is noticed where it is listened to; one that stands still takes no more.
+        # `hear` notices a closed connection. A stalled process accepts no more data.
         with suppress(OSError):
             self.connection.send(json.dumps(message).encode() + b"\n")
 
     def hear(self) -> tuple[list[Any], bool]:
-        """Returns the messages that have come, and whether the other end is still there."""
+        """Returns the messages that have arrived, and whether the connection is still open."""
         try:
             new = self.connection.recv(1 << 16)
         except OSError:
@@ -485,5 +488,5 @@ def start(addresses: Sequence[str], rank: int, lines: Mapping[int, socket.socket
 
 
 def own() -> Watch | None:
-    """Returns the watch of this process; None where nobody else belongs to its cluster."""
+    """Returns the watch of this process, or None if there is none because the process is alone in its cluster."""
     return _started[0] if _started else None

@@ -119,9 +119,9 @@ def test_union_may_be_told_the_task():
 
 def test_union_refuses():
     """Nothing, other things than resolvers, and an index that two of them have."""
-    with pytest.raises(ClusterError, match="a union needs one resolver at least"):
+    with pytest.raises(ClusterError, match="a union needs at least one resolver"):
         UnionResolver()
-    with pytest.raises(ClusterTypeError, match="is no ClusterResolver"):
+    with pytest.raises(ClusterTypeError, match="is not a ClusterResolver"):
         UnionResolver(SPEC)
     twice = UnionResolver(simple({"worker": ["a:1"]}), simple({"worker": {0: "b:1", 2: "c:1"}}))
     with pytest.raises(ClusterError, match="index 0 of job 'worker': two resolvers have it: 'a:1' and 'b:1'"):
@@ -232,7 +232,7 @@ def test_sagemaker():
         ({"SM_CURRENT_HOST": ""}, "SM_CURRENT_HOST: is not set"),
         ({"SM_HOSTS": "algo-1"}, "SM_HOSTS='algo-1': must be a JSON list of host names"),
         ({"SM_HOSTS": "[1]"}, r"SM_HOSTS='\[1\]': must be a JSON list of host names"),
-        ({"SM_CURRENT_HOST": "algo-9"}, "SM_CURRENT_HOST='algo-9': is none of SM_HOSTS="),
+        ({"SM_CURRENT_HOST": "algo-9"}, "SM_CURRENT_HOST='algo-9': is not one of SM_HOSTS="),
     ],
 )
 @pytest.mark.parametrize("ask", [lambda r: r.cluster_spec(), lambda r: r.task_id])
@@ -294,9 +294,11 @@ def test_gce():
 def test_gce_refuses():
     """A group without machines, and another job."""
     resolver = GCEClusterResolver("p", "z", "g", 8470, service=ComputeEngine({}))
-    with pytest.raises(ClusterSourceError, match="instance_group='g' in z of p: no machine of it runs"):
+    with pytest.raises(ClusterSourceError, match="instance_group='g' in z of p: no machine of this group is running"):
         resolver.cluster_spec()
-    with pytest.raises(RuntimeError, match=r"task_type='ps': all machines of the group are 'worker'\.\nHINT: GCE"):
+    with pytest.raises(
+        RuntimeError, match=r"task_type='ps': all machines of the group have the job 'worker'\.\nHINT: GCE"
+    ):
         resolver.task_type = "ps"
 
 

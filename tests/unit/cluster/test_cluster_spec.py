@@ -70,9 +70,9 @@ def test_the_given_dict_may_change():
     ("cluster", "message"),
     [
         (5, r"cluster=5: must be a dict of jobs or a ClusterSpec\.\nHINT: \"cluster\": "),
-        ({1: ["a:1"]}, "job 1: the name of a job is a string"),
-        ({"worker": "a:1"}, "\"worker\": 'a:1': must be a list of addresses, or index to address"),
-        ({"worker": 3}, '"worker": 3: must be a list of addresses, or index to address'),
+        ({1: ["a:1"]}, "job 1: the name of a job must be a string"),
+        ({"worker": "a:1"}, "\"worker\": 'a:1': must be a list of addresses, or a dict from index to address"),
+        ({"worker": 3}, '"worker": 3: must be a list of addresses, or a dict from index to address'),
         ({"worker": ["a:1", 7]}, "address 7 of worker:1: must be a string"),
     ],
 )
@@ -85,7 +85,7 @@ def test_wrong_types(cluster, message):
 @pytest.mark.parametrize("index", [-1, "x", True, 1.5, None])
 def test_wrong_index(index):
     """An index is a number, 0 or more."""
-    with pytest.raises(ClusterError, match=r"of job 'worker': an index is a number, 0 or more\."):
+    with pytest.raises(ClusterError, match=r"of job 'worker': an index must be an integer, 0 or more\."):
         ClusterSpec({"worker": {index: "a:1"}})
 
 
@@ -154,8 +154,8 @@ def test_nobody_leads_parameter_servers_alone():
         ({"trainer": ["a:1"]}, None, "job 'trainer': the roles are chief, worker, ps, evaluator"),
         ({"master": ["a:1"]}, None, 'HINT: "chief": '),
         (DENSE, Task("trainer", 0), "job 'trainer': the roles are"),
-        ({"chief": ["a:1", "b:1"]}, None, "2 tasks of job 'chief': a cluster has one at most"),
-        ({"evaluator": ["a:1", "b:1"]}, None, "2 tasks of job 'evaluator': a cluster has one at most"),
+        ({"chief": ["a:1", "b:1"]}, None, "2 tasks of job 'chief': a cluster has at most one"),
+        ({"evaluator": ["a:1", "b:1"]}, None, "2 tasks of job 'evaluator': a cluster has at most one"),
         (DENSE, Task("chief", 0), "task chief:0: the cluster has the jobs ps, worker"),
         ({}, Task("worker", 0), "task worker:0: the cluster is empty"),
         (DENSE, Task("worker", 9), "task worker:9: the indices of 'worker' are 0, 1"),
@@ -205,8 +205,8 @@ TASK = '"task": {"type": "worker", "index": 0}'
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"TF_CONFIG: is set and empty; it must be JSON\.\nHINT: TF_CONFIG='{\"cluster\": "),
-        (" \n", "is set and empty"),
+        ("", r"TF_CONFIG: is set but empty. It must be JSON\.\nHINT: TF_CONFIG='{\"cluster\": "),
+        (" \n", "is set but empty"),
         ("{'cluster': {}}", "TF_CONFIG: is not JSON: .* at character 1, near \"{'cluster': {}}\""),
         (f"{{{CLUSTER}, {TASK}", "is not JSON"),
         ("[1]", r"TF_CONFIG=\[1\]: must be a JSON object, not a list"),
@@ -214,26 +214,32 @@ TASK = '"task": {"type": "worker", "index": 0}'
         ("null", "must be a JSON object, not null"),
         ('{"cluster": ["a:1"]}', r"\"cluster\": \[\"a:1\"\]: must be a JSON object, not a list"),
         ('{"cluster": true}', "must be a JSON object, not true or false"),
-        ('{"cluster": {"worker": "a:1"}}', "must be a list of addresses, or index to address"),
+        ('{"cluster": {"worker": "a:1"}}', "must be a list of addresses, or a dict from index to address"),
         ('{"cluster": {"worker": ["a:1", 2]}}', "address 2 of worker:1: must be a string"),
-        ('{"cluster": {"worker": {"x": "a:1"}}}', "index 'x' of job 'worker': an index is a number"),
+        ('{"cluster": {"worker": {"x": "a:1"}}}', "index 'x' of job 'worker': an index must be an integer"),
         ('{"cluster": {"worker": ["a"]}}', "address 'a' of worker:0: must be host:port"),
         ('{"cluster": {"worker": ["grpc://a:1"]}}', "address 'grpc://a:1' of worker:0: must be host:port"),
-        ('{"cluster": {"worker": ["::1"]}}', r"must be host:port, and \[host\]:port for an IPv6 address"),
+        ('{"cluster": {"worker": ["::1"]}}', r"must be host:port, or \[host\]:port for an IPv6 address"),
         ('{"cluster": {"worker": [":1"]}}', "address ':1' of worker:0: must be host:port"),
         ('{"cluster": {"worker": ["host1:port"]}}', "its port 'port' is not a number from 1 to 65535"),
         ('{"cluster": {"worker": ["a:65536"]}}', "its port '65536' is not a number from 1 to 65535"),
         ('{"cluster": {"worker": ["a:0"]}}', "its port '0' is not a number from 1 to 65535"),
-        ('{"cluster": {"worker": ["a:1", "a:1"]}}', "address 'a:1' of worker:1: worker:0 has it too"),
+        (
+            '{"cluster": {"worker": ["a:1", "a:1"]}}',
+            "address 'a:1' of worker:1: worker:0 has it too, but each process needs its own",
+        ),
         ('{"cluster": {"worker": ["a:1"], "ps": ["a:1"]}}', "address 'a:1' of worker:0: ps:0 has it too"),
         ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}', "TF_CONFIG with 'worker' twice"),
         (f'{{{CLUSTER}, "task": "worker"}}', '"task": "worker": must be a JSON object, not a string'),
-        (f"{{{CLUSTER}}}", "the cluster is there, and which task this process is, is not"),
+        (f"{{{CLUSTER}}}", "it describes the cluster, but not the task of this process"),
         (f'{{{CLUSTER}, "task": {{"type": "worker"}}}}', "the task has no 'index'"),
         (f'{{{CLUSTER}, "task": {{"index": 0}}}}', "the task has no 'type'"),
         (f'{{{CLUSTER}, "task": {{"type": 3, "index": 0}}}}', '"type": 3: must be a string, not a number'),
-        (f'{{{CLUSTER}, "task": {{"type": "worker", "index": "one"}}}}', '"index": "one": an index is a number'),
-        (f'{{{CLUSTER}, "task": {{"type": "worker", "index": -1}}}}', '"index": -1: an index is a number, 0 or more'),
+        (f'{{{CLUSTER}, "task": {{"type": "worker", "index": "one"}}}}', '"index": "one": an index must be an integer'),
+        (
+            f'{{{CLUSTER}, "task": {{"type": "worker", "index": -1}}}}',
+            '"index": -1: an index must be an integer, 0 or more',
+        ),
         (f'{{{CLUSTER}, "task": {{"type": "worker", "index": 2}}}}', "task worker:2: the indices of 'worker' are 0, 1"),
         (f'{{{CLUSTER}, "task": {{"type": "chief", "index": 0}}}}', "task chief:0: the cluster has the jobs worker"),
         (f"{{{TASK}}}", "task worker:0: the cluster is empty"),

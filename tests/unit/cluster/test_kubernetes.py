@@ -77,19 +77,19 @@ def test_arguments_replace_variables():
         (
             JOB,
             {"PHALANX_SERVICE": ""},
-            "PHALANX_SERVICE: is not set; the template of the pods names the headless service",
+            "PHALANX_SERVICE: is not set; the pod template must name the headless service",
         ),
         (
             JOB,
             {"PHALANX_NUM_PODS": "x"},
-            "PHALANX_NUM_PODS='x': must be a number; the template of the pods says how many",
+            "PHALANX_NUM_PODS='x': must be a number; the pod template must set it to the number of pods",
         ),
         (
             JOB,
             {"PHALANX_NUM_PODS": "1"},
             "JOB_COMPLETION_INDEX or the end of HOSTNAME is 1: there are 1, numbered from 0",
         ),
-        (JOB, {"HOSTNAME": "node-7"}, "JOB_NAME: is not set; HOSTNAME is not that of the pod"),
+        (JOB, {"HOSTNAME": "node-7"}, "JOB_NAME: is not set; it is needed because HOSTNAME is not the name of the pod"),
         (
             JOB,
             {"JOB_COMPLETION_INDEX": ""},
@@ -98,7 +98,7 @@ def test_arguments_replace_variables():
         (
             JOBSET,
             {"REPLICATED_JOB_NAME": ""},
-            "REPLICATED_JOB_NAME: is not set; the template of the pods takes it from",
+            "REPLICATED_JOB_NAME: is not set; the pod template must take it from",
         ),
         (JOBSET, {"PHALANX_NUM_PODS": "3"}, "JOB_COMPLETION_INDEX is 3: there are 3, numbered from 0"),
         (JOBSET, {"REPLICATED_JOB_REPLICAS": "2"}, "JOB_INDEX: is not set"),

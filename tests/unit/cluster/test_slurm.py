@@ -113,7 +113,8 @@ def test_counts_equal_an_independent_expansion(runs):
 def test_bad_hosts(text):
     """The message shows the list, and the part that is wrong."""
     with pytest.raises(
-        ClusterSourceError, match=f"host list {re.escape(repr(text))}: .* is no host or has a bracket too many"
+        ClusterSourceError,
+        match=f"host list {re.escape(repr(text))}: .* is not a host name, or has unbalanced brackets",
     ):
         expand_hosts(text)
 
@@ -121,14 +122,16 @@ def test_bad_hosts(text):
 @pytest.mark.parametrize("part", ["3-1", "x", "1-", "-2", ""])
 def test_bad_ranges(part):
     """A range ascends and consists of numbers."""
-    with pytest.raises(ClusterSourceError, match=f"'{part}' is no number, and no range of ascending numbers"):
+    with pytest.raises(ClusterSourceError, match=f"'{part}' is neither a number nor a range of ascending numbers"):
         expand_hosts(f"n[{part}]")
 
 
 @pytest.mark.parametrize("text", ["", "4(2)", "4x2", "a", "4,"])
 def test_bad_counts(text):
     """The message shows the list."""
-    with pytest.raises(ClusterSourceError, match=f"tasks per node {re.escape(repr(text))}: .* is no number of tasks"):
+    with pytest.raises(
+        ClusterSourceError, match=f"tasks per node {re.escape(repr(text))}: .* is not a number of tasks"
+    ):
         expand_counts(text)
 
 
@@ -225,9 +228,9 @@ def test_missing_variable(name):
         (
             {},
             {"jobs": {"worker": 6}},
-            r"jobs={'worker': 6}: 6 tasks were requested, and 7 were assigned\.\nHINT: srun --ntasks=6",
+            r"jobs={'worker': 6}: 6 tasks were requested, but 7 were assigned\.\nHINT: srun --ntasks=6",
         ),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4"}, {}, r"tasks per node \[4\]: that is 1 nodes; .*gpu\[009-010\] has 2"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4"}, {}, r"tasks per node \[4\]: this is 1 nodes, but .*gpu\[009-010\] has 2"),
         (
             {},
             {"tasks_per_node": {"gpu009": 4}},
@@ -236,7 +239,11 @@ def test_missing_variable(name):
         ({}, {"tasks_per_node": 2}, "SLURM_PROCID=4: the job step has 4 tasks"),
         ({"SLURM_NODEID": "0"}, {}, "SLURM_NODEID=0: rank 4 would have 1 if the tasks were placed as"),
         ({"SLURM_LOCALID": "1"}, {}, "SLURM_LOCALID=1: rank 4 would have 0 if"),
-        ({"SLURM_DISTRIBUTION": "plane=2"}, {}, "SLURM_DISTRIBUTION='plane=2': nothing tells which node a rank is on"),
+        (
+            {"SLURM_DISTRIBUTION": "plane=2"},
+            {},
+            "SLURM_DISTRIBUTION='plane=2': it does not determine the node of a rank",
+        ),
     ],
 )
 def test_contradictions(changes, options, message):
@@ -247,5 +254,5 @@ def test_contradictions(changes, options, message):
 
 def test_too_few_gpus():
     """The message says how many there are."""
-    with pytest.raises(ClusterSourceError, match="gpus_per_task=2: 4 tasks on one node need 8 GPUs, and it has 4"):
+    with pytest.raises(ClusterSourceError, match="gpus_per_task=2: 4 tasks on one node need 8 GPUs, but it has 4"):
         resolver({"SLURM_GPUS_ON_NODE": "4"}, gpus_per_task=2).num_accelerators()

@@ -131,7 +131,10 @@ def test_metadata_without_the_attribute():
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"TPU_SKIP_MDS_QUERY": "1"}, r"tpu=None\): TPU_WORKER_HOSTNAMES is not set, and TPU_SKIP_MDS_QUERY is\."),
+        (
+            {"TPU_SKIP_MDS_QUERY": "1"},
+            r"tpu=None\): TPU_WORKER_HOSTNAMES is not set, and TPU_SKIP_MDS_QUERY forbids asking the metadata server\.",
+        ),
         (
             {"GCE_METADATA_IP": "127.0.0.1:1"},
             "TPU_WORKER_HOSTNAMES is not set, and http://127.0.0.1:1/.* does not answer",
@@ -140,7 +143,7 @@ def test_metadata_without_the_attribute():
         ({**GKE, "TPU_WORKER_ID": ""}, "TPU_WORKER_ID: is not set; GKE sets it for each host of a slice"),
         (
             {**GKE, "MEGASCALE_NUM_SLICES": "2"},
-            "MEGASCALE_NUM_SLICES=2: a host is told the hosts of its own slice only",
+            "MEGASCALE_NUM_SLICES=2: a host only knows the hosts of its own slice",
         ),
     ],
 )
@@ -184,8 +187,8 @@ def test_api():
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        ({"state": "CREATING"}, "its state is CREATING, its health HEALTHY"),
-        ({"state": "READY", "health": "TIMEOUT"}, "its state is READY, its health TIMEOUT"),
+        ({"state": "CREATING"}, "its state is CREATING and its health is HEALTHY"),
+        ({"state": "READY", "health": "TIMEOUT"}, "its state is READY and its health is TIMEOUT"),
     ],
 )
 def test_api_of_a_sick_tpu(node, message):
@@ -219,7 +222,7 @@ def test_system_metadata():
 def test_system_metadata_of_an_unknown_system():
     """The message says what would tell."""
     resolver = TPUClusterResolver("local", environ={})
-    with pytest.raises(ClusterSourceError, match="TPU_CHIPS_PER_HOST_BOUNDS are not set, and no topology was"):
+    with pytest.raises(ClusterSourceError, match="TPU_CHIPS_PER_HOST_BOUNDS are not set, and no topology was recorded"):
         resolver.get_tpu_system_metadata()
     with pytest.raises(ClusterTypeError, match="serialized_tpu_topology=b'x': must be a serialized Topology"):
         resolver.set_tpu_topology(b"x")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The resolvers, one file each: how a process finds out which cluster it belongs to."""
+"""Cluster resolvers, one per file. A resolver finds out which cluster a process belongs to."""

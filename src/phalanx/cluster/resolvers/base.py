@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a resolver is, and how the resolvers read their environment."""
+"""The base class of resolvers, and functions that read the environment for them."""
 
 import importlib
 import os
@@ -14,8 +14,8 @@ from phalanx.errors import ClusterSourceError, ClusterTypeError, MissingDependen
 class ClusterResolver(ABC):
     """Tells a process which cluster it belongs to, and which task it is. May be used in any context.
 
-    Each question is answered anew. A resolver of your own needs `cluster_spec` alone; its user then sets `task_type` and
-    `task_id`.
+    Nothing is cached: every call reads its source again. A custom resolver only needs `cluster_spec`; its user then sets
+    `task_type` and `task_id`.
 
     Source: tf.distribute.cluster_resolver.ClusterResolver.
 
@@ -29,7 +29,7 @@ class ClusterResolver(ABC):
       'host1:12345'
     """
 
-    # Of the class, so that a resolver whose constructor does not call this one has them too.
+    # Class attributes, so that subclasses need not call `super().__init__()`.
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
@@ -37,16 +37,16 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the addresses of all tasks; an empty spec where there is no cluster."""
+        """Returns the addresses of all tasks, or an empty spec if there is no cluster."""
 
     @arguments.typed(ClusterTypeError)
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Returns the address of a task, of this process's own by default; empty where it has none.
+        """Returns the address of a task, or an empty string if the task is unknown.
 
         Args:
-          task_type: a job.
-          task_id: an index in it.
-          rpc_layer: what precedes the address, as in `grpc://host0:12345`; by default the resolver's.
+          task_type: job of the task; by default the job of this process.
+          task_id: index of the task in its job; by default the index of this process.
+          rpc_layer: prefix of the address, as in `grpc://host0:12345`; by default the resolver's.
 
         Raises:
           ClusterError: the cluster has no such task.
@@ -61,18 +61,18 @@ class ClusterResolver(ABC):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
     ) -> dict[str, int]:
-        """Returns how many devices of each kind a task has, as in `{"GPU": 2}`; empty where only the task itself knows."""
+        """Returns the number of devices of a task per kind, as in `{"GPU": 2}`; empty if only the task itself knows."""
         del task_type, task_id, config_proto
         return {}
 
     @property
     def environment(self) -> str | None:
-        """Where the cluster runs; empty where that makes no difference."""
+        """The environment in which the cluster runs; empty if it makes no difference."""
         return ""
 
     @property
     def task_type(self) -> str | None:
-        """This process's job, or None where nothing tells."""
+        """The job of this process, or None if it is unknown."""
         if self._task_type is not None:
             return self._task_type
         return task.type if (task := self._find_task()) else None
@@ -84,7 +84,7 @@ class ClusterResolver(ABC):
 
     @property
     def task_id(self) -> int | None:
-        """This process's index in its job, or None where nothing tells."""
+        """The index of this process in its job, or None if it is unknown."""
         if self._task_id is not None:
             return self._task_id
         return task.index if (task := self._find_task()) else None
@@ -96,7 +96,7 @@ class ClusterResolver(ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """What precedes addresses in `master()`."""
+        """The prefix of the addresses in `master()`."""
         return self._rpc_layer
 
     @rpc_layer.setter
@@ -105,7 +105,7 @@ class ClusterResolver(ABC):
         self._rpc_layer = rpc_layer
 
     def _find_task(self) -> Task | None:
-        """Returns the task that the surroundings say this process is."""
+        """Returns the task of this process according to its environment, or None if it is unknown."""
         return None
 
     @property
@@ -118,10 +118,10 @@ class ClusterResolver(ABC):
 
 
 def check_port(port: Any, name: str = "port") -> int:
-    """Returns a port.
+    """Returns `port`, a valid port number.
 
     Raises:
-      ClusterTypeError: it is not a number from 1 to 65535.
+      ClusterTypeError: `port` is not an integer from 1 to 65535.
     """
     if isinstance(port, bool) or not isinstance(port, int) or not 0 < port <= MAX_PORT:
         raise ClusterTypeError(f"{name}={shown(port)}", f"must be a number from 1 to {MAX_PORT}.", f"{name}=12345")
@@ -129,16 +129,16 @@ def check_port(port: Any, name: str = "port") -> int:
 
 
 def variable(environ: Mapping[str, str], name: str, meaning: str, hint: str) -> str:
-    """Returns a variable of the environment.
+    """Returns the value of an environment variable.
 
     Args:
       environ: the environment.
-      name: the variable.
-      meaning: who sets it, for the error.
-      hint: what to do where it is missing.
+      name: name of the variable.
+      meaning: what sets the variable, for the message.
+      hint: what to do if the variable is missing.
 
     Raises:
-      ClusterSourceError: it is not set, or empty.
+      ClusterSourceError: the variable is not set or empty.
     """
     if not (value := environ.get(name, "").strip()):
         raise ClusterSourceError(name, f"is not set; {meaning}.", hint)
@@ -146,17 +146,17 @@ def variable(environ: Mapping[str, str], name: str, meaning: str, hint: str) -> 
 
 
 def number(environ: Mapping[str, str], name: str, meaning: str, hint: str, default: int | None = None) -> int:
-    """Returns a variable of the environment that is a number, 0 or more.
+    """Returns the value of an environment variable as an integer of at least 0.
 
     Args:
       environ: the environment.
-      name: the variable.
-      meaning: who sets it, for the error.
-      hint: what to do where it is missing or wrong.
-      default: the number where it is not set; None makes that an error.
+      name: name of the variable.
+      meaning: what sets the variable, for the message.
+      hint: what to do if the variable is missing or wrong.
+      default: value to return if the variable is not set. None makes a missing variable an error.
 
     Raises:
-      ClusterSourceError: it is not set and has no default, or is no number.
+      ClusterSourceError: the variable is not set and has no default, or is not a number.
     """
     if default is not None and not environ.get(name):
         return default
@@ -170,28 +170,28 @@ def optional_module(name: str, asked: str, package: str) -> Any:
     """Returns a module of an optional package.
 
     Args:
-      name: the module.
-      asked: what needs it, for the error.
-      package: what to install.
+      name: name of the module.
+      asked: what needs the module, for the message.
+      package: name of the package to install.
 
     Raises:
-      MissingDependencyError: it is not installed.
+      MissingDependencyError: the package is not installed.
     """
     try:
         return importlib.import_module(name)
     except ImportError as e:
-        found = f"{name} is needed for it, and is not installed."
+        found = f"{name} is needed for it, but is not installed."
         raise MissingDependencyError(asked, found, f"pip install {package}") from e
 
 
 def google_service(name: str, version: str, credentials: Any, discovery_url: str | None = None) -> Any:
-    """Returns a client of one of Google's services.
+    """Returns a client of a Google service.
 
     Args:
-      name: the service.
-      version: its version.
-      credentials: of google-auth; "default" finds them.
-      discovery_url: where the service describes itself.
+      name: name of the service.
+      version: version of the service.
+      credentials: credentials of google-auth. "default" finds them.
+      discovery_url: URL of the description of the service.
 
     Raises:
       MissingDependencyError: google-api-python-client is not installed.

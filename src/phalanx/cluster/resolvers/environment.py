@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which resolver the environment of a process calls for."""
+"""Chooses the resolver that matches the environment of a process."""
 
 import os
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ _SLURM_STEP = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "S
 
 
 def resolver_of_environment(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
-    """Returns the resolver that the environment calls for, or None where there is no cluster. May be used in any context.
+    """Returns the resolver that matches the environment, or None if there is no cluster. May be used in any context.
 
-    In this order, because each may run inside the next, and what a person wrote goes before what a machine set:
+    The first match wins. Explicit settings come before automatic ones, and inner systems before the systems they run in:
 
     1. TF_CONFIG.
     2. A Slurm job step: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE.
     3. Kubernetes: PHALANX_NUM_PODS.
     4. SageMaker: SM_HOSTS and SM_CURRENT_HOST.
-    5. TPU: several hosts in TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES. The metadata server is not asked.
+    5. TPU: several hosts in TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES. The metadata server is not queried.
 
     Args:
-      environ: replaces the environment of this process.
+      environ: environment to read instead of that of this process.
 
     Example:
       >>> type(resolver_of_environment({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"})).__name__

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The running machines of an instance group on Google Compute Engine."""
+"""Resolver for the running machines of an instance group on Google Compute Engine."""
 
 from collections.abc import Iterator
 from typing import Any, final
@@ -13,18 +13,18 @@ from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, show
 
 @final
 class GCEClusterResolver(ClusterResolver):
-    """The running machines of an instance group on Google Compute Engine, by address. May be used in any context.
+    """Resolves the running machines of an instance group on Google Compute Engine. May be used in any context.
 
     Args:
-      project: the project of the group.
-      zone: its zone.
-      instance_group: its name.
-      port: where each machine listens.
-      task_type: the job of all machines.
-      task_id: this machine's index.
-      rpc_layer: what precedes addresses in `master()`.
-      credentials: of google-auth; by default those of the machine.
-      service: the client of the Compute Engine API; by default google-api-python-client's.
+      project: project of the group.
+      zone: zone of the group.
+      instance_group: name of the group.
+      port: port on which every machine listens.
+      task_type: job of all machines.
+      task_id: index of this machine.
+      rpc_layer: prefix of the addresses in `master()`.
+      credentials: credentials of google-auth; by default those of the machine.
+      service: client of the Compute Engine API; by default that of google-api-python-client.
 
     Source: tf.distribute.cluster_resolver.GCEClusterResolver.
 
@@ -53,17 +53,17 @@ class GCEClusterResolver(ClusterResolver):
 
     @override
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the addresses of the machines that run, sorted.
+        """Returns the addresses of the running machines, sorted.
 
         Raises:
-          ClusterSourceError: none runs.
+          ClusterSourceError: no machine is running.
           MissingDependencyError: no service was given, and google-api-python-client is not installed.
         """
         addresses = sorted(f"{address}:{self._port}" for address in self._internal_addresses())
         if not addresses:
             asked = f"instance_group={self._group!r} in {self._zone} of {self._project}"
             raise ClusterSourceError(
-                asked, "no machine of it runs.", "gcloud compute instance-groups list-instances ..."
+                asked, "no machine of this group is running.", "gcloud compute instance-groups list-instances ..."
             )
         return ClusterSpec({self._job: addresses})
 
@@ -76,7 +76,7 @@ class GCEClusterResolver(ClusterResolver):
     def task_type(self, task_type: str | None) -> None:
         raise ClusterSourceError(
             f"task_type={shown(task_type)}",
-            f"all machines of the group are {self._job!r}.",
+            f"all machines of the group have the job {self._job!r}.",
             f"GCEClusterResolver(..., task_type={shown(task_type)})",
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pods of a Kubernetes Job, JobSet or StatefulSet, or those that the Kubernetes API finds by label."""
+"""Resolver for the pods of a Kubernetes Job, JobSet or StatefulSet, or for pods that the API finds by label."""
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +12,12 @@ from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, shown
 
 _LABELS = {"worker": ["job-name=tensorflow"]}
-_SERVICE = "the template of the pods names the headless service that gives them addresses, as `subdomain` does"
-_COUNT = "the template of the pods says how many there are, as `completions` or `replicas` does"
+_SERVICE = "the pod template must name the headless service that gives the pods their addresses, like `subdomain`"
+_COUNT = "the pod template must set it to the number of pods, like `completions` or `replicas`"
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """Where the process runs that asks the Kubernetes API. May be used in any context.
+    """Location of the process that queries the Kubernetes API. May be used in any context.
 
     Source: tf.distribute.cluster_resolver.KubernetesExecutableLocation.
 
@@ -31,7 +31,7 @@ class KubernetesExecutableLocation(enum.Enum):
 
 
 class _Pods(NamedTuple):
-    """The host names of all pods, and which of them is this one."""
+    """The host names of all pods, and the index of this pod."""
 
     hosts: list[str]
     own: int
@@ -39,29 +39,29 @@ class _Pods(NamedTuple):
 
 @final
 class KubernetesClusterResolver(ClusterResolver):
-    """The pods of a Kubernetes workload, each a worker, or those that the API finds. May be used in any context.
+    """Resolves the pods of a Kubernetes workload, one worker per pod. May be used in any context.
 
-    Where the number of pods is given, as `num_pods` or in PHALANX_NUM_PODS, the environment of the pod is enough:
+    If the number of pods is known, from `num_pods` or PHALANX_NUM_PODS, the environment of the pod is enough:
 
-    - JobSet: JOBSET_NAME, REPLICATED_JOB_NAME, JOB_COMPLETION_INDEX, and for several replicas of the job JOB_INDEX and
-      REPLICATED_JOB_REPLICAS. The number of pods is that of each replica.
+    - JobSet: JOBSET_NAME, REPLICATED_JOB_NAME, JOB_COMPLETION_INDEX, and with several replicas of the job also
+      JOB_INDEX and REPLICATED_JOB_REPLICAS. The number of pods is counted per replica.
     - Indexed Job: JOB_COMPLETION_INDEX, and HOSTNAME or JOB_NAME.
     - StatefulSet: HOSTNAME.
 
-    Otherwise the Kubernetes API is asked; then set `task_type` and `task_id`.
+    Otherwise the Kubernetes API is queried. In that case set `task_type` and `task_id`.
 
     Args:
-      job_to_label_mapping: for each job the selectors of its pods; asks the API.
-      tf_server_port: where each pod listens.
-      rpc_layer: what precedes addresses in `master()`.
-      override_client: a `kubernetes.client.CoreV1Api`; asks the API.
-      executable_location: whether this process is in the cluster, which says where its credentials are.
-      service: the headless service of the pods; by default PHALANX_SERVICE, and for a JobSet its name.
-      num_pods: how many pods there are.
-      environ: replaces the environment of this process.
+      job_to_label_mapping: dict from job to the label selectors of its pods. If given, the API is queried.
+      tf_server_port: port on which every pod listens.
+      rpc_layer: prefix of the addresses in `master()`.
+      override_client: a `kubernetes.client.CoreV1Api`. If given, the API is queried.
+      executable_location: whether this process runs in the cluster, which determines where its credentials are.
+      service: headless service of the pods; by default PHALANX_SERVICE, or the name of the JobSet.
+      num_pods: number of pods.
+      environ: environment to read instead of that of this process.
 
     Raises:
-      ClusterTypeError: `executable_location` is no KubernetesExecutableLocation.
+      ClusterTypeError: `executable_location` is not a KubernetesExecutableLocation.
 
     Source: tf.distribute.cluster_resolver.KubernetesClusterResolver.
 
@@ -100,8 +100,8 @@ class KubernetesClusterResolver(ClusterResolver):
         """Returns the addresses of all pods.
 
         Raises:
-          ClusterSourceError: a variable is missing or wrong, or a pod does not run.
-          MissingDependencyError: the API has to be asked, and its client is not installed.
+          ClusterSourceError: a variable is missing or wrong, or a pod is not running.
+          MissingDependencyError: the API must be queried, and its client is not installed.
         """
         if self._asks_api():
             return self._spec_of_api()
@@ -127,7 +127,7 @@ class KubernetesClusterResolver(ClusterResolver):
         return _Pods([f"{name}-{i}.{service}" for i in range(count)], index)
 
     def _pods_of_jobset(self, count: int) -> _Pods:
-        meaning = "the template of the pods takes it from the annotations of JobSet"
+        meaning = "the pod template must take it from the annotations of the JobSet"
         name = variable(self._environ, "JOBSET_NAME", meaning, "JOBSET_NAME=train")
         job = variable(self._environ, "REPLICATED_JOB_NAME", meaning, "REPLICATED_JOB_NAME=workers")
         replicas = number(self._environ, "REPLICATED_JOB_REPLICAS", meaning, "REPLICATED_JOB_REPLICAS=1", default=1)
@@ -140,22 +140,24 @@ class KubernetesClusterResolver(ClusterResolver):
         return _Pods(hosts, replica * count + index)
 
     def _name_and_index(self) -> tuple[str, int]:
-        """Returns what the names of all pods begin with, and the number that this pod's ends with."""
+        """Returns the common prefix of the pod names, and the index at the end of this pod's name."""
         name, _, end = self._environ.get("HOSTNAME", "").rpartition("-")
         if "JOB_COMPLETION_INDEX" not in self._environ:
             if not name or not end.isdecimal():
                 raise ClusterSourceError(
                     f"HOSTNAME={self._environ.get('HOSTNAME', '')!r}",
-                    "a pod of a StatefulSet has a name that ends in its number, and that of an indexed Job has "
-                    "JOB_COMPLETION_INDEX; this is neither.",
+                    "a pod of a StatefulSet has a name that ends in its number, and a pod of an indexed Job has "
+                    "JOB_COMPLETION_INDEX, but this process has neither.",
                     "completionMode: Indexed",
                 )
             return name, int(end)
         index = self._completion_index()
-        # A pod in the network of its node has the name of the node.
+        # A pod that uses the network of its node has the host name of the node.
         if name and end == str(index):
             return name, index
-        return variable(self._environ, "JOB_NAME", "HOSTNAME is not that of the pod", "JOB_NAME=train"), index
+        return variable(
+            self._environ, "JOB_NAME", "it is needed because HOSTNAME is not the name of the pod", "JOB_NAME=train"
+        ), index
 
     def _completion_index(self) -> int:
         meaning = "Kubernetes sets it for the pods of an indexed Job"
@@ -173,7 +175,7 @@ class KubernetesClusterResolver(ClusterResolver):
                 if pod.status.phase != "Running":
                     asked = f'Pod "{pod.metadata.name}" of {selector!r}'
                     raise ClusterSourceError(asked, f'is not running; phase: "{pod.status.phase}".', "kubectl get pods")
-                # In the network of the node both are equal; elsewhere two pods of one node differ in their own alone.
+                # On the host network both addresses are equal. Otherwise only `pod_ip` tells two pods of one node apart.
                 yield f"{pod.status.pod_ip or pod.status.host_ip}:{self._port}"
 
     def _default_client(self) -> Any:
@@ -184,8 +186,8 @@ class KubernetesClusterResolver(ClusterResolver):
         except module.config.ConfigException as e:
             raise ClusterSourceError(
                 f"KubernetesClusterResolver(executable_location={self._location.name})",
-                f"num_pods is not given, and the Kubernetes API cannot be asked: {e}",
-                "PHALANX_NUM_PODS=2 in the template of the pods, or KubernetesExecutableLocation.OFF_CLUSTER",
+                f"num_pods is not given, and the Kubernetes API cannot be queried: {e}",
+                "set PHALANX_NUM_PODS=2 in the pod template, or use KubernetesExecutableLocation.OFF_CLUSTER",
             ) from e
         return module.client.CoreV1Api()
 

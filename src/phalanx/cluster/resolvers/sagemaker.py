@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hosts of a training job on Amazon SageMaker."""
+"""Resolver for the hosts of a training job on Amazon SageMaker."""
 
 import json
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ _HINT = """SM_HOSTS='["algo-1", "algo-2"]' SM_CURRENT_HOST=algo-1"""
 
 @final
 class SageMakerClusterResolver(ClusterResolver):
-    """The hosts of a training job on Amazon SageMaker, each a worker. May be used in any context.
+    """Resolves the hosts of a training job on Amazon SageMaker, one worker per host. May be used in any context.
 
     Args:
-      port: where each host listens.
-      task_type: replaces this process's job, "worker".
-      task_id: replaces its index, which is that of SM_CURRENT_HOST among the sorted hosts.
-      rpc_layer: what precedes addresses in `master()`.
-      environment: where the cluster runs.
-      environ: replaces the environment of this process.
+      port: port on which every host listens.
+      task_type: job of this process; "worker" by default.
+      task_id: index of this process; by default the index of SM_CURRENT_HOST in the sorted hosts.
+      rpc_layer: prefix of the addresses in `master()`.
+      environment: name of the environment in which the cluster runs.
+      environ: environment to read instead of that of this process.
 
     Source: tf.distribute's SageMakerClusterResolver.
 
@@ -86,5 +86,5 @@ class SageMakerClusterResolver(ClusterResolver):
         if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
             raise ClusterSourceError(f"SM_HOSTS={shown(text, 80)}", "must be a JSON list of host names.", _HINT)
         if own not in hosts:
-            raise ClusterSourceError(f"SM_CURRENT_HOST={own!r}", f"is none of SM_HOSTS={text}.", _HINT)
+            raise ClusterSourceError(f"SM_CURRENT_HOST={own!r}", f"is not one of SM_HOSTS={text}.", _HINT)
         return sorted(hosts)

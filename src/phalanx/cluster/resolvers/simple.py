@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster that the program itself describes."""
+"""Resolver for a cluster that the program itself describes."""
 
 from typing import final
 
@@ -12,19 +12,19 @@ from phalanx.errors import ClusterTypeError, arguments
 
 @final
 class SimpleClusterResolver(ClusterResolver):
-    """A cluster that the program itself describes. May be used in any context.
+    """Resolves a cluster that the program itself describes. May be used in any context.
 
     Args:
-      cluster_spec: the addresses of all tasks.
-      master: what `master()` returns where it is not asked for a task.
-      task_type: this process's job.
-      task_id: this process's index in its job.
-      environment: where the cluster runs.
-      num_accelerators: how many devices of each kind a task has.
-      rpc_layer: what precedes addresses in `master()`.
+      cluster_spec: addresses of all tasks.
+      master: result of `master()` if it is called without a task.
+      task_type: job of this process.
+      task_id: index of this process in its job.
+      environment: name of the environment in which the cluster runs.
+      num_accelerators: number of devices of a task per kind, as in `{"GPU": 2}`.
+      rpc_layer: prefix of the addresses in `master()`.
 
     Raises:
-      ClusterTypeError: `cluster_spec` is no ClusterSpec, or `master` no string.
+      ClusterTypeError: `cluster_spec` is not a ClusterSpec, or `master` is not a string.
 
     Source: tf.distribute.cluster_resolver.SimpleClusterResolver.
 

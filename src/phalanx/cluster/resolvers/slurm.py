@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of a Slurm job step: what `srun` started."""
+"""Resolver for the tasks of a Slurm job step, which `srun` started."""
 
 import os
 import re
@@ -21,13 +21,13 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Returns the hosts of a host list of Slurm, in its order.
+    """Returns the hosts of a Slurm host list, in order.
 
     Args:
-      text: names between commas, in which `[8-10,12]` stands for numbers; a range that begins with zeros keeps its width.
+      text: names separated by commas. In a name, `[8-10,12]` stands for numbers. A range with leading zeros keeps its width.
 
     Raises:
-      ClusterSourceError: the text is no such list.
+      ClusterSourceError: the text is not a valid host list.
 
     Example:
       >>> expand_hosts("login,gpu[08-10,12]")
@@ -37,13 +37,13 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Returns the number of each node in a list of counts of Slurm.
+    """Returns the counts per node of a Slurm list of counts.
 
     Args:
-      text: numbers between commas; `4(x2)` stands for `4,4`.
+      text: numbers separated by commas. `4(x2)` stands for `4,4`.
 
     Raises:
-      ClusterSourceError: the text is no such list.
+      ClusterSourceError: the text is not a valid list of counts.
 
     Example:
       >>> expand_counts("4(x2),3")
@@ -52,7 +52,7 @@ def expand_counts(text: str) -> list[int]:
     counts = []
     for item in text.split(","):
         if not (match := _COUNT.fullmatch(item.strip())):
-            raise ClusterSourceError(f"tasks per node {text!r}", f"{item!r} is no number of tasks.", "4(x2),3")
+            raise ClusterSourceError(f"tasks per node {text!r}", f"{item!r} is not a number of tasks.", "4(x2),3")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -63,7 +63,7 @@ def _items(text: str) -> list[str]:
     for item in items:
         plain = re.sub(r"\[[^\[\]]*\]", "", item)
         if not item or set(plain) & set("[] \t"):
-            raise _bad_list(text, f"{item!r} is no host or has a bracket too many")
+            raise _bad_list(text, f"{item!r} is not a host name, or has unbalanced brackets")
     return items
 
 
@@ -82,7 +82,7 @@ def _hosts_of(item: str, text: str) -> Iterator[str]:
 def _values(part: str, text: str) -> Iterator[str]:
     match = _RANGE.fullmatch(part)
     if not match or int(match[2] or match[1]) < int(match[1]):
-        raise _bad_list(text, f"{part!r} is no number, and no range of ascending numbers")
+        raise _bad_list(text, f"{part!r} is neither a number nor a range of ascending numbers")
     first, last = match[1], match[2] or match[1]
     return (f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1))
 
@@ -93,14 +93,14 @@ def _bad_list(text: str, found: str) -> ClusterSourceError:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where one rank runs: on which node, and as which of that node's tasks."""
+    """The place of a rank: the index of its node, and its index among the tasks of that node."""
 
     node: int
     local: int
 
 
 def _placed(counts: list[int], distribution: str) -> list[_Place]:
-    """Returns where each rank runs."""
+    """Returns the place of each rank."""
     places = [_Place(node, local) for node, count in enumerate(counts) for local in range(count)]
     kind = distribution.partition(":")[0].lower()
     if kind.startswith("cyclic"):
@@ -109,28 +109,28 @@ def _placed(counts: list[int], distribution: str) -> list[_Place]:
         return places
     raise ClusterSourceError(
         f"SLURM_DISTRIBUTION={distribution!r}",
-        "nothing tells which node a rank is on; block and cyclic do.",
+        "it does not determine the node of a rank. Only block and cyclic do.",
         "srun --distribution=block ...",
     )
 
 
 @final
 class SlurmClusterResolver(ClusterResolver):
-    """The tasks of a Slurm job step: what `srun` started. May be used in any context.
+    """Resolves the tasks of a Slurm job step, which `srun` started. May be used in any context.
 
-    The ranks are given to the jobs in the order of the jobs' names. The tasks of one node listen at `port_base` and the
-    ports after it.
+    Ranks are assigned to jobs in alphabetical order of the job names. The tasks of a node listen on consecutive ports, from
+    `port_base`.
 
     Args:
-      jobs: how many tasks each job has; by default all are workers.
-      port_base: the port of the first task of each node.
-      gpus_per_node: how many GPUs each node has; by default Slurm tells.
-      gpus_per_task: how many of them a task takes; by default they are shared evenly.
-      tasks_per_node: how many tasks each node has, for all nodes or by host; by default Slurm tells.
-      auto_set_gpu: whether `cluster_spec()` sets CUDA_VISIBLE_DEVICES to this task's share of the GPUs of its node, if anything
-        tells how many the node has.
-      rpc_layer: what precedes addresses in `master()`.
-      environ: replaces the environment of this process.
+      jobs: dict from job to number of tasks; by default all tasks are workers.
+      port_base: port of the first task of each node.
+      gpus_per_node: number of GPUs per node; by default the number that Slurm reports.
+      gpus_per_task: number of GPUs per task; by default the GPUs of a node are shared evenly.
+      tasks_per_node: number of tasks per node, for all nodes or as a dict by host; by default the numbers that Slurm reports.
+      auto_set_gpu: whether `cluster_spec()` sets CUDA_VISIBLE_DEVICES to this task's share of the GPUs of its node. It does so
+        only if the number of GPUs is known.
+      rpc_layer: prefix of the addresses in `master()`.
+      environ: environment to read instead of that of this process.
 
     Source: tf.distribute.cluster_resolver.SlurmClusterResolver.
 
@@ -177,8 +177,8 @@ class SlurmClusterResolver(ClusterResolver):
         """Returns the addresses of all tasks.
 
         Raises:
-          ClusterSourceError: this is no job step, its variables contradict each other or the arguments, or a node has too
-            few GPUs for its tasks.
+          ClusterSourceError: this process is not part of a job step, the variables contradict each other or the arguments, or
+            a node has too few GPUs for its tasks.
         """
         hosts, places = self._layout()
         addresses = [f"{hosts[p.node]}:{self._port_base + p.local}" for p in places]
@@ -191,7 +191,7 @@ class SlurmClusterResolver(ClusterResolver):
         return ClusterSpec(cluster)
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """Returns the job of this process, and its index in it."""
+        """Returns the job of this process, and its index in that job."""
         return self.task_type, self.task_id
 
     @override
@@ -209,11 +209,11 @@ class SlurmClusterResolver(ClusterResolver):
         return tasks[self._rank(places)]
 
     def _layout(self) -> tuple[list[str], list[_Place]]:
-        """Returns the hosts, and for each rank where it runs."""
+        """Returns the hosts, and the place of each rank."""
         hosts = expand_hosts(self._variable("SLURM_STEP_NODELIST"))
         counts = self._counts_of_nodes(hosts)
         if len(counts) != len(hosts):
-            found = f"that is {len(counts)} nodes; SLURM_STEP_NODELIST={self._variable('SLURM_STEP_NODELIST')} has {len(hosts)}."
+            found = f"this is {len(counts)} nodes, but SLURM_STEP_NODELIST={self._variable('SLURM_STEP_NODELIST')} has {len(hosts)}."
             raise ClusterSourceError(f"tasks per node {counts}", found, _HINT)
         places = _placed(counts, self._environ.get("SLURM_DISTRIBUTION", ""))
         self._check_own_place(places)
@@ -234,7 +234,7 @@ class SlurmClusterResolver(ClusterResolver):
     def _counts_of_jobs(self, num_tasks: int) -> list[tuple[str, int]]:
         jobs = sorted((self._jobs or {"worker": self._number("SLURM_STEP_NUM_TASKS")}).items())
         if (asked := sum(count for _, count in jobs)) != num_tasks:
-            found = f"{asked} tasks were requested, and {num_tasks} were assigned."
+            found = f"{asked} tasks were requested, but {num_tasks} were assigned."
             raise ClusterSourceError(f"jobs={dict(jobs)}", found, f"srun --ntasks={asked} python train.py")
         return jobs
 
@@ -248,7 +248,7 @@ class SlurmClusterResolver(ClusterResolver):
         rank = self._rank(places)
         place = places[rank]
         for name, computed in (("SLURM_NODEID", place.node), ("SLURM_LOCALID", place.local)):
-            # Slurm tells each task its own place only, so it can contradict what follows for all from the counts.
+            # Slurm reports only the task's own place. It may contradict the places that the counts imply.
             if self._environ.get(name) and self._number(name) != computed:
                 found = f"rank {rank} would have {computed} if the tasks were placed as SLURM_STEP_TASKS_PER_NODE says."
                 raise ClusterSourceError(f"{name}={self._number(name)}", found, "srun --distribution=block ...")
@@ -257,7 +257,7 @@ class SlurmClusterResolver(ClusterResolver):
         return [d.strip() for d in self._environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d.strip()]
 
     def _gpus_on_node(self) -> int | None:
-        """Returns how many GPUs this node has for its tasks, None where nothing tells."""
+        """Returns the number of GPUs of this node, or None if it is unknown."""
         if self._gpus_per_node is not None:
             return self._gpus_per_node
         return self._number("SLURM_GPUS_ON_NODE", default=len(self._visible_gpus())) or None
@@ -267,14 +267,14 @@ class SlurmClusterResolver(ClusterResolver):
         available = self._gpus_on_node()
         count = (available or 0) // most if self._gpus_per_task is None else self._gpus_per_task
         if available is not None and count * most > available:
-            found = f"{most} tasks on one node need {count * most} GPUs, and it has {available}."
+            found = f"{most} tasks on one node need {count * most} GPUs, but it has {available}."
             raise ClusterSourceError(f"gpus_per_task={count}", found, f"gpus_per_task={available // most}")
         return count
 
     def _own_gpus(self, places: list[_Place]) -> list[str]:
         count, local = self._gpus_of_task(places), places[self._rank(places)].local
         visible = self._visible_gpus()
-        # Where Slurm binds each task to its GPUs, the task sees them alone already.
+        # If Slurm binds GPUs to tasks, the task already sees only its own.
         if len(visible) == count:
             return visible
         names = visible if len(visible) >= (local + 1) * count else [str(i) for i in range((local + 1) * count)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster that the environment variable TF_CONFIG describes."""
+"""Resolver for the cluster that the environment variable TF_CONFIG describes."""
 
 from collections.abc import Mapping
 from typing import final
@@ -13,16 +13,16 @@ from phalanx.errors import ClusterTypeError, arguments
 
 @final
 class TFConfigClusterResolver(ClusterResolver):
-    """The cluster that the environment variable TF_CONFIG describes. May be used in any context.
+    """Resolves the cluster that the environment variable TF_CONFIG describes. May be used in any context.
 
-    The variable is read anew for each question. Where it is not set there is no cluster, and no task.
+    Every call reads the variable again. If it is not set, there is no cluster and no task.
 
     Args:
-      task_type: replaces the type of the task.
-      task_id: replaces the index of the task.
-      rpc_layer: replaces what precedes addresses in `master()`.
-      environment: where the cluster runs.
-      environ: replaces the environment of this process.
+      task_type: overrides the type of the task.
+      task_id: overrides the index of the task.
+      rpc_layer: overrides the prefix of the addresses in `master()`.
+      environment: name of the environment in which the cluster runs.
+      environ: environment to read instead of that of this process.
 
     Source: tf.distribute.cluster_resolver.TFConfigClusterResolver.
 
@@ -51,17 +51,17 @@ class TFConfigClusterResolver(ClusterResolver):
         """Returns the addresses of all tasks.
 
         Raises:
-          ClusterError: TF_CONFIG is wrong; the message says where.
+          ClusterError: TF_CONFIG is wrong. The message says where.
         """
         return self._config().spec
 
     @override
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Returns what TF_CONFIG calls `session_master`, else the address of a task; empty where there is one in all, or none."""
+        """Returns the `session_master` of TF_CONFIG, or the address of a task; empty if the cluster has at most one task."""
         config = self._config()
         if config.session_master is not None:
             return config.session_master
-        # Gaps count: the tasks in them exist, with addresses that this one need not know.
+        # Missing indices count: those tasks exist, but this one need not know their addresses.
         if sum(len(config.spec.job_tasks(job)) for job in config.spec.jobs) <= 1:
             return ""
         return super().master(task_type, task_id, rpc_layer)

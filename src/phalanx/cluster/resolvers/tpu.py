@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hosts of a slice of TPUs: from the environment on GKE, from the metadata on Google Compute Engine."""
+"""Resolver for the hosts of a TPU slice. Reads the environment on GKE, and metadata on Google Compute Engine."""
 
 import json
 import math
@@ -18,14 +18,14 @@ _TIMEOUT_S = 5.0
 
 
 class TPUSystemMetadata(NamedTuple):
-    """How many cores a TPU system has. `TPUClusterResolver.get_tpu_system_metadata` returns it.
+    """The size of a TPU system, as `TPUClusterResolver.get_tpu_system_metadata` returns it.
 
     Args:
-      num_cores: of all hosts.
-      num_hosts: how many hosts.
-      num_of_cores_per_host: of each of them.
-      topology: None; `phalanx.tpu.experimental.initialize_tpu_system` returns where the cores are.
-      devices: the names that tf.distribute has for the cores.
+      num_cores: number of cores of all hosts.
+      num_hosts: number of hosts.
+      num_of_cores_per_host: number of cores per host.
+      topology: always None. `phalanx.tpu.experimental.initialize_tpu_system` returns the topology.
+      devices: names of the cores in tf.distribute.
 
     Source: tf.tpu.experimental.TPUSystemMetadata.
 
@@ -44,25 +44,25 @@ class TPUSystemMetadata(NamedTuple):
 
 @final
 class TPUClusterResolver(ClusterResolver):
-    """The hosts of a slice of TPUs, each a worker. May be used in any context.
+    """Resolves the hosts of a TPU slice, one worker per host. May be used in any context.
 
-    The first of these that tells is used: the addresses in `tpu`, the Cloud TPU API (where `service`, or `zone` and
-    `project` are given), TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES with TPU_WORKER_ID (GKE sets them), the metadata
+    The first source that is available is used: the addresses in `tpu`; the Cloud TPU API (if `service`, or `zone` and
+    `project` are given); TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES with TPU_WORKER_ID, which GKE sets; the metadata
     server of a TPU machine.
 
     Args:
-      tpu: "local" for the TPUs of this machine alone; addresses as in `grpc://10.0.0.2:8470`, with commas between; or a
-        name. By default TPU_NAME.
-      zone: where the TPU of this name is.
-      project: whose it is.
-      job_name: the job of all hosts.
-      coordinator_name: a further job, of one task that has no TPU.
-      coordinator_address: the address of that task.
-      credentials: of google-auth; by default those of the machine.
-      service: the client of the Cloud TPU API; by default google-api-python-client's.
-      discovery_url: where that API describes itself.
-      port: where each host listens, for hosts that are known by name.
-      environ: replaces the environment of this process.
+      tpu: "local" for the TPUs of this machine only, addresses such as `grpc://10.0.0.2:8470` separated by commas, or a
+        name; by default TPU_NAME.
+      zone: zone of the TPU.
+      project: project of the TPU.
+      job_name: job of all hosts.
+      coordinator_name: an additional job, with one task that has no TPU.
+      coordinator_address: address of that task.
+      credentials: credentials of google-auth; by default those of the machine.
+      service: client of the Cloud TPU API; by default that of google-api-python-client.
+      discovery_url: URL of the description of that API.
+      port: port on which every host listens, for hosts that are known by name.
+      environ: environment to read instead of that of this process.
 
     Source: tf.distribute.cluster_resolver.TPUClusterResolver.
 
@@ -97,24 +97,24 @@ class TPUClusterResolver(ClusterResolver):
 
     @staticmethod
     def connect(tpu: str | None = None, zone: str | None = None, project: str | None = None) -> "TPUClusterResolver":
-        """Returns a resolver of that TPU. May be called in any context.
+        """Returns a resolver for a TPU. May be called in any context.
 
-        What it does in TensorFlow beyond that, `initialize_tpu_system` and `TPUStrategy` do here.
+        In TensorFlow this also connects to the TPU and initializes it. Here `initialize_tpu_system` and `TPUStrategy` do so.
 
         Args:
-          tpu: its name, as in the constructor.
-          zone: where it is.
-          project: whose it is.
+          tpu: as in the constructor.
+          zone: as in the constructor.
+          project: as in the constructor.
         """
         return TPUClusterResolver(tpu, zone, project)
 
     @override
     def cluster_spec(self) -> ClusterSpec:
-        """Returns the addresses of all hosts; none for "local".
+        """Returns the addresses of all hosts, or an empty spec for "local".
 
         Raises:
-          ClusterSourceError: nothing tells the hosts, the TPU is not ready, or there are several slices.
-          MissingDependencyError: the API has to be asked, and google-api-python-client is not installed.
+          ClusterSourceError: the hosts are unknown, the TPU is not ready, or there are several slices.
+          MissingDependencyError: the API must be queried, and google-api-python-client is not installed.
         """
         if self._name() == "local":
             return ClusterSpec({})
@@ -132,7 +132,7 @@ class TPUClusterResolver(ClusterResolver):
         sides = bounds.split(",")
         if not all(side.isdecimal() for side in sides):
             return {}
-        # The chips of these two generations are two devices each.
+        # In these two generations, every chip is two devices.
         cores = 2 if self._environ.get("TPU_ACCELERATOR_TYPE", "")[:3] in ("v2-", "v3-") else 1
         return {"TPU": cores * math.prod(map(int, sides))}
 
@@ -145,17 +145,17 @@ class TPUClusterResolver(ClusterResolver):
         return self.master()
 
     def get_coordination_service_leader(self) -> str:
-        """Returns the name of the task that the others connect to, as tf.distribute writes it."""
+        """Returns the name of the task that the others connect to, in the notation of tf.distribute."""
         return f"/job:{self._job}/task:0"
 
     def set_tpu_topology(self, serialized_tpu_topology: bytes) -> None:
-        """Records where the cores are, for `get_tpu_system_metadata`.
+        """Records the topology, for `get_tpu_system_metadata`.
 
         Args:
-          serialized_tpu_topology: what `Topology.serialized()` returned.
+          serialized_tpu_topology: the result of `Topology.serialized()`.
 
         Raises:
-          ClusterTypeError: something else.
+          ClusterTypeError: the argument is not a serialized topology.
         """
         try:
             counts = [len(task) for task in json.loads(serialized_tpu_topology)["device_coordinates"]]
@@ -168,10 +168,10 @@ class TPUClusterResolver(ClusterResolver):
         self._cores_of_hosts = counts
 
     def get_tpu_system_metadata(self) -> TPUSystemMetadata:
-        """Returns how many cores and hosts the system has: of the topology that was set, else of the cluster.
+        """Returns the number of cores and hosts, from the recorded topology or else from the cluster.
 
         Raises:
-          ClusterSourceError: nothing tells.
+          ClusterSourceError: the number of cores is unknown.
         """
         counts = self._cores_of_hosts
         if counts is None:
@@ -180,7 +180,7 @@ class TPUClusterResolver(ClusterResolver):
         if not all(counts):
             raise ClusterSourceError(
                 "TPUClusterResolver.get_tpu_system_metadata",
-                "TPU_CHIPS_PER_PROCESS_BOUNDS and TPU_CHIPS_PER_HOST_BOUNDS are not set, and no topology was.",
+                "TPU_CHIPS_PER_PROCESS_BOUNDS and TPU_CHIPS_PER_HOST_BOUNDS are not set, and no topology was recorded.",
                 "resolver.set_tpu_topology(phalanx.tpu.experimental.initialize_tpu_system(resolver).serialized())",
             )
         devices = tuple(f"/job:{self._job}/task:{t}/device:TPU:{i}" for t, n in enumerate(counts) for i in range(n))
@@ -195,7 +195,7 @@ class TPUClusterResolver(ClusterResolver):
             return 0
         if not self._hosts_of_environ():
             return int(self._metadata("agent-worker-number"))
-        # Several processes of one host have a number each.
+        # If a host runs several processes, each has its own number.
         name = "CLOUD_TPU_TASK_ID" if "CLOUD_TPU_TASK_ID" in self._environ else "TPU_WORKER_ID"
         count = len(self._hosts_of_environ())
         index = number(self._environ, name, _MEANING, f"{name}=0")
@@ -211,8 +211,8 @@ class TPUClusterResolver(ClusterResolver):
         if number(self._environ, "MEGASCALE_NUM_SLICES", _MEANING, "MEGASCALE_NUM_SLICES=1", default=1) > 1:
             raise ClusterSourceError(
                 f"MEGASCALE_NUM_SLICES={self._environ['MEGASCALE_NUM_SLICES']}",
-                "a host is told the hosts of its own slice only.",
-                "KubernetesClusterResolver(num_pods=...) in a JobSet with one replica of the job for each slice",
+                "a host only knows the hosts of its own slice.",
+                "use KubernetesClusterResolver(num_pods=...) in a JobSet with one replica of the job per slice",
             )
         return self._with_ports(self._hosts_of_environ() or self._hosts_of_metadata())
 
@@ -232,7 +232,7 @@ class TPUClusterResolver(ClusterResolver):
         return [host.strip().partition(":")[0] for host in text.split(",") if host.strip()]
 
     def _hosts_of_metadata(self) -> list[str]:
-        # Older machines tell `name:number:address`, newer ones the address alone.
+        # Older machines report `name:number:address`, newer ones only the address.
         return [item.strip().rpartition(":")[2] for item in self._metadata("worker-network-endpoints").split(",")]
 
     def _with_ports(self, hosts: list[str]) -> list[str]:
@@ -241,12 +241,16 @@ class TPUClusterResolver(ClusterResolver):
     def _metadata(self, key: str) -> str:
         host = self._environ.get("GCE_METADATA_IP", "metadata.google.internal")
         asked = f"TPUClusterResolver(tpu={self._tpu!r})"
-        hint = 'TPUClusterResolver("local") for the TPUs of this machine alone'
+        hint = 'TPUClusterResolver("local") for the TPUs of this machine only'
         if self._environ.get("TPU_SKIP_MDS_QUERY"):
-            raise ClusterSourceError(asked, "TPU_WORKER_HOSTNAMES is not set, and TPU_SKIP_MDS_QUERY is.", hint)
+            raise ClusterSourceError(
+                asked,
+                "TPU_WORKER_HOSTNAMES is not set, and TPU_SKIP_MDS_QUERY forbids asking the metadata server.",
+                hint,
+            )
         url = f"http://{host}/computeMetadata/v1/instance/attributes/{key}"
         request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-        # The server is this machine's own, so no proxy leads to it.
+        # The server belongs to this machine, so it is not behind a proxy.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=_TIMEOUT_S) as answer:
@@ -262,6 +266,6 @@ class TPUClusterResolver(ClusterResolver):
         node = service.projects().locations().nodes().get(name=name).execute()
         state, health = node.get("state"), node.get("health", "HEALTHY")
         if (state, health) != ("READY", "HEALTHY"):
-            found = f"its state is {state}, its health {health}."
+            found = f"its state is {state} and its health is {health}."
             raise ClusterSourceError(f"TPU {name}", found, "gcloud compute tpus tpu-vm describe ...")
         return [f"{end['ipAddress']}:{end.get('port', self._port)}" for end in node["networkEndpoints"]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several clusters as one."""
+"""Resolver that joins several clusters into one."""
 
 from typing import final
 
@@ -12,20 +12,20 @@ from phalanx.errors import ClusterError, ClusterTypeError, arguments, shown
 
 @final
 class UnionResolver(ClusterResolver):
-    """Several clusters as one. May be used in any context.
+    """Joins several clusters into one. May be used in any context.
 
-    The tasks of a job are those of the first resolver, then those of the next; where one of them tells indices, all keep
-    theirs. Everything else is the first resolver's.
+    The tasks of a job are the tasks of the first resolver, followed by those of the next. If a resolver gives indices for a
+    job, all tasks of that job keep their indices. Everything else comes from the first resolver.
 
     Args:
-      *resolvers: at least one.
-      task_type: this process's job.
-      task_id: this process's index in its job.
-      rpc_layer: what precedes addresses in `master()`.
+      *resolvers: resolvers of the clusters, at least one.
+      task_type: job of this process.
+      task_id: index of this process in its job.
+      rpc_layer: prefix of the addresses in `master()`.
 
     Raises:
-      ClusterError: there is no resolver.
-      ClusterTypeError: one is none.
+      ClusterError: no resolver was given.
+      ClusterTypeError: an argument is not a resolver.
 
     Source: tf.distribute.cluster_resolver.UnionResolver.
 
@@ -45,10 +45,10 @@ class UnionResolver(ClusterResolver):
         rpc_layer: str | None = None,
     ) -> None:
         if not resolvers:
-            raise ClusterError("UnionResolver()", "a union needs one resolver at least.", "UnionResolver(a, b)")
+            raise ClusterError("UnionResolver()", "a union needs at least one resolver.", "UnionResolver(a, b)")
         for resolver in resolvers:
             if not isinstance(resolver, ClusterResolver):
-                raise ClusterTypeError(shown(resolver, 80), "is no ClusterResolver.", "UnionResolver(a, b)")
+                raise ClusterTypeError(shown(resolver, 80), "is not a ClusterResolver.", "UnionResolver(a, b)")
         self._resolvers = resolvers
         self._task_type, self._task_id = task_type, task_id
         self._rpc_layer = rpc_layer or resolvers[0].rpc_layer
@@ -58,7 +58,7 @@ class UnionResolver(ClusterResolver):
         """Returns the tasks of all resolvers.
 
         Raises:
-          ClusterError: two resolvers give one index to different tasks.
+          ClusterError: two resolvers give the same index to different tasks.
         """
         specs = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
         jobs = {job for spec in specs for job in spec}
