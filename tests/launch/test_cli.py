@@ -177,8 +177,8 @@ def test_script_that_is_not_there():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--workers", "0", "train.py"], "workers=0: there is at least one.\nHINT: --workers 2"),
-        (["--devices-per-worker", "0", "train.py"], "devices_per_worker=0: a worker has at least one device."),
+        (["--workers", "0", "train.py"], "workers=0: there must be at least one worker.\nHINT: --workers 2"),
+        (["--devices-per-worker", "0", "train.py"], "devices_per_worker=0: a worker must have at least one device."),
         (["--workers", "two", "train.py"], "'two' is not a valid integer"),
         (["--max-restarts", "-1", "train.py"], "-1 is not in the range x>=0"),
         (["--grace-seconds", "-1", "train.py"], "-1.0 is not in the range x>=0"),

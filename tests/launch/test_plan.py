@@ -126,13 +126,17 @@ def test_this_machine():
 @pytest.mark.parametrize("workers", [0, -1])
 def test_no_workers(workers):
     """There is at least one worker."""
-    with pytest.raises(InvalidArgumentError, match=rf"workers={workers}: there is at least one.\nHINT: --workers 2"):
+    with pytest.raises(
+        InvalidArgumentError, match=rf"workers={workers}: there must be at least one worker.\nHINT: --workers 2"
+    ):
         Request("train.py", workers=workers)
 
 
 def test_no_devices():
     """A worker has at least one device."""
-    with pytest.raises(InvalidArgumentError, match=r"devices_per_worker=0: a worker has at least one device.\nHINT: "):
+    with pytest.raises(
+        InvalidArgumentError, match=r"devices_per_worker=0: a worker must have at least one device.\nHINT: "
+    ):
         Request("train.py", devices_per_worker=0)
 
 
@@ -147,9 +151,7 @@ def test_devices_that_contradict(value, devices):
 @pytest.mark.parametrize(("workers", "devices", "each"), [(3, None, 1), (2, 2, 2)])
 def test_too_few_gpus(workers, devices, each):
     """Workers do not share a GPU unasked."""
-    found = (
-        rf"workers={workers}, {each} GPU\(s\) each: this machine shows 2: 0, 1.\nHINT: JAX_PLATFORMS=cpu phalanx run"
-    )
+    found = rf"workers={workers}, {each} GPU\(s\) each: this machine has 2: 0, 1.\nHINT: JAX_PLATFORMS=cpu phalanx run"
     with pytest.raises(InvalidArgumentError, match=found):
         environments(workers=workers, devices=devices, gpus=("0", "1"))
 

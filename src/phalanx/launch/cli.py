@@ -31,7 +31,7 @@ HINT: TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task":
 
 @final
 class _Refused(click.ClickException):
-    """An error of Phalanx, told without a stack."""
+    """Shows a Phalanx error without a stack trace."""
 
     exit_code = 2
 
@@ -55,21 +55,25 @@ def main() -> None:
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
-@click.option("--workers", default=1, show_default=True, help="How many processes.")
-@click.option("--devices-per-worker", type=int, help="How many devices each has.  [default: 1; its share of the GPUs]")
-@click.option("--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="How often to start again.")
+@click.option("--workers", default=1, show_default=True, help="Number of processes.")
+@click.option("--devices-per-worker", type=int, help="Devices per process.  [default: 1; its share of the GPUs]")
 @click.option(
-    "--grace-seconds", type=click.FloatRange(0), default=5.0, show_default=True, help="From SIGTERM to SIGKILL."
+    "--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="How often to restart after a failure."
 )
-@click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as after `python -m`.")
-@click.option("--print", "template", type=click.Choice(list(TEMPLATES)), help="Write a template, and start nothing.")
+@click.option(
+    "--grace-seconds", type=click.FloatRange(0), default=5.0, show_default=True, help="Time from SIGTERM to SIGKILL."
+)
+@click.option("-m", "is_module", is_flag=True, help="Treat SCRIPT as the name of a module, like `python -m`.")
+@click.option(
+    "--print", "template", type=click.Choice(list(TEMPLATES)), help="Print a template instead of starting anything."
+)
 @click.argument("target", metavar="SCRIPT")
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
 def run(max_restarts: int, grace_seconds: float, template: str | None, **asked: Any) -> None:
-    """Runs SCRIPT as the workers of a cluster on this machine, and ends all of them when one fails.
+    """Runs SCRIPT in every worker of a cluster on this machine, and stops all workers as soon as one fails.
 
-    Each gets TF_CONFIG, its devices and its share of the cores. Ends with 0 if all of them did, else with the code of
-    the first that failed.
+    Each worker gets TF_CONFIG, its devices and its share of the cores. The exit code is 0 if all workers succeed,
+    otherwise that of the first worker that failed.
     """
     with _errors_told():
         request = Request(**asked)
@@ -100,13 +104,14 @@ def cluster() -> None:
 
 
 @main.command()
-@click.option("--shared", metavar="DIR", help="A folder that all workers must see, such as that of the checkpoints.")
+@click.option("--shared", metavar="DIR", help="A folder that all workers must see, such as the checkpoint folder.")
 @click.option("--timeout-seconds", default=30.0, show_default=True, help="How long to wait for the other processes.")
 def doctor(shared: str | None, timeout_seconds: float) -> None:
-    """Starts the cluster that the environment describes and checks it: PASS, or FAIL and a HINT, per line.
+    """Starts the cluster that the environment describes and checks it. Prints PASS, or FAIL and a HINT, per check.
 
-    Run it in each process of the cluster at once, for example with srun. Without a description it tries two processes on
-    this machine. Checks ports, the roll call, an all-reduce, versions, clocks, and a shared folder. Ends with 0 if all pass.
+    Run it in all processes of the cluster at the same time, for example with srun. Without a cluster description, it tries
+    two processes on this machine. It checks ports, the roll call, an all-reduce, versions, clocks and a shared folder. The
+    exit code is 0 if all checks pass.
     """
     arguments = ["--timeout-s", str(timeout_seconds), *(["--shared", shared] if shared else [])]
     with _errors_told():
@@ -114,25 +119,25 @@ def doctor(shared: str | None, timeout_seconds: float) -> None:
         if resolver is not None and resolver.cluster_spec():
             code = _child("phalanx.strategies.checkup", arguments)
         else:
-            click.echo("Nothing here describes a cluster: two processes on this machine are tried.")
+            click.echo("Nothing here describes a cluster: trying two processes on this machine.")
             request = Request("phalanx.strategies.checkup", tuple(arguments), is_module=True, workers=2)
             machine = Machine.this(os.environ)
             code = run_group(
                 lambda restart: plan(request, machine, os.environ, free_ports(2), restart=restart),
-                say=lambda _: None,  # The lines of the checks say it.
+                say=lambda _: None,  # The checks print their own lines.
             ).exit_code
     sys.exit(1 if code else 0)
 
 
 @main.command()
-@click.option("--json", "is_json", is_flag=True, help="As JSON.")
+@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def env(is_json: bool) -> None:
-    """Shows versions, system, devices and variables, for a report of a bug. Hides the values of secrets."""
+    """Shows versions, system, devices and variables, for a bug report. Hides the values of secrets."""
     sys.exit(_child("phalanx.mesh.environment", ["--json"] if is_json else []))
 
 
 def _child(module: str, arguments: Sequence[str]) -> int:
-    """Runs a module that needs JAX, which the launcher does not import; returns its exit code."""
+    """Runs a module in a child process, because the launcher does not import JAX. Returns its exit code."""
     return subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode
 
 

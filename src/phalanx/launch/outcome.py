@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a group of processes ended, and the report that says whose fault it was."""
+"""Describes how a group of processes ended, and reports which process was the cause."""
 
 import re
 import signal
@@ -25,15 +25,15 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How one process ended.
+    """The end of one process.
 
     Args:
-      name: what it is called.
-      code: what it ended with; minus the number of a signal that killed it.
-      after_s: when it ended, in seconds from the start of the group.
-      is_told: whether it was told to end before it did.
-      is_stopped: whether it stood still, by SIGSTOP, when it was told.
-      last: what it printed last.
+      name: name of the process in reports.
+      code: exit code, or minus the number of the signal that killed it.
+      after_s: time of the end, in seconds from the start of the group.
+      is_told: whether the launcher had told it to end.
+      is_stopped: whether it was stopped by SIGSTOP when it was told to end.
+      last: its last lines of output.
     """
 
     name: str
@@ -45,22 +45,22 @@ class Ending:
 
     @property
     def is_failure(self) -> bool:
-        """Whether it failed by itself."""
+        """Whether it failed without being told to end."""
         return bool(self.code) and not self.is_told
 
     @property
     def verdict(self) -> re.Match[str] | None:
-        """What its watch has said of who keeps the cluster from going on."""
+        """The message of its watch that names the process that keeps the cluster from going on."""
         return next((m for line in reversed(self.last) if (m := _VERDICT.match(line.text))), None)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a group ended.
+    """The end of a group of processes.
 
     Args:
-      endings: of all its processes, by rank.
-      signal: what ended the launcher, if a signal did.
+      endings: the endings of all processes, by rank.
+      signal: the signal that ended the launcher, or None.
 
     Example:
       >>> outcome = Outcome((Ending("worker 0", -15, 1.3, is_told=True), Ending("worker 1", -9, 1.2)))
@@ -78,18 +78,18 @@ class Outcome:
 
     @property
     def verdict(self) -> re.Match[str] | None:
-        """What the watch of that one has said, of a process of this group."""
+        """The watch message of the process that failed first, if it names a process of this group."""
         verdict = self.first_failure and self.first_failure.verdict
         return verdict if verdict and int(verdict["rank"]) < len(self.endings) else None
 
     @property
     def culprit(self) -> Ending | None:
-        """Whom the watch has named; else the process that failed first."""
+        """The process that the watch named, or else the process that failed first."""
         return self.endings[int(self.verdict["rank"])] if self.verdict else self.first_failure
 
     @property
     def exit_code(self) -> int:
-        """What the launcher ends with: 0 if all did, else as a shell would say it of the first that failed."""
+        """The exit code of the launcher: 0 if all processes succeeded, otherwise that of the first failure, as in a shell."""
         if self.signal is not None:
             return 128 + self.signal
         if self.first_failure is None:
@@ -98,7 +98,7 @@ class Outcome:
 
 
 def report(outcome: Outcome) -> str:
-    """Returns who is the culprit and how it ended, its last lines and stack, and how the others ended; empty after success."""
+    """Returns a report on the culprit, its last lines and stack, and the ends of the others; empty after success."""
     culprit, verdict = outcome.culprit, outcome.verdict
     lines = [f"The cluster could not go on: {verdict['text']}"] if verdict else []
     if culprit:
@@ -112,7 +112,7 @@ def report(outcome: Outcome) -> str:
 
 
 def in_words(code: int) -> str:
-    """Returns what an exit code says.
+    """Returns an exit code in words.
 
     Example:
       >>> in_words(3), in_words(-11)
@@ -128,7 +128,7 @@ def signal_name(number: int) -> str:
 
 
 def stack_of(lines: Sequence[KeptLine]) -> list[str]:
-    """Returns the last Python stack among the lines, with those that caused it; empty where there is none."""
+    """Returns the lines of the last Python stack and of its causes; empty if there is none."""
     for is_error in (True, False):
         texts = [line.text for line in lines if line.is_error is is_error]
         if (start := _start_of_stack(texts)) is not None:
@@ -153,7 +153,7 @@ def _quoted(title: str, lines: list[str]) -> list[str]:
 
 def _became(ending: Ending) -> str:
     stood = "stood still (SIGSTOP) and " if ending.is_stopped else ""
-    # 143 is what a worker ends with whose `finally` blocks ran.
+    # A worker whose `finally` blocks ran after SIGTERM exits with 143.
     code = -signal.SIGTERM if ending.code == 128 + signal.SIGTERM else ending.code
     if ending.is_told and code in (-signal.SIGTERM, -signal.SIGKILL):
         return f"{stood}was ended by the launcher ({signal_name(-code)})"
@@ -161,7 +161,7 @@ def _became(ending: Ending) -> str:
 
 
 def _start_of_stack(texts: list[str]) -> int | None:
-    """Where the last stack begins: a crash's, an exception's, or the first of all threads'."""
+    """Returns the index of the line where the last stack begins: of a crash, of an exception, or of the first thread."""
     crashes = [i for i, text in enumerate(texts) if text.startswith(_CRASH)]
     raised = [i for i, text in enumerate(texts) if _TRACEBACK in text]
     threads = [i for i, text in enumerate(texts) if _THREAD.match(text)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers print: cut into whole lines, kept for the report, and passed on without waiting for the reader."""
+"""Splits the output of workers into lines, keeps the last ones for reports, and forwards all without blocking."""
 
 import os
 import select
@@ -17,7 +17,7 @@ _KEPT_LINE_CHARS = 1000
 
 @final
 class Lines:
-    """Cuts a stream of bytes into lines. A lone carriage return ends one too: progress bars write nothing else.
+    """Splits a stream of bytes into lines. A lone carriage return ends a line too, because progress bars write no newline.
 
     Example:
       >>> lines = Lines()
@@ -29,12 +29,12 @@ class Lines:
         self._begun = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Returns the lines that `data` completes; one of more than a mebibyte comes in pieces."""
+        """Returns the lines that `data` completes. Lines of more than 1 MiB are returned in pieces."""
         ends = b"\n" in data or b"\r" in data or self._begun.endswith(b"\r")
         self._begun += data
         if not ends and len(self._begun) < _LONGEST_LINE_BYTES:
             return []
-        # A carriage return at the end may be half of a line's end.
+        # A carriage return at the end may be the first half of `\r\n`.
         half = b"\r" if self._begun.endswith(b"\r") else b""
         text = bytes(self._begun).removesuffix(half).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, rest = text.split(b"\n")
@@ -44,14 +44,14 @@ class Lines:
         return lines
 
     def rest(self) -> list[bytes]:
-        """Returns the last line, if it has no end."""
+        """Returns the last line if it is unterminated, in a list."""
         rest, self._begun = bytes(self._begun), bytearray()
         return [rest.removesuffix(b"\r")] if rest else []
 
 
 @dataclass(frozen=True)
 class KeptLine:
-    """A line that a worker has printed, and where."""
+    """A line that a worker printed, and whether it was on the error stream."""
 
     text: str
     is_error: bool
@@ -59,13 +59,13 @@ class KeptLine:
 
 @final
 class Stream:
-    """One of the two streams of one worker.
+    """The output or error stream of a worker.
 
     Args:
-      pipe: where its output arrives.
-      prefix: what stands before each line.
-      kept: takes its last lines.
-      is_error: whether it is the stream of errors.
+      pipe: pipe from which the output is read.
+      prefix: text to put before each line.
+      kept: queue that receives the last lines.
+      is_error: whether this is the error stream.
     """
 
     def __init__(self, pipe: IO[bytes], prefix: str, kept: deque[KeptLine], *, is_error: bool) -> None:
@@ -79,38 +79,38 @@ class Stream:
 
     @property
     def is_open(self) -> bool:
-        """Whether more may come."""
+        """Whether more output may arrive."""
         return not self._pipe.closed
 
     def read(self) -> bytes:
-        """Returns what has arrived, as whole lines with their prefix. Closes the pipe at its end."""
+        """Returns the complete lines that have arrived, with their prefix. Closes the pipe at the end of the stream."""
         data = os.read(self.fileno, _CHUNK_BYTES)
         return self._pass(self._lines.feed(data)) if data else self.close()
 
     def close(self) -> bytes:
-        """Closes the pipe, and returns the line that has no end."""
+        """Closes the pipe and returns the last line if it is unterminated."""
         self._pipe.close()
         return self._pass(self._lines.rest())
 
     def _pass(self, lines: list[bytes]) -> bytes:
         for line in lines[-_KEPT_LINES:]:
-            # A byte of UTF-8 text is at least a quarter of a character.
+            # A character takes at most four bytes in UTF-8.
             text = line[: 4 * _KEPT_LINE_CHARS].decode(errors="replace")[:_KEPT_LINE_CHARS]
             self._kept.append(KeptLine(text, self._is_error))
         return b"".join(b"%b%b\n" % (self._prefix, line) for line in lines)
 
 
 def kept_lines() -> deque[KeptLine]:
-    """Returns room for the last lines of one worker."""
+    """Returns an empty queue for the last lines of one worker."""
     return deque(maxlen=_KEPT_LINES)
 
 
 @final
 class Sink:
-    """Bytes on their way to a file descriptor whose reader may be slow, or gone.
+    """A buffer in front of a file descriptor whose reader may be slow or gone.
 
     Args:
-      fd: where they go.
+      fd: file descriptor to write to.
     """
 
     def __init__(self, fd: int) -> None:
@@ -125,19 +125,19 @@ class Sink:
 
     @property
     def is_full(self) -> bool:
-        """Whether the workers should wait."""
+        """Whether the buffer is full, so that the workers should wait."""
         return len(self._waiting) >= _FULL_BYTES
 
     def put(self, data: bytes) -> None:
-        """Takes bytes; forgets them if nobody can read them any more."""
+        """Adds bytes to the buffer. Drops them if writing has failed before."""
         if self.error is None:
             self._waiting += data
 
     def write(self) -> None:
-        """Writes what can be written without waiting."""
+        """Writes as much as possible without blocking."""
         try:
             while self._waiting and wait((), (self.fd,), timeout_s=0):
-                # A pipe that is ready takes so much at once.
+                # A pipe that is ready accepts PIPE_BUF bytes without blocking.
                 written = os.write(self.fd, self._waiting[: select.PIPE_BUF])
                 del self._waiting[:written]
         except BlockingIOError:
@@ -148,7 +148,7 @@ class Sink:
 
 
 def wait(readers: Iterable[int], writers: Iterable[int], *, timeout_s: float) -> set[int]:
-    """Returns those of the file descriptors that are ready, after `timeout_s` seconds none of them maybe."""
+    """Returns the file descriptors that are ready. The set may be empty after `timeout_s` seconds."""
     poll = select.poll()
     for fd in readers:
         poll.register(fd, select.POLLIN)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what `phalanx run` was asked to the processes that it starts. Pure, but for `Machine.this` and `free_ports`."""
+"""Plans the processes that `phalanx run` starts. All functions are pure except `Machine.this` and `free_ports`."""
 
 import os
 import socket
@@ -19,17 +19,17 @@ JOB = "worker"
 
 @dataclass(frozen=True)
 class Request:
-    """What to run, and as how many processes.
+    """The script to run and the number of processes.
 
     Args:
-      target: the path of a script, or the name of a module.
-      arguments: what the script gets.
+      target: path of a script, or name of a module.
+      arguments: command line arguments of the script.
       is_module: whether `target` is a module, as after `python -m`.
-      workers: how many processes.
-      devices_per_worker: how many devices each of them has; None leaves it to the machine and the environment.
+      workers: number of processes.
+      devices_per_worker: number of devices per process. With None, the machine and the environment decide.
 
     Raises:
-      InvalidArgumentError: fewer than one worker or device.
+      InvalidArgumentError: there is less than one worker, or less than one device per worker.
 
     Example:
       >>> Request("train.py", ("--lr", "0.1"), workers=2).command("python")
@@ -44,23 +44,23 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.workers < 1:
-            raise InvalidArgumentError(f"workers={self.workers}", "there is at least one.", "--workers 2")
+            raise InvalidArgumentError(f"workers={self.workers}", "there must be at least one worker.", "--workers 2")
         if self.devices_per_worker is not None and self.devices_per_worker < 1:
             raise InvalidArgumentError(
                 f"devices_per_worker={self.devices_per_worker}",
-                "a worker has at least one device.",
+                "a worker must have at least one device.",
                 "--devices-per-worker 1",
             )
 
     def command(self, python: str) -> tuple[str, ...]:
-        """Returns the words of the command that runs it."""
+        """Returns the command line that runs the script."""
         return (python, *(["-m"] if self.is_module else []), self.target, *self.arguments)
 
     def check_script(self) -> None:
-        """Makes sure that the script is there, for as many processes would say the same that it is not.
+        """Checks that the script exists and can be read, so that the launcher reports it once instead of every worker.
 
         Raises:
-          InvalidArgumentError: there is no such file, or it may not be read.
+          InvalidArgumentError: the file does not exist or cannot be read.
         """
         if self.is_module:
             return
@@ -76,11 +76,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the workers share.
+    """The cores and GPUs that the workers share.
 
     Args:
-      cores: how many this process may use.
-      gpus: their names, as in CUDA_VISIBLE_DEVICES.
+      cores: number of cores that this process may use.
+      gpus: names of the GPUs, as in CUDA_VISIBLE_DEVICES.
     """
 
     cores: int
@@ -88,7 +88,7 @@ class Machine:
 
     @classmethod
     def this(cls, environment: Mapping[str, str]) -> Self:
-        """Returns this machine, as far as the environment shows it to JAX."""
+        """Returns this machine, with the GPUs that the environment makes visible to JAX."""
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         return cls(cores, _visible_gpus(environment))
 
@@ -98,10 +98,10 @@ class ProcessSpec:
     """One process to start.
 
     Args:
-      rank: its place among all, from 0.
-      task: its place in the cluster.
-      argv: its command.
-      environment: its whole environment.
+      rank: rank of the process, from 0.
+      task: its task in the cluster.
+      argv: its command line.
+      environment: its complete environment.
     """
 
     rank: int
@@ -111,24 +111,26 @@ class ProcessSpec:
 
     @property
     def name(self) -> str:
-        """What output and reports call it."""
+        """The name of the process in output and reports."""
         return f"{self.task.type} {self.task.index}"
 
 
 def plan(
     request: Request, machine: Machine, environment: Mapping[str, str], ports: Sequence[int], *, restart: int = 0
 ) -> list[ProcessSpec]:
-    """Returns the processes to start; what `environment` sets wins, except for what makes them one cluster.
+    """Returns the processes to start.
+
+    Variables in `environment` win, except for TF_CONFIG, PHALANX_RESTART and the share of the GPUs.
 
     Args:
-      request: what to run.
-      machine: what the workers share.
-      environment: that of the launcher.
-      ports: one for each worker.
+      request: the script to run and the number of processes.
+      machine: the cores and GPUs that the workers share.
+      environment: environment of the launcher.
+      ports: one port per worker.
       restart: how often the group was started before.
 
     Raises:
-      InvalidArgumentError: the machine has too few GPUs, or the environment asks for another number of devices.
+      InvalidArgumentError: the machine has too few GPUs, or the environment sets another number of devices.
 
     Example:
       >>> first, second = plan(Request("train.py", workers=2), Machine(cores=8), {}, [4001, 4002])
@@ -151,7 +153,7 @@ def plan(
 def thread_pool(devices: int, cores: int, workers: int) -> int:
     """Returns NPROC, the size of XLA's thread pool on CPUs, for each of `workers` processes.
 
-    Fewer than two threads a device deadlock, once there are several; one device is fastest with its share of the cores.
+    Several devices deadlock with less than two threads per device. One device is fastest with its share of the cores.
 
     Example:
       >>> thread_pool(2, cores=16, workers=2), thread_pool(1, cores=16, workers=2), thread_pool(1, cores=2, workers=4)
@@ -161,7 +163,7 @@ def thread_pool(devices: int, cores: int, workers: int) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports of this machine at which nothing listens; they differ."""
+    """Returns `count` distinct free ports of this machine."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -170,12 +172,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def _readable_output() -> dict[str, str]:
-    """Lines come when they are printed, and a process that crashes says where."""
+    """Returns variables that make Python print lines immediately, and print a stack when it crashes."""
     return {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def _device_settings(request: Request, machine: Machine, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Returns for each worker the variables that give it its devices and threads."""
+    """Returns the variables that set devices and threads, per worker."""
     if machine.gpus:
         return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in _shares_of_gpus(request, machine.gpus)]
     devices = _cpu_devices(request, environment)
@@ -184,7 +186,7 @@ def _device_settings(request: Request, machine: Machine, environment: Mapping[st
 
 
 def _gpus_of(settings: dict[str, str]) -> dict[str, str]:
-    """A worker's share of the GPUs that the environment shows."""
+    """Returns only the variable that holds a worker's share of the GPUs."""
     return {name: value for name, value in settings.items() if name == "CUDA_VISIBLE_DEVICES"}
 
 
@@ -206,14 +208,14 @@ def _shares_of_gpus(request: Request, gpus: Sequence[str]) -> list[Sequence[str]
     if each * request.workers > len(gpus):
         raise InvalidArgumentError(
             f"workers={request.workers}, {each} GPU(s) each",
-            f"this machine shows {len(gpus)}: {', '.join(gpus)}.",
-            "JAX_PLATFORMS=cpu phalanx run ... to try it without",
+            f"this machine has {len(gpus)}: {', '.join(gpus)}.",
+            "JAX_PLATFORMS=cpu phalanx run ... to try it without GPUs",
         )
     return [gpus[rank * each : (rank + 1) * each] for rank in range(request.workers)]
 
 
 def _visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What JAX would see, by the files of NVIDIA's driver: asking JAX takes seconds and a share of the memory."""
+    """Returns the GPUs that JAX would see, from the files of NVIDIA's driver. Asking JAX takes seconds and GPU memory."""
     platforms = environment.get("JAX_PLATFORMS") or "cuda"
     if not {"cuda", "gpu"} & set(platforms.split(",")):
         return ()

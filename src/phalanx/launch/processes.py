@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a group, those that they start, and how none of them is left."""
+"""Starts the processes of a group, and signals them and all processes that they have started."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ _MARK = "PHALANX_LAUNCH"
 
 @final
 class Worker:
-    """One process that was started, in a session of its own, so that signals reach what it starts too."""
+    """A process in a session of its own, so that signals reach its child processes too."""
 
     def __init__(self, spec: ProcessSpec, mark: str, started_s: float) -> None:
         self.spec, self._started_s = spec, started_s
@@ -35,7 +35,7 @@ class Worker:
         assert self._process.stdout
         assert self._process.stderr
         prefix, self._kept = f"[{spec.name}] ", kept_lines()
-        # Two pipes: with one, a line of either stream could stand in the middle of one of the other.
+        # Two pipes: with a shared one, lines of the two streams could be mixed.
         self.streams = [
             Stream(self._process.stdout, prefix, self._kept, is_error=False),
             Stream(self._process.stderr, prefix, self._kept, is_error=True),
@@ -45,30 +45,30 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Its number, and that of its group of processes."""
+        """The id of the process and of its process group."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended. What it ended with is noted by this."""
+        """Whether the process is running. Records its exit code and end time once it has ended."""
         if self._after_s is None and self._process.poll() is not None:
             self._after_s = time.monotonic() - self._started_s
         return self._after_s is None
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended with anything but 0."""
+        """Whether the process has ended with an exit code other than 0."""
         return bool(self._process.returncode)
 
     def tell(self, number: int) -> None:
-        """Sends a signal to it and to its group."""
+        """Sends a signal to the process and its group."""
         if not self._is_told:
             self._is_told, self._is_stopped = True, _is_stopped(self.pid)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def ending(self) -> Ending:
-        """How it ended."""
+        """Returns how the process ended."""
         return Ending(
             self.spec.name,
             self._process.returncode,
@@ -80,31 +80,31 @@ class Worker:
 
 
 def guard(workers: Sequence[Worker], mark: str) -> Guard:
-    """Starts what kills the workers, and all that they have started, if the launcher is killed itself."""
+    """Starts a guard that kills the workers and all processes that they have started, if the launcher is killed."""
     return Guard(f"{_MARK}={mark}", groups=[worker.pid for worker in workers])
 
 
 def strays(mark: str, workers: Sequence[Worker]) -> list[int]:
-    """Returns the processes that workers with this mark have started, in whatever session, and that still run."""
+    """Returns the running processes that workers with this mark have started, in any session."""
     known = {worker.pid for worker in workers}
     return [pid for pid in marked(f"{_MARK}={mark}") if pid not in known]
 
 
 def tell_all(number: int, mark: str, workers: Sequence[Worker]) -> None:
-    """Sends a signal to the workers that are alive, and to all that workers with this mark have started."""
+    """Sends a signal to the running workers, and to all processes that workers with this mark have started."""
     alive = [worker for worker in workers if worker.is_alive]
     for worker in alive:
         worker.tell(number)
     groups = {worker.pid for worker in alive}
     for pid in strays(mark, workers):
-        # One that ends meanwhile needs no signal; one of a group has got it.
+        # The process may have ended. Members of a worker's group have received the signal already.
         with suppress(ProcessLookupError, PermissionError):
             if os.getpgid(pid) not in groups:
                 os.kill(pid, number)
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a child stands still, by SIGSTOP."""
+    """Returns whether a child process is stopped by SIGSTOP."""
     if sys.platform != "linux":
         return False
     return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None

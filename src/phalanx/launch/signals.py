@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signals that ask the launcher to end, and the one that wakes it."""
+"""Handles the signals that ask the launcher to end, and the one that wakes it."""
 
 import signal
 import socket
@@ -13,9 +13,9 @@ _SAME_SIGNAL_S = 0.5
 
 @final
 class Signals:
-    """The signals that ask this process to end, while it is entered; and what wakes it when a child has ended.
+    """A context manager that records signals that ask this process to end, and wakes it when a child has ended.
 
-    A signal that is ignored already stays so, as `nohup` wants it. Only in the main thread.
+    Signals that are ignored already stay ignored, as `nohup` requires. Works in the main thread only.
     """
 
     def __init__(self) -> None:
@@ -40,12 +40,12 @@ class Signals:
 
     @property
     def first(self) -> int | None:
-        """The first signal that asked for the end, if any did."""
+        """The first signal that asked this process to end, or None."""
         return self._received[0][0] if self._received else None
 
     @property
     def is_urgent(self) -> bool:
-        """Whether a second one followed. Some senders send each signal twice, to a process and to its group."""
+        """Whether a second signal followed later. Some senders signal twice at once, to a process and to its group."""
         return bool(self._received) and self._received[-1][1] - self._received[0][1] > _SAME_SIGNAL_S
 
     @property
@@ -54,7 +54,7 @@ class Signals:
         return self._ours.fileno()
 
     def clear(self) -> None:
-        """Makes `fileno` wait for the next signal."""
+        """Resets `fileno`, so that it becomes ready at the next signal."""
         self._ours.recv(1 << 12)
 
     def _note(self, number: int, _: FrameType | None) -> None:

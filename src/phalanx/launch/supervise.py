@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the processes of a group, passes on what they print, and ends all of them when one fails."""
+"""Starts the processes of a group, forwards their output, and ends all of them when one fails."""
 
 import secrets
 import signal
@@ -30,14 +30,17 @@ def run_group(
     sink: Sink | None = None,
     say: Callable[[str], None] = print,
 ) -> Outcome:
-    """Runs a group of processes to its end, and again when one of them fails.
+    """Runs a group of processes to its end, and restarts it if one of them fails.
 
     Args:
-      plan: returns the processes to start, given how often they were started before.
-      max_restarts: how often to start them again.
-      grace_s: how long processes that were told to end may take for it, in seconds.
-      sink: takes what they print; None means the standard output.
-      say: takes reports.
+      plan: function from the number of earlier starts to the processes to start.
+      max_restarts: how often to restart the group.
+      grace_s: time that processes have to end after SIGTERM, in seconds.
+      sink: receives the output of the processes. None means the standard output.
+      say: receives the reports.
+
+    Returns:
+      The outcome of the last run.
 
     Raises:
       StartupError: a process cannot be started.
@@ -59,9 +62,12 @@ def supervise(specs: Sequence[ProcessSpec], signals: Signals, sink: Sink, *, gra
 
     Args:
       specs: the processes to start.
-      signals: what this process is asked to do meanwhile.
-      sink: takes what they print.
-      grace_s: how long processes that were told to end may take for it, in seconds.
+      signals: the signals that this process receives in the meantime.
+      sink: receives the output of the processes.
+      grace_s: time that processes have to end after SIGTERM, in seconds.
+
+    Returns:
+      The outcome of the group.
 
     Raises:
       StartupError: a process cannot be started. The others have been ended.
@@ -77,7 +83,7 @@ def supervise(specs: Sequence[ProcessSpec], signals: Signals, sink: Sink, *, gra
 
 @final
 class _Group:
-    """All processes of one attempt."""
+    """The processes of one run."""
 
     def __init__(self, specs: Sequence[ProcessSpec], signals: Signals, sink: Sink) -> None:
         self._specs, self._signals, self._sink = specs, signals, sink
@@ -95,18 +101,21 @@ class _Group:
                 raise StartupError(
                     f"the command of {spec.name}: {' '.join(spec.argv)}", f"cannot be started: {error}."
                 ) from error
-        # It is for the case that this process is killed; the workers can do without.
+        # The guard only matters if this process is killed, so the workers can run without it.
         with suppress(OSError):
             self._guard = guard(self._workers, self._mark)
 
     def run(self) -> None:
-        """Returns when one has failed, all have ended, a signal came, or nobody reads the output any more."""
+        """Forwards output until a process fails, all have ended, a signal arrives, or the output cannot be written."""
         while (alive := self._alive()) and not self._is_over(alive):
             self._pass_output(_LONGEST_WAIT_S)
 
     def end(self, grace_s: float) -> None:
-        """Ends what is left by SIGTERM, after `grace_s` or a second signal by SIGKILL, and passes on the last lines."""
-        # Where one has failed the others first have time to say whom they miss.
+        """Ends the remaining processes and forwards their last lines.
+
+        Sends SIGTERM first, and SIGKILL after `grace_s` or a second signal.
+        """
+        # If a process has failed, the others first get time to report which one they miss.
         word_s = 0.0 if self._signals.first is not None else min(_WORD_S, grace_s)
         tell_s = time.monotonic() + word_s
         deadline_s = tell_s + grace_s
@@ -116,7 +125,7 @@ class _Group:
                 tell_all(signal.SIGKILL, self._mark, self._workers)
             elif not is_told and (self._signals.first is not None or time.monotonic() >= tell_s):
                 tell_all(signal.SIGTERM, self._mark, self._workers)
-                # One that stands still would not see that it shall end.
+                # A stopped process would not handle SIGTERM.
                 tell_all(signal.SIGCONT, self._mark, self._workers)
                 is_told = True
             self._pass_output(_TICK_S)
@@ -125,10 +134,10 @@ class _Group:
         self._drain(grace_s)
 
     def outcome(self) -> Outcome:
-        """How it ended, once it has.
+        """Returns the outcome, once all processes have ended.
 
         Raises:
-          PhalanxError: what the workers printed could not be written.
+          PhalanxError: the output of the workers could not be written.
         """
         error, number = self._sink.error, self._signals.first
         if isinstance(error, BrokenPipeError):
@@ -148,8 +157,8 @@ class _Group:
         return [stream for worker in self._workers for stream in worker.streams if stream.is_open]
 
     def _pass_output(self, timeout_s: float) -> bool:
-        """Waits for output, or for a signal, and passes on what there is. Returns whether there was any."""
-        # Where the reader of the output is slow the workers wait, as they would without a launcher.
+        """Waits for output or a signal, and forwards the output. Returns whether there was any."""
+        # If the reader of the output is slow, the workers wait, as they would without a launcher.
         streams = [] if self._sink.is_full else self._open_streams()
         readers = [self._signals.fileno, *(stream.fileno for stream in streams)]
         ready = wait(readers, [] if self._sink.is_empty else [self._sink.fd], timeout_s=timeout_s)
@@ -162,7 +171,7 @@ class _Group:
         return bool(readable)
 
     def _drain(self, patience_s: float) -> None:
-        """Passes on what is left in the pipes. They are closed even where an unknown process still holds them."""
+        """Forwards the rest of the output and closes the pipes, even if an unknown process still holds them."""
         started_s = moved_s = time.monotonic()
         while self._open_streams() or not self._sink.is_empty:
             if self._pass_output(_TICK_S) or not self._sink.is_empty:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same script as a job of a cluster: what `phalanx run --print` writes. Pure functions."""
+"""Templates that run a script as a cluster job, as `phalanx run --print` writes them. All functions are pure."""
 
 import json
 import re
@@ -18,12 +18,12 @@ _SLURM = """\
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task={cores}
 ##SBATCH --gpus-per-task={devices}
-# With GPUs take one # from the line above, and leave out the next two lines.
+# With GPUs, remove one # from the line above and delete the next two lines.
 export PHALANX_CPU_DEVICES={devices}
 export NPROC={threads}
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 
-# The workers find each other by the variables that srun sets. When one fails srun ends all of them.
+# The workers find each other through variables that srun sets. If one fails, srun ends all of them.
 for PHALANX_RESTART in $(seq 0 {restarts}); do
   export PHALANX_RESTART
   srun --label --kill-on-bad-exit=1 --distribution=block {command} && exit 0
@@ -33,7 +33,7 @@ exit "$code"
 """
 
 _KUBERNETES = """\
-# JobSet makes the headless service {name}, by which the workers find each other; when one fails it starts all again.
+# JobSet creates the headless service {name}, through which the workers find each other. If one fails, it restarts all.
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
@@ -55,14 +55,14 @@ spec:
             restartPolicy: Never
             containers:
             - name: worker
-              image: registry.example.com/{name}:latest  # Yours, with the script in its working directory.
+              image: registry.example.com/{name}:latest  # Your image, with the script in its working directory.
               command: {command}
               ports:
               - containerPort: 8470
               resources:
                 limits:
                   cpu: {cores}
-                  # nvidia.com/gpu: {devices}  # With GPUs leave out PHALANX_CPU_DEVICES and NPROC.
+                  # nvidia.com/gpu: {devices}  # With GPUs, delete PHALANX_CPU_DEVICES and NPROC.
               env:
               - {{name: PHALANX_NUM_PODS, value: "{workers}"}}
               - {{name: JOBSET_NAME, value: {name}}}
@@ -79,7 +79,7 @@ spec:
 
 
 def slurm(request: Request, max_restarts: int) -> str:
-    """Returns a script for `sbatch` that runs what is asked for, a worker on each node.
+    """Returns a script for `sbatch` that runs the request with one worker per node.
 
     Example:
       >>> print(slurm(Request("train.py", workers=2), max_restarts=0).splitlines()[1])
@@ -89,19 +89,19 @@ def slurm(request: Request, max_restarts: int) -> str:
 
 
 def kubernetes(request: Request, max_restarts: int) -> str:
-    """Returns a JobSet for `kubectl apply` that runs what is asked for, a worker in each pod.
+    """Returns a JobSet for `kubectl apply` that runs the request with one worker per pod.
 
     Example:
       >>> print(kubernetes(Request("train.py", workers=2), max_restarts=0).splitlines()[4])
         name: "train"
     """
-    # Kubernetes puts variables in the place of $(NAME).
+    # Kubernetes replaces $(NAME) by the value of a variable.
     words = [word.replace("$(", "$$(") for word in request.command("python")]
     return _KUBERNETES.format(**_values(request, max_restarts), command=json.dumps(words))
 
 
 TEMPLATES = {"slurm": slurm, "kubernetes": kubernetes}
-"""What writes the template of each scheduler."""
+"""The function that writes the template, per scheduler."""
 
 
 def _values(request: Request, max_restarts: int) -> dict[str, str | int]:
@@ -118,8 +118,8 @@ def _values(request: Request, max_restarts: int) -> dict[str, str | int]:
 
 
 def _name(request: Request) -> str:
-    """Returns a name that may be that of a job and part of a host's: letters, digits and dashes."""
+    """Returns a valid name for a job and a part of host names: letters, digits and dashes."""
     stem = request.target.rpartition(".")[2] if request.is_module else PurePath(request.target).stem
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
-    # A host's name has at most 63 letters, the numbers of job and pod among them; a service's begins with a letter.
+    # A host name has at most 63 characters, with the numbers of job and pod. A service name begins with a letter.
     return f"train-{name}"[:40].rstrip("-") if not name[:1].isalpha() else name[:40].rstrip("-")
