@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells user code from Phalanx and library code in stacks and tracebacks. Uses the standard library only."""
+"""Separates user code from Phalanx and library code in stacks and tracebacks. Uses the standard library only."""
 
 import functools
 import itertools

@@ -26,7 +26,7 @@ def resolver_of_environment(environ: Mapping[str, str] | None = None) -> Cluster
     5. TPU: several hosts in TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES. The metadata server is not queried.
 
     Args:
-      environ: environment to read instead of that of this process.
+      environ: environment variables to read; by default those of this process.
 
     Example:
       >>> type(resolver_of_environment({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"})).__name__

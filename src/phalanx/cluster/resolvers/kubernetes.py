@@ -58,7 +58,7 @@ class KubernetesClusterResolver(ClusterResolver):
       executable_location: whether this process runs in the cluster, which determines where its credentials are.
       service: headless service of the pods; by default PHALANX_SERVICE, or the name of the JobSet.
       num_pods: number of pods.
-      environ: environment to read instead of that of this process.
+      environ: environment variables to read; by default those of this process.
 
     Raises:
       ClusterTypeError: `executable_location` is not a KubernetesExecutableLocation.

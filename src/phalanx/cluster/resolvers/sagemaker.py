@@ -25,7 +25,7 @@ class SageMakerClusterResolver(ClusterResolver):
       task_id: index of this process; by default the index of SM_CURRENT_HOST in the sorted hosts.
       rpc_layer: prefix of the addresses in `master()`.
       environment: name of the environment in which the cluster runs.
-      environ: environment to read instead of that of this process.
+      environ: environment variables to read; by default those of this process.
 
     Source: tf.distribute's SageMakerClusterResolver.
 

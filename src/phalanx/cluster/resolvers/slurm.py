@@ -130,7 +130,7 @@ class SlurmClusterResolver(ClusterResolver):
       auto_set_gpu: whether `cluster_spec()` sets CUDA_VISIBLE_DEVICES to this task's share of the GPUs of its node. It does so
         only if the number of GPUs is known.
       rpc_layer: prefix of the addresses in `master()`.
-      environ: environment to read instead of that of this process.
+      environ: environment variables to read; by default those of this process.
 
     Source: tf.distribute.cluster_resolver.SlurmClusterResolver.
 

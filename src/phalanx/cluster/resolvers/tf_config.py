@@ -22,7 +22,7 @@ class TFConfigClusterResolver(ClusterResolver):
       task_id: overrides the index of the task.
       rpc_layer: overrides the prefix of the addresses in `master()`.
       environment: name of the environment in which the cluster runs.
-      environ: environment to read instead of that of this process.
+      environ: environment variables to read; by default those of this process.
 
     Source: tf.distribute.cluster_resolver.TFConfigClusterResolver.
 

@@ -62,7 +62,7 @@ class TPUClusterResolver(ClusterResolver):
       service: client of the Cloud TPU API; by default that of google-api-python-client.
       discovery_url: URL of the description of that API.
       port: port on which every host listens, for hosts that are known by name.
-      environ: environment to read instead of that of this process.
+      environ: environment variables to read; by default those of this process.
 
     Source: tf.distribute.cluster_resolver.TPUClusterResolver.
 
