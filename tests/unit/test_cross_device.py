@@ -244,7 +244,7 @@ def test_reduce_to_device(root):
 
 def test_reduce_to_a_device_of_others():
     """The message lists the strategy's devices."""
-    with pytest.raises(InvalidArgumentError, match=r"reduce_to_device='cpu:5': not one of .*\['cpu:0', 'cpu:1'\]"):
+    with pytest.raises(InvalidArgumentError, match=r"reduce_to_device='cpu:5': is not one of .*\['cpu:0', 'cpu:1'\]"):
         mirrored(2, ReductionToOneDevice(reduce_to_device="cpu:5"))
 
 
@@ -309,7 +309,7 @@ def test_negative_num_packs(cls):
         ((1.0,), InvalidArgumentError, "must be a tuple"),
         ((True, "cpu:0"), ReduceOpError, "bools have no sum or mean"),
         (("text", "cpu:0"), ReduceOpError, "not an array of numbers"),
-        ((phalanx.PerReplica(jnp.ones(2)), "cpu:0"), ContextError, "it runs inside a program only"),
+        ((phalanx.PerReplica(jnp.ones(2)), "cpu:0"), ContextError, "it runs only inside a program"),
     ],
 )
 def test_bad_pairs(pair, error, match):
@@ -437,7 +437,9 @@ def test_outside_a_program():
         lambda: NcclAllReduce().reduce("SUM", jnp.float32(1), "cpu:0"),
         lambda: ReductionToOneDevice().batch_reduce("MEAN", [(1.0, "cpu:0")]),
     ):
-        with pytest.raises(ContextError, match="a cross-device operation outside merge_call: it runs inside a program"):
+        with pytest.raises(
+            ContextError, match="a cross-device operation outside merge_call: it runs only inside a program"
+        ):
             call()
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Communication between the replicas of one program."""
+"""Collective communication between the replicas of one program."""

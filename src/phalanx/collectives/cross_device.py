@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How gradients cross devices: the `CrossDeviceOps` family.
+"""The `CrossDeviceOps` family: algorithms that reduce and broadcast values between devices.
 
-All of them run inside a program, on this replica's own arrays; one program serves all replicas, so a step of an algorithm
+All of them run inside a program, on the arrays of one replica. All replicas run the same program, so a step of an algorithm
 is a `lax.ppermute` (a copy from device to device) or a `lax.psum` (an all-reduce).
 """
 
@@ -34,11 +34,11 @@ _REDUCE_TO = "strategy.extended.reduce_to(op, value, value)"
 class CrossDeviceOps:
     """Reduces and broadcasts values between the replicas of a running program.
 
-    For an algorithm of your own, override `reduce_implementation` (and `batch_reduce_implementation`, where it pays to see
-    all gradients at once). The hooks get this replica's own array and return what every replica must hold; the collectives
-    of `jax.lax` work in them over the axis `phalanx.REPLICA_AXIS`.
+    For a custom algorithm, override `reduce_implementation`, and also `batch_reduce_implementation` if it helps to see all
+    gradients at once. These hooks get the array of one replica and return the result for every replica. They may use the
+    collectives of `jax.lax` over the axis `phalanx.REPLICA_AXIS`.
 
-    May be called inside `merge_call`; `Strategy.extended.reduce_to` does that for you elsewhere.
+    May be called inside `merge_call`. Elsewhere use `Strategy.extended.reduce_to`, which enters it.
 
     Example:
       >>> import jax, phalanx
@@ -51,7 +51,7 @@ class CrossDeviceOps:
 
     @property
     def adds(self) -> bool:
-        """Whether SUM adds what the replicas hold. If so, reductions of one value may use any other way to add."""
+        """Whether SUM adds the values of the replicas. If so, a single value may be reduced with any other addition."""
         return False
 
     def reduce(
@@ -65,13 +65,16 @@ class CrossDeviceOps:
 
         Args:
           reduce_op: SUM or MEAN.
-          per_replica_value: what a replica holds: an argument of a merge function, or an array.
-          destinations: a value or variable that lives where the result is wanted; every replica of the program gets it.
+          per_replica_value: value of this replica: an argument of a merge function, or an array.
+          destinations: a value, variable or device where the result is wanted. Every replica gets the result in any case.
           options: hints for this call.
 
+        Returns:
+          The reduced array.
+
         Raises:
-          InvalidArgumentError: no destinations.
-          ContextError: called on a `PerReplica` outside a program.
+          InvalidArgumentError: `destinations` is not a destination.
+          ContextError: called on a `PerReplica`, or outside a program.
         """
         return self.batch_reduce(reduce_op, [(per_replica_value, destinations)], options)[0]
 
@@ -81,49 +84,49 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Reduces several values over the replicas, which lets them share buffers. See `reduce`."""
+        """Reduces several values over the replicas, so that they can share buffers. See `reduce`."""
         op = ReduceOp.parse(reduce_op)
         pairs = [_checked(pair) for pair in checked_pairs(value_destination_pairs)]
         _require_program()
         return self.batch_reduce_implementation(op, pairs, checked_options(options))
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Gives every replica the first replica's value. See `reduce`."""
+        """Returns the value of the first replica, on every replica. See `reduce`."""
         value, destinations = _checked((tensor, destinations))
         _require_program()
         return self.broadcast_implementation(value, destinations)
 
     def for_devices(self, devices: Sequence[jax.Device]) -> "CrossDeviceOps":
-        """Returns the operations for a strategy over `devices`; a strategy calls it when it is made.
+        """Returns the operations for a strategy over `devices`. A strategy calls this when it is made.
 
         Raises:
-          InvalidArgumentError: these operations name a device that is not one of them.
+          InvalidArgumentError: these operations name a device that is not in `devices`.
         """
         return self
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: jax.Array, destinations: Any, options: CommunicationOptions
     ) -> jax.Array:
-        """The algorithm for one array; returns what every replica must hold."""
+        """Reduces one array and returns the result for every replica. Subclasses must override it."""
         raise NotImplementedError(f"{type(self).__name__} must override reduce_implementation")
 
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Pair], options: CommunicationOptions
     ) -> list[jax.Array]:
-        """The algorithm for several arrays; one after the other unless overridden."""
+        """Reduces several arrays, one after the other unless overridden."""
         return [self.reduce_implementation(reduce_op, value, to, options) for value, to in value_destination_pairs]
 
     def broadcast_implementation(self, tensor: jax.Array, destinations: Any) -> jax.Array:
-        """The algorithm for a broadcast; an all-reduce of zeros and the first replica's value unless overridden."""
+        """Broadcasts the array of the first replica. The default sums it with zeros from the other replicas."""
         return lax.psum(only_on(0, tensor), REPLICA_AXIS)
 
 
-# Between the devices of one process an array costs 10 to 15 us beside its bytes, and a copy of a large one costs more.
+# Between the devices of one process an array costs 10 to 15 us plus its bytes. For large arrays, copying costs more.
 _SMALL_BYTES = 32 << 10
 
 
 class _Packed(CrossDeviceOps):
-    """Sums in shared buffers; subclasses say how one buffer is summed."""
+    """Sums values in shared buffers. Subclasses define how to sum the buffers."""
 
     def __init__(self, num_packs: int | None = 1) -> None:
         self.num_packs = (
@@ -165,11 +168,11 @@ class _Packed(CrossDeviceOps):
 class NcclAllReduce(_Packed):
     """All-reduces of XLA (NCCL on NVIDIA GPUs), over `num_packs` buffers.
 
-    Where there is no NCCL the same program uses what the hardware has.
+    On hardware without NCCL, the same program uses the native collectives.
 
     Args:
-      num_packs: into how many buffers the gradients of one dtype are concatenated, into more where one would hold over 64;
-        0 does not concatenate, None only gradients of at most 32 KiB.
+      num_packs: number of buffers into which the gradients of one dtype are concatenated. More buffers are used if one would
+        hold over 64 gradients. 0 concatenates nothing. None concatenates only gradients of at most 32 KiB.
 
     Raises:
       InvalidArgumentError: `num_packs` is negative.
@@ -182,13 +185,13 @@ class NcclAllReduce(_Packed):
 
 @final
 class HierarchicalCopyAllReduce(_Packed):
-    """Copies in a tree of two levels: within each half of the devices, then between the halves, then back.
+    """Sums in a tree of two levels: within each half of the devices, then between the halves, then copies back.
 
-    The devices that sum rotate from buffer to buffer, which spreads the load.
+    The devices that add rotate from buffer to buffer, to spread the load.
 
     Args:
-      num_packs: into how many buffers the gradients of one dtype are concatenated, into more where one would hold over 64;
-        0 does not concatenate, None only gradients of at most 32 KiB.
+      num_packs: number of buffers into which the gradients of one dtype are concatenated. More buffers are used if one would
+        hold over 64 gradients. 0 concatenates nothing. None concatenates only gradients of at most 32 KiB.
 
     Raises:
       InvalidArgumentError: `num_packs` is negative.
@@ -204,7 +207,7 @@ class HierarchicalCopyAllReduce(_Packed):
         value = _fold(value, halves, jnp.add)
         if len(halves) == 2:
             a, b = halves[0][0], halves[1][0]
-            # Both mains add in the same order, so all replicas end with the same bits.
+            # Both halves add in the same order, so all replicas get the same bits.
             other = lax.ppermute(value, REPLICA_AXIS, [(a, b), (b, a)])
             value = jnp.where(lax.axis_index(REPLICA_AXIS) == a, value + other, other + value)
         return _spread(value, halves)
@@ -212,15 +215,15 @@ class HierarchicalCopyAllReduce(_Packed):
 
 @final
 class ReductionToOneDevice(CrossDeviceOps):
-    """Copies everything to one device, accumulates there, and copies the result back.
+    """Copies all values to one device, accumulates them there, and copies the result back.
 
-    Every reduction of a strategy that has these operations accumulates so: `reduce`, `all_reduce`, `extended.reduce_to`, and
-    the gradients of optimizers.
+    A strategy with these operations uses them for every reduction: `reduce`, `all_reduce`, `extended.reduce_to`, and the
+    gradients of optimizers.
 
     Args:
-      reduce_to_device: the device that accumulates, for example `"gpu:0"`; the first replica's if None.
-      accumulation_fn: a sum if None. Else a function of two arrays, or, if it has one argument without a default, of the
-        list of the replicas' arrays, in replica order. A `MEAN` divides its result by the number of replicas.
+      reduce_to_device: device that accumulates, for example `"gpu:0"`. None means the device of the first replica.
+      accumulation_fn: function of two arrays, or, if it has one argument without a default, function of the list of the
+        replicas' arrays, in replica order. None means the sum. A `MEAN` divides the result by the number of replicas.
 
     Raises:
       InvalidArgumentError: `accumulation_fn` is not such a function.
@@ -256,7 +259,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         if self.reduce_to_device not in names:
             raise InvalidArgumentError(
                 f"reduce_to_device={self.reduce_to_device!r}",
-                f"not one of the strategy's devices {names}.",
+                f"is not one of the strategy's devices {names}.",
                 f"reduce_to_device={names[0]!r}",
             )
         root = names.index(self.reduce_to_device)
@@ -271,7 +274,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             per_replica_value if i == self._root else lax.ppermute(per_replica_value, REPLICA_AXIS, [(i, self._root)])
             for i in members
         ]
-        # All devices run it, and what the others compute of zeros is not used.
+        # All devices run this. Devices other than the root compute with zeros, and their result is not used.
         total = self._accumulate(arrived)
         return mean_or_sum(reduce_op, [_spread(total, [_rotated(members, self._root)])])[0]
 
@@ -288,10 +291,10 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 
 def _takes_list(fn: Any) -> bool:
-    """Returns whether a function of accumulation takes the list of all arrays, as in tf.distribute, and not two arrays.
+    """Returns whether an accumulation function takes the list of all arrays, as in tf.distribute, instead of two arrays.
 
     Raises:
-      InvalidArgumentError: it takes neither, or does not tell.
+      InvalidArgumentError: it takes neither, or its signature is unknown.
     """
     arguments.function("accumulation_fn", fn, "accumulation_fn=jnp.maximum")
     try:
@@ -312,7 +315,7 @@ def _takes_list(fn: Any) -> bool:
 
 
 def mean_or_sum(op: ReduceOp, sums: list[jax.Array]) -> list[jax.Array]:
-    """Divides sums by the number of replicas where the mean is asked for."""
+    """Returns the sums, divided by the number of replicas if `op` is MEAN."""
     return [s / lax.axis_size(REPLICA_AXIS) for s in sums] if op is ReduceOp.MEAN else sums
 
 
@@ -324,7 +327,7 @@ def _rotated(members: list[int], turn: int) -> list[int]:
 def _fold(
     value: jax.Array, groups: list[list[int]], accumulate: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> jax.Array:
-    """Accumulates on the first member of each group, all groups at once."""
+    """Accumulates on the first member of each group, in all groups at once."""
     index, total = lax.axis_index(REPLICA_AXIS), value
     for k in range(1, max(map(len, groups))):
         moves = [(g[k], g[0]) for g in groups if k < len(g)]
@@ -335,7 +338,7 @@ def _fold(
 
 
 def _spread(total: jax.Array, groups: list[list[int]]) -> jax.Array:
-    """Copies from the first member of each group to the others, all groups at once."""
+    """Copies from the first member of each group to the others, in all groups at once."""
     index, result = lax.axis_index(REPLICA_AXIS), total
     for k in range(1, max(map(len, groups))):
         moves = [(g[0], g[k]) for g in groups if k < len(g)]
@@ -345,10 +348,10 @@ def _spread(total: jax.Array, groups: list[list[int]]) -> jax.Array:
 
 
 def checked_options(options: Any) -> CommunicationOptions:
-    """Returns the hints for a call.
+    """Returns the options of a call, with the defaults for None.
 
     Raises:
-      InvalidArgumentError: they are neither CommunicationOptions nor None.
+      InvalidArgumentError: `options` is neither CommunicationOptions nor None.
     """
     if options is None:
         return CommunicationOptions()
@@ -358,10 +361,10 @@ def checked_options(options: Any) -> CommunicationOptions:
 
 
 def checked_pairs(pairs: Any) -> list[Pair]:
-    """Returns the pairs of a value and its destinations.
+    """Returns pairs of a value and its destinations as a list.
 
     Raises:
-      InvalidArgumentError: it is not a list of pairs, or destinations that are none.
+      InvalidArgumentError: `pairs` is not a list of pairs, or an element is not a destination.
     """
     if not isinstance(pairs, (list, tuple)):
         raise InvalidArgumentError(
@@ -380,10 +383,10 @@ _DESTINATIONS = (str, int, float, complex, np.ndarray, np.generic, jax.Array, ja
 
 
 def check_destinations(destinations: Any) -> None:
-    """Raises for what is no place.
+    """Checks that `destinations` is a value, a variable or a device.
 
     Raises:
-      InvalidArgumentError: neither a value, nor a variable, nor the name of a device.
+      InvalidArgumentError: it is something else.
     """
     if not isinstance(destinations, _DESTINATIONS) or (isinstance(destinations, str) and not destinations):
         raise InvalidArgumentError(
@@ -395,19 +398,23 @@ def _checked(pair: Pair) -> Pair:
     value, destinations = pair
     check_destinations(destinations)
     if isinstance(value, PerReplica):
-        raise ContextError("a cross-device operation on a PerReplica", "it runs inside a program only.", _REDUCE_TO)
+        raise ContextError(
+            "a cross-device operation on a PerReplica",
+            "it runs only inside a program, on the value of one replica.",
+            _REDUCE_TO,
+        )
     return to_array(value.value if isinstance(value, ReplicaLocal) else value), destinations
 
 
 def _require_program() -> None:
-    """Raises outside a program of the replicas.
+    """Checks that a replica function is being traced.
 
     Raises:
-      ContextError: no replica is running.
+      ContextError: called outside a program of the replicas.
     """
     try:
         lax.axis_size(REPLICA_AXIS)
     except NameError:
         raise ContextError(
-            "a cross-device operation outside merge_call", "it runs inside a program of the replicas only.", _REDUCE_TO
+            "a cross-device operation outside merge_call", "it runs only inside a program of the replicas.", _REDUCE_TO
         ) from None

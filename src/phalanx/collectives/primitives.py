@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over the replica axis, inside a program, on any pytree.
+"""Collectives over the replica axis, inside a program, for any pytree.
 
 They run under `jax.shard_map(..., check_vma=False)`, where `psum` transposes to `psum`: the gradient of an all-reduce is
 the all-reduce of the gradient, as in tf.distribute.
@@ -24,14 +24,14 @@ def as_array(value: Any) -> jax.Array:
     """Returns `value` as an array, bools included.
 
     Raises:
-      ReduceOpError: it is not a number or an array of numbers, or an array that was deleted.
-      ContextError: it is a `PerReplica`.
+      ReduceOpError: `value` is not a number or an array of numbers, or the array was deleted.
+      ContextError: `value` is a `PerReplica`.
     """
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted():
         raise ReduceOpError(
             f"an array {value.dtype}{list(value.shape)}",
             "it was deleted, or donated to a program.",
-            "jnp.copy(x) before",
+            "pass jnp.copy(x) to the earlier call",
         )
     try:
         return jnp.asarray(value)
@@ -39,12 +39,12 @@ def as_array(value: Any) -> jax.Array:
         raise
     except Exception as e:
         raise ReduceOpError(
-            f"value={shown(value)}", "not an array of numbers.", "pass arrays, or a pytree of arrays"
+            f"value={shown(value)}", "is not an array of numbers.", "pass arrays, or a pytree of arrays"
         ) from e
 
 
 def check_arrays(tree: Any) -> None:
-    """Raises for leaves that are not arrays of numbers, without copying large ones.
+    """Checks that all leaves are arrays of numbers, without copying large ones.
 
     Raises:
       ReduceOpError, ContextError: as `as_array`.
@@ -53,7 +53,7 @@ def check_arrays(tree: Any) -> None:
 
 
 def checked_arrays(tree: Any) -> Any:
-    """Returns a pytree whose leaves are arrays and numbers: what acts as an array, such as a variable or a range, becomes one.
+    """Returns a pytree whose leaves are arrays and numbers. Leaves that act like arrays, such as variables, are converted.
 
     Raises:
       ReduceOpError, ContextError: as `as_array`.
@@ -64,14 +64,14 @@ def checked_arrays(tree: Any) -> Any:
             return leaf
         array = as_array(leaf)
         is_one = isinstance(leaf, (int, float, complex, np.ndarray, np.generic, jax.Array))
-        # A copy: the next step is given the array of a variable itself.
+        # Copy it, because the next step may be given the array of the variable itself, and donate it.
         return leaf if is_one else jnp.copy(array)
 
     return jax.tree.map(checked, tree, is_leaf=_is_per_replica)
 
 
 def to_array(value: Any) -> jax.Array:
-    """Returns `value` as an array that has a sum.
+    """Returns `value` as an array that can be summed.
 
     Raises:
       ReduceOpError, ContextError: as `as_array`, and for bools.
@@ -83,7 +83,7 @@ def to_array(value: Any) -> jax.Array:
 
 
 def sums(arrays: list[jax.Array], wire_dtype: str | None = None) -> list[jax.Array]:
-    """Sums arrays over the replicas; with a `wire_dtype`, floats that are wider cross as that dtype."""
+    """Returns the sums of arrays over the replicas. Floats wider than `wire_dtype` are sent in that dtype."""
     if wire_dtype is None:
         return list(lax.psum(arrays, REPLICA_AXIS))
     return [_narrow_sum(wire_dtype, x) if _is_wider(x, wire_dtype) else lax.psum(x, REPLICA_AXIS) for x in arrays]
@@ -94,7 +94,10 @@ def _is_wider(x: jax.Array, wire_dtype: str) -> bool:
 
 
 def _narrow_sum(wire_dtype: str, x: jax.Array) -> jax.Array:
-    """Sums over the replicas. Each adds up one part of the array, which all then get from it, so all hold the same bits."""
+    """Returns the sum over the replicas, sent in `wire_dtype`.
+
+    Each replica adds one part of the array and sends the result to all others, so all replicas hold the same bits.
+    """
 
     def total(_: tuple[()], x: jax.Array) -> jax.Array:
         n = lax.axis_size(REPLICA_AXIS)
@@ -104,11 +107,11 @@ def _narrow_sum(wire_dtype: str, x: jax.Array) -> jax.Array:
         everything = lax.all_gather(_bits(own, wire_dtype), REPLICA_AXIS).ravel()
         return _numbers(everything[: x.size].reshape(x.shape), wire_dtype, x.dtype)
 
-    # Like psum it is its own transpose; JAX's would add in the narrow dtype.
+    # Like psum, it is its own transpose. The transpose that JAX derives would add in the narrow dtype.
     return linear_call(total, total, (), x)
 
 
-# XLA for CPUs sends narrow floats as float32, but integers as they are.
+# On CPUs, XLA sends narrow floats as float32, but integers unchanged.
 def _bits(x: jax.Array, wire_dtype: str) -> jax.Array:
     return lax.bitcast_convert_type(x.astype(wire_dtype), jnp.uint16)
 
@@ -118,14 +121,14 @@ def _numbers(bits: jax.Array, wire_dtype: str, dtype: Any) -> jax.Array:
 
 
 def all_reduce(op: ReduceOp, tree: Any, num_replicas: int, *, counts: Any = None, wire_dtype: str | None = None) -> Any:
-    """Sums or averages every leaf over the replicas; each replica gets the result.
+    """Returns a pytree with the sum or mean of every leaf over the replicas, on every replica.
 
     Args:
-      op: SUM or MEAN; the mean of integers is a float.
-      tree: a pytree of this replica's arrays; shapes must agree between replicas.
-      num_replicas: the size of the replica axis; 1 outside a mapped program.
-      counts: whether this replica counts in a mean; None where all do. Where none does the mean is zero.
-      wire_dtype: as which dtype wider floats cross; None as their own.
+      op: SUM or MEAN. The mean of integers is a float.
+      tree: pytree of the arrays of this replica. Shapes must agree between replicas.
+      num_replicas: size of the replica axis; 1 outside a mapped program.
+      counts: bool scalar. Whether this replica counts in a mean. None if all replicas count. If none counts, the mean is 0.
+      wire_dtype: dtype in which wider floats are sent. None sends them in their own dtype.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_per_replica)
     arrays = [to_array(x) for x in leaves]
@@ -143,10 +146,10 @@ def _divided(total: jax.Array, count: Any) -> jax.Array:
 
 
 def all_gather(tree: Any, dim: int, num_replicas: int) -> Any:
-    """Concatenates every leaf over the replicas along `dim`, in replica order.
+    """Returns a pytree whose leaves are concatenated over the replicas along `dim`, in replica order.
 
     Raises:
-      ReduceOpError: a leaf has no such dim.
+      ReduceOpError: a leaf does not have this dim.
     """
 
     def gather(value: Any) -> jax.Array:
@@ -154,7 +157,7 @@ def all_gather(tree: Any, dim: int, num_replicas: int) -> Any:
         dim_ = canonical_dim(dim, array.ndim, "axis")
         if num_replicas == 1:
             return array
-        if not array.size:  # XLA has no collectives of nothing.
+        if not array.size:  # XLA has no collectives for empty arrays.
             return jnp.concatenate([array] * num_replicas, axis=dim_)
         return lax.all_gather(array, REPLICA_AXIS, axis=dim_, tiled=True)
 
@@ -166,7 +169,7 @@ def _is_per_replica(value: object) -> bool:
 
 
 def broadcast(tree: Any, num_replicas: int, source: int = 0) -> Any:
-    """Gives every replica the leaves of replica `source`."""
+    """Returns the leaves of replica `source`, on every replica."""
     if num_replicas == 1:
         return tree
     bits = jax.tree.map(lambda x: x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, tree)
@@ -185,12 +188,12 @@ def packed(
     """Runs `reduce` on a few flat buffers instead of on many arrays.
 
     Args:
-      reduce: maps a list of arrays to a list of arrays of the same shapes, element by element.
+      reduce: elementwise function from a list of arrays to a list of arrays of the same shapes.
       values: the arrays.
-      packs: which values go into which buffer; the values of one buffer have one dtype.
+      packs: indices of the values in each buffer. All values of a buffer have the same dtype.
 
     Returns:
-      One array a value, in the order of `values`.
+      One array per value, in the order of `values`.
     """
     buffers = [
         jnp.concatenate([values[i].ravel() for i in pack]) if len(pack) > 1 else values[pack[0]] for pack in packs
@@ -208,10 +211,10 @@ def packed(
 
 
 def canonical_dim(dim: int, ndim: int, name: str) -> int:
-    """Returns `dim` counted from the front.
+    """Returns `dim` as a non-negative index.
 
     Raises:
-      ReduceOpError: `dim` is not an integer between -ndim and ndim - 1.
+      ReduceOpError: `dim` is not an integer from -ndim to ndim - 1.
     """
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise ReduceOpError(f"{name}={shown(dim)}", "must be an integer.", f"{name}=0")
