@@ -288,7 +288,7 @@ def test_all_gather(strategy, axis):
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (lambda r: r.all_reduce("MAX", 1.0), ReduceOpError, "the operations are SUM and MEAN"),
+        (lambda r: r.all_reduce("MAX", 1.0), ReduceOpError, "The operations are SUM and MEAN"),
         (lambda r: r.all_reduce("SUM", True), ReduceOpError, "bools have no sum or mean"),
         (lambda r: r.all_reduce("SUM", "text"), ReduceOpError, "not an array of numbers"),
         (lambda r: r.all_gather(1.0, 0), ReduceOpError, "axis=0: a scalar has no dims"),
