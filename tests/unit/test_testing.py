@@ -122,7 +122,7 @@ def test_callback_that_never_checks(every):
         phalanx.keras.SyncCheck(every)
 
 
-@pytest.mark.parametrize("module", ["testing", "keras", "context", "cluster_resolver"])
+@pytest.mark.parametrize("module", ["testing", "keras", "lax", "tracing.context", "cluster_resolver"])
 def test_modules_come_first(module):
     """Any module may be what a program imports first; `phalanx.function` stays what it is."""
     code = f"import phalanx.{module}\nprint(phalanx.{module}.__name__, phalanx.function.__name__)"
