@@ -102,9 +102,8 @@ def _hide(error: BaseException) -> None:
     entries = list(_entries(error.__traceback__))
     of_user = [i for i, tb in enumerate(entries) if is_of_user(_filename(tb))]
     last = of_user[-1] if of_user else -1
-    if hasattr(
-        error, "hint"
-    ):  # The message of a Phalanx error suffices; other errors keep their frames inside libraries.
+    # The message of a Phalanx error suffices; other errors keep their frames inside libraries.
+    if hasattr(error, "hint"):
         last = len(entries)
     elif last < 0:
         return

@@ -13,7 +13,7 @@ from phalanx.errors import (
     arguments,
     shown,
 )
-from phalanx.input.iterator import DistributedIterator, T, check_steps, exchange_of, require_outside_programs, worker_of
+from phalanx.input.iterator import DistributedIterator, T, check_steps, require_outside_programs, worker_of
 from phalanx.input.lockstep import require_same_data
 from phalanx.input.sharding import Plan, WorkerShard, plan
 from phalanx.input.sources.adapt import source_of
@@ -93,7 +93,7 @@ class DistributedDataset:
           InputError: they have different numbers of rows or batches.
         """
         if not self._plan.agreed and worker_of(self._topology).count > 1:
-            require_same_data(self._plan.source.facts, exchange_of(self._topology))
+            require_same_data(self._plan.source.facts, self._topology.exchange)
 
     def batches(self, *, steps: int) -> "DistributedDataset":
         """Returns the same batches, `steps` of them stacked into one: a replica's leaves are `[steps, per_replica_batch, ...]`.

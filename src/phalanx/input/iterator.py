@@ -4,7 +4,7 @@
 import dataclasses
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar, final
 
 import jax
@@ -205,7 +205,7 @@ class DistributedIterator(AbstractIterator):
           A dict of numbers, strings, lists and dicts.
         """
         state = positions.marked(self._state, self._plan.source.facts)
-        return positions.of_all_workers(state, exchange_of(self._topology)) if self._plan.agreed else state
+        return positions.of_all_workers(state, self._topology.exchange) if self._plan.agreed else state
 
     def set_state(self, state: State) -> None:
         """Goes to a position. With several workers all must call it.
@@ -253,7 +253,7 @@ class DistributedIterator(AbstractIterator):
         facts = self._plan.source.facts
         if self._worker.count > 1 and not facts.is_in_memory:
             # Under DATA too: a worker whose data fails must not leave the others waiting for it in the step.
-            exchange = exchange_of(self._topology)
+            exchange = self._topology.exchange
             self._batches = Lockstep(reader, place, self._worker, exchange, ahead=ahead > 0, copies=facts.is_borrowed)
         else:
             # Under the default strategy nothing is put anywhere, and a dataset on a device is read where it is.
@@ -307,14 +307,7 @@ def check_steps(steps: Any) -> int:
 
 def worker_of(topology: Topology) -> Worker:
     """Returns this process's place among the workers."""
-    if not topology.has_devices:
-        return Worker()
-    return Worker(topology.worker_index, topology.num_workers, len(topology.local_devices))
-
-
-def exchange_of(topology: Topology) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns how workers tell each other something."""
-    return topology.exchange
+    return Worker(topology.worker_index, topology.num_workers, len(topology.local_replicas))
 
 
 def _unplaced(steps: Sequence[Step], room: int | None) -> Any:

@@ -15,11 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from typing_extensions import override
 
 from phalanx.cluster import watch
-from phalanx.errors import (
-    DeviceError,
-    InvalidArgumentError,
-    shown,
-)
+from phalanx.errors import DeviceError, InvalidArgumentError, shown
 from phalanx.mesh.devices import (
     default_devices,
     device_name,

@@ -2,7 +2,6 @@
 """`Strategy`: the public verbs, over a few hooks that a strategy overrides."""
 
 import itertools
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any, NoReturn, Self, final
@@ -68,11 +67,6 @@ class Strategy(AbstractInputs, AbstractResults):
         return self._number
 
     # Hooks.
-
-    @property
-    @abstractmethod
-    def topology(self) -> Topology:
-        """The devices of the replicas; None where values stay where they are."""
 
     @property
     def storage(self) -> Topology:

@@ -212,13 +212,13 @@ def test_the_counter_of_four_workers_is_exact(strategy_of):
 
 
 def test_asynchronous_training_learns(strategy_of):
-    """The loss of four workers falls, on a busy machine too, where gradients are staler: there it has fallen to a fifth only."""
+    """The loss of four workers falls. The bound leaves room for a busy machine, where it fell to 0.27 of what it was."""
     strategy = strategy_of(workers=4, ps=1)
     coordinator = ClusterCoordinator(strategy)
     model, step, _ = parts(strategy, keras.optimizers.Adam(0.02))
     losses = [coordinator.schedule(step, args=(X[i % STEPS], Y[i % STEPS])) for i in range(600)]
     losses = coordinator.fetch(losses)
-    assert np.mean(losses[-50:]) < 0.5 * np.mean(losses[:50])
+    assert np.mean(losses[-50:]) < 0.4 * np.mean(losses[:50])
 
 
 OF_ONE_SERVER = {
