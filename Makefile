@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_INSTALLED := .venv/.demo-installed
 
-.PHONY: help demo demo-crash demo-multi-worker demo-ps test test-sources bench soak check clean
+.PHONY: help demo demo-crash demo-multi-worker demo-ps test-fast test test-sources test-oldest test-newest coverage coverage-no-jax bench soak check docs clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -26,11 +26,50 @@ demo-crash: $(DEMO_INSTALLED) ## kill one of two processes, and let both go on f
 demo-ps: $(INSTALLED) ## train a click model with two workers and two parameter servers
 	JAX_PLATFORMS=cpu $(BIN)/python examples/parameter_server.py
 
+test-fast: $(INSTALLED) ## run the unit tests that start no process and train no model
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/unit -m "not slow"
+
 test: $(INSTALLED) ## run all tests
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile
 
 test-sources: .venv-sources/.installed ## run the tests of TensorFlow, torch and Hugging Face datasets, in an environment of their own
 	.venv-sources/bin/python -m pytest -q tests/sources tests/docs/test_pages.py::test_tensorflow_program_prints_the_same
+
+# The unit and contract tests with the lowest and the highest versions that pyproject.toml promises.
+# `make test-newest PYTHON=python3.13` does it with another interpreter.
+test-oldest: .venv-oldest/.installed ## run the unit and contract tests with the lowest versions that are promised
+	.venv-oldest/bin/python -m pytest -q -n 3 --dist loadfile tests/unit tests/contract
+
+test-newest: .venv-newest/.installed ## run them with the highest versions, as an installation without constraints gets them
+	.venv-newest/bin/python -m pytest -q -n 3 --dist loadfile tests/unit tests/contract
+
+.venv-oldest/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt --editable ".[data,demo,ps,test]"
+	touch $@
+
+.venv-newest/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable ".[data,demo,ps,test]"
+	touch $@
+
+# The rooms without JAX have a test for every branch; nobody needs a GPU or a cluster to run it.
+NO_JAX := */phalanx/cluster/*,*/phalanx/cluster_resolver.py,*/phalanx/errors/*,*/phalanx/launch/*,*/phalanx/options.py
+
+coverage: $(INSTALLED) ## run all tests, and fail if they run less than 95% of the lines and branches
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -q -n 3 --dist loadfile
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --include="$(NO_JAX)" --fail-under=100
+	$(BIN)/coverage report --fail-under=95
+
+coverage-no-jax: $(INSTALLED) ## run the tests of the rooms without JAX, and fail if they leave out a line or a branch
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -q -n 2 --dist loadfile tests/unit/cluster tests/unit/errors tests/unit/launch \
+		tests/unit/test_cluster_resolver.py tests/unit/test_errors.py tests/unit/test_options.py \
+		src/phalanx/cluster src/phalanx/cluster_resolver.py src/phalanx/errors src/phalanx/launch src/phalanx/options.py
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --include="$(NO_JAX)" --fail-under=100
 
 bench: $(INSTALLED) ## run all benchmarks
 	$(BIN)/python -m benchmarks
@@ -44,7 +83,11 @@ check: $(INSTALLED) ## formatting, linting, types, import contracts, spelling
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell README.md docs src tests examples benchmarks
-	$(BIN)/python -m pytest -q tests/unit/test_exports.py tests/docs/test_prose.py
+	$(BIN)/python -m pytest -q tests/unit/test_api.py tests/docs/test_prose.py
+
+# A warning is an error. Needs no network once .venv is there.
+docs: $(INSTALLED) ## build the documentation into build/docs/index.html
+	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/docs
 
 # Only what the demos of text_lm.py import; `make test` adds the rest.
 $(DEMO_INSTALLED): pyproject.toml constraints.txt
@@ -55,7 +98,7 @@ $(DEMO_INSTALLED): pyproject.toml constraints.txt
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[data,demo,ps,test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[data,demo,docs,ps,test]"
 	touch $(DEMO_INSTALLED) $@
 
 # Libraries whose datasets Phalanx takes, but does not need. TensorFlow 2.21 wants an older h5py than the constraints.
@@ -67,4 +110,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean: ## remove the environments and what demos have written
-	rm -rf .venv .venv-sources out build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-newest .venv-oldest .venv-sources out build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache

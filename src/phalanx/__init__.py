@@ -83,6 +83,8 @@ _ROOMS = (
 
 def _hint(name: str) -> str:
     """Returns what to write instead of a name that is not there: the same name elsewhere, or the nearest one."""
+    if name == "distribute":
+        return "\nHINT: phalanx itself has the names of tf.distribute, for example phalanx.MirroredStrategy"
     rooms = {f"phalanx.{room}": importlib.import_module(f"phalanx.{room}") for room in _ROOMS}
     found = next((f"{path}.{name}" for path, room in rooms.items() if hasattr(room, name)), "")
     if not found and (near := difflib.get_close_matches(name, __dir__(), n=1)):

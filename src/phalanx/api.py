@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All public names. `import phalanx` loads them when one is asked for: they need JAX and Keras, the launcher does not."""
+"""All public names. `import phalanx` loads them lazily, because they need JAX and Keras, and the launcher does not."""
 
-from phalanx import compat  # noqa: F401  (first: it makes sure of the Keras backend)
+from phalanx import compat  # noqa: F401  (Must be first, because it checks the Keras backend.)
 from phalanx import cluster_resolver
 from phalanx import coordinator
 from phalanx import data

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of `tf.distribute.experimental`."""
+"""The public names of `tf.distribute.experimental`."""
 
 from typing import final
 
-import phalanx.keras  # noqa: F401  (It takes over `fit`, and a script may name no strategy but these.)
+import phalanx.keras  # noqa: F401  (Patches `fit`. A script may import its strategies only from this module.)
 from phalanx import coordinator
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.input.placement import ValueContext
@@ -21,14 +21,16 @@ CollectiveHints = CommunicationOptions
 
 @final
 class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
-    """`phalanx.MultiWorkerMirroredStrategy` with the arguments that it had in TensorFlow 2.3.
+    """Trains synchronously on several processes, with the constructor arguments of TensorFlow 2.3.
+
+    See `phalanx.MultiWorkerMirroredStrategy`. Must be created outside all scopes.
 
     Args:
-      communication: which collectives to use between processes.
-      cluster_resolver: as there.
+      communication: the collectives to use between processes, for example "auto".
+      cluster_resolver: see `phalanx.MultiWorkerMirroredStrategy`.
 
     Raises:
-      ClusterError, InvalidArgumentError, StartupError: as there.
+      ClusterError, InvalidArgumentError, StartupError: see `phalanx.MultiWorkerMirroredStrategy`.
 
     Source: tf.distribute.experimental.MultiWorkerMirroredStrategy.
 
@@ -49,14 +51,16 @@ class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
 
 @final
 class TPUStrategy(tpu.TPUStrategy):
-    """`phalanx.TPUStrategy` with the arguments that it had before TensorFlow 2.3.
+    """Trains synchronously on TPUs, with the constructor arguments of TensorFlow before version 2.3.
+
+    See `phalanx.TPUStrategy`. Must be created outside all scopes.
 
     Args:
-      tpu_cluster_resolver: as there.
-      device_assignment: as `experimental_device_assignment` there.
+      tpu_cluster_resolver: see `phalanx.TPUStrategy`.
+      device_assignment: see `experimental_device_assignment` of `phalanx.TPUStrategy`.
 
     Raises:
-      ClusterError, DeviceError, InvalidArgumentError, StartupError: as there.
+      ClusterError, DeviceError, InvalidArgumentError, StartupError: see `phalanx.TPUStrategy`.
 
     Source: tf.distribute.experimental.TPUStrategy.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of a custom training loop, under the names of `tf.nn`."""
+"""Loss scaling for custom training loops, with the function names of `tf.nn`."""
 
 from typing import Any
 
@@ -9,27 +9,33 @@ import numpy as np
 
 from phalanx.collectives import primitives
 from phalanx.errors import ContextError, InvalidArgumentError, shown
+from phalanx.mesh.arrays import over_rows
 from phalanx.tracing import context
+from phalanx.typing import PyTree
+
+__all__ = ["compute_average_loss", "scale_regularization_loss"]
 
 
-def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> jax.Array:
-    """Sums per-example losses and divides by the global batch size, so that the replicas' losses add up to the mean.
+def compute_average_loss(
+    per_example_loss: PyTree, sample_weight: PyTree = None, global_batch_size: Any = None
+) -> jax.Array:
+    """Sums per-example losses and divides by the global batch size, so that the sum over the replicas is the mean.
 
-    In replica context; with `global_batch_size` in any. Padded rows of a short batch count for nothing, and the default
-    global batch size is the number of real rows.
+    Call it in replica context, or in any context if `global_batch_size` is given. Padded rows of a short batch are
+    ignored.
 
     Args:
-      per_example_loss: losses `(per_replica_batch, ...)`.
-      sample_weight: weights that broadcast to the losses, from the left.
-      global_batch_size: an integer; by default the number of rows of all replicas together.
+      per_example_loss: array (per_replica_batch, ...) of losses.
+      sample_weight: weights. Their leading dims must broadcast to those of the losses.
+      global_batch_size: an integer of at least 0. None is the number of real rows of all replicas.
 
     Returns:
-      A scalar.
+      A scalar array.
 
     Raises:
-      InvalidArgumentError: a scalar loss, or a global batch size that is negative or no integer.
-      ContextError: in cross-replica context without `global_batch_size`.
-      ReduceOpError: losses, or weights, that are not arrays of numbers.
+      InvalidArgumentError: `per_example_loss` is a scalar, or `global_batch_size` is negative or not an integer.
+      ContextError: called in cross-replica context without `global_batch_size`.
+      ReduceOpError: the losses or weights are not arrays of numbers.
 
     Source: tf.nn.compute_average_loss.
 
@@ -41,8 +47,8 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     loss = primitives.to_array(per_example_loss)
     if loss.ndim == 0:
         raise InvalidArgumentError(
-            "per_example_loss, a scalar",
-            "must have one loss an example.",
+            f"per_example_loss={shown(per_example_loss)}",
+            "must have one loss per example, not be a scalar.",
             'loss = keras.losses.MeanSquaredError(reduction="none")',
         )
     if sample_weight is not None:
@@ -50,7 +56,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         if jnp.issubdtype(weight.dtype, jnp.complexfloating):
             raise InvalidArgumentError(f"sample_weight={shown(sample_weight)}", "must be real.", "sample_weight=None")
         weight = weight.astype(loss.dtype)
-        weight = weight.reshape(weight.shape + (1,) * (loss.ndim - weight.ndim))
+        weight = over_rows(weight, loss)
         if any(n not in (1, own) for n, own in zip(weight.shape, loss.shape, strict=False)) or weight.ndim > loss.ndim:
             raise InvalidArgumentError(
                 f"sample_weight of shape {np.shape(sample_weight)}",
@@ -61,8 +67,8 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     replica = context.get_replica_context()
     if replica is None and global_batch_size is None:
         raise ContextError(
-            "compute_average_loss in cross-replica context",
-            "the global batch size is not known there.",
+            "compute_average_loss was called in cross-replica context",
+            "the global batch size is unknown there.",
             "global_batch_size=n, or call it in the replica function",
         )
     mask = None if replica is None else replica.example_mask
@@ -71,10 +77,10 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         if mask.shape[0] != loss.shape[0]:
             raise InvalidArgumentError(
                 f"per_example_loss of shape {loss.shape}",
-                f"this batch is padded, and its mask has {mask.shape[0]} rows.",
-                "one loss an example: dim 0 must be the rows of the batch",
+                f"the batch is padded, and its mask has {mask.shape[0]} rows.",
+                "one loss per example: dim 0 must hold the rows of the batch",
             )
-        loss = jnp.where(mask.reshape((-1,) + (1,) * (loss.ndim - 1)), loss, 0)
+        loss = jnp.where(over_rows(mask, loss), loss, 0)
         rows: Any = replica.num_examples
     else:
         rows = loss.shape[0] * (1 if replica is None else replica.num_replicas_in_sync)
@@ -83,16 +89,18 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
-    """Sums regularization losses and divides by the number of replicas, for every replica adds its own. In replica context.
+    """Sums regularization losses and divides by the number of replicas, because every replica adds the same losses.
+
+    Call it in replica context.
 
     Args:
-      regularization_loss: an array, or a list of arrays, of losses.
+      regularization_loss: an array of losses, or a list of arrays.
 
     Returns:
-      A scalar.
+      A scalar array.
 
     Raises:
-      ContextError: in cross-replica context.
+      ContextError: called in cross-replica context.
       ReduceOpError: a loss is not an array of numbers.
 
     Source: tf.nn.scale_regularization_loss.
@@ -104,16 +112,16 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     replica = context.get_replica_context()
     if replica is None:
         raise ContextError(
-            "scale_regularization_loss in cross-replica context",
-            "it is for replica context.",
+            "scale_regularization_loss was called in cross-replica context",
+            "it works only in replica context.",
             "call it in the replica function",
         )
     total = sum(primitives.as_array(x).sum() for x in jax.tree.leaves(regularization_loss))
     return jnp.asarray(total) / (1 if context.current().averaging else replica.num_replicas_in_sync)
 
 
-def _own_part() -> Any:
-    """Returns what a loss has to be divided by: in a `train_step`, where it counts for its replica's part of the rows."""
+def _own_part() -> jax.Array | int:
+    """Returns the divisor of a loss: in a `train_step`, the weight by which the loss of this replica is multiplied."""
     mode = context.current()
     if not mode.averaging or mode.replica is None:
         return 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws that code of your own can be tested against."""
+"""Assertions and virtual devices for your tests."""
 
 import hashlib
 from collections import Counter
@@ -20,24 +20,28 @@ from phalanx.mesh.topology import Topology
 from phalanx.mesh.values import is_distributed
 from phalanx.programs.state import slot_of
 from phalanx.strategies.describe import variables_of
+from phalanx.typing import PyTree
+
+__all__ = ["assert_in_sync", "assert_restores_everywhere", "virtual_topology"]
 
 _DIGEST_BYTES = 8
 
 
-def virtual_topology(mesh_shape: Sequence[int]) -> device_assignment.Topology:
-    """Lets this process's CPU devices stand for a TPU system. Outside all scopes.
+def virtual_topology(mesh_shape: Sequence[int]) -> device_assignment.TPUTopology:
+    """Makes the CPU devices of this process emulate a TPU system. Call it outside all scopes.
 
-    From here on `initialize_tpu_system` and `TPUStrategy` find it, until `shutdown_tpu_system`.
+    `initialize_tpu_system` and `TPUStrategy` use the emulated system until `shutdown_tpu_system` is called.
 
     Args:
-      mesh_shape: how many cores there are along each dim: `(2, 2, 2)`, or x, y, z and the cores of a chip.
+      mesh_shape: number of cores along each dim, for example `(2, 2, 2)`. The dims of real TPUs are x, y, z and the
+        core within a chip.
 
     Returns:
-      The topology, of which the last dim goes from one device to the next.
+      The topology. Consecutive devices are adjacent along the last dim.
 
     Raises:
-      DeviceError: there are fewer CPU devices.
-      InvalidArgumentError: `mesh_shape` is no sequence of positive integers.
+      DeviceError: this process has fewer CPU devices.
+      InvalidArgumentError: `mesh_shape` is not a sequence of positive integers.
 
     Example:
       >>> import phalanx, phalanx.testing
@@ -48,16 +52,17 @@ def virtual_topology(mesh_shape: Sequence[int]) -> device_assignment.Topology:
 
 
 def assert_in_sync(*objects: Any) -> None:
-    """Asserts that all replicas hold the same values of variables, to the last bit. Outside all programs, on all processes.
+    """Asserts that all replicas hold bitwise equal values of variables.
 
-    Variables that no program has used yet are left out: each process may have other values, and all will take the first one's.
+    Call it outside all programs, in all processes. It skips variables that no program has used yet: their values may
+    differ between processes until the first program copies the values of the first process.
 
     Args:
-      objects: variables, or models, layers, optimizers or metrics, whose variables are meant; or lists of them.
+      objects: variables, or models, layers, optimizers and metrics with variables, or lists of these.
 
     Raises:
-      DivergenceError: they differ; the message names the variable, and the ranks that are not like most.
-      InvalidArgumentError: an object that neither is nor has variables.
+      DivergenceError: a variable differs. The message names the variable and the ranks that differ from most.
+      InvalidArgumentError: an object is not a variable and has no variables.
 
     Example:
       >>> import keras, phalanx, phalanx.testing
@@ -66,18 +71,19 @@ def assert_in_sync(*objects: Any) -> None:
       >>> phalanx.testing.assert_in_sync(model)
     """
     variables = [v for o in objects for v in variables_of("assert_in_sync", o)]
-    by_home: dict[int, list[Variable]] = {}
+    homes: dict[int, tuple[Topology, list[Variable]]] = {}
     for variable in variables:
-        if slot_of(variable).home is not None and raw_value(variable) is not None:
-            by_home.setdefault(id(slot_of(variable).home), []).append(variable)
-    for group in by_home.values():
-        _assert_equal_everywhere(group, slot_of(group[0]).home)
+        home = slot_of(variable).home
+        if home is not None and raw_value(variable) is not None:
+            homes.setdefault(id(home), (home, []))[1].append(variable)
+    for home, group in homes.values():
+        _assert_equal_everywhere(group, home)
 
 
 def _assert_equal_everywhere(variables: list[Variable], topology: Topology) -> None:
     own = np.array([[_digest(c) for c in _copies(v, topology)] for v in variables])
     everywhere = np.concatenate(topology.exchange(own), axis=1)
-    # (variables, replicas, devices of a replica, words)
+    # Shape: (variables, replicas, devices_per_replica, words of a digest).
     everywhere = everywhere.reshape(len(variables), topology.num_replicas, topology.devices_per_replica, -1)
     odd = {i: found for i, digests in enumerate(everywhere) if (found := _odd_replicas(digests))}
     if not odd:
@@ -89,17 +95,17 @@ def _assert_equal_everywhere(variables: list[Variable], topology: Topology) -> N
     raise DivergenceError(
         f"assert_in_sync of {len(variables)} variables",
         f"{variables[first].path!r} on {where} (replica {replicas} of {topology.num_replicas}) differs from most; "
-        f"{len(odd)} variable(s) differ in all.",
-        "assign only what all processes compute alike, or assign it inside strategy.run",
+        f"{len(odd)} variable(s) differ in total.",
+        "assign only values that all processes compute identically, or assign inside strategy.run",
     )
 
 
 def _copies(variable: Variable, topology: Topology) -> list[Any]:
-    """Returns what each local device of a replica holds."""
+    """Returns the copy of a variable on each local device, replica by replica."""
     value, devices = raw_value(variable), [d for i in topology.local_replicas for d in topology.devices_of(i)]
     path = compat.layout_path(variable)
     if topology.divided_dim(path, variable.shape) is not None:
-        # Each replica holds another part.
+        # Each replica holds a different shard, so there are no copies to compare.
         return [np.zeros(0)] * len(devices)
     if not isinstance(value, jax.Array) or value.sharding != topology.sharding_of(path, variable.shape):
         return [value] * len(devices)
@@ -113,24 +119,29 @@ def _digest(value: Any) -> np.ndarray:
 
 
 def _odd_replicas(digests: np.ndarray) -> list[int]:
-    """Returns the replicas that do not hold on each of their devices what most do; where no value is usual, not what the first does."""
+    """Returns the replicas whose digests differ from the most common digests. A tie goes to the first digest.
+
+    Args:
+      digests: uint32 array (replicas, devices_per_replica, words).
+    """
     texts = [[own.tobytes() for own in of_device] for of_device in digests.swapaxes(0, 1)]
     usual = [Counter(each).most_common(1)[0][0] for each in texts]
     return [i for i in range(len(digests)) if any(each[i] != most for each, most in zip(texts, usual, strict=True))]
 
 
 def assert_restores_everywhere(dataset: DistributedDataset, *, steps: int | None = None) -> None:
-    """Asserts that an iterator of `dataset` goes on equally from each of its positions. Outside all programs.
+    """Asserts that an iterator of `dataset` can be saved and restored after every batch. Call it outside all programs.
 
-    It reads the dataset once, and once more from the position after each batch, which it passes through text as a file would.
+    It reads the dataset once, and then again from the position after each batch. It converts each saved state to text
+    and back, as a checkpoint does.
 
     Args:
-      dataset: what `Strategy.experimental_distribute_dataset` returned; each pass must give the same batches.
-      steps: how many batches to read; None reads all.
+      dataset: the result of `Strategy.experimental_distribute_dataset`. Each pass must give the same batches.
+      steps: number of batches to read. None reads all batches.
 
     Raises:
-      InvalidArgumentError: `dataset` is not a distributed dataset, or `steps` neither a positive integer nor None.
-      AssertionError: a batch after a restored position differs; the message says from which position, and which batch.
+      InvalidArgumentError: `dataset` is not a distributed dataset, or `steps` is neither a positive integer nor None.
+      AssertionError: a batch after a restored position differs. The message names the position and the batch.
 
     Example:
       >>> import numpy as np, phalanx, phalanx.testing
@@ -158,14 +169,14 @@ def assert_restores_everywhere(dataset: DistributedDataset, *, steps: int | None
 def _assert_goes_on(iterator: DistributedIterator, batches: list[Any], position: int, *, is_whole: bool) -> None:
     for number in range(position, len(batches)):
         batch = next(iterator, None)
-        where = f"batch {number}, after the position behind batch {position - 1} was restored,"
+        where = f"batch {number}, read after restoring the position behind batch {position - 1},"
         assert batch is not None, f"{where} is missing"
         equal = jax.tree.map(np.array_equal, _content(batch), batches[number])
         assert all(jax.tree.leaves(equal)), f"{where} is {_content(batch)}, not {batches[number]}"
-    assert not is_whole or next(iterator, None) is None, f"a batch too many follows the position {position}"
+    assert not is_whole or next(iterator, None) is None, f"there is an extra batch after restoring position {position}"
 
 
-def _content(batch: Any) -> Any:
+def _content(batch: PyTree) -> PyTree:
     """Returns the real rows of each local replica, as NumPy arrays."""
     return jax.tree.map(
         lambda x: [np.asarray(v) for v in x.values] if is_distributed(x) else [np.asarray(x)],

@@ -1,11 +1,6 @@
 """Clusters of worker processes. One of each size is started when the first test asks for it, and ends with the module."""
 
-import sys
 from contextlib import ExitStack
-from pathlib import Path
-
-# For `evaluation` and `reference_training`.
-sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("sources", "contract")]
 
 import pytest
 from cluster import Cluster

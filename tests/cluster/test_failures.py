@@ -63,7 +63,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("step", ["total.assign_add(1.0)", "total + 1.0"], ids=["writes", "reads"])
-def test_one_dies(tmp_path, case, step):
+def test_death_of_one_worker_is_named_by_the_other(tmp_path, case, step):
     """The launcher ends with its code; the other one raises one error, which names it."""
     culprit, code, status, how = CASES[case]
     ended, out, report, seconds = run(tmp_path, culprit, code, step)
@@ -71,7 +71,7 @@ def test_one_dies(tmp_path, case, step):
     # On a busy machine the one that is at fault may end after the other, which then says who it is.
     assert re.search(rf"^worker {culprit} failed first: |^The cluster could not go on: rank {culprit} ", report, re.M)
     assert LOST.format(1 - culprit, culprit) in out
-    assert f") {how}: no step can be done without it.\n[worker {1 - culprit}] HINT: phalanx run" in out
+    assert f") {how}: no step can run without it.\n[worker {1 - culprit}] HINT: phalanx run" in out
     assert out.count(f"[worker {1 - culprit}] Traceback (most recent call last):") == 1
     assert "StateLostError" not in out
     assert f"worker {1 - culprit} exited with code 1" in report

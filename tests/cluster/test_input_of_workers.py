@@ -75,7 +75,7 @@ def test_functions_of_different_lengths(two):
     assert [step for step in second["steps"] if step != [[]]][-1] == [list(range(996, 1000))]
 
 
-def test_off(two):
+def test_policy_off_reads_everything_on_each_worker(two):
     """Each worker reads everything, and the sums count each row twice."""
     first, second = two.call("evaluate", source="arrays", policy="OFF")
     assert flat(first["steps"]) == flat(second["steps"]) == list(range(ROWS))
@@ -86,7 +86,7 @@ def test_fewer_files_than_workers_under_auto(two, files):
     """The rows are divided instead; the chief says so in one line, the other says nothing."""
     chief, other = two.call("evaluate", source="files", folder=files([ROWS]))
     assert [m for m in chief["messages"] if "too few" in m] == [
-        "1 files are too few for 2 workers: each takes its rows of every batch"
+        "1 files are too few for 2 workers, so each reads its rows of every batch"
     ]
     assert other["messages"] == []
     assert flat([chief["steps"], other["steps"]]) == list(range(ROWS))
@@ -98,7 +98,7 @@ def test_fewer_files_than_workers_under_file(two, files):
     replies = two.call("evaluate", source="files", policy="FILE", folder=files([ROWS]))
     assert len(replies) == 2
     for reply in replies:
-        assert reply.startswith("InputError: AutoShardPolicy.FILE for 1 files: it has 1 files for 2 workers.")
+        assert reply.startswith("InputError: AutoShardPolicy.FILE for 1 files: the dataset has 1 files for 2 workers.")
         assert "\nHINT: " in reply
 
 
@@ -141,7 +141,7 @@ def test_batches_that_grow(two_by_two):
     assert first == second
 
 
-def test_explain_sharding(two, files):
+def test_explain_sharding_agrees_in_all_workers(two, files):
     """The same in all workers."""
     folder = files(UNEVEN)
     for source, policy, first, second in [
@@ -193,11 +193,11 @@ def test_position_of_functions_stays_with_the_workers(cluster_of, two, tmp_path)
     after = two.call("read", source="function", load=path)
     assert flat([before, after]) == list(range(ROWS))
     for reply in cluster_of(4, 1).call("read", source="function", load=path):
-        assert reply.startswith("InputError: set_state of 2 workers: there are 4 now")
+        assert reply.startswith("InputError: set_state of a position of 2 workers: the number of workers is now 4")
 
 
 @pytest.mark.parametrize(("source", "batches"), [("arrays", 21), ("generator", 21), ("files", 6), ("function", 19)])
-def test_restores_everywhere(two, files, source, batches):
+def test_iterator_restores_from_every_position(two, files, source, batches):
     """The law of all iterators, in two processes at once."""
     assert two.call("states_everywhere", source=source, folder=files([130, 20])) == [batches, batches]
 
@@ -207,7 +207,7 @@ def test_one_thread_for_one_device(two):
     assert two.call("one_thread_for_one_device") == [2, 2]
 
 
-def test_local_results(two):
+def test_local_results_are_real_rows_of_own_replicas(two):
     """Each worker gets the real rows of its own replicas, of short batches too."""
     assert two.call("local_results") == [[[[0, 1, 2, 3]], [[7, 8]]], [[[4, 5, 6]], [[9]]]]
 
@@ -219,7 +219,7 @@ def test_local_results_of_a_nest(two_by_two):
     assert second == [([4, 5], 3.0), ([6, 7], 3.0)]
 
 
-def test_gather(two):
+def test_gather_returns_real_rows_of_all_workers(two):
     """Every worker gets the real rows of all."""
     assert two.call("gathered") == [[[0, 1, 2, 3, 4, 5, 6], [7, 8, 9]]] * 2
 

@@ -30,7 +30,7 @@ def replies(cluster, task, **kwargs):
     ("model", "optimizer", "sizes"),
     [("mlp_l2", "adam", [24]), ("mlp", "momentum", [24, 13, 3]), ("cnn", "adam", [13]), ("lstm", "momentum", [24, 13])],
 )
-def test_custom_loop(cluster_of, size, model, optimizer, sizes):
+def test_custom_loop_equals_one_device(cluster_of, size, model, optimizer, sizes):
     """Twenty steps give the losses and weights of a hand-written step on one device; batches need not divide."""
     wanted = train_on_one_device(model, optimizer, tuple(sizes))
     got = replies(cluster_of(*size), "loop", model=model, optimizer=optimizer, sizes=sizes)[0]
@@ -57,7 +57,7 @@ def reference():
 @pytest.mark.cover(("size", "k"), {((2, 1), 8), ((2, 2), 1), ((4, 1), 1)})
 @EVERYWHERE
 @pytest.mark.parametrize("k", [1, 8])
-def test_fit(cluster_of, reference, size, k):
+def test_fit_equals_one_device_on_every_process(cluster_of, reference, size, k):
     """History, evaluation, all predictions and the weights of 1,003 rows in batches of 64, on every process."""
     got = replies(cluster_of(*size), "fit", steps_per_execution=k)[0]
     assert got["predict"].shape == (training.ROWS, training.CLASSES)
@@ -82,7 +82,7 @@ def test_chiefs_first_values(cluster_of, size):
     ],
     ids=["default", "bytes_per_pack", "wire_dtype"],
 )
-def test_communication_options(cluster_of, options, sent):
+def test_communication_options_change_only_what_is_sent(cluster_of, options, sent):
     """They change what crosses between two processes, and all hold the sum, to the last bit the same."""
     got = replies(cluster_of(2, 1), "one_step", **options)[0]
     assert got["sent"] == sent
@@ -98,7 +98,7 @@ def test_order_of_rows(cluster_of):
 
 
 @EVERYWHERE
-def test_verbs(cluster_of, size):
+def test_verbs_span_all_processes(cluster_of, size):
     """Replica numbers, sums, and who writes."""
     workers, devices = size
     n = workers * devices
@@ -122,7 +122,7 @@ def test_names_of_own_devices(cluster_of):
 
 
 @pytest.mark.parametrize("verbose", [1, 2])
-def test_one_writer(cluster_of, tmp_path, verbose):
+def test_only_one_worker_writes_files(cluster_of, tmp_path, verbose):
     """With the same paths on all workers there is one log, one set of files, and one progress bar."""
     chief, other = cluster_of(2, 1).call("writing", deadline_s=60.0, folder=str(tmp_path), verbose=verbose)
     assert "Epoch 2/2" in chief
@@ -154,11 +154,11 @@ def test_saving_accumulated_gradients(cluster_of, tmp_path):
 @pytest.mark.parametrize(
     ("size", "where"), [((2, 2), "rank 1 (replica 2, 3 of 4)"), ((4, 1), "rank 3 (replica 3 of 4)")]
 )
-def test_divergence(cluster_of, size, where):
+def test_divergence_is_found_on_all_workers(cluster_of, size, where):
     """A value that one worker has assigned alone is found on all, and named."""
     for text in cluster_of(*size).call("diverged", deadline_s=60.0):
         assert text.startswith("DivergenceError: assert_in_sync of ")
-        assert f"/bias' on {where} differs from most; 1 variable(s) differ in all." in text
+        assert f"/bias' on {where} differs from most; 1 variable(s) differ in total." in text
 
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
@@ -166,7 +166,7 @@ def test_arrays_of_different_lengths(cluster_of, method):
     """Equal numbers of batches, and of rows of the short one on each replica: before the first step all say so."""
     for text in cluster_of(2, 1).call("different_rows", rows=[1003, 1002], method=method, source="arrays"):
         assert text.startswith(
-            "InputError: one dataset that all workers divide: worker 0 has 1003 rows, 16 batches, 64"
+            "InputError: one dataset that is split over all workers: worker 0 has 1003 rows, 16 batches, 64"
         )
         assert "; worker 1 has 1002 rows, 16 batches, 64 rows in a batch.\nHINT: the same data on all" in text
 

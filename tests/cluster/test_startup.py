@@ -69,7 +69,7 @@ def test_chief_that_never_comes(config):
     assert "rank 1 could not reach it for 3 s" in text
 
 
-def test_other_clusters(config):
+def test_process_of_another_cluster_is_refused(config):
     """A process with another list of workers is refused by the first one, and both say so."""
     first, second = Script(MAKE, config(0), 30), Script(MAKE, config(1, 3), 30)
     for status, text in (first.end(), second.end()):
@@ -82,13 +82,13 @@ def test_strategy_that_is_made_late(config):
     first, second = Script(LATE, config(0), 30), Script(LATE, config(1), 30)
     for status, text in (first.end(), second.end()):
         assert status == 1, text
-        assert "HINT: make the strategy at the top of the script, before the first array" in text
+        assert "HINT: create the strategy at the top of the script, before the first array" in text
 
 
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"cluster": {"worker": ["nowhere"]}}', '{"cluster": {"worker": ["a:1", "b:2"]}}']
 )
-def test_malformed_configuration(text):
+def test_malformed_configuration_fails_before_waiting(text):
     """It is found out before anybody waits."""
     status, printed = Script(MAKE, text).end()
     assert status == 1, printed
@@ -96,7 +96,7 @@ def test_malformed_configuration(text):
     assert "HINT: " in printed
 
 
-def test_one_process(config):
+def test_cluster_of_one_process_is_local(config):
     """A cluster of one is local, and so is no cluster."""
     for tf_config in (config(0, 1), "{}"):
         status, text = Script(MAKE, tf_config).end()

@@ -84,18 +84,18 @@ def of_options():
         "Partitioner.__call__": Case(
             experimental.partitioners.FixedShardsPartitioner(2), {"shape": (2, 3), "dtype": "float32", "axis": 0}
         ),
-        "Topology": Case(lambda **kw: tpu.Topology(**kw), {"mesh_shape": (1, 1), "device_coordinates": [[[0, 0]]]}),
-        "Topology(serialized)": Case(tpu.Topology, {"serialized": TOPOLOGY.serialized()}),
-        "Topology.task_ordinal_at_coordinates": Case(
+        "TPUTopology": Case(lambda **kw: tpu.Topology(**kw), {"mesh_shape": (1, 1), "device_coordinates": [[[0, 0]]]}),
+        "TPUTopology(serialized)": Case(tpu.Topology, {"serialized": TOPOLOGY.serialized()}),
+        "TPUTopology.task_ordinal_at_coordinates": Case(
             TOPOLOGY.task_ordinal_at_coordinates, {"device_coordinates": (0, 0)}
         ),
-        "Topology.tpu_device_ordinal_at_coordinates": Case(
+        "TPUTopology.tpu_device_ordinal_at_coordinates": Case(
             TOPOLOGY.tpu_device_ordinal_at_coordinates, {"device_coordinates": (0, 0)}
         ),
-        "Topology.tpu_device_name_at_coordinates": Case(
+        "TPUTopology.tpu_device_name_at_coordinates": Case(
             TOPOLOGY.tpu_device_name_at_coordinates, {"device_coordinates": (0, 0), "job": None}
         ),
-        "Topology.cpu_device_name_at_coordinates": Case(
+        "TPUTopology.cpu_device_name_at_coordinates": Case(
             TOPOLOGY.cpu_device_name_at_coordinates, {"device_coordinates": (0, 0), "job": None}
         ),
         "DeviceAssignment": Case(tpu.DeviceAssignment, {"topology": TOPOLOGY, "core_assignment": [[[0, 0]], [[0, 1]]]}),
@@ -259,8 +259,8 @@ TAKES: dict[str, dict[str, set[str]]] = {
     "MinSizePartitioner": {"min_shard_bytes": COUNT, "max_shards": COUNT, "bytes_per_string": COUNT},
     "MaxSizePartitioner": {"max_shard_bytes": COUNT, "max_shards": COUNT | NONE, "bytes_per_string": COUNT},
     "Partitioner.__call__": {"dtype": ALL, "axis": {"-1", "0"}},
-    "Topology.tpu_device_name_at_coordinates": {"job": NONE | TEXTS},
-    "Topology.cpu_device_name_at_coordinates": {"job": NONE | TEXTS},
+    "TPUTopology.tpu_device_name_at_coordinates": {"job": NONE | TEXTS},
+    "TPUTopology.cpu_device_name_at_coordinates": {"job": NONE | TEXTS},
     "DeviceAssignment.build": {"computation_shape": NONE, "computation_stride": NONE},
     "DeviceAssignment.coordinates": {"replica": {"0"}, "logical_core": {"0"}},
     "DeviceAssignment.tpu_ordinal": {"replica": {"0"}, "logical_core": {"0"}},

@@ -52,7 +52,7 @@ VERBS = {
 
 
 @pytest.mark.parametrize("message", VERBS)
-def test_verbs(message):
+def test_verbs_have_their_message(message):
     """Of strategies and replica contexts."""
     with pytest.raises(phalanx.errors.PhalanxError, match=f"(?s){message}"):
         VERBS[message]()
@@ -145,7 +145,7 @@ def average(loss, weight=None):
 
 
 @pytest.mark.parametrize("message", FUNCTIONS)
-def test_functions(message):
+def test_functions_have_their_message(message):
     """Of control flow, gradients, losses and variables."""
     with pytest.raises(phalanx.errors.PhalanxError, match=f"(?s){message}"):
         FUNCTIONS[message]()
@@ -182,7 +182,9 @@ HELPERS = {
         [1], ONE, None, batch_size=2**31
     ),
     r"drop_remainder=1: must be True": lambda: STRATEGY.make_experimental_numpy_dataset([1]).batch(1, drop_remainder=1),
-    r"the dataset \[\[1\], \[2, 3\]\]: is not an array": lambda: ONE.make_experimental_numpy_dataset([[1], [2, 3]]),
+    r"the dataset \[\[1\], \[2, 3\]\]: cannot be converted to an array": lambda: ONE.make_experimental_numpy_dataset(
+        [[1], [2, 3]]
+    ),
     r"dataset_fn='x': is not callable": lambda: STRATEGY.distribute_datasets_from_function("x"),
     r"reduce_func='x': is not callable": lambda: DATASET.reduce(0, "x"),
     r"pattern=1: must be a path": lambda: phalanx.data.from_files(1, open),
@@ -196,26 +198,30 @@ HELPERS = {
     r"update_freq=True: must be .epoch.": lambda: phalanx.keras.TensorBoard("logs", True),
     r"model=None: must be a Model": lambda: phalanx.keras.SidecarEvaluator(None, **SIDECAR),
     r"steps=0: must be positive": lambda: phalanx.keras.SidecarEvaluator(model(), **SIDECAR, steps=0),
-    r"poll_s=None: it has to look again": lambda: phalanx.keras.SidecarEvaluator(model(), **SIDECAR, poll_s=None),
+    r"poll_s=None: must be a number of seconds": lambda: phalanx.keras.SidecarEvaluator(
+        model(), **SIDECAR, poll_s=None
+    ),
     r"timeout_s=0: must be more than 0": lambda: phalanx.keras.SidecarEvaluator(model(), **SIDECAR, timeout_s=0),
     r"input_dim=0: must be a positive integer": lambda: phalanx.keras.ShardedEmbedding(0, 1),
     r"mask_zero=1: must be True": lambda: phalanx.keras.ShardedEmbedding(1, 1, mask_zero=1),
-    r"initializer='no'.*refuses it: ValueError": lambda: phalanx.keras.ShardedEmbedding(1, 1, "no"),
-    r"workers=True: must be a whole number": lambda: phalanx.ParameterServerStrategy(workers=True),
+    r"initializer='no'.*rejects these arguments: ValueError": lambda: phalanx.keras.ShardedEmbedding(1, 1, "no"),
+    r"workers=True: must be an integer of at least 1": lambda: phalanx.ParameterServerStrategy(workers=True),
     r"worker_timeout_s=inf: must be more than 0": lambda: phalanx.ParameterServerStrategy(worker_timeout_s=np.inf),
     r"worker_timeout_s=True: must be": lambda: phalanx.ParameterServerStrategy(worker_timeout_s=True),
     r"dashboard=1: must be True": lambda: phalanx.ParameterServerStrategy(dashboard=1),
-    r"max_staleness=-1: must be a whole": lambda: phalanx.ParameterServerStrategy(max_staleness=-1),
+    r"max_staleness=-1: must be an integer of at least 0": lambda: phalanx.ParameterServerStrategy(max_staleness=-1),
     r"experimental_spmd_xla_partitioning=1: must": lambda: phalanx.TPUStrategy(experimental_spmd_xla_partitioning=1),
     r"config_proto=1: must be None": lambda: RESOLVER.num_accelerators(config_proto=1),
-    r"model_axis=\[\[1\], 2\]: must be a name and a size": lambda: phalanx.MirroredStrategy(model_axis=[[1], 2]),
+    r"model_axis=\[\[1\], 2\]: must be a pair of a name and a size": lambda: phalanx.MirroredStrategy(
+        model_axis=[[1], 2]
+    ),
 }
 DATASET = STRATEGY.experimental_distribute_dataset(np.arange(8.0), batch_size=2)
 RESOLVER = phalanx.cluster_resolver.SimpleClusterResolver(phalanx.cluster_resolver.ClusterSpec({"worker": ["a:1"]}))
 
 
 @pytest.mark.parametrize("message", HELPERS)
-def test_helpers(message):
+def test_helpers_have_their_message(message):
     """Of input, Keras helpers and strategies of several processes."""
     with pytest.raises(phalanx.errors.PhalanxError, match=f"(?s){message}"):
         HELPERS[message]()

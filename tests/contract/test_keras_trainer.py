@@ -106,7 +106,7 @@ def test_train_on_batch_with_class_weights(strategy):
     agree(strategy, classes(), lambda m: m.train_on_batch(X[:5], X[:5].argmax(1), class_weight=weights))
 
 
-def test_training_argument(strategy):
+def test_training_argument_is_true_only_in_fit(strategy):
     """True in `fit`, false in `evaluate` and `predict`."""
 
     class Doubling(layers.Layer):
@@ -226,7 +226,7 @@ def test_epochs_and_steps_capped(strategy):
         keras.config.set_max_steps_per_epoch(None)
 
 
-def test_initial_epoch(strategy):
+def test_initial_epoch_starts_the_count(strategy):
     """Epochs are counted from it."""
 
     def act(model):
@@ -356,7 +356,7 @@ def test_validation_by_a_generator_without_end(strategy):
     agree(strategy, compiled(), act)
 
 
-def test_validation_frequency(strategy):
+def test_validation_runs_in_listed_epochs(strategy):
     """In the epochs of a list."""
 
     def act(model):
@@ -410,7 +410,7 @@ def test_variables_of_a_first_predict(strategy):
 
 
 @pytest.mark.parametrize("verbose", [0, 2])
-def test_verbose(strategy, capsys, verbose):
+def test_verbose_controls_what_is_printed(strategy, capsys, verbose):
     """Nothing, a bar, or a line for each epoch."""
     model = made(compiled(metrics=["mae"]), strategy)
     model.fit(X, Y, batch_size=8, epochs=2, verbose=verbose, validation_data=(X, Y))
@@ -426,7 +426,7 @@ def test_a_bar_without_a_known_end(strategy, capsys):
 
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "train_on_batch", "test_on_batch"])
-def test_not_compiled(strategy, method):
+def test_model_not_compiled_is_refused(strategy, method):
     """The message of Keras."""
     with pytest.raises(ValueError, match="call `compile"):
         getattr(made(lambda: keras.Sequential([layers.Dense(2)]), strategy), method)(X, Y)

@@ -179,7 +179,7 @@ def test_evaluate_and_predict_within_fit(strategy):
     agree(strategy, compiled(), act)
 
 
-def test_lambda_callback(strategy):
+def test_lambda_callback_sees_its_events(strategy):
     """Of the events that it is given."""
 
     def act(model):
@@ -210,7 +210,7 @@ STEERING = {
 
 
 @pytest.mark.parametrize(("callback", "epochs"), STEERING.values(), ids=STEERING)
-def test_steering(strategy, callback, epochs):
+def test_steering_callbacks_have_the_same_effect(strategy, callback, epochs):
     """As many epochs, the same rates, the same weights as with Keras."""
 
     def act(model):
@@ -251,7 +251,7 @@ def test_monitoring_what_is_not_there(strategy):
         made(compiled(), strategy).fit(X, Y, **FIT, callbacks=[callbacks.EarlyStopping("val_loss")])
 
 
-def test_verbose_callbacks(strategy, capsys):
+def test_verbose_callbacks_print_what_they_do(strategy, capsys):
     """They say what they do."""
     schedule = callbacks.LearningRateScheduler(lambda epoch: 0.01, verbose=1)
     stop = callbacks.EarlyStopping("loss", min_delta=10.0, verbose=1)
@@ -262,7 +262,7 @@ def test_verbose_callbacks(strategy, capsys):
 
 
 @pytest.mark.parametrize("how", [{}, {"save_best_only": True, "monitor": "val_loss"}, {"save_freq": 2}])
-def test_model_checkpoint(strategy, tmp_path, how):
+def test_model_checkpoint_saves_the_same_files(strategy, tmp_path, how):
     """Files after the same epochs or steps, with the same weights."""
     files = []
 
@@ -325,7 +325,7 @@ def test_backup_and_restore(strategy, tmp_path, frequency):
     agree(strategy, ACCURATE, act)
 
 
-def test_csv_logger(strategy, tmp_path):
+def test_csv_logger_writes_and_appends_lines(strategy, tmp_path):
     """A line for each epoch; more lines where it is told to append."""
     path = tmp_path / "log.csv"
     model, losses = made(ACCURATE, strategy), []

@@ -73,7 +73,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize(("model", "how", "targets"), LOSSES.values(), ids=LOSSES)
-def test_losses(strategy, model, how, targets):
+def test_losses_have_their_means_in_logs(strategy, model, how, targets):
     """Of one or several outputs, with their own means in the logs."""
     agree(strategy, compiled(model, **how), history(X, targets))
 
@@ -136,7 +136,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize(("model", "how", "targets"), METRICS.values(), ids=METRICS)
-def test_metrics(strategy, model, how, targets):
+def test_metrics_have_names_in_order_of_keras(strategy, model, how, targets):
     """Weighted or not, with Keras's names in Keras's order."""
     weights = keras.tree.map_structure(lambda _: WEIGHTS, targets)
     given = EVALUATE | {"sample_weight": weights, "return_dict": True}
@@ -148,7 +148,7 @@ def test_metrics(strategy, model, how, targets):
 def test_metrics_that_are_numbers(strategy, order):
     """Results come in the order of the metrics; a batch that is padded is warned of, for the padding counts in them."""
     model = made(compiled(metrics=order), strategy)
-    with pytest.warns(UserWarning, match="is one number for a batch"):
+    with pytest.warns(UserWarning, match="is one number per batch"):
         result = model.evaluate(X, Y, **EVALUATE)
     same(result[1:], [order[0](None, None), order[1](None, None)])
 
@@ -250,7 +250,7 @@ def test_metrics_of_a_layer_deep_inside(strategy):
     same(made(make, strategy).fit(X, Y, **FIT).history["mean_input"], [X.mean()])
 
 
-def test_compiled_again(strategy):
+def test_model_compiled_again_keeps_its_weights(strategy):
     """Other metrics, another loss and another optimizer from then on, with the weights learned so far."""
 
     def act(model):
@@ -265,12 +265,12 @@ OPTIMIZERS = [{"class_name": "SGD", "config": {"learning_rate": 0.2}}, keras.opt
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["config", "object"])
-def test_optimizers(strategy, optimizer):
+def test_optimizer_may_be_config_or_object(strategy, optimizer):
     """A config or an object."""
     agree(strategy, compiled(optimizer=optimizer), history(epochs=2))
 
 
-def test_constraints(strategy):
+def test_constraints_hold_after_each_step(strategy):
     """They hold after each step."""
 
     def make():
@@ -284,7 +284,7 @@ def test_constraints(strategy):
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-def test_loss_scaling(strategy, scaled):
+def test_loss_scaling_keeps_float16_gradients(strategy, scaled):
     """In float16 the gradients of a deep model vanish unless the loss is scaled."""
 
     def make():
@@ -316,7 +316,7 @@ def test_losses_of_layers_alone(strategy):
     agree(strategy, make, history(*EVEN))
 
 
-def test_activity_regularizers(strategy):
+def test_activity_regularizers_add_to_the_loss(strategy):
     """They are part of the loss."""
 
     def model():
@@ -427,7 +427,7 @@ class Taped(Measured):
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_own_steps(strategy, k):
+def test_own_steps_return_the_logs(strategy, k):
     """They train as Keras's, and what they return is in the logs; the results of `evaluate` end with it."""
     ours = made(compiled(Taped, metrics=["mae"], steps_per_execution=k), strategy)
     theirs = made(compiled(Measured, metrics=["mae"]))
@@ -462,7 +462,7 @@ def test_own_stateless_steps(strategy):
     assert ours.history.history["own"] == [10.0, 10.0]
 
 
-def test_own_metrics(strategy):
+def test_own_compute_metrics_fill_the_history(strategy):
     """What `compute_metrics` returns is what the history has."""
     agree(strategy, compiled(Largest), history(*EVEN))
 

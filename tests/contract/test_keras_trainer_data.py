@@ -262,7 +262,7 @@ SPARSE = {"scipy": scipy.sparse.csr_matrix, "jax": jax.experimental.sparse.BCOO.
 
 
 @pytest.mark.parametrize("kind", SPARSE)
-def test_sparse_batches(strategy, kind):
+def test_sparse_batches_train_from_a_generator(strategy, kind):
     """Matrices of SciPy and JAX, as a generator yields them."""
 
     def batches(*targets):
@@ -380,7 +380,7 @@ WEIGHTED = {"metrics": ["mae"], "weighted_metrics": ["mse"]}
 
 
 @pytest.mark.parametrize("weights", [WEIGHTS[:, None], WEIGHTS > 0.5])
-def test_sample_weights(strategy, weights):
+def test_sample_weights_of_every_shape_count(strategy, weights):
     """A row or a column, zeros, booleans."""
     agree(strategy, compiled(**WEIGHTED), history(X, Y, sample_weight=weights))
 
@@ -403,7 +403,7 @@ def test_sample_weights_by_the_name_of_the_output(strategy):
     agree(strategy, make, history(*data, sample_weight={"a": WEIGHTS, "b": 1 - WEIGHTS}))
 
 
-def test_validation_split(strategy):
+def test_validation_split_takes_the_last_rows(strategy):
     """The last rows, before rows are shuffled; arrays of JAX."""
     data = jnp.asarray(X), jnp.asarray(Y)
     agree(strategy, compiled(), history(*data, validation_split=0.4, shuffle=True, epochs=2))

@@ -68,7 +68,7 @@ def assert_same_training(strategy, model_name, optimizer_name, sizes, **options)
     return got
 
 
-def test_mlp(strategy):
+def test_mlp_trains_like_one_device(strategy):
     """Every strategy trains an MLP like one device, on batches of which most do not divide."""
     assert_same_training(strategy, "mlp", "momentum", MIXED)
 
@@ -76,7 +76,7 @@ def test_mlp(strategy):
 @pytest.mark.parametrize("model_name", OTHERS)
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @on("one_device", "mirrored_x2", "central_x2")
-def test_every_model(strategy, model_name, optimizer_name):
+def test_every_model_trains_like_one_device(strategy, model_name, optimizer_name):
     """Every model trains like on one device, with either optimizer."""
     assert_same_training(strategy, model_name, optimizer_name, EVEN)
 

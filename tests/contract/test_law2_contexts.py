@@ -132,7 +132,7 @@ def variable(strategy):
 
 @multi
 @pytest.mark.parametrize(("verb", "context"), ALLOWED)
-def test_allowed(strategy, variable, verb, context):
+def test_verb_is_allowed_in_context(strategy, variable, verb, context):
     """A verb works where it may be called."""
     if verb == "Strategy.scope":
         call_in(context, strategy, variable, _enter_and_leave)
@@ -147,7 +147,7 @@ def _enter_and_leave(stage):
 
 @multi
 @pytest.mark.parametrize(("verb", "context"), REFUSED)
-def test_refused(strategy, variable, verb, context):
+def test_verb_is_refused_in_context(strategy, variable, verb, context):
     """Elsewhere it raises an error of the ContextError family that says what to write instead."""
     wanted = MixedStrategyError if context == OTHER and verb.startswith("Strategy") else ContextError
     with pytest.raises(wanted, match=r"(?s)\w+.*(context|scope|replica function|merge_call).*HINT: \w+") as caught:
@@ -171,7 +171,7 @@ def test_default_strategy_allows_everything():
 @on("mirrored_x2")
 def test_refused_in_eager_run_too(strategy):
     """`RunOptions(eager=True)` has the contexts of the compiled program."""
-    with pytest.raises(ContextError, match="(?s)Strategy.run in replica context.*HINT: call the function itself"):
+    with pytest.raises(ContextError, match="(?s)Strategy.run in replica context.*HINT: call fn"):
         strategy.run(lambda: strategy.run(lambda: 1), options=phalanx.RunOptions(eager=True))
 
 
@@ -188,7 +188,7 @@ def test_next_batch_in_a_step(strategy):
 def test_scope_of_another_strategy(strategy):
     """Two strategies in each other are refused, and after the error each works alone."""
     other = phalanx.OneDeviceStrategy("cpu:0")
-    with strategy.scope(), pytest.raises(MixedStrategyError, match=r"(?s)OneDeviceStrategy.*inside that of.*HINT"):
+    with strategy.scope(), pytest.raises(MixedStrategyError, match=r"(?s)OneDeviceStrategy.*inside the scope of.*HINT"):
         other.scope().__enter__()
     with other.scope():
         assert phalanx.get_strategy() is other
@@ -197,7 +197,7 @@ def test_scope_of_another_strategy(strategy):
 @on("mirrored_x2")
 def test_scope_in_a_replica(strategy):
     """Also of the same strategy."""
-    with pytest.raises(ContextError, match=r"(?s)scope in replica context.*HINT: .*merge_call"):
+    with pytest.raises(ContextError, match=r"(?s)scope was entered in replica context.*HINT: .*merge_call"):
         strategy.run(lambda: strategy.scope().__enter__())
 
 

@@ -14,6 +14,7 @@ from strategy_table import on
 
 import phalanx
 from phalanx.programs import program, state
+from phalanx.programs.interrupts import raise_what_is_ignored
 
 FILES = (program.__file__, state.__file__)
 ONE_PROGRAM = on("default", "one_device", "mirrored_x2", "sharded_x2")
@@ -126,8 +127,10 @@ class Alarm(BaseException):
 
 
 @pytest.fixture
-def alarm():
-    """A handler of SIGALRM that raises."""
+def alarm(monkeypatch):
+    """A handler of SIGALRM that raises. pytest has replaced the hook that importing Phalanx had installed."""
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    raise_what_is_ignored()
 
     def handle(*_):
         raise Alarm

@@ -130,7 +130,7 @@ def test_exception_in_the_second_trace(training):
 
 
 @on("default", "mirrored_x2")
-def test_keyboard_interrupt(training):
+def test_keyboard_interrupt_while_tracing_changes_nothing(training):
     """An interrupt while tracing leaves everything as it was, too."""
 
     def interrupt(*_):
@@ -161,7 +161,7 @@ def test_exception_in_a_callback_at_run_time(training):
 
 
 @on("one_device", "mirrored_x2", "central_x2")
-def test_debug_nans(strategy):
+def test_debug_nans_leave_the_weights(strategy):
     """`jax.debug_nans` finds a NaN, and the weights survive it."""
     training = Training(strategy)
     training.run()
@@ -220,9 +220,9 @@ def test_exception_in_the_data(training, count):
 
 
 @on("mirrored_x2")
-def test_ragged_batch(training):
+def test_ragged_batch_is_refused_repeatedly(training):
     """A batch whose leaves disagree is refused: of a list at once, of a stream when it is asked for, again and again."""
-    ragged, message = [(BATCH, BATCH[:3])], r"its leaves have \[3, 8\] rows"
+    ragged, message = [(BATCH, BATCH[:3])], r"its leaves have different numbers of rows: \[3, 8\]"
     distribute = training.strategy.experimental_distribute_dataset
     assert_survives(training, InputError, message, lambda: distribute(ragged))
     data = distribute(lambda: iter(ragged))
@@ -281,7 +281,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("error", "match", "call"), WRONG.values(), ids=WRONG)
 @on("mirrored_x2")
-def test_wrong_call(training, error, match, call):
+def test_wrong_call_changes_nothing(training, error, match, call):
     """A call that cannot work is refused, and changes nothing."""
     assert_survives(training, error, match, lambda: call(training))
 

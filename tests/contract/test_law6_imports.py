@@ -35,7 +35,7 @@ def modules():
 
 
 @pytest.mark.parametrize("package", FOREIGN)
-def test_stays_away(modules, package):
+def test_import_stays_away_from_optional_packages(modules, package):
     """`phalanx` alone imports no optional or foreign package."""
     assert package not in modules
 
@@ -52,7 +52,7 @@ def test_launcher_needs_no_jax(module):
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
-def test_prints_nothing():
+def test_import_prints_nothing():
     """Importing phalanx writes nothing to stdout or stderr, and no warning."""
     done = run("-W", "error", "-c", "import phalanx; phalanx.MirroredStrategy")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -87,7 +87,7 @@ def compiled(model=mlp, optimizer=momentum, **kwargs):
     return make
 
 
-def test_mixed_bfloat16():
+def test_mixed_bfloat16_equals_keras():
     """Equal up to the precision of bfloat16, 2**-8."""
     twins = Twins(compiled(functools.partial(mlp, dtype="mixed_bfloat16")))
     twins.fit(tolerance={"rtol": 2**-8})
@@ -103,7 +103,7 @@ def scaled(scale, **kwargs):
     return lambda: keras.optimizers.LossScaleOptimizer(momentum(), initial_scale=scale, **kwargs)
 
 
-def test_mixed_float16():
+def test_mixed_float16_grows_scale_as_keras():
     """Equal up to the precision of float16; the scale grows at the same steps."""
     half = functools.partial(mlp, dtype="mixed_float16")
     twins = Twins(compiled(half, scaled(1024.0, dynamic_growth_steps=5), steps_per_execution=4))
@@ -137,7 +137,7 @@ def not_clipped():
 
 
 @pytest.mark.parametrize("how", [{"clipnorm": 0.02}, {"clipvalue": 0.01}, {"global_clipnorm": 0.05}])
-def test_clipping(how):
+def test_clipping_applies_to_global_gradients(how):
     """The gradients of the global batch are clipped, not those of a replica."""
     twins = Twins(compiled(optimizer=functools.partial(momentum, **how)))
     history = twins.fit()
@@ -146,7 +146,7 @@ def test_clipping(how):
 
 
 @pytest.mark.parametrize(("frequency", "k"), [(5, 1), (5, 4), (None, 4)])
-def test_ema(frequency, k):
+def test_ema_of_weights_equals_keras(frequency, k):
     """Averages of weights, which overwrite them every few steps or at the end."""
     optimizer = functools.partial(momentum, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=frequency)
     twins = Twins(compiled(optimizer=optimizer, steps_per_execution=k))
@@ -161,7 +161,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize(("name", "k"), [("exponential", 1), ("warm_cosine", 4)])
-def test_schedules(name, k):
+def test_schedules_set_rate_of_each_step(name, k):
     """The learning rate of each step."""
     twins = Twins(compiled(optimizer=lambda: momentum(SCHEDULES[name]()), steps_per_execution=k))
     twins.fit()
@@ -195,7 +195,7 @@ def test_learning_rate_replaced():
     twins.compare()
 
 
-def test_schedule_replaced():
+def test_replaced_schedule_takes_effect():
     """By another schedule; plain Keras has to be told to compile again."""
     twins = Twins(compiled(optimizer=lambda: momentum(SCHEDULES["exponential"]())))
     twins.fit(epochs=1)
@@ -205,7 +205,7 @@ def test_schedule_replaced():
     twins.compare()
 
 
-def test_frozen_layer():
+def test_frozen_layer_stays_until_thawed():
     """Frozen and compiled again, a layer stays as it is; thawed, it trains."""
     twins = Twins(compiled())
     twins.fit(epochs=1)
@@ -229,7 +229,7 @@ def test_jit_compile_false():
     twins.compare()
 
 
-def test_run_eagerly():
+def test_run_eagerly_equals_keras():
     """One short batch, for it is slow."""
     twins = Twins(compiled(run_eagerly=True))
     twins.fit(X[:5], Y[:5], batch_size=8, epochs=1)
@@ -250,7 +250,7 @@ def test_regularizers_of_weights(name):
     twins.compare()
 
 
-def test_activity_regularizer():
+def test_activity_regularizer_means_over_global_batch():
     """A mean over the global batch, where batches divide."""
     twins = Twins(compiled(lambda: mlp(activity_regularizer=keras.regularizers.L1L2(0.02, 0.05))))
     twins.fit(X[:DIVIDES], Y[:DIVIDES])
@@ -276,7 +276,7 @@ def with_losses():
     return keras.Sequential([layers.Input((5,)), layers.Dense(6), Small(), layers.Dense(CLASSES)])
 
 
-def test_add_loss():
+def test_add_loss_equals_keras():
     """Means over rows and penalties on weights, where batches divide."""
     twins = Twins(compiled(with_losses))
     twins.fit(X[:DIVIDES], Y[:DIVIDES])
@@ -348,7 +348,7 @@ def rows_dropped(seed):
     return model.get_weights()[0][:, 0]
 
 
-def test_dropout():
+def test_dropout_differs_per_replica_and_repeats():
     """Replicas drop different units, the same ones again from the same seed."""
     weights = rows_dropped(1)
     # 0 or 2 where both replicas drop or keep a unit, 1 where one of them does.
@@ -378,7 +378,7 @@ def flipped(seed):
     return model.predict(images, batch_size=64, verbose=0)[:, 0, 0, 0] == 1
 
 
-def test_augmentation():
+def test_augmentation_differs_per_replica_and_repeats():
     """Replicas flip different images, the same ones again from the same seed."""
     flips = flipped(1)
     assert (flips[:32] != flips[32:]).any()
@@ -432,14 +432,14 @@ NAMES = [
 
 @pytest.mark.cover(["name"], {"SGD", "Adam", "Adafactor", "ScheduleFreeAdamW", "Lion", "Muon"})
 @pytest.mark.parametrize("name", NAMES)
-def test_optimizers(name):
+def test_optimizers_equal_keras_with_their_state(name):
     """Every optimizer of Keras, with its state."""
     twins = Twins(compiled(optimizer=lambda: getattr(keras.optimizers, name)(**OPTIMIZERS.get(name, {}))))
     twins.fit(epochs=1)
     twins.compare()
 
 
-def test_several_optimizers():
+def test_several_optimizers_train_one_model():
     """One for kernels and one for biases."""
 
     def several():

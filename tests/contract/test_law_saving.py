@@ -80,7 +80,7 @@ def assert_same(ours, theirs, **tolerance):
 
 @pytest.mark.parametrize("into", INTO)
 @pytest.mark.parametrize("saver", FROM)
-def test_model(saved, saver, into):
+def test_saved_model_trains_on_unchanged(saved, saver, into):
     """A `.keras` file holds every bit, predicts the same, and trains on as if nothing had happened."""
     folder, before, predicted, after = saved(saver)
     with scope_of(into):
@@ -96,7 +96,7 @@ def test_model(saved, saver, into):
     ("saver", "into"),
     [("none", "mirrored_x2"), ("mirrored_x2", "none"), ("mirrored_x3", "mirrored_x2"), ("sharded_x4", "none")],
 )
-def test_weights(saved, saver, into, inside):
+def test_saved_weights_load_in_any_scope(saved, saver, into, inside):
     """So does a file of weights, loaded inside the scope or outside."""
     folder, before, _, after = saved(saver)
     scope = scope_of(into)

@@ -12,6 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
+    "docs/start.md",
+    "docs/choose.md",
+    "docs/from_keras_distribution.md",
+    "docs/from_horovod.md",
+    "docs/from_accelerate.md",
     "docs/optax_and_flax.md",
     "docs/mixed_precision.md",
     "docs/reinforcement_learning.md",
@@ -62,6 +67,23 @@ def test_page_runs_and_prints_what_it_says(page, tmp_path):
     for _, expected in blocks(page, "text"):
         assert expected in printed
         printed = printed.partition(expected)[2]
+
+
+def test_program_for_keras_distribution_prints_the_same(tmp_path):
+    """The page's program for Keras alone prints what the page says that both programs print."""
+    page = "docs/from_keras_distribution.md"
+    program = program_of(page, "python keras")
+    printed = run(program, tmp_path / "keras_program.py", JAX_NUM_CPU_DEVICES="2", NPROC="4").stdout
+    ((_, expected),) = blocks(page, "text")
+    assert printed == expected
+
+
+@pytest.mark.parametrize(
+    ("page", "language"), [("docs/from_horovod.md", "horovod"), ("docs/from_accelerate.md", "accelerate")]
+)
+def test_program_of_a_peer_is_python(page, language):
+    """The programs of libraries that are not installed here compile at least."""
+    compile(program_of(page, f"python {language}"), page, "exec")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="it is a program for TensorFlow")

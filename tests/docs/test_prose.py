@@ -10,7 +10,7 @@ PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
-    *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
+    *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))),
 ]
 PHRASES = {
     r"how-manieth": "a number, named",

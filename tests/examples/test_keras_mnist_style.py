@@ -42,7 +42,7 @@ def test_writes_logs_and_a_picture(run):
 
 @pytest.mark.cover(["strategy"], {"none"})
 @pytest.mark.parametrize("strategy", ["one-device", "none"])
-def test_other_strategies(run_example, strategy):
+def test_other_strategies_train_the_same(run_example, strategy):
     """The flag changes where it trains and nothing else."""
     printed = run_example("keras_mnist_style.py", "--epochs", 2, "--strategy", strategy, "--steps-per-execution", 4)
     assert "test accuracy" in printed

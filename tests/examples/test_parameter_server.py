@@ -51,7 +51,7 @@ def test_saves_the_weights_and_the_curve(scheduled, folder):
     assert np.abs(table.embeddings.numpy()).max() > 0.1, "the table is as it was made"
 
 
-def test_fit(run_example):
+def test_fit_trains_like_the_loop(run_example):
     """By Keras's fit it is the same training."""
     printed = run_example("parameter_server.py", *SMALL, "--fit", "--epochs", 4, "--steps", 60)
     found = [float(x) for x in re.findall(r"val_auc: ([\d.]+)", printed)]

@@ -201,7 +201,7 @@ def same_everywhere(found, name):
     return first
 
 
-def test_resolver(found):
+def test_resolver_finds_task_and_chief(found):
     """Each process finds its own task in TF_CONFIG; the first worker is the chief, and a parameter server no replica."""
     for number, each in enumerate(found):
         assert each["whose_task"] == {
@@ -222,7 +222,7 @@ def test_batch_size_from_number_of_replicas(found):
     assert [each["batch_sizes"] for each in found] == [[(5, 1)]] * WORKERS
 
 
-def test_dataset_function(found):
+def test_dataset_function_reads_every_row_once(found):
     """Every row is read once, each worker's by itself."""
     rows = same_everywhere(found, "dataset_of_function")
     np.testing.assert_array_equal(np.sort(rows, axis=0), np.sort(X, axis=0))
@@ -234,12 +234,12 @@ def test_custom_loop_prints_the_losses_of_the_guide(found):
     np.testing.assert_allclose(same_everywhere(found, "losses_of_loop"), GUIDE_LOSSES, rtol=0, atol=2e-6)
 
 
-def test_fit(found):
+def test_fit_equals_keras_on_one_device(found):
     """Losses of training and evaluation are those of Keras without a strategy."""
     np.testing.assert_allclose(same_everywhere(found, "fit"), fit_of(compiled_model()), rtol=1e-5)
 
 
-def test_save(found, folder):
+def test_saved_model_predicts_without_strategy(found, folder):
     """What the chief has saved predicts the same without a strategy, and no other file is left."""
     model = keras.models.load_model(folder / "saved.keras")
     expected = model.predict(X, verbose=0)
@@ -256,7 +256,7 @@ def test_backup_and_restore(found):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_alone():
+def test_strategy_without_cluster_uses_local_devices():
     """Without a cluster all local devices are replicas, as when the guide makes the strategy in a notebook."""
     options = phalanx.experimental.CommunicationOptions(
         implementation=phalanx.experimental.CommunicationImplementation.AUTO
@@ -283,7 +283,7 @@ def test_nccl_without_gpus():
     options = phalanx.experimental.CommunicationOptions(
         implementation=phalanx.experimental.CommunicationImplementation.NCCL
     )
-    with pytest.raises(phalanx.errors.InvalidArgumentError, match="'cpu' communicate by RING"):
+    with pytest.raises(phalanx.errors.InvalidArgumentError, match="'cpu' support only RING"):
         phalanx.MultiWorkerMirroredStrategy(communication_options=options)
 
 

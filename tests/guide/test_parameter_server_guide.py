@@ -197,19 +197,19 @@ def found(request, tmp_path_factory):
         strategy.close()
 
 
-def test_cluster(found):
+def test_chief_knows_its_workers(found):
     """The chief knows its workers; a strategy without TF_CONFIG needs no resolver."""
     assert found["cluster"] in (None, ("chief", 2))
 
 
-def test_variables(found):
+def test_increments_of_steps_count_once(found):
     """Every step's increments count once, in all rows and shards."""
     table, counter = found["variables"]
     np.testing.assert_array_equal(table, [[1, 2]] * 6)
     assert counter == 6
 
 
-def test_losses(found):
+def test_losses_fall_as_in_the_guide(found):
     """The losses go down as those that the guide prints: late updates of a slow descent differ little."""
     losses, last = found["losses"]
     assert max(losses) == pytest.approx(GUIDE_LOSSES[0], abs=2e-6)
@@ -217,7 +217,7 @@ def test_losses(found):
     assert last == pytest.approx(GUIDE_LOSSES[-1], abs=0.01)
 
 
-def test_fit(found):
+def test_fit_learns_and_predicts(found):
     """It learns the sum of four numbers; evaluation and prediction agree."""
     losses, evaluated, of_predicted = found["fit"]
     assert losses == sorted(losses, reverse=True)

@@ -74,7 +74,7 @@ def test_strategy_of_a_resolver():
     assert history.history["loss"][1] < history.history["loss"][0]
 
 
-def test_older_name():
+def test_older_name_makes_a_strategy():
     """`experimental.TPUStrategy(resolver, device_assignment)`."""
     resolver = dist.cluster_resolver.TPUClusterResolver.connect("local")
     topology = dist.tpu.experimental.initialize_tpu_system(resolver)

@@ -55,6 +55,6 @@ class SourceLaws:
         result = mirrored(replicas).run(source(strategy_of(replicas), folder))
         assert result == pytest.approx(evaluation.expected(), rel=0, abs=1e-6)
 
-    def test_restores_everywhere(self, source, folder):
+    def test_iterator_restores_from_every_position(self, source, folder):
         """From the position after each batch the rest follows, batch by batch."""
         assert_restores_everywhere(source(strategy_of(2), folder), steps=self.RESTORED_STEPS)

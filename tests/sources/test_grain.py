@@ -102,11 +102,11 @@ def test_array_records_are_bytes(folder):
         next(iter(dataset))
 
 
-def test_filtered_records():
+def test_filter_leaves_rows_out_or_is_refused():
     """A filter on an `IterDataset` leaves rows out; on a `MapDataset` it leaves holes, which is an error."""
     even = records().filter(lambda record: record[1] % 2 == 0)
     dataset = strategy_of(3).experimental_distribute_dataset(even.to_iter_dataset(), batch_size=BATCH)
     kept = [y for _, labels in dataset for part in labels.values for y in np.asarray(part)]
     assert kept == [y for y in Y if y % 2 == 0]
-    with pytest.raises(InputError, match="the record 2 of a FilterMapDataset: it is None: a filter"):
+    with pytest.raises(InputError, match="record 2 of a FilterMapDataset: it is None, because a filter"):
         list(strategy_of(3).experimental_distribute_dataset(even, batch_size=BATCH))

@@ -42,7 +42,7 @@ class TestHuggingFace(SourceLaws):
     }
 
 
-def test_token_lists():
+def test_token_lists_become_rows():
     """The commonest column of all: lists of integers, one length. Each list is one row of an array."""
     tokens = datasets.Dataset.from_dict({"input_ids": [[i, i + 1, i + 2] for i in range(10)]})
     (batch,) = strategy_of(2).experimental_distribute_dataset(tokens, batch_size=10)
@@ -56,7 +56,7 @@ def test_token_lists_of_different_lengths():
         next(iter(strategy_of(2).experimental_distribute_dataset(tokens, batch_size=10)))
 
 
-def test_text_column():
+def test_text_column_is_refused():
     """Text cannot be placed on devices; the error says so."""
     texts = datasets.Dataset.from_dict({"text": ["a", "b"] * 5})
     with pytest.raises(InputError, match="(?s)a batch of dtype .*HINT: encode the text first"):
@@ -66,7 +66,7 @@ def test_text_column():
 @pytest.mark.parametrize("make", [table, stream])
 def test_dataset_without_batch_size(make):
     """It is one of rows; the error says what is missing."""
-    with pytest.raises(InputError, match="it is a dataset of single rows.\nHINT: batch_size="):
+    with pytest.raises(InputError, match="a dataset of single rows needs a global batch size.\nHINT: pass batch_size="):
         strategy_of(2).experimental_distribute_dataset(make())
 
 

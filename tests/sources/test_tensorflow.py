@@ -49,7 +49,7 @@ class TestTensorFlow(SourceLaws):
     }
 
 
-def test_cardinality():
+def test_cardinality_is_that_of_tf_data():
     """As tf.data tells it."""
     distribute = strategy_of(2).experimental_distribute_dataset
     assert distribute(records().batch(BATCH)).cardinality == 21
@@ -78,14 +78,14 @@ def test_rows_without_batch_size():
         list(strategy_of(2).experimental_distribute_dataset(tf.data.Dataset.range(10)))
 
 
-def test_text():
+def test_text_is_refused_with_remedy():
     """Cannot be placed on devices; the error says so."""
     texts = tf.data.Dataset.from_tensor_slices(["a", "b", "c"]).batch(2)
     with pytest.raises(InputError, match="encode the text first"):
         list(strategy_of(2).experimental_distribute_dataset(texts))
 
 
-def test_ragged_batches():
+def test_ragged_batches_are_refused():
     """One typed error."""
     ragged = tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [2, 3], [4]])).batch(3)
     with pytest.raises(InputError, match="HINT: "):
@@ -107,7 +107,7 @@ def test_tensors_are_a_list_of_batches():
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_export(tmp_path, inside):
+def test_exported_model_predicts_the_same(tmp_path, inside):
     """A model of two replicas is exported as a SavedModel that predicts the same, inside the scope and outside."""
     strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
@@ -220,7 +220,7 @@ def test_tensors_in_metrics():
     assert float(accuracy.result()) == 0.5
 
 
-def test_sparse_batches():
+def test_sparse_batches_become_dense():
     """They become dense, in distributed datasets, arguments, `fit`, `evaluate` and `predict`."""
     dense = np.float32([[1, 0, 2], [0, 0, 0], [0, 1, 0], [3, 0, 0]])
     tensor = tf.sparse.from_dense(dense)
@@ -242,7 +242,7 @@ def test_sparse_batches():
 def test_ragged_values_are_named():
     """The error says what to do with them."""
     strategy, ragged = strategy_of(2), tf.ragged.constant([[1], [2, 3]])
-    with pytest.raises(InputError, match=r"rows of different lengths: .*\nHINT: .*x.to_tensor\(\)"):
+    with pytest.raises(InputError, match=r"with rows of different lengths: .*\nHINT: .*x.to_tensor\(\)"):
         list(strategy.experimental_distribute_dataset(batches_of(ragged)))
     with pytest.raises(InputError, match=r"args\[0\] that is a tf.RaggedTensor: .*\nHINT: x.to_tensor\(\)"):
         strategy.run(jnp.sum, args=(ragged,))

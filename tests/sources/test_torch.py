@@ -72,13 +72,16 @@ def test_loader_that_drops_the_last_batch():
 
 def test_dataset_without_batch_size():
     """It is one of rows; the error says what is missing."""
-    with pytest.raises(InputError, match="dataset=TensorDataset: it is a dataset of single rows.\nHINT: batch_size="):
+    with pytest.raises(
+        InputError,
+        match="dataset=TensorDataset: a dataset of single rows needs a global batch size.\nHINT: pass batch_size=",
+    ):
         strategy_of(2).experimental_distribute_dataset(tensors())
 
 
 def test_loader_with_batch_size():
     """It makes batches already."""
-    with pytest.raises(InputError, match="batch_size=48 for a DataLoader: it makes batches already"):
+    with pytest.raises(InputError, match="batch_size=48 for a DataLoader: the dataset already yields batches"):
         strategy_of(2).experimental_distribute_dataset(loader(tensors()), batch_size=BATCH)
 
 
@@ -91,7 +94,7 @@ def test_failure_in_a_loader_process():
         next(iterator)
 
 
-def test_bfloat16_tensors():
+def test_bfloat16_tensors_reach_the_devices():
     """NumPy has no such dtype; either they arrive, or the error says what to do."""
     dataset = strategy_of(2).experimental_distribute_dataset(torch.ones(6, 2, dtype=torch.bfloat16), batch_size=4)
     assert [np.asarray(p, "float32").sum() for b in dataset for p in b.values] == [4, 4, 2, 2]

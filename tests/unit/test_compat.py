@@ -100,7 +100,7 @@ def test_global_attributes_are_per_thread():
     assert seen == [None]
 
 
-def test_variable_value():
+def test_variable_value_is_the_stored_array():
     """`Variable._value` is the stored array, also inside a scope."""
     v = keras.Variable(1.0)
     with keras.StatelessScope(state_mapping=[(v, jnp.float32(5))]):
@@ -119,7 +119,7 @@ def test_variable_value_is_none_before_its_initialization():
     assert v.numpy().tolist() == [1, 1]
 
 
-def test_variable_dtype():
+def test_variable_dtype_is_that_of_array():
     """`Variable._dtype` is that of the array, under autocast too."""
     v = keras.Variable(1.0)
     with keras.src.backend.AutocastScope("bfloat16"):
@@ -127,7 +127,7 @@ def test_variable_dtype():
         assert compat.dtype_of(v) == "float32"
 
 
-def test_variable_layout():
+def test_variable_layout_is_that_of_distribution():
     """`Variable._layout` is what the distribution gave; a DataParallel's `get_variable_layout` is asked."""
     topology = Topology.of(["cpu:3", "cpu:1"])
     with compat.variable_layout(topology.sharding_of, topology.mesh):
@@ -165,7 +165,7 @@ def test_assignment_keeps_the_layout():
     assert len(v.value.devices()) == 2
 
 
-def test_direct_assign():
+def test_direct_assign_is_the_eager_assignment():
     """`Variable._direct_assign` is the one way of an eager assignment, so that it can be taken back."""
     v = keras.Variable(1.0)
     with compat.undo_log() as rollback:
@@ -230,7 +230,7 @@ def test_variable_with_a_concrete_first_value_in_a_scope():
     assert w.numpy() == 3
 
 
-def test_is_new():
+def test_variable_is_new_until_scope_closes():
     """A variable is new until the scope in which it was made closes."""
     with keras.StatelessScope():
         v = keras.Variable("zeros", shape=(2,))
@@ -265,7 +265,7 @@ def test_seed_generator_next():
     assert seeds.next().shape == (2,)
 
 
-def test_optimizer_apply():
+def test_optimizer_apply_opens_update_context():
     """`apply` and `apply_gradients` end in one method; the flag of tf.distribute opens the update context."""
     v, optimizer = keras.Variable(0.0), keras.optimizers.SGD(0.1)
     optimizer.build([v])
@@ -278,7 +278,7 @@ def test_optimizer_apply():
 
 
 @pytest.mark.parametrize("skip", [False, True])
-def test_optimizer_outside(skip):
+def test_optimizer_outside_scope_is_that_of_keras(skip):
     """Without a scope they are Keras's own, and take the flag too."""
     v, optimizer = keras.Variable(0.0), keras.optimizers.SGD(0.5)
     optimizer.apply([jnp.float32(1)], [v])
@@ -296,7 +296,7 @@ def test_loss_scale_optimizer_apply():
 
 
 @pytest.mark.parametrize("variables", ["given", None])
-def test_stateless_apply(variables):
+def test_stateless_apply_updates_loss_scaling_optimizer(variables):
     """`stateless_apply`, `variables` and `_trainable_variables` update a loss-scaling optimizer."""
     v = keras.Variable(0.0)
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0)
@@ -307,7 +307,7 @@ def test_stateless_apply(variables):
     assert int(optimizer.inner_optimizer.iterations.numpy()) == 1
 
 
-def test_learning_rate():
+def test_learning_rate_keeps_its_variable():
     """`_learning_rate` is the object that was given, or a variable; a new number keeps the variable."""
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)
     assert compat.learning_rate_of(keras.optimizers.SGD(schedule)) is schedule
@@ -362,6 +362,7 @@ def test_extended_methods_keep_their_names():
         assert method.__name__ == method.__wrapped__.__name__
 
 
+@pytest.mark.slow
 def test_wrong_backend_is_refused():
     """Keras cannot change its backend after its import."""
     code = (
@@ -375,6 +376,7 @@ def test_wrong_backend_is_refused():
     assert 'HINT: import phalanx before keras, or set KERAS_BACKEND="jax"' in out
 
 
+@pytest.mark.slow
 def test_backend_of_the_environment_is_replaced():
     """`import phalanx` first means JAX, whatever the configuration says."""
     assert "jax" in run_python("import phalanx, keras; print(keras.backend.backend())", KERAS_BACKEND="tensorflow")
@@ -406,6 +408,7 @@ def test_numpy_views_are_counted():
 # ---- JAX
 
 
+@pytest.mark.slow
 def test_preemption_service_can_be_switched_off():
     """`jax_enable_preemption_service` keeps SIGTERM from Python, until a worker that starts switches it off."""
     code = "import jax; print(jax.config.jax_enable_preemption_service); jax.config.update('jax_enable_preemption_service', False)"
@@ -502,7 +505,7 @@ def test_callbacks_have_callback_in_their_name():
     assert all("callback" in n or "debug_print" in n for n in names)
 
 
-def test_own_primitive():
+def test_own_primitive_appears_in_jaxpr():
     """`jex.Primitive` with several results, bound with static parameters, appears in the jaxpr."""
     primitive = jex.Primitive("phalanx_test")
     primitive.multiple_results = True
@@ -512,6 +515,7 @@ def test_own_primitive():
     assert (eqn.primitive, eqn.params, len(eqn.outvars)) == (primitive, {"tag": 3}, 2)
 
 
+@pytest.mark.slow
 def test_nproc_is_the_size_of_the_thread_pool():
     """XLA's CPU client starts as many threads as the undocumented environment variable says."""
     if sys.platform != "linux":
@@ -560,7 +564,7 @@ def test_accumulators_of_an_optimizer():
     assert compat.is_last_accumulated(optimizer)
 
 
-def test_accumulation_steps():
+def test_accumulation_steps_of_each_optimizer():
     """None of an optimizer that scales losses, nor of one that applies each step."""
     steps = keras.optimizers.SGD(gradient_accumulation_steps=2)
     assert compat.accumulation_steps(steps) == 2
@@ -568,7 +572,7 @@ def test_accumulation_steps():
     assert compat.accumulation_steps(keras.optimizers.LossScaleOptimizer(steps)) is None
 
 
-def test_batch_hooks():
+def test_batch_hooks_are_recognized():
     """`is_default`: nothing is called for callbacks that do not listen to batches."""
 
     class Listening(keras.callbacks.Callback):
@@ -637,7 +641,7 @@ def test_optimizer_of_some_variables():
     assert [float(np.sum(v)) for v in averages] == [0.0, float(np.sum(plain))]
 
 
-def test_clipping():
+def test_clipping_gives_gradients_that_apply_uses():
     """`_clip_gradients`: the gradients that `apply` uses, before it divides them by a loss scale."""
     grads = [np.full(2, 8.0, "float32"), np.full(3, -8.0, "float32")]
     clipped = compat.clipped(keras.optimizers.SGD(clipvalue=0.5, loss_scale_factor=4.0), grads)
@@ -714,6 +718,7 @@ def test_functions_of_the_backend():
     assert set(seen) == set(names)
 
 
+@pytest.mark.slow
 def test_methods_of_the_trainer():
     """`JAXTrainer` has the loops and steps that models inherit, and `Model.call` is what those without one have."""
     from keras.src.backend.jax.trainer import JAXTrainer

@@ -47,7 +47,7 @@ def test_table_is_complete():
 
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("parts", [("asked", "found", "hint"), ("asked", "found")])
-def test_errors_pickle(cls, parts):
+def test_errors_survive_pickling(cls, parts):
     """They cross processes whole."""
     error = cls(*parts)
     copy = pickle.loads(pickle.dumps(error))
@@ -57,7 +57,7 @@ def test_errors_pickle(cls, parts):
 
 
 @pytest.mark.parametrize(("cls", "builtin"), BUILTINS.items())
-def test_builtin_classes(cls, builtin):
+def test_errors_are_builtin_classes_too(cls, builtin):
     """Callers may catch the builtin class that tf.distribute raises."""
     with pytest.raises(builtin, match="asked: found\nHINT: hint"):
         raise cls("asked", "found", "hint")

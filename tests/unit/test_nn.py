@@ -28,7 +28,7 @@ def strategy():
         ([], None, None, 0.0),
     ],
 )
-def test_one_replica(loss, weight, size, expected):
+def test_loss_is_weighted_sum_over_rows(loss, weight, size, expected):
     """The weighted sum divided by the number of rows, or by the given size."""
     result = compute_average_loss(np.float32(loss), weight, size)
     assert float(result) == expected
@@ -62,7 +62,7 @@ def test_padding_with_infinite_loss(strategy):
     assert float(strategy.reduce("SUM", loss, axis=None)) == 2.0
 
 
-def test_zero_rows(strategy):
+def test_zero_rows_have_loss_zero(strategy):
     """A batch without rows has loss zero, not NaN."""
     (batch,) = strategy.experimental_distribute_dataset([np.zeros((0,), "float32")])
     per_replica = strategy.run(compute_average_loss, args=(batch,))
@@ -80,9 +80,12 @@ def test_cross_replica_with_size(strategy):
     [
         (
             lambda: compute_average_loss(np.float32([1.0])),
-            "compute_average_loss in cross-replica context: .*size is not known",
+            "compute_average_loss was called in cross-replica context: .*size is unknown",
         ),
-        (lambda: scale_regularization_loss(1.0), "scale_regularization_loss in cross-replica context"),
+        (
+            lambda: scale_regularization_loss(1.0),
+            "scale_regularization_loss was called in cross-replica context: it works only in replica context",
+        ),
     ],
 )
 def test_cross_replica_is_refused(strategy, call, match):
@@ -94,14 +97,14 @@ def test_cross_replica_is_refused(strategy, call, match):
 @pytest.mark.parametrize(
     ("loss", "size", "match"),
     [
-        (1.0, None, "per_example_loss, a scalar: must have one loss an example"),
+        (1.0, None, r"per_example_loss=np.float32\(1.0\): must have one loss per example, not be a scalar"),
         ([1.0], 2.0, "global_batch_size=2.0: must be an integer"),
         ([1.0], [1, 2], r"global_batch_size=\[1, 2\]: must be an integer"),
         ([1.0], True, "global_batch_size=True: must be an integer"),
         ([1.0], -1, "global_batch_size=-1: must be 0 or more"),
     ],
 )
-def test_bad_arguments(loss, size, match):
+def test_bad_arguments_are_refused(loss, size, match):
     """Typed, with the value."""
     with pytest.raises(InvalidArgumentError, match=match):
         compute_average_loss(np.float32(loss), global_batch_size=size)
@@ -110,7 +113,7 @@ def test_bad_arguments(loss, size, match):
 def test_loss_with_other_rows_than_the_batch(strategy):
     """The mask of a padded batch does not fit."""
     (batch,) = strategy.experimental_distribute_dataset([np.ones((3, 4), "float32")])
-    with pytest.raises(InvalidArgumentError, match=r"shape \(8,\): this batch is padded, and its mask has 2 rows"):
+    with pytest.raises(InvalidArgumentError, match=r"shape \(8,\): the batch is padded, and its mask has 2 rows"):
         strategy.run(lambda x: compute_average_loss(x.reshape(-1)), args=(batch,))
 
 

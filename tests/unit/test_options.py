@@ -1,6 +1,7 @@
 """Enums and options validate themselves."""
 
 import dataclasses
+import enum
 
 import jax.numpy as jnp
 import keras
@@ -15,6 +16,12 @@ from phalanx.experimental import (
     CommunicationImplementation,
     CommunicationOptions,
 )
+from phalanx.options import InputOptions, InputReplicationMode
+
+ON_DEVICE = {
+    "experimental_place_dataset_on_device": True,
+    "experimental_replication_mode": InputReplicationMode.PER_REPLICA,
+}
 
 
 @pytest.mark.parametrize("given", ["sum", "SUM", "Sum", ReduceOp.SUM])
@@ -31,7 +38,7 @@ def test_reduce_op_unknown(given):
 
 
 @pytest.mark.parametrize("given", ["nccl", "NCCL", CommunicationImplementation.NCCL])
-def test_implementation_parse(given):
+def test_implementation_takes_names_and_members(given):
     """Names in either case, and members."""
     assert CommunicationOptions(implementation=given).implementation is CommunicationImplementation.NCCL
 
@@ -73,7 +80,7 @@ def test_options_are_frozen(options):
         options.eager = True
 
 
-def test_older_name():
+def test_older_name_is_the_same_enum():
     """`experimental.CollectiveCommunication` is the same enum."""
     assert CollectiveCommunication is CommunicationImplementation
 
@@ -127,3 +134,48 @@ def test_enums_are_the_strings_of_keras(name):
     kind = {"aggregation": phalanx.VariableAggregation, "synchronization": phalanx.VariableSynchronization}[name]
     for member in kind:
         assert getattr(keras.Variable(1.0, **{name: member}), name) == member.value
+
+
+def test_reduce_op_of_tensorflow_is_taken():
+    """A script that is half moved may still name TensorFlow's operation; another library's is refused."""
+    of_tensorflow = enum.Enum("ReduceOp", ["SUM", "MEAN"], module="tensorflow.python.distribute.reduce_util")
+    assert ReduceOp.parse(of_tensorflow.MEAN) is ReduceOp.MEAN
+    with pytest.raises(ReduceOpError, match="is not a ReduceOp"):
+        ReduceOp.parse(enum.Enum("ReduceOp", ["SUM"], module="elsewhere").SUM)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"experimental_fetch_to_device": 1}, "experimental_fetch_to_device=1: must be True or False"),
+        ({"experimental_place_dataset_on_device": None}, "experimental_place_dataset_on_device=None: must be True or"),
+        (
+            {"experimental_per_replica_buffer_size": -1},
+            "experimental_per_replica_buffer_size=-1: must be a number of batches, 0 or more.\nHINT: 1",
+        ),
+        (
+            {"experimental_replication_mode": "PER_WORKER"},
+            "replication_mode='PER_WORKER': must be an InputReplicationM",
+        ),
+        ({"auto_shard_policy": "DATA"}, "auto_shard_policy='DATA': must be an AutoShardPolicy.\nHINT: phalanx.data"),
+        (
+            {"experimental_place_dataset_on_device": True},
+            "experimental_place_dataset_on_device=True: a dataset on a device belongs to one replica",
+        ),
+        (
+            {"experimental_fetch_to_device": True, **ON_DEVICE},
+            "=True with experimental_fetch_to_device=True: a dataset on the device has nothing to fetch",
+        ),
+    ],
+)
+def test_bad_input_options_are_refused(given, match):
+    """Refused when they are made."""
+    with pytest.raises(InvalidArgumentError, match=match):
+        InputOptions(**given)
+
+
+def test_batches_are_fetched_unless_refused():
+    """Batches go to the devices ahead of time by default; a dataset that is there already may be asked not to."""
+    assert InputOptions().fetches_to_device
+    assert not InputOptions(experimental_fetch_to_device=False, **ON_DEVICE).fetches_to_device
+    assert InputOptions(experimental_fetch_to_device=True).fetches_to_device

@@ -36,7 +36,8 @@ def give_other_copies(variable, *values):
     set_raw_values([variable], [jax.make_array_from_single_device_arrays(array.shape, array.sharding, copies)])
 
 
-def test_in_sync(strategy):
+@pytest.mark.slow
+def test_replicas_are_found_in_sync(strategy):
     """Weights, slots, seeds and metrics after training; variables that no program has used; a value assigned from outside."""
     model = trained(strategy)
     phalanx.testing.assert_in_sync(model, model.optimizer, [model.weights[0], model.layers[0]])
@@ -56,6 +57,7 @@ def test_a_model_of_a_custom_loop(strategy):
         phalanx.testing.assert_in_sync(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "where"),
     [
@@ -70,13 +72,13 @@ def test_out_of_sync(strategy, values, where):
     give_other_copies(model.layers[0].bias, *values)
     with pytest.raises(DivergenceError) as e:
         phalanx.testing.assert_in_sync(model)
-    assert f"{where} differs from most; 1 variable(s) differ in all." in str(e.value)
-    assert e.value.hint == "assign only what all processes compute alike, or assign it inside strategy.run"
+    assert f"{where} differs from most; 1 variable(s) differ in total." in str(e.value)
+    assert e.value.hint == "assign only values that all processes compute identically, or assign inside strategy.run"
 
 
 def test_neither_variable_nor_owner(strategy):
     """What has no variables is refused."""
-    with pytest.raises(InvalidArgumentError, match="neither is a variable nor has any"):
+    with pytest.raises(InvalidArgumentError, match="is not a variable and has no variables"):
         phalanx.testing.assert_in_sync(3)
 
 
@@ -95,7 +97,7 @@ class Breaking(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize(("breaks", "every", "noticed"), [(2, 2, 3), (3, 2, 3), (0, 5, 4), (6, 5, 7)])
-def test_callback(strategy, breaks, every, noticed):
+def test_callback_checks_every_few_batches(strategy, breaks, every, noticed):
     """It checks after every so many batches, over the ends of epochs, and at the end of the training."""
     with strategy.scope():
         model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(3)])
@@ -122,6 +124,7 @@ def test_callback_that_never_checks(every):
         phalanx.keras.SyncCheck(every)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["testing", "keras", "lax", "tracing.context", "cluster_resolver"])
 def test_modules_come_first(module):
     """Any module may be what a program imports first; `phalanx.function` stays what it is."""

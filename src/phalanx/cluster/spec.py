@@ -343,15 +343,15 @@ def _task_of(given: dict[str, Any]) -> Task:
     return Task(kind, _index(f'"index": {json.dumps(index):.80}', index))
 
 
-def _index(asked: str, value: Any) -> int:
+def _index(asked: str, value: object) -> int:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not arguments.is_integer(value, least=0):
         raise ClusterError(asked, "an index must be an integer, 0 or more.", _TASK_HINT)
     return value
 
 
-def _job_name(job: Any) -> str:
+def _job_name(job: object) -> str:
     if not isinstance(job, str):
         raise ClusterTypeError(f"job {shown(job)}", "the name of a job must be a string.", _CLUSTER_HINT)
     return job
@@ -398,6 +398,6 @@ def _list(items: Iterable[object]) -> str:
     return ", ".join(map(str, items)) or "(none)"
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

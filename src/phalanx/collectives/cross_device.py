@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from typing_extensions import override
 
 from phalanx.collectives import packing
@@ -57,10 +58,10 @@ class CrossDeviceOps:
     def reduce(
         self,
         reduce_op: ReduceOp | str,
-        per_replica_value: Any,
-        destinations: Any,
+        per_replica_value: ArrayLike,
+        destinations: object,
         options: CommunicationOptions | None = None,
-    ) -> Any:
+    ) -> jax.Array:
         """Reduces one value over the replicas.
 
         Args:
@@ -90,7 +91,7 @@ class CrossDeviceOps:
         _require_program()
         return self.batch_reduce_implementation(op, pairs, checked_options(options))
 
-    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast(self, tensor: ArrayLike, destinations: object) -> jax.Array:
         """Returns the value of the first replica, on every replica. See `reduce`."""
         value, destinations = _checked((tensor, destinations))
         _require_program()
@@ -105,7 +106,7 @@ class CrossDeviceOps:
         return self
 
     def reduce_implementation(
-        self, reduce_op: ReduceOp, per_replica_value: jax.Array, destinations: Any, options: CommunicationOptions
+        self, reduce_op: ReduceOp, per_replica_value: jax.Array, destinations: object, options: CommunicationOptions
     ) -> jax.Array:
         """Reduces one array and returns the result for every replica. Subclasses must override it."""
         raise NotImplementedError(f"{type(self).__name__} must override reduce_implementation")
@@ -116,7 +117,7 @@ class CrossDeviceOps:
         """Reduces several arrays, one after the other unless overridden."""
         return [self.reduce_implementation(reduce_op, value, to, options) for value, to in value_destination_pairs]
 
-    def broadcast_implementation(self, tensor: jax.Array, destinations: Any) -> jax.Array:
+    def broadcast_implementation(self, tensor: jax.Array, destinations: object) -> jax.Array:
         """Broadcasts the array of the first replica. The default sums it with zeros from the other replicas."""
         return lax.psum(only_on(0, tensor), REPLICA_AXIS)
 
@@ -143,7 +144,7 @@ class _Packed(CrossDeviceOps):
 
     @override
     def reduce_implementation(
-        self, reduce_op: ReduceOp, per_replica_value: jax.Array, destinations: Any, options: CommunicationOptions
+        self, reduce_op: ReduceOp, per_replica_value: jax.Array, destinations: object, options: CommunicationOptions
     ) -> jax.Array:
         return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
 
@@ -267,7 +268,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     @override
     def reduce_implementation(
-        self, reduce_op: ReduceOp, per_replica_value: jax.Array, destinations: Any, options: CommunicationOptions
+        self, reduce_op: ReduceOp, per_replica_value: jax.Array, destinations: object, options: CommunicationOptions
     ) -> jax.Array:
         members = list(range(lax.axis_size(REPLICA_AXIS)))
         arrived = [
@@ -290,7 +291,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         return total
 
 
-def _takes_list(fn: Any) -> bool:
+def _takes_list(fn: Callable[..., Any]) -> bool:
     """Returns whether an accumulation function takes the list of all arrays, as in tf.distribute, instead of two arrays.
 
     Raises:
@@ -347,7 +348,7 @@ def _spread(total: jax.Array, groups: list[list[int]]) -> jax.Array:
     return result
 
 
-def checked_options(options: Any) -> CommunicationOptions:
+def checked_options(options: object) -> CommunicationOptions:
     """Returns the options of a call, with the defaults for None.
 
     Raises:
@@ -382,7 +383,7 @@ def checked_pairs(pairs: Any) -> list[Pair]:
 _DESTINATIONS = (str, int, float, complex, np.ndarray, np.generic, jax.Array, jax.Device, Variable, DistributedValues)
 
 
-def check_destinations(destinations: Any) -> None:
+def check_destinations(destinations: object) -> None:
     """Checks that `destinations` is a value, a variable or a device.
 
     Raises:

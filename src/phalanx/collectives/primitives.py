@@ -14,13 +14,14 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import linear_call
 
-from phalanx.errors import PhalanxError, ReduceOpError, shown
+from phalanx.errors import PhalanxError, ReduceOpError, arguments, shown
 from phalanx.mesh.layout import REPLICA_AXIS
-from phalanx.mesh.values import PerReplica
+from phalanx.mesh.values import differs
 from phalanx.options import ReduceOp
+from phalanx.typing import PyTree
 
 
-def as_array(value: Any) -> jax.Array:
+def as_array(value: jax.Array) -> jax.Array:
     """Returns `value` as an array, bools included.
 
     Raises:
@@ -43,7 +44,7 @@ def as_array(value: Any) -> jax.Array:
         ) from e
 
 
-def check_arrays(tree: Any) -> None:
+def check_arrays(tree: PyTree) -> None:
     """Checks that all leaves are arrays of numbers, without copying large ones.
 
     Raises:
@@ -52,14 +53,14 @@ def check_arrays(tree: Any) -> None:
     checked_arrays(tree)
 
 
-def checked_arrays(tree: Any) -> Any:
+def checked_arrays(tree: PyTree) -> PyTree:
     """Returns a pytree whose leaves are arrays and numbers. Leaves that act like arrays, such as variables, are converted.
 
     Raises:
       ReduceOpError, ContextError: as `as_array`.
     """
 
-    def checked(leaf: Any) -> Any:
+    def checked(leaf: Any) -> PyTree:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUMm":
             return leaf
         array = as_array(leaf)
@@ -67,10 +68,10 @@ def checked_arrays(tree: Any) -> Any:
         # Copy it, because the next step may be given the array of the variable itself, and donate it.
         return leaf if is_one else jnp.copy(array)
 
-    return jax.tree.map(checked, tree, is_leaf=_is_per_replica)
+    return jax.tree.map(checked, tree, is_leaf=differs)
 
 
-def to_array(value: Any) -> jax.Array:
+def to_array(value: jax.Array) -> jax.Array:
     """Returns `value` as an array that can be summed.
 
     Raises:
@@ -120,7 +121,9 @@ def _numbers(bits: jax.Array, wire_dtype: str, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.dtype(wire_dtype)).astype(dtype)
 
 
-def all_reduce(op: ReduceOp, tree: Any, num_replicas: int, *, counts: Any = None, wire_dtype: str | None = None) -> Any:
+def all_reduce(
+    op: ReduceOp, tree: PyTree, num_replicas: int, *, counts: jax.Array | None = None, wire_dtype: str | None = None
+) -> PyTree:
     """Returns a pytree with the sum or mean of every leaf over the replicas, on every replica.
 
     Args:
@@ -130,7 +133,7 @@ def all_reduce(op: ReduceOp, tree: Any, num_replicas: int, *, counts: Any = None
       counts: bool scalar. Whether this replica counts in a mean. None if all replicas count. If none counts, the mean is 0.
       wire_dtype: dtype in which wider floats are sent. None sends them in their own dtype.
     """
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_per_replica)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=differs)
     arrays = [to_array(x) for x in leaves]
     divisor: Any = num_replicas
     if num_replicas > 1 and op is ReduceOp.MEAN and counts is not None:
@@ -145,14 +148,14 @@ def _divided(total: jax.Array, count: Any) -> jax.Array:
     return total / (count.astype(total.dtype) if isinstance(count, jax.Array) and total.dtype.kind in "fc" else count)
 
 
-def all_gather(tree: Any, dim: int, num_replicas: int) -> Any:
+def all_gather(tree: PyTree, dim: int, num_replicas: int) -> PyTree:
     """Returns a pytree whose leaves are concatenated over the replicas along `dim`, in replica order.
 
     Raises:
       ReduceOpError: a leaf does not have this dim.
     """
 
-    def gather(value: Any) -> jax.Array:
+    def gather(value: jax.Array) -> jax.Array:
         array = as_array(value)
         dim_ = canonical_dim(dim, array.ndim, "axis")
         if num_replicas == 1:
@@ -161,14 +164,10 @@ def all_gather(tree: Any, dim: int, num_replicas: int) -> Any:
             return jnp.concatenate([array] * num_replicas, axis=dim_)
         return lax.all_gather(array, REPLICA_AXIS, axis=dim_, tiled=True)
 
-    return jax.tree.map(gather, tree, is_leaf=_is_per_replica)
+    return jax.tree.map(gather, tree, is_leaf=differs)
 
 
-def _is_per_replica(value: object) -> bool:
-    return isinstance(value, PerReplica)
-
-
-def broadcast(tree: Any, num_replicas: int, source: int = 0) -> Any:
+def broadcast(tree: PyTree, num_replicas: int, source: int = 0) -> PyTree:
     """Returns the leaves of replica `source`, on every replica."""
     if num_replicas == 1:
         return tree
@@ -216,7 +215,7 @@ def canonical_dim(dim: int, ndim: int, name: str) -> int:
     Raises:
       ReduceOpError: `dim` is not an integer from -ndim to ndim - 1.
     """
-    if isinstance(dim, bool) or not isinstance(dim, int):
+    if not arguments.is_integer(dim):
         raise ReduceOpError(f"{name}={shown(dim)}", "must be an integer.", f"{name}=0")
     if not -ndim <= dim < ndim:
         where = "a scalar has no dims" if ndim == 0 else f"the value has dims 0 to {ndim - 1}"

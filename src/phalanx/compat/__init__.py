@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every private name of Keras that Phalanx leans on, and every method of Keras that it extends.
+"""The adapter to Keras: every private name of Keras that Phalanx uses, and every method of Keras that it wraps.
 
-`tests/unit/test_compat.py` has a test that names each. Nothing else in Phalanx touches Keras's internals.
+No other package of Phalanx touches the internals of Keras. `tests/unit/test_compat.py` has one test per such name, so a new version
+of Keras that changes one of them fails there first.
 """
 
 import os
@@ -18,14 +19,14 @@ def _require_jax_backend() -> None:
     if keras.backend.backend() != "jax":
         raise StartupError(
             f"import phalanx with the Keras backend {keras.backend.backend()!r}",
-            "Keras was imported before phalanx, and its backend cannot change afterwards.",
+            "Phalanx needs the JAX backend, but Keras was imported first and cannot change its backend afterwards.",
             'import phalanx before keras, or set KERAS_BACKEND="jax" in the environment',
         )
 
 
 _require_jax_backend()
 
-# They import Keras, and each extends the methods of Keras that it is about.
+# After the backend is set, because these modules import Keras. Importing them wraps the methods of Keras.
 from phalanx.compat.hooks import *  # noqa: E402
 from phalanx.compat.layouts import *  # noqa: E402
 from phalanx.compat.optimizers import *  # noqa: E402

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a method or function of Keras is replaced by one that calls the original."""
+"""Wraps methods and functions of Keras."""
 
 import functools
 import inspect
@@ -8,18 +8,28 @@ from typing import Any
 
 from keras.src import backend
 
+from phalanx.typing import PyTree
+
 
 def extend(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Replaces method or function `name` of a class or module by `wrapper(original, ...)`, which gets all its arguments."""
+    """Returns a decorator that wraps the method or function `name` of a class or module.
+
+    Args:
+      owner: class or module that defines `name`.
+      name: name of the method or function.
+
+    Returns:
+      A decorator for `wrapper(original, *args, **kwargs)`, which replaces `owner.name`.
+    """
 
     def install(wrapper: Callable[..., Any]) -> None:
         original = getattr(owner, name)
 
         @functools.wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
+        def method(*args: PyTree, **kwargs: PyTree) -> Any:
             return wrapper(original, *args, **kwargs)
 
-        # Keras asks for the arguments by name, past what `wraps` does.
+        # Keras 3.15 calls `inspect.getfullargspec`, which does not follow the `__wrapped__` that `wraps` sets.
         method.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
         setattr(owner, name, method)
 
@@ -27,10 +37,10 @@ def extend(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
 
 
 def extend_backend(name: str, wrapper: Callable[..., Any]) -> None:
-    """Replaces a function of Keras's backend, for example "nn.sigmoid", by `wrapper(original, ...)`."""
+    """Wraps a function of Keras's JAX backend in `wrapper(original, ...)`. `name` is for example "nn.sigmoid"."""
     module, _, function = name.rpartition(".")
     extend(getattr(backend, module) if module else backend, function)(wrapper)
 
 
 to_tensor = backend.convert_to_tensor
-"""Returns an array for what an operation of Keras takes as one."""
+"""Converts any argument of a Keras operation to an array."""

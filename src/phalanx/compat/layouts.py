@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Keras puts new variables, and the shapes that it knows of them."""
+"""Shardings of new Keras variables, and temporary shapes of existing ones."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,11 +10,15 @@ import keras
 from keras import Variable
 
 ShardingOf = Callable[[str, Sequence[int]], jax.sharding.NamedSharding]
-"""Where a variable of that path and shape lives."""
+"""Maps the path and the shape of a variable to its sharding."""
 
 
 class _Layout(keras.distribution.DataParallel):
-    """Gives new Keras variables their shardings."""
+    """A Keras distribution that asks a function for the sharding of each new variable.
+
+    Keras consults the current `keras.distribution` whenever it creates a variable. Its own distributions cannot shard an
+    optimizer's slot like the variable that the slot belongs to.
+    """
 
     def __init__(self, sharding_of: ShardingOf, mesh: jax.sharding.Mesh) -> None:
         super().__init__(devices=[f"{d.platform}:{d.id}" for d in mesh.devices.flat], auto_shard_dataset=False)
@@ -26,29 +30,33 @@ class _Layout(keras.distribution.DataParallel):
 
 @contextmanager
 def variable_layout(sharding_of: ShardingOf, mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Lets variables that are made inside live in `sharding_of(path, shape)`, over a mesh."""
+    """Creates variables inside the context with the sharding `sharding_of(path, shape)` over `mesh`."""
     with _Layout(sharding_of, mesh).scope():
         yield
 
 
 def set_variable_layout(sharding_of: ShardingOf, mesh: jax.sharding.Mesh) -> None:
-    """Lets variables that are made from here on live in `sharding_of(path, shape)`, over a mesh."""
+    """Creates all later variables of the process with the sharding `sharding_of(path, shape)` over `mesh`."""
     keras.distribution.set_distribution(_Layout(sharding_of, mesh))
 
 
 def unset_variable_layout() -> None:
-    """Lets variables that are made from here on live where Keras puts them."""
+    """Creates all later variables with the sharding that Keras chooses, as without `set_variable_layout`."""
     keras.distribution.set_distribution(None)
 
 
 def layout_path(variable: Variable) -> str:
-    """Returns the path that decides where a variable lives: of an optimizer's slot that of the variable which it is for."""
+    """Returns the path that decides the sharding of a variable: its own, or for a slot that of the trained variable."""
     return vars(variable).get("_phalanx_follows", variable.path)  # type: ignore[no-any-return]
 
 
 @contextmanager
 def shapes(of: Sequence[tuple[Variable, tuple[int, ...]]]) -> Iterator[None]:
-    """Lets variables have other shapes meanwhile, for a trace over some of their rows."""
+    """Gives variables other shapes inside the context, to trace a program over some of their rows.
+
+    Args:
+      of: pairs of a variable and its temporary shape.
+    """
     own = [v._shape for v, _ in of]
     for variable, shape in of:
         variable._shape = shape
@@ -60,5 +68,5 @@ def shapes(of: Sequence[tuple[Variable, tuple[int, ...]]]) -> Iterator[None]:
 
 
 def layout_of(variable: Variable) -> Any:
-    """Returns the sharding with which `variable` was made, if it was made in a scope."""
+    """Returns the sharding with which `variable` was created, or None if it was created outside all scopes."""
     return variable._layout

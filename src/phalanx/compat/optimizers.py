@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras's optimizers: their variables, and how gradients reach them."""
+"""Keras optimizers: their variables, and the methods through which gradients reach them."""
 
 import functools
 import itertools
@@ -18,25 +18,29 @@ from phalanx.compat.scope import lift_scope, surrounding_scope
 from phalanx.compat.tables import initializer_of, make_table
 from phalanx.compat.variables import transaction
 from phalanx.errors import InvalidArgumentError
+from phalanx.typing import PyTree
 
 
 def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Returns the object that decides the learning rate: a variable, a schedule or a function."""
+    """Returns the object that determines the learning rate: a variable, a schedule or a function."""
     inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
     return inner._learning_rate
 
 
 def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int | None:
-    """Returns over how many steps gradients are accumulated; None where each step is applied.
+    """Returns the number of steps over which gradients are accumulated; None if every step applies them.
 
-    A loss-scaling optimizer has to see at each step whether the gradients of all replicas are finite.
+    None for a loss-scaling optimizer too, because it must check at every step whether the gradients are finite.
     """
     is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     return None if is_scaling else optimizer.gradient_accumulation_steps
 
 
 def accumulators(optimizer: keras.optimizers.Optimizer, variables: Any) -> list[Variable]:
-    """Returns the variables that hold the accumulated gradients of `variables`; each replica gets its own sum."""
+    """Returns the variables that hold the accumulated gradients of `variables`, and makes them replica-local sums.
+
+    Each replica adds up its own gradients, so that they are all-reduced once per update instead of once per step.
+    """
     build_optimizer(optimizer, variables)
     trained = optimizer._trainable_variables if variables is None else variables
     found = [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in trained]
@@ -45,13 +49,13 @@ def accumulators(optimizer: keras.optimizers.Optimizer, variables: Any) -> list[
     return found
 
 
-def is_last_accumulated(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Whether what is accumulated is applied at this step."""
+def is_last_accumulated(optimizer: keras.optimizers.Optimizer) -> jax.Array:
+    """Returns whether this step applies the accumulated gradients: a bool scalar, traced inside a program."""
     return (optimizer._iterations.value + 1) % optimizer.gradient_accumulation_steps == 0
 
 
 def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Any) -> None:
-    """Makes an optimizer's own variables, if it has not got them yet."""
+    """Creates the variables of an optimizer if they do not exist yet."""
     if not optimizer.built:
         with keras.name_scope(optimizer.name):
             optimizer.build(list(variables))
@@ -59,7 +63,10 @@ def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Any) -> No
 
 @contextmanager
 def restricted(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable]) -> Iterator[None]:
-    """Lets an optimizer know of no other variables meanwhile, and of no other slots but those that are for all."""
+    """Restricts an optimizer to some of its variables inside the context.
+
+    The slots of all other variables are hidden. Slots without a variable, such as `iterations`, stay.
+    """
     one = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
     kept = set(map(id, variables))
     is_kept = [id(v) in kept for v in one._trainable_variables]
@@ -70,7 +77,7 @@ def restricted(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variab
     if one.use_ema:
         parts["_model_variables_moving_average"] = itertools.compress(one._model_variables_moving_average, is_kept)
     own = vars(one).copy()
-    # Past what Keras does where an attribute of an optimizer is set.
+    # Through `vars`, because `Optimizer.__setattr__` of Keras would track the new lists as new variables.
     vars(one).update({name: list(part) for name, part in parts.items()})
     try:
         yield
@@ -79,25 +86,30 @@ def restricted(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variab
 
 
 def clipped(optimizer: keras.optimizers.Optimizer, grads: Sequence[Any]) -> Sequence[Any]:
-    """Returns gradients as an optimizer clips them; those it leaves as they are where it is applied to them."""
+    """Returns gradients clipped as the optimizer would clip them, so that clipping them once more changes nothing."""
+    # Clipping applies to the unscaled gradients, but `apply` expects them scaled by the loss scale.
     scale = optimizer.loss_scale_factor or 1.0
     clip: Sequence[Any] = optimizer._clip_gradients([g / scale for g in grads])
     return [g * scale for g in clip]
 
 
 def reference_of(slot: Variable) -> Variable | None:
-    """Returns the variable for which an optimizer made `slot`; None where it is for all."""
+    """Returns the variable that `slot` belongs to; None for a slot of the whole optimizer, such as `iterations`."""
     reference = vars(slot).get("_phalanx_reference")
     return None if reference is None else reference()
 
 
 def trained_by(optimizer: keras.optimizers.Optimizer, variables: Any) -> tuple[Variable, ...]:
-    """Returns what `optimizer.apply(grads, variables)` updates: where None are given, those that it was built with."""
+    """Returns the variables that `optimizer.apply(grads, variables)` updates. None stands for all that it was built with."""
     return tuple(optimizer._trainable_variables if variables is None else variables)
 
 
 def apply_stateless(optimizer: keras.optimizers.LossScaleOptimizer, grads: Sequence[Any], variables: Any) -> None:
-    """Applies a loss-scaling optimizer, whose `apply` assigns inside a branch, through its stateless form."""
+    """Applies a loss-scaling optimizer through `stateless_apply`.
+
+    Its `apply` assigns variables inside the branches of `ops.cond`, which JAX does not allow. The stateless form exists for
+    this reason: https://github.com/keras-team/keras-core/pull/851.
+    """
     build_optimizer(optimizer, variables)
     trained = trained_by(optimizer, variables)
     own = optimizer.variables
@@ -115,8 +127,9 @@ def _apply(original: Callable[..., None], self: Any, grads: Sequence[Any], train
     if grads and all(g is None for g in grads):
         raise InvalidArgumentError(
             f"{type(self).__name__} with no gradients for any variable",
-            f"all {len(grads)} are None: the loss does not depend on the variables, or was computed after the tape.",
-            "with phalanx.GradientTape() as tape: around the model's call and the loss",
+            f"all {len(grads)} gradients are None. Either the loss does not depend on the variables, or it was computed "
+            "outside the tape.",
+            "with phalanx.GradientTape() as tape: around the call of the model and the loss",
         )
     return scope.apply_gradients(self, functools.partial(original, self), grads, trainable_variables)
 
@@ -128,7 +141,7 @@ def _apply_gradients(
     if scope is None:
         return original(self, grads_and_vars)
     if not isinstance(skip_gradients_aggregation, bool):
-        raise _no_pairs(self, "gradients and variables apart")
+        raise _no_pairs(self, "gradients and variables as two arguments")
     pairs = list(grads_and_vars)
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], Variable):
@@ -142,7 +155,7 @@ def _apply_gradients(
 def _no_pairs(optimizer: keras.optimizers.Optimizer, found: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"{type(optimizer).__name__}.apply_gradients of {found}",
-        "it takes one list of pairs (gradient, variable).",
+        "the argument must be one list of pairs (gradient, variable).",
         "optimizer.apply_gradients(zip(gradients, variables))",
     )
 
@@ -151,7 +164,8 @@ def _stateless_apply(
     original: Callable[..., Any], self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
 ) -> Any:
     scope = surrounding_scope()
-    # In a replica function of the user's own what is stateless is theirs; in Keras's trainer it is how steps are written.
+    # In a replica function, users who call a stateless method aggregate the gradients themselves. In a `train_step` of
+    # `fit`, they expect that the trainer does it, because Keras's guide to custom steps on JAX calls this method.
     if scope is None or not scope.is_averaging:
         return original(self, optimizer_variables, grads, trainable_variables)
     grads = scope.aggregated(grads)
@@ -160,12 +174,13 @@ def _stateless_apply(
 
 
 def _add_variable_from_reference(
-    original: Callable[..., Variable], self: Any, reference_variable: Variable, *args: Any, **kwargs: Any
+    original: Callable[..., Variable], self: Any, reference_variable: Variable, *args: PyTree, **kwargs: PyTree
 ) -> Variable:
     make = functools.partial(original, self, reference_variable, *args, **kwargs)
     is_table = isinstance(reference_variable, Variable) and initializer_of(reference_variable) is not None
     slot = make_table(make) if is_table else make()
     if isinstance(reference_variable, Variable):
+        # Weak, so that a slot does not keep a dropped model alive.
         slot._phalanx_reference = weakref.ref(reference_variable)
     return slot
 
@@ -182,9 +197,9 @@ extend(_BaseOptimizer, "stateless_apply")(_stateless_apply)
 
 
 @extend(_BaseOptimizer, "add_variable_from_reference")
-def _add_slot(original: Callable[..., Any], self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+def _add_slot(original: Callable[..., Any], self: Any, reference_variable: Any, *args: PyTree, **kwargs: PyTree) -> Any:
     slot = original(self, reference_variable, *args, **kwargs)
-    # Its own path has the other's in it, with other separators.
+    # The path of a slot contains the path of its variable with other separators, so it cannot be looked up by path.
     slot._phalanx_follows = layout_path(reference_variable)
     return slot
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What in Keras counts rows: metrics, losses and BatchNormalization leave out those that are padding."""
+"""Makes metrics, losses and BatchNormalization of Keras ignore the padded rows of a batch.
+
+A short batch is padded so that every replica has the same number of rows, and carries a mask of the real rows. Code that counts
+rows or averages over them must use the mask, or the results would depend on the number of replicas.
+"""
 
 import functools
 import inspect
@@ -17,21 +21,23 @@ from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, Metric
 from phalanx.compat.hooks import extend
 from phalanx.compat.scope import surrounding_scope
 from phalanx.errors import InputError
+from phalanx.mesh.arrays import over_rows
+from phalanx.typing import PyTree
 
 
 def _is_number(metric: Any, given: dict[str, Any]) -> bool:
-    """Whether a metric is a function that makes one number of a batch."""
+    """Whether a metric is a function that returns one number per batch instead of one value per row."""
     if not isinstance(metric, keras.metrics.MeanMetricWrapper) or not {"y_true", "y_pred"} <= given.keys():
         return False
-    # Of rows without further dims Keras's own functions take the mean, of columns they do not.
+    # Keras's metric functions reduce the last dim. They would return a scalar for rank 1 too, so test them with columns.
     columns = [x[:, None] if jnp.ndim(x) == 1 else x for x in (given["y_true"], given["y_pred"])]
     return jnp.ndim(jax.eval_shape(functools.partial(metric._fn, **metric._fn_kwargs), *columns)) == 0
 
 
 def _warn_of_padding(what: str) -> None:
     warnings.warn(
-        f"{what} is one number for a batch, in which the rows count that pad it for the replicas. "
-        "HINT: return one value for each row; they are averaged without the padding.",
+        f"{what} is one number per batch, so it includes the rows that pad the batch. "
+        "HINT: return one value per row; Phalanx averages them without the padding.",
         UserWarning,
         stacklevel=2,
     )
@@ -40,10 +46,10 @@ def _warn_of_padding(what: str) -> None:
 _CONTAINERS = (CompileMetrics, MetricsList)
 
 
-def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *args: Any, **kwargs: Any) -> Any:
-    """Weighs the padded rows of a short batch with zero."""
+def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree) -> Any:
+    """Gives the padded rows of a batch the sample weight 0."""
     scope, weighed = surrounding_scope(), global_state.get_global_attribute("phalanx_weighed")
-    # Keras's containers of metrics hand everything on.
+    # The containers of compiled metrics only forward to metrics, which are wrapped too.
     if scope is None or weighed or isinstance(self, _CONTAINERS):
         return original(self, *args, **kwargs)
     call = inspect.signature(original)
@@ -65,20 +71,21 @@ def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *arg
         if given.get("sample_weight") is None:
             raise InputError(
                 f"{self.name}.update_state of {sorted(rows)} rows",
-                f"this batch is padded to {mask.shape[0]} rows, and its mask does not fit.",
+                f"the batch is padded to {mask.shape[0]} rows, so its mask does not fit these arrays.",
                 "arrays whose dim 0 is the rows of the batch, or a sample_weight that is 0 for padding",
             )
         return original(self, *args, **kwargs)
     weight = given.get("sample_weight")
     arrays = [jnp.asarray(x) for x in args]
     if isinstance(self, keras.metrics.MeanMetricWrapper) and weight is None and all(x.ndim == 1 for x in arrays):
-        # Keras takes the rows of such arrays for their last dim, and counts the batch once: as a column they have weights.
+        # Keras would reduce the only dim and count the batch as one value, to which no weights per row apply. Reshape the
+        # arrays to columns, and give the rows weights that add up to the same count.
         given.update(zip(list(given)[1:], (x[:, None] for x in arrays), strict=False))
         weight = jnp.full(mask.shape, scope.count_of_a_row())
     dtype = keras.backend.standardize_dtype(self.dtype)
     weight = jnp.ones((), dtype) if weight is None else jnp.asarray(weight)
     given["sample_weight"] = jnp.where(mask.reshape(mask.shape + (1,) * max(0, weight.ndim - 1)), weight, 0)
-    # What it calls in turn gets these weights.
+    # Metrics that this metric updates inside `update_state` receive these weights, and must not apply the mask again.
     global_state.set_global_attribute("phalanx_weighed", True)
     try:
         return original(**given)
@@ -88,9 +95,13 @@ def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *arg
 
 @extend(keras.losses.Loss, "__call__")
 def _loss(
-    original: Callable[..., Any], self: keras.losses.Loss, y_true: Any, y_pred: Any, sample_weight: Any = None
+    original: Callable[..., Any], self: keras.losses.Loss, y_true: Any, y_pred: PyTree, sample_weight: PyTree = None
 ) -> Any:
-    """Refuses a mean over one replica's rows, which the sum of the replicas' losses counts once for each replica."""
+    """Reduces a loss over the real rows. Rejects a mean over the rows of one of several replicas.
+
+    Gradients are summed over the replicas, so a mean per replica would be counted once per replica. In `fit` the trainer
+    scales it instead (`is_averaging`).
+    """
     scope, reduction = surrounding_scope(), self.reduction
     if scope is None or reduction in ("none", None) or isinstance(self, CompileLoss):
         return original(self, y_true, y_pred, sample_weight)
@@ -98,6 +109,7 @@ def _loss(
         scope.check_loss(self.name, reduction)
     if not scope.is_averaging and (reduction != "sum" or scope.example_mask() is None):
         return original(self, y_true, y_pred, sample_weight)
+    # Compute one value per row, and reduce it in the scope, which knows the mask and the other replicas.
     self.reduction = "none"
     try:
         values = jnp.asarray(original(self, y_true, y_pred, sample_weight))
@@ -114,23 +126,23 @@ def _loss(
     return scope.reduce_rows(values, counts, reduction)
 
 
-def _like(weights: Any, values: Any) -> Any:
-    """Returns weights of rows in a shape that broadcasts to their values."""
-    return weights.reshape(weights.shape[: values.ndim] + (1,) * (values.ndim - weights.ndim))
+def _like(weights: Any, values: Any) -> jax.Array:
+    """Reshapes weights (rows, ...) so that they broadcast to `values`."""
+    return over_rows(weights.reshape(weights.shape[: values.ndim]), values)
 
 
 @extend(keras.layers.BatchNormalization, "__init__")
 def _init_batch_normalization(
-    original: Callable[..., None], self: Any, *args: Any, synchronized: bool = False, **kwargs: Any
+    original: Callable[..., None], self: Any, *args: PyTree, synchronized: bool = False, **kwargs: PyTree
 ) -> None:
-    # Keras refuses it on JAX, for want of replicas.
+    # Keras 3 raises for `synchronized=True` on every backend but TensorFlow: https://github.com/keras-team/keras/pull/18671.
     original(self, *args, **kwargs)
     self.synchronized = synchronized
 
 
 @extend(keras.layers.BatchNormalization, "_moments")
-def _moments(original: Callable[..., Any], self: Any, inputs: Any, mask: Any) -> Any:
-    """Leaves padded rows out of the statistics, and computes synchronized ones over all replicas."""
+def _moments(original: Callable[..., Any], self: Any, inputs: PyTree, mask: Any) -> Any:
+    """Computes the statistics of BatchNormalization without padded rows, and over all replicas if `synchronized`."""
     scope = surrounding_scope()
     if scope is not None:
         scope.note_averages([self.moving_mean, self.moving_variance])
@@ -142,10 +154,11 @@ def _moments(original: Callable[..., Any], self: Any, inputs: Any, mask: Any) ->
     if inputs.shape[0] % rows.shape[0]:
         raise InputError(
             f"{self.name} of inputs {inputs.shape}",
-            f"this batch is padded to {rows.shape[0]} rows, and its mask does not fit.",
+            f"the batch is padded to {rows.shape[0]} rows, so its mask does not fit these inputs.",
             "inputs whose dim 0 is the rows of the batch",
         )
-    counts = jnp.repeat(rows, inputs.shape[0] // rows.shape[0]).reshape((-1,) + (1,) * (inputs.ndim - 1))
+    # A layer such as TimeDistributed folds another dim into the rows, so one row of the batch may be several of the inputs.
+    counts = over_rows(jnp.repeat(rows, inputs.shape[0] // rows.shape[0]), inputs)
     if mask is not None:
         counts = counts & jnp.asarray(mask, bool)[..., None]
     return scope.moments(
@@ -153,7 +166,8 @@ def _moments(original: Callable[..., Any], self: Any, inputs: Any, mask: Any) ->
     )
 
 
-def _moments_here(original: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
+def _moments_here(original: Callable[..., Any], layer: Any, inputs: PyTree, mask: Any) -> Any:
+    """Returns the statistics that Keras computes on one device. With `synchronized` it would call TensorFlow."""
     synchronized, layer.synchronized = layer.synchronized, False
     try:
         return original(layer, inputs, mask)
@@ -162,6 +176,7 @@ def _moments_here(original: Callable[..., Any], layer: Any, inputs: Any, mask: A
 
 
 def _extend_metric(metric: type) -> None:
+    """Wraps `update_state` of a metric class and of all its subclasses that exist already."""
     if "update_state" in vars(metric):
         extend(metric, "update_state")(_update_state)
     others: list[type] = metric.__subclasses__()
@@ -172,7 +187,8 @@ def _extend_metric(metric: type) -> None:
 _extend_metric(keras.metrics.Metric)
 
 
-def _init_subclass(cls: type, **kwargs: Any) -> None:
+def _init_subclass(cls: type, **kwargs: PyTree) -> None:
+    """Wraps `update_state` of a metric class that the user defines later."""
     super(keras.metrics.Metric, cls).__init_subclass__(**kwargs)
     _extend_metric(cls)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scope of Keras in which a program is traced."""
+"""The interface of the Keras scope in which a program is traced."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -13,9 +13,10 @@ from phalanx.compat.hooks import extend
 
 
 class AbstractLiftScope(keras.StatelessScope):
-    """The scope in which Keras variables are read and written while a program is traced.
+    """The scope that handles reads and writes of Keras variables while a program is traced.
 
-    Keras calls `get_current_value` and `add_update`; the extended methods below call the rest.
+    Keras calls `get_current_value` and `add_update`. The wrapped methods of this package call the others. `phalanx.tracing` has
+    the implementation, which this package must not import.
     """
 
     def get_current_value(self, variable: Variable) -> Any:
@@ -23,7 +24,7 @@ class AbstractLiftScope(keras.StatelessScope):
         raise NotImplementedError
 
     def note_read(self) -> None:
-        """Must be called before anything of the program is read that another program may have otherwise."""
+        """Records that the trace depends on state that can change between calls. Call it before reading such state."""
         raise NotImplementedError
 
     def add_update(self, update: tuple[Variable, Any]) -> None:
@@ -39,13 +40,13 @@ class AbstractLiftScope(keras.StatelessScope):
         raise NotImplementedError
 
     def note_averages(self, variables: Sequence[Variable]) -> None:
-        """Hears that what is assigned to `variables` next are their moving averages."""
+        """Marks `variables` as moving averages, so that the next assignment is treated as one."""
         raise NotImplementedError
 
     def apply_gradients(
         self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: Any
     ) -> None:
-        """Aggregates gradients over the replicas, then lets `apply` update the variables."""
+        """Aggregates gradients over the replicas, then calls `apply` to update the variables."""
         raise NotImplementedError
 
     def aggregated(self, grads: Sequence[Any]) -> Sequence[Any]:
@@ -53,55 +54,72 @@ class AbstractLiftScope(keras.StatelessScope):
         raise NotImplementedError
 
     def example_mask(self) -> Any:
-        """Returns which rows of this replica's batch are real, or None for a batch without padding."""
+        """Returns a bool array (per_replica_batch,), True for real rows, or None if the batch has no padding."""
         raise NotImplementedError
 
     @property
     def is_averaging(self) -> bool:
-        """Whether this is a replica that computes means over its own rows, as Keras's trainer does.
+        """Whether this replica computes means over its own rows, as Keras's trainer does.
 
-        The replicas' means, weighted by their parts of the global batch, add up to the mean over the global batch.
+        The mean over the global batch is then the sum of these means, weighted by each replica's share of the rows.
         """
         raise NotImplementedError
 
     def reduce_rows(self, values: Any, counts: Any, reduction: str) -> Any:
-        """Reduces weighted losses `(per_replica_batch, ...)`, each of which counts for `counts` in a mean."""
+        """Reduces losses over the real rows.
+
+        Args:
+          values: array (per_replica_batch, ...). Losses, already multiplied by their weights.
+          counts: array that broadcasts to `values`. How much each loss counts in the divisor of a mean.
+          reduction: Keras's name of the reduction, such as "sum_over_batch_size".
+        """
         raise NotImplementedError
 
     def weight_of_mean(self, weight: Any) -> Any:
-        """Returns what a mean over this replica's rows counts, to which the user gives `weight`, or none."""
+        """Returns the weight of a mean over this replica's rows, to which the user gave `weight` or None."""
         raise NotImplementedError
 
     def check_loss(self, name: str, reduction: str) -> None:
-        """Raises for a loss that is a mean, where there are several replicas."""
+        """Checks that a loss that is a mean is not used with several replicas.
+
+        Raises:
+          PhalanxError: it is.
+        """
         raise NotImplementedError
 
     def moments(self, values: Any, counts: Any, axes: Sequence[int], *, everywhere: bool) -> tuple[Any, Any]:
-        """Returns mean and variance over some dims of the values that count; `everywhere` over all replicas."""
+        """Returns the mean and the variance of the values that count.
+
+        Args:
+          values: array (per_replica_batch, ...).
+          counts: bool array of the same shape. True for values that count.
+          axes: dims to reduce.
+          everywhere: whether to reduce over all replicas too.
+        """
         raise NotImplementedError
 
     def count_of_a_row(self) -> Any:
-        """Returns what one real row counts where a replica's part of the batch counts one."""
+        """Returns the weight of one real row if all rows of this replica together have the weight 1."""
         raise NotImplementedError
 
     def updating(self) -> AbstractContextManager[None]:
-        """Opens the update context: gradients are aggregated already, and assignments are free."""
+        """Enters update context, in which gradients are already aggregated and any assignment is allowed."""
         raise NotImplementedError
 
 
 def active_scope() -> keras.StatelessScope | None:
-    """Returns the innermost `keras.StatelessScope` of this thread."""
+    """Returns the innermost `keras.StatelessScope` of this thread, or None."""
     return global_state.get_global_attribute("stateless_scope")
 
 
 def lift_scope() -> AbstractLiftScope | None:
-    """Returns the innermost lifting scope, if it is the innermost scope."""
+    """Returns the innermost scope of this thread if it is a lifting scope, else None."""
     scope = active_scope()
     return scope if isinstance(scope, AbstractLiftScope) else None
 
 
 def surrounding_scope() -> AbstractLiftScope | None:
-    """Returns the innermost lifting scope, past the scopes in which Keras's stateless methods work."""
+    """Returns the innermost lifting scope of this thread, also from inside the scopes of Keras's stateless methods."""
     scope = active_scope()
     while scope is not None and not isinstance(scope, AbstractLiftScope):
         scope = scope.original_scope
@@ -109,21 +127,21 @@ def surrounding_scope() -> AbstractLiftScope | None:
 
 
 def note_read() -> None:
-    """Must be called before anything of a program is read that another program may have otherwise."""
+    """Calls `AbstractLiftScope.note_read` of the surrounding scope, if a step is traced."""
     scope = surrounding_scope()
     if scope is not None:
         scope.note_read()
 
 
 def is_lifting() -> bool:
-    """Whether a step is traced in this thread, inside the scopes of Keras's stateless methods too."""
+    """Whether a step is traced in this thread, also from inside the scopes of Keras's stateless methods."""
     return surrounding_scope() is not None
 
 
 @extend(keras.StatelessScope, "get_current_value")
 def _get_current_value(original: Callable[..., Any], self: keras.StatelessScope, variable: Variable) -> Any:
-    # A user's `layer.stateless_call` inside a replica function opens a plain scope in ours: what it does not map must
-    # come from ours, or it would become a constant of the program.
+    # A user's `layer.stateless_call` inside a replica function opens a plain scope inside ours. Keras 3 looks up a variable
+    # in the innermost scope only, so a variable that this scope does not map would become a constant of the program.
     value = original(self, variable)
     outer = self.original_scope
     return outer.get_current_value(variable) if value is None and outer is not None else value

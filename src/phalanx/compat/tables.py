@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables without a value of their own: the rows of a table are made where they live."""
+"""Variables without a stored value. The parameter servers initialize the rows of such a table."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,10 @@ from keras.src.backend.common import global_state
 
 
 def make_table(make: Callable[[], Variable]) -> Variable:
-    """Returns the variable that `make` makes, without a value: only its initializer, as `initializer_of` gives it."""
+    """Returns the variable that `make` creates, without its value. `initializer_of` returns its initializer."""
     with keras.StatelessScope(initialize_variables=False):
         variable = make()
+    # Keras would initialize the variable when the outermost scope closes.
     waiting = global_state.get_global_attribute("uninitialized_variables", [])
     global_state.set_global_attribute("uninitialized_variables", [v for v in waiting if v is not variable])
     variable._phalanx_initializer, variable._initializer = variable._initializer, None
@@ -20,5 +21,5 @@ def make_table(make: Callable[[], Variable]) -> Variable:
 
 
 def initializer_of(table: Variable) -> Any:
-    """Returns what makes the rows of a table; None for other variables."""
+    """Returns the initializer of the rows of a table; None for other variables."""
     return vars(table).get("_phalanx_initializer")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras's trainer, its data adapters and its callbacks."""
+"""Keras's trainer, data adapters and callbacks."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -27,24 +27,28 @@ from keras.src.utils.python_utils import pythonify_logs as _pythonify_logs
 from phalanx.compat.hooks import extend
 from phalanx.compat.optimizers import build_optimizer
 from phalanx.compat.scope import lift_scope
+from phalanx.typing import PyTree
 
 
 def on_model(hear: Callable[[keras.Model], None]) -> None:
-    """Lets `hear(model)` be called when a model is made, and again when it is compiled."""
+    """Registers a function that is called with each model when it is created, and again when it is compiled."""
 
-    def made(original: Callable[..., None], self: keras.Model, *args: Any, **kwargs: Any) -> None:
+    def made(original: Callable[..., None], self: keras.Model, *args: PyTree, **kwargs: PyTree) -> None:
         original(self, *args, **kwargs)
         hear(self)
 
     extend(_Trainer, "__init__")(made)
-    # Where it is defined: Keras compares it with a model's own, to know whether a user has overridden it.
+    # Wrap the base class that defines `compile`, because Keras compares `type(model).compile` with it to detect overrides.
     extend(_Trainer, "compile")(made)
 
 
 def before_saving(check: Callable[[Sequence[Variable]], None]) -> None:
-    """Lets `check(variables)` raise before Keras opens the file that a model is to be saved in, which empties it."""
+    """Registers a function that may raise before a model is saved.
 
-    def saved(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    Keras truncates the file when it opens it, so an error after that would destroy the last checkpoint.
+    """
+
+    def saved(original: Callable[..., Any], self: keras.Model, *args: PyTree, **kwargs: PyTree) -> Any:
         check(self.variables)
         return original(self, *args, **kwargs)
 
@@ -53,45 +57,53 @@ def before_saving(check: Callable[[Sequence[Variable]], None]) -> None:
 
 
 def take_over(names: Iterable[str], call: Callable[..., Any]) -> None:
-    """Replaces methods of Keras's trainer by `call(name, original, model, ...)`."""
+    """Replaces the methods `names` of Keras's trainer by `call(name, original, model, ...)`."""
     for name in names:
         extend(_JAXTrainer, name)(functools.partial(call, name))
 
 
 def take_over_step(name: str, step: Callable[[keras.Model, Any], Any]) -> None:
-    """Makes `super().train_step(data)` in a traced step call `step(model, data)`; with the state too it is Keras's own."""
+    """Redirects `super().train_step(data)` in a traced step to `step(model, data)`.
 
-    def call(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    Keras's JAX trainer has `train_step(state, data)` only. Calls with both arguments still reach it.
+    """
+
+    def call(original: Callable[..., Any], self: keras.Model, *args: PyTree, **kwargs: PyTree) -> PyTree:
         is_ours = len(args) + len(kwargs) == 1 and lift_scope() is not None
         return step(self, *args, *kwargs.values()) if is_ours else original(self, *args, **kwargs)
 
     extend(_JAXTrainer, name)(call)
 
 
-def data_adapter(**data: Any) -> Any:
-    """Returns Keras's adapter of what was passed to `fit`."""
+def data_adapter(**data: PyTree) -> Any:
+    """Returns Keras's data adapter for the data arguments of `fit`."""
     return _get_data_adapter(**data)
 
 
 def validation_split(arrays: Any, part: float) -> Any:
-    """Returns `(training, validation)` arrays."""
+    """Splits arrays into `(training, validation)`, with the last `part` of the rows for validation."""
     return _array_slicing.train_validation_split(arrays, validation_split=part)
 
 
-def unpacked(batch: Any) -> tuple[Any, Any, Any]:
-    """Returns `(x, y, sample_weight)` of a batch."""
+def unpacked(batch: PyTree) -> tuple[Any, Any, Any]:
+    """Returns a batch as `(x, y, sample_weight)`, with None for missing parts."""
     return _data_adapter_utils.unpack_x_y_sample_weight(batch)
 
 
-def weights_of_classes(y: Any, class_weight: Any) -> Any:
-    """Returns one weight a row."""
+def weights_of_classes(y: PyTree, class_weight: PyTree) -> Any:
+    """Returns one weight per row, from a dict of weights per class."""
     return _data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
 
 
-def build(model: keras.Model, batch: Any, *, has_own_step: bool) -> None:
-    """Makes all variables of a model, its metrics and its optimizer; `batch` has the shapes of a global batch.
+def build(model: keras.Model, batch: PyTree, *, has_own_step: bool) -> None:
+    """Creates all variables of a model, its metrics and its optimizer.
 
-    A model with a step of its own need not be callable. Its step makes what is missing.
+    A model with a custom step may have no `call`. Its step then creates the missing variables.
+
+    Args:
+      model: the model.
+      batch: pytree of arrays or `jax.ShapeDtypeStruct` with the shapes of a global batch.
+      has_own_step: whether the model has a custom step.
     """
     try:
         if not has_own_step or type(model).call is not keras.Model.call:
@@ -105,57 +117,59 @@ def build(model: keras.Model, batch: Any, *, has_own_step: bool) -> None:
 
 
 def is_array_adapter(adapter: Any) -> bool:
-    """Whether a data adapter is one of arrays."""
+    """Whether a data adapter reads arrays in memory."""
     return isinstance(adapter, _ArrayDataAdapter)
 
 
 def goes_on(adapter: Any) -> bool:
-    """Whether a new iterator of a data adapter goes on where the last one stopped."""
+    """Whether a new iterator of a data adapter continues where the last one stopped, as for a generator."""
     return isinstance(adapter, _GeneratorDataAdapter)
 
 
 def size_of_batches(adapter: Any) -> tuple[int | None, bool]:
-    """Returns the batch size of a data adapter, if it has one, and whether no batch is shorter."""
+    """Returns the batch size of a data adapter, or None, and whether all batches have that size."""
     try:
         return adapter.batch_size, adapter.has_partial_batch is False
-    except NotImplementedError:  # Only the batches can tell.
+    except NotImplementedError:  # Generators raise it: their batch size is unknown until they are read.
         return None, False
 
 
 def num_rows(adapter: Any) -> int:
-    """Returns how many rows the arrays of a data adapter have."""
+    """Returns the number of rows of an array data adapter."""
     short = adapter.partial_batch_size or 0
     return int((adapter.num_batches - bool(short)) * adapter.batch_size + short)
 
 
-def build_layers(model: keras.Model, x: Any) -> None:
-    """Makes the variables of a model alone; `x` has the shapes of its inputs."""
+def build_layers(model: keras.Model, x: PyTree) -> None:
+    """Creates the variables of a model without its metrics and optimizer. `x` has the shapes of the inputs."""
     backend.compute_output_spec(model, jax.tree.map(lambda s: keras.KerasTensor(s.shape, str(s.dtype)), x))
 
 
 def needs_batch(model: keras.Model) -> bool:
-    """Whether `build` has to see the shapes of a batch."""
+    """Whether `build` needs the shapes of a batch."""
     parts = (model._compile_metrics, model._compile_loss)
     return not is_built(model) or any(part is not None and not part.built for part in parts)
 
 
 def is_built(model: keras.Model) -> bool:
-    """Whether all variables of a model are made."""
+    """Whether all variables of a model exist."""
     return all(layer.built for layer in model._flatten_layers())
 
 
 def require_compiled(model: keras.Model, method: str) -> None:
-    """Raises Keras's error for a model that is not compiled."""
+    """Raises Keras's own error, a ValueError, if the model is not compiled."""
     model._assert_compile_called(method)
 
 
-def forward(model: keras.Model, x: Any, *, training: bool) -> Any:
-    """Calls a model."""
+def forward(model: keras.Model, x: PyTree, *, training: bool) -> Any:
+    """Calls a model, with `training` if its `call` takes it."""
     return model(x, training=training) if model._call_has_training_arg else model(x)
 
 
-def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool) -> Any:
-    """Returns the loss of a model, with the losses of its layers."""
+def compute_loss(
+    model: keras.Model, x: PyTree, y: PyTree, y_pred: PyTree, sample_weight: PyTree, *, training: bool
+) -> Any:
+    """Returns the loss of a model, including the losses that its layers added."""
     return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
 
 
@@ -164,18 +178,21 @@ def loss_tracker(model: keras.Model) -> Any:
     return model._loss_tracker
 
 
-def logs_or_metrics(model: keras.Model, logs: Any) -> Any:
-    """Returns the results of a model's metrics where `logs` has their names, else `logs`."""
+def logs_or_metrics(model: keras.Model, logs: PyTree) -> PyTree:
+    """Returns the results of a model's metrics if `logs` has exactly their names, else `logs`."""
     return dict(model._get_metrics_result_or_logs(logs))
 
 
-def in_order(model: keras.Model, logs: Any) -> Any:
+def in_order(model: keras.Model, logs: PyTree) -> PyTree:
     """Returns the values of logs in the order of a model's metrics."""
     return model._flatten_metrics_in_order(logs)
 
 
 def batch_hooks(callbacks: Any, kind: str) -> list[Callable[..., None]]:
-    """Returns what to call before and after a batch: nothing where no callback listens, which Keras does in threads."""
+    """Returns the functions to call before and after a batch, which do nothing if no callback overrides the hook.
+
+    Skipping the hooks matters because Keras calls them in a thread pool.
+    """
     return [
         getattr(callbacks, f"on_{kind}_batch_{when}") if listens(callbacks.callbacks, kind, when) else _nothing
         for when in ("begin", "end")
@@ -183,24 +200,24 @@ def batch_hooks(callbacks: Any, kind: str) -> list[Callable[..., None]]:
 
 
 def listens(callbacks: Sequence[Any], kind: str, when: str) -> bool:
-    """Whether one of some callbacks has a method of its own for the begin or the end of a batch."""
+    """Whether any callback overrides the hook for the "begin" or the "end" of a batch."""
     names = [f"on_{kind}_batch_{when}"] + ([f"on_batch_{when}"] if kind == "train" else [])
     return any(not _is_default(getattr(c, name, None)) for c in callbacks for name in names)
 
 
-def _nothing(batch: int, logs: Any = None) -> None:
-    """What nobody listens to."""
+def _nothing(batch: int, logs: PyTree = None) -> None:
+    """Replaces a hook that no callback overrides."""
 
 
 def stop_callbacks(callbacks: Any) -> None:
-    """Ends the threads of a list of callbacks whose end no one will tell it."""
+    """Ends the threads of a callback list after a failure. Keras ends them only in `on_train_end` and the like."""
     if callbacks._executor is not None:
         callbacks._executor.shutdown()
         callbacks._executor = None
 
 
-def to_python(logs: Any) -> Any:
-    """Returns logs with Python's numbers."""
+def to_python(logs: PyTree) -> PyTree:
+    """Returns logs with Python numbers instead of arrays."""
     return _pythonify_logs(logs)
 
 
@@ -210,7 +227,14 @@ def is_evaluated(model: keras.Model, epoch: int, frequency: Any) -> bool:
 
 
 def take_over_state(model: keras.Model, from_chief: Callable[[list[Any]], list[Any]]) -> None:
-    """Gives a model and its optimizer the values, and `fit` the first epoch, that the chief has."""
+    """Copies the chief's variables of a model and its optimizer, and its first epoch, to this process.
+
+    `BackupAndRestore` restores them on the chief only.
+
+    Args:
+      model: the model.
+      from_chief: returns the chief's arrays on every process. A collective call.
+    """
     variables = [*model.variables, *model.optimizer.variables]
     *values, epoch = from_chief([*(np.asarray(v.value) for v in variables), np.int32(model._initial_epoch or 0)])
     model._initial_epoch = int(epoch)
@@ -219,5 +243,5 @@ def take_over_state(model: keras.Model, from_chief: Callable[[list[Any]], list[A
 
 
 def first_epoch(model: keras.Model, given: int) -> int:
-    """Returns with which epoch `fit` begins: a callback may have restored a later one."""
+    """Returns the epoch at which `fit` begins: `given`, or a later one that a callback has restored."""
     return model._initial_epoch or given

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stored arrays of Keras variables, and what happens when they are made, read and assigned."""
+"""The stored arrays of Keras variables, and hooks that run when variables are created, read and assigned."""
 
 import math
 import sys
@@ -24,15 +24,16 @@ from phalanx.compat.layouts import layout_of
 from phalanx.compat.scope import active_scope, lift_scope
 from phalanx.errors import PhalanxError, VariableError, shown
 from phalanx.mesh.arrays import copied, require_fits
+from phalanx.typing import PyTree
 
 
 def is_new(variable: Variable) -> bool:
-    """Whether `variable` was made in a scope that is still open: it gets its first value when that closes."""
+    """Whether `variable` has no value yet because the scope in which it was created is still open."""
     return variable._initializer is not None
 
 
 def raw_value(variable: Variable) -> Any:
-    """Returns the stored array of `variable`, whatever scope is open; None before its initialization."""
+    """Returns the stored array of `variable`, even if a scope is open; None before its initialization."""
     return variable._value
 
 
@@ -48,23 +49,28 @@ _value_of = attrgetter(RAW_VALUE)
 
 
 def set_raw_values(variables: Sequence[Variable], values: Sequence[Any]) -> None:
-    """Stores arrays in variables as they are, without conversion or relayout."""
+    """Stores arrays in variables without converting or moving them."""
     for variable, value in zip(variables, values, strict=True):
         variable._value = value
 
 
 def shared_values(variables: Sequence[Variable]) -> tuple[list[Any], list[int]]:
-    """Returns the stored arrays of many variables, and how many references Python holds to each."""
+    """Returns the stored arrays of many variables, and the reference count of each.
+
+    A count above `UNSHARED` means that someone besides the variable holds the array, so it must not be donated.
+    """
     arrays = list(map(_value_of, variables))
     return arrays, list(map(sys.getrefcount, arrays))
 
 
 def dtype_of(variable: Variable) -> str:
-    """Returns the dtype of the stored array, whatever mixed precision makes of it."""
+    """Returns the dtype of the stored array, without the casts of mixed precision."""
     return variable._dtype
 
 
 class _Holder:
+    """Stands in for a variable, to measure the reference count of an array that only its variable holds."""
+
     def __init__(self) -> None:
         self._value = object()
 
@@ -75,24 +81,24 @@ def _count_of_unshared() -> int:
 
 
 UNSHARED = _count_of_unshared()
-"""The count of an array that nobody but its variable holds, on this version of Python."""
+"""The count in `shared_values` of an array that only its variable holds. It depends on the version of Python."""
 
 
 @dataclass
 class _Changes:
-    """Counts changes that decide which programs fit."""
+    """Counts changes that may invalidate compiled programs."""
 
     trainable: int = 0
 
 
 changes = _Changes()
-"""How often the `trainable` of any variable was set."""
+"""The changes so far: `trainable` counts assignments to the attribute of that name, of any variable."""
 
 _listeners: list[Callable[[Variable], None]] = []
 
 
 def on_assign(hear: Callable[[Variable], None]) -> None:
-    """Lets `hear(variable)` be called after every eager assignment."""
+    """Registers a function that is called with the variable after every eager assignment."""
     _listeners.append(hear)
 
 
@@ -100,22 +106,23 @@ _readers: list[Callable[[Variable], bool]] = []
 
 
 def on_first_read(fill: Callable[[Variable], bool]) -> None:
-    """Lets `fill(variable)` be called before a variable is read that has no stored array.
+    """Registers a function that is called before a variable without a stored array is read.
 
-    It returns whether what it stores is for this one read.
+    Args:
+      fill: stores an array in the variable if it can. Returns whether the array is only for this read, and is then removed.
     """
     _readers.append(fill)
 
 
 @contextmanager
 def undo_log() -> Iterator[Callable[[], None]]:
-    """Yields a function that takes back every eager assignment made since."""
+    """Yields a function that undoes every eager assignment made since the context was entered."""
     log: list[tuple[Variable, Any]] = []
     previous = global_state.get_global_attribute("phalanx_undo_log")
     global_state.set_global_attribute("phalanx_undo_log", log)
 
     def rollback() -> None:
-        # In one call, in which no signal handler runs.
+        # One call of C code, so that no signal handler can interrupt it halfway: Python runs handlers between bytecodes.
         variables, values = zip(*reversed(log), strict=True) if log else ((), ())
         deque(map(setattr, variables, repeat(RAW_VALUE), values), maxlen=0)
 
@@ -123,13 +130,14 @@ def undo_log() -> Iterator[Callable[[], None]]:
         yield rollback
     finally:
         global_state.set_global_attribute("phalanx_undo_log", previous)
+        # An outer log must be able to undo these assignments too.
         if previous is not None:
             previous.extend(log)
 
 
 @contextmanager
 def transaction() -> Iterator[None]:
-    """Takes back every eager assignment inside if an exception ends it, also one that a signal handler raises."""
+    """Undoes every eager assignment in the context if an exception leaves it, including one from a signal handler."""
     with undo_log() as rollback:
         try:
             yield
@@ -139,17 +147,17 @@ def transaction() -> Iterator[None]:
 
 
 def is_undoable() -> bool:
-    """Whether an `undo_log` is open and no scope of Keras is."""
+    """Whether an `undo_log` is open and no Keras scope is."""
     return global_state.get_global_attribute("phalanx_undo_log") is not None and active_scope() is None
 
 
 _FEW = 1 << 20
-"""So many zeros are on a device sooner by a copy than by a program that writes them, which has to be compiled."""
+"""Number of elements up to which copying zeros to a device is faster than compiling and running a program for them."""
 
 
 @extend(keras.initializers.Zeros, "__call__")
-def _zeros(original: Callable[..., Any], self: Any, shape: Sequence[int], dtype: Any = None) -> Any:
-    """Compiles nothing: an optimizer's slots have many shapes."""
+def _zeros(original: Callable[..., Any], self: Any, shape: Sequence[int], dtype: Any = None) -> jax.Array:
+    """Returns zeros without compiling a program. An optimizer's slots have many shapes, and each would compile its own."""
     if math.prod(shape) > _FEW:
         return original(self, shape, dtype)
     return jax.device_put(np.zeros(shape, jnp.dtype(keras.backend.standardize_dtype(dtype))))
@@ -164,17 +172,18 @@ _trainable: Any = next(vars(c)["trainable"] for c in Variable.__mro__ if "traina
 
 Variable.trainable = property(_trainable.fget, _set_trainable, doc=_trainable.__doc__)
 
+# Held while a variable without a stored array is filled, read and emptied again.
 _reading = threading.RLock()
 
 _observers: list[Callable[[Variable], None]] = []
 
 
 def on_read(observe: Callable[[Variable], None]) -> None:
-    """Registers a function of a variable that is called when its stored array is given to whoever reads it."""
+    """Registers a function that is called with the variable whenever a read returns the stored array itself."""
     _observers.append(observe)
 
 
-def _read(variable: Variable) -> Any:
+def _read(variable: Variable) -> PyTree:
     stored = variable._value
     if stored is not None:
         value = _value.fget(variable)
@@ -199,17 +208,17 @@ _makers: list[Callable[[Variable], None]] = []
 
 
 def on_variable(hear: Callable[[Variable], None]) -> None:
-    """Calls `hear(variable)` after every variable that is made."""
+    """Registers a function that is called with every variable after its creation."""
     _makers.append(hear)
 
 
 def set_maker(variable: Variable, number: int) -> None:
-    """Records the number of the strategy in whose scope a variable was made."""
+    """Records the number of the strategy in whose scope a variable was created."""
     variable._phalanx_maker = number
 
 
 def maker_of(variable: Variable) -> int | None:
-    """Returns the number of the strategy in whose scope a variable was made; None outside all."""
+    """Returns the number of the strategy in whose scope a variable was created; None outside all scopes."""
     return vars(variable).get("_phalanx_maker")
 
 
@@ -217,7 +226,7 @@ _checkers: list[Callable[[Variable, Any], None]] = []
 
 
 def on_index(check: Callable[[Variable, Any], None]) -> None:
-    """Calls `check(variable, index)` before `variable[index]`."""
+    """Registers a function that is called with `(variable, index)` before `variable[index]`, and may raise."""
     _checkers.append(check)
 
 
@@ -229,16 +238,16 @@ def _getitem(original: Callable[..., Any], self: Variable, idx: Any) -> Any:
 
 
 @extend(Variable, "__init__")
-def _init(original: Callable[..., Any], self: Variable, initializer: Any, *args: Any, **kwargs: Any) -> None:
+def _init(original: Callable[..., Any], self: Variable, initializer: Any, *args: PyTree, **kwargs: PyTree) -> None:
     _make(original, self, initializer, *args, **kwargs)
     for hear in _makers:
         hear(self)
 
 
-def _make(original: Callable[..., Any], self: Variable, initializer: Any, *args: Any, **kwargs: Any) -> None:
-    # On the CPU JAX would share the array's memory with the user, who may change it.
+def _make(original: Callable[..., Any], self: Variable, initializer: Any, *args: PyTree, **kwargs: PyTree) -> None:
+    # On CPU, JAX may share the memory of the array, which the user may change later: jax-ml/jax#37830.
     initializer = copied(initializer)
-    # Keras refuses a concrete first value inside a scope. As a function of nothing it is as good as any initializer.
+    # Keras rejects a concrete initial value inside a stateless scope, but accepts a function that returns it.
     if lift_scope() is None or callable(initializer) or isinstance(initializer, str):
         original(self, initializer, *args, **kwargs)
         return
@@ -256,8 +265,8 @@ def _assign(original: Callable[..., Any], self: Variable, value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic, int, float)) and layout_of(self) is not None:
         require_fits(value, f"{self.path}.assign")
     try:
-        # Keras returns what it was given, which is not what the replicas' values were combined to.
         _require_numbers(self, value)
+        # Keras returns its argument. In a step the value of the variable may differ, because it aggregates the replicas.
         result, scope = original(self, copied(value)), lift_scope()
     except (TypeError, ValueError, OverflowError, RuntimeError) as e:
         _explain_refusal(self, "assign", value, e)
@@ -267,7 +276,7 @@ def _assign(original: Callable[..., Any], self: Variable, value: Any) -> Any:
 
 @extend(Variable, "assign_add")
 def _assign_add(original: Callable[..., Any], self: Variable, value: Any) -> Any:
-    # Keras turns it into an assign of the sum, which a sum over replicas would count once for each replica.
+    # Keras calls `assign(self + value)`. With aggregation SUM, that would add the old value once per replica.
     return _add(original, self, value, "assign_add")
 
 
@@ -276,7 +285,7 @@ def _assign_sub(original: Callable[..., Any], self: Variable, value: Any) -> Any
     return _add(original, self, value, "assign_sub")
 
 
-def _add(original: Callable[..., Any], self: Variable, value: Any, method: str) -> Any:
+def _add(original: Callable[..., Any], self: Variable, value: Any, method: str) -> jax.Array:
     if isinstance(value, (int, float)) and layout_of(self) is not None:
         require_fits(value, f"{self.path}.{method}")
     scope = lift_scope()
@@ -288,8 +297,12 @@ def _add(original: Callable[..., Any], self: Variable, value: Any, method: str) 
         raise
 
 
-def _require_numbers(variable: Variable, value: Any) -> None:
-    """Raises for what JAX would take for other numbers: dates, and complex numbers for a real variable."""
+def _require_numbers(variable: Variable, value: object) -> None:
+    """Rejects values that JAX would silently convert: dates, and complex numbers for a real variable.
+
+    Raises:
+      TypeError: `value` is one of these.
+    """
     if isinstance(value, np.ndarray) and value.dtype.kind in "mM":
         raise TypeError("dates are not numbers.")
     if isinstance(value, complex) and not variable.dtype.startswith("complex"):
@@ -297,10 +310,12 @@ def _require_numbers(variable: Variable, value: Any) -> None:
 
 
 def _explain_refusal(variable: Variable, method: str, value: Any, error: Exception) -> None:
-    """Raises what is wrong with a value that a variable of a strategy cannot take. Other variables raise what Keras does.
+    """Replaces an error of Keras or JAX by one that explains it, for variables of a strategy.
+
+    Returns without raising if the variable belongs to no strategy, so that its users see the original error.
 
     Raises:
-      VariableError: it is not an array of numbers of the variable's shape.
+      VariableError: `value` is not an array of numbers that fits the shape of the variable.
     """
     is_of_strategy = lift_scope() is not None or layout_of(variable) is not None or maker_of(variable) is not None
     is_explained = isinstance(error, (PhalanxError, jax.errors.JAXTypeError, jax.errors.UnexpectedTracerError))
@@ -317,7 +332,7 @@ def _explain_refusal(variable: Variable, method: str, value: Any, error: Excepti
 @extend(Variable, "_direct_assign")
 def _direct_assign(original: Callable[..., Any], self: Variable, value: Any) -> None:
     log = global_state.get_global_attribute("phalanx_undo_log")
-    # During __init__ there is no value yet to go back to.
+    # In `__init__` there is no earlier value to restore.
     if log is not None and "_value" in vars(self):
         log.append((self, self.value))
     original(self, value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that are scheduled, and run by any worker."""
+"""Schedules steps that any worker may run."""
 
 from phalanx.coordinator.cluster import ClusterCoordinator
 from phalanx.coordinator.progress import Status

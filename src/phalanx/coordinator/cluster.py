@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ClusterCoordinator`: steps that any worker does."""
+"""`ClusterCoordinator`: the public methods that schedule steps on workers."""
 
 import inspect
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -11,142 +9,148 @@ import jax
 
 from phalanx.coordinator import progress
 from phalanx.coordinator.progress import Status
-from phalanx.coordinator.queue import Closure, ClosureQueue, RemoteValue
-from phalanx.coordinator.steps import Steps, check_call, name_of
-from phalanx.coordinator.supervisor import MOST_LOSSES, State, Supervisor, Work, WorkerLost, lost_again
-from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues, check_function, check_maker
+from phalanx.coordinator.queue import RemoteValue
+from phalanx.coordinator.scheduler import Scheduler
+from phalanx.coordinator.steps import check_call
+from phalanx.coordinator.values import PerWorkerDataset, PerWorkerValues, check_function, check_maker
 from phalanx.errors import InvalidArgumentError, shown
 from phalanx.programs.function import Function
-from phalanx.strategies.parameter_server import ParameterServerStrategy, on_run
-
-_of_strategy: "weakref.WeakKeyDictionary[ParameterServerStrategy, ClusterCoordinator]" = weakref.WeakKeyDictionary()
+from phalanx.tracing.strategy import AbstractStrategy
+from phalanx.typing import PyTree
 
 
 @final
 class ClusterCoordinator:
-    """Schedules steps to the workers of a `ParameterServerStrategy`. Must be made outside all scopes, or in the strategy's.
+    """Schedules steps on the workers of a `ParameterServerStrategy`.
 
-    There is one for each strategy: made once more, it is the same.
+    Must be created outside all scopes, or in the scope of the strategy. The first coordinator of a strategy starts the
+    workers. All coordinators of a strategy share its workers and its queue.
 
     Args:
-      strategy: the strategy.
+      strategy: a `ParameterServerStrategy`.
 
     Raises:
-      InvalidArgumentError: another kind of strategy.
+      InvalidArgumentError: `strategy` is not a `ParameterServerStrategy`.
       ContextError: the strategy was closed.
 
     Source: tf.distribute.coordinator.ClusterCoordinator.
+
+    Example:
+      >>> import keras, phalanx
+      >>> strategy = phalanx.ParameterServerStrategy(workers=1)
+      >>> coordinator = phalanx.coordinator.ClusterCoordinator(strategy)
+      >>> dataset = coordinator.create_per_worker_dataset(lambda: [1.0, 2.0, 3.0])
+      >>> with strategy.scope():
+      ...     total = keras.Variable(0.0, trainable=False, aggregation="sum")
+      >>> def step(iterator):
+      ...     total.assign_add(next(iterator))
+      >>> iterator = iter(dataset)
+      >>> for _ in range(3):
+      ...     _ = coordinator.schedule(step, args=(iterator,))
+      >>> coordinator.join()
+      >>> float(total.value)
+      6.0
+      >>> strategy.close()
     """
 
-    _is_ready = False
-
-    def __new__(cls, strategy: ParameterServerStrategy) -> "ClusterCoordinator":
-        """Returns the one of the strategy."""
-        if not isinstance(strategy, ParameterServerStrategy):
+    def __init__(self, strategy: AbstractStrategy) -> None:
+        scheduler = getattr(strategy, "scheduler", None) if isinstance(strategy, AbstractStrategy) else None
+        if not isinstance(scheduler, Scheduler):
             raise InvalidArgumentError(
                 f"ClusterCoordinator({shown(strategy)})",
-                "only the steps of a ParameterServerStrategy are scheduled.",
+                "only a ParameterServerStrategy has workers on which steps can be scheduled.",
                 "ClusterCoordinator(phalanx.ParameterServerStrategy())",
             )
-        strategy.homes.servers.require_open()
-        if strategy not in _of_strategy:
-            _of_strategy[strategy] = super().__new__(cls)
-        return _of_strategy[strategy]
-
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
-        if self._is_ready:
-            return
-        self._is_ready = True
-        self._strategy, self._queue, self._names = strategy, ClosureQueue(wake=self._wake), itertools.count()
-        self._supervisors = [Supervisor(i, strategy, self._queue) for i in range(strategy.cluster.workers)]
-        platforms = sorted({s.platform() for s in self._supervisors})
-        self._steps = Steps(strategy, platforms)
-        strategy.homes.servers.tell("enter", [s.pusher for s in self._supervisors])
-        for supervisor in self._supervisors:
-            supervisor.begin(self._steps)
-        strategy.before_close(self._queue.stop)
+        self._strategy, self._scheduler = strategy, scheduler
 
     @property
-    def strategy(self) -> ParameterServerStrategy:
-        """The strategy whose workers do the steps."""
+    def strategy(self) -> AbstractStrategy:
+        """The strategy whose workers run the steps. May be called in any context."""
         return self._strategy
 
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: dict[str, Any] | None = None
     ) -> RemoteValue:
-        """Lets some worker call `fn(*args, **kwargs)`, and returns at once. May be called outside of scheduled steps.
+        """Schedules `fn(*args, **kwargs)` on any worker and returns immediately.
 
-        The function is traced here, once for arguments of the same shapes, and sent as a program. It runs at least once: when
-        its worker is lost, another one does it again. It waits for room where very many steps are queued.
+        May be called outside of scheduled steps.
+
+        The function is traced in this process, once per set of argument shapes, and sent to the worker as a program. It
+        runs at least once: if its worker is lost, another worker runs it again. The call blocks while the queue is
+        full.
 
         Args:
-          fn: reads and writes variables, calls `strategy.run` and the like, as in `phalanx.function`.
-          args: its arguments; of per-worker iterators and values the function gets those of its worker.
-          kwargs: its keyword arguments.
+          fn: the step. It may read and write variables and call `strategy.run`, as in `phalanx.function`.
+          args: positional arguments of `fn`. A per-worker iterator or value is replaced by that of the worker.
+          kwargs: keyword arguments of `fn`.
 
         Returns:
-          What the function will return.
+          A handle of the future return value.
 
         Raises:
-          Exception: what an earlier step raised, once; this one is not scheduled then, and those that waited are cancelled.
+          Exception: the error of an earlier step, raised once. This step is not scheduled, and queued steps are
+            cancelled.
           TraceError: the function cannot be traced.
-          InvalidArgumentError: a `RemoteValue` among the arguments, or no function.
+          InvalidArgumentError: `fn` is not callable, or an argument is a `RemoteValue`.
         """
         check_function("fn", fn)
         check_call(args, kwargs, RemoteValue)
-        return self._scheduled(fn, tuple(args or ()), kwargs or {}, is_run=False)
-
-    def _scheduled(self, fn: Any, args: Any, kwargs: Any, *, is_run: bool) -> RemoteValue:
-        step, inputs, resources = self._steps.step(fn, args, kwargs, is_run=is_run)
-        if not step.programs:
-            # Here, and not in a worker's thread: Keras's settings are those of this thread.
-            self._steps.program(step, fn, self._specs(resources))
-        closure = Closure(Work(step, fn, inputs, resources))
-        self._queue.put(closure)
-        return closure.outcome
+        return self._scheduler.schedule(fn, tuple(args or ()), kwargs or {})
 
     def join(self) -> None:
-        """Waits until all scheduled steps have been done. May be called outside of scheduled steps.
+        """Waits until all scheduled steps are done. May be called outside of scheduled steps.
 
-        On a terminal it shows a line: steps per second, workers, queue and staleness. Elsewhere it writes such a line every 30 s.
+        Shows a progress line with steps per second, workers, queue and staleness. On a terminal the line is refreshed.
+        Elsewhere a new line is written every 30 s.
 
         Raises:
-          Exception: the first that a step raised; the others are cancelled.
-          ServerLostError: a parameter server has died, or gives no sign of life.
-          WorkerLostError: a step does not end, or ends each worker that tries it.
+          Exception: the first error of a step. All other steps are cancelled.
+          ServerLostError: a parameter server died or stopped responding.
+          WorkerLostError: a step does not finish, or kills each worker that runs it.
         """
-        with progress.shown(self.status, self._num_done):
-            self._queue.join()
+        with progress.shown(self.status, self._scheduler.num_done):
+            self._scheduler.join()
 
     def done(self) -> bool:
-        """Returns whether all scheduled steps have been done; raises what `join` raises."""
-        return self._queue.done()
+        """Returns whether all scheduled steps are done, without waiting. May be called outside of scheduled steps.
 
-    def fetch(self, val: Any) -> Any:
-        """Returns a nest with the values of its `RemoteValue`s, as soon as they are known, with NumPy arrays and numbers.
+        Raises the same errors as `join`.
+        """
+        return self._scheduler.done()
+
+    def fetch(self, val: Any) -> PyTree:
+        """Waits for remote values and returns them as NumPy arrays and numbers.
+
+        May be called outside of scheduled steps.
+
+        Args:
+          val: a pytree with `RemoteValue` leaves.
+
+        Returns:
+          The pytree, with each `RemoteValue` replaced by its value.
 
         Raises:
-          CancelledError: a step will not run to its end.
-          Exception: what a step raised.
+          CancelledError: a step was cancelled.
+          Exception: the error of a step.
         """
         is_remote = lambda x: isinstance(x, RemoteValue)  # noqa: E731
         return jax.tree.map(lambda x: x.fetch() if is_remote(x) else x, val, is_leaf=is_remote)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """Makes a dataset of each worker's own. May be called outside of scheduled steps.
+        """Creates one dataset per worker. May be called outside of scheduled steps.
 
         Args:
-          dataset_fn: makes the dataset, on each worker, which calls it again when it comes back after a loss; or a dataset, which is
-            copied to them. A dataset is whatever gives batches when it is iterated over, or a function without arguments that returns
-            such.
+          dataset_fn: a function without arguments that returns a dataset, or a dataset. Each worker calls the function,
+            and calls it again after a restart. A dataset is copied to each worker. A dataset is an iterable of batches,
+            or a function without arguments that returns an iterator of batches.
 
         Returns:
-          What `iter` makes an argument of `schedule` of.
+          A `PerWorkerDataset`. Pass `iter(dataset)` to `schedule`.
 
         Raises:
-          InvalidArgumentError: neither, or a function that needs arguments.
+          InvalidArgumentError: `dataset_fn` is neither a dataset nor a function, or the function needs arguments.
         """
-        if isinstance(dataset_fn, Function):  # It is called as it is: a program cannot return a dataset.
+        if isinstance(dataset_fn, Function):  # Called without compilation, because a program cannot return a dataset.
             dataset_fn = inspect.unwrap(dataset_fn)
         make = dataset_fn
         if callable(dataset_fn):
@@ -159,71 +163,30 @@ class ClusterCoordinator:
                     "create_per_worker_dataset(lambda: dataset)",
                 )
             make = lambda: dataset_fn  # noqa: E731
-        return PerWorkerDataset(
-            lambda: PerWorkerIterator(next(self._names), dataset_fn, make, self._drop), self.spec_of
-        )
+        return self._scheduler.dataset(dataset_fn, make)
 
     def create_per_worker_values(self, fn: Callable[[], Any]) -> PerWorkerValues:
-        """Makes a value of each worker's own: what `fn` returns there. May be called outside of scheduled steps.
+        """Creates one value per worker. May be called outside of scheduled steps.
 
         Args:
-          fn: returns a nest of arrays.
+          fn: a function without arguments that returns a pytree of arrays. Each worker calls it once.
+
+        Returns:
+          A `PerWorkerValues`, which may be an argument of `schedule`.
 
         Raises:
-          InvalidArgumentError: `fn` is no function, or needs arguments.
+          InvalidArgumentError: `fn` is not callable, or needs arguments.
         """
         check_maker("fn", fn)
-        return PerWorkerValues(next(self._names), fn, fn, self._drop)
+        return self._scheduler.values(fn)
 
     def status(self) -> Status:
-        """Returns how far the steps are. May be called in any context."""
-        ((updates, staleness, _),) = self._strategy.homes.servers.ask("statistics", (0,))
-        return Status(
-            workers=len(self._supervisors),
-            alive=sum(s.state is State.WORKING for s in self._supervisors),
-            queued=len(self._queue),
-            in_flight=self._queue.num_in_flight,
-            done=self._num_done,
-            again=sum(s.num_again for s in self._supervisors),
-            updates=updates,
-            staleness=dict(sorted(staleness.items())),
-        )
+        """Returns the current progress of the scheduled steps. May be called in any context."""
+        return self._scheduler.status()
 
-    @property
-    def _num_done(self) -> int:
-        return sum(s.num_steps for s in self._supervisors)
+    def spec_of(self, resource: PerWorkerValues) -> PyTree:
+        """Returns the shapes and dtypes of the next batch of some worker, as a pytree. May be called in any context.
 
-    def spec_of(self, resource: PerWorkerValues) -> Any:
-        """Returns the shapes and dtypes of a worker's next batch, which is not taken, as a nest. May be called in any context."""
-        (((tree, leaves),),) = self._specs([resource])
-        return tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
-
-    def _specs(self, resources: Sequence[PerWorkerValues]) -> Any:
-        if not resources:
-            return ()
-        losses: list[str] = []
-        while True:
-            for supervisor in sorted(self._supervisors, key=lambda s: s.state is not State.WORKING):
-                try:
-                    return supervisor.specs(resources)
-                except WorkerLost as e:
-                    losses.append(str(e))
-                    if len(losses) == MOST_LOSSES:
-                        names = ", ".join(f"`{name_of(r.given)}`" for r in resources)
-                        raise lost_again(f"the datasets and values of workers: {names}", losses) from e
-
-    def _wake(self) -> None:
-        for supervisor in self._supervisors:
-            supervisor.wake()
-
-    def _drop(self, name: int) -> None:
-        for supervisor in self._supervisors:
-            supervisor.drop(name)
-
-
-def _run(strategy: ParameterServerStrategy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Does `strategy.run` on some worker."""
-    return ClusterCoordinator(strategy)._scheduled(fn, args, kwargs, is_run=True).get()
-
-
-on_run(_run)
+        The batch stays in the dataset.
+        """
+        return self._scheduler.spec_of(resource)

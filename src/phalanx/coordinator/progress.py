@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line that says how far the steps are, while somebody waits for them: refreshed on a terminal, and now and then elsewhere."""
+"""The progress line of `ClusterCoordinator.join`."""
 
 import shutil
 import sys
@@ -17,20 +17,22 @@ _CLEARED = "\r\x1b[K"
 
 @dataclass(frozen=True)
 class Status:
-    """How a coordinator gets on.
+    """The progress of scheduled steps.
 
     Args:
-      workers: how many workers there are.
-      alive: how many of them work.
-      queued: how many steps wait.
-      in_flight: how many are being done.
-      done: how many were done.
-      again: how many had to be given to another worker.
-      updates: how many updates were applied.
-      staleness: of how many steps it was how great.
+      workers: number of workers.
+      alive: number of workers that are running.
+      queued: number of queued steps.
+      in_flight: number of steps that are running.
+      done: number of finished steps.
+      again: number of steps that had to be given to another worker.
+      updates: number of updates applied by the parameter servers.
+      staleness: histogram, from staleness to number of steps.
 
     Example:
-      >>> status = Status(workers=2, alive=2, queued=7, in_flight=2, done=40, again=0, updates=40, staleness={0: 30, 1: 10})
+      >>> status = Status(
+      ...     workers=2, alive=2, queued=7, in_flight=2, done=40, again=0, updates=40, staleness={0: 30, 1: 10}
+      ... )
       >>> status.line(steps_per_s=20.0)
       '20 steps/s | workers 2/2 | queued 7, in flight 2 | staleness mean 0.25, max 1'
     """
@@ -45,7 +47,7 @@ class Status:
     staleness: dict[int, int]
 
     def line(self, steps_per_s: float) -> str:
-        """Returns it as one line. May be called in any context."""
+        """Returns the progress as one line of text. May be called in any context."""
         count = sum(self.staleness.values())
         mean = sum(value * times for value, times in self.staleness.items()) / max(1, count)
         return (
@@ -59,13 +61,13 @@ class Status:
 def shown(
     status: Callable[[], Status], done: int, stream: TextIO | None = None, every_s: float | None = None
 ) -> Iterator[None]:
-    """Shows a line that is refreshed until the end of the block; where there is no terminal, writes lines.
+    """Shows a progress line until the end of the block: refreshed on a terminal, written repeatedly elsewhere.
 
     Args:
-      status: how far the steps are; what it raises ends the line.
-      done: how many were done before.
-      stream: where to show it; None for standard error.
-      every_s: how often; None for 1 s on a terminal, and 30 s elsewhere.
+      status: returns the current progress. If it raises an error, the progress line ends.
+      done: number of steps that were done before.
+      stream: where to write. None is standard error.
+      every_s: interval in seconds. None means 1 s on a terminal and 30 s elsewhere.
     """
     stream = sys.stderr if stream is None else stream
     if every_s is None:
@@ -77,7 +79,7 @@ def shown(
         yield
     finally:
         over.set()
-        # It may be waiting for a server that does not answer any more.
+        # Waits with a timeout, because the thread may be blocked on a server that no longer answers.
         thread.join(_EVERY_S)
 
 
@@ -86,11 +88,11 @@ def _refresh(status: Callable[[], Status], done: int, stream: TextIO, every_s: f
     while not over.wait(every_s):
         try:
             now, ended = status(), time.perf_counter()
-        except Exception:  # A server is lost, of which `join` tells.
+        except Exception:  # A parameter server was lost. `join` raises the error.
             break
         line = now.line((now.done - before) / (ended - began))
         before, began = now.done, ended
-        # A line that is wrapped could not be cleared.
+        # Truncates the line, because the control sequence cannot clear a line that the terminal has wrapped.
         columns = shutil.get_terminal_size().columns
         stream.write(_CLEARED + line[: columns - 1] if is_terminal else f"{line}\n")
         stream.flush()

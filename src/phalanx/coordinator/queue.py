@@ -1,32 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue of closures, between those who schedule steps and the threads of the workers. It needs no JAX and no Ray.
+"""The queue of closures between the threads that schedule steps and the threads of workers. Needs neither JAX nor Ray.
 
-A closure, until its value is known:
+The states of a closure, until its value is known:
 
     QUEUED ──get──> IN FLIGHT ──finish──> values
       ^                 │ └─────fail────> its own error
       └────put_back─────┘
 
-The queue:
+The states of the queue:
 
     OPEN ──fail──> CANCELLING ──nothing is in flight any more──> FAILED ──the error is raised──> OPEN
-    each ──stop──> STOPPED
+    any state ──stop──> STOPPED
 
-| state      | closures                     | put                    | join                        | done      | get       |
-|------------|------------------------------|------------------------|-----------------------------|-----------|-----------|
-| OPEN       | queued, in flight            | waits for room         | waits until there are none  | are none? | waits     |
-| CANCELLING | in flight                    | waits                  | waits                       | False     | waits     |
-| FAILED     | none                         | raises the first error | raises the first error      | raises it | waits     |
-| STOPPED    | in flight, but cancelled     | raises                 | raises                      | are none? | None      |
+| state      | closures                 | put                    | join                   | done      | get   |
+|------------|--------------------------|------------------------|------------------------|-----------|-------|
+| OPEN       | queued, in flight        | waits for room         | waits until none left  | none left | waits |
+| CANCELLING | in flight                | waits                  | waits                  | False     | waits |
+| FAILED     | none                     | raises the first error | raises the first error | raises it | waits |
+| STOPPED    | in flight, but cancelled | raises                 | raises                 | none left | None  |
 
-The first error cancels what is queued. What is in flight then comes to its end, and is cancelled too, unless it has an
-error of its own. Its steps may still write, so nobody hears of the first error, and begins anew, before they have ended.
-Exactly one call raises it, and the queue is as new. An error that nobody has heard of when the queue stops is still raised once.
+The first error cancels all queued closures. Closures in flight run to their end and are then cancelled too, unless they
+raise their own error. Their steps may still write variables, so the first error is raised only after they have ended:
+the caller must not start again before that. Exactly one call raises the error, and the queue is open again. If the
+queue stops before the error was raised, the error is still raised once.
 
-Where somebody waits for closures to end and none is queued, those who wait in `get` are told to rest: who waits schedules nothing
-meanwhile. Before the next closure is queued they are woken.
+If a caller waits for closures to end and no closure is queued, the threads that wait in `get` rest, because the waiting
+caller schedules nothing. They wake up before the next closure is queued.
 
-All state is under one lock. Each wait is for a condition that depends on the state, and whatever changes the state wakes it.
+One lock protects all state. Each wait is for a condition on the state, and every change of the state notifies the
+waiters.
 """
 
 import threading
@@ -42,13 +44,16 @@ import numpy as np
 from typing_extensions import override
 
 from phalanx.errors import CancelledError, InvalidArgumentError
+from phalanx.typing import PyTree
 
 CAPACITY = 256 * 1024
-"""How many closures may wait before `ClosureQueue.put` does."""
+"""The number of queued closures at which `ClosureQueue.put` blocks."""
 
 
 class RemoteValue(ABC):
-    """What a scheduled step will return. `ClusterCoordinator.schedule` makes it; it may be asked in any thread.
+    """A handle of the future return value of a scheduled step. `ClusterCoordinator.schedule` returns it.
+
+    Its methods may be called in any thread, outside of scheduled steps.
 
     Source: tf.distribute.coordinator.RemoteValue.
 
@@ -61,29 +66,31 @@ class RemoteValue(ABC):
     """
 
     @abstractmethod
-    def get(self) -> Any:
-        """Returns what the step returned, as soon as it has.
+    def get(self) -> PyTree:
+        """Waits for the step and returns its return value.
 
         Raises:
-          CancelledError: the step will not run to its end, for another one has failed, or the coordinator was stopped.
-          Exception: what the step raised.
+          CancelledError: the step was cancelled, because another step failed or the coordinator was stopped.
+          Exception: the error of the step.
         """
 
-    def fetch(self) -> Any:
-        """Returns what the step returned, with NumPy arrays and numbers, as soon as it has. Raises what `get` raises."""
+    def fetch(self) -> PyTree:
+        """Waits for the step and returns its value, with NumPy arrays and numbers. Raises the same errors as `get`."""
         return _to_numpy(self.get())
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         raise InvalidArgumentError(
-            "a RemoteValue as an array or a number", "the step that returns it may not have run yet.", "value.fetch()"
+            "a RemoteValue was used as an array or a number",
+            "the step that returns it may not have run yet.",
+            "value.fetch()",
         )
 
     __float__ = __int__ = __array__
 
 
 @final
-class Outcome(RemoteValue):
-    """The value of a closure. The first word on it counts."""
+class PendingValue(RemoteValue):
+    """The future value of a closure. It is set once: later calls of `settle` have no effect."""
 
     __slots__ = ("_error", "_is_known", "_traceback", "_values", "_waits", "queue")
 
@@ -93,12 +100,12 @@ class Outcome(RemoteValue):
         self._values: Any = None
         self._error: BaseException | None = None
         self._traceback: Any = None
-        # Held until the value is known. An Event has 1.2 KB, and a full queue as many of them as it has closures.
+        # Held until the value is known. A lock is smaller than an Event (1.2 KB), and a full queue has 262,144 of them.
         self._waits = threading.Lock()
         self._waits.acquire()
 
     def settle(self, values: Any = None, error: BaseException | None = None) -> None:
-        """Says what has become of the closure; only one thread at a time may."""
+        """Sets the value or the error. Only one thread at a time may call it."""
         if self._is_known:
             return
         self._values, self._error = values, error
@@ -107,27 +114,27 @@ class Outcome(RemoteValue):
         self._waits.release()
 
     @override
-    def get(self) -> Any:
+    def get(self) -> PyTree:
         queue = self.queue
         with self._waits if queue is None else queue.awaited(self._waits):
             pass
         if self._error is not None:
-            # Each raise would add to the traceback of the last.
+            # Resets the traceback, because each raise of the same error would extend it.
             raise self._error.with_traceback(self._traceback)
         return self._values
 
 
 @dataclass(frozen=True, eq=False)
 class Closure:
-    """Work that any worker may do.
+    """A unit of work that any worker may run.
 
     Args:
-      work: what to do; the queue does not look into it.
-      outcome: what becomes of it.
+      work: describes the work. The queue does not inspect it.
+      outcome: the future value of the work.
     """
 
     work: Any
-    outcome: Outcome = field(default_factory=Outcome)
+    outcome: PendingValue = field(default_factory=PendingValue)
 
 
 class _State(Enum):
@@ -139,13 +146,13 @@ class _State(Enum):
 
 @final
 class ClosureQueue:
-    """Closures on their way to the workers, in the order in which they were put. See the table of this module.
+    """A first-in, first-out queue of closures. The table in the docstring of this module describes its states.
 
-    Who got a closure ends it, once: with `finish`, `fail`, or `put_back`.
+    A thread that gets a closure must end it exactly once, with `finish`, `fail` or `put_back`.
 
     Args:
-      capacity: how many may wait.
-      wake: is called before a closure is queued where some rest.
+      capacity: number of queued closures at which `put` blocks.
+      wake: called before a closure is queued if threads rest.
 
     Raises:
       InvalidArgumentError: `capacity` is less than 1.
@@ -168,15 +175,15 @@ class ClosureQueue:
         self._state = _State.OPEN
         self._error: BaseException | None = None
         self._lock = threading.RLock()
-        self._work = threading.Condition(self._lock)  # Those in `get` wait for it,
-        self._change = threading.Condition(self._lock)  # and those in `put` and `join` for this.
+        self._work = threading.Condition(self._lock)  # Callers of `get` wait for it.
+        self._change = threading.Condition(self._lock)  # Callers of `put` and `join` wait for it.
         self._wake, self._num_waiting, self._is_asked, self._some_rest = wake, 0, False, False
 
     def put(self, closure: Closure) -> None:
-        """Queues a closure, as soon as there is room.
+        """Waits until there is room, then queues a closure.
 
         Raises:
-          BaseException: the first error of a closure that nobody has heard of yet. This one is not queued then.
+          BaseException: the first error of a closure that has not been raised yet. `closure` is not queued.
           CancelledError: the queue is stopped.
         """
         with self._lock:
@@ -189,13 +196,22 @@ class ClosureQueue:
             self._queued.append(closure)
             self._work.notify()
 
+    def require_running(self) -> None:
+        """Raises if the queue is stopped, for callers that work before they call `put`.
+
+        Raises:
+          CancelledError: the queue is stopped.
+        """
+        if self.is_stopped:
+            raise _stopped("coordinator.schedule(...)")
+
     def join(self) -> None:
-        """Returns when nothing is queued or in flight. Raises what `put` raises."""
+        """Waits until no closure is queued or in flight. Raises the same errors as `put`."""
         with self._lock:
             self._wait_until(lambda: self._is_idle, "coordinator.join()")
 
     def done(self) -> bool:
-        """Returns whether nothing is queued or in flight, without waiting. Raises the first error as `put` does."""
+        """Returns whether no closure is queued or in flight, without waiting. Raises the first error, like `put`."""
         with self._lock:
             if self._state is not _State.CANCELLING:
                 self._raise_first_error()
@@ -205,7 +221,7 @@ class ClosureQueue:
 
     @contextmanager
     def awaited(self, lock: Any) -> Iterator[None]:
-        """Holds a lock, which may have to be waited for until closures end."""
+        """Holds `lock`. Counts this thread as waiting for closures while it waits for the lock."""
         with self._lock:
             self._num_waiting += 1
             self._work.notify_all()
@@ -217,10 +233,10 @@ class ClosureQueue:
                 self._num_waiting -= 1
 
     def get(self, rest: Callable[[], None] = lambda: None) -> Closure | None:
-        """Returns the next closure, as soon as there is one, or None when the queue is stopped; for threads of workers.
+        """Waits for the next closure and returns it, or None if the queue is stopped. Called by the threads of workers.
 
         Args:
-          rest: is called, maybe more than once, where there is none and somebody waits for closures to end.
+          rest: called, perhaps repeatedly, if the queue is empty and a caller waits for closures to end.
         """
         with self._lock:
             while not self._queued and self._state is not _State.STOPPED:
@@ -237,7 +253,7 @@ class ClosureQueue:
             return closure
 
     def get_more(self, most: int) -> list[Closure]:
-        """Returns further closures that are there already, for who has one."""
+        """Returns up to `most` queued closures, without waiting. Called by threads that already have a closure."""
         with self._lock:
             closures = [self._queued.popleft() for _ in range(min(most, len(self._queued)))]
             if closures:
@@ -246,16 +262,16 @@ class ClosureQueue:
             return closures
 
     def __len__(self) -> int:
-        """How many closures wait."""
+        """Returns the number of queued closures."""
         return len(self._queued)
 
     @property
     def num_in_flight(self) -> int:
-        """How many are being worked on."""
+        """The number of closures in flight."""
         return len(self._in_flight)
 
     def finish(self, closure: Closure, values: Any) -> None:
-        """Ends a closure that has run."""
+        """Ends a closure that has returned `values`."""
         with self._lock:
             if self._state is _State.OPEN:
                 closure.outcome.settle(values)
@@ -264,7 +280,7 @@ class ClosureQueue:
             self._leave(closure)
 
     def fail(self, closure: Closure, error: BaseException) -> None:
-        """Ends a closure that has raised. If it is the first, it cancels what is queued."""
+        """Ends a closure that has raised `error`. The first error cancels all queued closures."""
         with self._lock:
             closure.outcome.settle(error=error)
             if self._state is _State.OPEN:
@@ -274,9 +290,9 @@ class ClosureQueue:
             self._leave(closure)
 
     def put_back(self, closure: Closure) -> None:
-        """Ends a closure whose worker was lost: it is the next that another one gets.
+        """Puts a closure whose worker was lost at the head of the queue.
 
-        It never waits for room: if all consumers did, there would be none.
+        Does not wait for room: if all consumers waited, none would be left to make room.
         """
         with self._lock:
             if self._state is _State.OPEN:
@@ -287,7 +303,7 @@ class ClosureQueue:
             self._leave(closure)
 
     def stop(self) -> None:
-        """Cancels all closures, those in flight at once, and lets everybody go who waits for the queue or for a value."""
+        """Cancels all closures immediately, including those in flight, and releases all threads that wait."""
         with self._lock:
             self._state = _State.STOPPED
             self._cancel([*self._queued, *self._in_flight])
@@ -297,7 +313,7 @@ class ClosureQueue:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was stopped."""
+        """Whether the queue was stopped."""
         return self._state is _State.STOPPED
 
     @property
@@ -317,7 +333,7 @@ class ClosureQueue:
             closure.outcome.settle(error=error)
 
     def _wait_until(self, is_ready: Callable[[], bool], asked: str) -> None:
-        """Until the queue is open and ready, or there is an error to raise."""
+        """Waits until the queue is open and `is_ready()` is true, or until there is an error to raise."""
 
         def is_over() -> bool:
             return self._state in (_State.FAILED, _State.STOPPED) or (self._state is _State.OPEN and is_ready())
@@ -340,8 +356,8 @@ class ClosureQueue:
 def _cancelled_by(cause: BaseException | None) -> CancelledError:
     error = CancelledError(
         "a scheduled step",
-        f"it was cancelled, for another one failed first: {type(cause).__name__}: {cause}",
-        "coordinator.schedule(step, ...) once more, after coordinator.join() has raised that error",
+        f"it was cancelled because another step failed first: {type(cause).__name__}: {cause}",
+        "call coordinator.schedule(step, ...) again after coordinator.join() has raised that error",
     )
     error.__cause__ = cause
     return error
@@ -350,13 +366,13 @@ def _cancelled_by(cause: BaseException | None) -> CancelledError:
 def _stopped(asked: str) -> CancelledError:
     return CancelledError(
         asked,
-        "the coordinator was stopped, and what had not ended then is cancelled.",
-        "coordinator.join() before strategy.close(); then another ParameterServerStrategy, and its ClusterCoordinator",
+        "the coordinator was stopped, which cancels all unfinished steps.",
+        "call coordinator.join() before strategy.close(), or create another strategy and coordinator",
     )
 
 
-def _to_numpy(nest: Any) -> Any:
-    """Structures of other kinds than these, and what is no array or number, stay as they are."""
+def _to_numpy(nest: PyTree) -> Any:
+    """Converts arrays and numbers in dicts, tuples and lists to NumPy. Other objects stay unchanged."""
     if isinstance(nest, dict):
         return {key: _to_numpy(value) for key, value in nest.items()}
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):

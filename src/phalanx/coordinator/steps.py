@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduled functions as programs of the workers."""
+"""Traces scheduled functions and exports them as programs for the workers."""
 
-import inspect
 import itertools
 import threading
-import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -13,30 +11,31 @@ from typing import Any
 import jax
 import numpy as np
 
-from phalanx import compat
 from phalanx.compat import Variable
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from phalanx.errors import InvalidArgumentError, shown
-from phalanx.programs.cache import MadeAnew
+from phalanx.programs.cache import ProgramCache, Settings
 from phalanx.programs.export import export
+from phalanx.servers.homes import Homes
 from phalanx.servers.remote.plans import StepProgram
-from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.tracing import context
 from phalanx.tracing.context import Mode
 from phalanx.tracing.policy import describe
+from phalanx.tracing.strategy import AbstractStrategy
 from phalanx.tracing.structure import Arguments, Structure
+from phalanx.typing import PyTree
 
 _SEED_STRIDE = np.uint32(0x9E3779B9)
-"""Odd, so that as many steps as there are numbers have different seeds."""
+"""Added to a seed after each step. It is odd, so seeds repeat only after 2**32 steps."""
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Stands for a worker's own dataset or value among the arguments.
+class Placeholder:
+    """Stands for a per-worker dataset or value among the arguments.
 
     Args:
-      number: which of them.
-      is_iterator: whether it is a dataset's iterator.
+      number: index of the dataset or value among the resources of the step.
+      is_iterator: whether the resource is the iterator of a dataset.
     """
 
     number: int
@@ -44,102 +43,89 @@ class Slot:
 
 
 @dataclass(eq=False)
-class Step:
-    """One function with arguments of one kind.
+class ScheduledStep:
+    """One function with one structure of arguments.
 
     Args:
-      number: its name.
-      arguments: those of the first call.
-      is_run: whether the function is one for `Strategy.run`.
-      is_first: whether its function was not scheduled before.
-      programs: what workers run, by the shapes of their batches.
-      outputs: what it returns, without its arrays, by variant.
-      seeds: the states of the random generators that it draws from.
-      shaped_by: variables and whether they are trained, and optimizers and what decides their learning rates.
-      changes: how often `trainable` of any variable had been set then.
+      number: identifies the step on the workers.
+      arguments: the arguments of the first call.
+      is_run: whether the function is a replica function for `Strategy.run`.
+      programs: the traced programs, keyed by the shapes of the batches of the workers.
+      outputs: the structure of the return value, without arrays, keyed by program variant.
+      seeds: the variables that hold the states of the random generators which the step uses.
+      settings: the settings of variables and optimizers at the time of the trace. None before the first trace.
     """
 
     number: int
     arguments: Arguments
     is_run: bool
-    is_first: bool
     programs: dict[Any, StepProgram] = field(default_factory=dict)
     outputs: dict[int, Structure] = field(default_factory=dict)
     seeds: list[Variable] = field(default_factory=list)
-    shaped_by: list[tuple[Any, Any]] = field(default_factory=list)
-    changes: int = 0
-
-    def fits(self) -> bool:
-        """Whether the Python objects that shaped its programs are as they were."""
-        if self.changes == compat.changes.trainable:
-            return all(_shape_of(x) is known for x, known in self.shaped_by if not isinstance(x, Variable))
-        self.changes = compat.changes.trainable
-        return all(_shape_of(x) is known for x, known in self.shaped_by)
+    settings: Settings | None = None
 
 
 class Steps:
-    """All steps of a coordinator.
+    """Caches the programs of all scheduled steps.
 
     Args:
-      strategy: whose variables they use.
-      platforms: of the workers.
+      strategy: the strategy under which steps are traced.
+      homes: the placement of the strategy's variables on parameter servers.
+      platforms: returns the JAX platforms for which programs are exported. Called at the first trace.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy, platforms: Sequence[str]) -> None:
-        self._strategy, self._platforms = strategy, platforms
+    def __init__(self, strategy: AbstractStrategy, homes: Homes, platforms: Callable[[], Sequence[str]]) -> None:
+        self._strategy, self._homes, self._platforms = strategy, homes, platforms
         self._numbers, self._variants = itertools.count(), itertools.count()
-        self._of_function: weakref.WeakKeyDictionary[Any, dict[Hashable, Step]] = weakref.WeakKeyDictionary()
-        self._lock, self._made_anew = threading.RLock(), MadeAnew()
+        self._cache: ProgramCache[ScheduledStep] = ProgramCache()
+        self._lock = threading.RLock()
 
     def step(
-        self, fn: Any, args: Any, kwargs: Any, *, is_run: bool
-    ) -> tuple[Step, tuple[Any, ...], list[PerWorkerValues]]:
-        """Returns the step of a call, its arrays, and the workers' own datasets and values among its arguments."""
+        self, fn: Any, args: PyTree, kwargs: PyTree, *, is_run: bool
+    ) -> tuple[ScheduledStep, tuple[Any, ...], list[PerWorkerValues]]:
+        """Returns the step of a call, and the arrays and the per-worker resources among its arguments."""
         resources: list[PerWorkerValues] = []
 
-        def slot(leaf: Any) -> Any:
+        def placeholder(leaf: Any) -> Any:
             if not isinstance(leaf, PerWorkerValues):
                 return leaf
             number = next((i for i, r in enumerate(resources) if r is leaf), len(resources))
             if number == len(resources):
                 resources.append(leaf)
-            return Slot(number, isinstance(leaf, PerWorkerIterator))
+            return Placeholder(number, isinstance(leaf, PerWorkerIterator))
 
-        args, kwargs = jax.tree.map(slot, (args, kwargs), is_leaf=lambda x: isinstance(x, PerWorkerValues))
+        args, kwargs = jax.tree.map(placeholder, (args, kwargs), is_leaf=lambda x: isinstance(x, PerWorkerValues))
         arguments = Arguments(args, kwargs)
-        owner, name = (fn.__self__, fn.__func__) if inspect.ismethod(fn) else (fn, None)
         with self._lock:
-            known = self._of_function.setdefault(owner, {})
-            key = (name, arguments.key, is_run)
-            if known:
-                self._made_anew.forgive(fn)
-            if key not in known or not known[key].fits():
-                known[key] = Step(next(self._numbers), arguments, is_run, is_first=not known)
-            return known[key], tuple(np.asarray(x) for x in arguments.arrays), resources
+            known = self._cache.known(fn, (arguments.key, is_run))
+            fitting = [step for step in known if step.settings is None or step.settings.hold()]
+            known[:] = fitting or [ScheduledStep(next(self._numbers), arguments, is_run)]
+            return known[0], tuple(np.asarray(x) for x in arguments.arrays), resources
 
-    def program(self, step: Step, fn: Any, specs: Any) -> StepProgram:
-        """Returns the program of a step for batches of some shapes; traces it the first time.
+    def program(self, step: ScheduledStep, fn: Any, specs: Any) -> StepProgram:
+        """Returns the program of a step for batches with the shapes `specs`. Traces it at the first call.
 
         Raises:
-          TraceError: it cannot be traced.
+          TraceError: the step cannot be traced.
         """
         with self._lock:
             if specs not in step.programs:
-                program = self._traced(step, fn, specs)
-                if step.is_first and not step.programs:
-                    self._made_anew.note(fn)
-                step.programs[specs] = program
+                try:
+                    step.programs[specs] = self._traced(step, fn, specs)
+                except Exception:
+                    self._cache.forgive(fn)
+                    raise
             return step.programs[specs]
 
-    def seeds(self, step: Step) -> tuple[np.ndarray, ...]:
-        """Returns states for the random generators of one execution of a step, which no other gets."""
+    def seeds(self, step: ScheduledStep) -> tuple[np.ndarray, ...]:
+        """Returns generator states for one execution of a step. No other execution gets the same states."""
         with self._lock:
             states = [np.asarray(v.value) for v in step.seeds]
             for variable, state in zip(step.seeds, states, strict=True):
                 variable.assign(np.concatenate([state[:1] + _SEED_STRIDE, state[1:]]))
             return tuple(states)
 
-    def _traced(self, step: Step, fn: Any, specs: Any) -> StepProgram:
+    def _traced(self, step: ScheduledStep, fn: Any, specs: Any) -> StepProgram:
         taken = [list(of_resource) for of_resource in specs]
         while True:
             used: list[_Batches] = []
@@ -147,16 +133,15 @@ class Steps:
                 exported = self._exported(step, fn, taken, used)
                 break
             except _NeedsMore as e:
-                # As large as the one before: a worker that has another one asks again.
+                # Assumes the shape of the previous batch. A worker with another shape asks for a new program.
                 taken[e.number].append(taken[e.number][-1])
-        homes = self._strategy.homes
+        homes = self._homes
         updates = tuple(homes.plan(u, exported) for u in exported.updates)
         homes.take_in([v for i, v in enumerate(exported.variables) if i not in exported.seeds])
         placements = tuple(
             None if i in exported.seeds else homes.placement(v) for i, v in enumerate(exported.variables)
         )
-        shaping = [*exported.variables, *(u.optimizer for u in exported.updates)]
-        step.shaped_by, step.changes = [(x, _shape_of(x)) for x in shaping], compat.changes.trainable
+        step.settings = Settings(exported.variables, [u.optimizer for u in exported.updates])
         step.seeds = [exported.variables[i] for i in exported.seeds]
         variant = next(self._variants)
         step.outputs[variant] = exported.output
@@ -175,46 +160,41 @@ class Steps:
             tables={i: (n, describe(exported.variables[i])) for i, n in exported.num_rows.items()},
         )
 
-    def _exported(self, step: Step, fn: Any, taken: list[list[Any]], used: list["_Batches"]) -> Any:
+    def _exported(self, step: ScheduledStep, fn: Any, taken: list[list[Any]], used: list["_Batches"]) -> PyTree:
         given = step.arguments
         own = [np.asarray(x) for x in given.arrays]
         drawn = [jax.ShapeDtypeStruct(x.shape, x.dtype) for of in taken for _, leaves in of for x in leaves]
 
-        def call(inputs: list[Any]) -> Any:
+        def call(inputs: list[Any]) -> PyTree:
             rest = iter(inputs[len(own) :])
             used[:] = [
                 _Batches(i, [tree.unflatten([next(rest) for _ in leaves]) for tree, leaves in of])
                 for i, of in enumerate(taken)
             ]
             args, kwargs, _ = Arguments.rebuild(given.structure, len(given.rows), inputs[: len(own)])
-            fill = lambda x: used[x.number].fill(x) if isinstance(x, Slot) else x  # noqa: E731
+            fill = lambda x: used[x.number].fill(x) if isinstance(x, Placeholder) else x  # noqa: E731
             args, kwargs = jax.tree.map(fill, (args, kwargs))
             return self._strategy.run(fn, args, kwargs) if step.is_run else fn(*args, **kwargs)
 
         with context.enter(Mode(self._strategy, None)):
-            return export(call, [*own, *drawn], self._platforms, clips=self._strategy.homes.clips)
+            return export(call, [*own, *drawn], self._platforms(), clips=self._homes.clips)
 
 
 def name_of(fn: Any) -> str:
-    """Returns what a function is called in messages."""
+    """Returns the name of a function for messages."""
     return str(getattr(fn, "__qualname__", repr(fn)))
 
 
-def _shape_of(shaping: Any) -> Any:
-    """Returns what programs depend on in a variable or an optimizer."""
-    return shaping.trainable if isinstance(shaping, Variable) else compat.learning_rate_of(shaping)
-
-
 class _Batches:
-    """A worker's dataset, or value, while a step is traced."""
+    """Stands for a per-worker dataset or value while a step is traced."""
 
     def __init__(self, number: int, batches: list[Any]) -> None:
         self._number, self._batches = number, batches
         self.taken = 0
 
-    def fill(self, slot: Slot) -> Any:
-        """Returns what the function gets."""
-        if slot.is_iterator:
+    def fill(self, placeholder: Placeholder) -> Any:
+        """Returns the argument that replaces `placeholder`."""
+        if placeholder.is_iterator:
             return self
         self.taken = 1
         return self._batches[0]
@@ -222,31 +202,36 @@ class _Batches:
     def __iter__(self) -> "_Batches":
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         if self.taken == len(self._batches):
             raise _NeedsMore(self._number)
         self.taken += 1
         return self._batches[self.taken - 1]
 
-    def get_next(self) -> Any:
-        """`next` under the name it has in tf.data."""
+    def get_next(self) -> PyTree:
+        """Returns the next batch, under the name that tf.data uses."""
         return next(self)
 
 
 class _NeedsMore(BaseException):
-    """A function takes more batches than were there. Not an `Exception`: nothing between may catch it."""
+    """A traced function takes more batches than provided. A BaseException, so that user code does not catch it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
 
 
-def check_call(args: Any, kwargs: Any, remote: type) -> None:
-    """Raises for arguments that no step takes.
+def check_call(args: PyTree, kwargs: PyTree, remote: type) -> None:
+    """Checks the arguments of a step.
+
+    Args:
+      args: positional arguments of the step.
+      kwargs: keyword arguments of the step.
+      remote: the class of remote values.
 
     Raises:
-      InvalidArgumentError: no list or tuple; the value of another step, which may not be known yet; or an iterator that is not
-        of the workers, of which the step would have one batch for ever.
+      InvalidArgumentError: `args` is not a list or tuple, or an argument is a remote value, a per-worker dataset, or an
+        iterator of this process, whose first batch every step would reuse.
     """
     if not isinstance(args, list | tuple | NoneType):
         raise InvalidArgumentError(f"args={shown(args)}", "must be a list or a tuple.", "args=(iterator,)")
@@ -254,19 +239,19 @@ def check_call(args: Any, kwargs: Any, remote: type) -> None:
     if any(isinstance(x, remote) for x in leaves):
         raise InvalidArgumentError(
             "a RemoteValue among the arguments of schedule",
-            "the step that makes it may not have run yet.",
+            "the step that computes it may not have run yet.",
             "schedule(fn, args=(value.fetch(),))",
         )
     for leaf in leaves:
         if isinstance(leaf, PerWorkerDataset):
             raise InvalidArgumentError(
                 "a per-worker dataset among the arguments of schedule",
-                "a step takes batches from an iterator of it.",
-                "iterator = iter(dataset), once for an epoch, and args=(iterator,)",
+                "a step takes batches from an iterator, not from the dataset.",
+                "iterator = iter(dataset), once per epoch, and args=(iterator,)",
             )
         if hasattr(leaf, "__next__") and not isinstance(leaf, PerWorkerValues):
             raise InvalidArgumentError(
                 f"{shown(leaf)} among the arguments of schedule",
-                "it is an iterator of this process, and steps run on workers.",
-                "iter(coordinator.create_per_worker_dataset(dataset_fn)); or next(iterator) as the argument",
+                "it is an iterator of this process, but steps run on workers.",
+                "iter(coordinator.create_per_worker_dataset(dataset_fn)), or next(iterator) as the argument",
             )

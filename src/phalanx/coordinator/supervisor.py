@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that gives one worker its steps, and replaces it when it is lost.
+"""Supervises one worker: gives it steps, and replaces it when it is lost.
 
-STARTING ──it answers──> WORKING ──dies, or is silent──> LOST ──another is started──> STARTING
+STARTING ──it answers──> WORKING ──it dies or is silent──> LOST ──another worker starts──> STARTING
 """
 
 import logging
@@ -14,28 +14,28 @@ from enum import Enum
 from typing import Any
 
 from phalanx.coordinator.queue import Closure, ClosureQueue
-from phalanx.coordinator.steps import Step, Steps, name_of
+from phalanx.coordinator.steps import ScheduledStep, Steps, name_of
 from phalanx.coordinator.values import PerWorkerIterator, PerWorkerValues
 from phalanx.errors import InvalidArgumentError, ServerLostError, WorkerLostError, shown
 from phalanx.servers.calls import Lost, Peer, Stalled
-from phalanx.servers.client import not_started
-from phalanx.servers.ray import load_ray
-from phalanx.servers.remote.plans import Pusher, Report, Task
+from phalanx.servers.client import Servers, not_started
+from phalanx.servers.ray import RayCluster, load_ray
+from phalanx.servers.remote.plans import Pusher, Report, StepCall
 from phalanx.servers.remote.worker import Worker
-from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx")
 
 _START_S = 3600.0
 MOST_LOSSES = 3
-"""How many workers in a row may be lost with one step, or one dataset."""
+"""Number of workers that may be lost in a row with one step or dataset, before the step or dataset fails."""
 
 _AT_ONCE_S = 0.2
 _MOST_AT_ONCE = 64
 
 
-class State(Enum):
-    """Of a worker."""
+class WorkerState(Enum):
+    """The states of a worker."""
 
     STARTING = "starting"
     WORKING = "working"
@@ -43,22 +43,22 @@ class State(Enum):
 
 
 class WorkerLost(Exception):
-    """The worker has died, or gives no sign of life: what it was to do may be given to another one."""
+    """The worker died or stopped responding. Another worker may run its steps."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A scheduled step.
+    """One call of a scheduled step.
 
     Args:
-      step: which.
-      fn: the function.
-      inputs: its arrays.
-      resources: the workers' own datasets and values among its arguments.
-      losses: how each worker was lost that was at it.
+      step: the step.
+      fn: the function of the step.
+      inputs: the arrays among the arguments.
+      resources: the per-worker datasets and values among the arguments.
+      losses: one message per worker that was lost while it ran this call.
     """
 
-    step: Step
+    step: ScheduledStep
     fn: Callable[..., Any]
     inputs: tuple[Any, ...]
     resources: list[PerWorkerValues]
@@ -69,22 +69,36 @@ class Supervisor:
     """Supervises one worker.
 
     Args:
-      index: its number.
-      strategy: whose worker it is.
-      queue: where its steps come from.
-      steps: their programs.
+      index: index of the worker.
+      cluster: the processes of the strategy, in which a replacement of a lost worker starts.
+      servers: the parameter servers.
+      queue: the queue from which the worker gets its steps.
+      steps: the programs of the steps.
+      timeout_s: time in seconds that the worker may stay silent, or may take for one call.
+      waits: whether an update waits for the updates of other workers, as it does if staleness is bounded.
 
     Attributes:
-      state: of the worker.
-      num_steps: how many steps were done.
-      num_lost: how many workers of this number were lost.
+      state: the state of the worker.
+      num_steps: number of finished steps.
+      num_lost: number of workers with this index that were lost.
+      num_again: number of steps that had to be given to another worker.
     """
 
-    def __init__(self, index: int, strategy: ParameterServerStrategy, queue: ClosureQueue) -> None:
-        self._ray, self._strategy, self._queue = load_ray(), strategy, queue
-        self._steps: Steps | None = None
+    def __init__(
+        self,
+        index: int,
+        cluster: RayCluster,
+        servers: Servers,
+        queue: ClosureQueue,
+        steps: Steps,
+        *,
+        timeout_s: float,
+        waits: bool,
+    ) -> None:
+        self._ray, self._cluster, self._servers, self._queue, self._steps = load_ray(), cluster, servers, queue, steps
+        self._timeout_s, self._waits = timeout_s, waits
         self.pusher = Pusher(index, 0)
-        self.state, self.num_steps, self.num_lost, self.num_again = State.STARTING, 0, 0, 0
+        self.state, self.num_steps, self.num_lost, self.num_again = WorkerState.STARTING, 0, 0, 0
         self._made: dict[int, Any] = {}
         self._dropped: list[int] = []
         self._making = threading.RLock()
@@ -94,52 +108,52 @@ class Supervisor:
         self._thread = threading.Thread(target=self._serve, name=f"phalanx-worker-{index}", daemon=True)
 
     def platform(self) -> str:
-        """Returns on what the worker computes, as soon as it has started.
+        """Returns the JAX platform of the worker, for example "cpu". Waits until the worker has started.
 
         Raises:
-          StartupError: it has ended instead.
+          StartupError: the worker exited during its start.
         """
         try:
-            (sign,) = self._strategy.homes.servers.calls.answers([self._peer.ask("ping")])
+            (sign,) = self._servers.calls.answers([self._peer.ask("ping")])
         except Lost as e:
             raise not_started(e) from e
         return str(sign.platform)
 
-    def begin(self, steps: Steps) -> None:
-        """Starts to give the worker its steps."""
-        self._steps, self.state = steps, State.WORKING
+    def begin(self) -> None:
+        """Starts the thread that gives the worker its steps."""
+        self.state = WorkerState.WORKING
         self._thread.start()
 
     def rest(self) -> None:
-        """Hears that no step is to be expected of the worker: where updates wait for each other's, none waits for its."""
-        if self._strategy.max_staleness is not None and self._left is None:
-            self._left = self._strategy.homes.servers.peers[0].ask("leave", self.pusher)
+        """Tells the servers not to wait for updates of this worker. Has an effect only if staleness is bounded."""
+        if self._waits and self._left is None:
+            self._left = self._servers.peers[0].ask("leave", self.pusher)
 
     def wake(self) -> None:
-        """Hears that steps are to be expected again."""
+        """Tells the servers to expect updates of this worker again."""
         if self._left is not None:
-            self._strategy.homes.servers.answers([self._left])
-            self._strategy.homes.servers.tell("enter", [self.pusher])
+            self._servers.answers([self._left])
+            self._servers.tell("enter", [self.pusher])
             self._left = None
 
-    def specs(self, resources: Sequence[PerWorkerValues]) -> Any:
-        """Returns the shapes of the next batches of some resources; in any thread.
+    def specs(self, resources: Sequence[PerWorkerValues]) -> PyTree:
+        """Returns the shapes of the next batch of each resource. May be called in any thread.
 
         Raises:
-          WorkerLost: it is not there.
-          WorkerLostError: its dataset does not get on.
+          WorkerLost: the worker is lost.
+          WorkerLostError: the dataset of the worker makes no progress.
         """
         self.replace()
         self._make(resources)
         return tuple(self._call("specs", [r.name for r in resources]))
 
     def value(self, resource: PerWorkerValues) -> Any:
-        """Returns a value of the worker's own; in any thread."""
+        """Returns a per-worker value of this worker. May be called in any thread."""
         self._make([resource])
         return self._call("value", resource.name)
 
     def drop(self, name: int) -> None:
-        """Hears that a resource is not needed any more."""
+        """Marks a resource as no longer needed."""
         self._dropped.append(name)
 
     def _serve(self) -> None:
@@ -147,7 +161,11 @@ class Supervisor:
             pass
 
     def _serve_some(self) -> bool:
-        """Gives the worker its next steps; returns whether there may be more. Between two calls nothing is held of them."""
+        """Gives the worker its next steps. Returns whether there may be more.
+
+        A separate function, so that no local variable keeps arrays of a step alive while the thread waits for the next
+        one.
+        """
         closure = self._queue.get(self.rest)
         if closure is None:
             return False
@@ -165,19 +183,19 @@ class Supervisor:
         return True
 
     def _share(self) -> int:
-        """Returns how many more steps to take at once: few enough for the others to have work, and for results to come soon."""
-        if self._strategy.max_staleness is not None:
+        """Returns how many more steps to send at once: few enough to leave work for others and to return soon."""
+        if self._waits:
             return 0
-        fair = len(self._queue) // (2 * self._strategy.cluster.workers)
+        fair = len(self._queue) // (2 * self._cluster.workers)
         return max(0, min(fair, int(_AT_ONCE_S / self._step_s), _MOST_AT_ONCE) - 1)
 
     def _do(self, closures: list[Closure]) -> None:
-        """Has steps done, and takes their closures out of the list."""
+        """Runs all steps on the worker and removes their closures from the list."""
         while closures:
             self._some(closures)
 
     def _lose(self, closures: Sequence[Closure], why: WorkerLost) -> None:
-        """Gives the steps of a worker that was lost to others, unless too many were lost with the first one."""
+        """Puts the steps of a lost worker back into the queue. Fails the first step if it has cost too many workers."""
         self.num_again += len(closures)
         losses = closures[0].work.losses
         losses.append(str(why))
@@ -188,19 +206,18 @@ class Supervisor:
             self._put_back(closures[1:])
 
     def _some(self, closures: list[Closure]) -> None:
-        """Has as many steps done as the worker can, and takes these closures out of the list.
+        """Runs as many steps as the worker can in one call, and removes their closures from the list.
 
         Raises:
-          WorkerLost: it cannot any.
-          Exception: what the next step raises.
+          WorkerLost: the worker could not run any of them.
+          Exception: the error of the next step.
         """
-        assert self._steps is not None
         tasks = []
         for closure in closures:
             work: Work = closure.work
             self._make(work.resources)
             tasks.append(
-                Task(
+                StepCall(
                     work.step.number,
                     work.inputs,
                     tuple(r.name for r in work.resources),
@@ -223,53 +240,50 @@ class Supervisor:
             self._go_on()
 
     def _teach(self, work: Work, specs: Any) -> None:
-        assert self._steps is not None
         program = self._steps.program(work.step, work.fn, specs)
         self._call("learn", work.step.number, specs, program)
 
     def _go_on(self) -> None:
-        """Goes on after a parameter server was lost: with those that are there now, as another pusher."""
-        servers = self._strategy.homes.servers
-        servers.recover([self.pusher])
+        """Reconnects the worker after the loss of a parameter server, as a new pusher on the current servers."""
+        self._servers.recover([self.pusher])
         self._enter()
-        self._call("meet", self.pusher, servers.actors)
+        self._call("meet", self.pusher, self._servers.actors)
 
     def _enter(self) -> None:
-        servers = self._strategy.homes.servers
         old, self.pusher = self.pusher, Pusher(self.pusher.worker, self.pusher.life + 1)
-        servers.forget(old)
-        servers.tell("enter", [self.pusher])
+        self._servers.forget(old)
+        self._servers.tell("enter", [self.pusher])
         self._left = None
 
     def _try_to_replace(self) -> None:
-        """Starts another worker if this one is lost; if that fails, the next step tries again."""
+        """Starts another worker if this one is lost. If the start fails, the next step tries again."""
         if not self._queue.is_stopped:
             with suppress(Exception):
                 self.replace()
 
     def replace(self) -> None:
-        """Starts another worker if this one is lost, for as long as it takes; in any thread.
+        """Starts another worker if this one is lost, and waits until it has started. May be called in any thread.
 
         Raises:
-          WorkerLost: the other one is lost too.
+          WorkerLost: the new worker is lost too.
           ServerLostError: a parameter server is lost too.
         """
         with self._making:
-            if self.state is not State.LOST:
+            if self.state is not WorkerState.LOST:
                 return
-            self._strategy.cluster.end(self._peer.actor)
+            self._cluster.end(self._peer.actor)
             self._enter()
             self._made = {}
-            self.state = State.STARTING
+            self.state = WorkerState.STARTING
             self._peer = self._start()
             self._call("ping")
-            self.state = State.WORKING
+            self.state = WorkerState.WORKING
 
     def _start(self) -> Peer:
-        strategy, index = self._strategy, self.pusher.worker
-        # One thread for `run`, one for `make`, and the others for `ping`, `specs` and `value`.
-        actor = strategy.cluster.actor(Worker, "worker", index, self.pusher, strategy.homes.servers.actors, threads=8)
-        return Peer(self._ray, actor, f"worker {index}", strategy.worker_timeout_s, _START_S)
+        index = self.pusher.worker
+        # `run` and `make` occupy one thread each. `ping`, `specs` and `value` need threads that are free.
+        actor = self._cluster.actor(Worker, "worker", index, self.pusher, self._servers.actors, threads=8)
+        return Peer(self._ray, actor, f"worker {index}", self._timeout_s, _START_S)
 
     def _make(self, resources: Sequence[PerWorkerValues]) -> None:
         with self._making:
@@ -292,29 +306,29 @@ class Supervisor:
             raise InvalidArgumentError(
                 _asked(resource),
                 f"worker {self.pusher.worker} cannot load it: {found}",
-                "define it in the script itself, or install its module where the workers run",
+                "define it in the script itself, or install its module on the machines of the workers",
             ) from e
 
     def _sent(self, resource: PerWorkerValues) -> Any:
-        """Returns what makes a resource on its way to the worker."""
+        """Returns a Ray reference to the function that creates a resource."""
         try:
             return self._ray.put(resource.fn)
-        except Exception as e:  # Whatever pickling raises, with Ray's account of what was found where.
+        except Exception as e:  # Pickling may raise any error. Ray adds a description of what cannot be pickled.
             raise InvalidArgumentError(
                 _asked(resource),
                 f"it cannot be pickled: {e.__cause__ or e}",
-                "a function that makes it on the worker, and opens files, locks and the like there",
+                "pass a function that creates it on the worker, and opens files and locks there",
             ) from e
 
-    def _call(self, method: str, *args: Any) -> Any:
-        """Calls a method of the worker, and waits for it.
+    def _call(self, method: str, *args: PyTree) -> PyTree:
+        """Calls a method of the worker and waits for its result.
 
         Raises:
-          WorkerLost: the worker has died, or gives no sign of life.
-          WorkerLostError: it is alive, and does not get on.
-          ServerLostError: a parameter server, for which it may wait, gives no sign of life.
+          WorkerLost: the worker died or stopped responding.
+          WorkerLostError: the worker responds, but the call makes no progress.
+          ServerLostError: a parameter server, for which the worker may be waiting, stopped responding.
         """
-        peer, servers = self._peer, self._strategy.homes.servers
+        peer, servers = self._peer, self._servers
         reply = peer.ask(method, *args)
         while True:
             try:
@@ -329,28 +343,28 @@ class Supervisor:
                     raise WorkerLostError(
                         str(peer),
                         f"it {e.found}.",
-                        f"worker_timeout_s={2 * self._strategy.worker_timeout_s:.0f}, or more, if it takes so long; "
-                        "else look for a loop that does not end, or for what the function waits for",
+                        f"worker_timeout_s={2 * self._timeout_s:.0f} or more if it needs the time; "
+                        "otherwise look for an infinite loop, or for something that the function waits for",
                     ) from e
-                raise WorkerLost(f"{e} while it was at `{method}`") from e
+                raise WorkerLost(f"{e} while it ran `{method}`") from e
 
     def _require_servers(self, peer: Peer) -> None:
-        """Restarts servers that are silent; if that cannot be, the worker may wait for them for ever, and is given up."""
+        """Restarts silent servers. If that fails, gives up the worker, which may wait for the servers forever."""
         try:
-            self._strategy.homes.servers.recover([])
+            self._servers.recover([])
         except ServerLostError:
             self._note_loss(peer, None)
             raise
 
     def _note_loss(self, peer: Peer, why: Lost | None) -> None:
         with self._making:
-            if peer is not self._peer or self.state is State.LOST:
+            if peer is not self._peer or self.state is WorkerState.LOST:
                 return
-            self.state = State.LOST
+            self.state = WorkerState.LOST
             if why is not None and not self._queue.is_stopped:
                 self.num_lost += 1
                 _log.warning(
-                    "worker:%d was lost. Another is started in its place, and its steps are done again.",
+                    "worker:%d was lost. A new worker starts in its place and runs its steps again.",
                     self.pusher.worker,
                 )
 
@@ -360,7 +374,7 @@ class Supervisor:
 
 
 def _asked(resource: PerWorkerValues) -> str:
-    return f"a worker's dataset or value of {shown(resource.given, 80)}"
+    return f"the per-worker dataset or value {shown(resource.given, 80)}"
 
 
 def _described(work: Work) -> str:
@@ -369,9 +383,9 @@ def _described(work: Work) -> str:
 
 
 def lost_again(asked: str, losses: Sequence[str]) -> WorkerLostError:
-    """Returns the error of what takes every worker along that tries it."""
+    """Returns the error of a step or dataset that every worker was lost with."""
     return WorkerLostError(
         asked,
-        f"{len(losses)} workers in a row were lost with it; the last: {losses[-1]}.",
-        "call the dataset function in this process, to see what ends it; more memory if a worker was killed for want of it",
+        f"{len(losses)} workers in a row were lost with it. The last one: {losses[-1]}.",
+        "call the function in this process to see why it fails; add memory if a worker was killed for lack of it",
     )

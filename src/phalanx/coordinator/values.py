@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each worker has of its own."""
+"""Handles of per-worker values and datasets."""
 
 import functools
 import inspect
@@ -8,12 +8,13 @@ from typing import Any, NoReturn, final
 
 from phalanx.errors import ContextError, InvalidArgumentError, shown
 from phalanx.tracing.scope import innermost
+from phalanx.typing import PyTree
 
 
 class PerWorkerValues:
-    """A value of each worker's own. `ClusterCoordinator.create_per_worker_values` makes it.
+    """A handle of one value per worker. `ClusterCoordinator.create_per_worker_values` creates it.
 
-    Among the arguments of a scheduled step it becomes the value of the worker that does it.
+    As an argument of a scheduled step, it is replaced by the value of the worker that runs the step.
 
     Source: tf.distribute.experimental.coordinator.PerWorkerValues.
     """
@@ -27,27 +28,31 @@ class PerWorkerValues:
 
 @final
 class PerWorkerIterator(PerWorkerValues):
-    """The place of each worker in its dataset. `iter` of a `PerWorkerDataset` makes it; scheduled steps call `next` of it."""
+    """A handle of one iterator per worker. `iter(PerWorkerDataset)` returns it; scheduled steps call `next` on it."""
 
     def __iter__(self) -> "PerWorkerIterator":
         return self
 
     def __next__(self) -> NoReturn:
-        """Raises: batches are taken in scheduled steps."""
+        """Raises an error, because batches are available only in scheduled steps.
+
+        Raises:
+          ContextError: always.
+        """
         raise ContextError(
-            "next of a per-worker iterator at the coordinator",
+            "next(iterator) of a per-worker iterator was called at the coordinator",
             "its batches are on the workers.",
             "coordinator.schedule(step, args=(iterator,)), and next(iterator) inside the step",
         )
 
     def get_next(self) -> NoReturn:
-        """Raises what `next` raises; inside a scheduled step it returns the next batch."""
+        """Raises the same error as `next`. Inside a scheduled step it returns the next batch."""
         next(self)
 
 
 @final
 class PerWorkerDataset:
-    """A dataset of each worker's own. `ClusterCoordinator.create_per_worker_dataset` makes it.
+    """A handle of one dataset per worker. `ClusterCoordinator.create_per_worker_dataset` creates it.
 
     Source: tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset.
     """
@@ -56,44 +61,48 @@ class PerWorkerDataset:
         self._make, self._spec_of = make, spec_of
 
     @functools.cached_property
-    def element_spec(self) -> Any:
-        """The structure, shapes and dtypes of a worker's first batch. May be read outside of scheduled steps.
+    def element_spec(self) -> PyTree:
+        """The structure, shapes and dtypes of the first batch of a worker. May be read outside of scheduled steps.
 
-        Some worker makes the dataset for it, and takes a batch that no step gets.
+        Some worker creates the dataset for this, and reads a batch that no step gets.
         """
         return self._spec_of(self._make())
 
     def __iter__(self) -> Iterator[Any]:
-        """Returns iterators at the beginning of the datasets. Must be called outside of scheduled steps."""
+        """Returns a handle of iterators at the start of the datasets. Must be called outside of scheduled steps.
+
+        Raises:
+          ContextError: called in a scheduled step.
+        """
         if innermost() is not None:
             raise ContextError(
-                "iter of a per-worker dataset in a scheduled step",
-                "each step would begin the dataset anew.",
+                "iter(dataset) of a per-worker dataset was called in a scheduled step",
+                "each step would start the dataset from the beginning.",
                 "iterator = iter(dataset) at the coordinator, and args=(iterator,)",
             )
         return self._make()
 
 
-def check_function(name: str, fn: Any) -> None:
-    """Raises unless `fn` is callable.
+def check_function(name: str, fn: object) -> None:
+    """Checks that `fn` is callable.
 
     Raises:
-      InvalidArgumentError: it is not.
+      InvalidArgumentError: `fn` is not callable.
     """
     if not callable(fn):
         raise InvalidArgumentError(f"{name}={shown(fn)}", "must be a function.", f"{name}=lambda: ...")
 
 
 def check_maker(name: str, fn: Any) -> None:
-    """Raises unless `fn` can be called without arguments, as workers do.
+    """Checks that workers can call `fn` without arguments.
 
     Raises:
-      InvalidArgumentError: it cannot.
+      InvalidArgumentError: `fn` is not callable, or needs arguments.
     """
     check_function(name, fn)
     try:
         signature = inspect.signature(fn)
-    except ValueError:  # Of some that are written in C nothing is known.
+    except ValueError:  # Some functions written in C have no signature.
         return
     try:
         signature.bind()

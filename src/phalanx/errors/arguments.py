@@ -14,9 +14,10 @@ import os
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from phalanx.errors import InvalidArgumentError, PhalanxError, shown
+from phalanx.typing import PyTree
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,14 +51,28 @@ def integer(
       >>> integer("steps", 3)
       3
     """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except Exception:  # JAX alone raises three kinds of error: for traced, deleted and multi-element arrays.
-        number = None
-    if number is None or not least <= number <= most:
+    if not is_integer(value, least, most):
         kind = kind or ("a positive integer" if least == 1 else f"{least} or more, and an integer")
         raise error(f"{name}={shown(value)}", f"must be {kind}.", f"{name}={least}" if hint is None else hint)
-    return number
+    return operator.index(value)
+
+
+def is_integer(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
+    """Returns whether `value` is an integer from `least` to `most`. A bool is not.
+
+    Args:
+      value: an int, or an object that Python accepts as an index, such as a NumPy integer.
+      least: smallest allowed value.
+      most: largest allowed value.
+
+    Example:
+      >>> is_integer(3, least=1), is_integer(True), is_integer(2.0)
+      (True, False, False)
+    """
+    try:
+        return not isinstance(value, bool) and least <= operator.index(value) <= most  # type: ignore[arg-type]
+    except Exception:  # JAX alone raises three kinds of error: for traced, deleted and multi-element arrays.
+        return False
 
 
 def seconds(name: str, value: Any, *, hint: str | None = None) -> float | None:
@@ -165,7 +180,7 @@ def typed(error: type[PhalanxError] = InvalidArgumentError) -> Callable[[F], F]:
             return typing.get_type_hints(fn)
 
         @functools.wraps(fn)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args: Any, **kwargs: Any) -> PyTree:
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError:

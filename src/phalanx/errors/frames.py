@@ -17,6 +17,9 @@ R = TypeVar("R")
 
 _PHALANX = str(Path(__file__).parents[1]) + "/"
 _LIBRARIES = (_PHALANX, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<frozen ")
+_NOTE_OF_JAX = "JAX has removed its internal frames"
+"""JAX adds this note to every error that passes through it. It says nothing about a Phalanx error."""
+
 _PACKAGES = "-packages/"
 """Part of the path of every installed package: `site-packages/` or `dist-packages/`."""
 
@@ -105,6 +108,7 @@ def _hide(error: BaseException) -> None:
     # The message of a Phalanx error suffices; other errors keep their frames inside libraries.
     if hasattr(error, "hint"):
         last = len(entries)
+        error.__notes__ = [note for note in getattr(error, "__notes__", ()) if _NOTE_OF_JAX not in note]
     elif last < 0:
         return
     traceback = None

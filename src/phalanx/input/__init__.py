@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How data reaches the replicas."""
+"""The input pipeline: from a user's dataset to batches on the devices of the replicas."""

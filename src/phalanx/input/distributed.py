@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets whose batches are divided over the replicas, and their iterators."""
+"""Distributed datasets: datasets whose global batches are split over the replicas."""
 
 import functools
 import math
@@ -21,20 +21,24 @@ from phalanx.input.sources.base import UNKNOWN
 from phalanx.input.sources.functions import FunctionSource, InputContext
 from phalanx.mesh.topology import Topology
 from phalanx.options import AutoShardPolicy, InputOptions, InputReplicationMode
+from phalanx.typing import PyTree
 
 
 @final
 class DistributedDataset:
-    """Global batches, divided over the replicas. `Strategy.experimental_distribute_dataset` makes it.
+    """A dataset whose global batches are split over the replicas.
 
-    Each pass reads the dataset from its beginning. Its batches are pytrees of `PerReplica`; with one replica of arrays,
-    or, where a batch may be short, of `PerReplica` that act as the array of their rows.
+    `Strategy.experimental_distribute_dataset` creates it. May be iterated in cross-replica context or outside all scopes.
+
+    Each iteration reads the dataset from its beginning. Batches are pytrees of `PerReplica`. With one replica they are
+    pytrees of arrays, unless a batch may be short: then the leaves are `PerReplica` values that act like the array of
+    their real rows.
 
     Args:
-      plan: which worker reads what.
-      topology: the replicas' devices. Without devices, batches stay as they are.
-      options: how it is read.
-      steps: how many batches are stacked into one.
+      plan: which worker reads which rows.
+      topology: devices of the replicas. If it has no devices, batches are not placed.
+      options: how the dataset is read.
+      steps: number of global batches that are stacked into one. None for no stacking.
 
     Example:
       >>> import numpy as np, phalanx
@@ -46,6 +50,8 @@ class DistributedDataset:
 
     def __init__(self, plan: Plan, topology: Topology, options: InputOptions, *, steps: int | None = None) -> None:
         self._plan, self._topology, self._options, self._steps = plan, topology, options, steps
+        # The iterator that `element_spec` opened to look at the first batch. The next `iter` returns it, so that a
+        # dataset that can be read only once loses no batch.
         self._untouched: DistributedIterator | None = None
 
     def __iter__(self) -> "DistributedIterator":
@@ -57,65 +63,73 @@ class DistributedDataset:
         if self.cardinality < 0:
             raise CardinalityError(
                 "len of a distributed dataset",
-                f"its cardinality is {self.cardinality}: {'unknown' if self.cardinality == UNKNOWN else 'infinite'}.",
+                f"its number of batches is {'unknown' if self.cardinality == UNKNOWN else 'infinite'} "
+                f"(cardinality {self.cardinality}).",
                 "for batch in dataset",
             )
         return self.cardinality
 
     @property
     def topology(self) -> Any:
-        """The devices for which batches are divided; None under the default strategy."""
+        """The devices that the batches are split for."""
         return self._topology
 
     @property
     def cardinality(self) -> int:
-        """How many batches it has: -1 for infinitely many, -2 where that is unknown. May be read in any context."""
+        """The number of batches; -1 if it is infinite, -2 if it is unknown. May be read in any context."""
+        # Workers that read different rows continue until the last of them ends, so none knows the number of steps.
         count = UNKNOWN if self._plan.agreed else self._plan.source.facts.num_batches
         return count if count < 0 or self._steps is None else math.ceil(count / self._steps)
 
     @property
-    def element_spec(self) -> Any:
-        """What one replica gets of a batch: a pytree of `jax.ShapeDtypeStruct`. Outside programs: it reads a batch.
+    def element_spec(self) -> PyTree:
+        """Shapes and dtypes of one replica's part of a batch: a pytree of `jax.ShapeDtypeStruct`.
+
+        Reads the first batch, so it may be read only outside traced steps.
 
         Raises:
-          InputError: it is empty.
+          ContextError: a step is being traced.
+          InputError: the dataset is empty.
         """
         if self._untouched is None:
             self._untouched = iter(self)
         return self._untouched.element_spec
 
     def require_same(self) -> None:
-        """Makes sure that the workers divide the same data, as far as that is known before it is read. All must call it.
+        """Checks that all workers have the same data, as far as that is known before reading.
 
-        In cross-replica context or outside all scopes.
+        A collective call: all workers must make it. May be called in cross-replica context or outside all scopes.
 
         Raises:
-          InputError: they have different numbers of rows or batches.
+          InputError: the workers have different numbers of rows or batches.
         """
         if not self._plan.agreed and worker_of(self._topology).count > 1:
             require_same_data(self._plan.source.facts, self._topology.exchange)
 
     def batches(self, *, steps: int) -> "DistributedDataset":
-        """Returns the same batches, `steps` of them stacked into one: a replica's leaves are `[steps, per_replica_batch, ...]`.
-
-        The last one has as many steps as are left. May be called in any context.
+        """Returns a dataset that stacks `steps` batches into one. May be called in any context.
 
         Args:
-          steps: how many batches, for example those of one `Strategy.run_steps`.
+          steps: number of batches per stack, for example the `steps` of one `Strategy.run_steps`.
+
+        Returns:
+          A dataset whose leaves have the shape `(steps, per_replica_batch, ...)` on each replica. The last stack has fewer
+          steps if `steps` does not divide the number of batches.
 
         Raises:
-          InvalidArgumentError: `steps` is no positive integer.
+          InvalidArgumentError: `steps` is not a positive integer.
         """
         return DistributedDataset(self._plan, self._topology, self._options, steps=check_steps(steps))
 
     def reduce(self, initial_state: T, reduce_func: Callable[[T, Any], T]) -> T:
-        """Returns `reduce_func(... reduce_func(initial_state, first batch) ..., last batch)`.
-
-        In cross-replica context or outside all scopes.
+        """Folds a function over all batches. May be called in cross-replica context or outside all scopes.
 
         Args:
-          initial_state: what to begin with.
+          initial_state: state before the first batch.
           reduce_func: maps the state and a batch to the next state.
+
+        Returns:
+          The state after the last batch.
 
         Raises:
           InvalidArgumentError: `reduce_func` is not callable.
@@ -125,7 +139,7 @@ class DistributedDataset:
 
     @property
     def shards(self) -> Sequence[WorkerShard]:
-        """What each worker reads."""
+        """One `WorkerShard` per worker. Empty for a dataset made by `distribute_datasets_from_function`."""
         return tuple(self._plan.shards)
 
 
@@ -137,28 +151,31 @@ def distribute(
     batch_size: int | None,
     drop_remainder: bool,
 ) -> DistributedDataset:
-    """Divides the batches of a dataset over the replicas.
+    """Splits the batches of a dataset over the replicas.
 
     Args:
       dataset: see `Strategy.experimental_distribute_dataset`.
-      topology: the replicas' devices. Without devices, batches stay as they are.
-      options: how it is read.
-      batch_size: the global batch size, for a dataset of single rows.
-      drop_remainder: whether to leave out a short last batch.
+      topology: devices of the replicas. If it has no devices, batches are not placed.
+      options: how the dataset is read.
+      batch_size: global batch size in rows, for a dataset of single rows. None for a dataset of batches.
+      drop_remainder: whether to drop a short last batch.
+
+    Returns:
+      The distributed dataset.
 
     Raises:
-      InputError: it cannot be divided.
-      InvalidArgumentError: options that are for dataset functions.
+      InputError: the dataset cannot be split.
+      InvalidArgumentError: an option applies only to dataset functions.
     """
     if isinstance(dataset, DistributedDataset):
         raise InputError(
-            "experimental_distribute_dataset", "this dataset is distributed already.", "pass the original dataset"
+            "experimental_distribute_dataset", "the dataset is already distributed.", "pass the original dataset"
         )
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise InvalidArgumentError(
             "experimental_distribute_dataset with InputReplicationMode.PER_REPLICA",
-            "there is one dataset for all replicas.",
-            "distribute_datasets_from_function, which makes one for each",
+            "this method splits one dataset over all replicas.",
+            "distribute_datasets_from_function, which makes one dataset per replica",
         )
     arguments.flag("drop_remainder", drop_remainder)
     worker = worker_of(topology)
@@ -171,7 +188,12 @@ def distribute(
 def distribute_from_function(
     dataset_fn: Callable[[InputContext], Any], topology: Topology, options: InputOptions
 ) -> DistributedDataset:
-    """Makes a distributed dataset of the datasets of per-replica batches that a function returns."""
+    """Returns a distributed dataset of the per-replica batches that `dataset_fn` provides.
+
+    Raises:
+      InvalidArgumentError: `dataset_fn` is not callable.
+      InputError: it returned something that is not a dataset of batches.
+    """
     arguments.function("dataset_fn", dataset_fn, "lambda context: dataset.shard(context.num_input_pipelines, 0)")
     worker = worker_of(topology)
     devices = topology.local_devices
@@ -180,21 +202,20 @@ def distribute_from_function(
 
 
 def shards_of(dataset: Any, topology: Topology, options: InputOptions, batch_size: int | None) -> Sequence[WorkerShard]:
-    """Returns what each worker reads of a dataset, or of a distributed one."""
+    """Returns one `WorkerShard` per worker for a dataset, distributed or not."""
     if isinstance(dataset, DistributedDataset):
         return dataset.shards
     make = functools.partial(source_of, batch_size=batch_size)
     return plan(dataset, make, options.auto_shard_policy, worker_of(topology)).shards
 
 
-def check_options(options: Any) -> InputOptions:
-    """Returns input options; the default ones for None.
+def check_options(options: object) -> InputOptions:
+    """Returns `options`, or the default options for None.
 
     Raises:
-      InvalidArgumentError: it is something else.
+      InvalidArgumentError: `options` is neither `InputOptions` nor None.
     """
     if not isinstance(options, (InputOptions, type(None))):
-        raise InvalidArgumentError(
-            f"options={shown(options)}", "must be InputOptions or None.", "options=phalanx.InputOptions()"
-        )
+        hint = f"batch_size={options}" if arguments.is_integer(options, least=1) else "options=phalanx.InputOptions()"
+        raise InvalidArgumentError(f"options={shown(options)}", "must be InputOptions or None.", hint)
     return options or InputOptions()

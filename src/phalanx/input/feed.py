@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over a source as batches in the form that is asked for."""
+"""Turns the steps that a reader yields into batches: single ones, or several steps stacked.
+
+    AbstractReader ── Feed ── ReadAhead ── DistributedIterator
+                      (background thread)  (thread of the user)
+
+Several workers that read different rows use `Lockstep` instead of `ReadAhead`. The consumer may change its request from
+batch to batch, so everything that was read ahead in another form goes back to the `Feed` as steps and is never lost.
+"""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -17,36 +24,32 @@ from phalanx.mesh.arrays import copied
 
 @dataclass(frozen=True)
 class Form:
-    """How batches are handed out.
+    """The form in which the consumer wants its next batch.
 
     Args:
-      steps: how many are stacked into one; None for single batches.
-      places: for how many steps a stack has room; None for as many as there are.
-      alike: whether only batches of one size are stacked into one.
+      steps: number of steps to stack. None for single batches.
+      places: number of steps that the stack has room for, so that a short stack keeps the shape of a full one. None for
+        the number of steps it holds.
+      alike: whether a stack ends before the first batch of another size.
     """
 
     steps: int | None = None
     places: int | None = None
     alike: bool = False
 
-    @property
-    def size(self) -> int:
-        """How many batches make one."""
-        return self.steps or 1
-
     def room(self, count: int) -> int | None:
-        """Returns for how many steps a stack of `count` has room; None for a single batch."""
+        """Returns the number of steps that a stack of `count` steps has room for; None for a single batch."""
         return None if self.steps is None else self.places or count
 
 
 class Step(NamedTuple):
-    """One worker's part in one step.
+    """One worker's rows for one step.
 
     Args:
-      piece: its rows.
-      rows: how many rows all workers have together.
-      widest: how many rows the replica with the most of them has, of all workers.
-      state: the position after it; None where it has not moved.
+      piece: rows of this worker.
+      rows: rows of the global batch, that is, of all workers together.
+      widest: the largest number of rows that one replica of any worker has.
+      state: position of the reader after this step. None if the position has not moved.
     """
 
     piece: Piece
@@ -56,18 +59,18 @@ class Step(NamedTuple):
 
 
 def split(steps: list[Step], form: Form) -> tuple[list[Step], list[Step]]:
-    """Returns the steps that make the next batch, and those that are left for the ones after it."""
+    """Returns the steps that make the next batch, and the remaining steps."""
     others = (i for i, step in enumerate(steps) if step.rows != steps[0].rows or step.widest != steps[0].widest)
     end = next(others, len(steps)) if form.alike else len(steps)
     return steps[:end], steps[end:]
 
 
 class Batch(NamedTuple):
-    """What is handed out at once: one step's batch, or that of several, stacked.
+    """A placed batch: one step, or several steps stacked.
 
     Args:
-      value: a pytree.
-      steps: what it was made of.
+      value: pytree that the user gets.
+      steps: steps that the batch consists of, which `put_back` returns to the feed.
     """
 
     value: Any
@@ -75,36 +78,42 @@ class Batch(NamedTuple):
 
     @property
     def state(self) -> State | None:
-        """The position after it; None where it has not moved."""
-        return next((step.state for step in reversed(self.steps) if step.state is not None), None)
+        """The position of the reader after this batch; None if it has not moved."""
+        for step in reversed(self.steps):
+            if step.state is not None:
+                return step.state
+        return None
 
 
 Place = Callable[[Sequence[Step], int | None], Any]
-"""Makes the value of a batch of some steps, with room for a number of them; None for a single one."""
+"""Makes the value of a batch from its steps and the room of the stack, which is None for a single step."""
 
 
 class AbstractBatches(ABC):
-    """The batches of one pass."""
+    """The batches of one iteration over a dataset."""
 
     @abstractmethod
     def get(self, form: Form) -> Batch | None:
-        """Returns the next batch; None at the end."""
+        """Returns the next batch, or None at the end."""
 
     @abstractmethod
     def put_back(self, batch: Batch) -> None:
-        """Takes back the batch that was handed out last."""
+        """Takes back the batch that `get` returned last, so that the next `get` reads its steps again."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends reading."""
+        """Stops reading ahead. Steps that were read are kept for the next `get`."""
 
 
 class Feed:
-    """Reads steps: the work of the background thread. It does not know the iterator, which may be dropped meanwhile.
+    """Reads steps, usually in the background thread.
+
+    It holds no reference to the iterator, so that an iterator that the user drops is collected while the thread reads.
+    One thread uses it at a time: the consumer calls `put_back` only after it has stopped the thread.
 
     Args:
       reader: reads pieces.
-      copies: whether others may change the arrays of a piece after it was read.
+      copies: whether to copy each piece, because its owner may change the arrays after the read.
     """
 
     def __init__(self, reader: AbstractReader, *, copies: bool = False) -> None:
@@ -113,17 +122,18 @@ class Feed:
         self._failure: BaseException | None = None
 
     def put_back(self, steps: Sequence[Step], failure: BaseException | None = None) -> None:
-        """Makes these the next steps, and this the failure after them."""
+        """Makes `steps` the next steps to read, and `failure` the error to raise after them."""
         self._first.extendleft(reversed(steps))
         self._failure = failure or self._failure
 
     def read(self, count: int) -> list[Step]:
-        """Returns the next steps; fewer at the end, or before a failure, which is raised by the next call."""
+        """Returns the next `count` steps. Returns fewer at the end or before a failure, which the next call raises."""
         steps: list[Step] = []
         while len(steps) < count:
             try:
                 step = self._read()
             except Exception as e:
+                # The steps before the failure are good. The user gets them first, in the order of the data.
                 if not steps:
                     raise
                 self._failure = e
@@ -149,17 +159,17 @@ class Feed:
 
 @final
 class ReadAhead(AbstractBatches):
-    """Batches that are read, and put in place, before they are asked for.
+    """Batches that are read and placed on the devices before the user asks for them.
 
     Args:
       reader: reads pieces.
-      place: makes batches of them.
-      ahead: how many batches in advance.
-      facts: what is known of the data.
+      place: makes the value of a batch.
+      ahead: number of batches to read in advance.
+      facts: what is known about the dataset.
     """
 
     def __init__(self, reader: AbstractReader, place: Place, ahead: int, facts: Facts) -> None:
-        # A thread reads them; but handing over what takes no time to read takes longer than to read it.
+        # Data in memory needs no thread: handing an item from thread to thread takes longer than slicing it.
         self._in_thread = not facts.is_in_memory
         self._feed = Feed(reader, copies=facts.is_borrowed and self._in_thread)
         self._place, self._ahead, self._waits = place, ahead, facts.is_borrowed and not self._in_thread
@@ -169,12 +179,13 @@ class ReadAhead(AbstractBatches):
     @override
     def get(self, form: Form) -> Batch | None:
         if self._readings is None or (form is not self._form and form != self._form):
+            # What was read ahead has the wrong form. `stop` returns its steps to the feed.
             self.stop()
             self._form = form
             self._readings = readings(_reads(self._feed, self._place, form), self._ahead, in_thread=self._in_thread)
         batch = self._readings.get()
         if self._waits and batch is not None:
-            # The devices are done with the user's arrays, which may be changed from now on.
+            # The transfer reads the user's arrays. Once it is done, the user may write into them.
             jax.block_until_ready(batch.value)
         return batch
 
@@ -194,8 +205,10 @@ class ReadAhead(AbstractBatches):
 
 def _reads(feed: Feed, place: Place, form: Form) -> Callable[[], Batch | None]:
     def read() -> Batch | None:
-        steps, left = split(feed.read(form.size), form)
-        feed.put_back(left)
+        steps = feed.read(form.steps or 1)
+        if len(steps) > 1:
+            steps, left = split(steps, form)
+            feed.put_back(left)
         return Batch(place(steps, form.room(len(steps))), steps) if steps else None
 
     return read

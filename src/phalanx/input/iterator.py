@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The iterator of a distributed dataset: batches on the replicas' devices, and its position."""
+"""The iterator of a distributed dataset, which places batches on the devices and can save its position."""
 
 import dataclasses
 import os
@@ -23,14 +23,15 @@ from phalanx.input import state as positions
 from phalanx.input.feed import AbstractBatches, Batch, Form, Place, ReadAhead, Step
 from phalanx.input.lockstep import Lockstep
 from phalanx.input.placement import Placement
-from phalanx.input.shard import Worker
+from phalanx.input.shard import InputWorker
 from phalanx.input.sharding import Plan
 from phalanx.input.sources.base import State, stack
 from phalanx.mesh.topology import Topology
-from phalanx.mesh.values import PerReplica, is_distributed
+from phalanx.mesh.values import is_distributed, spec_of
 from phalanx.options import InputOptions
 from phalanx.tracing.draws import AbstractIterator
-from phalanx.tracing.scope import innermost
+from phalanx.tracing.scope import innermost, program_scope
+from phalanx.typing import PyTree
 
 T = TypeVar("T")
 
@@ -39,10 +40,12 @@ _MOST_STEPS = 2**31 - 1
 
 @final
 class Optional(Generic[T]):
-    """A batch, or none. `DistributedIterator.get_next_as_optional` returns it; may be used in any context.
+    """A batch that may be missing, as `DistributedIterator.get_next_as_optional` returns it. May be used in any context.
 
     Args:
-      value: the batch, in a tuple; empty for none.
+      value: a tuple that holds the batch, or an empty tuple if there is none.
+
+    Source: tf.experimental.Optional.
 
     Example:
       >>> Optional((1,)).has_value(), Optional(()).has_value()
@@ -53,32 +56,43 @@ class Optional(Generic[T]):
         self._value = value
 
     def has_value(self) -> bool:
-        """Whether there is a batch."""
+        """Returns whether there is a batch."""
         return bool(self._value)
 
     def get_value(self) -> T:
         """Returns the batch.
 
         Raises:
-          OutOfRangeError: there is none.
+          OutOfRangeError: there is no batch.
         """
         if not self._value:
-            raise OutOfRangeError("Optional.get_value()", "it has no value.", "if optional.has_value():")
+            raise OutOfRangeError("Optional.get_value()", "the optional has no value.", "if optional.has_value():")
         return self._value[0]
 
 
 @final
 class DistributedIterator(AbstractIterator):
-    """One pass over a `DistributedDataset`. A background thread reads ahead; it ends with the iterator.
+    """One iteration over a `DistributedDataset`. `iter(dataset)` creates it.
 
-    Used outside programs, where the batch is an argument of the step; or in a `phalanx.function`: each call takes as many batches as
-    the function took when it was traced. A call that raises, for example because too few batches are left, takes none.
+    A background thread reads ahead until the iterator is exhausted or dropped.
+
+    May be used outside traced steps, with the batch as an argument of the step, or inside a `phalanx.function`. Each call
+    of such a function takes as many batches as the function took when it was traced. A call that raises, for example
+    because too few batches are left, takes none.
 
     Args:
-      plan: which worker reads what.
-      topology: the replicas' devices. Without devices, batches stay as they are.
-      options: how it is read.
-      steps: how many batches are stacked into one.
+      plan: which worker reads which rows.
+      topology: devices of the replicas. If it has no devices, batches are not placed.
+      options: how the dataset is read.
+      steps: number of global batches that are stacked into one. None for no stacking.
+
+    Example:
+      >>> import numpy as np, phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> iterator = iter(strategy.experimental_distribute_dataset(np.arange(8), batch_size=4))
+      >>> _ = next(iterator)
+      >>> iterator.get_state()
+      {'records': 4, 'data': {'rows': 8}}
     """
 
     def __init__(self, plan: Plan, topology: Topology, options: InputOptions, *, steps: int | None) -> None:
@@ -86,7 +100,7 @@ class DistributedIterator(AbstractIterator):
         self._worker = worker_of(topology)
         self._state: State
         self._batches: AbstractBatches
-        # Batches that were looked at before they are handed out.
+        # Batches in the form `self._form` that `look` has read and no call has returned yet.
         self._seen: deque[Batch] = deque()
         self._open(None)
 
@@ -94,14 +108,14 @@ class DistributedIterator(AbstractIterator):
         require_outside_programs("a loop over an iterator")
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         """Returns the next batch.
 
         Raises:
-          StopIteration: there is none.
-          OutOfRangeError: there is none, in a `phalanx.function`.
+          StopIteration: there is no further batch.
+          OutOfRangeError: there is no further batch, in a `phalanx.function`.
           ContextError: called in a replica function, or in the body of a loop.
-          InputError: the data cannot be divided.
+          InputError: the data cannot be split.
         """
         if compat.lift_scope() is not None:
             return self._drawn(is_optional=False)[0]
@@ -110,11 +124,11 @@ class DistributedIterator(AbstractIterator):
             raise StopIteration
         return batch.value
 
-    def get_next(self) -> Any:
-        """Returns the next batch, as `next(iterator)` does.
+    def get_next(self) -> PyTree:
+        """Returns the next batch, like `next(iterator)`.
 
         Raises:
-          OutOfRangeError: there is none.
+          OutOfRangeError: there is no further batch.
         """
         try:
             return next(self)
@@ -122,9 +136,9 @@ class DistributedIterator(AbstractIterator):
             raise _at_end("iterator.get_next()") from None
 
     def get_next_as_optional(self) -> Optional[Any]:
-        """Returns the next batch as an `Optional`, which has no value at the end.
+        """Returns the next batch as an `Optional`, which has no value at the end of the data.
 
-        In a `phalanx.function`, `has_value()` is a bool: the last call, which finds no batch, has a program of its own.
+        In a `phalanx.function`, `has_value()` is a Python bool, because the call that finds no batch is traced separately.
         """
         if compat.lift_scope() is not None:
             return Optional(self._drawn(is_optional=True))
@@ -132,16 +146,18 @@ class DistributedIterator(AbstractIterator):
         return Optional(() if batch is None else (batch.value,))
 
     def next_steps(self, steps: int, *, room: int | None = None) -> tuple[Any, int]:
-        """Returns the next batches stacked into one, and how many they are: fewer at the end, or before one of another size.
-
-        `Strategy.run_steps` asks for them.
+        """Returns the next batches, stacked. `Strategy.run_steps` calls it.
 
         Args:
-          steps: how many.
-          room: for how many steps the stack has room, whether it is full or not; None for `steps`.
+          steps: largest number of batches to stack.
+          room: number of steps that the stack has room for, full or not. None for `steps`.
+
+        Returns:
+          The stack, and the number of batches in it. The number is less than `steps` at the end of the data, or before a
+          batch of another size.
 
         Raises:
-          OutOfRangeError: there is none.
+          OutOfRangeError: there is no further batch.
         """
         require_outside_programs("Strategy.run_steps")
         batch = self._next(Form(steps, room or steps, alike=not self._plan.source.facts.one_layout))
@@ -150,12 +166,12 @@ class DistributedIterator(AbstractIterator):
         return batch.value, len(batch.steps)
 
     def next_alike(self, steps: int) -> list[Any]:
-        """Returns the next batches one by one: up to `steps`, and no further than to one of another size.
+        """Returns up to `steps` batches as a list, which ends before a batch of another size.
 
-        `Strategy.run_steps` asks for them where steps cannot be one program.
+        `Strategy.run_steps` calls it if the steps cannot be compiled into one program.
 
         Raises:
-          OutOfRangeError: there is none.
+          OutOfRangeError: there is no further batch.
         """
         require_outside_programs("Strategy.run_steps")
         batches: list[Any] = []
@@ -164,21 +180,24 @@ class DistributedIterator(AbstractIterator):
                 self._put_back(batch, Form())
                 break
             batches.append(batch.value)
+            # The position moves only past batches that are returned, not past the one that was put back.
             self._state = batch.state or self._state
         if not batches:
             raise _at_end("the next steps of an iterator")
         return batches
 
     @property
-    def element_spec(self) -> Any:
-        """What one replica gets of a batch: a pytree of `jax.ShapeDtypeStruct`. It reads the next batch ahead.
+    def element_spec(self) -> PyTree:
+        """Shapes and dtypes of one replica's part of a batch: a pytree of `jax.ShapeDtypeStruct`.
+
+        Looks at the next batch, which stays the next one.
 
         Raises:
           InputError: there is no further batch.
         """
         batch = self.look(0)
         if batch is None:
-            raise InputError("element_spec", "the dataset has no further batch.", "a dataset that is not empty")
+            raise InputError("element_spec", "the dataset has no further batch.", "use a dataset that is not empty")
         return jax.tree.map(spec_of, batch[0], is_leaf=is_distributed)
 
     @override
@@ -196,10 +215,10 @@ class DistributedIterator(AbstractIterator):
             self._next(self._form)
 
     def get_state(self) -> State:
-        """Returns the position after the last batch that was handed out. With several workers all must call it.
+        """Returns the position after the last batch that the user took. All workers must call it.
 
-        It belongs to the dataset, not to the devices: with AutoShardPolicy DATA and FILE another number of workers and
-        replicas can go on from it.
+        Batches that were only read ahead do not count. The position belongs to the dataset, not to the devices: with
+        AutoShardPolicy DATA or FILE, another number of workers and replicas can continue from it.
 
         Returns:
           A dict of numbers, strings, lists and dicts.
@@ -208,13 +227,13 @@ class DistributedIterator(AbstractIterator):
         return positions.of_all_workers(state, self._topology.exchange) if self._plan.agreed else state
 
     def set_state(self, state: State) -> None:
-        """Goes to a position. With several workers all must call it.
+        """Moves to a position. All workers must call it.
 
         Args:
-          state: what `get_state` returned, of this or another iterator over the same data.
+          state: result of `get_state` of this iterator, or of another iterator over the same data.
 
         Raises:
-          InputError: it is no position, or one of other data: another kind of dataset, or another number of rows.
+          InputError: `state` is not a position, or belongs to other data: another kind of dataset or number of rows.
         """
         state = positions.of_worker(state, self._worker.index, self._worker.count)
         state = positions.unmarked(state, self._plan.source.facts)
@@ -223,11 +242,14 @@ class DistributedIterator(AbstractIterator):
         self._seen.clear()
 
     def stop_reading(self) -> None:
-        """Ends reading ahead, until the next batch is asked for. What was read is not lost."""
+        """Stops reading ahead until the next batch is requested. Batches that were read are not lost."""
         self._batches.stop()
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
-        """Writes `get_state()` to a file; with several workers all must call it, and the chief writes.
+        """Saves `get_state()` to a file. All workers must call it; the chief writes the file.
+
+        Args:
+          path: name of the file, which is replaced atomically.
 
         Raises:
           InvalidArgumentError: `path` is not a path.
@@ -238,10 +260,13 @@ class DistributedIterator(AbstractIterator):
             positions.save(state, path)
 
     def load_state(self, path: str | os.PathLike[str]) -> None:
-        """Goes to the position that `save_state` has written.
+        """Moves to the position that `save_state` wrote. All workers must call it.
+
+        Args:
+          path: name of a file that every worker can read.
 
         Raises:
-          InputError: the file holds something else.
+          InputError: the file does not hold a position, or the position belongs to other data.
           InvalidArgumentError: `path` is not a path.
         """
         self.set_state(positions.load(arguments.path("path", path)))
@@ -252,13 +277,14 @@ class DistributedIterator(AbstractIterator):
         place, ahead = self._placing(), self._options.experimental_per_replica_buffer_size
         facts = self._plan.source.facts
         if self._worker.count > 1 and not facts.is_in_memory:
-            # Under DATA too: a worker whose data fails must not leave the others waiting for it in the step.
+            # Also under DATA, although all workers then end at the same step: if the data of one worker fails, the
+            # others must be told before they wait for that worker in a collective.
             exchange = self._topology.exchange
             self._batches = Lockstep(reader, place, self._worker, exchange, ahead=ahead > 0, copies=facts.is_borrowed)
         else:
-            # Under the default strategy nothing is put anywhere, and a dataset on a device is read where it is.
+            # The default strategy places nothing, and a dataset that runs on the device is not prefetched to it.
             here = not self._topology.has_devices or self._options.experimental_place_dataset_on_device
-            # The default strategy hands out the arrays of a dataset themselves.
+            # The default strategy yields the user's own arrays without copying them.
             facts = dataclasses.replace(facts, is_borrowed=facts.is_borrowed and self._topology.has_devices)
             self._batches = ReadAhead(reader, place, 0 if here else ahead, facts)
 
@@ -270,73 +296,69 @@ class DistributedIterator(AbstractIterator):
 
     def _next(self, form: Form) -> Batch | None:
         batch = self._read(form)
-        if batch is not None and batch.state is not None:
-            self._state = batch.state
+        if batch is not None:
+            self._state = batch.state or self._state
         return batch
 
     def _read(self, form: Form) -> Batch | None:
         if self._seen:
             if form == self._form:
                 return self._seen.popleft()
+            # Another form is wanted, for example by `run_steps`. The last batch goes back first, to keep the order.
             while self._seen:
                 self._batches.put_back(self._seen.pop())
         return self._batches.get(form)
 
     def _put_back(self, batch: Batch, form: Form) -> None:
-        """Takes back the batch that was read last, in this form."""
+        """Takes back the batch that `_read` returned last, in the form `form`."""
         if form == self._form:
             self._seen.appendleft(batch)
         else:
             self._batches.put_back(batch)
 
-    def _drawn(self, *, is_optional: bool) -> Any:
-        """Returns the next batch as an input of the program that is being traced, in a tuple; an empty one if there is none."""
-        scope = innermost()
-        assert scope is not None
-        return scope.draw(self, is_optional=is_optional) or ()
+    def _drawn(self, *, is_optional: bool) -> PyTree:
+        """Returns a tuple with the next batch as an input of the program being traced, or an empty tuple at the end."""
+        return program_scope().draw(self, is_optional=is_optional) or ()
 
 
-def check_steps(steps: Any) -> int:
-    """Returns a number of steps.
+def check_steps(steps: object) -> int:
+    """Returns `steps`, a number of steps.
 
     Raises:
-      InvalidArgumentError: it is no positive integer.
+      InvalidArgumentError: `steps` is not a positive integer below 2**31.
     """
     return arguments.integer("steps", steps, most=_MOST_STEPS, kind="an integer of at least 1", hint="steps=16")
 
 
-def worker_of(topology: Topology) -> Worker:
-    """Returns this process's place among the workers."""
-    return Worker(topology.worker_index, topology.num_workers, len(topology.local_replicas))
+def worker_of(topology: Topology) -> InputWorker:
+    """Returns the position of this process among the workers."""
+    return InputWorker(topology.worker_index, topology.num_workers, len(topology.local_replicas))
 
 
-def _unplaced(steps: Sequence[Step], room: int | None) -> Any:
-    """Returns batches as they are, for the default strategy."""
+def _unplaced(steps: Sequence[Step], room: int | None) -> PyTree:
+    """Returns the batch without placing it, for the default strategy."""
     wholes = [step.piece.parts[0] for step in steps]
     return wholes[0] if room is None else stack(wholes, len(wholes))
 
 
-def spec_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of one replica's component of a leaf."""
-    shape = leaf.data.shape[1:] if isinstance(leaf, PerReplica) else np.shape(leaf)
-    return jax.ShapeDtypeStruct(shape, leaf.data.dtype if isinstance(leaf, PerReplica) else leaf.dtype)
-
-
 def require_outside_programs(asked: str) -> None:
-    """Raises while a step is traced.
+    """Checks that no step is being traced.
+
+    Args:
+      asked: what the user called, for the message.
 
     Raises:
-      ContextError: it is.
+      ContextError: a step is being traced.
     """
     if innermost() is not None:
         raise ContextError(
             f"{asked} in a traced step",
-            f"at {user_place()} a compiled step would loop as often as when it was traced, whatever the data.",
+            f"the loop at {user_place()} would be unrolled: every call would run as many iterations as the trace did.",
             "loop around the step: `for batch in dataset: step(batch)`; or strategy.run_steps(fn, iterator, steps)",
         )
 
 
-def _shapes(batch: Any) -> list[tuple[int, ...]]:
+def _shapes(batch: PyTree) -> list[tuple[int, ...]]:
     return list(map(np.shape, jax.tree.leaves(batch)))
 
 

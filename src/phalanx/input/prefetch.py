@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading ahead in a background thread."""
+"""Calls a function ahead of its consumer, in a background thread or in the consumer's own thread."""
 
 import contextvars
 import threading
@@ -17,37 +17,37 @@ _EXIT_TIMEOUT_S = 2.0
 
 
 class AbstractReadings(ABC, Generic[T]):
-    """What a function returns, call after call, until it returns None."""
+    """The results of a function, call after call, until it returns None."""
 
     @abstractmethod
     def get(self) -> T | None:
-        """Returns the next item; None at the end, again and again.
+        """Returns the next item, or None at the end and on every later call.
 
         Raises:
-          BaseException: what the function raised, in the place of the item that it belongs to.
+          BaseException: the function raised it instead of returning this item.
         """
 
     @abstractmethod
     def stop(self) -> tuple[list[T], BaseException | None]:
-        """Ends reading; returns the items that were read but not handed out, and the failure after them."""
+        """Stops reading. Returns the items that were read but not taken, and the failure after them, if any."""
 
 
 def readings(read: Callable[[], T | None], ahead: int, *, in_thread: bool) -> AbstractReadings[T]:
-    """Returns what `read` returns, up to `ahead` items of it read in advance.
+    """Returns the results of `read`, with up to `ahead` items read in advance.
 
     Args:
-      read: returns the next item, or None.
-      ahead: how many.
-      in_thread: whether a thread reads them; else the caller does, when it takes one.
+      read: returns the next item, or None at the end.
+      ahead: number of items to read in advance. 0 reads each item when it is requested.
+      in_thread: whether a background thread reads. If not, the consumer reads the later items when it takes one.
     """
     return _InThread(read, ahead) if ahead and in_thread else _ByCaller(read, ahead)
 
 
 @final
 class _ByCaller(AbstractReadings[T]):
-    """For what takes no time to read: handing an item from one thread to another takes longer.
+    """Reads in the consumer's thread, for items that are cheaper to read than to pass between threads.
 
-    What is read ahead is on its way to the devices while the caller works, for `device_put` does not wait.
+    Reading ahead still helps: `jax.device_put` returns before the transfer ends, so transfers overlap with the steps.
     """
 
     def __init__(self, read: Callable[[], T | None], ahead: int) -> None:
@@ -69,12 +69,12 @@ class _ByCaller(AbstractReadings[T]):
 
 @final
 class _InThread(AbstractReadings[T]):
-    """Starts the thread. It ends with the last item, with a failure, on `stop`, or when this object is no more."""
+    """Reads in a background thread, which ends after the last item, a failure or `stop`, or when this object is collected."""
 
     def __init__(self, read: Callable[[], T | None], ahead: int) -> None:
         self._shelf = shelf = _Shelf[T](ahead)
-        # The thread knows the shelf, not this object, so that it does not keep it alive. It reads in the caller's context:
-        # a generator may ask which strategy is current.
+        # The thread refers to the shelf but not to this object, because that would keep the object alive. It runs in the
+        # context of the caller, because a user's generator may ask for the current strategy.
         context = contextvars.copy_context()
         self._thread = threading.Thread(
             target=context.run, args=(_fill, shelf, read), name="phalanx-prefetch", daemon=True
@@ -100,7 +100,7 @@ def _fill(shelf: "_Shelf[T]", read: Callable[[], T | None]) -> None:
             if item is None:
                 break
             shelf.put(item)
-    except BaseException as e:  # Raised where the item would have been handed out.
+    except BaseException as e:  # `take` raises it in the consumer's thread.
         shelf.fail(e)
     finally:
         shelf.end()
@@ -108,13 +108,17 @@ def _fill(shelf: "_Shelf[T]", read: Callable[[], T | None]) -> None:
 
 def _end(shelf: "_Shelf[T]", thread: threading.Thread) -> None:
     shelf.close()
+    # The garbage collector may run the finalizer in any thread, also in the reading one, which cannot join itself.
     if thread is not threading.current_thread():
-        # A thread that is still in `device_put` when the interpreter ends would crash it.
+        # A daemon thread that is inside `jax.device_put` at interpreter exit can crash the process.
         thread.join(_EXIT_TIMEOUT_S)
 
 
 class _Shelf(Generic[T]):
-    """Where the thread leaves items for the consumer."""
+    """A bounded queue between the reading thread and the consumer, which also carries a failure, and closes.
+
+    `queue.Queue` cannot be closed before Python 3.13 (`Queue.shutdown`), so a thread blocked in `put` could not be stopped.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -124,7 +128,7 @@ class _Shelf(Generic[T]):
         self._change = threading.Condition()
 
     def wait_for_room(self) -> bool:
-        """Returns whether to read on, as soon as there is room for an item."""
+        """Waits until there is room for an item. Returns False if the consumer has closed the shelf instead."""
         with self._change:
             self._change.wait_for(lambda: self._closed or len(self._items) < self._size)
             return not self._closed
@@ -161,6 +165,7 @@ class _Shelf(Generic[T]):
         return None
 
     def rest(self) -> tuple[list[T], BaseException | None]:
+        # No lock: the thread has ended before `stop` calls this.
         rest = list(self._items), self._failure
         self._items, self._failure = deque(), None
         return rest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker reads which files and records, and which replica gets which rows: arithmetic only."""
+"""Arithmetic of sharding: which worker reads which files and records, and which replica gets which rows. Imports no JAX."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Worker:
-    """One worker's place among all.
+class InputWorker:
+    """The position of one worker among all workers.
 
     Args:
-      index: which worker it is, from 0.
-      count: how many workers there are.
-      replicas: how many replicas each of them has.
+      index: rank of this worker, from 0.
+      count: number of workers.
+      replicas: number of replicas per worker.
 
     Example:
-      >>> [Worker(i, 2, 2).rows(7) for i in range(2)]
+      >>> [InputWorker(i, 2, 2).rows(7) for i in range(2)]
       [range(0, 4), range(4, 7)]
     """
 
@@ -28,40 +28,37 @@ class Worker:
 
     @cached_property
     def num_replicas(self) -> int:
-        """How many replicas all workers have together."""
+        """The number of replicas of all workers."""
         return self.count * self.replicas
 
     @property
     def is_chief(self) -> bool:
-        """Whether it speaks for all."""
+        """Whether this worker logs and writes files for all workers."""
         return self.index == 0
 
     def shares(self, rows: int) -> list[int]:
-        """Returns how many rows of a global batch each of its replicas gets."""
-        return shares(rows, self.num_replicas)[self._own]
+        """Returns the number of rows that each replica of this worker gets from a global batch of `rows` rows."""
+        first = self.index * self.replicas
+        return shares(rows, self.num_replicas)[first : first + self.replicas]
 
     def rows(self, rows: int) -> range:
-        """Returns its rows of a global batch of `rows` rows; the workers' ranges follow each other."""
-        start = sum(shares(rows, self.num_replicas)[: self._own.start])
-        return range(start, start + sum(self.shares(rows)))
+        """Returns this worker's rows of a global batch of `rows` rows: a contiguous range, in the order of the ranks."""
+        first, (each, longer) = self.index * self.replicas, divmod(rows, self.num_replicas)
+        end = first + self.replicas
+        return range(first * each + min(first, longer), end * each + min(end, longer))
 
     def files(self, num_files: int) -> range:
-        """Returns its files under FILE: `index`, `index + count`, ..."""
+        """Returns this worker's files under AutoShardPolicy.FILE: `index`, `index + count`, ..."""
         return range(self.index, num_files, self.count)
-
-    @property
-    def _own(self) -> slice:
-        first = self.index * self.replicas
-        return slice(first, first + self.replicas)
 
 
 @dataclass(frozen=True)
 class Split:
-    """How rows are laid out on replicas.
+    """A layout of rows on replicas.
 
     Args:
-      index: `(num_replicas, places)`; the row at each place, any row where it is padded.
-      mask: the same shape; whether the place holds a real row.
+      index: int array (num_replicas, places). The row at each place; the last row if the place is padding.
+      mask: bool array (num_replicas, places). True for real rows.
     """
 
     index: np.ndarray
@@ -69,7 +66,7 @@ class Split:
 
 
 def shares(rows: int, num_replicas: int) -> list[int]:
-    """Returns how many rows each replica gets; they differ by at most one.
+    """Returns the number of rows per replica. The numbers differ by at most one.
 
     Example:
       >>> shares(7, 3)
@@ -79,7 +76,11 @@ def shares(rows: int, num_replicas: int) -> list[int]:
 
 
 def split(counts: Sequence[int], places: int) -> Split:
-    """Lays out consecutive rows, `counts` for each replica, in `places` places each.
+    """Lays out consecutive rows on replicas.
+
+    Args:
+      counts: number of rows per replica.
+      places: number of rows that each replica has room for, at least the largest of `counts`.
 
     Example:
       >>> split([2, 1], places=2).mask.tolist()
@@ -91,13 +92,14 @@ def split(counts: Sequence[int], places: int) -> Split:
     place = np.arange(places)[None, :]
     starts = np.cumsum(counts_of, axis=0) - counts_of
     mask = place < counts_of
-    # A real row pads better than zeros: no function that is finite on the data becomes infinite on the padding.
+    # Pad with a real row instead of zeros: a function that is finite on the data, such as a logarithm, is then also finite
+    # on the padding, and its gradient has no NaN.
     index = np.where(mask, starts + place, max(0, sum(counts) - 1))
     return Split(index, mask)
 
 
 def places(batch_size: int, num_replicas: int) -> int:
-    """Returns how many rows one replica needs room for, at least one.
+    """Returns the number of rows that one replica needs room for: `batch_size / num_replicas` rounded up, at least 1.
 
     Example:
       >>> places(7, 3)

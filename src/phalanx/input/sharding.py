@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker reads what: the policy that is in force, and how it is told."""
+"""Sharding of a dataset between workers: choosing the policy, and reporting which worker reads what."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from phalanx.errors import InputError, shown
 from phalanx.input import shard
-from phalanx.input.shard import Worker
+from phalanx.input.shard import InputWorker
 from phalanx.input.sources.base import (
     UNKNOWN,
     AbstractReader,
@@ -26,24 +26,29 @@ from phalanx.input.sources.base import (
     state_entry,
 )
 from phalanx.options import AutoShardPolicy
+from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx.input")
 
 
 @dataclass(frozen=True)
 class WorkerShard:
-    """What one worker reads. `explain_sharding` returns one for each.
+    """The part of a dataset that one worker reads. `explain_sharding` returns one per worker.
 
     Args:
-      worker: which worker, from 0.
-      num_workers: how many there are.
+      worker: rank of the worker, from 0.
+      num_workers: number of workers.
       policy: the policy in force, never AUTO.
-      records: the rows that it reads of every `batch_size` rows, the first and the last; None where it reads other rows.
-      batch_size: the global batch size; None where only the data tells.
-      num_records: how many rows the dataset has, if that is known.
-      files: the files that it reads, where the dataset consists of files.
-      num_files: how many files the dataset has.
-      reads_all: whether it reads the rows of other workers too, and skips them.
+      records: first and last row that the worker reads of every `batch_size` rows. None if it reads other rows.
+      batch_size: global batch size in rows. None if it is unknown before reading.
+      num_records: number of rows of the dataset. None if it is unknown.
+      files: paths of the files that the worker reads. Empty if the dataset does not consist of files.
+      num_files: number of files of the dataset.
+      reads_all: whether the worker also reads the rows of other workers, and skips them.
+
+    Example:
+      >>> print(WorkerShard(worker=1, num_workers=2, policy=AutoShardPolicy.DATA, records=(4, 7), batch_size=8))
+      worker 1 of 2 reads records 4..7 of every 8 (DATA)
     """
 
     worker: int
@@ -76,13 +81,13 @@ class WorkerShard:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a dataset is divided between workers.
+    """The sharding of a dataset between workers.
 
     Args:
-      source: what each worker opens.
+      source: the source that each worker opens.
       policy: FILE or DATA, for `AbstractSource.open`.
-      agreed: whether the workers read different rows, so that they have to tell each other how many.
-      shards: what each worker reads.
+      agreed: whether the workers read different rows and must therefore agree on the number of steps. See `Lockstep`.
+      shards: one per worker, for the report to the user.
     """
 
     source: AbstractSource
@@ -90,44 +95,53 @@ class Plan:
     agreed: bool
     shards: Sequence[WorkerShard]
 
-    def announce(self, worker: Worker) -> None:
-        """Says on the chief who reads what, if no dataset before had the same said."""
+    def announce(self, worker: InputWorker) -> None:
+        """Logs on the chief which worker reads what, once per text and process."""
         if worker.is_chief:
             level = logging.INFO if worker.count == 1 else logging.WARNING
             for each in self.shards:
                 _say_once(level, str(each))
 
 
-def plan(dataset: Any, source_of: Callable[[Any], AbstractSource], policy: AutoShardPolicy, worker: Worker) -> Plan:
-    """Decides how `dataset` is divided.
+def plan(
+    dataset: Any, source_of: Callable[[Any], AbstractSource], policy: AutoShardPolicy, worker: InputWorker
+) -> Plan:
+    """Decides how `dataset` is sharded between workers.
 
     Args:
-      dataset: what the user passed.
-      source_of: returns the source that a dataset is.
-      policy: what the user wants.
+      dataset: the dataset that the user passed.
+      source_of: converts a dataset to a source.
+      policy: the policy that the user requested.
       worker: this worker.
 
+    Returns:
+      The plan.
+
     Raises:
-      InputError: FILE for a dataset that has too few files or none, or HINT for one that cannot shard itself.
+      InputError: `policy` is FILE but the dataset has too few files or none, or `policy` is HINT but the dataset cannot
+        shard itself.
     """
     source = source_of(dataset)
     facts = source.facts
     policy = _resolved(dataset, policy, facts, worker)
     agreed = worker.count > 1 and policy is not AutoShardPolicy.DATA
     shards = [_shard(facts, policy, dataclasses.replace(worker, index=i)) for i in range(worker.count)]
+    # Under OFF and HINT, each worker reads global batches of its own.
     if agreed and policy is not AutoShardPolicy.FILE:
         source = CutBatches(source_of(_own_shard(dataset, worker)) if policy is AutoShardPolicy.HINT else source)
     in_force = AutoShardPolicy.FILE if policy is AutoShardPolicy.FILE else AutoShardPolicy.DATA
     return Plan(source, in_force, agreed, shards)
 
 
-def _resolved(dataset: Any, policy: AutoShardPolicy, facts: Facts, worker: Worker) -> AutoShardPolicy:
+def _resolved(dataset: Any, policy: AutoShardPolicy, facts: Facts, worker: InputWorker) -> AutoShardPolicy:
     if policy is AutoShardPolicy.AUTO:
         policy = _policy_of_tensorflow(dataset)
     num_files = len(facts.files)
     if policy is AutoShardPolicy.FILE and worker.count > 1 and num_files < worker.count:
         found = (
-            f"it has {num_files} files for {worker.count} workers." if num_files else "it does not consist of files."
+            f"the dataset has {num_files} files for {worker.count} workers."
+            if num_files
+            else "the dataset does not consist of files."
         )
         raise InputError(
             f"AutoShardPolicy.FILE for {shown(dataset)}", found, "auto_shard_policy=phalanx.data.AutoShardPolicy.DATA"
@@ -138,39 +152,40 @@ def _resolved(dataset: Any, policy: AutoShardPolicy, facts: Facts, worker: Worke
         if num_files and worker.is_chief:
             _say_once(
                 logging.WARNING,
-                f"{num_files} files are too few for {worker.count} workers: each takes its rows of every batch",
+                f"{num_files} files are too few for {worker.count} workers, so each reads its rows of every batch",
             )
         return AutoShardPolicy.DATA
+    # A single worker reads all rows in any case, so it may ask for FILE without files.
     return AutoShardPolicy.DATA if policy is AutoShardPolicy.FILE and not num_files else policy
 
 
 def _policy_of_tensorflow(dataset: Any) -> AutoShardPolicy:
-    """Returns the policy among the options of a `tf.data.Dataset`."""
+    """Returns the policy that the options of a `tf.data.Dataset` request, or AUTO."""
     tf = sys.modules.get("tensorflow")
     if tf is None or not isinstance(dataset, tf.data.Dataset):
         return AutoShardPolicy.AUTO
     policy = AutoShardPolicy(int(dataset.options().experimental_distribute.auto_shard_policy))
-    # Its files are known to TensorFlow alone.
+    # Phalanx cannot see the files of a `tf.data.Dataset`, so it cannot shard by file.
     return AutoShardPolicy.AUTO if policy is AutoShardPolicy.FILE else policy
 
 
 @functools.cache
 def _say_once(level: int, text: str) -> None:
-    """Logs what is the same for most datasets of a program, and so was said before."""
+    """Logs a text once per process, because most datasets of a program have the same text."""
     _log.log(level, text)
 
 
-def _own_shard(dataset: Any, worker: Worker) -> Any:
+def _own_shard(dataset: Any, worker: InputWorker) -> PyTree:
     if not hasattr(dataset, "shard"):
         raise InputError(
             f"AutoShardPolicy.HINT for {shown(dataset)}",
-            "it has no method `shard(num_workers, worker)` that says how to divide it.",
+            "the dataset has no method `shard(num_workers, worker)`.",
             "auto_shard_policy=phalanx.data.AutoShardPolicy.AUTO",
         )
     return dataset.shard(worker.count, worker.index)
 
 
-def _shard(facts: Facts, policy: AutoShardPolicy, worker: Worker) -> WorkerShard:
+def _shard(facts: Facts, policy: AutoShardPolicy, worker: InputWorker) -> WorkerShard:
     files = facts.files
     own = tuple(files[i] for i in worker.files(len(files))) if policy is AutoShardPolicy.FILE else files
     rows = worker.rows(facts.batch_size) if facts.batch_size and policy is AutoShardPolicy.DATA else None
@@ -189,12 +204,12 @@ def _shard(facts: Facts, policy: AutoShardPolicy, worker: Worker) -> WorkerShard
 
 @final
 class CutBatches(AbstractSource):
-    """Lets a worker read everything, and cuts each batch into as many as there are workers.
+    """Cuts each batch of a source into one batch per worker, for workers that read whole datasets of their own.
 
-    So a step takes as many rows of all workers together as a global batch has.
+    All workers together then take the rows of one global batch per step.
 
     Args:
-      source: what is read.
+      source: source of global batches, which each worker reads completely.
     """
 
     def __init__(self, source: AbstractSource) -> None:
@@ -207,15 +222,17 @@ class CutBatches(AbstractSource):
         return Facts(batch_size=facts.batch_size, num_batches=UNKNOWN, is_borrowed=facts.is_borrowed)
 
     @override
-    def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
-        inner = self._source.open(Worker(), policy, state_entry(state, "whole", None, beside=("cut",)))
+    def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
+        inner = self._source.open(InputWorker(), policy, state_entry(state, "whole", None, beside=("cut",)))
         cut = state_entry(state, "cut", 0, beside=("whole",))
         return _CutReader(inner, worker, check_count(cut, "part of a batch", worker.count))
 
 
 @final
 class _CutReader(AbstractReader):
-    def __init__(self, reader: AbstractReader, worker: Worker, cut: int) -> None:
+    """Reads a batch and returns its parts one by one. `_before` is the position before that batch, for `get_state`."""
+
+    def __init__(self, reader: AbstractReader, worker: InputWorker, cut: int) -> None:
         self._reader, self._worker, self._cut = reader, worker, 0
         self._before: State = reader.get_state()
         self._piece: Piece | None = None
@@ -231,7 +248,7 @@ class _CutReader(AbstractReader):
         if self._piece is None:
             return None
         total = sum(self._piece.counts)
-        own = Worker(self._cut, workers).rows(total)
+        own = InputWorker(self._cut, workers).rows(total)
         self._cut += 1
         part = rows_of(self._piece.parts[0], own, total)
         return Piece([part], shard.shares(len(own), self._worker.replicas), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of iterators as text, for files and for other workers."""
+"""Saves positions of iterators to files, and combines the positions of several workers."""
 
 import base64
 import json
@@ -11,6 +11,7 @@ import numpy as np
 
 from phalanx.errors import InputError, shown
 from phalanx.input.sources.base import Facts, State
+from phalanx.typing import PyTree
 
 _BYTES, _DATA = "__bytes__", "data"
 
@@ -19,19 +20,20 @@ def to_text(state: State) -> str:
     """Returns a position as JSON.
 
     Raises:
-      TypeError: it holds something else than numbers, strings, bytes, lists and dicts.
+      TypeError: the position contains something other than numbers, strings, bytes, lists and dicts.
     """
     return json.dumps(state, default=_encode)
 
 
 def from_text(text: str) -> State:
-    """Returns the position that `to_text` has written."""
+    """Returns the position that `to_text` wrote."""
     state: State = json.loads(text, object_hook=_decode)
     return state
 
 
 def save(state: State, path: str | os.PathLike[str]) -> None:
-    """Writes a position to a file, whole or not at all."""
+    """Saves a position to a file, completely or not at all."""
+    # `os.replace` is atomic within one file system, so a crash leaves the old file intact.
     beside = f"{os.fspath(path)}.part"
     with open(beside, "w", encoding="utf-8") as file:
         file.write(to_text(state))
@@ -39,10 +41,10 @@ def save(state: State, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> State:
-    """Reads what `save` has written.
+    """Returns the position that `save` wrote.
 
     Raises:
-      InputError: the file holds something else.
+      InputError: the file does not hold a position.
     """
     cause: Exception | None = None
     try:
@@ -52,11 +54,13 @@ def load(path: str | os.PathLike[str]) -> State:
             return state
     except (ValueError, RecursionError) as e:
         cause = e
-    raise InputError(f"load_state({os.fspath(path)!r})", "it holds no position.", "a file of save_state") from cause
+    raise InputError(
+        f"load_state({os.fspath(path)!r})", "the file does not hold a position.", "a file that save_state wrote"
+    ) from cause
 
 
 def marked(state: State, facts: Facts) -> State:
-    """Returns a position with what is known of the data that it belongs to; nothing depends on how it is divided."""
+    """Returns a position that also records the size of its data, which does not depend on how the data is sharded."""
     known = {"rows": facts.num_records}
     if "batches" in state:
         known |= {"batches": facts.num_batches, "batch_size": facts.batch_size}
@@ -65,46 +69,54 @@ def marked(state: State, facts: Facts) -> State:
 
 
 def unmarked(state: State, facts: Facts) -> State:
-    """Returns a position without what `marked` has added to it.
+    """Returns a position without the record that `marked` added.
 
     Raises:
-      InputError: it belongs to other data, or is no position.
+      InputError: `state` is not a position, or belongs to other data.
     """
     if not isinstance(state, Mapping):
-        raise InputError(f"set_state({shown(state, 100)})", "a position is a dict.", "a state that get_state returned")
+        raise InputError(
+            f"set_state({shown(state, 100)})", "a position must be a dict.", "a state that get_state returned"
+        )
     rest = {name: entry for name, entry in state.items() if name != _DATA}
     mark, own = state.get(_DATA, {}), marked(rest, facts).get(_DATA, {})
     names = sorted(set(mark) & set(own)) if isinstance(mark, Mapping) else ()
-    differ = [f"{name}={mark[name]!r} there and {own[name]} here" for name in names if mark[name] != own[name]]
+    differ = [
+        f"{name}={mark[name]!r} in the position and {own[name]} in this dataset"
+        for name in names
+        if mark[name] != own[name]
+    ]
     if differ:
         raise InputError(
             f"set_state({shown(state, 200)})",
-            f"it is a position of other data: {', '.join(differ)}.",
-            f"the dataset whose position it is; or, if the position is meant for this one, del state[{_DATA!r}]",
+            f"the position belongs to other data: {', '.join(differ)}.",
+            f"use the dataset of the position; or, if the position is meant for this dataset, del state[{_DATA!r}]",
         )
     return rest
 
 
 def of_all_workers(state: State, exchange: Callable[[np.ndarray], np.ndarray]) -> State:
-    """Makes one position of those of all workers; every worker calls it and gets the same.
+    """Combines the positions of all workers into one. A collective call with the same result on every worker.
 
     Args:
-      state: this worker's.
+      state: position of this worker.
       exchange: see `Topology.exchange`.
     """
     states = [from_text(text.decode()) for text in exchange_bytes(to_text(state).encode(), exchange)]
     if all("files" in s for s in states):
+        # Each file is read by one worker; the others still have it at 0.
         return {"files": [max(each) for each in zip(*(s["files"] for s in states), strict=True)]}
     return {"workers": states}
 
 
 def exchange_bytes(own: bytes, exchange: Callable[[np.ndarray], np.ndarray]) -> list[bytes]:
-    """Returns what each worker told; all must call it.
+    """Returns the bytes that each worker passed, by rank. A collective call.
 
     Args:
-      own: what this worker tells.
+      own: bytes of this worker, of any length.
       exchange: see `Topology.exchange`.
     """
+    # The exchange needs equal shapes, so the lengths go first.
     lengths = exchange(np.array([len(own)]))[:, 0]
     padded = np.zeros(lengths.max(), np.uint8)
     padded[: len(own)] = np.frombuffer(own, np.uint8)
@@ -112,10 +124,10 @@ def exchange_bytes(own: bytes, exchange: Callable[[np.ndarray], np.ndarray]) -> 
 
 
 def of_worker(state: State, index: int, count: int) -> State:
-    """Returns one worker's part of what `of_all_workers` returned.
+    """Returns one worker's position from the result of `of_all_workers`.
 
     Raises:
-      InputError: it is of another number of workers, and the position is not one that other workers could take over.
+      InputError: the position was saved by another number of workers, and depends on that number.
     """
     if not isinstance(state, Mapping) or "workers" not in state:
         return state
@@ -123,25 +135,25 @@ def of_worker(state: State, index: int, count: int) -> State:
     if not isinstance(states, list) or set(state) != {"workers"}:
         raise InputError(
             f"set_state({shown(state, 200)})",
-            "`workers` is a list of positions, alone.",
+            "`workers` must be a list of positions and the only entry.",
             "a state that get_state returned",
         )
     if len(states) != count:
         raise InputError(
-            f"set_state of {len(states)} workers",
-            f"there are {count} now, and each has a dataset of its own.",
-            "AutoShardPolicy.DATA or FILE, whose positions any number of workers can take over",
+            f"set_state of a position of {len(states)} workers",
+            f"the number of workers is now {count}, and each reads a dataset of its own.",
+            "AutoShardPolicy.DATA or FILE, whose positions fit any number of workers",
         )
     return states[index]  # type: ignore[no-any-return]
 
 
-def _encode(value: Any) -> Any:
+def _encode(value: Any) -> PyTree:
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, np.integer):
         return int(value)
-    raise TypeError(f"{type(value).__name__} in the position of an iterator")
+    raise TypeError(f"The position of an iterator must not contain an object of type {type(value).__name__}.")
 
 
-def _decode(value: dict[str, Any]) -> Any:
+def _decode(value: dict[str, Any]) -> PyTree:
     return base64.b64decode(value[_BYTES]) if set(value) == {_BYTES} else value

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras's `fit`, `evaluate` and `predict` on the replicas of a strategy, and what belongs beside them."""
+"""Keras's `fit`, `evaluate` and `predict` on the replicas of a strategy, with callbacks and layers that go with them.
+
+Importing the package makes models that are created in the scope of a strategy train on its replicas.
+"""
 
 from phalanx.keras import bridge as bridge
 from phalanx.keras.callbacks import SyncCheck, TensorBoard

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which strategy a Keras model belongs to, and who trains it."""
+"""Records which strategy a Keras model belongs to, and dispatches `fit` and the like to its trainer."""
 
 import threading
 import weakref
@@ -19,6 +19,7 @@ from phalanx.strategies.base import Strategy, living_strategies
 from phalanx.strategies.current import get_strategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.tracing import context
+from phalanx.typing import PyTree
 
 _KINDS = {
     "fit": "train",
@@ -28,14 +29,14 @@ _KINDS = {
     "test_on_batch": "test",
     "predict_on_batch": "predict",
 }
-"""The methods that are taken over, and what kind of step each takes."""
+"""The methods of `keras.Model` that Phalanx replaces, and the kind of step that each runs."""
 
 _PREDICTING = ("predict", "predict_on_batch")
-"""The methods that leave a model and its metrics as they are."""
+"""The methods that change neither the model nor its metrics, so that several threads may call them."""
 
 
 class _Models:
-    """What is known of the models that were made or compiled in a scope."""
+    """The strategies and trainers of all living models, by `id`. A finalizer removes a model that is collected."""
 
     def __init__(self) -> None:
         self._strategies: dict[int, Strategy] = {}
@@ -43,13 +44,16 @@ class _Models:
         self._busy: dict[int, threading.RLock] = {}
 
     def note(self, model: keras.Model) -> None:
-        """Notes the strategy in whose scope a model is made or compiled. A compiled model gets a new trainer."""
+        """Records the strategy in whose scope a model is created or compiled. A newly compiled model gets a new trainer."""
+        # The programs of the old trainer contain the old loss and metrics.
         self._trainers.pop(id(model), None)
         if context.has_strategy() and get_strategy().topology.has_devices:
             self._adopt(model, get_strategy())
 
-    def call(self, method: str, original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        """Runs a method of a model on its strategy, or as Keras does if no strategy is its own or current."""
+    def call(
+        self, method: str, original: Callable[..., Any], model: keras.Model, *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
+        """Runs a method of a model on its strategy, or Keras's own method if the model has none and none is current."""
         trainer = self._trainer(model, method, args[0] if args else kwargs.get("x"))
         if trainer is None:
             return original(model, *args, **kwargs)
@@ -58,12 +62,12 @@ class _Models:
         with self._alone(model, method):
             return getattr(trainer, method)(*args, **kwargs)
 
-    def _trainer(self, model: keras.Model, method: str, data: Any) -> ModelTrainer | None:
-        """Returns the trainer that runs a method of a model on some data; None for Keras's own.
+    def _trainer(self, model: keras.Model, method: str, data: PyTree) -> ModelTrainer | None:
+        """Returns the trainer that runs a method of a model on some data; None for Keras's own trainer.
 
         Raises:
-          MixedStrategyError: it belongs to another strategy than the current one.
-          ContextError: Keras cannot.
+          MixedStrategyError: the model belongs to a strategy other than the current one.
+          ContextError: the model belongs to no strategy, and Keras's own trainer cannot run its custom step.
         """
         key, current = id(model), get_strategy()
         if key not in self._strategies and current.topology.has_devices:
@@ -79,8 +83,8 @@ class _Models:
         if current.topology.has_devices and current is not strategy:
             raise MixedStrategyError(
                 f"a model of {strategy!r} in the scope of {current!r}",
-                "its variables are on the other strategy's devices.",
-                "make it, or load it, in this strategy's scope",
+                "its variables are on the devices of the other strategy.",
+                "create or load the model in the scope of this strategy",
             )
         if key not in self._trainers:
             if isinstance(strategy, ParameterServerStrategy):
@@ -101,17 +105,19 @@ class _Models:
 
     @contextmanager
     def _alone(self, model: keras.Model, method: str) -> Iterator[None]:
-        """Refuses to train or evaluate one model in two threads at once.
+        """Prevents two threads from training or evaluating one model at the same time.
+
+        The lock is reentrant, because `fit` may run `evaluate` from a callback.
 
         Raises:
-          ContextError: another thread does.
+          ContextError: another thread trains or evaluates the model.
         """
         busy = self._busy[id(model)]
         if not busy.acquire(blocking=False):
             raise ContextError(
                 f"{method} of the model {model.name!r}",
-                "another thread trains or evaluates it, and both would use its variables and metrics.",
-                "wait for the other thread, or give each a model: keras.models.clone_model(model)",
+                "another thread is training or evaluating it, and both would write to its variables and metrics.",
+                "wait for the other thread, or give each thread its own model: keras.models.clone_model(model)",
             )
         try:
             yield
@@ -123,9 +129,9 @@ class _Models:
         unused = [s for s in living_strategies() if s.num_replicas_in_sync > 1 and id(s) not in used]
         if unused:
             warn_of_slip(
-                f"fit was called outside the scope of {unused[0]!r}, on a model that was made outside too. "
-                "It trains on one device.",
-                "with strategy.scope(): around the lines that make and compile the model",
+                f"fit was called outside the scope of {unused[0]!r}, on a model that was also created outside it. "
+                "The model trains on one device.",
+                "with strategy.scope(): around the lines that create and compile the model",
             )
 
 
@@ -133,26 +139,34 @@ def _strategy_of(dataset: DistributedDataset, method: str) -> Strategy:
     """Returns the strategy that distributes a dataset.
 
     Raises:
-      ContextError: it does not exist any more.
+      ContextError: the strategy no longer exists.
     """
     for strategy in living_strategies():
         if strategy.topology.has_devices and strategy.topology is dataset.topology:
             return strategy
     raise ContextError(
         f"{method} of a DistributedDataset outside all scopes",
-        "the strategy that distributes it does not exist any more, and the model was made in no scope.",
-        "with strategy.scope(): around the lines that make and compile the model",
+        "the strategy of the dataset no longer exists, and the model was not created in a scope.",
+        "with strategy.scope(): around the lines that create and compile the model",
     )
 
 
 def _require_steps_of_keras(model: keras.Model, method: str) -> None:
-    """Refuses what would fail in Keras, and leave the model without its variables."""
+    """Rejects custom steps that Keras cannot run, before the failure would destroy the variables of the model.
+
+    Keras's JAX trainer empties the variables during an epoch (`_purge_model_variables` in Keras 3.15), and does not refill them
+    if a step raises.
+
+    Raises:
+      ContextError: the step takes the data only.
+    """
     kind = _KINDS[method]
     if steps.is_refused_by_keras(model, kind):
         raise ContextError(
             f"{method} of a {type(model).__name__} outside all scopes",
-            f"its {kind}_step takes the data alone, and Keras itself calls {kind}_step(state, data).",
-            'with strategy.scope(): around the model; strategy = phalanx.OneDeviceStrategy("cpu:0") for one device',
+            f"its {kind}_step takes only the data, but on JAX Keras calls {kind}_step(state, data).",
+            "with strategy.scope(): around the lines that create the model. For one device, use "
+            'strategy = phalanx.OneDeviceStrategy("cpu:0")',
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks: what Keras has for TensorFlow only, and what it has not."""
+"""Callbacks: a check that replicas are in sync, and a TensorBoard callback that does not need TensorFlow."""
 
 import os
 from typing import Any, final
@@ -9,20 +9,21 @@ from typing_extensions import override
 
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
 from phalanx.testing import assert_in_sync
+from phalanx.typing import PyTree
 
 
 @final
 class SyncCheck(keras.callbacks.Callback):
-    """Checks at times that all replicas hold the same variables. May be made in any context.
+    """Checks periodically that all replicas hold the same variables. May be created in any context.
 
-    Training ends by the error of `phalanx.testing.assert_in_sync`, which names the variable and the ranks, where they do not.
-    Each check copies all variables to the host.
+    If they differ, training ends with the `DivergenceError` of `phalanx.testing.assert_in_sync`, which names the variable and
+    the ranks. Each check copies all variables to the host.
 
     Args:
-      every: after how many batches it checks; it also does at the end of the training.
+      every: number of batches between two checks. The end of training is checked too.
 
     Raises:
-      InvalidArgumentError: `every` is less than 1.
+      InvalidArgumentError: `every` is not a positive integer.
 
     Example:
       >>> import phalanx
@@ -36,36 +37,38 @@ class SyncCheck(keras.callbacks.Callback):
         self._last = -1
 
     @override
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes that batches are numbered from 0 again."""
+    def on_epoch_begin(self, epoch: int, logs: PyTree = None) -> None:
+        """Resets the batch count, because Keras numbers the batches of each epoch from 0."""
         self._last = -1
 
     @override
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Checks, if it is time."""
+    def on_train_batch_end(self, batch: int, logs: PyTree = None) -> None:
+        """Checks the replicas if `every` batches have passed since the last check."""
+        # With `steps_per_execution`, `batch` advances by several batches per call.
         before, self._batches = self._batches, self._batches + batch - self._last
         self._last = batch
         if self._batches // self._every > before // self._every:
             assert_in_sync(self.model)
 
     @override
-    def on_train_end(self, logs: Any = None) -> None:
-        """Checks once more."""
+    def on_train_end(self, logs: PyTree = None) -> None:
+        """Checks the replicas at the end of training."""
         assert_in_sync(self.model)
 
 
 @final
 class TensorBoard(keras.callbacks.Callback):
-    """Writes losses and metrics for TensorBoard, under the names that Keras's own callback gives them.
+    """Writes losses and metrics for TensorBoard. May be created in any context.
 
-    Keras's needs TensorFlow; this one needs tensorboardX. May be made in any context.
+    `keras.callbacks.TensorBoard` needs TensorFlow; this callback needs tensorboardX. The names of the values are the same.
 
     Args:
-      log_dir: the folder; training writes below `train`, validation below `validation`.
-      update_freq: `"epoch"`, `"batch"`, or every how many batches the batches' values are written too.
+      log_dir: folder for the logs. Training writes to its subfolder `train`, validation to `validation`.
+      update_freq: when to write the values of batches, in addition to those of epochs: "epoch" for never, "batch" for every
+        batch, or a number of batches.
 
     Raises:
-      InvalidArgumentError: `update_freq` is none of these.
+      InvalidArgumentError: `update_freq` is neither of these.
       MissingDependencyError: tensorboardX is not installed.
 
     Source: keras.callbacks.TensorBoard.
@@ -78,11 +81,11 @@ class TensorBoard(keras.callbacks.Callback):
     def __init__(self, log_dir: str | os.PathLike[str] = "logs", update_freq: str | int = "epoch") -> None:
         super().__init__()
         is_name = isinstance(update_freq, str) and update_freq in ("epoch", "batch")
-        is_count = isinstance(update_freq, int) and not isinstance(update_freq, bool) and update_freq > 0
+        is_count = arguments.is_integer(update_freq, least=1)
         if not (is_name or is_count):
             raise InvalidArgumentError(
                 f"update_freq={shown(update_freq)}",
-                'must be "epoch", "batch" or a number of batches.',
+                'must be "epoch", "batch" or a positive number of batches.',
                 'update_freq="epoch"',
             )
         try:
@@ -90,7 +93,7 @@ class TensorBoard(keras.callbacks.Callback):
         except ImportError as e:
             raise MissingDependencyError(
                 "TensorBoard(...)",
-                "tensorboardX writes its files, and is not installed.",
+                "it needs the library tensorboardX, which is not installed.",
                 "pip install phalanx[tensorboard]",
             ) from e
         self._writer_class = tensorboardX.SummaryWriter
@@ -101,20 +104,20 @@ class TensorBoard(keras.callbacks.Callback):
         self._is_training = False
 
     @override
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Begins to write."""
+    def on_train_begin(self, logs: PyTree = None) -> None:
+        """Marks the start of training, so that a validation inside `fit` does not close the files."""
         self._is_training = True
 
     @override
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Writes the values so far in this epoch, where they are asked for."""
+    def on_train_batch_end(self, batch: int, logs: PyTree = None) -> None:
+        """Writes the averages of this epoch so far, at every `update_freq` batches."""
         self._batches += 1
         if self._every and self._batches % int(self._every) == 0:
             self._write("train", {f"batch_{name}": value for name, value in (logs or {}).items()}, self._batches)
 
     @override
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Writes the values of the epoch, and the learning rate."""
+    def on_epoch_end(self, epoch: int, logs: PyTree = None) -> None:
+        """Writes the values and the learning rate of the epoch."""
         logs = logs or {}
         trained = {f"epoch_{name}": value for name, value in logs.items() if not name.startswith("val_")}
         validated = {f"epoch_{name[4:]}": value for name, value in logs.items() if name.startswith("val_")}
@@ -126,8 +129,8 @@ class TensorBoard(keras.callbacks.Callback):
             writer.flush()
 
     @override
-    def on_test_end(self, logs: Any = None) -> None:
-        """Writes the values of `evaluate`, beside the number of steps that the optimizer has done."""
+    def on_test_end(self, logs: PyTree = None) -> None:
+        """Writes the results of `evaluate`, with the optimizer's number of steps as the x-axis."""
         optimizer = self.model.optimizer
         if optimizer is not None:
             named = {f"evaluation_{name}_vs_iterations": value for name, value in (logs or {}).items()}
@@ -136,8 +139,8 @@ class TensorBoard(keras.callbacks.Callback):
             self._close()
 
     @override
-    def on_train_end(self, logs: Any = None) -> None:
-        """Writes what is left."""
+    def on_train_end(self, logs: PyTree = None) -> None:
+        """Closes the files."""
         self._is_training = False
         self._close()
 

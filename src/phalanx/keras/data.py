@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `fit`, `evaluate` and `predict` are given, as epochs of distributed batches."""
+"""Turns the data arguments of `fit`, `evaluate` and `predict` into epochs of distributed batches."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,18 +18,19 @@ from phalanx.input.sources.files import Files
 from phalanx.input.sources.functions import InputContext
 from phalanx.options import InputOptions
 from phalanx.strategies.base import Strategy
+from phalanx.typing import PyTree
 
 
 @final
 class DatasetCreator:
-    """A function that makes a dataset, as an argument of `fit` and `evaluate`. May be made in any context.
+    """A function that creates a dataset, as the argument `x` of `fit` or `evaluate`. May be created in any context.
 
     Args:
-      dataset_fn: maps a `phalanx.InputContext` to a dataset of per-replica batches; called once for each input pipeline.
-      input_options: those of `Strategy.distribute_datasets_from_function`.
+      dataset_fn: maps a `phalanx.InputContext` to a dataset of per-replica batches. Called once per input pipeline.
+      input_options: options of `Strategy.distribute_datasets_from_function`.
 
     Raises:
-      InvalidArgumentError: `dataset_fn` cannot be called, or `input_options` are none.
+      InvalidArgumentError: `dataset_fn` is not callable, or `input_options` are not `phalanx.InputOptions`.
 
     Source: tf.keras.utils.experimental.DatasetCreator.
 
@@ -44,17 +45,22 @@ class DatasetCreator:
         if not callable(dataset_fn):
             raise InvalidArgumentError(
                 f"DatasetCreator({shown(dataset_fn)})",
-                "it cannot be called.",
+                "dataset_fn is not callable.",
                 "DatasetCreator(lambda context: dataset)",
             )
         if not isinstance(input_options, (InputOptions, type(None))):
             raise InvalidArgumentError(
-                f"input_options={shown(input_options)}", "they are no InputOptions.", "phalanx.InputOptions()"
+                f"input_options={shown(input_options)}",
+                "must be InputOptions or None.",
+                "input_options=phalanx.InputOptions()",
             )
         self._dataset_fn, self.input_options = dataset_fn, input_options
 
     def __call__(self, context: InputContext) -> Any:
-        """Returns the dataset for one input pipeline.
+        """Returns the dataset of one input pipeline.
+
+        Args:
+          context: index and number of the input pipeline, for `dataset_fn`.
 
         Raises:
           InvalidArgumentError: `context` is not an InputContext.
@@ -64,19 +70,19 @@ class DatasetCreator:
 
 
 class EpochData:
-    """The batches of a call of `fit`, `evaluate` or `predict`.
+    """The batches of one call of `fit`, `evaluate` or `predict`.
 
     Args:
-      strategy: on whose replicas they are divided.
-      x: what Keras takes, a `DistributedDataset`, a `DatasetCreator`, or what `phalanx.data.from_files` returns.
-      steps: how many batches make an epoch; None for all.
-      group: how many batches are handed out at once.
-      is_stacked: whether the batches of a group are stacked, for one program that takes them all.
-      **data: what else Keras's data adapters take.
+      strategy: the strategy whose replicas share each batch.
+      x: any data that Keras accepts, a `DistributedDataset`, a `DatasetCreator`, or the result of `phalanx.data.from_files`.
+      steps: number of batches per epoch. None for all.
+      group: number of batches per execution, as in `compile(steps_per_execution=...)`.
+      is_stacked: whether the batches of a group are stacked, for one program that runs them all.
+      **data: further arguments of Keras's data adapters, such as `y` and `batch_size`.
     """
 
     def __init__(
-        self, strategy: Strategy, x: Any, *, steps: int | None, group: int, is_stacked: bool = True, **data: Any
+        self, strategy: Strategy, x: PyTree, *, steps: int | None, group: int, is_stacked: bool = True, **data: PyTree
     ) -> None:
         most = keras.config.max_steps_per_epoch()
         if most and (steps is None or steps > most):
@@ -90,7 +96,7 @@ class EpochData:
         self._dataset = self._of_keras(strategy, x, steps, data) if batched is None else batched
         self._dataset.require_same()
 
-    def _of_keras(self, strategy: Strategy, x: Any, steps: int | None, data: dict[str, Any]) -> DistributedDataset:
+    def _of_keras(self, strategy: Strategy, x: PyTree, steps: int | None, data: dict[str, Any]) -> DistributedDataset:
         self._adapter = adapter = compat.data_adapter(x=x, steps_per_epoch=steps, **data)
         count = UNKNOWN if adapter.num_batches is None else adapter.num_batches
         batch_size, is_full = compat.size_of_batches(adapter)
@@ -101,7 +107,8 @@ class EpochData:
             num_batches=count,
             num_records=compat.num_rows(adapter) if in_memory else None,
             is_in_memory=in_memory,
-            # A mean of the user's own sees as little padding as can be, and none where the replicas divide the batch.
+            # Pad each batch only as far as the replicas need. A mean in the user's own code would include padded rows, and
+            # there are none if the number of replicas divides the batch size.
             one_layout=False,
         )
         source = BatchStream(adapter.get_numpy_iterator, facts, copies=True)
@@ -109,37 +116,48 @@ class EpochData:
 
     @property
     def num_batches(self) -> int | None:
-        """How many batches an epoch has, if that is known."""
+        """The number of batches per epoch; None if it is unknown."""
         count = self._dataset.cardinality
         return self._steps or (None if count < 0 else count)
 
     @property
-    def element_spec(self) -> Any:
-        """The shapes of a batch."""
+    def element_spec(self) -> PyTree:
+        """Shapes and dtypes of a batch: a pytree of `jax.ShapeDtypeStruct`."""
         if not compat.is_array_adapter(self._adapter):
             return self._dataset.element_spec
-        # Keras draws a batch for this, and with it an order of the rows: the epochs are to have the same orders.
+        # Keras reads one batch to build the model, which draws one random order of the rows. Do the same, so that the epochs
+        # have the same orders as in Keras.
         batch = next(iter(self._adapter.get_numpy_iterator()), None)
         if batch is None:
-            raise InputError("data without a row", "there is nothing to build the model with.", "at least one row")
+            raise InputError(
+                "fit, evaluate or predict on data without rows",
+                "the shapes for building the model are unknown.",
+                "pass at least one row",
+            )
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
     def restart(self) -> None:
-        """Lets the next epoch begin with the first batch, where the data can be read again."""
+        """Makes the next epoch begin with the first batch, unless the data can be read only once."""
         if not compat.goes_on(self._adapter):
             self._iterator = None
 
     def epoch(self) -> Iterator[tuple[int, list[tuple[Any, int]]]]:
-        """Yields the first step of each group of an epoch, and its parts: a batch, or stacked ones of a size, and how many."""
+        """Yields the groups of one epoch.
+
+        Yields:
+          The index of the first step of the group, and the parts of the group: pairs of a batch, or a stack of batches of
+          equal size, and its number of steps.
+        """
         if self._adapter is not None:
             self._adapter.on_epoch_begin()
-        # Where an epoch is so many steps, the next one goes on where it ends; where the data end, from their beginning.
+        # With `steps_per_epoch`, an epoch continues where the last one ended, and starts over at the end of the data.
         goes_on, self._iterator = self._iterator, None
         iterator = goes_on or iter(self._dataset)
         done = 0
         while self._steps is None or done < self._steps:
             wanted = self._group if self._steps is None else min(self._group, self._steps - done)
             parts = list(_parts(iterator, self._stacked, wanted))
+            # The last epoch ended exactly at the end of the data.
             if not parts and goes_on and not done:
                 goes_on, iterator = None, iter(self._dataset)
                 continue
@@ -148,7 +166,7 @@ class EpochData:
             yield done, parts
             done += sum(count for _, count in parts)
         if done == self._steps:
-            # Between two epochs Keras's own threads do not run, and nothing may be asked of them.
+            # Keras stops the threads of a `PyDataset` in `on_epoch_end`. A thread of ours that waits for them would hang.
             iterator.stop_reading()
             self._iterator = iterator
         elif self._steps is not None:
@@ -158,33 +176,35 @@ class EpochData:
 
     def _warn(self, done: int) -> None:
         warnings.warn(
-            f"The data ended after {done} of {self._steps} steps of an epoch. HINT: .repeat() the dataset, or leave out steps_per_epoch.",
+            f"The data ended after {done} of {self._steps} steps of an epoch. "
+            "HINT: dataset.repeat(), or leave out steps_per_epoch.",
             stacklevel=4,
         )
 
 
-def _batched(strategy: Strategy, x: Any, data: dict[str, Any]) -> DistributedDataset | None:
-    """Returns the batches of what is none of Keras's own kinds of data; None of those.
+def _batched(strategy: Strategy, x: PyTree, data: dict[str, Any]) -> DistributedDataset | None:
+    """Returns the distributed dataset for the kinds of data that only Phalanx knows; None for those of Keras.
 
     Raises:
-      InvalidArgumentError: it has its labels, weights and sizes of batches already, and they are given.
-      InputError: it is an iterator.
+      InvalidArgumentError: labels, weights or a batch size are passed besides `x`, which already contains them.
+      InputError: `x` is an iterator.
     """
     if isinstance(x, DistributedIterator):
         raise InputError(
             "fit of a DistributedIterator",
-            "it can be read once, an epoch needs a dataset.",
-            "fit(dataset) without iter",
+            "an iterator can be read only once, but each epoch reads the data again.",
+            "fit(dataset) instead of fit(iter(dataset))",
         )
     if not isinstance(x, (DistributedDataset, DatasetCreator, Files)):
         return None
     batch_size = data.pop("batch_size", None) if isinstance(x, Files) else None
+    # `fit` passes shuffle=True by default, so it does not show what the user wants.
     given = [name for name, value in data.items() if value is not None and name != "shuffle"]
     if given:
         raise InvalidArgumentError(
             f"{', '.join(given)} with a {type(x).__name__}",
-            "its elements are (inputs, targets, sample_weight) already, in batches of its own.",
-            "put them into the dataset",
+            "the dataset already yields batches of (inputs, targets, sample_weight).",
+            "make them part of the elements of the dataset",
         )
     if isinstance(x, DistributedDataset):
         return x
@@ -194,7 +214,13 @@ def _batched(strategy: Strategy, x: Any, data: dict[str, Any]) -> DistributedDat
 
 
 def _parts(iterator: DistributedIterator, room: int, wanted: int) -> Iterator[tuple[Any, int]]:
-    """Yields the batches of a group of so many steps; those of another size apart from the others."""
+    """Yields the parts of a group: stacks of batches of equal size with their numbers of steps.
+
+    Args:
+      iterator: the iterator to read.
+      room: number of steps that a stack has room for. 1 for batches that are not stacked.
+      wanted: number of steps of the group.
+    """
     while wanted:
         try:
             batches, count = (iterator.get_next(), 1) if room == 1 else iterator.next_steps(wanted, room=room)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ShardedEmbedding`: a table of which no process needs to have the whole."""
+"""`ShardedEmbedding`: an embedding table that is sharded over parameter servers."""
 
 from typing import Any
 
@@ -14,25 +14,29 @@ from phalanx.servers.homes import Homes
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.tracing import context
 from phalanx.tracing.scope import innermost
+from phalanx.typing import PyTree
 
 
 @keras.saving.register_keras_serializable(package="phalanx")
 class ShardedEmbedding(keras.layers.Embedding):
-    """`keras.layers.Embedding` whose rows are divided between the parameter servers. May be made in any context.
+    """A `keras.layers.Embedding` whose rows are sharded over the parameter servers. May be created in any context.
 
-    Made in the scope of a `ParameterServerStrategy`, the servers make the rows themselves; a step takes the rows of its batch and pushes the
-    gradients of these, and the optimizer updates them and no others. So momentum and the like stand still for the rows that
-    no batch has. Under other strategies it is what it is called after. Ids must be computed from the batch alone.
+    In the scope of a `ParameterServerStrategy`, the servers initialize the rows, so no process holds the whole table. A step
+    pulls only the rows of its batch and pushes only their gradients. The optimizer updates only these rows, so the momentum
+    of all other rows stays unchanged. The ids must be computed from the batch alone, without variables.
+
+    Under other strategies the layer is a plain `keras.layers.Embedding`.
 
     Args:
-      input_dim: the number of rows; ids are less.
-      output_dim: the length of a row.
-      embeddings_initializer: as there.
-      mask_zero: as there.
-      **kwargs: `name`, `dtype` and the like.
+      input_dim: number of rows. Ids are less than it.
+      output_dim: length of a row.
+      embeddings_initializer: see `keras.layers.Embedding`.
+      mask_zero: see `keras.layers.Embedding`.
+      **kwargs: `name`, `dtype` and other arguments of a Keras layer.
 
     Raises:
-      InvalidArgumentError: a regularizer or a constraint, which need the whole table, or weights, lora and quantization; or what keras.layers.Embedding refuses.
+      InvalidArgumentError: a regularizer, a constraint, weights, LoRA or quantization is requested, which need the whole
+        table; or `keras.layers.Embedding` rejects an argument.
 
     Source: keras.layers.Embedding; tf.distribute's ShardedVariable.
 
@@ -49,7 +53,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         output_dim: int,
         embeddings_initializer: Any = "uniform",
         mask_zero: bool = False,
-        **kwargs: Any,
+        **kwargs: PyTree,
     ) -> None:
         whole = ("embeddings_regularizer", "embeddings_constraint", "weights", "lora_rank", "quantization_config")
         given = {name: kwargs.pop(name) for name in whole if name in kwargs}
@@ -57,7 +61,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         if wrong := [name for name, value in given.items() if value is not None]:
             raise InvalidArgumentError(
                 f"ShardedEmbedding({wrong[0]}={shown(given[wrong[0]], 40)})",
-                "it would need the whole table at each step.",
+                "the argument needs the whole table at each step, but the servers hold only shards.",
                 "keras.layers.Embedding; or layer.embeddings.assign(weights)",
             )
         for name, size in (("input_dim", input_dim), ("output_dim", output_dim)):
@@ -68,7 +72,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         except Exception as e:
             raise InvalidArgumentError(
                 f"ShardedEmbedding(embeddings_initializer={shown(embeddings_initializer)}, {shown(kwargs)})",
-                f"keras.layers.Embedding refuses it: {type(e).__name__}.",
+                f"keras.layers.Embedding rejects these arguments: {type(e).__name__}.",
                 'embeddings_initializer="uniform"',
             ) from e
         self._homes: Homes | None = None
@@ -84,7 +88,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         self._homes.add_table(self._embeddings)
 
     @override
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: PyTree) -> PyTree:
         if self._homes is None:
             return super().call(inputs)
         ids = keras.ops.cast(inputs, "int32")
@@ -93,7 +97,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         return keras.ops.cast(rows, self.compute_dtype)
 
     def _fetched(self, ids: jax.Array) -> jax.Array:
-        """Returns rows outside of steps, as they are on the servers."""
+        """Returns the current rows from the servers, outside traced steps. Inside a user's `jax.jit`, by a callback."""
         homes = self._homes
         assert homes is not None
         if not isinstance(ids, jax.core.Tracer):
@@ -102,5 +106,6 @@ class ShardedEmbedding(keras.layers.Embedding):
         return jax.pure_callback(lambda x: np.asarray(homes.rows(self._embeddings, np.asarray(x))), shape, ids)
 
     def _made(self, input_shape: Any) -> keras.Variable:
+        """Builds the layer as Keras does, and returns its table."""
         super().build(input_shape)
         return self._embeddings

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cross-entropy of a sigmoid or a softmax is computed from its logits, as in tf.keras.
+"""Computes the cross-entropy of a sigmoid or softmax from its logits, as tf.keras does.
 
-Keras's TensorFlow backend remembers the logits of a probability; its JAX backend clips the probability, so the gradient
-vanishes once a unit saturates. Here each traced probability is remembered with its logits for as long as it lives. Casts
-and changes of rank are followed. Outside of traced steps nothing is remembered.
+Keras 3 on TensorFlow stores the logits with a probability (`_keras_logits`). Keras 3 on JAX clips the probability to
+`[epsilon, 1 - epsilon]` instead, so the gradient vanishes once a unit saturates. This module records the logits of each
+traced probability for as long as the probability lives, and follows it through casts and reshapes. It records nothing
+outside traced steps.
 """
 
 import weakref
@@ -13,16 +14,17 @@ from typing import Any
 
 from phalanx import compat
 from phalanx.errors import InvalidArgumentError, shown
+from phalanx.typing import PyTree
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a probability comes from.
+    """The logits of a probability.
 
     Args:
-      probability: the array; the entry ends with it.
-      logits: what the probability was computed from, in the same shape and dtype.
-      axis: of a softmax, counted from the first dim; None for a sigmoid.
+      probability: weak reference to the array. The entry is removed with it.
+      logits: array that the probability was computed from, with the same shape and dtype.
+      axis: dim of a softmax, at least 0. None for a sigmoid.
     """
 
     probability: weakref.ref[Any]
@@ -35,12 +37,12 @@ _is_on = True
 
 
 def set_logits_recovery(enabled: bool) -> None:
-    """Decides whether traced steps compute cross-entropy from the logits of a sigmoid or softmax; by default they do.
+    """Sets whether traced steps compute the cross-entropy of a sigmoid or softmax from its logits. They do by default.
 
-    May be called in any context, before the first step: steps that are compiled already stay as they are.
+    May be called in any context. Steps that are already compiled do not change, so call it before the first step.
 
     Args:
-      enabled: False for what Keras does on JAX: it clips the probability to `keras.config.epsilon()`.
+      enabled: False for the behaviour of Keras on JAX, which clips probabilities by `keras.config.epsilon()`.
 
     Raises:
       InvalidArgumentError: `enabled` is not a bool.
@@ -61,31 +63,32 @@ def set_logits_recovery(enabled: bool) -> None:
 
 
 def _remember(probability: Any, logits: Any, axis: int | None) -> None:
+    # Tracers are not hashable by value, so the key is the id. `_source_of` checks that the id was not reused.
     key = id(probability)
     _sources[key] = _Source(weakref.ref(probability, lambda _: _sources.pop(key, None)), logits, axis)
 
 
-def _source_of(x: Any) -> _Source | None:
+def _source_of(x: PyTree) -> _Source | None:
     source = _sources.get(id(x))
     return source if source is not None and source.probability() is x else None
 
 
-def _sigmoid(original: Callable[..., Any], x: Any) -> Any:
+def _sigmoid(original: Callable[..., Any], x: PyTree) -> Any:
     probability = original(x)
     if _is_on and compat.is_lifting():
         _remember(probability, compat.to_tensor(x), None)
     return probability
 
 
-def _softmax(original: Callable[..., Any], x: Any, axis: Any = -1) -> Any:
+def _softmax(original: Callable[..., Any], x: PyTree, axis: Any = -1) -> Any:
     probability = original(x, axis=axis)
     if _is_on and isinstance(axis, int) and compat.is_lifting():
         _remember(probability, compat.to_tensor(x), axis % probability.ndim)
     return probability
 
 
-def _follow(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Remembers what a function makes of a probability that is known, if it keeps the elements."""
+def _follow(original: Callable[..., Any], x: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
+    """Records the logits of a result if the argument is a probability and the function keeps its elements."""
     result = original(x, *args, **kwargs)
     source = _source_of(x) if _sources and result is not x else None
     if source is not None and (source.axis is None or result.shape == x.shape):
@@ -93,7 +96,7 @@ def _follow(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> 
     return result
 
 
-def _binary(original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False) -> Any:
+def _binary(original: Callable[..., Any], target: PyTree, output: PyTree, from_logits: bool = False) -> Any:
     source = None if from_logits else _source_of(output)
     if source is None or source.axis is not None:
         return original(target, output, from_logits=from_logits)
@@ -101,7 +104,7 @@ def _binary(original: Callable[..., Any], target: Any, output: Any, from_logits:
 
 
 def _categorical(
-    original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
+    original: Callable[..., Any], target: PyTree, output: PyTree, from_logits: bool = False, axis: int = -1
 ) -> Any:
     source = None if from_logits else _source_of(output)
     if source is None or source.axis != axis % source.logits.ndim:

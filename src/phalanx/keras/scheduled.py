@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fit`, `evaluate` and `predict` whose steps are scheduled to workers."""
+"""`fit`, `evaluate` and `predict` under `ParameterServerStrategy`, with steps that are scheduled on workers."""
 
 import time
 from collections import deque
@@ -19,19 +19,21 @@ from phalanx.keras.data import DatasetCreator
 from phalanx.keras.training import ModelTrainer, ReplicaStep
 from phalanx.programs.interrupts import Interrupts
 from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.typing import PyTree
 
 _AHEAD = 16
-"""How many steps of each worker may wait or run: enough to keep it busy, and few enough for callbacks to keep up."""
+"""Number of steps per worker that may wait or run: enough to keep it busy, few enough for callbacks to keep up."""
 
 _REFRESH_S = 1.0
+"""Seconds between two reads of the metrics from the servers during an epoch."""
 
 
 class ScheduledTrainer(ModelTrainer):
     """Trains, evaluates and predicts on the workers of a `ParameterServerStrategy`.
 
     Args:
-      model: the model.
-      strategy: the strategy.
+      model: the model to train.
+      strategy: the strategy in whose scope the model was created.
     """
 
     def __init__(self, model: keras.Model, strategy: ParameterServerStrategy) -> None:
@@ -42,20 +44,20 @@ class ScheduledTrainer(ModelTrainer):
 
     @override
     def _program(self, step: ReplicaStep) -> Callable[[Any, int | None], Any]:
-        def replica_step(batch: Any) -> Any:
+        def replica_step(batch: PyTree) -> PyTree:
             return step(self._model, batch)
 
-        def scheduled(batch: Any) -> Any:
+        def scheduled(batch: PyTree) -> PyTree:
             return self._strategy.run(replica_step, args=(next(batch) if hasattr(batch, "__next__") else batch,))
 
         scheduled.__qualname__ = f"{self._model.name}.{step.__name__}"
 
-        def call(batch: Any, _: int | None) -> Any:
+        def call(batch: PyTree, _: int | None) -> PyTree:
             if self._model.run_eagerly:
                 raise InvalidArgumentError(
                     "run_eagerly=True under ParameterServerStrategy",
-                    "steps run as programs on workers.",
-                    "compile(...) without it; or OneDeviceStrategy to look into a step",
+                    "steps run as compiled programs on the workers.",
+                    "compile(...) without run_eagerly; to debug a step, use OneDeviceStrategy",
                 )
             value = self._coordinator.schedule(scheduled, args=(batch,))
             if step is steps.predict:
@@ -66,20 +68,20 @@ class ScheduledTrainer(ModelTrainer):
         return call
 
     @override
-    def _data(self, x: Any, num_steps: int | None, **data: Any) -> Any:
+    def _data(self, x: PyTree, num_steps: int | None, **data: PyTree) -> PyTree:
         if not isinstance(x, (DatasetCreator, PerWorkerDataset)) and not _is_function(x):
             return super()._data(x, num_steps, **data)
         if num_steps is None:
             raise InvalidArgumentError(
                 "steps_per_epoch=None with a dataset function",
-                "each worker has a dataset of its own, and none of them says when an epoch ends.",
+                "each worker has its own dataset, so the length of an epoch is unknown.",
                 "fit(dataset_fn, steps_per_epoch=100); steps=100 in evaluate",
             )
         return WorkersData(self._coordinator, x, num_steps, self._workers)
 
     @override
     def _epoch(
-        self, data: Any, program: Callable[..., Any], callbacks: Any, kind: str, interrupts: Interrupts
+        self, data: PyTree, program: Callable[..., Any], callbacks: Any, kind: str, interrupts: Interrupts
     ) -> dict[str, Any]:
         begin, end = compat.batch_hooks(callbacks, kind)
         logs: dict[str, Any] = {}
@@ -90,6 +92,7 @@ class ScheduledTrainer(ModelTrainer):
                 with interrupts.held():
                     for batch, _ in parts:
                         last = program(batch, None)
+                # Backpressure. Waiting for the oldest step also raises its error here, and not only at the end.
                 while len(self._running) > _AHEAD * self._workers:
                     self._running.popleft().get()
                 done = first + sum(count for _, count in parts)
@@ -102,6 +105,7 @@ class ScheduledTrainer(ModelTrainer):
                 if self._model.stop_training if kind == "train" else self._model.stop_evaluating:
                     break
         except BaseException:
+            # Let the scheduled steps finish, so that none of them changes variables after `fit` has raised.
             with suppress(Exception):
                 self._coordinator.join()
             raise
@@ -111,7 +115,7 @@ class ScheduledTrainer(ModelTrainer):
         return self._logs_of(last)
 
     @override
-    def _on_batch(self, method: str, program: Callable[..., Any], data: Any, *, return_dict: bool) -> Any:
+    def _on_batch(self, method: str, program: Callable[..., Any], data: PyTree, *, return_dict: bool) -> PyTree:
         model = self._ready(method)
         with self._strategy.scope(), Interrupts(again_at_once=True) as interrupts:
             compat.build(model, data, has_own_step=steps.has_own(model, method.removesuffix("_on_batch")))
@@ -119,13 +123,14 @@ class ScheduledTrainer(ModelTrainer):
             model.reset_metrics()
             with interrupts.held():
                 last = program(batch, None)
+            # `join` waits for the step, so its handle is not needed for backpressure.
             self._running.clear()
             self._coordinator.join()
             logs = compat.to_python(self._logs_of(last))
         return logs if return_dict else compat.in_order(model, logs)
 
     def _logs_of(self, last: RemoteValue | None) -> dict[str, Any]:
-        """Returns the metrics, and what else a step of the user's own returned last."""
+        """Returns the metrics, and the other outputs of a custom step from its last call."""
         results = compat.to_python(self._model.get_metrics_result())
         outputs = None if last is None else last.get()
         return (
@@ -134,16 +139,17 @@ class ScheduledTrainer(ModelTrainer):
 
 
 class WorkersData:
-    """Epochs of so many batches of the workers' own datasets; what `EpochData` is for data at the coordinator.
+    """Epochs of batches that the workers read from their own datasets. The counterpart of `EpochData`.
 
     Args:
-      coordinator: whose workers.
-      dataset_fn: maps an `InputContext` to a dataset; or a per-worker dataset.
-      num_steps: how many batches make an epoch.
-      workers: how many workers there are.
+      coordinator: schedules the steps.
+      dataset_fn: maps an `InputContext` to a dataset, or a per-worker dataset.
+      num_steps: number of batches per epoch.
+      workers: number of workers.
     """
 
     def __init__(self, coordinator: ClusterCoordinator, dataset_fn: Any, num_steps: int, workers: int) -> None:
+        # Each worker has one replica and its own batches, so its batch size is not divided by the number of workers.
         def own() -> Any:
             return dataset_fn(InputContext(workers, experimental_get_current_worker_index(), 1))
 
@@ -154,19 +160,19 @@ class WorkersData:
         self._iterator: Any = iter(self._dataset)
 
     @property
-    def element_spec(self) -> Any:
-        """The shapes of a batch."""
+    def element_spec(self) -> PyTree:
+        """Shapes and dtypes of a batch: a pytree of `jax.ShapeDtypeStruct`."""
         return self._coordinator.spec_of(self._iterator)
 
     def restart(self) -> None:
-        """Lets the next epoch begin with the first batches."""
+        """Makes the next epoch begin with the first batch of each worker."""
         self._iterator = iter(self._dataset)
 
     def epoch(self) -> Iterator[tuple[int, list[tuple[Any, int]]]]:
-        """Yields each step of an epoch."""
+        """Yields the steps of one epoch. Each has an iterator as its batch, from which the worker takes its next batch."""
         for step in range(self.num_batches):
             yield step, [(self._iterator, 1)]
 
 
-def _is_function(x: Any) -> bool:
+def _is_function(x: PyTree) -> bool:
     return callable(x) and not hasattr(x, "__len__") and not hasattr(x, "__iter__") and not isinstance(x, type)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation beside training: a process that follows a folder of checkpoints."""
+"""Evaluation in a separate process that watches a folder of checkpoints."""
 
 import logging
 import os
@@ -14,6 +14,7 @@ import keras
 
 from phalanx import compat
 from phalanx.errors import InputError, InvalidArgumentError, arguments
+from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx")
 _SUFFIXES = (".keras", ".weights.h5")
@@ -21,24 +22,25 @@ _SUFFIXES = (".keras", ".weights.h5")
 
 @final
 class SidecarEvaluator:
-    """Evaluates a model with each checkpoint that appears in a folder. Run it in a process of its own, in any context.
+    """Evaluates a model on each new checkpoint in a folder. Run it in its own process, in any context.
 
-    It takes what `keras.callbacks.ModelCheckpoint` writes: files `*.keras` and `*.weights.h5`. Of several new checkpoints it takes the newest. One that cannot be read is tried again: it may still be being written.
+    It reads the files that `keras.callbacks.ModelCheckpoint` writes: `*.keras` and `*.weights.h5`. If there are several new
+    checkpoints, it evaluates the newest. It retries a checkpoint that it cannot read, because the file may be incomplete.
 
     Args:
-      model: a compiled model with the structure of the one that trains; of any strategy, or of none.
-      data: what `fit` takes as `validation_data`: `(x, y)`, `(x, y, sample_weight)`, or a dataset.
-      checkpoint_dir: the folder. It may appear later.
-      steps: how many batches to evaluate; None for all.
-      max_evaluations: it ends after the checkpoint whose name ends with this number, or a greater one (`model-10.keras`;
-        without numbers in the names, after so many evaluations). None for no end.
-      callbacks: those for `model.evaluate`; `phalanx.keras.TensorBoard` draws the values over the steps of training.
-      stop_at_step: it ends after a checkpoint of which `optimizer.iterations` is at least this; None for no end.
-      poll_s: how many seconds to wait before it looks again.
-      timeout_s: after how many seconds without a new checkpoint it ends; None for never.
+      model: a compiled model with the structure of the trained one, of any strategy or none.
+      data: validation data as in `fit`: `(x, y)`, `(x, y, sample_weight)`, or a dataset.
+      checkpoint_dir: folder of the checkpoints. It may be created later.
+      steps: number of batches to evaluate. None for all.
+      max_evaluations: number of the last checkpoint to evaluate, compared with the last number in its name
+        (`model-10.keras`). If names have no number, the number of evaluations. None for no limit.
+      callbacks: callbacks for `model.evaluate`. `phalanx.keras.TensorBoard` plots the results over the training steps.
+      stop_at_step: value of `optimizer.iterations` from which a checkpoint is the last. None for no limit.
+      poll_s: seconds between two looks at the folder.
+      timeout_s: seconds without a new checkpoint after which it stops. None for no limit.
 
     Raises:
-      InvalidArgumentError: the model is not compiled, a number is not positive, or an argument is of the wrong kind.
+      InvalidArgumentError: the model is not compiled, a number is not positive, or an argument has the wrong type.
 
     Source: tf.keras.experimental.SidecarEvaluator.
 
@@ -55,7 +57,7 @@ class SidecarEvaluator:
     def __init__(
         self,
         model: keras.Model,
-        data: Any,
+        data: PyTree,
         checkpoint_dir: str | os.PathLike[str],
         steps: int | None = None,
         max_evaluations: int | None = None,
@@ -72,7 +74,7 @@ class SidecarEvaluator:
             if value is not None:
                 arguments.integer(name, value, kind="positive, and an integer; or None", hint=f"{name}=None")
         if poll_s is None or arguments.seconds("poll_s", poll_s, hint="poll_s=1.0") is None:
-            raise InvalidArgumentError("poll_s=None", "it has to look again some time.", "poll_s=1.0")
+            raise InvalidArgumentError("poll_s=None", "must be a number of seconds.", "poll_s=1.0")
         arguments.seconds("timeout_s", timeout_s)
         if not model.compiled:
             raise InvalidArgumentError(
@@ -86,14 +88,21 @@ class SidecarEvaluator:
         self._stopped = threading.Event()
 
     def start(self) -> list[dict[str, float]]:
-        """Follows the folder until an end is reached, and returns the results of all evaluations, each with its `step`."""
+        """Evaluates new checkpoints until a limit is reached or `stop` is called.
+
+        Returns:
+          One dict per evaluation: the metrics, and the training step of the checkpoint as `step`.
+
+        Raises:
+          InputError: a checkpoint belongs to a model of another structure.
+        """
         results: list[dict[str, float]] = []
         seen = done = None
         since = time.monotonic()
         while not self._stopped.is_set():
             newest, before = self._newest(), seen
             seen = newest
-            # One that changed since the last look is still being written.
+            # A file that changed since the last look may still be incomplete, so wait until it stays the same.
             if newest is None or newest != before or newest == done or not self._load(newest[1]):
                 if self._timeout_s is not None and time.monotonic() - since > self._timeout_s:
                     _log.info("SidecarEvaluator: no new checkpoint in %s for %s s", self._dir, self._timeout_s)
@@ -107,34 +116,36 @@ class SidecarEvaluator:
         return results
 
     def stop(self) -> None:
-        """Ends `start` after the evaluation that is going on. From another thread, or from a callback."""
+        """Makes `start` return after the current evaluation. Call it from another thread or a callback."""
         self._stopped.set()
 
     def _newest(self) -> tuple[float, str] | None:
-        """Returns when the newest checkpoint was changed, and its name."""
+        """Returns the modification time and the name of the newest checkpoint, or None if there is none."""
         try:
             found = [entry for entry in os.scandir(self._dir) if entry.name.endswith(_SUFFIXES)]
             return max(((entry.stat().st_mtime, entry.name) for entry in found), default=None)
-        except FileNotFoundError:  # The folder is not there yet, or a file of it not any more.
+        except FileNotFoundError:  # The folder does not exist yet, or a file was removed between listing and `stat`.
             return None
 
     def _load(self, name: str) -> bool:
+        """Loads a checkpoint into the model. Returns whether it could be read."""
         path = self._dir / name
         optimizer = self._model.optimizer
+        # Keras restores the state of an optimizer only if its variables exist. `_evaluate` needs its step.
         if optimizer is not None and not optimizer.built and self._model.built:
             optimizer.build(self._model.trainable_variables)
         try:
             self._model.load_weights(os.fspath(path))
         except (OSError, KeyError, EOFError, zipfile.BadZipFile) as e:
-            _log.info("SidecarEvaluator: %s cannot be read, and is tried again (%s)", path, e)
+            _log.info("SidecarEvaluator: cannot read %s, will retry (%s)", path, e)
             return False
         except ValueError as e:
             if not path.exists():
                 return False
             raise InputError(
                 f"SidecarEvaluator of {self._model.name!r} with {path}",
-                f"it is a checkpoint of another model: {e}",
-                "make the model as the training program does",
+                f"the checkpoint belongs to another model: {e}",
+                "create the model in the same way as the training program",
             ) from e
         return True
 

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one replica does with its rows of a batch, as Keras's own trainer would with the whole batch.
+"""The steps of `fit`, `evaluate` and `predict` on one replica, equivalent to those of Keras's trainer on the whole batch.
 
-Each computes means over its own rows; `context.averaging` makes of them the means over the global batch.
+Each replica computes means over its own rows. Inside `context.averaging` they are weighted such that their sum over the replicas
+is the mean over the global batch.
+
+A custom step has one of two forms. A *stateful* one takes the data only, as in tf.keras, and works on variables. A *stateless*
+one takes `(state, data)` and returns the new state, as in Keras 3 on JAX.
 """
 
 import inspect
@@ -16,12 +20,13 @@ import keras
 from phalanx import compat
 from phalanx.errors import TraceError
 from phalanx.tracing import context
-from phalanx.tracing.scope import innermost
+from phalanx.tracing.scope import program_scope
 from phalanx.tracing.tape import value_and_grad
+from phalanx.typing import PyTree
 
 
-def train(model: keras.Model, batch: Any) -> Any:
-    """One step of `fit`; returns what the model's own `train_step` does, or nothing."""
+def train(model: keras.Model, batch: PyTree) -> PyTree:
+    """Runs one step of `fit`. Returns the logs of a custom `train_step`, averaged over the replicas, or None."""
     own = _overridden(model, "train_step")
     if own is None:
         return _train(model, batch)
@@ -29,8 +34,8 @@ def train(model: keras.Model, batch: Any) -> Any:
         return _averaged(own(batch) if _is_stateful(own) else _stateless_train(model, own, batch))
 
 
-def test(model: keras.Model, batch: Any) -> Any:
-    """One step of `evaluate`; returns what the model's own `test_step` does, or nothing."""
+def test(model: keras.Model, batch: PyTree) -> PyTree:
+    """Runs one step of `evaluate`. Returns the logs of a custom `test_step`, averaged over the replicas, or None."""
     with context.averaging():
         own = _overridden(model, "test_step")
         if own is None:
@@ -44,8 +49,8 @@ def test(model: keras.Model, batch: Any) -> Any:
         return _averaged(logs)
 
 
-def predict(model: keras.Model, batch: Any) -> Any:
-    """One step of `predict`; returns the model's outputs."""
+def predict(model: keras.Model, batch: PyTree) -> PyTree:
+    """Runs one step of `predict`. Returns the outputs of the model for this replica's rows."""
     own = _overridden(model, "predict_step")
     if own is not None and _is_stateful(own):
         return own(batch)
@@ -57,48 +62,48 @@ def predict(model: keras.Model, batch: Any) -> Any:
     return predict_as_keras(model, batch)
 
 
-def train_as_keras(model: keras.Model, batch: Any) -> Any:
-    """What `super().train_step(data)` does in a step of the user's own; returns the metrics."""
+def train_as_keras(model: keras.Model, batch: PyTree) -> PyTree:
+    """Implements `super().train_step(data)` of a custom step. Returns the metrics."""
     with context.enter(replace(context.current(), averaging=False)):
         _train(model, batch)
     return model.get_metrics_result()
 
 
-def test_as_keras(model: keras.Model, batch: Any) -> Any:
-    """What `super().test_step(data)` does in a step of the user's own; returns the metrics."""
+def test_as_keras(model: keras.Model, batch: PyTree) -> PyTree:
+    """Implements `super().test_step(data)` of a custom step. Returns the metrics."""
     _test(model, batch)
     return model.get_metrics_result()
 
 
-def predict_as_keras(model: keras.Model, batch: Any) -> Any:
-    """What `super().predict_step(data)` does in a step of the user's own; returns the outputs."""
+def predict_as_keras(model: keras.Model, batch: PyTree) -> PyTree:
+    """Implements `super().predict_step(data)` of a custom step. Returns the outputs."""
     x, _, _ = compat.unpacked(batch)
     return compat.forward(model, x, training=False)
 
 
 def has_own(model: keras.Model, kind: str) -> bool:
-    """Whether a model has a step of the user's own that takes the data alone."""
+    """Whether a model has a custom step that is stateful."""
     own = _overridden(model, f"{kind}_step")
     return own is not None and _is_stateful(own)
 
 
 def is_refused_by_keras(model: keras.Model, kind: str) -> bool:
-    """Whether Keras's own trainer would call a step of the user's own with more than it takes."""
+    """Whether Keras's own trainer cannot run the custom step of a model, because the step takes the data only."""
     own = _overridden(model, f"{kind}_step")
     if own is None or _overridden(model, f"make_{kind}_function") is not None:
         return False
     return not _takes(own, 2) and _takes(own, 1)
 
 
-def _train(model: keras.Model, batch: Any) -> Any:
+def _train(model: keras.Model, batch: PyTree) -> PyTree:
     x, y, sample_weight = compat.unpacked(batch)
-    replica = context.get_replica_context()
-    assert replica is not None
+    replica = context.require_replica()
 
     def loss_of() -> tuple[Any, Any]:
         y_pred = compat.forward(model, x, training=True)
         loss = compat.compute_loss(model, x, y, y_pred, sample_weight, training=True)
-        # Weighted before it is differentiated: a layer that communicates mixes the replicas' gradients.
+        # Apply the replica's weight before differentiating. Weighting the gradients would be wrong if a layer, such as
+        # synchronized BatchNormalization, communicates: its gradients already mix the losses of all replicas.
         return model.optimizer.scale_loss(loss * jnp.asarray(replica.weight, loss.dtype)), (loss, y_pred)
 
     variables = model.trainable_variables
@@ -109,25 +114,26 @@ def _train(model: keras.Model, batch: Any) -> Any:
         return _update_metrics(model, x, y, y_pred, sample_weight, loss)
 
 
-def _test(model: keras.Model, batch: Any) -> Any:
+def _test(model: keras.Model, batch: PyTree) -> PyTree:
     x, y, sample_weight = compat.unpacked(batch)
     y_pred = compat.forward(model, x, training=False)
     loss = compat.compute_loss(model, x, y, y_pred, sample_weight, training=False)
     return _update_metrics(model, x, y, y_pred, sample_weight, loss)
 
 
-def _update_metrics(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, loss: Any) -> Any:
-    """Returns what the model's own `compute_metrics` does, or nothing."""
+def _update_metrics(
+    model: keras.Model, x: PyTree, y: PyTree, y_pred: PyTree, sample_weight: PyTree, loss: Any
+) -> PyTree:
+    """Updates the metrics. Returns the logs of an overridden `compute_metrics`, averaged over the replicas, or None."""
     rows = jax.tree.leaves(x)[0].shape[0]
     compat.loss_tracker(model).update_state(loss, sample_weight=rows)
     logs = model.compute_metrics(x, y, y_pred, sample_weight)
     return None if _overridden(model, "compute_metrics") is None else _averaged(logs)
 
 
-def _averaged(logs: Any) -> Any:
-    """Returns a step's logs as means over the rows of all replicas."""
-    replica = context.get_replica_context()
-    assert replica is not None
+def _averaged(logs: PyTree) -> jax.Array:
+    """Returns the logs of a step as means over the rows of all replicas. Values that are not floats are not changed."""
+    replica = context.require_replica()
     if replica.num_replicas_in_sync == 1:
         return logs
     mean = lambda x: replica.all_reduce("SUM", x * jnp.asarray(replica.weight, x.dtype))  # noqa: E731
@@ -136,22 +142,19 @@ def _averaged(logs: Any) -> Any:
 
 
 def _overridden(model: keras.Model, name: str) -> Callable[..., Any] | None:
-    """Returns the model's method where its class has one of its own."""
+    """Returns the bound method of a model if its class overrides Keras's, else None."""
     method = getattr(type(model), name)
     return None if method is getattr(keras.Model, name) else getattr(model, name)
 
 
 def _is_stateful(step: Callable[..., Any]) -> bool:
-    """Whether a step of the user's own takes the data alone; Keras's on JAX take and return the state too.
-
-    One that hands on `*args` is Keras's.
-    """
+    """Whether a custom step takes the data only. A step that takes `*args` forwards them to Keras, so it is stateless."""
     kinds = (p.kind for p in inspect.signature(step).parameters.values())
     return _takes(step, 1) and inspect.Parameter.VAR_POSITIONAL not in kinds
 
 
 def _takes(step: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with so many positional arguments."""
+    """Whether a function can be called with `count` positional arguments."""
     try:
         inspect.signature(step).bind(*range(count))
     except TypeError:
@@ -159,16 +162,16 @@ def _takes(step: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def _stateless_train(model: keras.Model, step: Callable[..., Any], batch: Any) -> Any:
+def _stateless_train(model: keras.Model, step: Callable[..., Any], batch: PyTree) -> PyTree:
+    """Runs a stateless `train_step` on the current values, assigns the state that it returns, and returns its logs."""
     groups = [model.trainable_variables, model.non_trainable_variables, model.optimizer.variables]
     groups.append(model.metrics_variables)
-    scope = innermost()
-    assert scope is not None
+    scope = program_scope()
     known = scope.aggregations
     logs, (trained, rest, slots, metrics) = step(_values(groups), batch)
     if scope.aggregations == known:
         _refuse(step, groups[0], trained)
-    # Equal on all replicas: the gradients were aggregated.
+    # These values are equal on all replicas because the gradients were aggregated, so they need no aggregation now.
     with scope.updating():
         _assign([groups[0], groups[2]], [trained, slots])
     _assign([groups[1], groups[3]], [rest, metrics])
@@ -187,14 +190,15 @@ def _assign(groups: Sequence[Sequence[keras.Variable]], values: Sequence[Sequenc
 
 
 def _refuse(step: Callable[..., Any], variables: Sequence[keras.Variable], values: Sequence[Any]) -> None:
-    """Raises where a step changes weights without the optimizer.
+    """Rejects a stateless step that changes weights without the optimizer.
 
     Raises:
-      TraceError: it does.
+      TraceError: the step returns new weights.
     """
+    # Identity is enough: a step that leaves the weights alone returns the tracers that it got.
     if any(x is not v.value for v, x in zip(variables, values, strict=True)):
         raise TraceError(
             f"{step.__name__}{inspect.signature(step)} of {type(step.__self__).__name__}",  # type: ignore[attr-defined]
-            "it returns new weights without the optimizer, so each replica would go its own way.",
-            "self.optimizer.stateless_apply(optimizer_variables, grads, trainable_variables) in train_step",
+            "it returns new weights without using the optimizer, so the replicas would diverge.",
+            "call self.optimizer.stateless_apply(optimizer_variables, grads, trainable_variables) in train_step",
         )

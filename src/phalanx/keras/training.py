@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of `fit`, `evaluate` and `predict`."""
+"""The loops of `fit`, `evaluate` and `predict` over the batches of a strategy."""
 
 import importlib.util
 import sys
@@ -20,15 +20,17 @@ from phalanx.keras import steps
 from phalanx.keras.callbacks import TensorBoard
 from phalanx.keras.data import EpochData
 from phalanx.mesh.topology import Topology
-from phalanx.mesh.values import PerReplica, is_distributed
+from phalanx.mesh.values import differs, is_distributed
 from phalanx.options import RunOptions
-from phalanx.programs.cache import without_collections
 from phalanx.programs.function import Function
 from phalanx.programs.interrupts import Interrupts
+from phalanx.programs.program import without_collections
 from phalanx.programs.replicas import trace_run
 from phalanx.strategies.base import Strategy
 from phalanx.tracing import context
 from phalanx.tracing.scope import innermost
+from phalanx.tracing.strategy import Updates
+from phalanx.typing import PyTree
 
 _WRITERS = (
     TensorBoard,
@@ -37,21 +39,21 @@ _WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.TensorBoard,
 )
-"""Callbacks that write files and do not steer the training."""
+"""Callbacks that only write files. With several processes, they run on the first one only."""
 
 ReplicaStep = Callable[[keras.Model, Any], Any]
 
 
 class ModelTrainer:
-    """Trains, evaluates and predicts with one model on the replicas of a strategy, in place of Keras's trainer.
+    """Trains, evaluates and predicts with one model on the replicas of a strategy. Replaces Keras's trainer.
 
     Args:
-      model: the model.
-      strategy: the strategy.
+      model: the model to train.
+      strategy: the strategy that the model belongs to.
     """
 
     def __init__(self, model: keras.Model, strategy: Strategy) -> None:
-        # Not kept alive: the trainer lives as long as the model.
+        # Weak, because the table of trainers must not keep the model alive. The trainer is dropped with the model.
         self._reference, self._strategy = weakref.ref(model), strategy
         self._train = self._program(steps.train)
         self._test = self._program(steps.test)
@@ -66,24 +68,24 @@ class ModelTrainer:
 
     def fit(
         self,
-        x: Any = None,
-        y: Any = None,
+        x: PyTree = None,
+        y: PyTree = None,
         batch_size: int | None = None,
         epochs: int = 1,
         verbose: Any = "auto",
         callbacks: Any = None,
         validation_split: float = 0.0,
-        validation_data: Any = None,
+        validation_data: PyTree = None,
         shuffle: Any = True,
-        class_weight: Any = None,
-        sample_weight: Any = None,
+        class_weight: PyTree = None,
+        sample_weight: PyTree = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
         validation_freq: Any = 1,
     ) -> Any:
-        """`keras.Model.fit`."""
+        """Implements `keras.Model.fit`."""
         model = self._ready("fit")
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = compat.validation_split((x, y, sample_weight), validation_split)
@@ -106,6 +108,7 @@ class ModelTrainer:
             with self._calling(callbacks, verbose, epochs, data, add_history=True) as hooks:
                 model.stop_training, logs = False, {}
                 hooks.on_train_begin()
+                # `on_train_begin` has restored the first process only, because the others run no callbacks that use files.
                 if self._has_peers and _any_of(callbacks, keras.callbacks.BackupAndRestore):
                     compat.take_over_state(model, self._topology.from_chief)
                 try:
@@ -116,13 +119,15 @@ class ModelTrainer:
                         if validation is not None and compat.is_evaluated(model, epoch, validation_freq):
                             results = self._evaluate(validation, hooks, interrupts)
                             logs |= {f"val_{name}": value for name, value in results.items()}
-                        # Keras reads the logs for its callbacks, and swallows what a signal handler raises meanwhile.
+                        # `pythonify_logs` of Keras 3.15 catches every exception of `float(value)`, including one that a signal
+                        # handler raises, so hold signals back until the callbacks have run.
                         with interrupts.held():
                             self._read_on_demand()
                             hooks.on_epoch_end(epoch, logs)
                         if model.stop_training:
                             break
                 finally:
+                    # Replaces the weights by their moving averages if the optimizer has `use_ema`, as Keras does.
                     if epochs > 0 and model.optimizer is not None:
                         model.optimizer.finalize_variable_values(model.trainable_weights)
                 hooks.on_train_end(logs=logs)
@@ -130,16 +135,16 @@ class ModelTrainer:
 
     def evaluate(
         self,
-        x: Any = None,
-        y: Any = None,
+        x: PyTree = None,
+        y: PyTree = None,
         batch_size: int | None = None,
         verbose: Any = "auto",
-        sample_weight: Any = None,
+        sample_weight: PyTree = None,
         steps: int | None = None,
         callbacks: Any = None,
         return_dict: bool = False,
     ) -> Any:
-        """`keras.Model.evaluate`."""
+        """Implements `keras.Model.evaluate`."""
         model = self._ready("evaluate")
         with self._strategy.scope(), Interrupts(again_at_once=True) as interrupts:
             data = self._data(x, steps, y=y, sample_weight=sample_weight, batch_size=batch_size)
@@ -150,13 +155,13 @@ class ModelTrainer:
 
     def predict(
         self,
-        x: Any,
+        x: PyTree,
         batch_size: int | None = None,
         verbose: Any = "auto",
         steps: int | None = None,
         callbacks: Any = None,
-    ) -> Any:
-        """`keras.Model.predict`."""
+    ) -> PyTree:
+        """Implements `keras.Model.predict`."""
         model = self._ready(None)
         with self._strategy.scope(), Interrupts(again_at_once=True) as interrupts:
             data = self._data(x, steps, batch_size=batch_size)
@@ -175,29 +180,36 @@ class ModelTrainer:
                         break
                 hooks.on_predict_end()
         if not outputs:
-            raise InvalidArgumentError("predict of no batch", "the data is empty.", "at least one row")
+            raise InvalidArgumentError("predict without a batch", "the data is empty.", "pass at least one row")
         return _joined(outputs)
 
     def train_on_batch(
-        self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None, return_dict: bool = False
+        self,
+        x: PyTree,
+        y: PyTree = None,
+        sample_weight: PyTree = None,
+        class_weight: PyTree = None,
+        return_dict: bool = False,
     ) -> Any:
-        """`keras.Model.train_on_batch`."""
+        """Implements `keras.Model.train_on_batch`."""
         if class_weight is not None:
             if sample_weight is not None:
                 raise InvalidArgumentError(
                     "train_on_batch with class_weight and sample_weight",
-                    "one of them is allowed.",
-                    "sample_weight alone",
+                    "only one of the two arguments is allowed.",
+                    "pass sample_weight only",
                 )
             sample_weight = compat.weights_of_classes(y, class_weight)
         return self._on_batch("train_on_batch", self._train, (x, y, sample_weight), return_dict=return_dict)
 
-    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
-        """`keras.Model.test_on_batch`."""
+    def test_on_batch(
+        self, x: PyTree, y: PyTree = None, sample_weight: PyTree = None, return_dict: bool = False
+    ) -> Any:
+        """Implements `keras.Model.test_on_batch`."""
         return self._on_batch("test_on_batch", self._test, (x, y, sample_weight), return_dict=return_dict)
 
-    def predict_on_batch(self, x: Any) -> Any:
-        """`keras.Model.predict_on_batch`."""
+    def predict_on_batch(self, x: PyTree) -> PyTree:
+        """Implements `keras.Model.predict_on_batch`."""
         model = self._ready(None)
         with self._strategy.scope(), Interrupts(again_at_once=True) as interrupts:
             if not compat.is_built(model):
@@ -216,22 +228,29 @@ class ModelTrainer:
         return self._topology.num_workers > 1
 
     def _read_on_demand(self) -> None:
-        """Combines accumulated gradients on all processes, for the first one's callbacks may save them."""
+        """Aggregates accumulated gradients on all processes.
+
+        A callback on the first process may save the optimizer, and reading its replica-local variables is a collective call.
+        """
         optimizer = self._model.optimizer
         if self._has_peers and optimizer is not None and compat.accumulation_steps(optimizer):
             for variable in optimizer.variables:
                 _ = variable.value
 
     def _stacked(self, count: int) -> int | None:
-        """Returns how many steps are stacked in what a program returns; None where it did one alone."""
+        """Returns the number of steps stacked in the outputs of a program; None for a single step."""
         return None if self._is_single else count
 
     @property
     def _is_single(self) -> bool:
-        """Whether a program does one step."""
-        return self._model.steps_per_execution == 1 or self._strategy.defers_updates or self._model.run_eagerly
+        """Whether a program runs one step."""
+        return (
+            self._model.steps_per_execution == 1
+            or self._strategy.updates is not Updates.IN_REPLICAS
+            or self._model.run_eagerly
+        )
 
-    def _on_batch(self, method: str, program: Callable[..., Any], data: Any, *, return_dict: bool) -> Any:
+    def _on_batch(self, method: str, program: Callable[..., Any], data: PyTree, *, return_dict: bool) -> PyTree:
         model = self._ready(method)
         with self._strategy.scope(), Interrupts(again_at_once=True) as interrupts:
             compat.build(model, data, has_own_step=steps.has_own(model, method.removesuffix("_on_batch")))
@@ -241,7 +260,8 @@ class ModelTrainer:
                 logs = compat.to_python(program(batch, None))
         return logs if return_dict else compat.in_order(model, logs)
 
-    def _one_batch(self, data: Any) -> Any:
+    def _one_batch(self, data: PyTree) -> PyTree:
+        # A dataset of one batch, so that a batch of any size is split and padded as in `fit`.
         dataset = self._strategy.experimental_distribute_dataset([jax.tree.map(np.asarray, data)])
         return next(iter(dataset))
 
@@ -260,12 +280,12 @@ class ModelTrainer:
     def _epoch(
         self, data: EpochData, program: Callable[..., Any], callbacks: Any, kind: str, interrupts: Interrupts
     ) -> dict[str, Any]:
-        """Runs the steps of an epoch, and returns the metrics."""
+        """Runs the steps of one epoch and returns the metrics."""
         model, logs = self._model, {}
         begin, end = compat.batch_hooks(callbacks, kind)
         for first, parts in data.epoch():
             begin(first)
-            # Keras reads the logs for its callbacks, and swallows what comes meanwhile.
+            # As in `fit`: Keras would swallow an exception of a signal handler while it converts the logs.
             with interrupts.held():
                 for batches, count in parts:
                     logs = program(batches, count)
@@ -277,21 +297,22 @@ class ModelTrainer:
         return compat.logs_or_metrics(model, logs)
 
     def _program(self, step: ReplicaStep) -> Callable[[Any, int | None], Any]:
-        """Returns what runs some steps on all replicas, as one compiled program; or step by step where asked for."""
+        """Returns a function of a batch and a number of steps, or None for one, that runs them on all replicas.
+
+        The steps are compiled into one program, unless `run_eagerly` is set.
+        """
         strategy = self._strategy
 
-        def replica_step(batch: Any) -> Any:
+        def replica_step(batch: PyTree) -> PyTree:
             return step(self._model, batch)
 
-        def run(batches: Any, count: Any = None) -> Any:
-            scope = innermost()
-            assert scope is not None
-            outputs = trace_run(strategy, replica_step, (batches,), {}, scope, steps=count)
+        def run(batches: PyTree, count: Any = None) -> PyTree:
+            outputs = trace_run(strategy, replica_step, (batches,), {}, steps=count)
             return strategy.on_all_workers(_apart(outputs)) if step is steps.predict else self._logs(outputs, count)
 
         compiled = Function(run)
 
-        def call(batches: Any, count: int | None) -> Any:
+        def call(batches: PyTree, count: int | None) -> PyTree:
             model = self._model
             if model.run_eagerly:
                 return self._eagerly(replica_step, batches, is_prediction=step is steps.predict)
@@ -299,44 +320,55 @@ class ModelTrainer:
 
         return call
 
-    def _eagerly(self, replica_step: Callable[[Any], Any], batches: Any, *, is_prediction: bool) -> Any:
+    def _eagerly(self, replica_step: Callable[[Any], Any], batches: PyTree, *, is_prediction: bool) -> Any:
         outputs = self._strategy.run(replica_step, args=(batches,), options=RunOptions(eager=True))
         return _apart(outputs) if is_prediction else self._logs(outputs, None)
 
-    def _logs(self, outputs: Any, count: Any) -> Any:
-        """Returns the metrics after the last step; with a step of the user's own what it returned, averaged."""
+    def _logs(self, outputs: PyTree, count: Any) -> PyTree:
+        """Returns the logs of the last step: the metrics, and the averaged outputs of a custom step.
+
+        Args:
+          outputs: outputs of the steps, which is a dict only for a custom step.
+          count: number of steps stacked in the outputs. None for a single step.
+        """
         results = self._model.get_metrics_result()
         if not isinstance(outputs, dict):
             return results
         outputs = _flat(outputs)
-        # What a metric of that name has accumulated, unless the step left it alone.
+        # If a metric has the name of an output, report its accumulated result, unless the step did not update it.
         still = {m.name for m in self._model.metrics if not _is_updated(m)}
         own = {name: value for name, value in outputs.items() if name not in results or name in still}
         averaged = self._strategy.reduce("MEAN", own, axis=None) if own else {}
-        # Python's numbers are the same at every step.
+        # Only arrays are stacked over the steps. Python numbers are constants of the trace.
         last = jax.tree.map(lambda x: x if count is None or not jnp.ndim(x) else x[count - 1], averaged)
         return {name: last[name] if name in own else results[name] for name in outputs}
 
     def _ready(self, method: str | None) -> keras.Model:
+        """Returns the model, after checking the context, and that it is compiled unless `method` is None (predict).
+
+        Raises:
+          ContextError: called in replica context.
+        """
         if context.depth() and context.current().replica is not None:
             raise ContextError(
                 f"{method or 'predict'} in replica context",
-                "it runs all replicas itself.",
+                "the method runs all replicas itself.",
                 "call it outside strategy.run",
             )
         if method is not None:
             compat.require_compiled(self._model, method)
         return self._model
 
-    def _data(self, x: Any, num_steps: int | None, **data: Any) -> EpochData:
+    def _data(self, x: PyTree, num_steps: int | None, **data: PyTree) -> EpochData:
         group, is_single = self._model.steps_per_execution, self._is_single
         return EpochData(self._strategy, x, steps=num_steps, group=group, is_stacked=not is_single, **data)
 
-    def _validation_data(self, data: Any, batch_size: int | None, num_steps: int | None) -> EpochData:
+    def _validation_data(self, data: PyTree, batch_size: int | None, num_steps: int | None) -> EpochData:
         x, y, sample_weight = compat.unpacked(data)
         return self._data(x, num_steps, y=y, sample_weight=sample_weight, batch_size=batch_size)
 
     def _build(self, data: EpochData, kind: str) -> None:
+        """Creates the missing variables of the model. Reads a batch only if its shapes are needed."""
         model, only_model = self._model, kind == "predict"
         if only_model and compat.is_built(model):
             return
@@ -352,23 +384,24 @@ class ModelTrainer:
     def _calling(
         self, callbacks: Any, verbose: Any, epochs: int, data: EpochData, *, add_history: bool = False
     ) -> Iterator[keras.callbacks.CallbackList]:
-        """Yields the list of callbacks, whose threads end with a failure.
+        """Yields Keras's callback list, and ends its threads if an exception leaves the context.
 
-        Of several processes the first one writes, to the terminal and to files.
+        With several processes, only the first one writes to the terminal and to files.
         """
         given = [c for c in keras.tree.flatten(callbacks) if c is not None]
         if _any_of(given, keras.callbacks.TensorBoard) and importlib.util.find_spec("tensorflow") is None:
             raise MissingDependencyError(
                 "keras.callbacks.TensorBoard",
-                "it writes its files with TensorFlow, which is not installed.",
+                "it needs TensorFlow, which is not installed.",
                 "phalanx.keras.TensorBoard(log_dir)",
             )
-        # Asked of all callbacks, of which other processes have fewer.
+        # Decide from the full list, before writers are removed on other processes: the result must be equal on all of them,
+        # because it decides about a collective call.
         self._hears_batches = compat.listens(given, "train", "end")
         if self._has_peers and self._topology.worker_index:
             callbacks, verbose = [c for c in given if not isinstance(c, _WRITERS)], 0
         if self._has_peers and verbose == "auto" and not sys.stdout.isatty():
-            # A bar that is drawn again and again fills a log; this is one line per epoch.
+            # A progress bar would fill a log file. 2 prints one line per epoch.
             verbose = 2
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks = keras.callbacks.CallbackList(
@@ -388,7 +421,7 @@ class ModelTrainer:
 
 
 def _is_updated(metric: keras.metrics.Metric) -> bool:
-    """Whether the step that is being traced has written a metric; where none is, it may have."""
+    """Whether the step that is being traced has updated a metric. True outside a trace, where it is unknown."""
     scope = innermost()
     entries = [scope and scope.entries.get(id(v)) for v in metric.variables]
     return scope is None or any(entry is not None and entry.written for entry in entries)
@@ -399,6 +432,7 @@ def _any_of(callbacks: Any, kind: type) -> bool:
 
 
 def _capped(epochs: int) -> int:
+    """Returns `epochs`, limited by `keras.config.max_epochs()`."""
     most = keras.config.max_epochs()
     if not most or epochs <= most:
         return epochs
@@ -410,46 +444,56 @@ def _num_steps(parts: list[tuple[Any, int]]) -> int:
     return sum(count for _, count in parts)
 
 
-def _joined(outputs: list[Any]) -> Any:
-    """Returns the rows of several predictions as one."""
+def _joined(outputs: list[Any]) -> PyTree:
+    """Concatenates predictions along dim 0."""
     return outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
 
 
 def _flat(logs: dict[str, Any]) -> dict[str, Any]:
-    """Returns logs with those of a container of metrics among the others, as Keras does."""
+    """Returns logs in which nested dicts, such as those of `CompileMetrics`, are merged into the outer dict, as in Keras."""
     parts = (item if isinstance(item, dict) else {name: item} for name, item in logs.items())
     return {name: value for part in parts for name, value in part.items()}
 
 
 class _Rows(NamedTuple):
-    """The replicas' outputs, `(replicas, [steps,] rows, ...)`, and which rows are real; None for all."""
+    """The outputs of all replicas.
 
-    data: Any
+    Args:
+      data: array (replicas, rows, ...), or (replicas, steps, rows, ...) for stacked steps.
+      mask: bool array of the leading dims of `data`. True for real rows. None if all rows are real.
+    """
+
+    data: PyTree
     mask: Any
 
 
-def _apart(outputs: Any) -> Any:
-    """Takes per-replica outputs apart, so that all processes can have the whole of them."""
+def _apart(outputs: PyTree) -> PyTree:
+    """Replaces per-replica outputs by plain arrays (`_Rows`), so that they can be replicated on all processes."""
     return jax.tree.map(_apart_of, outputs, is_leaf=is_distributed)
 
 
-def _apart_of(output: Any) -> Any:
-    if not isinstance(output, PerReplica):
+def _apart_of(output: PyTree) -> PyTree:
+    if not differs(output):
         return output
     return _Rows(output.data, None if output.rows is None else output.rows.mask)
 
 
-def _rows(outputs: Any, steps: int | None) -> Any:
-    """Returns the real rows of predictions, in order, on the host; `steps` are stacked."""
+def _rows(outputs: PyTree, steps: int | None) -> PyTree:
+    """Returns the real rows of predictions as NumPy arrays, in the order of the data.
+
+    Args:
+      outputs: pytree of `_Rows`.
+      steps: number of stacked steps. None for a single step.
+    """
     return jax.tree.map(lambda x: _rows_of(x, steps), outputs, is_leaf=lambda x: isinstance(x, _Rows))
 
 
-def _rows_of(output: Any, steps: int | None) -> np.ndarray:
+def _rows_of(output: PyTree, steps: int | None) -> np.ndarray:
     if not isinstance(output, _Rows):
         return np.asarray(output)
     data, mask = np.asarray(output.data), None if output.mask is None else np.asarray(output.mask)
     if steps is not None:
-        # The rows of a step are those of all replicas.
+        # The data is ordered by step first, then by replica.
         data = np.moveaxis(data, 1, 0)[:steps]
         mask = None if mask is None else np.moveaxis(mask, 1, 0)[:steps]
     return data.reshape(-1, *data.shape[2 + (steps is not None) :]) if mask is None else data[mask]

@@ -18,7 +18,7 @@ _MARK = "PHALANX_LAUNCH"
 
 
 @final
-class Worker:
+class WorkerProcess:
     """A process in a session of its own, so that signals reach its child processes too."""
 
     def __init__(self, spec: ProcessSpec, mark: str, started_s: float) -> None:
@@ -79,18 +79,18 @@ class Worker:
         )
 
 
-def guard(workers: Sequence[Worker], mark: str) -> Guard:
+def guard(workers: Sequence[WorkerProcess], mark: str) -> Guard:
     """Starts a guard that kills the workers and all processes that they have started, if the launcher is killed."""
     return Guard(f"{_MARK}={mark}", groups=[worker.pid for worker in workers])
 
 
-def strays(mark: str, workers: Sequence[Worker]) -> list[int]:
+def strays(mark: str, workers: Sequence[WorkerProcess]) -> list[int]:
     """Returns the running processes that workers with this mark have started, in any session."""
     known = {worker.pid for worker in workers}
     return [pid for pid in marked(f"{_MARK}={mark}") if pid not in known]
 
 
-def tell_all(number: int, mark: str, workers: Sequence[Worker]) -> None:
+def tell_all(number: int, mark: str, workers: Sequence[WorkerProcess]) -> None:
     """Sends a signal to the running workers, and to all processes that workers with this mark have started."""
     alive = [worker for worker in workers if worker.is_alive]
     for worker in alive:

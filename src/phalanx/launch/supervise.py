@@ -13,7 +13,7 @@ from phalanx.errors import PhalanxError, StartupError
 from phalanx.launch.outcome import Outcome, report
 from phalanx.launch.output import Sink, Stream, wait
 from phalanx.launch.plan import ProcessSpec
-from phalanx.launch.processes import Worker, guard, strays, tell_all
+from phalanx.launch.processes import WorkerProcess, guard, strays, tell_all
 from phalanx.launch.signals import Signals
 
 _TICK_S = 0.05
@@ -89,14 +89,14 @@ class _Group:
         self._specs, self._signals, self._sink = specs, signals, sink
         self._mark = secrets.token_hex(16)
         self._started_s = time.monotonic()
-        self._workers: list[Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._guard: Guard | None = None
 
     def start(self) -> None:
         """Starts all processes."""
         for spec in self._specs:
             try:
-                self._workers.append(Worker(spec, self._mark, self._started_s))
+                self._workers.append(WorkerProcess(spec, self._mark, self._started_s))
             except OSError as error:
                 raise StartupError(
                     f"the command of {spec.name}: {' '.join(spec.argv)}", f"cannot be started: {error}."
@@ -146,10 +146,10 @@ class _Group:
             raise PhalanxError("the output of the workers", f"cannot be written: {error}. They have been ended.")
         return Outcome(tuple(worker.ending() for worker in self._workers), number)
 
-    def _alive(self) -> list[Worker]:
+    def _alive(self) -> list[WorkerProcess]:
         return [worker for worker in self._workers if worker.is_alive]
 
-    def _is_over(self, alive: list[Worker]) -> bool:
+    def _is_over(self, alive: list[WorkerProcess]) -> bool:
         has_failed = any(worker.has_failed for worker in self._workers if worker not in alive)
         return has_failed or self._signals.first is not None or self._sink.error is not None
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices, and the values on them."""
+"""Devices, their mesh, and the values that are placed on it."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host values as arrays: what may enter a program, in which form. Datasets, arguments and assignments pass through here."""
+"""Converts host values to arrays that a program accepts. Used for datasets, arguments and assignments."""
 
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -11,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.errors import InputError, shown
+from phalanx.typing import PyTree
 
 _ALIGNMENT = 64
 _SMALL_BYTES = 1 << 14
 _FLOAT32_MAX, _FLOAT64_MAX = float(np.finfo(np.float32).max), float(np.finfo(np.float64).max)
-# What fits into arrays of JAX, by the kind of dtype; without and with jax_enable_x64, where only Python numbers do not.
+# The smallest and largest number of each kind of dtype that JAX arrays can hold, without and with jax_enable_x64. With
+# it, only Python numbers can be too large.
 _LIMITS: Any = (
     {
         "i": (-(2**31), 2**31 - 1),
@@ -28,24 +31,37 @@ _LIMITS: Any = (
 _ENABLE_X64 = 'jax.config.update("jax_enable_x64", True) when the program starts'
 
 
-def as_array(value: Any, name: str = "a value") -> Any:
-    """Returns `value` as an array of NumPy or JAX if it is an array of numbers or bools of any library; else None.
+def over_rows(rows: Any, values: Any) -> jax.Array:
+    """Reshapes `rows`, an array over the leading dims of `values`, so that it broadcasts to `values`.
 
-    Tensors of TensorFlow and torch share their memory with the result. Sparse arrays become dense.
+    Example:
+      >>> over_rows(np.ones(3), np.ones((3, 4, 5))).shape
+      (3, 1, 1)
+    """
+    return rows.reshape(rows.shape + (1,) * (values.ndim - rows.ndim))
+
+
+def as_array(value: Any, name: str = "a value") -> Any:
+    """Returns an array of numbers or bools of any library as a NumPy or JAX array.
+
+    TensorFlow and torch tensors share their memory with the result. Sparse arrays become dense.
 
     Args:
       value: any object.
-      name: what errors call it.
+      name: name of the value for error messages.
+
+    Returns:
+      The array, or None if `value` is not an array of numbers or bools.
 
     Raises:
-      InputError: it is a masked, ragged or deleted array, or has numbers that do not fit into the arrays of JAX.
+      InputError: `value` is a masked, ragged or deleted array, or has numbers that do not fit into JAX arrays.
     """
     if isinstance(value, jax.Array):
         if not isinstance(value, jax.core.Tracer) and value.is_deleted():
             raise InputError(
                 f"{name} that is a deleted array {value.dtype}{list(value.shape)}",
-                "its memory has been given to a program (donated) or freed.",
-                "a copy that was made before: jnp.copy(x)",
+                "its memory was donated to a program, or freed.",
+                "jnp.copy(x), called before the array is donated",
             )
         return value
     if not isinstance(value, (np.ndarray, np.generic)):
@@ -53,9 +69,7 @@ def as_array(value: Any, name: str = "a value") -> Any:
         if value is None:
             return None
     if isinstance(value, np.ma.MaskedArray):
-        raise InputError(
-            f"{name} that is a masked array", "JAX has no arrays that carry a mask of their own.", "x.filled(0)"
-        )
+        raise InputError(f"{name} that is a masked array", "JAX arrays cannot carry a mask.", "x.filled(0)")
     if not is_array(value):
         return None
     if value.dtype.itemsize >= 8:
@@ -64,69 +78,73 @@ def as_array(value: Any, name: str = "a value") -> Any:
 
 
 def is_array(value: Any) -> bool:
-    """Whether `value` is an array that JAX understands: no array of strings, dates or objects, and no single bool."""
+    """Returns whether JAX accepts `value` as an array. False for strings, dates, objects and NumPy bool scalars."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.dtype.kind not in "OSUMm" and not isinstance(value, np.bool_)
     return isinstance(value, jax.Array)
 
 
 def as_number(value: Any, name: str = "a value") -> Any:
-    """Returns what `as_array` does, and Python numbers that are not bools as they are.
+    """Returns Python numbers unchanged, except bools, and converts other values like `as_array`.
 
     Raises:
       InputError: see `as_array`.
     """
     if isinstance(value, (int, float, complex)) and not isinstance(value, (bool, np.generic)):
-        # Small numbers, which nearly all are, fit everywhere.
+        # Fast path: nearly all numbers are small enough for every dtype.
         if not (isinstance(value, (int, float)) and -(2**31) <= value < 2**31):
             require_fits(value, name)
         return value
     return as_array(value, name)
 
 
-def to_host(tree: Any, name: str) -> Any:
-    """Returns a nest with an array for each leaf: of JAX if it was one, else of NumPy; text and objects too.
+def to_host(tree: PyTree, name: str) -> PyTree:
+    """Converts each leaf of a pytree to an array. JAX arrays stay JAX arrays. All other leaves become NumPy arrays.
 
     Args:
-      tree: a nest of arrays, numbers and tensors.
-      name: what errors call it.
+      tree: a pytree of arrays, numbers and tensors, or of text and objects.
+      name: name of the pytree for error messages.
+
+    Returns:
+      The pytree of arrays.
 
     Raises:
-      InputError: see `as_array`; the error says which leaf.
+      InputError: see `as_array`. The message names the leaf.
     """
     return map_named(_to_host_leaf, tree, name, is_leaf=is_sparse)
 
 
 def to_numpy(value: Any, name: str) -> np.ndarray:
-    """Returns what NumPy makes of a value: text and objects too.
+    """Returns a value as a NumPy array. Text and objects are allowed.
 
     Raises:
-      InputError: it is a list whose rows have different shapes.
+      InputError: `value` is a list whose rows have different shapes.
     """
     try:
         return np.asarray(value)
     except (ValueError, TypeError) as e:
         raise InputError(
-            f"{name} {shown(value)}", f"is not an array: {e}", "rows of one shape, padded if need be"
+            f"{name} {shown(value)}", f"cannot be converted to an array: {e}", "pad the rows to the same shape"
         ) from e
 
 
 def map_named(
-    convert: Callable[[Any, str], Any], tree: Any, name: str, *, is_leaf: Callable[[Any], bool] | None = None
+    convert: Callable[..., Any], tree: PyTree, name: str, *, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Returns the nest of `convert(leaf, name)`; an InputError names the leaf."""
+    """Returns the pytree of `convert(leaf, name=name)`. The message of an InputError names the leaf."""
     try:
-        return jax.tree.map(lambda x: convert(x, name), tree, is_leaf=is_leaf)
+        return jax.tree.map(functools.partial(convert, name=name), tree, is_leaf=is_leaf)
     except InputError:
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    return [convert(leaf, f"{name}{jax.tree_util.keystr(path)}") for path, leaf in leaves]
+    return [convert(leaf, name=f"{name}{jax.tree_util.keystr(path)}") for path, leaf in leaves]
 
 
-def copied(array: Any) -> Any:
-    """Returns a copy of a NumPy array, which JAX may share: it begins where a device of the CPU can use it.
+def copied(array: Any) -> PyTree:
+    """Returns a copy of a NumPy array, aligned so that a CPU device can use its memory without another copy.
 
     Args:
-      array: an array that somebody else may change later; arrays of JAX and NumPy scalars cannot be, and stay as they are.
+      array: an array that other code may change later. JAX arrays and NumPy scalars cannot change, so they are returned
+        unchanged.
     """
     if not isinstance(array, np.ndarray):
         return array
@@ -138,7 +156,7 @@ def copied(array: Any) -> Any:
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns a new array whose memory a device of the CPU can use without a copy."""
+    """Returns a new array, aligned so that a CPU device can use its memory without a copy."""
     dtype = np.dtype(dtype)
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes or dtype.hasobject:
@@ -149,32 +167,32 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def address(array: np.ndarray) -> int:
-    """Returns where the memory of an array begins."""
+    """Returns the memory address of the first byte of an array."""
     return int(array.__array_interface__["data"][0])
 
 
 def is_shared_by_cpu(array: np.ndarray) -> bool:
-    """Whether a CPU device uses the memory of this array in place of a copy."""
-    return address(array) % _ALIGNMENT == 0
+    """Returns whether a CPU device uses the memory of this array instead of a copy."""
+    return array.__array_interface__["data"][0] % _ALIGNMENT == 0  # type: ignore[no-any-return]
 
 
 def is_sparse(value: Any) -> bool:
-    """Whether `value` is a sparse array of SciPy, JAX or TensorFlow."""
+    """Returns whether `value` is a sparse array of SciPy, JAX or TensorFlow."""
     if hasattr(type(value), "todense"):
         return True
     kind = type(value)
     return kind.__name__ in ("SparseTensor", "SparseTensorValue") and kind.__module__.startswith("tensorflow.")
 
 
-def require_fits(value: Any, name: str) -> None:
-    """Makes sure that numbers of 64 bits fit into what JAX makes of them: 32 bits, unless `jax_enable_x64` is set.
+def require_fits(value: object, name: str) -> None:
+    """Checks that 64-bit numbers fit into the arrays of JAX, which have 32 bits unless `jax_enable_x64` is set.
 
     Args:
-      value: an array of NumPy, or a Python number.
-      name: what errors call it.
+      value: a NumPy array or a Python number.
+      name: name of the value for error messages.
 
     Raises:
-      InputError: they do not.
+      InputError: a number does not fit.
     """
     found = _too_large(value)
     if found is None:
@@ -188,10 +206,10 @@ def require_fits(value: Any, name: str) -> None:
 
 
 def of_other_library(value: Any, name: str) -> Any:
-    """Returns an array of another library than NumPy and JAX as one of NumPy; None for other objects.
+    """Converts an array of a library other than NumPy and JAX to NumPy. Returns None for other objects.
 
     Raises:
-      InputError: it is ragged.
+      InputError: the array is ragged.
     """
     kind = type(value)
     library = kind.__module__.partition(".")[0]
@@ -202,8 +220,10 @@ def of_other_library(value: Any, name: str) -> Any:
     if library != "tensorflow":
         return None
     if kind.__name__ in ("RaggedTensor", "RaggedTensorValue"):
-        raise InputError(f"{name} that is a tf.RaggedTensor", "the rows of an array have one length.", "x.to_tensor()")
-    # A scalar tensor is an array too, of a bool as well.
+        raise InputError(
+            f"{name} that is a tf.RaggedTensor", "all rows of an array must have the same length.", "x.to_tensor()"
+        )
+    # `numpy()` of a scalar tensor returns a NumPy scalar. `asarray` makes it an array, also if it is a bool.
     return np.asarray(value.numpy()) if hasattr(value, "numpy") else None
 
 
@@ -223,7 +243,7 @@ def _too_large(value: Any) -> Any:
         lowest, highest = part.min(), part.max()
         if limits[0] <= lowest and highest <= limits[1]:
             continue
-        # NaN and infinities are the same in 32 bits.
+        # NaN and infinities exist in 32 bits too, so they always fit.
         large = part[np.isfinite(part) & ((part < limits[0]) | (part > limits[1]))]
         if large.size:
             return large.flat[0].item()
@@ -231,13 +251,13 @@ def _too_large(value: Any) -> Any:
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
-    """Returns real and imaginary part of what is complex."""
+    """Returns the real and the imaginary part of a complex value, and any other value unchanged."""
     is_complex = value.dtype.kind == "c" if isinstance(value, np.ndarray) else isinstance(value, complex)
     return (value.real, value.imag) if is_complex else (value,)
 
 
 def _is_wide() -> bool:
-    """Whether arrays of JAX have 64 bits per number, in this thread."""
+    """Returns whether JAX arrays in this thread have 64 bits per number."""
     return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 

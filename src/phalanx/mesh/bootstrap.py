@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start of a process that is one of several: the only caller of `jax.distributed`."""
+"""Starts this process as a member of a cluster, and ends it. The only caller of `jax.distributed`."""
 
 import atexit
 import functools
@@ -22,24 +22,27 @@ from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster.rollcall import call_roll
 from phalanx.cluster.spec import Task, addresses_of_workers, id_in_cluster, is_chief
 from phalanx.errors import ClusterError, InvalidArgumentError, StartupError, warn_of_slip
+from phalanx.typing import PyTree
 
 START_TIMEOUT_S = 300.0
-"""How long a process waits for the others, unless the caller or PHALANX_START_TIMEOUT_S says otherwise."""
+"""Default time in seconds that a process waits for the others. PHALANX_START_TIMEOUT_S overrides it."""
 _A_DAY_S = 24 * 60 * 60
 
 
 def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeout_s: float | None = None) -> None:
-    """Connects this process with the others of its cluster; does nothing where there are none, or where it is done.
+    """Connects this process with the other processes of its cluster.
+
+    Does nothing if there are no others, or if they are connected already.
 
     Args:
-      resolver: what describes the cluster and this process's task in it.
-      timeout_s: how long to wait for the others.
-      stall_timeout_s: how long the processes may stand still, later, while one of them waits.
+      resolver: describes the cluster, and the task of this process.
+      timeout_s: time in seconds to wait for the other processes.
+      stall_timeout_s: time in seconds without progress after which the watch reports a stall, while a process waits.
 
     Raises:
       ClusterError: the cluster has no task for this process.
-      InvalidArgumentError: a time that is none, in the environment.
-      StartupError: others are missing, or JAX has used its devices already.
+      InvalidArgumentError: an environment variable holds an invalid time.
+      StartupError: a process is missing, or JAX has already used its devices.
     """
     spec = resolver.cluster_spec()
     if not spec:
@@ -58,17 +61,21 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
     own = watch.start(addresses, rank, lines, stall_timeout_s)
     _initialize(addresses, rank, timeout_s)
     sys.excepthook = functools.partial(_end_at_once, own, sys.excepthook)
-    # After JAX has registered its own, so that it runs before: JAX waits for the others there.
+    # Registered after the exit function of JAX, so that it runs first: JAX waits there for the other processes.
     atexit.register(_Termination(own).leave)
 
 
 @contextmanager
 def without_lines_of_gloo() -> Iterator[None]:
-    """Leaves out of the standard output what gloo prints of each connection that it makes."""
+    """Removes the lines that gloo prints for each connection from the standard output of the block.
+
+    gloo writes to file descriptor 1 directly and has no option to be silent, so the block redirects the descriptor. See
+    https://github.com/jax-ml/jax/issues/32673.
+    """
     sys.stdout.flush()
     try:
         stdout = os.dup(1)
-    except OSError:  # It is closed.
+    except OSError:  # The standard output is closed.
         yield
         return
     with tempfile.TemporaryFile() as file:
@@ -84,13 +91,13 @@ def without_lines_of_gloo() -> Iterator[None]:
                 os.write(1, b"".join(line for line in file if not line.startswith(b"[Gloo] ")))
 
 
-def print_on_chief(*args: Any, **kwargs: Any) -> None:
-    """Prints like `print`, in one process of a cluster only: the chief, which is worker 0 if no task is called chief.
+def print_on_chief(*args: PyTree, **kwargs: PyTree) -> None:
+    """Prints like `print`, but only in the chief of the cluster, which is worker 0 if no task has the type "chief".
 
-    May be called in any context, and before the strategy is made. A process that belongs to no cluster prints.
+    May be called in any context, also before the strategy is created. A process without a cluster prints.
 
     Args:
-      args: what to print.
+      args: the values to print.
       kwargs: the keyword arguments of `print`.
 
     Example:
@@ -111,10 +118,10 @@ def _is_chief() -> bool:
 
 
 def warn_if_alone(strategy: str) -> None:
-    """Warns of a strategy of this process alone, if the process is one of several workers that are not connected.
+    """Warns if this process is one of several workers but creates a strategy for its own devices only.
 
     Args:
-      strategy: the name of its class.
+      strategy: class name of the strategy.
     """
     resolver = resolver_of_environment()
     task = _task_of(resolver)
@@ -124,8 +131,8 @@ def warn_if_alone(strategy: str) -> None:
     workers = addresses_of_workers(spec)
     if len(workers) > 1 and "ps" not in spec.jobs:
         warn_of_slip(
-            f"This process is worker {id_in_cluster(spec, task)} of {len(workers)} of a cluster, but {strategy} uses the "
-            "devices of this process only: each worker trains alone.",
+            f"This process is worker {id_in_cluster(spec, task)} of a cluster with {len(workers)} workers, but "
+            f"{strategy} uses only the devices of this process, so each worker trains alone.",
             "phalanx.MultiWorkerMirroredStrategy()",
         )
 
@@ -151,8 +158,8 @@ def _own_task(resolver: ClusterResolver) -> Task:
     if resolver.task_type is None or resolver.task_id is None:
         raise ClusterError(
             f"a cluster of {resolver.cluster_spec().as_dict()}",
-            "nothing says which of its tasks this process is.",
-            '"task": {"type": "worker", "index": 0} in TF_CONFIG, or task_type and task_id of the resolver',
+            "neither TF_CONFIG nor the resolver says which task this process is.",
+            'set "task": {"type": "worker", "index": 0} in TF_CONFIG, or task_type and task_id of the resolver',
         )
     return Task(resolver.task_type, resolver.task_id)
 
@@ -161,18 +168,18 @@ def _require_same(processes: int, rank: int) -> None:
     if (jax.process_count(), jax.process_index()) != (processes, rank):
         raise StartupError(
             f"rank {rank} of {processes} processes",
-            f"this process is rank {jax.process_index()} of {jax.process_count()} already, and stays it.",
-            "one cluster for each process",
+            f"this process is already rank {jax.process_index()} of {jax.process_count()}, which cannot change.",
+            "use the same cluster for all strategies of a process",
         )
 
 
 def _initialize(addresses: list[str], rank: int, timeout_s: float) -> None:
     host = addresses[0].rpartition(":")[0]
-    # Not for other machines to see where all processes are on this one.
+    # If all processes are on this machine, binds to the local address, so that no other machine can connect.
     bind = addresses[0] if rank == 0 and host in ("127.0.0.1", "localhost") else None
-    # Two programs that do not need each other would run at once, and gloo would take the one's messages for the other's.
+    # With asynchronous dispatch, two independent programs run at the same time and gloo confuses their messages.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    # It would take SIGTERM away from Python: no handler would run, and the process would not end.
+    # This service replaces the SIGTERM handler: no Python handler would run, and the process would not end.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -181,15 +188,15 @@ def _initialize(addresses: list[str], rank: int, timeout_s: float) -> None:
             rank,
             cluster_detection_method="deactivate",
             initialization_timeout=max(1, int(timeout_s)),
-            # One that has come to its end waits for the others there; the watch knows whether they come.
+            # A process that has finished waits for the others at shutdown. The watch detects processes that never come.
             shutdown_timeout_seconds=_A_DAY_S,
             coordinator_bind_address=bind,
         )
     except RuntimeError as e:
         raise StartupError(
             f"rank {rank} of {len(addresses)} processes",
-            f"JAX cannot join them any more: {e}",
-            "make the strategy at the top of the script, before the first array",
+            f"JAX can no longer join the cluster: {e}",
+            "create the strategy at the top of the script, before the first array",
         ) from e
 
 
@@ -200,7 +207,7 @@ def _end_at_once(
     error: BaseException,
     where: TracebackType | None,
 ) -> None:
-    """Ends this process without waiting for the others, which wait for it in the middle of a step."""
+    """Exits immediately after an uncaught error. Other processes may wait for this one in the middle of a step."""
     show(kind, error, where)
     own.fail(f"has ended by {kind.__name__}: {error}".partition("\n")[0])
     sys.stdout.flush()
@@ -212,7 +219,7 @@ def _end_at_once(
 class _Termination:
     """Ends this process after SIGTERM, so that its `finally` blocks run and no other process waits for it.
 
-    Handlers of the user stay as they are. Without one, SIGTERM raises SystemExit(143) in the main thread.
+    A SIGTERM handler of the user stays installed. Without one, SIGTERM raises SystemExit(143) in the main thread.
 
     Args:
       own: the watch of this process.
@@ -226,14 +233,14 @@ class _Termination:
         self._news, wakeup = os.pipe()
         for fd in (self._news, wakeup):
             os.set_blocking(fd, False)
-        # Python writes the number of each signal that has a handler there, so that this sees those of the user's handlers too.
+        # Python writes the number of each handled signal to this pipe, including signals with a handler of the user.
         if (others := signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)) != -1:
             signal.set_wakeup_fd(others)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._raise)
 
     def leave(self) -> None:
-        """Must be called when the program of this process has come to its end."""
+        """Tells the watch that this process ends. Must be called at exit."""
         if not self._is_ours:
             self._watch.leave(is_told=self._has_come())
             return
@@ -243,7 +250,7 @@ class _Termination:
         os._exit(128 + signal.SIGTERM)
 
     def _raise(self, number: int, _: FrameType | None) -> None:
-        # Not a second time, and not where the others have ended: it would interrupt `finally` blocks that run already.
+        # Raises only once, and not after the loss of a peer: a second SystemExit would interrupt `finally` blocks.
         if not self._is_ours and self._watch.loss() is None:
             self._is_ours = True
             raise SystemExit(128 + number)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cores of a TPU topology each replica has: arithmetic of coordinates."""
+"""Coordinates of TPU cores, and their assignment to replicas. Pure arithmetic."""
 
 import enum
 import json
@@ -15,7 +15,7 @@ from phalanx.errors import InvalidArgumentError, arguments, shown
 
 
 class DeviceOrderMode(enum.IntEnum):
-    """In which order `DeviceAssignment.build` takes the blocks of replicas. May be used in any context.
+    """The order in which `DeviceAssignment.build` assigns blocks of cores to replicas. May be used in any context.
 
     Source: tf.tpu.experimental.DeviceOrderMode.
 
@@ -30,21 +30,22 @@ class DeviceOrderMode(enum.IntEnum):
 
 
 @final
-class Topology:
-    """The coordinates of the cores of a TPU system, or of devices that stand for them. May be used in any context.
+class TPUTopology:
+    """The coordinates of the cores of a TPU system, or of devices that emulate them. May be used in any context.
 
     Args:
-      serialized: what `serialized()` of another one returned; then the other arguments are left out.
-      mesh_shape: how many cores there are along each dim: for TPUs x, y, z and the cores of a chip.
-      device_coordinates: `(tasks, cores of a task, dims)` integers: where the cores of each host are.
+      serialized: the result of `serialized()` of another topology. If given, the other arguments are ignored.
+      mesh_shape: number of cores along each dim. For TPUs the dims are x, y, z and the core within a chip.
+      device_coordinates: int array (tasks, cores_per_task, dims). The coordinates of the cores of each host.
 
     Raises:
-      InvalidArgumentError: a shape that is none, a core outside of it, two cores in one place.
+      InvalidArgumentError: `mesh_shape` is invalid, a core lies outside the mesh, or two cores have the same
+        coordinates.
 
     Source: tf.tpu.experimental.Topology.
 
     Example:
-      >>> topology = Topology(mesh_shape=(1, 2), device_coordinates=[[[0, 0], [0, 1]]])
+      >>> topology = TPUTopology(mesh_shape=(1, 2), device_coordinates=[[[0, 0], [0, 1]]])
       >>> topology.num_tasks, topology.num_tpus_per_task
       (1, 2)
     """
@@ -60,70 +61,74 @@ class Topology:
             tuple(at): (task, i) for task, cores in enumerate(self._coordinates.tolist()) for i, at in enumerate(cores)
         }
         if len(self._place) < self._coordinates.shape[0] * self._coordinates.shape[1]:
-            raise InvalidArgumentError("device_coordinates", "two cores are in one place.", "a place for each core")
+            raise InvalidArgumentError(
+                f"device_coordinates={shown(self._coordinates.tolist())}",
+                "two cores have the same coordinates.",
+                "give each core different coordinates",
+            )
 
     def serialized(self) -> bytes:
-        """Returns the topology as bytes, from which `Topology(serialized=...)` makes it again.
+        """Returns the topology as bytes. `Topology(serialized=...)` restores it.
 
         Example:
-          >>> topology = Topology(mesh_shape=(1, 2), device_coordinates=[[[0, 0], [0, 1]]])
-          >>> Topology(serialized=topology.serialized())
+          >>> topology = TPUTopology(mesh_shape=(1, 2), device_coordinates=[[[0, 0], [0, 1]]])
+          >>> TPUTopology(serialized=topology.serialized())
           Topology(mesh_shape=(1, 2), 1 x 2 cores)
         """
         return json.dumps({"mesh_shape": self._shape, "device_coordinates": self._coordinates.tolist()}).encode()
 
     @property
     def mesh_shape(self) -> np.ndarray:
-        """How many cores there are along each dim."""
+        """The number of cores along each dim, an int array (dims,)."""
         return np.array(self._shape)
 
     @property
     def mesh_rank(self) -> int:
-        """How many dims the mesh has."""
+        """The number of dims of the mesh."""
         return len(self._shape)
 
     @property
     def device_coordinates(self) -> np.ndarray:
-        """Where the cores of each task are, `(tasks, cores of a task, dims)`."""
+        """The coordinates of the cores of each task, an int array (tasks, cores_per_task, dims)."""
         return self._coordinates
 
     @property
     def num_tasks(self) -> int:
-        """How many hosts the system has."""
+        """The number of hosts."""
         return int(self._coordinates.shape[0])
 
     @property
     def num_tpus_per_task(self) -> int:
-        """How many cores each of them has."""
+        """The number of cores per host."""
         return int(self._coordinates.shape[1])
 
     @property
     def missing_devices(self) -> np.ndarray:
-        """The places of the mesh that have no core, `(places, dims)`."""
+        """The coordinates in the mesh without a core, an int array (coordinates, dims)."""
         places = [at for at in np.ndindex(*self._shape) if at not in self._place]
         return np.array(places, int).reshape(-1, self.mesh_rank)
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """Returns the number of the task whose core is there.
+        """Returns the index of the task that has the core at these coordinates.
 
         Raises:
-          InvalidArgumentError: no core is.
+          InvalidArgumentError: there is no core at these coordinates.
         """
         return self._at(device_coordinates)[0]
 
     def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """Returns the number that the core there has among those of its task."""
+        """Returns the index of the core at these coordinates among the cores of its task."""
         return self._at(device_coordinates)[1]
 
     @arguments.typed()
     def tpu_device_name_at_coordinates(self, device_coordinates: Any, job: str | None = None) -> str:
-        """Returns the name that tf.distribute has for the core there, for example `"/task:0/device:TPU:1"`."""
+        """Returns the TensorFlow name of the core at these coordinates, for example `"/task:0/device:TPU:1"`."""
         task, ordinal = self._at(device_coordinates)
         return f"{_job(job)}/task:{task}/device:TPU:{ordinal}"
 
     @arguments.typed()
     def cpu_device_name_at_coordinates(self, device_coordinates: Any, job: str | None = None) -> str:
-        """Returns the name of the host of the core there, for example `"/task:0/device:CPU:0"`."""
+        """Returns the TensorFlow name of the host of the core, for example `"/task:0/device:CPU:0"`."""
         return f"{_job(job)}/task:{self._at(device_coordinates)[0]}/device:CPU:0"
 
     def _at(self, coordinates: Sequence[int]) -> tuple[int, int]:
@@ -131,13 +136,13 @@ class Topology:
             at = tuple(operator.index(c) for c in coordinates)
         except Exception:
             raise InvalidArgumentError(
-                f"device_coordinates={shown(coordinates)}", "must be integers, one for each dim.", "(0, 0, 0, 0)"
+                f"device_coordinates={shown(coordinates)}", "must be integers, one per dim.", "(0, 0, 0, 0)"
             ) from None
         place = self._place.get(at)
         if place is None:
             raise InvalidArgumentError(
-                f"coordinates {shown(at)}",
-                f"no core is there, in a mesh of shape {self._shape}.",
+                f"device_coordinates={shown(at)}",
+                f"the mesh of shape {self._shape} has no core at these coordinates.",
                 f"coordinates such as {tuple(map(int, self._coordinates[0, 0]))}",
             )
         return place
@@ -148,61 +153,70 @@ class Topology:
 
 @final
 class DeviceAssignment:
-    """Which cores each replica has: its logical devices. May be used in any context.
+    """The assignment of cores to replicas, as their logical devices. May be used in any context.
 
     Args:
-      topology: all cores.
-      core_assignment: `(replicas, cores of a replica, dims)` integers: where the logical devices of each replica are.
+      topology: the coordinates of all cores.
+      core_assignment: int array (replicas, cores_per_replica, dims). The coordinates of the logical devices of each
+        replica.
 
     Raises:
-      InvalidArgumentError: no topology; a core that it does not have, or that two replicas have.
+      InvalidArgumentError: `topology` is not a topology, a core does not exist, or a core is assigned twice.
 
     Source: tf.tpu.experimental.DeviceAssignment.
 
     Example:
-      >>> topology = Topology(mesh_shape=(2, 2), device_coordinates=[[[0, 0], [0, 1], [1, 0], [1, 1]]])
+      >>> topology = TPUTopology(mesh_shape=(2, 2), device_coordinates=[[[0, 0], [0, 1], [1, 0], [1, 1]]])
       >>> assignment = DeviceAssignment.build(topology, computation_shape=[1, 2], num_replicas=2)
       >>> assignment.coordinates(replica=1, logical_core=0)
       (1, 0)
     """
 
-    def __init__(self, topology: Topology, core_assignment: Any) -> None:
+    def __init__(self, topology: TPUTopology, core_assignment: Any) -> None:
         _require_topology(topology)
         self._topology = topology
         self._cores = _coordinates("core_assignment", core_assignment, tuple(map(int, topology.mesh_shape)))
         physical = self.logical_to_physical.reshape(-1, 2)
         if len(np.unique(physical, axis=0)) < len(physical):
             raise InvalidArgumentError(
-                "core_assignment", "a core is assigned twice.", "cores of its own for each replica"
+                f"core_assignment={shown(self._cores.tolist())}",
+                "a core is assigned twice.",
+                "assign each core to one replica",
             )
 
     @classmethod
     def build(
         cls,
-        topology: Topology,
+        topology: TPUTopology,
         computation_shape: Sequence[int] | None = None,
         computation_stride: Sequence[int] | None = None,
         num_replicas: int = 1,
         device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
     ) -> "DeviceAssignment":
-        """Assigns a block of cores to each replica, along the last dims of the mesh first. May be called in any context.
+        """Assigns a block of cores to each replica, along the last dims of the mesh first.
+
+        May be called in any context.
 
         Args:
-          topology: what `initialize_tpu_system` returned.
-          computation_shape: the shape of a block, one number for each dim of the mesh; None is a single core.
-          computation_stride: how far apart the cores of a block are, along each dim; None means side by side.
-          num_replicas: how many replicas there are to be.
+          topology: the result of `initialize_tpu_system`.
+          computation_shape: the shape of a block, one number per dim of the mesh. None is a single core.
+          computation_stride: the distance between the cores of a block, along each dim. None means adjacent cores.
+          num_replicas: number of replicas.
           device_order_mode: AUTO or MESH.
 
+        Returns:
+          The assignment.
+
         Raises:
-          InvalidArgumentError: a block that does not fit into the mesh, more replicas than do, or RING.
+          InvalidArgumentError: a block does not fit into the mesh, the mesh does not have room for `num_replicas`
+            blocks, or `device_order_mode` is RING.
         """
         _require_topology(topology)
         if not isinstance(device_order_mode, DeviceOrderMode) or device_order_mode is DeviceOrderMode.RING:
             raise InvalidArgumentError(
                 f"device_order_mode={shown(device_order_mode)}",
-                "blocks are taken in the order of the mesh, along its last dims first.",
-                "device_order_mode=DeviceOrderMode.AUTO, or DeviceAssignment(topology, core_assignment) for another order",
+                "must be AUTO or MESH: blocks are assigned in the order of the mesh, along its last dims first.",
+                "DeviceOrderMode.AUTO, or DeviceAssignment(topology, core_assignment) for another order",
             )
         mesh = tuple(map(int, topology.mesh_shape))
         shape = _of_each_dim("computation_shape", computation_shape, mesh)
@@ -211,16 +225,16 @@ class DeviceAssignment:
         if any(f > m for f, m in zip(footprint, mesh, strict=True)):
             raise InvalidArgumentError(
                 f"computation_shape={list(shape)}, computation_stride={list(stride)}",
-                f"a block of {footprint} does not fit into a mesh of {list(mesh)}.",
+                f"a block of shape {footprint} does not fit into a mesh of shape {list(mesh)}.",
                 f"computation_shape={[min(f, m) for f, m in zip(footprint, mesh, strict=True)]}",
             )
-        # Where blocks are strided, others begin in the gaps.
+        # With a stride, other blocks start in the gaps of a block.
         blocks = [m // f * s for m, f, s in zip(mesh, footprint, stride, strict=True)]
         most = math.prod(blocks)
-        if isinstance(num_replicas, bool) or not isinstance(num_replicas, int) or not 1 <= num_replicas <= most:
+        if not arguments.is_integer(num_replicas, 1, most):
             raise InvalidArgumentError(
                 f"num_replicas={shown(num_replicas)}",
-                f"a mesh of {list(mesh)} has room for 1 to {most} replicas of {list(shape)}.",
+                f"must be from 1 to {most}, for a mesh of shape {list(mesh)} and blocks of shape {list(shape)}.",
                 f"num_replicas={most}",
             )
         block = np.stack(np.unravel_index(np.arange(num_replicas), blocks), axis=-1)
@@ -229,18 +243,18 @@ class DeviceAssignment:
         return cls(topology, corners[:, None] + offsets)
 
     @property
-    def topology(self) -> Topology:
-        """All cores."""
+    def topology(self) -> TPUTopology:
+        """The coordinates of all cores."""
         return self._topology
 
     @property
     def core_assignment(self) -> np.ndarray:
-        """Where the logical devices of each replica are, `(replicas, cores of a replica, dims)`."""
+        """The coordinates of the logical devices of each replica, an int array (replicas, cores_per_replica, dims)."""
         return self._cores
 
     @cached_property
     def logical_to_physical(self) -> np.ndarray:
-        """Task and ordinal of each logical device of each replica, `(replicas, cores of a replica, 2)`."""
+        """Task and ordinal of each logical device of each replica, an int array (replicas, cores_per_replica, 2)."""
         of = self._topology
         return np.array(
             [
@@ -251,20 +265,20 @@ class DeviceAssignment:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return int(self._cores.shape[0])
 
     @property
     def num_cores_per_replica(self) -> int:
-        """How many logical devices each replica has."""
+        """The number of logical devices per replica."""
         return int(self._cores.shape[1])
 
     @arguments.typed()
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
-        """Returns where a logical device of a replica is.
+        """Returns the coordinates of a logical device of a replica.
 
         Raises:
-          InvalidArgumentError: there is no such replica, or no such logical device.
+          InvalidArgumentError: the replica or the logical device does not exist.
         """
         if not (0 <= replica < self.num_replicas and 0 <= logical_core < self.num_cores_per_replica):
             raise InvalidArgumentError(
@@ -275,30 +289,30 @@ class DeviceAssignment:
         return tuple(map(int, self._cores[replica, logical_core]))
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
-        """Returns the number that a logical device has among the cores of its host."""
+        """Returns the index of a logical device among the cores of its host."""
         return self._topology.tpu_device_ordinal_at_coordinates(self.coordinates(replica, logical_core))
 
     def tpu_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
-        """Returns the name that tf.distribute has for the core of a logical device."""
+        """Returns the TensorFlow name of the core of a logical device."""
         return self._topology.tpu_device_name_at_coordinates(self.coordinates(replica, logical_core), job)
 
     def host_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
-        """Returns the name of the host of a logical device."""
+        """Returns the TensorFlow name of the host of a logical device."""
         return self._topology.cpu_device_name_at_coordinates(self.coordinates(replica, logical_core), job)
 
     @arguments.typed()
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-        """Returns the replicas whose logical device of that number is a core of that task.
+        """Returns the replicas whose logical device `logical_core` is a core of the task `task_id`.
 
         Raises:
-          InvalidArgumentError: none is.
+          InvalidArgumentError: there is no such replica.
         """
         on_task = self.logical_to_physical[:, logical_core : logical_core + 1, 0] == task_id
         found = [int(i) for i in np.flatnonzero(on_task.any(axis=1))]
         if not found:
             raise InvalidArgumentError(
                 f"task_id={task_id}, logical_core={logical_core}",
-                "no replica has that there.",
+                "no replica has this logical device on this task.",
                 "task_id=0, logical_core=0",
             )
         return found
@@ -314,27 +328,27 @@ def _deserialized(serialized: Any) -> tuple[Any, Any]:
     except (TypeError, ValueError, KeyError) as e:
         raise InvalidArgumentError(
             f"serialized={shown(serialized)}",
-            "must be what Topology.serialized() returned.",
+            "must be the result of Topology.serialized().",
             "initialize_tpu_system(resolver).serialized()",
         ) from e
 
 
 def _require_topology(topology: Any) -> None:
-    if not isinstance(topology, Topology):
+    if not isinstance(topology, TPUTopology):
         raise InvalidArgumentError(
             f"topology={shown(topology)}", "must be a Topology.", "topology=initialize_tpu_system(resolver)"
         )
 
 
 def positive_integers(name: str, values: Any) -> tuple[int, ...]:
-    """Returns a sequence of positive integers.
+    """Returns `values`, a sequence of positive integers, as a tuple.
 
     Raises:
-      InvalidArgumentError: it is something else.
+      InvalidArgumentError: `values` is not a sequence of positive integers.
     """
     is_list = isinstance(values, (list, tuple, np.ndarray)) and getattr(values, "ndim", 1) == 1
     given = tuple(values) if is_list else ()
-    if not given or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in given):
+    if not given or not all(arguments.is_integer(n, least=1) for n in given):
         raise InvalidArgumentError(f"{name}={shown(values)}", "must be positive integers.", f"{name}=(2, 2, 2)")
     return tuple(map(int, given))
 
@@ -364,7 +378,11 @@ def _coordinates(name: str, values: Any, mesh: tuple[int, ...]) -> np.ndarray:
             f"{name}=[[[0, ...], ...]]",
         )
     if (array < 0).any() or (array >= mesh).any():
-        raise InvalidArgumentError(name, f"a core lies outside the mesh {list(mesh)}.", "coordinates inside it")
+        raise InvalidArgumentError(
+            f"{name}={shown(array.tolist())}",
+            f"a core lies outside the mesh of shape {list(mesh)}.",
+            f"coordinates from {[0] * len(mesh)} to {[n - 1 for n in mesh]}",
+        )
     return array
 
 

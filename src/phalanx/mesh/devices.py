@@ -24,14 +24,15 @@ _DEVICE_NAME = re.compile(
 def set_virtual_cpu_devices(count: int) -> None:
     """Gives this process `count` CPU devices, to try strategies without accelerators.
 
-    Call it before anything touches JAX devices; the environment variable `PHALANX_CPU_DEVICES` does the same at import.
+    Call it outside all scopes, before any code uses JAX devices. The environment variable `PHALANX_CPU_DEVICES` has the
+    same effect when Phalanx is imported.
 
     Args:
-      count: how many CPU devices, at least 1.
+      count: number of CPU devices, at least 1.
 
     Raises:
-      InvalidArgumentError: `count` is less than 1.
-      StartupError: JAX has started its devices already.
+      InvalidArgumentError: `count` is not a positive integer.
+      StartupError: JAX has already initialized its devices.
 
     Example:
       >>> import phalanx
@@ -48,23 +49,23 @@ def set_virtual_cpu_devices(count: int) -> None:
     except RuntimeError as e:
         raise StartupError(
             f"set_virtual_cpu_devices({count})",
-            "JAX has started its devices already, and their number cannot change afterwards.",
-            "call it before the first array is made, or set PHALANX_CPU_DEVICES in the environment",
+            "JAX has already initialized its devices, so their number cannot change.",
+            "call it before the first array is created, or set PHALANX_CPU_DEVICES in the environment",
         ) from e
     if count > 1:
-        # XLA reads NPROC as the size of its CPU thread pool. With fewer than two threads a device the all-reduce
-        # deadlocks (seen for 2, 3, 4 and 8 devices); more than two only cost speed.
+        # XLA reads NPROC as the size of its CPU thread pool. With fewer than two threads per device, the all-reduce
+        # deadlocks (observed with 2, 3, 4 and 8 devices). More than two threads per device only cost speed.
         os.environ["NPROC"] = str(2 * count)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What one place has of an array.
+    """The part of an array that one device or task holds.
 
     Args:
-      place: the name of a device, or of a task of the cluster.
-      index: which part of the array: a range of each dim.
-      num_bytes: its size.
+      place: name of a device, or of a task of the cluster.
+      index: the part of the array: one slice per dim.
+      num_bytes: size of the part, in bytes.
     """
 
     place: str
@@ -85,13 +86,13 @@ def parse_device(name: str | jax.Device) -> jax.Device:
       name: `"/gpu:0"`, `"gpu:0"`, `"/device:GPU:0"`, `"cpu:1"`, or a `jax.Device`.
 
     Raises:
-      DeviceError: the name cannot be read, or this process has no such device.
+      DeviceError: `name` is not a device name, or this process has no such device.
     """
     if isinstance(name, jax.Device):
         return name
     match = _DEVICE_NAME.match(name) if isinstance(name, str) else None
     if match is None:
-        raise DeviceError(f"device={shown(name)}", "not a device name.", 'a name such as "/gpu:0" or "cpu:1"')
+        raise DeviceError(f"device={shown(name)}", "is not a device name.", 'a name such as "/gpu:0" or "cpu:1"')
     platform, index = match.group(1).lower(), int(match.group(2))
     try:
         devices = jax.local_devices(backend=platform)
@@ -102,14 +103,14 @@ def parse_device(name: str | jax.Device) -> jax.Device:
         hint = (
             f"phalanx.set_virtual_cpu_devices({index + 1}) before JAX starts"
             if platform == "cpu"
-            else "one of these names"
+            else "use one of these names"
         )
-        raise DeviceError(f"device={shown(name)}", f"this process has {have}.", hint)
+        raise DeviceError(f"device={shown(name)}", f"this process has only {have}.", hint)
     return devices[index]
 
 
 def default_devices() -> list[jax.Device]:
-    """Returns all local accelerators, else all local CPU devices."""
+    """Returns all local accelerators, or all local CPU devices if there are no accelerators."""
     return list(jax.local_devices())
 
 
@@ -139,25 +140,25 @@ def _schedulable_cpus() -> int:
 
 
 def require_one_platform(devices: Sequence[jax.Device]) -> None:
-    """Raises unless all devices belong to one platform.
+    """Checks that all devices belong to one platform.
 
     Raises:
-      DeviceError: they belong to several platforms.
+      DeviceError: the devices belong to several platforms.
     """
     platforms = sorted({d.platform for d in devices})
     if len(platforms) > 1:
         raise DeviceError(
             f"devices={list(map(device_name, devices))}",
-            f"they are of the platforms {' and '.join(platforms)}, and one program runs on one.",
+            f"the devices belong to the platforms {' and '.join(platforms)}, but a program runs on one platform.",
             f"devices={[device_name(d) for d in devices if d.platform == devices[0].platform]}",
         )
 
 
 def require_threads(devices: Sequence[jax.Device]) -> None:
-    """Raises if XLA has fewer threads than several CPU devices need for an all-reduce.
+    """Checks that XLA has enough threads for an all-reduce over several CPU devices.
 
     Raises:
-      StartupError: it has.
+      StartupError: XLA has fewer than two threads per device.
     """
     own = [d for d in devices if d.process_index == jax.process_index()]
     if len(own) <= 1 or own[0].platform != "cpu":
@@ -168,6 +169,6 @@ def require_threads(devices: Sequence[jax.Device]) -> None:
     if threads < needed:
         raise StartupError(
             f"a strategy over {len(devices)} CPU devices",
-            f"XLA's CPU thread pool has {threads} threads; {needed - 1} or fewer deadlock in the first all-reduce.",
+            f"the XLA thread pool has {threads} threads; with fewer than {needed}, the first all-reduce deadlocks.",
             f"phalanx.set_virtual_cpu_devices({needed // 2}) before JAX starts, or NPROC={needed} in the environment",
         )

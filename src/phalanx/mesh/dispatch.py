@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be held while a program is dispatched: one lock per process, and the turns of several processes."""
+"""Serializes the dispatch of programs: one lock per process, and one turn at a time for several processes."""
 
 import re
 import threading
@@ -17,17 +17,17 @@ from phalanx.errors import (
 )
 
 dispatch_lock = threading.RLock()
-"""Two threads that dispatch programs over several devices can deadlock inside XLA, whatever its thread pool."""
+"""Two threads that dispatch multi-device programs can deadlock inside XLA, whatever the size of its thread pool."""
 
 _waiting: list[int] = []
-"""The threads that wait for a program whose host callbacks run Python meanwhile."""
+"""Identifiers of the threads that wait for a program whose host callbacks run Python code."""
 
 
 def process_dispatching() -> AbstractContextManager[Any]:
-    """Returns what must be held while a program is dispatched on devices of this process.
+    """Returns the lock to hold while a program is dispatched on devices of this process.
 
     Raises:
-      ContextError: called in a host callback of a program that runs.
+      ContextError: called in a host callback of a running program.
     """
     if _waiting:
         _require_outside_callbacks()
@@ -36,7 +36,7 @@ def process_dispatching() -> AbstractContextManager[Any]:
 
 @contextmanager
 def calling_back() -> Iterator[None]:
-    """Marks that this thread waits for a program whose host callbacks run Python meanwhile."""
+    """Marks that this thread waits for a program whose host callbacks run Python code."""
     _waiting.append(threading.get_ident())
     try:
         yield
@@ -45,22 +45,24 @@ def calling_back() -> Iterator[None]:
 
 
 def _require_outside_callbacks() -> None:
-    # XLA runs callbacks in the thread that waits, or in one of its own, which Python knows as a dummy.
+    # A program that is called in a host callback can hang (https://github.com/jax-ml/jax/issues/24255). XLA runs
+    # callbacks in the waiting thread, or in a thread of its own, which Python represents as a dummy thread.
     if threading.get_ident() in _waiting or isinstance(threading.current_thread(), threading._DummyThread):
         raise ContextError(
-            "a program was called in a host callback (jax.pure_callback, io_callback or debug.callback) of a step that runs",
+            "a program was called in a host callback (jax.pure_callback, io_callback or debug.callback) of a step",
             "the step waits for the callback, and the program would wait for the step.",
-            "return what the callback needs from the step, and call the program after it",
+            "return the inputs of the callback from the step, and call the program after the step",
         )
 
 
 _NEWS_S = 3.0
+"""Time in seconds to wait for a report of a lost process, after a program has failed."""
 
 _STATUS = re.compile(r"[A-Z_]+: ")
 
 
 class Turn:
-    """Something that all processes do together, one after the other."""
+    """A context manager for work that all processes do together, such as a step, in the same order."""
 
     def __init__(self, own: watch.Watch, is_step: bool) -> None:
         self._watch, self._is_step = own, is_step
@@ -74,13 +76,14 @@ class Turn:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._watch.end(is_step=self._is_step, has_failed=error is not None)
         dispatch_lock.release()
-        # Where a process dies, what the others see first is a program that fails: all that it can say is less than this.
+        # If a process dies, a program fails first in the other processes. The report of the watch says more, so it
+        # replaces the error of the program.
         if error is not None and _is_of_program(error) and (lost := self._watch.loss(_NEWS_S)):
             raise _peer_lost(lost) from None
 
 
 def _is_of_program(error: BaseException) -> bool:
-    """Whether a program has failed while it ran; what its collectives raise is a ValueError, which begins with a status."""
+    """Returns whether a running program raised an error. Collectives raise a ValueError that begins with a status."""
     if isinstance(error, ValueError):
         return _STATUS.match(str(error)) is not None
     return isinstance(error, (jax.errors.JaxRuntimeError, StateLostError))
@@ -89,6 +92,6 @@ def _is_of_program(error: BaseException) -> bool:
 def _peer_lost(how: str) -> PeerLostError:
     return PeerLostError(
         how,
-        "no step can be done without it.",
-        "phalanx run --max-restarts 3 ..., and let the script go on from its last checkpoint",
+        "no step can run without it.",
+        "phalanx run --max-restarts 3 ..., and let the script resume from its last checkpoint",
     )

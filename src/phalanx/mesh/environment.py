@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a bug report needs to know of this machine: `phalanx env`, which runs `python -m phalanx.mesh.environment`."""
+"""Collects the facts that a bug report needs. `phalanx env` runs `python -m phalanx.mesh.environment`."""
 
 import importlib.metadata
 import json
@@ -13,14 +13,14 @@ from typing import Any
 _NEEDED = ("phalanx", "jax", "jaxlib", "keras", "numpy")
 _OPTIONAL = ("click", "flax", "grain", "optax", "orbax-checkpoint", "ray", "tensorboardX", "tensorflow", "torch")
 _NAMES = re.compile(
-    r"(CUDA|GLOO|JAX|KERAS|NCCL|OMP|PHALANX|RAY|ROCM|SLURM|TF|TPU|XLA)_|(NPROC|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV)$"
+    r"(CUDA|GLOO|JAX|KERAS|NCCL|OMP|PHALANX|RAY|ROCM|SLURM|TF(?!_CLI_)|TPU|XLA)_|(NPROC|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV)$"
 )
 _SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 _LOGIN = re.compile(r"//[^/@\s]+@")
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that JAX, Keras and Phalanx heed, without secrets.
+    """Returns the environment variables that affect JAX, Keras and Phalanx, with secrets hidden.
 
     Example:
       >>> variables({"JAX_PLATFORMS": "cpu", "RAY_AUTH_TOKEN": "1234", "HOME": "/root"})
@@ -31,7 +31,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def versions(names: tuple[str, ...] = _NEEDED) -> dict[str, str]:
-    """Returns the versions of Python and of packages; those that are not installed are left out."""
+    """Returns the versions of Python and of the installed packages among `names`."""
     found = {"python": platform.python_version()}
     for name in names:
         try:
@@ -42,7 +42,7 @@ def versions(names: tuple[str, ...] = _NEEDED) -> dict[str, str]:
 
 
 def describe() -> dict[str, Any]:
-    """Returns all that is known: versions, system, devices, and variables of the environment."""
+    """Returns the whole report: versions, system, devices, settings and environment variables."""
     devices, settings = _devices()
     return {
         "versions": versions(_NEEDED + _OPTIONAL),
@@ -59,7 +59,7 @@ def describe() -> dict[str, Any]:
 
 
 def _devices() -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the devices of this process and settings of JAX and Keras; why there are none if JAX cannot say."""
+    """Returns the devices of this process, and settings of JAX and Keras. If that fails, returns the error instead."""
     try:
         import jax
         import keras
@@ -72,13 +72,13 @@ def _devices() -> tuple[dict[str, str], dict[str, str]]:
             "jax_enable_x64": str(config.jax_enable_x64),
             "jax_default_matmul_precision": str(config.jax_default_matmul_precision),
         }
-    except Exception as e:  # What is wrong is what the report is for.
+    except Exception as e:  # The report must also work if JAX does not, so the error becomes a part of it.
         return {"none": f"{type(e).__name__}: {e}"}, {}
     return devices, settings
 
 
 def as_text(report: Mapping[str, Mapping[str, str]]) -> str:
-    """Returns a report in lines, for people.
+    """Returns a report as readable text.
 
     Example:
       >>> print(as_text({"versions": {"jax": "0.10.2"}, "variables": {}}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The axes of the mesh, and over which of them the dims of a variable are divided."""
+"""Layouts: rules that shard the dims of variables over mesh axes."""
 
 import difflib
 import math
@@ -18,50 +18,59 @@ REPLICA_AXIS = "replica"
 """The mesh axis over which `Strategy.run` maps its replica function."""
 
 MODEL_AXIS = "model"
-"""The usual name of the mesh axis over which one replica spreads."""
+"""The usual name of the mesh axis over which XLA partitions a replica."""
 
 Sizes = Mapping[str, int]
-"""How many devices each axis of a mesh has."""
+"""The number of devices along each mesh axis."""
 
 _RULES = 'layout={".*dense.*kernel": (None, "model")}'
 
 
 class AbstractLayout(ABC):
-    """A rule that divides variables over axes of a mesh. What it does not divide, every device holds whole."""
+    """Shards variables over mesh axes. Every device holds a variable whole unless the layout shards it."""
 
     @property
     @abstractmethod
     def axes(self) -> frozenset[str]:
-        """The axes that it names."""
+        """The mesh axes that the layout names."""
 
     @abstractmethod
     def spec(self, path: str, shape: tuple[int, ...], sizes: Sizes) -> PartitionSpec:
-        """Returns how a variable is divided.
+        """Returns the mesh axes of each dim of a variable.
+
+        Args:
+          path: path of the variable.
+          shape: shape of the variable.
+          sizes: the number of devices along each mesh axis.
 
         Raises:
-          InvalidArgumentError: the rule does not fit the variable.
+          InvalidArgumentError: the layout does not fit the shape of the variable.
         """
 
     @abstractmethod
     def require_used(self) -> None:
-        """Raises where a part of the rule has not met its variable. Called when the variables that are trained are made.
+        """Checks that each rule of the layout has matched a variable. Called when all variables exist.
 
         Raises:
-          InvalidArgumentError: it has not.
+          InvalidArgumentError: a rule has not matched any variable.
         """
 
     @final
     def require_axes(self, sizes: Sizes) -> None:
-        """Raises for a mesh without the axes that it names.
+        """Checks that a mesh has all axes of the layout.
+
+        Args:
+          sizes: the number of devices along each mesh axis.
 
         Raises:
-          InvalidArgumentError: it names another one.
+          InvalidArgumentError: the layout names an axis that the mesh does not have.
         """
         for axis in sorted(self.axes - set(sizes)):
             near = difflib.get_close_matches(axis, sizes, n=1)
+            names = ", ".join(f"{name!r} of {n}" for name, n in sizes.items())
             raise InvalidArgumentError(
                 f"layout={self!r}",
-                f"the mesh has no axis {axis!r}, but {', '.join(f'{name!r} of {n}' for name, n in sizes.items())}.",
+                f"the mesh has no axis {axis!r}; its axes are {names}.",
                 f'"{near[0]}"' if near else f'MirroredStrategy(model_axis=("{axis}", 2), layout=...)',
             )
 
@@ -70,14 +79,14 @@ class AbstractLayout(ABC):
 @final
 @dataclass(frozen=True)
 class FullySharded(AbstractLayout):
-    """Divides every large variable over one axis, along its first dim that can be. `fully_sharded` makes it.
+    """Shards every large variable over one mesh axis, along the first dim that the axis divides. See `fully_sharded`.
 
     Args:
-      axis: the axis.
-      min_size: how many elements a variable has at least that is divided.
+      axis: name of the mesh axis.
+      min_size: the smallest number of elements for which a variable is sharded.
 
     Raises:
-      InvalidArgumentError: an axis that is not a name, or a size that is not a positive integer.
+      InvalidArgumentError: `axis` is not a name, or `min_size` is not a positive integer.
     """
 
     axis: str = REPLICA_AXIS
@@ -87,7 +96,7 @@ class FullySharded(AbstractLayout):
         arguments.integer("min_size", self.min_size, hint="fully_sharded(min_size=4096)")
         if not self.axis:
             raise InvalidArgumentError(
-                f"axis={self.axis!r}", "must be the name of an axis.", 'fully_sharded("replica")'
+                f"axis={self.axis!r}", "must be the name of a mesh axis.", 'fully_sharded("replica")'
             )
 
     @property
@@ -105,22 +114,27 @@ class FullySharded(AbstractLayout):
 
     @override
     def require_used(self) -> None:
-        """A model may have small variables alone."""
+        """Does nothing: a model may have only small variables, which are not sharded."""
 
 
 def fully_sharded(axis: str = REPLICA_AXIS, min_size: int = 4096) -> FullySharded:
-    """Returns a layout that divides every large variable, and its optimizer slots, over an axis. May be called in any context.
+    """Returns a layout that shards every large variable and its optimizer slots over one axis.
 
-    Over the replicas each of them holds, and updates, a part of the variables and slots. A step gathers the variables, and
-    gives each replica its part of the summed gradients.
+    May be called in any context. With the axis "replica", each replica holds and updates one shard of the variables and
+    slots. A step all-gathers the variables and reduce-scatters the gradients.
 
     Args:
-      axis: "replica", or the name of a strategy's model axis.
-      min_size: how many elements a variable has at least that is divided. Those whose dims the axis does not divide are
-        whole everywhere, too.
+      axis: "replica", or the name of the model axis of a strategy.
+      min_size: the smallest number of elements for which a variable is sharded. A variable without a dim that the axis
+        divides is not sharded either.
+
+    Returns:
+      A layout for the argument `layout` of a strategy.
 
     Raises:
-      InvalidArgumentError: an axis that is not a name, or a size that is not a positive integer.
+      InvalidArgumentError: `axis` is not a name, or `min_size` is not a positive integer.
+
+    Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 
     Example:
       >>> import keras, phalanx
@@ -135,13 +149,13 @@ def fully_sharded(axis: str = REPLICA_AXIS, min_size: int = 4096) -> FullySharde
 
 @final
 class PathRules(AbstractLayout):
-    """Divides each variable as the rule for its path says: those of a `keras.distribution.LayoutMap`, or of a dict.
+    """Shards each variable by the rule whose pattern matches its path, like `keras.distribution.LayoutMap`.
 
     Args:
-      rules: for each pattern, which matches whole paths, the axis of each dim, or None.
+      rules: a dict from a pattern, which must match the whole path, to a tuple with one axis or None per dim.
 
     Raises:
-      InvalidArgumentError: a rule that names no axes.
+      InvalidArgumentError: a rule does not name axes.
     """
 
     def __init__(self, rules: Mapping[str, Any]) -> None:
@@ -159,7 +173,9 @@ class PathRules(AbstractLayout):
         patterns = [path] if path in self._rules else [p for p in self._rules if re.fullmatch(p, path)]
         if len(patterns) > 1:
             raise InvalidArgumentError(
-                f"layout={self!r}", f"variable {path!r} matches {patterns}.", "patterns of which one matches a variable"
+                f"layout={self!r}",
+                f"variable {path!r} matches several patterns: {patterns}.",
+                "change the patterns so that only one matches each variable",
             )
         self._unused.difference_update(patterns)
         rule = self._rules[patterns[0]] if patterns else ()
@@ -175,24 +191,28 @@ class PathRules(AbstractLayout):
             near = difflib.get_close_matches(words, sorted(self._seen), n=1, cutoff=0.0)
             raise InvalidArgumentError(
                 f"the rule {shown(pattern)} of a layout",
-                f"it matches no variable; a pattern has to match the whole path, and the nearest is {near[0] if near else ''!r}.",
-                # Models are numbered: the next one's path begins otherwise.
-                f'layout={{"{re.sub("^[^/]*/", ".*/", near[0])}": {self._shown(pattern)}}}' if near else "leave it out",
+                "the pattern matches no variable; it must match the whole path, and the nearest path is "
+                f"{near[0] if near else ''!r}.",
+                # The hint replaces the first part of the path by ".*", because Keras numbers models: the name of the
+                # next model of this class is different.
+                f'layout={{"{re.sub("^[^/]*/", ".*/", near[0])}": {self._shown(pattern)}}}'
+                if near
+                else "remove the rule",
             )
 
     def _require_fit(self, path: str, shape: tuple[int, ...], rule: Sequence[tuple[str, ...]], sizes: Sizes) -> None:
         if len(rule) > len(shape):
             raise InvalidArgumentError(
                 f"the rule for variable {path!r} {shape} of a layout",
-                f"it names axes for {len(rule)} dims.",
-                f"one axis or None for each of its {len(shape)} dims",
+                f"the rule has {len(rule)} dims, but the variable has {len(shape)}.",
+                f"one axis or None for each of the {len(shape)} dims",
             )
         for dim, names in enumerate(rule):
             if shape[dim] % (count := math.prod(sizes[name] for name in names)):
                 raise InvalidArgumentError(
                     f"the rule for variable {path!r} {shape} of a layout",
-                    f"{count} devices of {' x '.join(names)} do not divide dim {dim}.",
-                    "None for this dim, or a size that divides",
+                    f"the {count} devices of {' x '.join(names)} do not divide dim {dim}, which has size {shape[dim]}.",
+                    f"None for dim {dim}, or a size of the dim that {count} divides",
                 )
 
     def _shown(self, pattern: str) -> tuple[Any, ...]:
@@ -203,29 +223,33 @@ class PathRules(AbstractLayout):
 
 
 def layout_of(layout: Any) -> AbstractLayout | None:
-    """Returns what a strategy's `layout` asks for.
+    """Converts the argument `layout` of a strategy to a layout.
 
     Raises:
-      InvalidArgumentError: it is neither rules nor a layout.
+      InvalidArgumentError: `layout` is not None, a layout or a mapping.
     """
     if layout is None or isinstance(layout, AbstractLayout):
         return layout
     if not isinstance(layout, Mapping):
         raise InvalidArgumentError(
             f"layout={shown(layout)}",
-            "must be a LayoutMap of Keras, a dict, or fully_sharded().",
+            "must be a keras.distribution.LayoutMap, a dict, or fully_sharded().",
             "layout=phalanx.fully_sharded()" if layout is fully_sharded else _RULES,
         )
     return PathRules(layout)
 
 
 def _axes(pattern: str, rule: Any) -> tuple[tuple[str, ...], ...]:
-    """Returns the axes of each dim; a rule is a tuple, or a `TensorLayout` of Keras, whose mesh has no part in it."""
+    """Returns the axes of each dim. A rule is a tuple, or a Keras `TensorLayout`, whose mesh is ignored.
+
+    Raises:
+      InvalidArgumentError: `pattern` is not a regular expression, or `rule` does not name axes.
+    """
     try:
         re.compile(pattern)
     except (re.error, TypeError) as e:
         raise InvalidArgumentError(
-            f"the pattern {shown(pattern)} of a layout", f"is no regular expression: {e}.", _RULES
+            f"the pattern {shown(pattern)} of a layout", f"is not a regular expression: {e}.", _RULES
         ) from e
     given: Any = getattr(rule, "axes", rule)
     dims = (
@@ -235,7 +259,7 @@ def _axes(pattern: str, rule: Any) -> tuple[tuple[str, ...], ...]:
     if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise InvalidArgumentError(
             f"the rule {shown(pattern)}: {shown(rule)}",
-            "must name an axis or None for each dim, and no axis twice.",
+            "must have one axis or None per dim, and must not repeat an axis.",
             _RULES,
         )
     return tuple(dims)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TPU system of this job: its hosts are connected, and its cores found."""
+"""The TPU system of this job: connects its hosts and discovers its cores."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -11,20 +11,27 @@ from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.tpu import TPUClusterResolver
 from phalanx.errors import ClusterSourceError, DeviceError, InvalidArgumentError, shown
 from phalanx.mesh import bootstrap
-from phalanx.mesh.device_assignment import Topology
+from phalanx.mesh.device_assignment import TPUTopology
 
-# What stands for the TPUs of a machine that has none; one for a process, as are its devices.
-_virtual: list[Topology] = []
+# The topology that emulates TPUs on CPU devices, or empty. Process-wide, like the devices of JAX.
+_virtual: list[TPUTopology] = []
 
 
-def declare_virtual(mesh_shape: Sequence[int]) -> Topology:
-    """Lets the CPU devices stand for a TPU system of that shape, in this process."""
+def declare_virtual(mesh_shape: Sequence[int]) -> TPUTopology:
+    """Makes the CPU devices of this process emulate a TPU system.
+
+    Args:
+      mesh_shape: number of cores along each dim.
+
+    Raises:
+      DeviceError: there are fewer CPU devices than cores.
+    """
     devices = jax.devices("cpu")
     count = int(np.prod(mesh_shape))
     if count > len(devices):
         raise DeviceError(
             f"virtual_topology({tuple(mesh_shape)})",
-            f"it needs {count} CPU devices, and there are {len(devices)}.",
+            f"it needs {count} CPU devices, but this process has {len(devices)}.",
             f"phalanx.set_virtual_cpu_devices({count}) before JAX starts",
         )
     places = np.stack(np.unravel_index(np.arange(count), tuple(mesh_shape)), axis=-1)
@@ -32,22 +39,23 @@ def declare_virtual(mesh_shape: Sequence[int]) -> Topology:
     return _virtual[0]
 
 
-def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> Topology:
-    """Connects the hosts of a TPU system, and finds its cores. Outside all scopes, before JAX uses a device.
+def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> TPUTopology:
+    """Connects the hosts of a TPU system and returns the coordinates of its cores.
 
-    `TPUStrategy` does it too. What the TPUs hold stays there: JAX starts with empty ones.
+    Call it outside all scopes, before JAX uses a device. `TPUStrategy` calls it too. Unlike in TensorFlow, it does not
+    clear the memory of the TPUs.
 
     Args:
-      cluster_resolver: what knows the hosts; None is `TPUClusterResolver()`.
+      cluster_resolver: describes the hosts. None is `TPUClusterResolver()`.
 
     Returns:
-      Where each core is: in the TPUs' own coordinates x, y, z and the core of a chip; or the virtual topology that
-      `phalanx.testing.virtual_topology` has declared.
+      The topology, with the coordinates x, y, z of the TPU chips and the core within a chip as dims; or the topology
+      that `phalanx.testing.virtual_topology` declared.
 
     Raises:
       DeviceError: this machine has no TPU.
       ClusterError, StartupError: the hosts cannot be connected.
-      InvalidArgumentError: `cluster_resolver` is something else.
+      InvalidArgumentError: `cluster_resolver` is not a ClusterResolver.
 
     Source: tf.tpu.experimental.initialize_tpu_system.
 
@@ -68,13 +76,13 @@ def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> To
     try:
         bootstrap.start(resolver)
     except ClusterSourceError as e:
-        # Nothing tells of other hosts; this one may have TPUs all the same.
+        # Nothing describes other hosts, but this machine may still have TPUs.
         return _of_devices(_tpus(e))
     return _of_devices(_tpus(None))
 
 
 def shutdown_tpu_system(cluster_resolver: ClusterResolver | None = None) -> None:
-    """Forgets a virtual topology. Outside all scopes. TPUs need no such call: JAX frees them when the process ends.
+    """Removes a virtual topology. Call it outside all scopes. Real TPUs do not need it: JAX frees them at exit.
 
     Args:
       cluster_resolver: ignored.
@@ -88,11 +96,11 @@ def shutdown_tpu_system(cluster_resolver: ClusterResolver | None = None) -> None
     _virtual.clear()
 
 
-def devices_of(topology: Topology) -> list[list[jax.Device]]:
-    """Returns the devices that stand at the coordinates of a topology: for each task its own.
+def devices_of(topology: TPUTopology) -> list[list[jax.Device]]:
+    """Returns the devices of a topology, as one list per task.
 
     Raises:
-      DeviceError: there are fewer.
+      DeviceError: this job has fewer devices than the topology.
     """
     platform = "tpu" if _has_tpus() else "cpu"
     tasks = _by_task(jax.devices(platform))
@@ -113,7 +121,7 @@ def _tpus(unresolved: Exception | None) -> list[jax.Device]:
         raise DeviceError(
             "initialize_tpu_system",
             f"this machine has no TPU, only {jax.default_backend()} devices.",
-            "phalanx.set_virtual_cpu_devices(8) and phalanx.testing.virtual_topology((2, 2, 2)), to try it without",
+            "phalanx.set_virtual_cpu_devices(8) and phalanx.testing.virtual_topology((2, 2, 2)), to emulate TPUs",
         ) from unresolved
     return list(jax.devices("tpu"))
 
@@ -121,19 +129,21 @@ def _tpus(unresolved: Exception | None) -> list[jax.Device]:
 def _has_tpus() -> bool:
     try:
         return bool(jax.devices("tpu"))
-    except RuntimeError:  # JAX knows no such platform here.
+    except RuntimeError:  # This installation of JAX has no TPU platform.
         return False
 
 
-def _of_devices(devices: Sequence[jax.Device]) -> Topology:
+def _of_devices(devices: Sequence[jax.Device]) -> TPUTopology:
     places = np.array([[*d.coords, d.core_on_chip] for d in devices])
     places -= places.min(axis=0)
     return _topology(tuple(int(n) for n in places.max(axis=0) + 1), devices, places)
 
 
-def _topology(mesh_shape: Sequence[int], devices: Sequence[jax.Device], places: np.ndarray) -> Topology:
+def _topology(mesh_shape: Sequence[int], devices: Sequence[jax.Device], places: np.ndarray) -> TPUTopology:
     place = dict(zip(devices, places.tolist(), strict=True))
-    return Topology(mesh_shape=mesh_shape, device_coordinates=[[place[d] for d in task] for task in _by_task(devices)])
+    return TPUTopology(
+        mesh_shape=mesh_shape, device_coordinates=[[place[d] for d in task] for task in _by_task(devices)]
+    )
 
 
 def _by_task(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:

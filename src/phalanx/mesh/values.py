@@ -1,30 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that differ, or are known to be equal, between replicas. All are pytrees."""
+"""Distributed values: values that differ between replicas, or that are known to be equal. All are pytrees."""
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from typing_extensions import override
 
 from phalanx.errors import ContextError, InvalidArgumentError
+from phalanx.typing import PyTree
 
 
 @dataclass(frozen=True, eq=False)
 class RowMask:
-    """Which rows of a padded batch are real.
-
-    Compared by identity: the leaves of one batch share one mask.
+    """The padding mask of a batch. Masks are compared by identity, because the leaves of a batch share one mask.
 
     Args:
-      mask: `(num_replicas, per_replica_batch)` bools; of several steps `(num_replicas, steps, per_replica_batch)`.
-      count: how many rows of the global batch are real, a scalar; of several steps `(steps,)`.
-      each: how many rows a value has for each row of the batch.
+      mask: bool array (num_replicas, per_replica_batch), or (num_replicas, steps, per_replica_batch) for several steps.
+        True for real rows.
+      count: number of real rows in the global batch: a scalar, or an array (steps,) for several steps.
+      each: number of rows of a value per row of the batch.
     """
 
     mask: Any
@@ -32,7 +33,7 @@ class RowMask:
     each: int = 1
 
     def repeated(self, each: int) -> "RowMask":
-        """Returns the mask of values with `each` rows for each of these."""
+        """Returns the mask of values that have `each` rows per row of this mask."""
         if each == 1:
             return self
         if each not in self._repeated:
@@ -43,40 +44,45 @@ class RowMask:
     def _repeated(self) -> "dict[int, RowMask]":
         return {}
 
+    @staticmethod
+    def stacked(masks: "Sequence[RowMask]") -> "RowMask":
+        """Returns the masks of several steps as one."""
+        return RowMask(jnp.stack([m.mask for m in masks], axis=1), jnp.stack([m.count for m in masks]))
+
     @property
     def row_dim(self) -> int:
-        """Which dim of a replica's component are the rows: 1 where dim 0 are the steps."""
+        """The dim of a component that holds the rows: 1 if dim 0 holds the steps, else 0."""
         return len(self.mask.shape) - 2
 
     @property
-    def has_rows(self) -> Any:
-        """Inside a replica's program: whether it has a real row."""
+    def has_rows(self) -> jax.Array:
+        """Whether this replica has a real row. Only inside a replica function, as a traced bool."""
         return self.mask.any()
 
     @cached_property
     def per_replica_counts(self) -> np.ndarray:
-        """How many rows of each of this process's replicas are real; real rows come first."""
+        """The number of real rows of each local replica, an int array (local_replicas,). Real rows come first."""
         if isinstance(self.mask, jax.core.Tracer):
             raise ContextError(
                 "the real rows of a padded batch in phalanx.function",
-                "no program knows how many there are.",
+                "their number is unknown while the program is traced.",
                 "strategy.run(fn, args=(batch,)), or strategy.reduce(op, value, axis=0)",
             )
-        # In NumPy: while a function of jax is traced, jax would make a part of the program of it.
+        # Uses NumPy, because a jax.numpy call would become part of a program that is being traced.
         return np.array([int(m.sum()) for shard in _local_shards(self.mask) for m in np.asarray(shard)])
 
 
 class _ActsAsArray:
-    """Arithmetic, comparisons, conversions and methods of the array that `__jax_array__` returns, or its error."""
+    """Forwards operators, conversions and methods to the array that `__jax_array__` returns, or raises its error."""
 
     __slots__ = ()
 
-    # NumPy leaves `array + self` to us, as to an array of jax.
+    # NumPy then leaves `array + self` to this class, as it does for JAX arrays.
     __array_priority__ = 100
-    # By identity, though `==` compares element by element: a distributed value may be a key.
+    # By identity, although `==` compares element by element, so that a distributed value can be a dict key.
     __hash__ = object.__hash__
 
-    def __jax_array__(self) -> Any:
+    def __jax_array__(self) -> jax.Array:
         raise NotImplementedError
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -88,7 +94,7 @@ class _ActsAsArray:
         return getattr(self.__jax_array__(), name)
 
     def numpy(self) -> np.ndarray:
-        """Returns the array as one of NumPy, as a tensor of TensorFlow does."""
+        """Returns the array as a NumPy array, like `numpy` of a TensorFlow tensor."""
         return np.asarray(self)
 
     def __eq__(self, other: object) -> Any:
@@ -104,7 +110,7 @@ class _ActsAsArray:
         return format(self.__jax_array__(), spec) if spec else str(self)
 
 
-# Methods of arrays; the last ones belong to concrete arrays alone.
+# Names of array methods. `jax.Array` lacks those in the second set, which only concrete arrays have.
 _OF_ARRAYS = {name for name in dir(jax.Array) if not name.startswith("_")} | {
     "block_until_ready",
     "devices",
@@ -134,13 +140,22 @@ for _function in (int, float, complex, bool, len, round):
 
 
 class DistributedValues(_ActsAsArray):
-    """A value with one component per replica: `PerReplica` or `Mirrored`. May be made in any context.
+    """A value with one component per replica: `PerReplica` or `Mirrored`. May be created in any context.
 
-    If it has one value, which all replicas or the one replica has, it acts as that array: operators, methods, `jnp`
-    functions. Else all of these raise ContextError.
+    With one replica, or if all components are equal, it acts as an array in operators, methods and `jnp` functions.
+    Otherwise all of these raise ContextError.
+
+    Source: tf.distribute.DistributedValues.
+
+    Example:
+      >>> import phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> value = strategy.run(lambda: phalanx.get_replica_context().replica_id_in_sync_group)
+      >>> isinstance(value, phalanx.DistributedValues), len(value.values)
+      (True, 2)
     """
 
-    if TYPE_CHECKING:  # They are made above.
+    if TYPE_CHECKING:  # The loops above define these methods at run time.
 
         def __add__(self, other: Any) -> Any: ...
         def __sub__(self, other: Any) -> Any: ...
@@ -153,9 +168,28 @@ class DistributedValues(_ActsAsArray):
 
     __slots__ = ()
 
+    differs: ClassVar[bool] = True
+    """Whether the components may differ."""
+
+    rows: RowMask | None = None
+    """The padding mask of the components. None if they do not belong to a padded batch."""
+
     @property
     def values(self) -> tuple[Any, ...]:
         """The components of this process's replicas, in replica order."""
+        raise NotImplementedError
+
+    @property
+    def spec(self) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of one component."""
+        raise NotImplementedError
+
+    def stacked(self, others: Sequence[Any]) -> "DistributedValues":
+        """Returns this value and the values of later steps as one value, stacked like the results of `run_steps`."""
+        raise NotImplementedError
+
+    def first_steps(self, count: int) -> "DistributedValues":
+        """Returns the first `count` steps of a stacked value."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -164,21 +198,21 @@ class DistributedValues(_ActsAsArray):
 
 
 AS_ARRAY = "a PerReplica used as an array"
-"""What the error says was asked, of a value with several components."""
+"""The first part of the error message for a value with several components."""
 
 
 @final
 class PerReplica(DistributedValues):
-    """One component a replica, which may differ.
+    """A value with one component per replica. The components may differ. May be created in any context.
 
-    It comes from `Strategy.run`, from a distributed dataset, or from `experimental_distribute_values_from_function`,
-    and goes into `Strategy.run`, `reduce`, `gather` and `experimental_local_results`. With one replica it acts as that
-    replica's array. With several it has no value outside a replica function: whatever uses it as an array raises ContextError.
+    `Strategy.run`, distributed datasets and `experimental_distribute_values_from_function` return it. `Strategy.run`,
+    `reduce`, `gather` and `experimental_local_results` accept it. With one replica it acts as the array of that
+    replica. With several replicas, using it as an array outside a replica function raises ContextError.
 
     Args:
-      data: one global array `(num_replicas, ...)`; or a tuple of Python objects, one a replica.
-      rows: which rows of a padded batch are real, if it is one.
-      batch: which rows are real of the batch that it was computed from.
+      data: a global array `(num_replicas, ...)`, or a tuple with one Python object per replica.
+      rows: the padding mask of the value. None if it is not padded.
+      batch: the padding mask of the batch from which the value was computed.
 
     Example:
       >>> import phalanx
@@ -189,7 +223,7 @@ class PerReplica(DistributedValues):
 
     __slots__ = ("batch", "data", "rows")
 
-    def __init__(self, data: Any, rows: RowMask | None = None, batch: RowMask | None = None) -> None:
+    def __init__(self, data: PyTree, rows: RowMask | None = None, batch: RowMask | None = None) -> None:
         self.data, self.rows, self.batch = data, rows, batch or rows
 
     @property
@@ -205,18 +239,19 @@ class PerReplica(DistributedValues):
             return tuple(parts)
         return tuple(p[:n] for p, n in zip(parts, self.rows.per_replica_counts, strict=True))
 
-    def __jax_array__(self) -> Any:
+    def __jax_array__(self) -> jax.Array:
         if len(self.data) > 1:
             raise ContextError(
                 AS_ARRAY,
-                "outside a replica function it has one component per replica, not a value.",
-                'strategy.reduce("SUM", value, axis=None) or strategy.gather(value, axis=0), then .numpy(); or strategy.experimental_local_results(value)',
+                "outside a replica function it has one component per replica, not a single value.",
+                'float(strategy.reduce("SUM", value, axis=None)), np.asarray(strategy.gather(value, axis=0)), or '
+                "strategy.experimental_local_results(value)",
             )
         return self.values[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the one component, if there is one."""
+        """The shape of the component, if there is only one replica."""
         return np.shape(self.__jax_array__())
 
     @property
@@ -224,13 +259,29 @@ class PerReplica(DistributedValues):
         """The dtype of the components."""
         return self.data.dtype
 
+    @property
+    @override
+    def spec(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.data.shape[1:], self.data.dtype)
+
+    @override
+    def stacked(self, others: Sequence["PerReplica"]) -> "PerReplica":
+        steps = [self, *others]
+        batch = self.batch and RowMask.stacked([s.batch for s in steps if s.batch])
+        return PerReplica(jnp.stack([s.data for s in steps], axis=1), batch if self.rows else None, batch)
+
+    @override
+    def first_steps(self, count: int) -> "PerReplica":
+        batch = self.batch and RowMask(self.batch.mask[:, :count], self.batch.count[:count])
+        return PerReplica(self.data[:, :count], batch if self.rows else None, batch)
+
 
 @final
 class Mirrored(DistributedValues):
-    """A value that is equal on all replicas.
+    """A value that is equal on all replicas. May be created in any context.
 
-    A replica function that returns `Mirrored(tree)` states that all replicas computed the same tree; `Strategy.run` then
-    returns one `Mirrored` instead of a `PerReplica` for every leaf. As an argument of `Strategy.run` it is unwrapped.
+    A replica function that returns `Mirrored(tree)` states that all replicas computed the same tree. `Strategy.run`
+    then returns one `Mirrored` instead of one `PerReplica` per leaf. As an argument of `Strategy.run` it is unwrapped.
 
     Args:
       value: a pytree of arrays.
@@ -244,8 +295,23 @@ class Mirrored(DistributedValues):
 
     __slots__ = ("value",)
 
+    differs = False
+
     def __init__(self, value: Any) -> None:
         self.value = value
+
+    @property
+    @override
+    def spec(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(np.shape(self.value), self.value.dtype)
+
+    @override
+    def stacked(self, others: Sequence["Mirrored"]) -> "Mirrored":
+        return Mirrored(jax.tree.map(lambda *xs: jnp.stack(xs), self.value, *(o.value for o in others)))
+
+    @override
+    def first_steps(self, count: int) -> "Mirrored":
+        return Mirrored(jax.tree.map(lambda x: x[:count], self.value))
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -254,23 +320,23 @@ class Mirrored(DistributedValues):
         parts = [_copies(leaf) for leaf in leaves]
         return tuple(tree.unflatten(p) for p in zip(*parts, strict=True)) if parts else (self.value,)
 
-    def __jax_array__(self) -> Any:
+    def __jax_array__(self) -> jax.Array:
         if not jax.tree_util.all_leaves([self.value]):
             raise ContextError(
                 f"a Mirrored {type(self.value).__name__} used as an array",
-                "it is a nest of values.",
-                "mirrored.value, which is the nest",
+                "it is a pytree of values, not an array.",
+                "mirrored.value, which is the pytree",
             )
         return jnp.asarray(self.value)
 
 
 @final
 class ReplicaLocal(DistributedValues):
-    """Inside `merge_call`: a value of which each replica of the running program holds its own component.
+    """A value inside `merge_call`. Each replica of the running program holds its own component.
 
     Args:
-      value: this replica's component, a traced array.
-      rows: which rows of it are real, `(per_replica_batch,)`, if it belongs to a padded batch.
+      value: the component of this replica, a traced array.
+      rows: the padding mask of the component, `(per_replica_batch,)`. None if it does not belong to a padded batch.
     """
 
     __slots__ = ("rows", "value")
@@ -280,14 +346,15 @@ class ReplicaLocal(DistributedValues):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """Not to be had: the components live in one program each."""
+        """Not available: each replica sees only its own component inside `merge_call`."""
         raise ContextError(
             "the components of a value inside merge_call",
-            "all replicas are one program here, which sees only its own component.",
-            "strategy.reduce(op, value, axis=None), or get_replica_context().all_gather(value, axis=0) before merge_call",
+            "each replica sees only its own component there.",
+            "strategy.reduce(op, value, axis=None), "
+            "or get_replica_context().all_gather(value, axis=0) before merge_call",
         )
 
-    def __jax_array__(self) -> Any:
+    def __jax_array__(self) -> jax.Array:
         raise ContextError(
             "a value inside merge_call used as an array",
             "each replica holds its own component of it.",
@@ -299,32 +366,64 @@ class ReplicaLocal(DistributedValues):
 
 
 def check_size(value: PerReplica, num_replicas: int) -> None:
-    """Raises for a value of another strategy.
+    """Checks that a value has one component per replica of a strategy.
 
     Raises:
-      InvalidArgumentError: it has not as many components as there are replicas.
+      InvalidArgumentError: the number of components differs from `num_replicas`.
     """
     size = len(value.data)
     if size != num_replicas:
         raise InvalidArgumentError(
             f"a PerReplica of {size} components",
-            f"the strategy that is to take it has {num_replicas} replicas.",
-            "make the value with the strategy that uses it",
+            f"the strategy that uses it has {num_replicas} replicas.",
+            "create the value with the strategy that uses it",
         )
 
 
 is_distributed: Callable[[object], bool] = DistributedValues.__instancecheck__
-"""Whether a value has one component a replica; no function of Python, for it is asked of each node of each step's arguments."""
+"""Returns whether a value is distributed. Not written in Python: each step calls it on every node of its arguments."""
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """`jax.tree.flatten` in which a distributed value is one leaf."""
+def differs(value: object) -> bool:
+    """Returns whether a value has components that may differ between replicas."""
+    return isinstance(value, DistributedValues) and value.differs
+
+
+def is_equal_everywhere(value: object) -> TypeGuard["Mirrored"]:
+    """Returns whether a value is distributed and equal on all replicas."""
+    return isinstance(value, DistributedValues) and not value.differs
+
+
+def unwrapped(value: Any) -> PyTree:
+    """Returns the content of a `Mirrored`, and other values unchanged."""
+    return value.value if is_equal_everywhere(value) else value
+
+
+def spec_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of the component of one replica."""
+    return leaf.spec if isinstance(leaf, DistributedValues) else jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
+
+
+def stacked(first: Any, *others: Any) -> PyTree:
+    """Stacks the results of several steps, like `run_steps`."""
+    return first.stacked(others) if isinstance(first, DistributedValues) else jnp.stack([first, *others])
+
+
+def first_steps(value: Any, count: int) -> PyTree:
+    """Returns the first `count` steps of a stacked result. Values that are not arrays are returned unchanged."""
+    if isinstance(value, DistributedValues):
+        return value.first_steps(count)
+    return value[:count] if isinstance(value, jax.Array) else value
+
+
+def flatten(tree: PyTree) -> tuple[list[Any], Any]:
+    """Calls `jax.tree.flatten` with distributed values as leaves."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_distributed)
     return leaves, structure
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """`jax.tree.map` in which a distributed value is one leaf."""
+def map_leaves(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """Calls `jax.tree.map` with distributed values as leaves."""
     return jax.tree.map(fn, tree, is_leaf=is_distributed)
 
 
@@ -338,10 +437,10 @@ def _local_components(array: Any) -> list[Any]:
 
 
 def _local_shards(array: Any) -> list[Any]:
-    """Returns the parts `(replicas, ...)` of this process's replicas, in their order."""
+    """Returns the shards `(replicas, ...)` of the replicas of this process, in replica order."""
     if isinstance(array, np.ndarray):
         return [array]
-    # Those of the first device of each replica: the others of a replica hold the same.
+    # Keeps one shard per replica, because all devices of a replica hold the same shard.
     first = {s.index[0].start or 0: s.data for s in reversed(array.addressable_shards)}
     return [first[start] for start in sorted(first)]
 
@@ -350,7 +449,7 @@ def _copies(array: Any) -> list[Any]:
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
         if not isinstance(array.sharding, NamedSharding):
             return [s.data for s in array.addressable_shards]
-        # The first device of each replica.
+        # Keeps the copy on the first device of each replica.
         mesh = array.sharding.mesh.devices
         order = {device: i for i, device in enumerate(mesh.reshape(len(mesh), -1)[:, 0])}
         first = sorted((s for s in array.addressable_shards if s.device in order), key=lambda s: order[s.device])
@@ -371,28 +470,3 @@ jax.tree_util.register_pytree_node(Mirrored, lambda m: ((m.value,), None), lambd
 jax.tree_util.register_pytree_node(
     ReplicaLocal, lambda m: ((m.value,), m.rows), lambda rows, c: ReplicaLocal(c[0], rows)
 )
-
-
-def stacked(results: Sequence[Any]) -> Any:
-    """Returns what one `run` after the other returned as `run_steps` stacks it."""
-    first = results[0]
-    if isinstance(first, Mirrored):
-        return Mirrored(jax.tree.map(lambda *xs: jnp.stack(xs), *(r.value for r in results)))
-    if not isinstance(first, PerReplica):
-        return jnp.stack(results)
-    batch = first.batch and _stacked_masks([r.batch for r in results])
-    return PerReplica(jnp.stack([r.data for r in results], axis=1), batch if first.rows else None, batch)
-
-
-def first_steps(value: Any, count: int) -> Any:
-    """Returns the first steps of what `run_steps` stacked."""
-    if isinstance(value, Mirrored):
-        return Mirrored(jax.tree.map(lambda x: x[:count], value.value))
-    if not isinstance(value, PerReplica):
-        return value[:count] if isinstance(value, jax.Array) else value
-    batch = value.batch and RowMask(value.batch.mask[:, :count], value.batch.count[:count])
-    return PerReplica(value.data[:, :count], batch if value.rows else None, batch)
-
-
-def _stacked_masks(rows: Sequence[RowMask]) -> RowMask:
-    return RowMask(jnp.stack([r.mask for r in rows], axis=1), jnp.stack([r.count for r in rows]))

@@ -1,150 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled programs of functions: found again by function, arguments and settings, and dropped with the function."""
+"""Programs by function and arguments: found again, dropped with the function, and not used any more once their settings have changed."""
 
 import functools
-import gc
 import inspect
+import operator
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, Generic, TypeVar
 
-import jax
+import keras
 
+from phalanx import compat
+from phalanx.compat import Variable
 from phalanx.errors import RecompilationWarning
 from phalanx.errors.frames import is_of_user
-from phalanx.programs.explain import explained
-from phalanx.programs.program import Program, checks_numbers
-from phalanx.tracing import context
-from phalanx.tracing.structure import (
-    Arguments,
-    require_alive,
-)
+from phalanx.programs.identity import IdentityMap
+
+P = TypeVar("P")
 
 _NEW_FUNCTIONS_BEFORE_WARNING = 3
 
 
-class Programs:
-    """The compiled programs of one `phalanx.function`, or of one strategy.
+class ProgramCache(Generic[P]):
+    """Programs by function and key. They are kept for as long as the function, or the object whose method it is.
 
-    They are kept for as long as the function they belong to, or the object whose method it is.
+    Functions and objects are compared as a dict does: a frozen dataclass that is made again for each call finds its programs.
     """
 
     def __init__(self) -> None:
-        self._of_owner: weakref.WeakKeyDictionary[Any, dict[Hashable, list[Program]]] = weakref.WeakKeyDictionary()
+        self._of_owner: weakref.WeakKeyDictionary[Any, dict[Hashable, list[P]]] = weakref.WeakKeyDictionary()
+        self._of_unhashable: IdentityMap[dict[Hashable, list[P]]] = IdentityMap()
         self._made_anew = MadeAnew()
-        self._stand_ins: dict[int, _StandIn] = {}
 
-    def call(
-        self,
-        function: Any,
-        fn: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        *,
-        key: Hashable = None,
-        eager: bool = False,
-    ) -> Any:
-        """Calls `fn(*args, **kwargs)` as a program.
-
-        Args:
-          function: what the program belongs to, and with `key` what tells it from others.
-          fn: what it does.
-          args: its arguments.
-          kwargs: its keyword arguments.
-          key: what else selects it.
-          eager: whether to execute the Python code instead of compiling it.
-
-        Raises:
-          InputError: an argument is no array that JAX can hold, or a deleted one.
-        """
-        arguments = Arguments(args, kwargs)
+    def known(self, function: object, key: Hashable) -> list[P]:
+        """Returns the programs of a function and a key, as a list to which the caller adds new ones."""
+        owner, name = function, None
+        if isinstance(function, types.MethodType):
+            owner, name = function.__self__, function.__func__
+        owners: Any = self._of_owner
         try:
-            is_method = isinstance(function, types.MethodType)
-            owner, name = (function.__self__, function.__func__) if is_method else (function, None)
-            try:
-                programs = self._of_owner.get(owner)
-            except TypeError:  # No hash, or no weak references.
-                owner = self._stand_ins.setdefault(id(owner), _StandIn(owner))
-                programs = self._of_owner.get(owner)
-            if programs is None:
-                self._made_anew.note(function)
-                programs = self._of_owner[owner] = {}
-            mode = context.current()
-            full_key = (name, key, arguments.key, mode.strategy, mode.replica is None, eager, checks_numbers())
-            known = programs.get(full_key, ())
-            for program in known:
-                if program.fits():
-                    batches = program.draws.look(arguments) if program.draws else ()
-                    if batches is not None:
-                        self._made_anew.forgive(function)
-                        return program(fn, arguments, batches)
-            with without_collections(), explained():
-                program = Program(fn, arguments, eager=eager)
-                batches = program.draws.look(arguments) if program.draws else ()
-                assert batches is not None
-                program.require_equal((arguments, *batches))
-                result = program(fn, arguments, batches)
-            programs[full_key] = [*known, program]
-            return result
-        except RuntimeError:
-            require_alive(args, kwargs)
-            raise
+            programs = owners.get(owner)
+        except TypeError:  # The owner has no hash, or no weak references.
+            owners = self._of_unhashable
+            programs = owners.get(owner)
+        if programs is None:
+            self._made_anew.note(function)
+            programs = owners[owner] = {}
+        elif self._made_anew.times:
+            self._made_anew.forgive(function)
+        full_key = (name, key)
+        if full_key not in programs:
+            programs[full_key] = []
+        return programs[full_key]
 
-    def lower(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> jax.stages.Lowered:
-        """Returns the program of `fn(*args, **kwargs)` without running it."""
-        arguments = Arguments(args, kwargs)
-        program = Program(fn, arguments, eager=False)
-        batches = program.draws.look(arguments) if program.draws else ()
-        assert batches is not None
-        return program.lower(fn, arguments, batches)
+    def forgive(self, function: object) -> None:
+        """Does not count a function as made again for each call. Its program could not be traced, for example."""
+        self._made_anew.forgive(function)
+
+
+class Settings:
+    """The settings of Python objects that a program was traced with.
+
+    Args:
+      variables: the variables of the program. Gradients depend on which of them are trainable.
+      optimizers: the optimizers that the program applies. Their learning rates, if they are numbers, are constants in it.
+    """
+
+    def __init__(self, variables: Sequence[Variable], optimizers: Sequence[keras.optimizers.Optimizer]) -> None:
+        self._variables, self._optimizers = variables, optimizers
+        self._trainable = [v.trainable for v in variables]
+        self._rates = [compat.learning_rate_of(o) for o in optimizers]
+        self._changes = compat.changes.trainable
+
+    def hold(self) -> bool:
+        """Returns whether the settings are as they were."""
+        if self._changes != compat.changes.trainable:
+            if [v.trainable for v in self._variables] != self._trainable:
+                return False
+            self._changes = compat.changes.trainable
+        optimizers = self._optimizers
+        return not optimizers or all(map(operator.is_, map(compat.learning_rate_of, optimizers), self._rates))
 
 
 class MadeAnew:
-    """Warns of functions that are made anew for each call, and so compiled each time."""
+    """Warns of functions that are made again for each call, and therefore compiled each time.
+
+    Attributes:
+      times: how often functions of one code were new in a row.
+    """
 
     def __init__(self) -> None:
-        self._times: dict[types.CodeType, int] = {}
+        self.times: dict[types.CodeType, int] = {}
 
-    def note(self, function: Any) -> None:
+    def note(self, function: object) -> None:
         """Hears of a function that was not called before."""
         code = _code_of(function)
         if code is None or not is_of_user(code.co_filename):
             return
-        self._times[code] = times = self._times.get(code, 0) + 1
+        self.times[code] = times = self.times.get(code, 0) + 1
         if times == _NEW_FUNCTIONS_BEFORE_WARNING:
             warnings.warn(
                 f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) is made anew for each call, so it is "
                 "compiled each time. HINT: define it once, outside the loop, and pass what changes as arguments.",
                 RecompilationWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
-    def forgive(self, function: Any) -> None:
-        """Hears of a function that was called once more."""
-        if self._times:
-            self._times.pop(_code_of(function), None)  # type: ignore[arg-type]
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Keeps Python from looking for garbage among the many objects of a trace: one look took a tenth of a second."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-class _StandIn:
-    """Keeps an object alive, so that its id stays its own."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
+    def forgive(self, function: object) -> None:
+        """Forgets a function that is called again."""
+        self.times.pop(_code_of(function), None)  # type: ignore[arg-type]
 
 
 def _code_of(function: Any) -> types.CodeType | None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that JAX, TensorFlow and flax raise while a function is traced, in the words of Phalanx."""
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from phalanx.errors import ContextError, InvalidArgumentError, PhalanxError, Tra
 from phalanx.mesh.values import AS_ARRAY
 from phalanx.tracing.discovery import DiscoveryMismatch
 from phalanx.tracing.policy import describe
+from phalanx.typing import PyTree
 
 _TF_COUNTERPARTS = {
     "GradientTape": "phalanx.GradientTape",
@@ -157,7 +159,7 @@ def _counterpart(name: str, line: str) -> str:
     return "the function of keras.ops or jax.numpy; tf.data and tf.io outside the step"
 
 
-def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
     """Calls the function of a `Strategy.run`.
 
     Raises:
@@ -181,5 +183,16 @@ def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
         raise InvalidArgumentError(
             f"strategy.run({name}, args=...) with {len(args)} positional argument{'s' * (len(args) != 1)}",
             f"{e}. Each element of args is one argument, and a batch may be a tuple or a list itself.",
-            f"strategy.run({name}, args=(batch,))",
+            f"strategy.run({name}, args={_arguments_of(fn, args)})",
         ) from None
+
+
+def _arguments_of(fn: Callable[..., Any], args: Sequence[Any]) -> str:
+    """Returns how to write the arguments of a function that was given the wrong number of them."""
+    try:
+        names = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):  # Some functions that are written in C have no signature.
+        return "(batch,)"
+    if len(args) == 1 and isinstance(args[0], (tuple, list)) and len(args[0]) == len(names) > 1:
+        return "batch"
+    return f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"

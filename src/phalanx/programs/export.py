@@ -21,6 +21,7 @@ from phalanx.tracing.draws import refuse_draw
 from phalanx.tracing.policy import describe
 from phalanx.tracing.strategy import Update
 from phalanx.tracing.structure import Parts, Structure
+from phalanx.typing import PyTree
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def export(
     is_added = [adds and x is not None for x in found.outputs.increments]
     kept = [(i, added) for i, added in zip(written, is_added, strict=True) if not is_seed[i]]
 
-    def program(values: list[Any], inputs: list[Any]) -> Any:
+    def program(values: list[Any], inputs: list[Any]) -> PyTree:
         outputs = found.evaluate(values, [None] * len(values), inputs)
         pairs = dict(zip(written, zip(outputs.values, outputs.increments, strict=True), strict=True))
         given = [[g for g in of_update if g is not None] for of_update in outputs.gradients]
@@ -171,7 +172,7 @@ def _rows(found: Discovery) -> list[tuple[Variable, tuple[int, ...]]]:
 def _ids_program(found: Discovery, platforms: Sequence[str], values: list[Any], specs: list[Any]) -> bytes:
     """Returns the program of what is looked up, which must follow from the inputs alone."""
 
-    def program(values: list[Any], inputs: list[Any]) -> Any:
+    def program(values: list[Any], inputs: list[Any]) -> PyTree:
         return found.evaluate(values, [None] * len(values), inputs).ids
 
     kept = jax.export.export(jax.jit(program), platforms=tuple(platforms))(values, specs).module_kept_var_idx

@@ -10,9 +10,10 @@ import jax
 
 from phalanx.errors import InvalidArgumentError, shown
 from phalanx.errors.frames import boundary, hide
-from phalanx.programs.cache import Programs
 from phalanx.programs.input_signature import Signature
+from phalanx.programs.program import Programs
 from phalanx.tracing.scope import innermost
+from phalanx.typing import PyTree
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,13 +21,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Function:
     """A step that is compiled whole. `phalanx.function` makes it."""
 
-    def __init__(self, fn: Callable[..., Any], input_signature: Any = None) -> None:
+    def __init__(self, fn: Callable[..., Any], input_signature: PyTree = None) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._signature = None if input_signature is None else Signature(fn, input_signature)
         self._programs = Programs()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the step."""
         # What `boundary` does, less the call: this runs at every step.
         try:
@@ -40,7 +41,7 @@ class Function:
             raise
 
     @boundary
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """Returns the program for these arguments without running it, for its text, its cost and its memory.
 
         Source: the method of `jax.jit`.
@@ -59,7 +60,7 @@ class Function:
 
 def function(
     fn: F | None = None,
-    input_signature: Any = None,
+    input_signature: PyTree = None,
     autograph: bool = True,
     jit_compile: bool | None = None,
     reduce_retracing: bool = False,

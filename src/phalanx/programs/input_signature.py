@@ -11,7 +11,8 @@ import numpy as np
 
 from phalanx.errors import InvalidArgumentError, shown
 from phalanx.mesh.arrays import as_array, is_array
-from phalanx.mesh.values import Mirrored, PerReplica, flatten
+from phalanx.mesh.values import flatten, is_distributed, spec_of
+from phalanx.typing import PyTree
 
 _RANKS = {"b": 0, "i": 1, "u": 1, "f": 2, "c": 3}
 """Which kinds of numbers can hold which others."""
@@ -66,8 +67,8 @@ class Signature:
             given[self._first + i] = self._checked(i, spec, given[self._first + i])
         return tuple(given)
 
-    def _checked(self, number: int, spec: Any, value: Any) -> Any:
-        tree: Any
+    def _checked(self, number: int, spec: Any, value: Any) -> PyTree:
+        tree: PyTree
         found: Any
         specs, tree = jax.tree.flatten(spec, is_leaf=_is_spec)
         leaves, found = flatten(value)
@@ -80,19 +81,18 @@ class Signature:
         shape = _dims(spec.shape)
         if isinstance(value, (bool, int, float, complex)):
             value = _number(value, dtype)
-        is_plain = not isinstance(value, (PerReplica, Mirrored))
-        array = as_array(value) if is_plain else value.data if isinstance(value, PerReplica) else value.value
-        if not is_array(array):
+        array = value if is_distributed(value) else as_array(value)
+        if not (is_distributed(array) or is_array(array)):
             raise self._refusal(number, f"it is {shown(value)}, and input_signature has an array")
-        # What a PerReplica has per replica.
-        dims = np.shape(array)[1:] if isinstance(value, PerReplica) else np.shape(array)
+        found = spec_of(array)
+        dims = found.shape
         fits = shape is None or (
             len(dims) == len(shape) and all(s in (None, d) for s, d in zip(shape, dims, strict=True))
         )
-        if not fits or _canonical(array.dtype) != dtype:
+        if not fits or _canonical(found.dtype) != dtype:
             wanted = f"{dtype}{'[...]' if shape is None else list(shape)}"
-            raise self._refusal(number, f"it is {array.dtype}{list(dims)}, and input_signature has {wanted}")
-        return array if is_plain else value
+            raise self._refusal(number, f"it is {found.dtype}{list(dims)}, and input_signature has {wanted}")
+        return array
 
     def _refusal(self, number: int, found: str) -> InvalidArgumentError:
         name = list(self._parameters.parameters)[self._first + number]
@@ -101,7 +101,7 @@ class Signature:
         )
 
 
-def _is_spec(leaf: Any) -> bool:
+def _is_spec(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not inspect.ismodule(leaf)
 
 

@@ -6,11 +6,14 @@ or an exception of the user's. Most steps need nothing of this, because `State.r
 wrote between two bytecodes.
 """
 
+import _thread
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, Self, final
 
 _NAMES = (
@@ -112,3 +115,56 @@ def deferred() -> Iterator[None]:
     """Runs the handlers of signals that arrive inside at its end."""
     with Interrupts() as interrupts, interrupts.held():
         yield
+
+
+_AFTER_HOOK_S = 0.001
+
+
+def raise_what_is_ignored() -> None:
+    """Installs a hook that raises again what a signal handler raised where Python had to ignore it.
+
+    Python ignores what is raised in a destructor, or in a callback of a weak reference or of the garbage collector, so that a
+    Ctrl-C there would have no effect. JAX has such a callback, which runs at every collection.
+    Source: https://docs.python.org/3/library/sys.html#sys.unraisablehook
+    """
+    show = sys.unraisablehook
+
+    def hear(ignored: "sys.UnraisableHookArgs") -> None:
+        number = _signal_of(ignored.exc_value, ignored.exc_traceback)
+        if number is None or sys.is_finalizing() or threading.current_thread() is not threading.main_thread():
+            show(ignored)
+            return
+        handler, error = signal.getsignal(number), ignored.exc_value
+
+        def raise_again(number: int, frame: FrameType | None) -> None:
+            signal.signal(number, handler)
+            assert error is not None
+            raise error
+
+        signal.signal(number, raise_again)
+        # By another thread, and later: here it would be raised in this hook, and ignored again.
+        _thread.start_new_thread(_interrupt_soon, (number,))
+
+    sys.unraisablehook = hear
+
+
+def _interrupt_soon(number: int) -> None:
+    time.sleep(_AFTER_HOOK_S)
+    _thread.interrupt_main(signal.Signals(number))
+
+
+def _signal_of(error: BaseException | None, traceback: TracebackType | None) -> int | None:
+    """Returns the signal whose handler raised an error, if one did."""
+    if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return signal.SIGINT
+    while traceback is not None:
+        frame, traceback = traceback.tb_frame, traceback.tb_next
+        numbers = [n for n in _SIGNALS if getattr(signal.getsignal(n), "__code__", None) is frame.f_code]
+        if numbers:
+            # One function may handle several signals: its argument tells which one came.
+            arguments = [x for x in frame.f_locals.values() if isinstance(x, int)]
+            return next((n for n in numbers if n in arguments), numbers[0])
+    return None
+
+
+raise_what_is_ignored()

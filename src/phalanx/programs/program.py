@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One compiled program: traced, executed, and its results stored in the variables."""
+"""Compiled programs: traced, executed, and their results stored in the variables."""
 
 import functools
-import operator
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import gc
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,22 +18,26 @@ from phalanx.errors import TraceError
 from phalanx.mesh.dispatch import calling_back, process_dispatching
 from phalanx.mesh.topology import Topology
 from phalanx.programs import signature
+from phalanx.programs.cache import ProgramCache, Settings
+from phalanx.programs.explain import explained
 from phalanx.programs.interrupts import deferred
 from phalanx.programs.replicas import execute_program, trace_program
 from phalanx.programs.state import Group, State
 from phalanx.tracing import context
 from phalanx.tracing.discovery import Discovery, used_differently
 from phalanx.tracing.draws import Draws
-from phalanx.tracing.scope import innermost
-from phalanx.tracing.strategy import AbstractStrategy
+from phalanx.tracing.scope import program_scope
+from phalanx.tracing.strategy import AbstractStrategy, Updates
 from phalanx.tracing.structure import (
-    AbstractSource,
+    AbstractStream,
     Arguments,
     Parts,
     Structure,
     refuse_outer_trace,
+    require_alive,
     require_returnable,
 )
+from phalanx.typing import PyTree
 
 
 class Program:
@@ -53,21 +57,20 @@ class Program:
             len(arguments.rows),
             len(arguments.arrays),
         )
-        self._sources: Sequence[AbstractSource] = arguments.sources
+        self._streams: Sequence[AbstractStream] = arguments.streams
         self._output: Structure
         found = self._trace(arguments.arrays)
         self._trace_made: Discovery | None = found
         # Empty for most programs, which need not ask.
-        self.draws = Draws(found.draws, arguments.sources) if found.draws else ()
-        self._variables, self._written, self._optimizers = found.variables, found.written, found.optimizers
+        self.draws = Draws(found.draws, arguments.streams) if found.draws else ()
+        self._variables, self._written = found.variables, found.written
         self._has_callback = found.has_callback
         self._strategy = _strategy_of(found)
         self._topology, self._updates = self._strategy.topology, found.updates
-        storage = self._strategy.storage if self._strategy.lends_variables else self._topology
+        storage = self._strategy.storage if self._strategy.updates is Updates.AFTER_PROGRAM else self._topology
         self._homes = [] if self._topology.is_single else _homes(found, self._topology)
         self._state = State(found.variables, found.written, self._topology, storage)
-        self._trainable, self._changes = self._trainable_flags(), compat.changes.trainable
-        self._rates = [compat.learning_rate_of(o) for o in found.optimizers]
+        self.settings = Settings(found.variables, found.optimizers)
         self._global_seeds = list(filter(compat.is_global_seed, found.seeds))
         # jax runs a program with a NaN in its results again; and a callback that raises must find the state as it was.
         donate = () if found.has_callback or checks_numbers() else (0,)
@@ -82,25 +85,16 @@ class Program:
         self._has_run = False
         self._is_local = self._topology.num_workers == 1
         # Not kept: the function lives as long as its owner wants, and its programs as long as the function.
-        self._fn, self._sources = None, ()
+        self._fn, self._streams = None, ()
 
-    def fits(self) -> bool:
-        """Whether the Python objects that shaped the program are as they were."""
-        if self._changes != compat.changes.trainable:
-            if self._trainable_flags() != self._trainable:
-                return False
-            self._changes = compat.changes.trainable
-        optimizers = self._optimizers
-        return not optimizers or all(map(operator.is_, map(compat.learning_rate_of, optimizers), self._rates))
-
-    def __call__(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> Any:
+    def __call__(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> PyTree:
         """Runs the program of `fn`, stores what it wrote, and does the updates that it left; `batches` are what its draws found."""
         for state in self._global_seeds:
             compat.continue_global_seed(state)
         run = self._run_as_one_step if self._updates or self.draws else self._run
         outputs = run(fn, arguments, batches)
         rows = arguments.rows if not batches else [r for given in (arguments, *batches) for r in given.rows]
-        return self._output.join(outputs[2], rows, arguments.sources)
+        return self._output.join(outputs[2], rows, arguments.streams)
 
     def _run_as_one_step(
         self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]
@@ -126,7 +120,7 @@ class Program:
             for batch in batches:
                 inputs += self._inputs(batch)
             donated, kept = self._state.take()
-            self._fn, self._sources = fn, arguments.sources
+            self._fn, self._streams = fn, arguments.streams
             try:
                 outputs = (self._state.run if self._has_run else self._first_run)(self._execute, donated, kept, inputs)
             except Exception as e:
@@ -135,7 +129,7 @@ class Program:
                     raise FloatingPointError("a NaN or an infinity in what a step returned or stored") from None
                 raise
             finally:
-                self._fn, self._sources = None, ()
+                self._fn, self._streams = None, ()
             if isinstance((outputs[2] or outputs[0] or (None,))[0], jax.core.Tracer):
                 self._state.put_back(donated)
                 raise refuse_outer_trace()
@@ -164,12 +158,12 @@ class Program:
     def lower(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> jax.stages.Lowered:
         """Returns the program of `fn` as jax sees it."""
         with process_dispatching():
-            self._fn, self._sources = fn, arguments.sources
+            self._fn, self._streams = fn, arguments.streams
             inputs = [x for given in (arguments, *batches) for x in self._inputs(given)]
             try:
                 return self._compiled.lower(*self._state.take(), inputs)
             finally:
-                self._fn, self._sources = None, ()
+                self._fn, self._streams = None, ()
 
     def _inputs(self, arguments: Arguments) -> list[Any]:
         inputs, topology = list(arguments.arrays), self._topology
@@ -183,9 +177,6 @@ class Program:
             if not placed:
                 inputs[i] = topology.put_per_replica([array])[0] if sharded else topology.put_replicated(array)
         return inputs
-
-    def _trainable_flags(self) -> list[bool]:
-        return [v.trainable for v in self._variables]
 
     def _traced(
         self, donated: Group, kept: Group, inputs: list[Any]
@@ -234,17 +225,91 @@ class Program:
     def _call(self, inputs: list[Any]) -> list[Any]:
         """Calls the function, and returns the arrays that it does."""
         assert self._fn is not None
-        args, kwargs, rows = Arguments.rebuild(self._structure, self._num_rows, inputs, self._sources)
-        result, scope = self._fn(*args, **kwargs), innermost()
-        assert scope is not None
-        rows += scope.pass_.drawn_rows
-        parts = Parts(result, rows=rows, sources=self._sources)
+        args, kwargs, rows = Arguments.rebuild(self._structure, self._num_rows, inputs, self._streams)
+        result = self._fn(*args, **kwargs)
+        rows += program_scope().pass_.drawn_rows
+        parts = Parts(result, rows=rows, streams=self._streams)
         require_returnable(parts.arrays)
         self._output = parts.structure
         return parts.arrays
 
 
-def _finished(execute: Callable[..., Any], *args: Any) -> Any:
+class Programs:
+    """The compiled programs of one `phalanx.function`, or of one strategy.
+
+    They are kept for as long as the function they belong to, or the object whose method it is.
+    """
+
+    def __init__(self) -> None:
+        self._cache: ProgramCache[Program] = ProgramCache()
+
+    def call(
+        self,
+        function: object,
+        fn: Callable[..., Any],
+        args: PyTree,
+        kwargs: PyTree,
+        *,
+        key: Hashable = None,
+        eager: bool = False,
+    ) -> PyTree:
+        """Calls `fn(*args, **kwargs)` as a program.
+
+        Args:
+          function: what the program belongs to, and with `key` what tells it from others.
+          fn: what it does.
+          args: its arguments.
+          kwargs: its keyword arguments.
+          key: what else selects it.
+          eager: whether to execute the Python code instead of compiling it.
+
+        Raises:
+          InputError: an argument is no array that JAX can hold, or a deleted one.
+        """
+        arguments = Arguments(args, kwargs)
+        try:
+            mode = context.current()
+            full_key = (key, arguments.key, mode.strategy, mode.replica is None, eager, checks_numbers())
+            known = self._cache.known(function, full_key)
+            for program in known:
+                if program.settings.hold():
+                    batches = program.draws.look(arguments) if program.draws else ()
+                    if batches is not None:
+                        return program(fn, arguments, batches)
+            with without_collections(), explained():
+                program = Program(fn, arguments, eager=eager)
+                batches = program.draws.look(arguments) if program.draws else ()
+                assert batches is not None
+                program.require_equal((arguments, *batches))
+                result = program(fn, arguments, batches)
+            known.append(program)
+            return result
+        except RuntimeError:
+            require_alive(args, kwargs)
+            raise
+
+    def lower(self, fn: Callable[..., Any], args: PyTree, kwargs: PyTree) -> jax.stages.Lowered:
+        """Returns the program of `fn(*args, **kwargs)` without running it."""
+        arguments = Arguments(args, kwargs)
+        program = Program(fn, arguments, eager=False)
+        batches = program.draws.look(arguments) if program.draws else ()
+        assert batches is not None
+        return program.lower(fn, arguments, batches)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Keeps Python from looking for garbage among the many objects of a trace: one look took a tenth of a second."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _finished(execute: Callable[..., Any], *args: PyTree) -> PyTree:
     """Executes a program that calls back to Python, and waits for its end: a callback that raises fails it then."""
     with calling_back():
         return jax.block_until_ready(execute(*args))

@@ -18,28 +18,28 @@ from jax.sharding import PartitionSpec
 from phalanx import compat
 from phalanx.mesh.arrays import as_array, is_array
 from phalanx.mesh.layout import REPLICA_AXIS
-from phalanx.mesh.values import Mirrored, PerReplica, RowMask, check_size, flatten
+from phalanx.mesh.values import Mirrored, PerReplica, RowMask, check_size, differs, flatten, is_equal_everywhere
 from phalanx.programs import explain
 from phalanx.tracing import context, markers, slips
 from phalanx.tracing.boundary import combine, first_component
 from phalanx.tracing.context import Mode, ReplicaContext
 from phalanx.tracing.discovery import Discovery, DiscoveryMismatch, Entry, Executing, Tracing
 from phalanx.tracing.policy import policy_of
-from phalanx.tracing.scope import LiftScope
-from phalanx.tracing.strategy import AbstractStrategy
+from phalanx.tracing.scope import LiftScope, program_scope
+from phalanx.tracing.strategy import AbstractStrategy, Updates
+from phalanx.typing import PyTree
 
 
 def trace_run(
-    strategy: AbstractStrategy, fn: Callable[..., Any], args: Any, kwargs: Any, scope: LiftScope, *, steps: Any = None
-) -> Any:
-    """Traces `fn` for all replicas of `strategy` into the program whose scope is `scope`.
+    strategy: AbstractStrategy, fn: Callable[..., Any], args: PyTree, kwargs: PyTree, *, steps: jax.Array | None = None
+) -> PyTree:
+    """Traces `fn` for all replicas of `strategy` into the program that is being traced.
 
     Args:
       strategy: the strategy.
       fn: the replica function.
       args: its arguments.
       kwargs: its keyword arguments.
-      scope: the scope of the program.
       steps: for how many steps to call it, at most as many as the arguments are stacked for; None calls it once, with the
         arguments as they are.
 
@@ -47,6 +47,7 @@ def trace_run(
       What `fn` returns: arrays as `PerReplica`, `Mirrored` trees as such, everything else as it is. With one replica,
       what `fn` returns.
     """
+    scope = program_scope()
     scope.note_read()
     if not any(s is strategy for s in scope.pass_.found.strategies):
         scope.pass_.found.strategies.append(strategy)
@@ -57,16 +58,20 @@ def trace_run(
 class _Run:
     """One `Strategy.run` inside the trace of a program."""
 
-    def __init__(self, strategy: AbstractStrategy, fn: Callable[..., Any], args: Any, steps: Any) -> None:
+    def __init__(
+        self, strategy: AbstractStrategy, fn: Callable[..., Any], args: PyTree, steps: jax.Array | None
+    ) -> None:
         self._strategy, self._fn, self._steps = strategy, fn, steps
         leaves, self._tree = flatten(args)
         self._leaves = [x if (array := as_array(x)) is None else array for x in leaves]
-        for value in self._of(_is_per_replica):
+        for value in self._of(differs):
             check_size(value, strategy.num_replicas_in_sync)
-        self._rows = list({id(x.rows): x.rows for x in self._leaves if isinstance(x, PerReplica) and x.rows}.values())
+        self._rows = list({id(x.rows): x.rows for x in self._leaves if differs(x) and x.rows}.values())
         # Per-replica arrays and masks go in sharded; what all replicas share goes in whole; the rest stays Python.
-        self._sharded = [x.data for x in self._of(_is_per_replica)] + [r.mask for r in self._rows]
-        self._whole = [x.value for x in self._of(_is_mirrored)] + [r.count for r in self._rows] + self._of(is_array)
+        self._sharded = [x.data for x in self._of(differs)] + [r.mask for r in self._rows]
+        self._whole = (
+            [x.value for x in self._of(is_equal_everywhere)] + [r.count for r in self._rows] + self._of(is_array)
+        )
         self._result: tuple[list[Any], Any] = ([], None)
         self._padding: RowMask | None = None
 
@@ -76,12 +81,12 @@ class _Run:
         topology = self._strategy.topology
         return topology.is_single and not self._rows and self._steps is None
 
-    def inline(self) -> Any:
+    def inline(self) -> PyTree:
         """One replica: calls the function in the program's own scope."""
         results, mirrored = self._call([x[0] for x in self._sharded], self._whole, jnp.int32(0))
         return self._rebuild(results, [Mirrored(m) for m in mirrored])
 
-    def mapped(self, scope: LiftScope) -> Any:
+    def mapped(self, scope: LiftScope) -> PyTree:
         """Several replicas: calls it under `shard_map`."""
         topology = self._strategy.topology
         found = scope.pass_.next_run(self._trace)
@@ -103,13 +108,16 @@ class _Run:
             entry.replace(value, next(kept) if entry.policy.on_read else None)
         for update, of_update in zip(found.updates, gradients, strict=True):
             left = dataclasses.replace(update, gradients=of_update)
-            scope.leave(left) if self._strategy.lends_variables else scope.apply_update(self._strategy, left)
+            if self._strategy.updates is Updates.AFTER_PROGRAM:
+                scope.leave(left)
+            else:
+                scope.apply_update(self._strategy, left)
         rows = self._rows[0] if self._rows else None
         masks = [rows.repeated(each) if rows and each else None for each in found.rows_each]
         wrapped = (self._wrapped(x, mask) for x, mask in zip(results, masks, strict=True))
         return self._rebuild(wrapped, map(Mirrored, mirrored))
 
-    def _wrapped(self, array: Any, rows: RowMask | None) -> Any:
+    def _wrapped(self, array: jax.Array, rows: RowMask | None) -> PyTree:
         """Returns a result as it leaves `Strategy.run`: of one replica alone as the array that it is."""
         if self._strategy.num_replicas_in_sync == 1 and rows is None and self._steps is None:
             return array[0]
@@ -125,7 +133,7 @@ class _Run:
 
     def _warn_of_slips(self, found: Discovery) -> None:
         """Warns of mistakes that the trace of one replica shows."""
-        num_replicas, num_batches = self._strategy.num_replicas_in_sync, len(self._of(_is_per_replica))
+        num_replicas, num_batches = self._strategy.num_replicas_in_sync, len(self._of(differs))
         # Keras's trainer weighs means; and what no optimizer gets may be anything.
         if num_replicas > 1 and not context.current().averaging and (found.optimizers or found.updates):
             first = len(found.inputs)
@@ -147,7 +155,7 @@ class _Run:
     def _trace_replica(self, sharded: list[Any], whole: list[Any]) -> Discovery:
         seen: list[Discovery] = []
 
-        def body(sharded: Any, whole: Any) -> Any:
+        def body(sharded: PyTree, whole: PyTree) -> PyTree:
             seen.append(_traced(self._replica, _first(sharded), whole, named=self._fn, mapped=True))
             return jnp.zeros((1,))
 
@@ -164,7 +172,7 @@ class _Run:
         each = [n // places if n >= 0 and n % places == 0 else 0 for n in lengths]
         if not any(each):
             return each
-        padded = [x.rows is rows for x in self._of(_is_per_replica)] + [True]
+        padded = [x.rows is rows for x in self._of(differs)] + [True]
         longer = [
             jax.ShapeDtypeStruct((x.shape[0], places + 1, *x.shape[2:]), x.dtype) if p else x
             for x, p in zip(sharded, padded, strict=True)
@@ -177,7 +185,7 @@ class _Run:
         grows = [len(g.shape) > 1 and g.shape[1] == n * (places + 1) for n, g in zip(each, grown, strict=True)]
         return [n if g else 0 for n, g in zip(each, grows, strict=True)]
 
-    def _body(self, found: Discovery, values: list[Any], parts: list[Any], sharded: Any, whole: Any) -> Any:
+    def _body(self, found: Discovery, values: list[Any], parts: list[Any], sharded: PyTree, whole: PyTree) -> PyTree:
         """The program of one replica: its results, the mirrored results, new values, components of its own, and gradients."""
         own = [
             first_component(policy_of(variable), value) if part is None else part[0]
@@ -190,7 +198,7 @@ class _Run:
             return self._replica(_executing(found, own, [], sharded, whole, mapped=True), sharded, whole)
         return found.evaluate(own, [], sharded, whole)
 
-    def _loop(self, found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]) -> Any:
+    def _loop(self, found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]) -> PyTree:
         """Does as many steps as there are; returns what one returns, the results stacked.
 
         On-read variables are combined once, after the last step.
@@ -199,7 +207,7 @@ class _Run:
         at = lambda i: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), arguments)  # noqa: E731
         written = [v for v, w in zip(found.variables, found.written, strict=True) if w]
 
-        def body(i: Any, carry: Any) -> Any:
+        def body(i: jax.Array, carry: PyTree) -> PyTree:
             own, outputs = carry
             results, mirrored, values, parts, _ = found.evaluate(own, [], *at(i))
             put = lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, i, 0)  # noqa: E731
@@ -217,15 +225,15 @@ class _Run:
         values = _combine_at_boundary(entries, self._padding_at(count - 1, sharded, whole))
         return [x[None] for x in results], mirrored, values, [e.value[None] for e in entries if e.policy.on_read], []
 
-    def _padding_at(self, step: Any, sharded: list[Any], whole: list[Any]) -> RowMask | None:
+    def _padding_at(self, step: jax.Array, sharded: list[Any], whole: list[Any]) -> RowMask | None:
         """Returns which rows of this replica are real at one of several steps."""
         if len(self._rows) != 1:
             return None
-        count = whole[1 + len(self._of(_is_mirrored))]
+        count = whole[1 + len(self._of(is_equal_everywhere))]
         at = functools.partial(lax.dynamic_index_in_dim, index=step, keepdims=False)
         return RowMask(at(sharded[-1]), at(count))
 
-    def _replica(self, scope: LiftScope, sharded: Any, whole: Any) -> Any:
+    def _replica(self, scope: LiftScope, sharded: PyTree, whole: PyTree) -> PyTree:
         """Calls the function for one replica, in `scope`; returns what `_body` does."""
         with scope:
             results, mirrored = self._call(sharded, whole, lax.axis_index(REPLICA_AXIS))
@@ -237,12 +245,12 @@ class _Run:
         values = [combined.get(id(e)) for e in written]
         return [x[None] for x in results], mirrored, values, parts, [u.gradients for u in scope.updates]
 
-    def _call(self, sharded: list[Any], whole: list[Any], replica_id: Any) -> tuple[list[Any], list[Any]]:
+    def _call(self, sharded: list[Any], whole: list[Any], replica_id: jax.Array) -> tuple[list[Any], list[Any]]:
         """Calls the user's function with one replica's arguments; returns its arrays and its mirrored trees."""
         own, same = iter(sharded), iter(whole)
         leaves = list(self._leaves)
-        self._fill(leaves, _is_per_replica, own)
-        self._fill(leaves, _is_mirrored, same)
+        self._fill(leaves, differs, own)
+        self._fill(leaves, is_equal_everywhere, same)
         masks = tuple(RowMask(next(own), next(same)) for _ in self._rows)
         self._fill(leaves, is_array, same)
         args, kwargs = self._tree.unflatten(leaves)
@@ -251,7 +259,7 @@ class _Run:
         with context.enter(Mode(self._strategy, replica)):
             result = explain.call(self._fn, args, kwargs)
         self._result = leaves, _ = flatten(result)
-        return [x for x in leaves if _is_traced(x)], [x.value for x in leaves if isinstance(x, Mirrored)]
+        return [x for x in leaves if _is_traced(x)], [x.value for x in leaves if is_equal_everywhere(x)]
 
     def _fill(self, leaves: list[Any], kind: Callable[[Any], bool], values: Iterable[Any]) -> None:
         places = (i for i, x in enumerate(self._leaves) if kind(x))
@@ -261,10 +269,10 @@ class _Run:
     def _of(self, kind: Callable[[Any], bool]) -> list[Any]:
         return [x for x in self._leaves if kind(x)]
 
-    def _rebuild(self, results: Iterable[Any], mirrored: Iterable[Any]) -> Any:
+    def _rebuild(self, results: Iterable[Any], mirrored: Iterable[Any]) -> PyTree:
         leaves, tree = self._result
         arrays, same = iter(results), iter(mirrored)
-        pick = lambda x: next(arrays) if _is_traced(x) else next(same) if isinstance(x, Mirrored) else x  # noqa: E731
+        pick = lambda x: next(arrays) if _is_traced(x) else next(same) if is_equal_everywhere(x) else x  # noqa: E731
         return tree.unflatten([pick(x) for x in leaves])
 
     def _shard_map(self, body: Callable[..., Any], ins: Sequence[bool], outs: Any) -> Callable[..., Any]:
@@ -281,7 +289,9 @@ class _Run:
         )
 
 
-def trace_program(fn: Callable[..., Any], inputs: Any, *, named: Any = None, eager: bool = False) -> Discovery:
+def trace_program(
+    fn: Callable[..., Any], inputs: PyTree, *, named: Callable[..., Any] | None = None, eager: bool = False
+) -> Discovery:
     """Traces a whole program: calls `fn(inputs)`, which returns arrays.
 
     Args:
@@ -308,7 +318,9 @@ def trace_program(fn: Callable[..., Any], inputs: Any, *, named: Any = None, eag
     return found
 
 
-def _traced_whole(fn: Callable[..., Any], inputs: Any, named: Any) -> tuple[Discovery, list[keras.Variable]]:
+def _traced_whole(
+    fn: Callable[..., Any], inputs: PyTree, named: Callable[..., Any] | None
+) -> tuple[Discovery, list[keras.Variable]]:
     """Traces a whole program; returns the variables that were made meanwhile too."""
     # They get their first values when this outer scope closes, outside the trace.
     with keras.StatelessScope():
@@ -328,7 +340,7 @@ class ProgramOutputs(NamedTuple):
       ids: the ids of the rows of tables that it looks up, in order.
     """
 
-    result: Any
+    result: PyTree
     values: list[Any]
     parts: list[Any]
     gradients: list[list[Any]]
@@ -337,13 +349,13 @@ class ProgramOutputs(NamedTuple):
 
 
 def execute_program(
-    fn: Callable[..., Any], inputs: Any, found: Discovery, values: list[Any], parts: list[Any]
+    fn: Callable[..., Any], inputs: PyTree, found: Discovery, values: list[Any], parts: list[Any]
 ) -> ProgramOutputs:
     """Returns what `fn(inputs)` does with real values of the variables, and components."""
     return _program(fn, _executing(found, values, parts, inputs), inputs)
 
 
-def _program(fn: Callable[..., Any], scope: LiftScope, inputs: Any) -> ProgramOutputs:
+def _program(fn: Callable[..., Any], scope: LiftScope, inputs: PyTree) -> ProgramOutputs:
     with scope:
         result = fn(inputs)
     written = _written(scope)
@@ -353,7 +365,9 @@ def _program(fn: Callable[..., Any], scope: LiftScope, inputs: Any) -> ProgramOu
     return ProgramOutputs(result, values, parts, gradients, [e.increment for e in written], ids)
 
 
-def _traced(fn: Callable[..., Any], *args: Any, named: Any = None, mapped: bool = False) -> Discovery:
+def _traced(
+    fn: Callable[..., Any], *args: PyTree, named: Callable[..., Any] | None = None, mapped: bool = False
+) -> Discovery:
     """Traces `fn(scope, *args)`; once more where a tape was asked for a gradient that is none.
 
     Args:
@@ -369,12 +383,16 @@ def _traced(fn: Callable[..., Any], *args: Any, named: Any = None, mapped: bool 
 
 
 def _traced_once(
-    fn: Callable[..., Any], connected: Sequence[tuple[bool, ...]] | None, *args: Any, named: Any, mapped: bool
+    fn: Callable[..., Any],
+    connected: Sequence[tuple[bool, ...]] | None,
+    *args: PyTree,
+    named: Callable[..., Any] | None,
+    mapped: bool,
 ) -> Discovery:
     passes: list[Tracing] = []
     scopes: list[LiftScope] = []
 
-    def lifted(*args: Any) -> Any:
+    def lifted(*args: PyTree) -> PyTree:
         passes.append(Tracing(connected))
         scopes.append(LiftScope(passes[0], mapped=mapped))
         return fn(scopes[0], *args)
@@ -387,7 +405,7 @@ def _traced_once(
     return found
 
 
-def _executing(found: Discovery, values: list[Any], parts: list[Any], *args: Any, mapped: bool = False) -> LiftScope:
+def _executing(found: Discovery, values: list[Any], parts: list[Any], *args: PyTree, mapped: bool = False) -> LiftScope:
     """Returns the scope in which a function is executed with real values."""
     gradients = markers.gradient_values(found.jaxpr, *found.flat(values, parts, *args)) if found.has_tapes else []
     return LiftScope(Executing(found, values, parts, gradients), mapped=mapped)
@@ -422,12 +440,12 @@ def _along(dim: int) -> PartitionSpec:
     return PartitionSpec(*(None,) * dim, REPLICA_AXIS)
 
 
-def _first(tree: Any) -> Any:
+def _first(tree: PyTree) -> PyTree:
     """Returns what one replica holds of arrays whose leading dim is the replica."""
     return jax.tree.map(_first_of_array, tree)
 
 
-def _first_of_array(array: Any) -> Any:
+def _first_of_array(array: jax.Array) -> jax.Array:
     own = lax.squeeze(array, (0,))
     if own.ndim < 2 or jnp.issubdtype(own.dtype, jax.dtypes.extended):
         return own
@@ -436,13 +454,5 @@ def _first_of_array(array: Any) -> Any:
     return with_layout_constraint(own, Layout(tuple(range(own.ndim))))
 
 
-def _is_per_replica(leaf: Any) -> bool:
-    return isinstance(leaf, PerReplica)
-
-
-def _is_mirrored(leaf: Any) -> bool:
-    return isinstance(leaf, Mirrored)
-
-
-def _is_traced(leaf: Any) -> bool:
+def _is_traced(leaf: object) -> bool:
     return isinstance(leaf, jax.core.Tracer)

@@ -75,7 +75,7 @@ def _signature(found: Discovery, inputs: Sequence[Arguments]) -> dict[str, list[
     }
 
 
-def _of_argument(array: Any, is_parted: bool) -> str:
+def _of_argument(array: jax.Array, is_parted: bool) -> str:
     if is_parted:
         return f"{_typed(array.shape[1:], array.dtype)} per replica"
     # A Python number is of one type on all processes, whatever its class.

@@ -3,12 +3,11 @@
 
 import functools
 import gc
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, compress, repeat
 from operator import itemgetter
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import jax
 
@@ -16,43 +15,13 @@ from phalanx import compat
 from phalanx.compat import Variable, raw_value
 from phalanx.errors import StateLostError, VariableError
 from phalanx.mesh.topology import Topology
+from phalanx.programs.identity import IdentityMap
 from phalanx.tracing.policy import describe, initial_components, policy_of
 from phalanx.tracing.structure import refuse_outer_trace
+from phalanx.typing import PyTree
 
-T = TypeVar("T")
 Group = tuple[list[Any], list[Any]]
 """Values of some variables, and the replicas' components of those that are on-read (None for the others)."""
-
-
-class IdentityMap(Generic[T]):
-    """A weak map keyed by the identity of a variable; Keras variables compare by value, so no dict can hold them.
-
-    Example:
-      >>> import keras
-      >>> seen, v = IdentityMap(), keras.Variable(1.0)
-      >>> seen[v] = "yes"
-      >>> seen.get(v)
-      'yes'
-    """
-
-    def __init__(self) -> None:
-        self._items: dict[int, tuple[weakref.ref[Variable], T]] = {}
-
-    def __setitem__(self, variable: Variable, item: T) -> None:
-        key = id(variable)
-        if key in self._items:
-            self._items[key] = (self._items[key][0], item)
-        else:
-            self._items[key] = (weakref.ref(variable, lambda _: self._items.pop(key, None)), item)
-
-    def get(self, variable: Variable) -> T | None:
-        """Returns what is kept for `variable`, or None."""
-        entry = self._items.get(id(variable))
-        return entry[1] if entry else None
-
-    def discard(self, variable: Variable) -> None:
-        """Forgets `variable`."""
-        self._items.pop(id(variable), None)
 
 
 class Slot:
@@ -69,13 +38,18 @@ class Slot:
     __slots__ = ("array", "components", "home", "owned")
 
     def __init__(self) -> None:
-        self.array: Any = None
-        self.home: Any = None
+        self.array: jax.Array | None = None
+        self.home: Topology | None = None
         self.owned = False
-        self.components: Any = None
+        self.components: jax.Array | None = None
 
-    def store(self, array: Any, home: Any, components: Any = None, *, owned: bool) -> None:
+    def store(
+        self, array: jax.Array | None, home: Topology | None, components: jax.Array | None = None, *, owned: bool
+    ) -> None:
         """Records that `array` is what the variable holds."""
+        if array is not None:
+            kind: Any = type(array)
+            _note_parts_of(kind)
         self.array, self.home, self.owned, self.components = array, home, owned, components
 
 
@@ -90,7 +64,7 @@ def slot_of(variable: Variable) -> Slot:
     return slot
 
 
-def components_of(variable: Variable) -> Any:
+def components_of(variable: Variable) -> jax.Array | None:
     """Returns the replicas' own values of an on-read variable; None where it was assigned from outside since."""
     slot = slot_of(variable)
     return slot.components if slot.array is raw_value(variable) else None
@@ -107,56 +81,52 @@ compat.on_assign(_forget)
 
 def _combine_on_demand(variable: Variable) -> bool:
     slot = _slots.get(variable)
-    if slot is not None and slot.components is not None:
+    if slot is not None and slot.components is not None and slot.home is not None:
         with slot.home.dispatching(is_step=False):
-            slot.array = _sum_of_components(slot.components)
-        compat.set_raw_values([variable], [slot.array])
+            total = _sum_of_components(slot.components)
+        # The variable first: an interrupt between the two leaves a value without components, which stands for them.
+        compat.set_raw_values([variable], [total])
+        slot.array = total
     return False
 
 
 def _lend(variable: Variable) -> None:
-    """Keeps the array of a variable from being donated if a reader may hold a part of it.
+    """Keeps an array on one device from being donated once its variable was read.
 
-    A part shares the memory of its array, and no reference tells that it exists. On one device `jax.device_put` returns
-    such a part of any array, so that each array that was read is copied once. An array over several devices gives notice.
+    `jax.device_put` may return an array that shares its memory, and no reference tells that it exists.
     """
     slot = _slots.get(variable)
-    if slot is None or not slot.owned or slot.array is None:
-        return
-    if slot.home is None or slot.home.is_single:
+    if slot is not None and slot.owned and (slot.home is None or slot.home.is_single):
         slot.owned = False
-    else:
-        kind: Any = type(slot.array)
-        _give_notice(kind)
-        vars(slot.array)["_phalanx_slot"] = slot
 
 
 compat.on_read(_lend)
 
+_parted: IdentityMap[bool] = IdentityMap()
+"""Arrays over several devices that have given away parts, which share their memory."""
+
 
 @functools.cache
-def _give_notice(arrays: Any) -> None:
-    """Extends the type of JAX's arrays: one that a variable holds is not donated once it has given away parts."""
+def _note_parts_of(arrays: Any) -> None:
+    """Extends the type of JAX's arrays: it notes which of them give away parts."""
 
-    def noticing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def parts(array: Any, *args: Any) -> Any:
-            slot = vars(array).get("_phalanx_slot")
-            if slot is not None and slot.array is array:
-                slot.owned = False
+        def parts(array: jax.Array, *args: PyTree) -> Any:
+            _parted[array] = True
             return original(array, *args)
 
         return parts
 
-    arrays.addressable_data = noticing(arrays.addressable_data)
+    arrays.addressable_data = noting(arrays.addressable_data)
     # jax.device_put to one device reads the first of these.
     for name in ("addressable_shards", "global_shards"):
         shards = getattr(arrays, name)
-        setattr(arrays, name, property(noticing(shards.fget), doc=shards.__doc__))
+        setattr(arrays, name, property(noting(shards.fget), doc=shards.__doc__))
 
 
 @jax.jit
-def _sum_of_components(components: Any) -> Any:
+def _sum_of_components(components: jax.Array) -> jax.Array:
     return components.sum(0)
 
 
@@ -247,7 +217,7 @@ class State:
                 gc.enable()
         return outputs[0]
 
-    def _run_elsewhere(self, execute: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
+    def _run_elsewhere(self, execute: Callable[..., tuple[Any, ...]], *args: PyTree) -> tuple[Any, ...]:
         """Executes a program that works on copies, and puts the values that it wrote where the variables live."""
         values, *others = execute(*args)
         return (self._storage.take_back(values), *others)
@@ -321,6 +291,10 @@ class _Variables:
     def _arrays(self, *, own: bool) -> list[Any]:
         arrays, counts = compat.shared_values(self.variables)
         self.copied = []
+        if own and (parted := _parted.ids()):
+            for slot in self.slots:
+                if id(slot.array) in parted:
+                    slot.owned = False
         # One short loop in which nothing happens at the steady state: it runs at every step, for every variable.
         for i, (slot, array, count) in enumerate(zip(self.slots, arrays, counts, strict=True)):
             if slot.array is not array or slot.home is not self._storage:
@@ -356,7 +330,7 @@ class _Variables:
                 parts[i] = self._topology.put_per_replica([first[own.start : own.stop]])[0]
         return parts
 
-    def _adopt(self, variable: Variable, slot: Slot, array: Any) -> Any:
+    def _adopt(self, variable: Variable, slot: Slot, array: jax.Array) -> jax.Array:
         """Places a value that was assigned from outside, or was made outside the scope, on the program's devices."""
         if array is None:
             raise VariableError(
@@ -375,7 +349,7 @@ class _Variables:
         return array
 
 
-def _is_lost(array: Any) -> bool:
+def _is_lost(array: jax.Array) -> bool:
     if array.is_deleted():
         return True
     try:

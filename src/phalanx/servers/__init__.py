@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameter servers."""
+"""Parameter servers: their processes, the variables that they hold, and waiting for their answers."""

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one place where a coordinator waits for workers and parameter servers.
 
-Every wait is cut into slices, between which Ctrl-C is heard and everybody concerned is asked for a sign of life. Who gives none for
-the time limit is `Silent`, who has died is `Gone`, and who is alive but has been busy with one thing for the time limit is `Stalled`.
-A wait that takes long is reported in the log.
+Every wait is cut into slices. Between slices, Ctrl-C takes effect, and every process that the answer depends on is asked for a
+heartbeat. A process can be lost in three ways:
+
+    Silent    no heartbeat for the time limit
+    Gone      the process has died
+    Stalled   the process is alive, but has been busy with one thing for the time limit
+
+Long waits are logged.
 """
 
 import logging
@@ -16,22 +21,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
+from phalanx.typing import PyTree
+
 _log = logging.getLogger("phalanx")
 
+# The longest delay of Ctrl-C.
 _SLICE_S = 0.5
+# Seconds before the first log line about a wait. The interval doubles after each.
 _NOTE_S = 10.0
 
 
 @dataclass(frozen=True)
 class Sign:
-    """A sign of life.
+    """A heartbeat of a process.
 
     Args:
-      platform: on what the process computes.
-      pid: the process.
-      host: its machine.
-      busy: what it has been doing, where that has to end within the time limit; empty if nothing.
-      busy_s: for how long.
+      platform: JAX platform of the process, such as "cpu".
+      pid: process id.
+      host: host name.
+      busy: description of the user code that the process is running, which must end within the time limit. Empty if none.
+      busy_s: seconds for which it has been running.
     """
 
     platform: str
@@ -42,11 +51,11 @@ class Sign:
 
 
 class Lost(Exception):
-    """A process that cannot be waited for any longer.
+    """Waiting for a process is pointless.
 
     Args:
       peer: the process.
-      found: what is the matter, as the end of a sentence about it.
+      found: what happened to it, as the predicate of a sentence: "has died".
     """
 
     def __init__(self, peer: "Peer", found: str) -> None:
@@ -55,27 +64,27 @@ class Lost(Exception):
 
 
 class Gone(Lost):
-    """It has died."""
+    """The process has died."""
 
 
 class Silent(Lost):
-    """It gives no sign of life."""
+    """The process sends no heartbeat."""
 
 
 class Stalled(Lost):
-    """It is alive, and does not get on."""
+    """The process is alive but makes no progress."""
 
 
 @final
 class Busy:
-    """What a process is doing that has to end within the time limit, by thread."""
+    """Records, per thread, which user code a process is running and since when."""
 
     def __init__(self) -> None:
         self._since: dict[int, tuple[str, float]] = {}
 
     @contextmanager
     def with_(self, what: str) -> Iterator[None]:
-        """Says what this thread does until it ends."""
+        """Records `what` as the current activity of this thread inside the context."""
         me = threading.get_ident()
         before, self._since[me] = self._since.get(me), (what, time.monotonic())
         try:
@@ -87,7 +96,8 @@ class Busy:
                 self._since[me] = before
 
     def sign(self, platform: str) -> Sign:
-        """Returns a sign of life, with what has taken longest."""
+        """Returns a heartbeat with the longest-running activity."""
+        # Other threads may change the dict at any time, so copy its values in one call.
         now = time.monotonic()
         what, began = min(list(self._since.values()), key=lambda x: x[1], default=("", now))
         return Sign(platform, os.getpid(), socket.gethostname(), what, now - began)
@@ -95,12 +105,12 @@ class Busy:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a process was asked.
+    """A pending call of a process.
 
     Args:
-      peer: the process.
-      method: what it was asked for.
-      reference: Ray's, to the answer.
+      peer: the process that was called.
+      method: name of the method.
+      reference: Ray's object reference to the result.
     """
 
     peer: "Peer"
@@ -110,17 +120,17 @@ class Reply:
 
 @final
 class Peer:
-    """A worker or a parameter server, as its coordinator sees it.
+    """The coordinator's handle of a worker or a parameter server.
 
     Args:
-      ray: the module.
-      actor: Ray's.
-      name: as `worker 0`.
-      timeout_s: for how long it may give no sign of life, or be busy with one thing.
-      start_s: how long it may take to start.
+      ray: the module `ray`.
+      actor: Ray's handle of the actor.
+      name: name in messages, such as "worker 0".
+      timeout_s: seconds that the process may pass without a heartbeat, or busy with one thing.
+      start_s: seconds that the process may take to start.
 
     Attributes:
-      sign: the last sign of life; None until it has started.
+      sign: the last heartbeat. None until the process has started.
     """
 
     def __init__(self, ray: Any, actor: Any, name: str, timeout_s: float, start_s: float) -> None:
@@ -130,21 +140,25 @@ class Peer:
         self._lock = threading.Lock()
         self._looked_at = self._asked_at = time.monotonic()
         self._silent_s = 0.0
+        # The pending heartbeat request. At most one is pending, so that a busy process does not collect a queue of them.
         self._ping: Any = actor.ping.remote()
 
-    def ask(self, method: str, *args: Any) -> Reply:
-        """Calls a method; `Calls.answers` waits for it."""
+    def ask(self, method: str, *args: PyTree) -> Reply:
+        """Calls a method without waiting. `Calls.answers` waits for the result."""
         return Reply(self, method, getattr(self.actor, method).remote(*args))
 
     def look(self, since: float) -> None:
-        """Looks for a sign of life; what it has been busy with counts if it was asked after `since`.
+        """Checks the heartbeat, and requests the next one.
+
+        Args:
+          since: time on the monotonic clock. A heartbeat that was requested earlier does not count as stalled.
 
         Raises:
-          Lost: there is none, or it is a bad one.
+          Lost: the process is silent, gone or stalled.
         """
         with self._lock:
             now = time.monotonic()
-            # If this process stood still itself, the answer may be on its way: time that nobody looked does not count.
+            # Count at most two slices per look. If this process itself was stopped, a heartbeat may have arrived unnoticed.
             passed_s, self._looked_at = min(now - self._looked_at, 2 * _SLICE_S), now
             if self._ping is None:
                 self._ping, self._asked_at, self._silent_s = self.actor.ping.remote(), now, 0.0
@@ -152,7 +166,7 @@ class Peer:
             if not self._ray.wait([self._ping], timeout=0)[0]:
                 self._silent_s += passed_s
                 if self._silent_s > (self._start_s if self.sign is None else self._timeout_s):
-                    raise Silent(self, f"has given no sign of life for {self._silent_s:.0f} s")
+                    raise Silent(self, f"has sent no heartbeat for {self._silent_s:.0f} s")
                 return
             ping, self._ping, self._silent_s = self._ping, None, 0.0
         try:
@@ -160,7 +174,7 @@ class Peer:
         except self._ray.exceptions.RayError as e:
             raise Gone(self, f"has died ({_why(e)})") from e
         if self._asked_at > since and sign.busy_s > self._timeout_s:
-            raise Stalled(self, f"is alive, and has been {sign.busy} for {sign.busy_s:.0f} s")
+            raise Stalled(self, f"is alive but has been {sign.busy} for {sign.busy_s:.0f} s")
 
     def __str__(self) -> str:
         return self.name if self.sign is None else f"{self.name} (pid {self.sign.pid} at {self.sign.host})"
@@ -168,10 +182,10 @@ class Peer:
 
 @final
 class Calls:
-    """Waits for answers.
+    """Waits for the results of calls.
 
     Args:
-      ray: the module.
+      ray: the module `ray`.
     """
 
     def __init__(self, ray: Any) -> None:
@@ -179,15 +193,15 @@ class Calls:
         self._noted: dict[str, float] = {}
 
     def answers(self, replies: Sequence[Reply], others: Collection[Peer] = ()) -> list[Any]:
-        """Returns what was answered, as soon as all have answered.
+        """Waits for all calls and returns their results.
 
         Args:
-          replies: what was asked.
-          others: processes that the answers may depend on.
+          replies: the pending calls.
+          others: further processes that the results may depend on.
 
         Raises:
-          Lost: a process that was asked is lost; or another one is `Silent`.
-          Exception: what was raised there.
+          Lost: a called process is lost, or one of `others` is silent.
+          Exception: a called method raised it.
         """
         references = [reply.reference for reply in replies]
         began = time.monotonic()
@@ -206,7 +220,7 @@ class Calls:
                 try:
                     peer.look(began)
                 except (Gone, Stalled):
-                    # Its own answer tells; what it was asked by another process fails there.
+                    # Not fatal for this wait: if the result depends on that process, the called process reports the failure.
                     continue
             if time.monotonic() - began > note_s:
                 self._note(waiting, note_s)
@@ -218,7 +232,7 @@ class Calls:
         return [reply for reply in replies if reply.reference in left]
 
     def _error(self, replies: Sequence[Reply], error: Any) -> BaseException:
-        """Returns the error of the first that has died, or else has raised."""
+        """Returns the error to raise: that of a dead process if there is one, else that of a method that raised."""
         peer = replies[0].peer
         for reply in replies:
             if self._ray.wait([reply.reference], timeout=0)[0]:
@@ -237,7 +251,7 @@ class Calls:
         return cause
 
     def _note(self, waiting: Sequence[Reply], waited_s: float) -> None:
-        """Logs for whom somebody waits: once, if several threads do."""
+        """Logs which processes this one waits for, once if several threads wait for the same."""
         for reply in waiting:
             now = time.monotonic()
             if now - self._noted.get(reply.peer.name, -_NOTE_S) < 0.5 * _NOTE_S:
@@ -249,15 +263,16 @@ class Calls:
                 if sign is None
                 else f"it is {sign.busy}"
                 if sign.busy
-                else f"it was asked to `{reply.method}`"
+                else f"it is running `{reply.method}`"
             )
-            _log.warning("waiting for %s since %.0f s: %s.", reply.peer, waited_s, doing)
+            _log.warning("waiting for %s for %.0f s: %s.", reply.peer, waited_s, doing)
 
 
 def _why(error: Any) -> str:
-    """Returns what Ray knows of the death of an actor, in one line."""
+    """Returns Ray's reason for the death of an actor, in one line."""
     if type(error).__name__ == "OutOfMemoryError":
-        return "Ray ended it because its machine was running out of memory"
+        return "Ray killed it because its machine was running out of memory"
+    # Ray's message is a paragraph, in which the line with the exit code or signal is the useful one.
     lines = [line.strip() for line in str(error).splitlines()]
     told = [line for line in lines if "exit" in line.lower()]
     return (told or lines or ["for unknown reasons"])[-1].rstrip(".")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameter servers of one strategy: what is asked of them, and what happens if one is lost."""
+"""The client of the parameter servers of one strategy: calls to them, and recovery if one is lost."""
 
 import logging
 import threading
@@ -15,32 +15,35 @@ from phalanx.servers.calls import Calls, Lost, Peer, Reply, Silent
 from phalanx.servers.ray import RayCluster, load_ray
 from phalanx.servers.remote.plans import Pusher, UpdateProgram
 from phalanx.servers.remote.server import ParameterServer
+from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx")
 
 _THREADS = 16
+"""Threads of a server, besides one per worker."""
+
 _START_S = 600.0
 _MOST_RESTARTS = 3
 
 
 @final
 class Servers:
-    """The parameter servers.
+    """The parameter servers of one strategy.
 
     Args:
-      cluster: where they run.
-      names_on: returns the names of the variables that only the servers with some numbers hold.
-      max_staleness: the bound of the servers' clock.
-      snapshot_every_s: how often the servers' state is copied; None for never.
-      timeout_s: for how long a server may give no sign of life.
+      cluster: starts their processes.
+      names_on: returns the names of the variables that only the given servers hold.
+      max_staleness: bound of the staleness, in updates. None for no bound.
+      snapshot_every_s: seconds between two snapshots of the state of the servers. None for no snapshots.
+      timeout_s: seconds that a server may pass without a heartbeat.
 
     Attributes:
-      calls: what waits for answers.
-      lock: is held while servers are restarted, and by whoever must not meet that.
-      platforms: on what they compute.
+      calls: waits for results.
+      lock: held while servers are restarted, and by code that must not run during a restart.
+      platforms: JAX platforms of the servers.
 
     Raises:
-      StartupError: a server ended while it started.
+      StartupError: a server died during startup.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Servers:
         timeout_s: float,
     ) -> None:
         self._ray, self._cluster, self._names_on = load_ray(), cluster, names_on
-        # Of each worker one push may wait here.
+        # A push of each worker may block one thread while it waits for its turn.
         threads = _THREADS + cluster.workers
         self._start = lambda i: Peer(
             self._ray,
@@ -74,12 +77,12 @@ class Servers:
         self._snapshots = None if snapshot_every_s is None else _Snapshots(self, snapshot_every_s)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of servers."""
         return self._cluster.ps
 
     @property
     def peers(self) -> list[Peer]:
-        """The parameter servers, as this process sees them.
+        """The handles of the servers.
 
         Raises:
           ContextError: the strategy was closed.
@@ -90,84 +93,98 @@ class Servers:
 
     @property
     def actors(self) -> list[Any]:
-        """The parameter servers, as Ray's actors, which other processes can call. Raises what `peers` raises."""
+        """The Ray actors of the servers, which can be sent to other processes.
+
+        Raises:
+          ContextError: the strategy was closed.
+        """
         return [peer.actor for peer in self.peers]
 
     def require_open(self) -> None:
-        """Raises if the servers have ended.
+        """Checks that the strategy is open.
 
         Raises:
           ContextError: the strategy was closed.
         """
         if self._peers is None:
             raise ContextError(
-                "a variable, a step or a coordinator of a ParameterServerStrategy that was closed",
-                "its workers and parameter servers have ended.",
-                "strategy.close() after the last use; or variables that are saved before it",
+                "a variable, a step or a coordinator of a closed ParameterServerStrategy",
+                "the workers and parameter servers of the strategy have ended.",
+                "call strategy.close() after the last use, or save the variables before it",
             )
 
     def ask(self, method: str, *calls: tuple[Any, ...]) -> list[Any]:
-        """Calls a method of servers, and returns what they answer. Raises what `answers` raises.
+        """Calls a method of several servers, and waits for the results.
 
         Args:
-          method: its name.
-          calls: of each call the number of the server, and the arguments.
+          method: name of the method.
+          *calls: one tuple per call: the index of the server, and the arguments.
+
+        Returns:
+          The results, in the order of `calls`.
+
+        Raises:
+          ServerLostError: a server is lost.
         """
         peers = self.peers
         return self.answers([peers[server].ask(method, *args) for server, *args in calls])
 
     def answers(self, replies: Sequence[Reply]) -> list[Any]:
-        """Returns what servers answer.
+        """Waits for calls of servers and returns the results.
 
         Raises:
-          ServerLostError: one has died, or gives no sign of life.
+          ServerLostError: a server has died, or is silent and was replaced.
         """
         while True:
             try:
                 return self.calls.answers(replies, self.peers)
             except Lost as e:
                 if not self.recover([]) and isinstance(e, Silent):
-                    continue  # It goes on.
+                    continue  # The server was only slow: it answered `recover`.
                 raise ServerLostError(
-                    f"an answer of {e.peer.name}",
-                    f"it {e.found}, and was restarted from its last snapshot.",
-                    "the same call once more",
+                    f"a call of {e.peer.name}",
+                    f"it {e.found}, and was restarted from the last snapshot.",
+                    "make the same call again",
                 ) from e
 
-    def tell(self, method: str, *args: Any) -> None:
-        """Calls a method of all servers, and waits for them."""
+    def tell(self, method: str, *args: PyTree) -> None:
+        """Calls a method of all servers, and waits until all have returned."""
         self.ask(method, *((i, *args) for i in range(len(self))))
 
     def forget(self, pusher: Pusher) -> None:
-        """Lets the servers know that a worker is lost: what the first one has not applied until then counts nowhere."""
+        """Tells the servers that a worker is lost. A push that the first server has not applied yet will not be applied."""
+        # The first server decides. Its answer tells which turns the others must apply before they drop the rest.
         ((_, *turns),) = self.ask("forget", (0, pusher))
         self.ask("forget", *((i, pusher, turn) for i, turn in enumerate(turns, start=1)))
 
     def learn(self, server: int, name: int, program: UpdateProgram) -> None:
-        """Sends a server the program of an update, and each that takes its place."""
+        """Sends a server the program of an update, and records it for a replacement of that server."""
         self._learned[server][name] = program
         self.ask("learn", (server, name, program))
 
     def drop(self, server: int, key: int) -> None:
-        """Tells a server to forget a value, if it is there; does not wait."""
+        """Tells a server to delete a value, without waiting. Does nothing after the strategy was closed."""
         if self._peers is not None and self._ray.is_initialized():
             self._peers[server].ask("drop", [key])
 
     def take_snapshot(self) -> None:
-        """Copies what the servers hold now, if snapshots are taken."""
+        """Takes a snapshot now, if snapshots are enabled."""
         if self._snapshots is not None:
             self._snapshots.take()
 
     def recover(self, pushers: Sequence[Pusher]) -> bool:
-        """Restarts servers that are lost from the last snapshot; returns whether there were any.
+        """Restarts lost servers from the last snapshot.
 
-        Without a snapshot a server that is only silent is left as it is: it has the only copy of its variables.
+        Without a snapshot, a silent server is not killed, because it has the only copy of its variables.
 
         Args:
-          pushers: the workers, none of whose pushes counts that was not applied.
+          pushers: the current workers. Their pushes that are not applied yet are dropped.
+
+        Returns:
+          Whether any server was lost.
 
         Raises:
-          ServerLostError: there is no snapshot.
+          ServerLostError: there is no snapshot, or the restart failed repeatedly.
         """
         with self.lock:
             if not (lost := self._lost()):
@@ -176,14 +193,14 @@ class Servers:
                 try:
                     self._restart(lost, pushers)
                 except Lost:
-                    # Those that were started again have no values yet.
+                    # Restart the previous ones again too, because they may not have received their values.
                     lost |= self._lost()
                 else:
                     return True
             raise ServerLostError(
                 str(next(iter(lost.values()), "a parameter server")),
-                f"servers were lost {_MOST_RESTARTS} times while they were restarted.",
-                "more memory for the servers, or a machine that is less busy; now start again from the last checkpoint",
+                f"servers were lost again {_MOST_RESTARTS} times during the restart.",
+                "use more memory for the servers, or a less busy machine; then restart from the last checkpoint",
             )
 
     def _restart(self, lost: Mapping[int, Lost], pushers: Sequence[Pusher]) -> None:
@@ -191,10 +208,12 @@ class Servers:
         if snapshot is None:
             raise self._lost_for_good(lost)
         for i, why in lost.items():
-            _log.warning("%s. Another is started in its place, from the last snapshot.", why)
+            _log.warning("%s. A new server takes its place, with the values of the last snapshot.", why)
             self._cluster.end(self.peers[i].actor)
             self.peers[i] = self._start(i)
         peers, answers = self.peers, self.calls.answers
+        # The order matters: all servers drop pending pushes before a new one gets values, and agree on the number of applied
+        # updates last. Otherwise a push could be applied on some servers only.
         answers([peer.ask("ping") for peer in peers])
         answers([p.ask("forget", pusher) for i, p in enumerate(peers) if i not in lost for pusher in pushers])
         answers([peer.ask("meet", self.actors) for peer in peers])
@@ -212,24 +231,24 @@ class Servers:
             peer, found = silent[0].peer, silent[0].found
             return ServerLostError(
                 str(peer),
-                f"it {found}, and it alone holds {names}.",
-                "the same call once more, if the process is made to go on; worker_timeout_s=300 if it is only slow; "
-                "snapshot_every_s=60 to have another one started in its place",
+                f"it {found}, and it holds the only copy of {names}.",
+                "resume the process and make the same call again; worker_timeout_s=300 if it is only slow; "
+                "snapshot_every_s=60 to replace such a server",
             )
         return ServerLostError(
             f"parameter server {', '.join(map(str, lost))}",
-            f"it has died, and with it {names}.",
-            "ParameterServerStrategy(snapshot_every_s=60) to have it restarted; now start again from the last checkpoint",
+            f"it has died, and {names} are lost with it.",
+            "restart from the last checkpoint, with ParameterServerStrategy(snapshot_every_s=60) to restart servers",
         )
 
     def close(self) -> None:
-        """Forgets the servers, and ends the copying of their state."""
+        """Releases the servers and stops taking snapshots."""
         self._peers = None
         if self._snapshots is not None:
             self._snapshots.close()
 
     def _lost(self) -> dict[int, Lost]:
-        """Returns which servers are lost, and how."""
+        """Returns the lost servers, by index, with the reason."""
         lost: dict[int, Lost] = {}
         replies = [peer.ask("num_applied") for peer in self.peers]
         for i, reply in enumerate(replies):
@@ -241,38 +260,39 @@ class Servers:
 
 
 class _Snapshots:
-    """Copies what the servers hold, again and again, in a thread."""
+    """Copies the state of all servers periodically, in a daemon thread. `last` is the latest complete copy."""
 
     def __init__(self, servers: Servers, every_s: float) -> None:
         self.last: list[dict[int, np.ndarray]] = [{} for _ in servers.peers]
+        # Weak, so that the thread does not keep a dropped strategy alive.
         self._servers, self._every_s = weakref.ref(servers), every_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._copy, name="phalanx-snapshots", daemon=True)
         self._thread.start()
 
     def take(self) -> None:
-        """Copies it now."""
+        """Takes a snapshot now."""
         servers = self._servers()
         if servers is not None:
             self.last = servers.ask("state", *((i,) for i in range(len(servers))))
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the thread after the snapshot that it may be taking."""
         self._over.set()
 
     def _copy(self) -> None:
         while not self._over.wait(self._every_s):
-            # Where a server is lost, or the strategy was closed, the copy before this one is the last.
+            # If a server is lost or the strategy was closed, the previous snapshot stays the last one.
             with suppress(PhalanxError, load_ray().exceptions.RayError):
                 self.take()
 
 
 def not_started(error: Lost) -> StartupError:
-    """Returns the error of a worker or a server that ended before it could be asked for anything."""
+    """Returns the error for a worker or server that was lost during startup."""
     return StartupError(
         f"the start of {error.peer}",
         f"it {error.found}.",
-        "more memory, or fewer workers and ps; and Phalanx, JAX and Ray of the same version on all machines",
+        "use more memory, or fewer workers and ps; install the same versions of Phalanx, JAX and Ray on all machines",
     )
 
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where variables live while parameter servers hold them."""
+"""Placement of variables on parameter servers.
+
+A variable is created on the coordinator and moves to the servers at its first use. From then on the Keras variable holds no
+array: reading it fetches the value, and assigning it sends the value. The slots of an optimizer are on the server of their
+variable, so that an update needs no communication between servers.
+"""
 
 import itertools
 import math
@@ -20,34 +25,36 @@ from phalanx.errors import (
 )
 from phalanx.mesh.devices import Held
 from phalanx.programs.export import Exported, export
+from phalanx.programs.identity import IdentityMap
 from phalanx.programs.replicas import trace_run
-from phalanx.programs.state import IdentityMap, slot_of
+from phalanx.programs.state import slot_of
 from phalanx.servers.client import Servers
 from phalanx.servers.partitioners import check_partitions, place, split_rows
 from phalanx.servers.ray import RayCluster
 from phalanx.servers.remote.plans import Gradient, Part, Placement, UpdateProgram, require_rows
 from phalanx.tracing import context
 from phalanx.tracing.policy import describe
-from phalanx.tracing.scope import innermost
 from phalanx.tracing.strategy import AbstractStrategy, Update
 
+# Their updates depend on norms or products over a whole variable.
 _OF_WHOLE_VARIABLES = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
+# The golden ratio times 2**32, so that the seeds of neighbouring shards, and of tables with neighbouring seeds, differ widely.
 _SEED_STRIDE = 0x9E3779B9
 
 
 class Homes:
-    """Which server holds what of which variable.
+    """The placement of all variables of one strategy on its servers.
 
     Args:
-      cluster: where the servers run.
-      device: where updates are traced.
-      partitioner: into how many shards a variable is divided.
-      max_staleness: the bound of the servers' clock.
-      snapshot_every_s: how often the servers' state is copied.
-      timeout_s: for how long a server may give no sign of life.
+      cluster: starts the processes of the servers.
+      device: strategy of one device, in which updates are traced.
+      partitioner: maps the shape and dtype of a variable to its number of shards. None for one shard.
+      max_staleness: bound of the staleness, in updates. None for no bound.
+      snapshot_every_s: seconds between two snapshots of the state of the servers. None for no snapshots.
+      timeout_s: seconds that a server may pass without a heartbeat.
 
     Raises:
-      StartupError: a server ended while it started.
+      StartupError: a server died during startup.
     """
 
     def __init__(
@@ -70,8 +77,10 @@ class Homes:
             timeout_s=timeout_s,
         )
         self._placements: IdentityMap[Placement] = IdentityMap()
+        # By key of a part: the path of its variable, and the servers that hold the part.
         self._names: dict[int, str] = {}
         self._holders: dict[int, tuple[int, ...]] = {}
+        # In bytes: all parts on each server, and each part by key.
         self._loads = [0] * cluster.ps
         self._sizes: dict[int, int] = {}
         self._keys, self._update_names = itertools.count(), itertools.count()
@@ -79,11 +88,11 @@ class Homes:
         self._has_new = False
 
     def placement(self, variable: Variable) -> Placement | None:
-        """Returns where a variable is; None where it has not moved yet."""
+        """Returns the placement of a variable; None if it has not moved to the servers yet."""
         return self._placements.get(variable)
 
     def held(self, variable: Variable) -> list[Held] | None:
-        """Returns which servers hold which part of a variable; None where it has not moved yet."""
+        """Returns the servers of each part of a variable; None if it has not moved to the servers yet."""
         placement = self.placement(variable)
         if placement is None:
             return None
@@ -95,19 +104,26 @@ class Homes:
         ]
 
     def holders(self, placements: Iterable[Placement]) -> dict[int, tuple[int, ...]]:
-        """Returns which servers hold the variables among these that several do, by their keys."""
+        """Returns, by key, the servers of those parts that several servers hold, such as the number of updates."""
         keys = [part.key for placement in placements for part in placement]
         return {key: self._holders[key] for key in keys if len(self._holders[key]) > 1}
 
     def add_table(self, table: Variable) -> None:
-        """Hears of a variable without a value, whose rows the servers make."""
+        """Registers a variable without a value. The servers will initialize its rows."""
         _owners[table] = self
 
     def rows(self, table: Variable, ids: np.ndarray) -> jax.Array:
-        """Returns rows of a table, from the servers.
+        """Fetches rows of a table from the servers.
+
+        Args:
+          table: the table.
+          ids: int array of any shape. The rows to fetch.
+
+        Returns:
+          An array of shape `ids.shape + (row length,)`.
 
         Raises:
-          InputError: it does not have them.
+          InputError: the table does not have one of the rows.
         """
         self.take_in([table])
         rows, places = np.unique(ids, return_inverse=True)
@@ -120,22 +136,23 @@ class Homes:
         return jax.numpy.asarray(found[places.reshape(ids.shape)])
 
     def take_in(self, variables: Sequence[Variable]) -> None:
-        """Moves variables to the servers, those that are not there yet.
+        """Moves those variables to the servers that are not there yet.
 
         Raises:
-          MixedStrategyError: one is on the servers of another strategy.
+          MixedStrategyError: a variable is on the servers of another strategy.
         """
         for variable in variables:
             if _owners.get(variable) not in (None, self):
                 raise MixedStrategyError(
                     f"{describe(variable)} in a step of a ParameterServerStrategy",
-                    "it is on the parameter servers of another one.",
-                    "make the variable in this strategy's scope: with strategy.scope(): ...",
+                    "the variable is on the parameter servers of another strategy.",
+                    "create the variable in the scope of this strategy: with strategy.scope(): ...",
                 )
         with self.servers.lock:
             new = [v for v in variables if self.placement(v) is None]
             for table in [v for v in new if _is_unmade(v)]:
                 self._make(table)
+            # Tables have a placement now. Place the rest: whole variables balance the loads, shards go to the emptiest.
             new = [v for v in new if self.placement(v) is None]
             shards = [self._num_shards(v) for v in new]
             sizes = [_bytes_of(v) // n for v, n in zip(new, shards, strict=True)]
@@ -151,7 +168,7 @@ class Homes:
             self._save_new()
 
     def read(self, variable: Variable) -> jax.Array:
-        """Returns the value of a variable, from the servers."""
+        """Fetches the value of a variable from the servers."""
         self.take_in([variable])
         placement = self.placement(variable)
         assert placement is not None
@@ -159,7 +176,7 @@ class Homes:
         return jax.numpy.array(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     def write(self, variable: Variable, value: Any) -> None:
-        """Gives a variable a value, on the servers."""
+        """Sends the value of a variable to the servers."""
         placement = self.placement(variable)
         assert placement is not None
         array = np.asarray(value)
@@ -167,20 +184,27 @@ class Homes:
             self.write_part(part, part.of(array))
 
     def read_part(self, part: Part) -> np.ndarray:
-        """Returns what a server holds of a variable."""
+        """Fetches one part of a variable."""
         ((array,),) = self.servers.ask("get", (part.server, [part.key]))
         return np.array(array)
 
     def write_part(self, part: Part, value: np.ndarray) -> None:
-        """Gives it another value, wherever it is held."""
+        """Sends one part of a variable to every server that holds it."""
         self.servers.ask("put", *((s, {part.key: value}) for s in self._holders[part.key]))
 
     def plan(self, update: Update, step: Exported) -> tuple[int, tuple[Gradient, ...]]:
-        """Lets the servers know how an optimizer's update is done; returns its name, and the gradients that it takes.
+        """Sends the servers the programs of an optimizer's update, unless they have them.
 
         Args:
-          update: the update.
+          update: the optimizer and the variables that it updates.
           step: the program that computes the gradients.
+
+        Returns:
+          The number that names the update on the servers, and the gradients that it takes.
+
+        Raises:
+          TraceError: the update of a table is requested under bounded staleness.
+          InvalidArgumentError: the optimizer needs whole variables or all gradients, but several servers have parts of them.
         """
         with self.servers.lock:
             compat.build_optimizer(update.optimizer, update.variables)
@@ -191,7 +215,7 @@ class Homes:
             if tables and self._max_staleness is not None:
                 raise TraceError(
                     f"a ShardedEmbedding under max_staleness={self._max_staleness}",
-                    "updates of several workers are one there, and tables have those of one.",
+                    "bounded staleness averages the updates of several workers, which is not supported for tables.",
                     "max_staleness=None, or keras.layers.Embedding",
                 )
             placements = tuple(
@@ -205,24 +229,24 @@ class Homes:
                 for server in sorted({part.server for placement, _ in placements for part in placement}):
                     program = self._program(update, server, tables)
                     self.servers.learn(server, name, program)
-                # Kept alive with it: ids must stay its own.
+                # The value keeps the learning rate alive, because its id is part of the key and must not be reused.
                 self._updates[key] = name, rate
                 weakref.finalize(update.optimizer, self._updates.pop, key, None)
                 self._save_new()
             return self._updates[key][0], placements
 
     def clips(self, update: Update) -> bool:
-        """Whether the gradients of an update are clipped before they are divided between servers."""
+        """Whether the worker must clip the gradients of an update, because no server has all of them."""
         optimizer = update.optimizer
         if len(self.servers) == 1 or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             return False
         return bool(optimizer.global_clipnorm or (optimizer.clipnorm and self._partitioner is not None))
 
     def _check_divisible(self, update: Update) -> None:
-        """Raises for an optimizer that has to see what lies on several servers.
+        """Checks that the servers can apply an optimizer without communicating.
 
         Raises:
-          InvalidArgumentError: it has.
+          InvalidArgumentError: the optimizer needs data of several servers at once.
         """
         placements = [self._placements.get(v) or () for v in update.variables]
         servers = {part.server for placement in placements for part in placement}
@@ -232,37 +256,42 @@ class Homes:
         if isinstance(update.optimizer, keras.optimizers.LossScaleOptimizer):
             raise InvalidArgumentError(
                 f"{name} over {len(servers)} parameter servers",
-                "whether all gradients are finite is known to none of them.",
+                "each server sees only some of the gradients, so none can check that all are finite.",
                 "ParameterServerStrategy(ps=1)",
             )
         if self.clips(update) and update.optimizer.gradient_accumulation_steps:
             raise InvalidArgumentError(
                 f"{name} with gradient_accumulation_steps over {len(servers)} parameter servers",
-                "what it clips is the sum, which none of them has.",
+                "the optimizer clips the accumulated sum, but each server has only some of the gradients.",
                 "clipvalue=...; or ParameterServerStrategy(ps=1)",
             )
         is_divided = any(len(placement) > 1 for placement in placements)
         if is_divided and isinstance(update.optimizer, _OF_WHOLE_VARIABLES):
             raise InvalidArgumentError(
-                f"{name} of variables that are divided between {len(servers)} parameter servers",
-                "what it computes of each variable depends on all of its rows.",
+                f"{name} with variables that are sharded over {len(servers)} parameter servers",
+                "its update of a variable depends on all rows of the variable.",
                 "variable_partitioner=None",
             )
 
     def _program(self, update: Update, server: int, tables: dict[int, int]) -> UpdateProgram:
-        """Traces the update of what one server holds; its slots move there."""
+        """Traces the update of the variables that one server holds, and moves their slots there.
+
+        Args:
+          update: the optimizer and the variables that it updates.
+          server: index of the server.
+          tables: number of rows that a step looks up, by the id of the table.
+        """
         trained = compat.trained_by(update.optimizer, None)
         held = [(v, part) for v in trained for part in self._placements.get(v) or () if part.server == server]
         mine = {id(v) for v, _ in held}
         variables = tuple(v for v in update.variables if id(v) in mine)
 
         def program(gradients: list[Any]) -> None:
-            scope = innermost()
-            assert scope is not None
             with compat.restricted(update.optimizer, [v for v, _ in held]):
-                trace_run(self._device, update.optimizer.apply, (gradients, variables), {}, scope)
+                trace_run(self._device, update.optimizer.apply, (gradients, variables), {})
 
-        # Of a table it gets the rows that a step has looked up, of a variable that is divided those of this server.
+        # The program takes the rows of a table that a step has looked up, and this server's rows of a sharded variable. Slots
+        # of the same shape are sharded like their variable.
         rows = {id(v): tables.get(id(v), (p.stop or 0) - p.start) for v, p in held if p.stop is not None}
         owners = [(v, v) for v, _ in held] + [(s, compat.reference_of(s)) for s in update.optimizer.variables]
         owners = [(s, v) for s, v in owners if v is not None and id(v) in rows and tuple(s.shape) == tuple(v.shape)]
@@ -277,7 +306,7 @@ class Homes:
         )
 
     def _hold(self, variable: Variable, server: int) -> int:
-        """Returns the key of what a server holds of a variable, which moves there if it is not."""
+        """Returns the key under which a server holds a variable, or its part of it. Moves or copies the variable there."""
         if self.placement(variable) is None and _is_unmade(variable):
             self._make(variable)
         if self.placement(variable) is None:
@@ -291,12 +320,13 @@ class Homes:
             if server in self._holders[part.key]:
                 return part.key
         (part,) = placement
-        # What all variables share, as the number of updates: each server counts for itself.
+        # A variable of the whole optimizer, such as the number of updates. Each server keeps its own copy.
         self.servers.ask("put", (server, {part.key: np.asarray(self.read(variable))}))
         self._holders[part.key] = (*self._holders[part.key], server)
         return part.key
 
     def _num_shards(self, variable: Variable) -> int:
+        """Returns the number of shards of a variable, at most one per server. A table has one on each server."""
         if compat.initializer_of(variable) is not None:
             return min(len(self.servers), variable.shape[0])
         if self._partitioner is None or not len(variable.shape):
@@ -305,7 +335,7 @@ class Homes:
         return min(len(self.servers), check_partitions(shape, self._partitioner(shape, compat.dtype_of(variable))))
 
     def _make(self, table: Variable) -> None:
-        """Lets the servers make a table, each its rows, or the slots of one, where its rows are."""
+        """Initializes a table on the servers, each its own rows. The slots of a table are placed like its rows."""
         reference = compat.reference_of(table)
         if reference is None:
             shards = split_rows(table.shape[0], min(len(self.servers), table.shape[0]))
@@ -319,13 +349,14 @@ class Homes:
         self._settle(table, placement, _bytes_of(table) // table.shape[0])
 
     def _move(self, variable: Variable, parts: Sequence[tuple[int, int, int | None]]) -> None:
+        """Sends the value of a variable to the servers. A part is the index of a server, and its first and last row."""
         array = np.asarray(compat.raw_value(variable))
         placement = tuple(Part(server, next(self._keys), start, stop) for server, start, stop in parts)
         self.servers.ask("put", *((p.server, {p.key: p.of(array)}) for p in placement))
         self._settle(variable, placement, array.nbytes // max(1, len(array) if array.ndim else 1))
 
     def _settle(self, variable: Variable, placement: Placement, row_bytes: int) -> None:
-        """Notes where a variable is, and forgets its value here."""
+        """Records the placement of a variable, and releases its value in this process."""
         for part in placement:
             rows = (variable.shape[0] if variable.shape else 1) if part.stop is None else part.stop - part.start
             self._sizes[part.key] = rows * row_bytes
@@ -339,7 +370,7 @@ class Homes:
         weakref.finalize(variable, self._forget, placement)
 
     def _save_new(self) -> None:
-        """Copies what has moved to the servers since the last snapshot, which a server that dies would take along."""
+        """Takes a snapshot if variables have moved to the servers since the last one, which does not contain them."""
         if self._has_new:
             self.servers.take_snapshot()
         self._has_new = False
@@ -352,7 +383,7 @@ class Homes:
                 self.servers.drop(server, part.key)
 
     def _names_on(self, servers: Collection[int]) -> list[str]:
-        """Returns the names of the variables that these servers hold, and no others."""
+        """Returns the names of the variables that only these servers hold."""
         return sorted({name for key, name in self._names.items() if set(self._holders[key]) <= set(servers)})
 
 
@@ -360,6 +391,7 @@ _owners: IdentityMap[Homes] = IdentityMap()
 
 
 def _fetch(variable: Variable) -> bool:
+    """Fills a variable from the servers before it is read. Returns True, which empties the variable after the read."""
     homes = _owners.get(variable)
     if homes is None or compat.lift_scope() is not None:
         return False
@@ -368,20 +400,25 @@ def _fetch(variable: Variable) -> bool:
 
 
 def _send(variable: Variable) -> None:
+    """Sends an assigned value to the servers, and empties the variable."""
     homes = _owners.get(variable)
-    # A table that is assigned before it is made moves later, like any other variable.
+    # A table that is assigned before its first use moves later, like any other variable.
     if homes is not None and homes.placement(variable) is not None:
         homes.write(variable, compat.raw_value(variable))
         compat.set_raw_values([variable], [None])
 
 
 def homes_of(variable: Variable) -> Homes | None:
-    """Returns on whose servers a variable lives; None where it has not moved to any."""
+    """Returns the `Homes` that place a variable; None if it is not on any parameter server."""
     return _owners.get(variable)
 
 
 def _require_servers(variables: Sequence[Variable]) -> None:
-    """Raises where a server is lost that has some of these variables."""
+    """Checks that the servers of some variables are alive, before Keras opens and truncates a file to save them.
+
+    Raises:
+      ServerLostError: a server is lost.
+    """
     found = {id(homes): homes for v in variables if (homes := _owners.get(v)) is not None}
     for homes in found.values():
         homes.servers.tell("num_applied")
@@ -397,12 +434,12 @@ def _bytes_of(variable: Variable) -> int:
 
 
 def _is_unmade(variable: Variable) -> bool:
-    """Whether it is a table that has neither been made nor assigned."""
+    """Whether a variable is a table that has neither been initialized nor assigned."""
     return compat.initializer_of(variable) is not None and compat.raw_value(variable) is None
 
 
 def _rows_program(table: Variable, part: Part, number: int, platforms: Sequence[str]) -> bytes:
-    """Returns the program that makes one server's rows of a table."""
+    """Returns a serialized program that initializes one server's rows of a table."""
     initializer = compat.initializer_of(table)
     seed = getattr(initializer, "seed", None)
     if seed is not None:
@@ -413,7 +450,7 @@ def _rows_program(table: Variable, part: Part, number: int, platforms: Sequence[
 
 
 def _own_seed(seed: Any, number: int) -> int:
-    """Returns a seed for one server's rows: other ones than those of the others, and of tables with seeds beside it."""
+    """Returns the seed for shard `number` of a table, different from those of other shards and of other tables."""
     if isinstance(seed, int):
         return (seed + number * _SEED_STRIDE) % 2**31
     return int(keras.random.randint((), 0, 2**31 - 1, seed=seed))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large variables are divided into shards, and which server holds what: arithmetic only."""
+"""Arithmetic of sharding variables over parameter servers: numbers of shards, rows per shard, and balancing. Imports no JAX."""
 
 import math
 from abc import ABC, abstractmethod
@@ -11,15 +11,15 @@ from typing import Any, final
 import numpy as np
 from typing_extensions import override
 
-from phalanx.errors import InvalidArgumentError, shown
+from phalanx.errors import InvalidArgumentError, arguments, shown
 
 __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
 
 
 class Partitioner(ABC):
-    """Says into how many shards a variable is divided. May be made and called in any context.
+    """Decides the number of shards of a variable. May be created and called in any context.
 
-    For a rule of your own, override `__call__`; a plain function with the same arguments will do too.
+    For a custom rule, override `__call__`, or use a plain function with the same arguments.
 
     Source: tf.distribute.experimental.partitioners.Partitioner.
 
@@ -33,28 +33,31 @@ class Partitioner(ABC):
 
     @abstractmethod
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Returns how many parts each dim of a variable has.
+        """Returns the number of shards along each dim of a variable.
 
         Args:
-          shape: that of the variable, of one dim or more.
-          dtype: its type, as Keras or NumPy write it.
-          axis: the dim that is divided; the others have one part. A strategy divides dim 0.
+          shape: shape of the variable, with at least one dim.
+          dtype: dtype of the variable, as Keras or NumPy write it.
+          axis: the dim to shard; all other dims have one shard. A strategy shards dim 0.
+
+        Returns:
+          One integer per dim.
 
         Raises:
-          InvalidArgumentError: there is no such dim, or no such type.
+          InvalidArgumentError: `axis` or `dtype` is invalid.
         """
 
 
 @final
 @dataclass(frozen=True)
 class FixedShardsPartitioner(Partitioner):
-    """As many shards for every variable, or one for each row where there are fewer rows. May be made in any context.
+    """The same number of shards for every variable, at most one per row. May be created in any context.
 
     Args:
-      num_shards: how many.
+      num_shards: number of shards.
 
     Raises:
-      InvalidArgumentError: fewer than one.
+      InvalidArgumentError: `num_shards` is not a positive integer.
 
     Source: tf.distribute.experimental.partitioners.FixedShardsPartitioner.
 
@@ -77,15 +80,15 @@ class FixedShardsPartitioner(Partitioner):
 @final
 @dataclass(frozen=True)
 class MinSizePartitioner(Partitioner):
-    """As many shards as can be while none is smaller than a size. May be made in any context.
+    """As many shards as possible such that none is smaller than a minimum. May be created in any context.
 
     Args:
-      min_shard_bytes: how small a shard may be.
-      max_shards: how many shards there may be.
-      bytes_per_string: what one string counts for.
+      min_shard_bytes: smallest size of a shard, in bytes.
+      max_shards: largest number of shards.
+      bytes_per_string: assumed size of one string, in bytes.
 
     Raises:
-      InvalidArgumentError: one of them is less than one.
+      InvalidArgumentError: an argument is not a positive integer.
 
     Source: tf.distribute.experimental.partitioners.MinSizePartitioner.
 
@@ -115,15 +118,15 @@ class MinSizePartitioner(Partitioner):
 @final
 @dataclass(frozen=True)
 class MaxSizePartitioner(Partitioner):
-    """As few shards as can be while none is larger than a size. May be made in any context.
+    """As few shards as possible such that none is larger than a maximum. May be created in any context.
 
     Args:
-      max_shard_bytes: how large a shard may be; one of a single row may be larger.
-      max_shards: how many shards there may be, though they are larger then; None is any number.
-      bytes_per_string: what one string counts for.
+      max_shard_bytes: largest size of a shard, in bytes. A shard of a single row may be larger.
+      max_shards: largest number of shards, which takes precedence over the size. None for no limit.
+      bytes_per_string: assumed size of one string, in bytes.
 
     Raises:
-      InvalidArgumentError: one of them is less than one.
+      InvalidArgumentError: an argument is not a positive integer.
 
     Source: tf.distribute.experimental.partitioners.MaxSizePartitioner.
 
@@ -151,14 +154,14 @@ class MaxSizePartitioner(Partitioner):
 
 
 def check_partitions(shape: Sequence[int], counts: Any) -> int:
-    """Returns into how many shards a variable is divided: as a partitioner answered, but no more than it has rows.
+    """Returns the number of shards that a partitioner requests, at most one per row.
 
     Args:
-      shape: that of the variable, of one dim or more.
-      counts: what the partitioner returned.
+      shape: shape of the variable, with at least one dim.
+      counts: result of the partitioner.
 
     Raises:
-      InvalidArgumentError: it is no list with one number for each dim, or divides another dim than 0.
+      InvalidArgumentError: `counts` is not a list with one number per dim, or it shards a dim other than 0.
 
     Example:
       >>> check_partitions((13, 4), [5, 1])
@@ -170,14 +173,14 @@ def check_partitions(shape: Sequence[int], counts: Any) -> int:
     if not is_list or len(counts) != len(shape) or counts[0] < 1 or any(n != 1 for n in counts[1:]):
         raise InvalidArgumentError(
             f"variable_partitioner returned {shown(counts)} for a variable of shape {tuple(shape)}",
-            "it must be a list with one number for each dim: how many shards, and 1 for every dim but the first.",
+            "the result must be a list with one number per dim: the number of shards, then 1 for every other dim.",
             f"return {[2, *[1] * (len(shape) - 1)]}",
         )
     return max(1, min(int(counts[0]), shape[0]))
 
 
 def split_rows(rows: int, num_shards: int) -> list[range]:
-    """Returns the rows of each shard: they follow each other, and the first shards have one more where it does not divide.
+    """Returns the rows of each shard as consecutive ranges. The first shards have one more row if the rows do not divide evenly.
 
     Example:
       >>> [len(shard) for shard in split_rows(13, 5)]
@@ -189,14 +192,19 @@ def split_rows(rows: int, num_shards: int) -> list[range]:
 
 
 def place(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """Returns which server holds each thing, so that the fullest server holds little.
+    """Assigns variables to servers such that the load of the fullest server is small.
 
-    The largest goes first, each to the server that holds least; of equals the first. Where all are empty at the beginning
-    the fullest holds at most 4/3 of what it would in the best of all placements.
+    Greedy: from the largest variable to the smallest, each goes to the server with the least load, or the first of several. If
+    all servers are empty at the start, the fullest holds at most 4/3 of its load in an optimal assignment.
 
     Args:
-      sizes: of the things, in bytes.
-      loads: what each server holds already, in bytes.
+      sizes: size of each variable, in bytes.
+      loads: current load of each server, in bytes.
+
+    Returns:
+      The index of a server, for each variable.
+
+    Source: Graham 1969, Bounds on multiprocessing timing anomalies (the rule "longest processing time first").
 
     Example:
       >>> place([10, 40, 20, 30], [0, 0])
@@ -216,41 +224,36 @@ def _parts(shape: Sequence[int], axis: int, count: int) -> list[int]:
 
 
 def _rows(shape: Sequence[int], dtype: Any, axis: int, bytes_per_string: int) -> tuple[int, int]:
-    """How many rows there are along `axis`, and the bytes of one."""
+    """Returns the number of rows along `axis`, and the bytes per row."""
     _check_axis(shape, axis)
     elements = math.prod(shape)
     if not elements:
-        return 0, 1  # There is nothing to divide.
+        return 0, 1  # An empty variable, of which nothing can be sharded.
     return shape[axis], elements // shape[axis] * _item_bytes(dtype, bytes_per_string)
 
 
 def _item_bytes(dtype: Any, bytes_per_string: int) -> int:
-    if isinstance(dtype, str) and dtype == "string":  # Keras's name, which NumPy does not know.
+    if isinstance(dtype, str) and dtype == "string":  # A dtype of Keras that NumPy does not have.
         return bytes_per_string
     try:
         known = np.dtype(dtype)
-    except Exception as e:  # NumPy has no one error for it.
-        raise InvalidArgumentError(f"dtype={shown(dtype)}", "not the type of a variable.", 'dtype="float32"') from e
+    except Exception as e:  # NumPy raises several kinds of errors here.
+        raise InvalidArgumentError(f"dtype={shown(dtype)}", "is not the dtype of a variable.", 'dtype="float32"') from e
     return bytes_per_string if known.kind in "OSTU" else known.itemsize
 
 
 def _check_axis(shape: Sequence[int], axis: int) -> None:
-    if not isinstance(shape, (list, tuple)) or not all(_is_size(n) for n in shape):
+    if not isinstance(shape, (list, tuple)) or not all(arguments.is_integer(n, least=0) for n in shape):
         raise InvalidArgumentError(f"shape={shown(shape)}", "must be a tuple of integers, 0 or more.", "shape=(8, 2)")
-    if isinstance(axis, bool) or not isinstance(axis, Integral):
+    if not arguments.is_integer(axis):
         raise InvalidArgumentError(f"axis={shown(axis)}", "must be an integer.", "axis=0")
     if not -len(shape) <= axis < len(shape):
         raise InvalidArgumentError(
             f"axis={axis} of a variable of shape {tuple(shape)}",
-            f"it has {len(shape)} dims." if len(shape) else "a scalar is not divided.",
-            "axis=0" if len(shape) else "a partitioner for variables of one dim or more",
+            f"the variable has {len(shape)} dims." if len(shape) else "a scalar cannot be sharded.",
+            "axis=0" if len(shape) else "use the partitioner for variables with at least one dim",
         )
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
-        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a whole number, at least 1.", f"{name}=2")
+def _check_positive(name: str, value: object) -> None:
+    arguments.integer(name, value, kind="a positive integer", hint=f"{name}=2")

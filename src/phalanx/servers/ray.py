@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of workers and parameter servers, as actors of Ray."""
+"""Starts the processes of workers and parameter servers, as actors of Ray."""
 
 import importlib
 import json
@@ -24,27 +24,30 @@ from phalanx.errors import (
     shown,
 )
 from phalanx.servers.session import OwnedProcesses, Session, environment, make_token
+from phalanx.typing import PyTree
 
 _QUIET = {
-    # Traffic to the network that nobody asked for.
+    # Ray sends usage statistics to its makers by default.
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray's own way to let in only those that know a secret.
+    # Only clients with the token may connect. Without this, anyone who reaches a port can run code.
     "RAY_AUTH_MODE": "token",
-    # Nor does it start by itself once more after it has been ended.
+    # By default, any call after `ray.shutdown()` starts a new Ray session.
     "RAY_ENABLE_AUTO_CONNECT": "0",
+    # Ray would hide the accelerators from actors with `num_gpus=0`, which is the default.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # What the machine is for is what its workers do.
+    # Ray lowers the priority of its workers (nice 15) in favour of its own processes.
     "RAY_worker_niceness": "0",
-    # Of several answers of lost processes one becomes an error, or none; Ray would print each of the others.
+    # If several calls to a lost process fail, Phalanx raises at most one error. Ray would print all others.
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
-    # A lost worker is reported by its coordinator, in one line; Ray would add a paragraph, and a stack if a machine is lost.
+    # The coordinator reports a lost worker in one line. Ray would add a paragraph, and a C++ stack if a machine is lost.
     "RAY_DEDUP_LOGS_SKIP_REGEX": r"A worker died or was killed while executing a task|Raylet is terminated|\(raylet\) "
     r"|StackTrace Information|/raylet/raylet\(|/libc\.so",
-    # On a busy machine its processes take longer to start than it waits for them.
+    # On a busy machine, Ray's processes take longer to start than its default timeouts.
     "RAY_agent_register_timeout_ms": "120000",
     "RAY_gcs_server_port_wait_time_s": "120",
 }
-# Processes of this machine listen at its loopback interface alone. Ray, which has it so for Windows, looks when it is imported.
+# Makes the processes of a cluster on this machine listen on the loopback interface only. Ray does so by default on Windows and
+# macOS, and reads this variable when it is imported.
 _ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _LOOPBACK = "127.0.0.1"
 _POLL_S = 0.2
@@ -53,11 +56,14 @@ _TRIES = 3
 
 
 def load_ray() -> Any:
-    """Returns the module `ray`, set up to ask for a token and to be quiet.
+    """Imports Ray with token authentication and without its usual output.
+
+    Returns:
+      The module `ray`.
 
     Raises:
-      MissingDependencyError: it is not installed.
-      StartupError: it was imported before, without asking for a token.
+      MissingDependencyError: Ray is not installed.
+      StartupError: Ray was imported earlier, without token authentication.
     """
     if "ray" not in sys.modules:
         for name, value in _QUIET.items():
@@ -65,16 +71,16 @@ def load_ray() -> Any:
     try:
         ray = importlib.import_module("ray")
     except ImportError as e:
-        raise _missing("which is not installed.") from e
+        raise _missing("is not installed.") from e
     if not hasattr(ray, "__version__"):
-        # A folder of this name, which Python takes for a package without code.
+        # Python takes any folder named `ray` on its path for a namespace package.
         found = next(iter(getattr(ray, "__path__", ())), ray.__name__)
         del sys.modules["ray"]
-        raise _missing(f"which is not installed: `import ray` finds {found}.")
+        raise _missing(f"is not installed: `import ray` finds {found}.")
     if "RAY_AUTH_MODE" not in os.environ and not ray.is_initialized():
         raise StartupError(
             "parameter servers after `import ray`",
-            "Ray has read its settings then, and would let in everybody.",
+            "Ray reads its settings when it is imported, and without RAY_AUTH_MODE it accepts any client.",
             'os.environ["RAY_AUTH_MODE"] = "token" before `import ray`',
         )
     return ray
@@ -82,27 +88,27 @@ def load_ray() -> Any:
 
 def _missing(found: str) -> MissingDependencyError:
     return MissingDependencyError(
-        "parameter servers", f"their processes are those of Ray, {found}", 'pip install "phalanx[ps]"'
+        "parameter servers", f"their processes are Ray actors, and Ray {found}", 'pip install "phalanx[ps]"'
     )
 
 
 class RayCluster:
-    """Where the workers and parameter servers of one strategy run.
+    """The processes of the workers and parameter servers of one strategy.
 
     Args:
-      spec: the cluster, whose tasks join by `Server`; None for processes on this machine, which it starts itself.
-      workers: how many workers there are.
-      ps: how many parameter servers.
-      timeout_s: how long to wait for the tasks.
-      dashboard: whether to start Ray's.
+      spec: the cluster, whose tasks join with `Server`. None to start all processes on this machine.
+      workers: number of workers.
+      ps: number of parameter servers.
+      timeout_s: seconds to wait for the tasks of `spec`.
+      dashboard: whether to start Ray's dashboard.
 
     Attributes:
-      actors: those that were started, and have not been ended.
+      actors: the actors that were started and not ended.
 
     Raises:
       StartupError: Ray did not start, or tasks are missing.
-      ClusterError: two processes are one task.
-      ContextError: another strategy of this process is open, and one of the two is over a cluster.
+      ClusterError: two processes have joined as the same task.
+      ContextError: another strategy of this process is open, and one of the two uses a cluster.
     """
 
     def __init__(self, spec: ClusterSpec | None, workers: int, ps: int, timeout_s: float, *, dashboard: bool) -> None:
@@ -117,23 +123,32 @@ class RayCluster:
         if spec is not None:
             self._await_tasks(spec, timeout_s)
 
-    def actor(self, kind: type, job: str, index: int, *args: Any, threads: int) -> Any:
-        """Starts the actor of a task; it is not waited for."""
+    def actor(self, kind: type, job: str, index: int, *args: PyTree, threads: int) -> Any:
+        """Starts the actor of a task without waiting for it.
+
+        Args:
+          kind: class of the actor.
+          job: "worker" or "ps".
+          index: index of the task.
+          *args: arguments of the class.
+          threads: number of calls that the actor runs at the same time.
+        """
+        # In a cluster, a custom resource places the actor on the machine of its task.
         resources = {} if self._spec is None else {_resource(Task(job, index)): 1.0}
-        # On this machine all share its cores; elsewhere each has a machine.
+        # Processes on this machine share its cores. In a cluster, each task is assumed to have a machine to itself.
         cores = max(1, (os.cpu_count() or 1) // (self.workers + self.ps)) if self._spec is None else None
         options = {"num_cpus": 0, "max_concurrency": threads, "resources": resources}
         self.actors.append(self._ray.remote(_started(kind)).options(**options).remote(cores, *args))
         return self.actors[-1]
 
     def end(self, actor: Any) -> None:
-        """Ends an actor, whatever it is doing."""
+        """Kills an actor, whatever it is doing."""
         if actor in self.actors:
             self.actors.remove(actor)
             self._ray.kill(actor, no_restart=True)
 
     def close(self) -> None:
-        """Ends all actors; and Ray, if it was started here and no other strategy uses it."""
+        """Ends all actors. Also ends Ray if this process started it and no other strategy uses it."""
         if self not in _open:
             return
         _open.remove(self)
@@ -144,6 +159,7 @@ class RayCluster:
             _sessions.pop().close()
 
     def _started(self, *, dashboard: bool) -> Session:
+        """Starts Ray: on the loopback interface, or at the address of the chief."""
         address, settings = _LOOPBACK, _ALONE
         if self._spec is not None:
             address, port = _split(self._spec.task_address("chief", 0))
@@ -159,8 +175,8 @@ class RayCluster:
                 self.close()
                 raise StartupError(
                     f"ParameterServerStrategy over {len(tasks)} tasks",
-                    f"after {timeout_s:.0f} s these have not joined: {names}.",
-                    "phalanx.Server(cluster_spec, job_name, task_index).join() in each of them, with the same token",
+                    f"these tasks have not joined within {timeout_s:.0f} s: {names}.",
+                    "run phalanx.Server(cluster_spec, job_name, task_index).join() in each of them, with the same token",
                 )
             time.sleep(_POLL_S)
 
@@ -168,7 +184,7 @@ class RayCluster:
         """Returns the tasks that have not joined.
 
         Raises:
-          ClusterError: one has joined twice.
+          ClusterError: two processes have joined as the same task.
         """
         joined = self._ray.cluster_resources()
         if twice := [str(t) for t in tasks if joined.get(_resource(t), 0) > 1]:
@@ -182,19 +198,20 @@ class RayCluster:
 
 
 class Server:
-    """A worker or a parameter server of a cluster. Must be made outside all scopes, in a process of its own.
+    """A worker or a parameter server of a cluster. Must be created outside all scopes, in its own process.
 
-    It joins the Ray cluster of the chief, whose strategy then sends it work. Both need the same token: in `RAY_AUTH_TOKEN`, in the
-    file that `RAY_AUTH_TOKEN_PATH` names, or in `~/.ray/auth_token`, which Ray makes for the processes of one user.
+    It joins the Ray cluster of the chief, whose strategy then sends it work. Both need the same token: in `RAY_AUTH_TOKEN`, in
+    the file that `RAY_AUTH_TOKEN_PATH` names, or in `~/.ray/auth_token`, which is created for the processes of one user.
 
     Args:
-      server_or_cluster_def: the cluster: a `ClusterSpec` or a dict of jobs.
-      job_name: `"worker"` or `"ps"`.
-      task_index: which of them.
-      protocol: left out, or `"grpc"`, for code written for TensorFlow.
+      server_or_cluster_def: the cluster: a `ClusterSpec`, or a dict from job to addresses.
+      job_name: "worker" or "ps".
+      task_index: index of this task in its job. None for 0.
+      protocol: ignored. Accepted for code written for TensorFlow.
 
     Raises:
-      ClusterError: the cluster has no such task, or no chief.
+      ClusterTypeError: an argument has the wrong type.
+      ClusterError: the cluster does not have this task, or has no chief.
 
     Source: tf.distribute.Server.
 
@@ -217,31 +234,31 @@ class Server:
         if job_name not in ("worker", "ps") or job_name not in self._spec.jobs:
             raise ClusterError(
                 f"job_name={shown(job_name)}",
-                f"the cluster has the jobs {self._spec.jobs}, and workers and parameter servers are servers.",
+                f'a server is a "worker" or a "ps", and the cluster has the jobs {self._spec.jobs}.',
                 'job_name="worker" or job_name="ps"',
             )
         if leader(self._spec).type != "chief":
             raise ClusterError(
                 f"a server of {self._spec!r}",
-                "it has no chief, whom workers and parameter servers join.",
-                'a job "chief" with one address, that of the script with ParameterServerStrategy',
+                "the cluster has no chief for workers and parameter servers to join.",
+                'add a job "chief" with the address of the script that creates ParameterServerStrategy',
             )
         self._task = Task(job_name, 0 if task_index is None else task_index)
         self._spec.task_address(self._task.type, self._task.index)
 
     @property
     def target(self) -> str:
-        """The address of the chief."""
+        """The address of the chief, as a URL."""
         return f"ray://{self._chief}"
 
     def join(self, timeout_s: float = 600.0) -> None:
-        """Works for the chief until it ends. Must be called outside all scopes.
+        """Works for the chief until the chief ends. Must be called outside all scopes.
 
         Args:
-          timeout_s: how long to wait for the chief to be there.
+          timeout_s: seconds to wait until the chief accepts connections.
 
         Raises:
-          StartupError: the chief did not come, or it does not let this task in.
+          StartupError: the chief did not appear, or it rejected this task.
         """
         load_ray()
         deadline = time.monotonic() + timeout_s
@@ -249,7 +266,7 @@ class Server:
             if time.monotonic() > deadline:
                 raise StartupError(
                     f"Server({self._task}).join(timeout_s={timeout_s:.0f})",
-                    f"nobody listens at the chief's address {self._chief}.",
+                    f"no process listens at the address of the chief, {self._chief}.",
                     "start the script with ParameterServerStrategy on the chief",
                 )
             time.sleep(_POLL_S)
@@ -257,7 +274,8 @@ class Server:
         make_token()
         processes = OwnedProcesses()
         try:
-            # In one folder several that start at once on a machine would choose the same names.
+            # Each task needs its own temporary folder: nodes that start together on one machine would choose the same
+            # names in a common one.
             for tries_left in reversed(range(_TRIES)):
                 node = self._start(host, f"{processes.folder}/ray", processes.variables)
                 try:
@@ -285,7 +303,7 @@ class Server:
                 "--block",
                 "--disable-usage-stats",
             ],
-            # The chief listens already: what still fails after this time will not come, such as the right token.
+            # The chief accepts connections already, so a failure that lasts this long is permanent, such as a wrong token.
             env={**os.environ, **variables, "RAY_gcs_server_port_wait_time_s": "20"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -293,11 +311,18 @@ class Server:
         )
 
     def _stay(self, node: subprocess.Popen[str], *, is_last: bool) -> bool:
-        """Returns when the chief has ended; False if Ray has ended before, for which another try may help."""
+        """Waits until the chief ends.
+
+        Returns:
+          True if the chief has ended. False if Ray has ended first, and another try may help.
+
+        Raises:
+          StartupError: Ray has ended first, and another try would not help.
+        """
         began = time.monotonic()
         while _listens(self._chief):
             if node.poll() is not None:
-                # The chief may have ended a moment ago.
+                # Ray may have ended because the chief did, whose port closes a moment later.
                 time.sleep(1.0)
                 if not _listens(self._chief):
                     return True
@@ -314,10 +339,13 @@ class Server:
 
 
 def _started(kind: type) -> type:
-    """Returns a class of actors that says how many threads XLA gets, before it starts."""
+    """Returns an actor class that sets the number of XLA's threads before `kind` imports JAX.
+
+    XLA's CPU client reads `NPROC` at startup. Without it, every process would start one thread per core of the machine.
+    """
 
     class Started(kind):
-        def __init__(self, cores: int | None, *args: Any) -> None:
+        def __init__(self, cores: int | None, *args: PyTree) -> None:
             if cores is not None:
                 os.environ["NPROC"] = str(cores)
             super().__init__(*args)
@@ -344,6 +372,7 @@ def _listens(address: str) -> bool:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a process: with SIGTERM, and with SIGKILL after a grace period."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(_GRACE_S)
@@ -353,21 +382,21 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 _sessions: list[Session] = []
-"""Ray as this process has started it; at most one."""
+"""The Ray session that this process has started; at most one."""
 
 _open: list[RayCluster] = []
-"""The clusters that use it."""
+"""The open clusters, which share one Ray session."""
 
 
 def _require_alone(spec: ClusterSpec | None) -> None:
-    """Raises if a strategy cannot be made beside those that are open.
+    """Checks that a strategy can be created beside those that are open.
 
     Raises:
-      ContextError: one of them is over a cluster, whose tasks work for one strategy; or the new one is.
+      ContextError: an open strategy or the new one uses a cluster, whose tasks work for one strategy at a time.
     """
     if _open and (spec is not None or any(cluster._spec is not None for cluster in _open)):
         raise ContextError(
             "a second ParameterServerStrategy in this process",
-            "one of the two is over the tasks of a cluster, which work for one strategy at a time.",
-            "strategy.close() of the first one before",
+            "one of the two strategies uses the tasks of a cluster, which work for one strategy at a time.",
+            "call strategy.close() of the first strategy before",
         )

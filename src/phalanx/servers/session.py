@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray as this process starts it: who may reach it, where it writes, and what ends it."""
+"""Ray's processes on this machine: their token, their files, and that they end with this process."""
 
 import os
 import secrets
@@ -23,16 +23,19 @@ _MARK = "PHALANX_RAY"
 _TRIES = 3
 _GRACE_S = 1.0
 _LONGEST_ROOT = 24
-"""Names of sockets may have 107 characters, of which Ray needs the others."""
+"""Longest path of the folder for temporary files. Paths of Unix sockets have at most 107 characters, and Ray appends the rest."""
 
 
 @final
 class OwnedProcesses:
-    """Processes that end with this one, however it ends, and a folder for their files, which this user alone may enter.
+    """Child processes that end with this process, however it ends, and a folder for their files.
+
+    The processes are recognized by a variable of their environment, which their own children inherit. Only the current user can
+    enter the folder.
 
     Attributes:
-      folder: the folder.
-      variables: the environment that marks the processes.
+      folder: path of the folder.
+      variables: environment variables that mark the processes. Start them with these.
     """
 
     def __init__(self) -> None:
@@ -43,11 +46,11 @@ class OwnedProcesses:
         self._guard = Guard(self._mark, self.folder)
 
     def end(self, grace_s: float = 0.0) -> None:
-        """Ends the processes that are still there after the grace period."""
+        """Kills the processes that are still running after `grace_s` seconds."""
         end_marked(self._mark, self.folder, grace_s)
 
     def close(self, grace_s: float) -> None:
-        """Ends the processes, and removes the folder."""
+        """Ends the processes and removes the folder."""
         self.end(grace_s)
         shutil.rmtree(self.folder, ignore_errors=True)
         self._guard.release()
@@ -58,13 +61,13 @@ class Session:
     """Ray's processes on this machine, which end with this process, however it ends.
 
     Args:
-      ray: the module.
-      address: the host at which they listen.
-      settings: variables of their environment.
-      dashboard: whether to start Ray's.
+      ray: the module `ray`.
+      address: host name or address at which they listen.
+      settings: environment variables for them.
+      dashboard: whether to start Ray's dashboard.
 
     Raises:
-      StartupError: they did not start.
+      StartupError: Ray did not start.
     """
 
     def __init__(self, ray: Any, address: str, settings: Mapping[str, str], *, dashboard: bool) -> None:
@@ -91,21 +94,23 @@ class Session:
             try:
                 self._init(address, dashboard=dashboard)
                 return
-            except Exception as e:  # Ray raises plain ones too.
+            except Exception as e:  # Ray raises plain `Exception` for a timeout.
                 self._ray.shutdown()
                 self._processes.end()
-                # It waits 30 s for its own processes, which is too little on a machine that is very busy.
+                # Ray waits 30 s for its own processes, which is too short on a very busy machine. The limit cannot be set:
+                # https://github.com/ray-project/ray/issues/50474.
                 if attempt == _TRIES or "timed out" not in str(e):
                     raise StartupError(
                         f"starting Ray at {address}",
-                        f"it failed {attempt} times, and said: {str(e).strip()[-1000:]}",
-                        "the same again when the machine is less busy; an address for the chief that is this machine's, with a free port; "
-                        "a disk with room below RAY_TMPDIR, or else the folder for temporary files",
+                        f"Ray failed to start after {attempt} tries: {str(e).strip()[-1000:]}",
+                        "try again when the machine is less busy; use an address of this machine with a free port for the chief; "
+                        "make room on the disk of RAY_TMPDIR, or of the folder for temporary files",
                     ) from e
 
     def _init(self, address: str, *, dashboard: bool) -> None:
         with warnings.catch_warnings():
-            # Ray starts its processes by a fork, which executes another program at once.
+            # JAX warns about `os.fork()` in a process with threads. Ray forks only to execute another program at once,
+            # which is safe.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             self._ray.init(
                 address="local",
@@ -113,19 +118,20 @@ class Session:
                 include_dashboard=dashboard,
                 configure_logging=False,
                 _node_ip_address=socket.gethostbyname(address),
-                # It opens what it makes itself to everybody; the folder around it is closed.
+                # Ray makes its own folder world-writable, so place it inside one that only this user can enter.
                 _temp_dir=f"{self._processes.folder}/ray",
             )
 
 
 def make_token() -> None:
-    """Makes the token of this user, if Ray will look for one, and closes its file to others."""
+    """Creates the token file of this user with mode 600, unless the environment defines a token."""
     if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         return
     path = Path.home() / ".ray" / "auth_token"
-    # A home that cannot be written is for Ray to complain about.
+    # If the home directory is not writable, Ray reports it.
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # O_EXCL: of several processes that start together, one creates the token and all others keep it.
         with (
             suppress(FileExistsError),
             os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file,
@@ -136,7 +142,7 @@ def make_token() -> None:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables of the environment, and restores them afterwards."""
+    """Sets environment variables inside the context, and restores them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -150,11 +156,14 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _set_sigterm(handler: Any) -> None:
-    """Sets what SIGTERM does. Ray has set what prints a stack, and ends the process without its `finally` blocks."""
+    """Sets the handler of SIGTERM, in the main thread only.
+
+    `ray.init` installs a handler that prints a stack and ends the process without running its `finally` blocks.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
 
 def _end(number: int, _: Any) -> NoReturn:
-    """Ends this process as `sys.exit` does: `finally` blocks run, and all that was started ends."""
+    """Handles SIGTERM like `sys.exit`, so that `finally` blocks run and child processes end."""
     sys.exit(128 + number)

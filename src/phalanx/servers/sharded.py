@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shards of a variable that parameter servers hold."""
+"""Access to the shards of a variable on parameter servers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from phalanx.servers.remote.plans import Part
 @final
 @dataclass(frozen=True)
 class Shard:
-    """Some rows of a variable, on one server. `ShardedVariable.variables` has them.
+    """The rows of a variable that one server holds, as an element of `ShardedVariable.variables`.
 
     Args:
-      server: the number of the server.
-      start: the first row.
-      stop: the row after the last one.
+      server: index of the server.
+      start: first row.
+      stop: last row, exclusive.
     """
 
     server: int
@@ -33,24 +33,27 @@ class Shard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of these rows."""
+        """The shape of the shard."""
         return (self.stop - self.start, *self._variable.shape[1:])
 
     def numpy(self) -> np.ndarray:
-        """Returns these rows, from the server. May be called in any context but a step."""
+        """Fetches the rows from the server. May be called in any context except a step."""
         return self._homes.read_part(self._part)
 
     def assign(self, value: Any) -> None:
-        """Gives these rows another value, on the server. May be called in any context but a step.
+        """Sends new values of the rows to the server. May be called in any context except a step.
+
+        Args:
+          value: array of the shape of the shard. It is cast to the dtype of the variable.
 
         Raises:
-          InvalidArgumentError: a value of another shape.
+          InvalidArgumentError: `value` has another shape.
         """
         array = np.asarray(value, dtype_of(self._variable))
         if array.shape != self.shape:
             raise InvalidArgumentError(
                 f"assign an array {array.shape} to rows {self.start} to {self.stop - 1} of {self._variable.path!r}",
-                f"they are {self.shape}.",
+                f"the shard has the shape {self.shape}.",
                 f"an array of shape {self.shape}",
             )
         self._homes.write_part(self._part, array)
@@ -58,14 +61,15 @@ class Shard:
 
 @final
 class ShardedVariable:
-    """What each parameter server holds of a variable. May be made and used in any context but a step.
+    """The shards of a variable on parameter servers. May be created and used in any context except a step.
 
     Args:
-      variable: a variable of at least one dim, made in the scope of a `ParameterServerStrategy`. If no step has used it yet,
-        it moves to the servers.
+      variable: a variable with at least one dim, created in the scope of a `ParameterServerStrategy`. If no step has used it
+        yet, it moves to the servers.
+      strategy: the strategy. May be None if a step has used the variable.
 
     Raises:
-      InvalidArgumentError: another variable.
+      InvalidArgumentError: `variable` is not such a variable.
 
     Source: tf.distribute's ShardedVariable.
 
@@ -86,8 +90,8 @@ class ShardedVariable:
         if not isinstance(variable, Variable) or homes is None or not variable.shape:
             raise InvalidArgumentError(
                 f"ShardedVariable({shown(variable, 80)})",
-                "must be a variable of one dim or more that lives on parameter servers.",
-                "ShardedVariable(variable, strategy), made in the scope of a ParameterServerStrategy",
+                "must be a variable on parameter servers with at least one dim.",
+                "ShardedVariable(variable, strategy) with a variable created in the scope of a ParameterServerStrategy",
             )
         homes.take_in([variable])
         rows = variable.shape[0]
@@ -104,16 +108,16 @@ class ShardedVariable:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole."""
+        """The shape of the whole variable."""
         return tuple(self._variable.shape)
 
     @property
     def dtype(self) -> str:
-        """Its type."""
+        """The dtype of the variable."""
         return dtype_of(self._variable)
 
     def numpy(self) -> np.ndarray:
-        """Returns the whole, from the servers."""
+        """Fetches the whole variable from the servers."""
         return np.concatenate([shard.numpy() for shard in self.variables])
 
     def __iter__(self) -> Iterator[Shard]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where variables live and where replicas run: one file per strategy, over `base`."""
+"""The strategies: each one decides where variables live and where replicas run, in a file of its own."""
 
-# It registers the default strategy, which is current outside all scopes, whichever strategy is imported.
+# Importing any strategy must also register the default strategy, which is current outside all scopes.
 from phalanx.strategies import single as single

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Strategy`: the public verbs, over a few hooks that a strategy overrides."""
+"""`Strategy`: the public methods, built on a few hooks that each strategy overrides."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from phalanx.mesh.values import (
     stacked,
 )
 from phalanx.options import CommunicationOptions, ReduceOp, RunOptions
-from phalanx.programs.cache import Programs
+from phalanx.programs.program import Programs
 from phalanx.programs.replicas import trace_run
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.inputs import AbstractInputs
@@ -38,7 +38,8 @@ from phalanx.tracing import context
 from phalanx.tracing.context import Mode
 from phalanx.tracing.policy import check_variable
 from phalanx.tracing.scope import innermost
-from phalanx.tracing.strategy import Update
+from phalanx.tracing.strategy import Update, Updates
+from phalanx.typing import PyTree
 
 _numbers = itertools.count()
 _living: "WeakSet[Strategy]" = WeakSet()
@@ -47,11 +48,24 @@ _DEFAULT_OPTIONS = RunOptions()
 
 
 class Strategy(AbstractInputs, AbstractResults):
-    """Where variables live and where replicas run.
+    """Decides where variables live and runs replica functions. The base class of all strategies.
 
-    The verbs below are the same for all strategies. A strategy of your own overrides `topology`, and where it differs
-    `storage` and `apply_update`, `cross_device_ops`, `communication_options`, `cluster_resolver`, `aggregate_gradients` and
-    `execute`.
+    All strategies share the public methods. A custom strategy must override `topology`. It may also override
+    `cross_device_ops`, `communication_options`, `cluster_resolver`, `aggregate_gradients`, `execute`, and `storage`
+    together with `apply_update`.
+
+    May be created outside all scopes.
+
+    Source: tf.distribute.Strategy.
+
+    Example:
+      >>> import keras, phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> with strategy.scope():
+      ...     scale = keras.Variable(3.0)
+      >>> products = strategy.run(lambda x: x * scale, args=(2.0,))
+      >>> float(strategy.reduce("SUM", products, axis=None))
+      12.0
     """
 
     def __init__(self) -> None:
@@ -63,19 +77,22 @@ class Strategy(AbstractInputs, AbstractResults):
     @property
     @final
     def number(self) -> int:
-        """Which strategy of this process it is: variables know the one in whose scope they were made. In any context."""
+        """The number of this strategy in this process. May be called in any context.
+
+        Each variable records the number of the strategy in whose scope it was created.
+        """
         return self._number
 
     # Hooks.
 
     @property
     def storage(self) -> Topology:
-        """Where variables live between programs: on the devices of the replicas, unless a strategy has another place."""
+        """The devices that hold variables between programs. The default is the devices of the replicas."""
         return self.topology
 
     @property
     def cross_device_ops(self) -> CrossDeviceOps | None:
-        """How gradients cross devices; None where there is one replica."""
+        """The algorithm that reduces gradients across devices. None if there is one replica."""
         return None
 
     @property
@@ -85,24 +102,26 @@ class Strategy(AbstractInputs, AbstractResults):
 
     @property
     def cluster_resolver(self) -> Any:
-        """The resolver of the cluster; None on one machine. May be called in any context."""
+        """The resolver that describes the cluster. None on one machine. May be called in any context."""
         return None
 
     @property
     def requires_static_shapes(self) -> bool:
-        """Whether `extended.experimental_require_static_shapes` says that shapes must not depend on values. In any context."""
+        """The value of `extended.experimental_require_static_shapes`. May be called in any context."""
         return False
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Where else than on this process's devices it computes and holds variables. May be called in any context."""
+        """The cluster tasks that run steps or hold variables outside this process. May be called in any context."""
         return ()
 
     def held(self, variable: compat.Variable) -> list[Held]:
-        """Returns who holds which part of a variable, as far as this process knows. May be called in any context.
+        """Returns which devices or tasks hold which part of a variable. May be called in any context.
+
+        Only the parts that this process knows about are listed.
 
         Raises:
-          InvalidArgumentError: it is not a variable.
+          InvalidArgumentError: `variable` is not a variable.
         """
         check_variable("variable", variable, "strategy.held(variable)")
         value = compat.raw_value(variable)
@@ -110,7 +129,7 @@ class Strategy(AbstractInputs, AbstractResults):
         return [Held(device_name(s.device), s.index, s.data.nbytes) for s in sorted(shards, key=lambda s: s.device.id)]
 
     def aggregate_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Sums gradients over the replicas, inside a program; None stays None."""
+        """Sums gradients over the replicas. Called inside a program. None stays None."""
         assert self.cross_device_ops is not None
         given = [g for g in grads if g is not None]
         pairs = [(g, g) for g in given]
@@ -119,7 +138,12 @@ class Strategy(AbstractInputs, AbstractResults):
 
     @final
     def divide_gradients(self, grads: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
-        """Sums gradients over the replicas, inside a program; each replica gets its part along a dim, or where that is None the whole."""
+        """Sums gradients over the replicas and gives each replica its shard. Called inside a program.
+
+        Args:
+          grads: one gradient per variable, or None.
+          dims: the dim along which each gradient is sharded. With None, every replica gets the whole sum.
+        """
         if self._merging_ops is not None:
             sums = self.aggregate_gradients(grads)
             return [x if dim is None else self._part_of_replica(x, dim) for x, dim in zip(sums, dims, strict=True)]
@@ -132,60 +156,57 @@ class Strategy(AbstractInputs, AbstractResults):
         return lax.select_n(lax.axis_index(REPLICA_AXIS), *parts)
 
     def apply_update(self, update: Update) -> None:
-        """Does an optimizer's update that a program has left, where `storage` is another place. Outside all programs, in any context."""
+        """Applies an optimizer update that a program deferred because `storage` is not on its devices.
+
+        Called outside all programs, in any context.
+        """
         raise NotImplementedError
 
-    def execute(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: RunOptions) -> Any:
+    def execute(self, fn: Callable[..., Any], args: PyTree, kwargs: dict[str, Any], options: RunOptions) -> PyTree:
         """Runs a replica function outside all programs."""
 
-        def program(*args: Any, **kwargs: Any) -> Any:
-            scope = innermost()
-            assert scope is not None
-            return trace_run(self, fn, args, kwargs or {}, scope)
+        def program(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            return trace_run(self, fn, args, kwargs or {})
 
         if options.eager and self.topology.axes:
             raise InvalidArgumentError(
-                "RunOptions(eager=True), or run_eagerly=True of Keras",
-                f"a replica has {self.topology.devices_per_replica} devices, and only a compiled program is divided between them.",
-                "phalanx.OneDeviceStrategy(...) to look into a step; jax.debug.print to print in it",
+                "RunOptions(eager=True), or run_eagerly=True in Keras",
+                f"a replica has {self.topology.devices_per_replica} devices; XLA partitions only compiled programs.",
+                "phalanx.OneDeviceStrategy(...) to debug a step, or jax.debug.print(...) inside the step",
             )
         return context.call_in(self._cross_replica, self._programs.call, fn, program, args, kwargs, eager=options.eager)
 
-    # Verbs.
+    # Public methods.
 
     @property
     @final
     def num_replicas_in_sync(self) -> int:
-        """Over how many replicas gradients are aggregated. May be called in any context."""
+        """The number of replicas over which gradients are aggregated. May be called in any context."""
         return self.topology.num_replicas
 
     @property
     @final
-    def defers_updates(self) -> bool:
-        """Whether optimizers update variables when all replicas have done their part of a step. May be called in any context."""
-        return self.lends_variables or self.topology.divides_over_replicas
-
-    @property
-    @final
-    def lends_variables(self) -> bool:
-        """Whether the replicas get copies of variables for a step, which live elsewhere. May be called in any context."""
-        # Not whether they differ now: a strategy may make its topology anew each time it is asked.
-        return type(self).storage is not Strategy.storage
+    def updates(self) -> Updates:
+        """The stage of a step at which optimizer updates run. May be called in any context."""
+        # Compares the properties, not their values: a custom `topology` may return a new object at each access.
+        if type(self).storage is not Strategy.storage:
+            return Updates.AFTER_PROGRAM
+        return Updates.AFTER_REPLICAS if self.topology.divides_over_replicas else Updates.IN_REPLICAS
 
     @property
     @final
     def extended(self) -> StrategyExtended:
-        """More methods, under the names of tf.distribute. May be called in any context."""
+        """Further methods, with the names that they have in tf.distribute. May be called in any context."""
         return StrategyExtended(self)
 
     def scope(self) -> Scope[Self]:
-        """Returns a context manager in which this strategy is current and new Keras variables are its own.
+        """Returns a context manager that makes this strategy current, so that new Keras variables belong to it.
 
-        Must be called in cross-replica context or outside all scopes; the same strategy's scopes nest.
+        Must be called in cross-replica context or outside all scopes. Scopes of the same strategy may be nested.
 
         Raises:
           MixedStrategyError: another strategy is current.
-          ContextError: entered inside a replica function.
+          ContextError: the scope is entered inside a replica function.
 
         Example:
           >>> import keras, phalanx
@@ -204,24 +225,24 @@ class Strategy(AbstractInputs, AbstractResults):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
         options: RunOptions | None = None,
-    ) -> Any:
-        """Runs `fn` once for every replica, as one compiled program. In cross-replica context or outside all scopes.
+    ) -> PyTree:
+        """Runs `fn` once per replica, as one compiled program. Call it in cross-replica context or outside all scopes.
 
-        `fn` may read and assign Keras variables. A `PerReplica` among its arguments gives each replica its own component;
-        a `Mirrored` is unwrapped; other arrays and numbers are the same on all replicas.
+        `fn` may read and assign Keras variables. A `PerReplica` among its arguments gives each replica its own
+        component. A `Mirrored` is unwrapped. Other arrays and numbers are the same on all replicas.
 
         Args:
           fn: the replica function.
-          args: its arguments: pytrees.
-          kwargs: its keyword arguments.
-          options: how to execute it.
+          args: positional arguments of `fn`: pytrees.
+          kwargs: keyword arguments of `fn`: pytrees.
+          options: how to execute `fn`.
 
         Returns:
-          What `fn` returns, with a `PerReplica` for every array in it, and a `Mirrored` for every `Mirrored`. With one
-          replica, what `fn` returns.
+          The return value of `fn`, with each array as a `PerReplica` and each `Mirrored` as a `Mirrored`. With one
+          replica, the return value of `fn` unchanged.
 
         Raises:
-          InvalidArgumentError: `args` is neither a list nor a tuple.
+          InvalidArgumentError: `fn` is not callable, or another argument has the wrong type.
           ContextError: called in replica context.
 
         Example:
@@ -232,7 +253,7 @@ class Strategy(AbstractInputs, AbstractResults):
           >>> [float(x) for x in strategy.run(fn, args=(10.0,)).values]
           [0.0, 10.0]
         """
-        # What `boundary` does, less the call, and checks that are looked at here: a step has few calls to spare.
+        # Inlines `boundary` and the argument checks, because each Python call adds to the time of a step.
         try:
             if not isinstance(args, (list, tuple)) or kwargs is not None:
                 args, kwargs = arguments.of_call(args, kwargs)
@@ -244,42 +265,42 @@ class Strategy(AbstractInputs, AbstractResults):
                 )
             if context.depth():
                 context.require_cross_replica(
-                    "Strategy.run", self, "call the function itself: you are inside a replica already"
+                    "Strategy.run", self, "call fn(...) directly, because this code already runs in a replica"
                 )
                 context.require_not_running("Strategy.run", "strategy.reduce or strategy.extended.update")
-            scope = innermost()
-            if scope is None:
+            if innermost() is None:
                 return self.execute(fn, tuple(args), kwargs or {}, options or _DEFAULT_OPTIONS)
             if options is not None and options.eager:
                 raise ContextError(
-                    "RunOptions(eager=True) in phalanx.function",
-                    "the step around it is compiled.",
+                    "strategy.run(..., options=RunOptions(eager=True)) in phalanx.function",
+                    "phalanx.function compiles everything inside it.",
                     "call strategy.run outside phalanx.function",
                 )
-            return trace_run(self, fn, args, kwargs or {}, scope)
+            return trace_run(self, fn, args, kwargs or {})
         except Exception as e:
             hide(e)
             raise
 
     @final
     @boundary
-    def run_steps(self, fn: Callable[..., Any], iterator: DistributedIterator, steps: int) -> Any:
-        """Runs `fn(batch)` for the next `steps` batches, as one compiled program. In cross-replica context or outside all scopes.
+    def run_steps(self, fn: Callable[..., Any], iterator: DistributedIterator, steps: int) -> PyTree:
+        """Runs `fn(batch)` for the next `steps` batches, as one compiled program.
 
-        It does what as many calls of `run` do, with one dispatch. Where fewer batches are left it does those, with the same
-        program. Under the default strategy the calls are made one by one, and end before a batch of another size.
+        Call it in cross-replica context or outside all scopes. The result is that of `steps` calls of `run`, but there
+        is only one dispatch. If fewer batches remain, the same program runs those. The default strategy, and strategies
+        whose updates run outside the replicas, call `run` once per batch and stop before a batch of another size.
 
         Args:
           fn: the replica function of one step. As in `run`, it may read and assign Keras variables.
-          iterator: of a dataset that this strategy distributed.
-          steps: how many steps.
+          iterator: an iterator of a dataset that this strategy distributed.
+          steps: number of steps, at least 1.
 
         Returns:
-          What `fn` returns, stacked: a `PerReplica` whose components are `[steps, ...]` for every array.
+          The stacked return values of `fn`: for each array, a `PerReplica` with components `(steps, ...)`.
 
         Raises:
-          OutOfRangeError: the iterator has no further batch.
-          InvalidArgumentError: `steps` is no positive integer, or `iterator` no distributed iterator.
+          OutOfRangeError: the iterator has no more batches.
+          InvalidArgumentError: `steps` is not a positive integer, or `iterator` is not a distributed iterator.
           ContextError: called in replica context, or while a step is traced.
 
         Example:
@@ -300,15 +321,13 @@ class Strategy(AbstractInputs, AbstractResults):
             )
         arguments.function("fn", fn, "strategy.run_steps(step, iterator, 16)")
         check_steps(steps)
-        if not self.topology.has_devices or self.defers_updates:
+        if not self.topology.has_devices or self.updates is not Updates.IN_REPLICAS:
             results = [self.run(fn, args=(batch,)) for batch in iterator.next_alike(steps)]
-            return jax.tree.map(lambda *xs: stacked(xs), *results, is_leaf=is_distributed)
+            return jax.tree.map(stacked, *results, is_leaf=is_distributed)
         batches, count = iterator.next_steps(steps)
 
-        def program(batches: Any, count: Any) -> Any:
-            scope = innermost()
-            assert scope is not None
-            return trace_run(self, fn, (batches,), {}, scope, steps=count)
+        def program(batches: PyTree, count: Any) -> PyTree:
+            return trace_run(self, fn, (batches,), {}, steps=count)
 
         results = context.call_in(
             self._cross_replica, self._programs.call, fn, program, (batches, count), {}, key="run_steps"
@@ -316,16 +335,16 @@ class Strategy(AbstractInputs, AbstractResults):
         return results if count == steps else map_leaves(lambda x: first_steps(x, count), results)
 
     @final
-    def replicate(self, tree: Any) -> Mirrored:
-        """Places a pytree of arrays on all replicas, for functions that take and return their state.
+    def replicate(self, tree: PyTree) -> Mirrored:
+        """Places a pytree of arrays on all replicas, for step functions that take and return their state.
 
-        In cross-replica context or outside all scopes.
+        Call it in cross-replica context or outside all scopes.
 
         Args:
-          tree: a pytree of arrays, for example the parameters and the optimizer state of optax.
+          tree: a pytree of arrays, for example parameters and an optax optimizer state.
 
         Returns:
-          A `Mirrored` of it, to pass to `run`.
+          A `Mirrored` that holds the tree, to pass to `run`.
 
         Raises:
           ContextError: called in replica context.
@@ -337,15 +356,21 @@ class Strategy(AbstractInputs, AbstractResults):
         tree = primitives.checked_arrays(tree)
         return Mirrored(self.topology.put_replicated(tree))
 
-    def in_program(self, key: Any, fn: Callable[[Any], Any], value: Any) -> Any:
-        """Returns `fn(value)`, computed in the program that is traced, or in one of its own under that key. In cross-replica context."""
+    def in_program(self, key: Any, fn: Callable[[Any], Any], value: Any) -> PyTree:
+        """Returns `fn(value)`, computed in the current trace or else in a separate program. In cross-replica context.
+
+        Args:
+          key: identifies the separate program in the cache. It must determine what `fn` computes.
+          fn: the function to compile.
+          value: the argument of `fn`: a pytree.
+        """
         on_all = lambda v: self.on_all_workers(fn(v))  # noqa: E731
         if innermost() is not None:
             return on_all(value)
         return context.call_in(self._cross_replica, self._programs.call, self._programs, on_all, (value,), {}, key=key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
-        """Returns a strategy over the same devices, with programs of its own."""
+        """Returns a strategy over the same devices, with its own compiled programs."""
         other = object.__new__(type(self))
         other.__dict__.update(
             self.__dict__, _programs=Programs(), _cross_replica=Mode(other, None), _number=next(_numbers)
@@ -354,12 +379,14 @@ class Strategy(AbstractInputs, AbstractResults):
 
     def __reduce__(self) -> NoReturn:
         raise ContextError(
-            f"pickle of {self!r}", "it holds devices of this process.", "make the strategy in the process that uses it"
+            f"pickle.dumps({self!r})",
+            "a strategy holds devices of this process.",
+            "create the strategy in the process that uses it",
         )
 
     def __copy__(self) -> NoReturn:
         raise ContextError(
-            f"copy.copy({self!r})", "two strategies would share the same programs.", "make another strategy"
+            f"copy.copy({self!r})", "two strategies would share the same programs.", "create another strategy"
         )
 
     def __repr__(self) -> str:
@@ -368,5 +395,5 @@ class Strategy(AbstractInputs, AbstractResults):
 
 
 def living_strategies() -> tuple[Strategy, ...]:
-    """Returns all strategies of this process that somebody holds."""
+    """Returns all strategies of this process that are still referenced."""
     return tuple(_living)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CentralStorageStrategy`: variables and optimizer slots on one device, replicas on all."""
+"""`CentralStorageStrategy`: variables and optimizer slots on one device, replicas on all devices."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -14,25 +14,24 @@ from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.tracing import context
 from phalanx.tracing.context import Mode
-from phalanx.tracing.scope import innermost
 from phalanx.tracing.strategy import Update
 
 
 @final
 class CentralStorageStrategy(SynchronousStrategy):
-    """Synchronous training with each variable, and the optimizer's slots for it, on one device. May be made outside all scopes.
+    """Trains synchronously, with all variables and optimizer slots on one device. May be created outside all scopes.
 
-    Replicas on all compute devices get copies of the variables for a step. Their gradients are summed, and the optimizer
-    updates the variables where they are, after the step: so `run_steps`, and `steps_per_execution` of Keras, do one
-    step after the other.
+    For each step, every replica gets a copy of the variables. The gradients are summed, and the optimizer updates the
+    variables on their own device after the step. For this reason `run_steps`, and `steps_per_execution` in Keras,
+    dispatch the steps one by one.
 
     Args:
-      compute_devices: one for each replica; None takes all accelerators, else all CPU devices.
-      parameter_device: where variables live; None is the host, `"cpu:0"`.
+      compute_devices: one device per replica. None takes all accelerators, or all CPU devices if there are none.
+      parameter_device: the device that holds the variables. None is the host, `"cpu:0"`.
 
     Raises:
-      DeviceError: a device that this process does not have, or one given twice.
-      StartupError: several CPU devices without the threads that XLA needs for them.
+      DeviceError: this process does not have a device, or a device is listed twice.
+      StartupError: XLA has fewer threads than several CPU devices need.
 
     Source: tf.distribute.experimental.CentralStorageStrategy.
 
@@ -65,9 +64,7 @@ class CentralStorageStrategy(SynchronousStrategy):
         gradients = [None if g is None else next(here) for g in update.gradients]
 
         def program(gradients: list[Any]) -> None:
-            scope = innermost()
-            assert scope is not None
-            trace_run(self._keeper, update.optimizer.apply, (gradients, update.variables), {}, scope)
+            trace_run(self._keeper, update.optimizer.apply, (gradients, update.variables), {})
 
         key = tuple(map(id, update.variables))
         with context.enter(Mode(self._keeper, None)):

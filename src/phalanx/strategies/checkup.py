@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `phalanx doctor` runs in each process of a cluster: `python -m phalanx.strategies.checkup`."""
+"""The checks that `phalanx doctor` runs in each process of a cluster: `python -m phalanx.strategies.checkup`."""
 
 import argparse
 import json
@@ -33,13 +33,13 @@ _MESSAGE_BYTES = 1 << 13
 
 @dataclass(frozen=True)
 class Check:
-    """What one check has found.
+    """The result of one check.
 
     Args:
       name: what was checked.
-      is_passed: whether it is as it should be.
-      found: what was found.
-      hint: what to do if it failed.
+      is_passed: whether the check passed.
+      found: what the check found, as a sentence.
+      hint: what to do if the check failed.
 
     Example:
       >>> print(Check("clocks", False, "rank 1 is 60 s ahead.", "start chronyd"))
@@ -58,12 +58,12 @@ class Check:
 
 
 def check_port(address: str) -> Check:
-    """Returns whether this process can listen at its address."""
+    """Checks that this process can listen at an address, given as "host:port"."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_server((host.strip("[]"), int(port))).close()
     except OSError as e:
-        hint = "end the process that has the port, or write a free port and a name of this machine into the address"
+        hint = "end the process that uses the port, or set the address to a name of this machine and a free port"
         return Check(
             "port", False, f"rank 0 cannot listen at {address}: {os.strerror(e.errno) if e.errno else e}.", hint
         )
@@ -71,7 +71,11 @@ def check_port(address: str) -> Check:
 
 
 def judge_versions(of_ranks: Sequence[Mapping[str, str]]) -> Check:
-    """Returns whether all ranks have the same versions."""
+    """Checks that all ranks have the same package versions.
+
+    Args:
+      of_ranks: one dict per rank, from package name to version.
+    """
     names = sorted({name for versions in of_ranks for name in versions})
     for name in names:
         found = [versions.get(name, "none") for versions in of_ranks]
@@ -84,34 +88,51 @@ def judge_versions(of_ranks: Sequence[Mapping[str, str]]) -> Check:
 
 
 def judge_clocks(times_s: Sequence[float], uncertainty_s: float) -> Check:
-    """Returns whether the clocks of the ranks agree, which were read within `uncertainty_s` seconds."""
+    """Checks that the clocks of all ranks agree.
+
+    Args:
+      times_s: one clock reading per rank, in seconds.
+      uncertainty_s: how far apart in time the readings may have been taken, in seconds.
+    """
     skew_s = max(times_s) - min(times_s)
     last = times_s.index(max(times_s))
     if skew_s - uncertainty_s > _ALLOWED_SKEW_S:
-        found = f"that of rank {last} is {skew_s:.0f} s ahead of that of rank {times_s.index(min(times_s))}."
-        return Check("clocks", False, found, "set the clocks of all machines by NTP, for example with chronyd")
-    return Check("clocks", True, f"they differ by {max(0.0, skew_s - uncertainty_s):.1f} s at most.")
+        first = times_s.index(min(times_s))
+        found = f"the clock of rank {last} is {skew_s:.0f} s ahead of the clock of rank {first}."
+        return Check("clocks", False, found, "synchronize the clocks of all machines with NTP, for example chronyd")
+    return Check("clocks", True, f"they differ by at most {max(0.0, skew_s - uncertainty_s):.1f} s.")
 
 
 def judge_shared(folder: str, seen: Sequence[Sequence[int]]) -> Check:
-    """Returns whether each rank has seen the files that all ranks have written to a folder."""
+    """Checks that each rank saw the files that all ranks wrote to a folder.
+
+    Args:
+      folder: path of the folder.
+      seen: one list per rank, with the ranks whose files it saw.
+    """
     for rank, own in enumerate(seen):
         if missing := sorted(set(range(len(seen))) - set(own)):
-            found = f"rank {rank} does not see in {folder} what rank {missing[0]} has written."
-            return Check("shared folder", False, found, "a folder of a file system that all machines have mounted")
-    return Check("shared folder", True, f"all ranks see what the others write to {folder}.")
+            found = f"rank {rank} does not see the file that rank {missing[0]} wrote to {folder}."
+            return Check("shared folder", False, found, "use a folder on a file system that all machines mount")
+    return Check("shared folder", True, f"all ranks see the files that the others write to {folder}.")
 
 
 def judge_sum(total: float, replicas: int, seconds: float) -> Check:
-    """Returns whether an all-reduce of ones has counted the replicas."""
+    """Checks that an all-reduce of ones equals the number of replicas.
+
+    Args:
+      total: result of the all-reduce.
+      replicas: number of replicas.
+      seconds: duration of the all-reduce, in seconds.
+    """
     if total != replicas:
-        hint = "phalanx env --json, for a bug report"
+        hint = "report a bug, with the output of phalanx env --json"
         return Check("all-reduce", False, f"the sum of ones over {replicas} replicas is {total:g}.", hint)
     return Check("all-reduce", True, f"{replicas} replicas, {1000 * seconds:.1f} ms.")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs all checks in this process; the chief prints, and returns 1 if one has failed."""
+    """Runs all checks in this process. The chief prints the results and returns 1 if a check failed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--shared")
     parser.add_argument("--timeout-s", type=float, default=30.0)
@@ -131,12 +152,12 @@ def main(arguments: Sequence[str]) -> int:
     print_on_chief(Check("roll call", True, f"{workers} processes have met."), flush=True)
     checks = [_all_reduce(strategy), *_together(strategy, args.shared)]
     print_on_chief(*checks, sep="\n", flush=True)
-    # The chief alone fails: a launcher ends the others when one has failed, perhaps before the chief has printed.
+    # Only the chief fails: the launcher ends all processes after a failure, perhaps before the chief has printed.
     return int(strategy.topology.worker_index == 0 and not all(check.is_passed for check in checks))
 
 
 def _port_of_chief(resolver: ClusterResolver) -> Check | None:
-    """Returns whether the first process can listen; None in the others."""
+    """Checks in the first process that it can listen at its address. Returns None in the other processes."""
     spec = resolver.cluster_spec()
     if not spec or resolver.task_type is None or resolver.task_id is None:
         return None
@@ -146,18 +167,19 @@ def _port_of_chief(resolver: ClusterResolver) -> Check | None:
 
 def _all_reduce(strategy: MultiWorkerMirroredStrategy) -> Check:
     ones = strategy.run(lambda: jnp.ones(()))
-    strategy.reduce("SUM", ones, axis=None)  # Compiles.
+    strategy.reduce("SUM", ones, axis=None)  # Compiles, so that the next call measures only the all-reduce.
     started_s = time.perf_counter()
     total = float(strategy.reduce("SUM", ones, axis=None))
     return judge_sum(total, strategy.num_replicas_in_sync, time.perf_counter() - started_s)
 
 
 def _together(strategy: MultiWorkerMirroredStrategy, shared: str | None) -> list[Check]:
-    """Compares what all processes know."""
+    """Runs the checks that compare the states of all processes."""
     tell = _teller(strategy)
     of_ranks = tell({"versions": versions(), "token": secrets.token_hex(8)})
     checks = [judge_versions([own["versions"] for own in of_ranks])]
-    tell({})  # Compiled by now: all read their clocks within the time that this takes.
+    # This call, compiled by now, aligns the processes, so that all read their clocks at nearly the same time.
+    tell({})
     started_s = time.perf_counter()
     times_s = [own["time"] for own in tell({"time": time.time()})]
     checks.append(judge_clocks(times_s, time.perf_counter() - started_s))
@@ -175,11 +197,11 @@ def _shared_folder(folder: str, token: str, rank: int, tell: Callable[[Any], lis
         problem = f"rank {rank} cannot write to {folder}: {e.strerror}."
     of_ranks = tell(problem)
     if problems := [own for own in of_ranks if own]:
-        return Check("shared folder", False, problems[0], "a folder that exists, and that all workers may write to")
+        return Check("shared folder", False, problems[0], "use a folder that exists and that all workers may write to")
     deadline_s = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
         seen = {int(p.name.rpartition("-")[2]) for p in Path(folder).glob(f".phalanx-doctor-{token}-*")}
-        # All look as often as the slowest needs: the file system of a network shows new files late.
+        # Every rank looks until the slowest has seen all files, because network file systems show new files late.
         if all(tell(len(seen) == len(of_ranks) or time.monotonic() > deadline_s)):
             break
         time.sleep(0.1)
@@ -189,7 +211,7 @@ def _shared_folder(folder: str, token: str, rank: int, tell: Callable[[Any], lis
 
 
 def _teller(strategy: MultiWorkerMirroredStrategy) -> Callable[[Any], list[Any]]:
-    """Returns a function that all processes call at once with what they know, and that returns what each of them knows."""
+    """Returns a function that exchanges one JSON message per process. All processes must call it together."""
 
     def tell(message: Any) -> list[Any]:
         data = json.dumps(message).encode().ljust(_MESSAGE_BYTES)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The current strategy, with all of its verbs."""
+"""`get_strategy`, with `Strategy` as the type of its result."""
 
 from phalanx.strategies.base import Strategy
 from phalanx.tracing import context
 
 
 def get_strategy() -> Strategy:
-    """Returns the current strategy; outside all scopes the default one. May be called in any context.
+    """Returns the current strategy, or the default strategy outside all scopes. May be called in any context.
 
     Example:
       >>> import phalanx

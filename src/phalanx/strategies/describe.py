@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person wants to see of a strategy: the mesh, and where each variable lives."""
+"""Prints the mesh of a strategy and the placement of variables, and lists the shards of a dataset."""
 
 import math
 from collections.abc import Sequence
@@ -20,16 +20,19 @@ from phalanx.tracing.strategy import check_strategy
 
 
 def describe(strategy: Strategy, *objects: Any, console: Any = None) -> None:
-    """Prints the mesh of a strategy, where variables live, and how many bytes each device has of them. May be called in any context.
+    """Prints the mesh of a strategy, the devices of each variable and the bytes per device.
+
+    May be called in any context.
 
     Args:
       strategy: the strategy.
-      *objects: models (with their optimizer, if they are compiled), layers, optimizers, metrics, or variables.
-      console: a `rich.console.Console`; None is the terminal.
+      *objects: variables, or objects with variables: models (with the optimizer if they are compiled), layers,
+        optimizers and metrics.
+      console: a `rich.console.Console`. None is the terminal.
 
     Raises:
       MissingDependencyError: rich is not installed.
-      InvalidArgumentError: an object that neither is nor has variables.
+      InvalidArgumentError: an object is not a variable and has no variables.
 
     Example:
       >>> import keras, phalanx
@@ -47,7 +50,7 @@ def describe(strategy: Strategy, *objects: Any, console: Any = None) -> None:
        ────────────────────────────────────────
         v      float32[64, 32]   [0:32] cpu:0
                                  [32:64] cpu:1
-      Bytes of a device
+      Bytes per device
         device    bytes
        ─────────────────
         cpu:0    4.1 kB
@@ -60,7 +63,7 @@ def describe(strategy: Strategy, *objects: Any, console: Any = None) -> None:
         from rich.text import Text
     except ImportError as e:
         raise MissingDependencyError(
-            "phalanx.describe", "it needs rich, which is not installed.", "pip install 'phalanx[cli]'"
+            "phalanx.describe(...)", "the package rich is not installed.", "pip install 'phalanx[cli]'"
         ) from e
     check_strategy("strategy", strategy, "phalanx.describe(strategy, model)")
     variables = [v for o in objects for v in variables_of("describe", o)]
@@ -82,34 +85,38 @@ def describe(strategy: Strategy, *objects: Any, console: Any = None) -> None:
 
 
 Shown = tuple[str, list[str], list[list[str]]]
-"""A title, the names of columns, and rows."""
+"""The title of a table, the names of its columns, and its rows."""
 
 _NUMBERS = ("replica", "array", "bytes")
 
 
 def variables_of(method: str, thing: Any) -> list[Variable]:
-    """Returns the variables of a model, with its metrics and its optimizer, or of a layer, an optimizer, or a list of such.
+    """Returns the variables of an object.
+
+    Args:
+      method: the name of the public function that the caller used, for the message.
+      thing: a variable, a model (its metrics and its optimizer are included), another object with variables, or a list.
 
     Raises:
-      InvalidArgumentError: it neither is nor has variables.
+      InvalidArgumentError: `thing` is not a variable and has no variables.
     """
     if isinstance(thing, Variable):
         return [thing]
     if isinstance(thing, list | tuple):
         return [v for x in thing for v in variables_of(method, x)]
     if isinstance(thing, keras.Model):
-        # With those of the metrics, and of the optimizer if it is compiled.
+        # `Model.variables` has neither the variables of the metrics nor those of the optimizer.
         optimizer = getattr(thing, "optimizer", None)
         return [*thing.variables, *thing.metrics_variables, *(optimizer.variables if optimizer else [])]
     if not hasattr(thing, "variables"):
         raise InvalidArgumentError(
-            f"{method}({shown(thing)})", "neither is a variable nor has any.", f"{method}(model)"
+            f"{method}({shown(thing)})", "the argument is not a variable and has no variables.", f"{method}(model)"
         )
     return list(thing.variables)
 
 
 def mesh_of(topology: Topology) -> Shown:
-    """Returns which devices each replica has: one row a replica, one column for each of its devices."""
+    """Returns a table of the devices of each replica: one row per replica, one column per device of a replica."""
     if not topology.has_devices:
         return "1 replica, where JAX puts it", ["replica"], [["0"]]
     count = topology.num_replicas
@@ -143,11 +150,11 @@ def _totals(held: Sequence[Sequence[Held]]) -> Shown:
     for part in (part for parts in held for part in parts):
         totals[part.place] = totals.get(part.place, 0) + part.num_bytes
     rows = [[name, _size(n)] for name, n in sorted(totals.items(), key=_order)]
-    return "Bytes of a device", ["device", "bytes"], rows
+    return "Bytes per device", ["device", "bytes"], rows
 
 
 def _parts(shape: Sequence[int], parts: Sequence[Held], everywhere: set[str] | None) -> str:
-    """Returns which part of an array is on which devices, of those of this process; nothing where all hold it whole."""
+    """Returns the part of an array on each device of this process. Empty if every device holds the whole array."""
     found: dict[str, list[str]] = {}
     for part in parts:
         found.setdefault(_range(part.index, shape), []).append(part.place)
@@ -157,7 +164,7 @@ def _parts(shape: Sequence[int], parts: Sequence[Held], everywhere: set[str] | N
 
 
 def _range(index: Sequence[slice], shape: Sequence[int]) -> str:
-    """Returns a part of an array as it is written in Python, without the dims behind it that are whole."""
+    """Returns the Python notation of a part of an array, without trailing dims that are whole."""
     bounds = [(i.start or 0, n if i.stop is None else i.stop) for i, n in zip(index, shape, strict=True)]
     texts = [":" if b == (0, n) else f"{b[0]}:{b[1]}" for b, n in zip(bounds, shape, strict=True)]
     while texts and texts[-1] == ":":
@@ -178,13 +185,16 @@ def _size(count: int) -> str:
 def explain_sharding(
     dataset: Any, strategy: Strategy, options: InputOptions | None = None, *, batch_size: int | None = None
 ) -> Sequence[WorkerShard]:
-    """Returns what each worker of a strategy reads of a dataset. May be called in any context.
+    """Returns the shard of a dataset that each worker of a strategy reads. May be called in any context.
 
     Args:
-      dataset: what is passed to `Strategy.experimental_distribute_dataset`, or what it returned.
+      dataset: the dataset passed to `Strategy.experimental_distribute_dataset`, or the result of that call.
       strategy: the strategy.
-      options: those that are passed beside it.
-      batch_size: likewise.
+      options: the options passed to `Strategy.experimental_distribute_dataset`.
+      batch_size: the global batch size passed to `Strategy.experimental_distribute_dataset`.
+
+    Returns:
+      One `WorkerShard` per worker.
 
     Raises:
       InputError: the dataset cannot be divided.

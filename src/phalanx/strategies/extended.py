@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`strategy.extended`: a thin view for code written against tf.distribute's."""
+"""`strategy.extended`: a thin view with the methods of `tf.distribute.StrategyExtended`."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,24 +13,38 @@ from phalanx.collectives import primitives
 from phalanx.collectives.cross_device import check_destinations, checked_options, checked_pairs
 from phalanx.errors import ContextError, InvalidArgumentError, arguments
 from phalanx.mesh.devices import device_name
-from phalanx.mesh.values import DistributedValues, Mirrored, PerReplica, ReplicaLocal
+from phalanx.mesh.values import DistributedValues, Mirrored, ReplicaLocal, differs, is_equal_everywhere, unwrapped
 from phalanx.options import CommunicationOptions, ReduceOp
 from phalanx.strategies.reduction import check_components, reduce_leaf
 from phalanx.tracing import context
 from phalanx.tracing.policy import check_variable, describe
 from phalanx.tracing.scope import innermost
-from phalanx.tracing.strategy import AbstractStrategy, check_strategy
+from phalanx.tracing.strategy import AbstractStrategy, Updates, check_strategy
+from phalanx.typing import PyTree
 
 
 @final
 class StrategyExtended:
-    """The methods of `tf.distribute.StrategyExtended`. In cross-replica context: a scope or a merge function.
+    """The methods of `tf.distribute.StrategyExtended`. `Strategy.extended` creates it.
+
+    Its methods may be called in cross-replica context: in a scope or a merge function, or outside all scopes.
 
     Args:
-      container_strategy: the strategy it belongs to.
+      container_strategy: the strategy on which the methods operate.
 
     Raises:
-      InvalidArgumentError: it is not a strategy.
+      InvalidArgumentError: `container_strategy` is not a strategy.
+
+    Source: tf.distribute.StrategyExtended.
+
+    Example:
+      >>> import keras, phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> with strategy.scope():
+      ...     v = keras.Variable(1.0)
+      >>> _ = strategy.extended.update(v, lambda v, value: v.assign_add(value), args=(2.0,))
+      >>> float(v.value), strategy.extended.worker_devices
+      (3.0, ('cpu:0', 'cpu:1'))
     """
 
     def __init__(self, container_strategy: AbstractStrategy) -> None:
@@ -40,7 +54,7 @@ class StrategyExtended:
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
     ) -> Any:
-        """Reduces a per-replica value and leaves the result with every replica.
+        """Reduces a per-replica value. Every replica gets the result. Call it in cross-replica context.
 
         Args:
           reduce_op: SUM or MEAN.
@@ -49,11 +63,11 @@ class StrategyExtended:
           options: hints for this call.
 
         Returns:
-          In a merge function an array; elsewhere a `Mirrored` (with one replica an array).
+          An array in a merge function or with one replica, otherwise a `Mirrored`.
 
         Raises:
           ContextError: called in replica context.
-          InvalidArgumentError: no destinations.
+          InvalidArgumentError: `destinations` is not a destination.
         """
         return self.batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
 
@@ -63,7 +77,7 @@ class StrategyExtended:
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Reduces several values at once, which lets them share buffers. See `reduce_to`."""
+        """Reduces several values at once, so that they can share buffers. See `reduce_to`."""
         op = ReduceOp.parse(reduce_op)
         context.require_cross_replica(
             "reduce_to", self._strategy, f'get_replica_context().all_reduce("{op.value}", value)'
@@ -71,8 +85,8 @@ class StrategyExtended:
         values, options = [v for v, _ in checked_pairs(value_destination_pairs)], checked_options(options)
         ops, n = self._strategy.cross_device_ops, self._strategy.num_replicas_in_sync
         primitives.check_arrays([v for v in values if not isinstance(v, DistributedValues)])
-        if ops is None or not any(isinstance(v, (PerReplica, ReplicaLocal)) for v in values):
-            return [reduce_leaf(op, v, None, n) for v in values]
+        if ops is None or not any(map(differs, values)):
+            return [reduce_leaf(v, op, None, n) for v in values]
         merge = lambda *local: ops.batch_reduce(op, [(v, v) for v in local], options)  # noqa: E731
         if any(isinstance(v, ReplicaLocal) for v in values):
             return merge(*values)
@@ -80,9 +94,23 @@ class StrategyExtended:
         merged = lambda local: self._strategy.merged(merge, *local)  # noqa: E731
         return list(map(Mirrored, self._strategy.in_program(("reduce_to", op, options), merged, values)))
 
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Gives every replica the value: an array becomes `Mirrored`; a number stays as it is."""
-        context.require_cross_replica("broadcast_to", self._strategy, "a replica function has the value already")
+    def broadcast_to(self, tensor: Any, destinations: Any) -> PyTree:
+        """Copies a value to every replica. Call it in cross-replica context.
+
+        Args:
+          tensor: an array, a distributed value or a number.
+          destinations: a value, a variable or a device name.
+
+        Returns:
+          A number unchanged, and any other value as a `Mirrored`. Inside a program, `tensor` unchanged.
+
+        Raises:
+          ContextError: called in replica context.
+          InvalidArgumentError: `destinations` is not a destination.
+        """
+        context.require_cross_replica(
+            "broadcast_to", self._strategy, "use the value directly: the replica function already has it"
+        )
         check_destinations(destinations)
         if not isinstance(tensor, DistributedValues):
             primitives.check_arrays(tensor)
@@ -93,7 +121,7 @@ class StrategyExtended:
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """`Strategy.run` under its older name."""
+        """Calls `Strategy.run`, under its older name."""
         return self._strategy.run(fn, args, kwargs)
 
     def update(
@@ -104,14 +132,19 @@ class StrategyExtended:
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Calls `fn(var, *args, **kwargs)` in update context, where assignments are free.
+        """Calls `fn(var, *args, **kwargs)` once, in update context, where `var` may be assigned without aggregation.
+
+        Call it in cross-replica context.
 
         Args:
           var: the variable to update.
-          fn: assigns to it; its arguments must be equal on all replicas.
-          args: more arguments for it.
-          kwargs: keyword arguments for it.
-          group: whether to return one result, or a tuple with one per replica of this process. `fn` is called once.
+          fn: the function that assigns the variable.
+          args: further positional arguments of `fn`, which must be equal on all replicas.
+          kwargs: keyword arguments of `fn`, which must be equal on all replicas.
+          group: whether to return one result, or a tuple with one result per replica of this process.
+
+        Returns:
+          The return value of `fn`, or a tuple of it.
 
         Raises:
           ContextError: called in replica context, or with an argument that differs between replicas.
@@ -121,94 +154,90 @@ class StrategyExtended:
         check_variable("var", var, "strategy.extended.update(variable, fn, args=(value,))")
         arguments.function("fn", fn, "lambda variable, value: variable.assign(value)")
         args, kwargs = arguments.of_call(args, kwargs)
-        for value in jax.tree.leaves((args, kwargs or {}), is_leaf=_is_per_replica):
-            if _is_per_replica(value):
+        for value in jax.tree.leaves((args, kwargs or {}), is_leaf=differs):
+            if differs(value):
                 raise ContextError(
-                    f"extended.update of {describe(var)}",
-                    "an argument differs between replicas, and so would the variable.",
+                    f"extended.update({describe(var)}, ...)",
+                    "an argument differs between replicas, so the variable would differ too.",
                     "strategy.extended.reduce_to(op, value, var) first",
                 )
-        args, kwargs = jax.tree.map(_unwrapped, (tuple(args), kwargs or {}), is_leaf=_is_mirrored)
+        args, kwargs = jax.tree.map(unwrapped, (tuple(args), kwargs or {}), is_leaf=is_equal_everywhere)
         scope = innermost()
         with nullcontext() if scope is None else scope.updating():
             result = fn(var, *args, **kwargs)
         if arguments.flag("group", group):
             return result
         topology = self._strategy.topology
-        copies = 1 if self._strategy.lends_variables else len(topology.local_replicas)
+        copies = 1 if self._strategy.updates is Updates.AFTER_PROGRAM else len(topology.local_replicas)
         return (result,) * copies
 
     def colocate_vars_with(self, colocate_with_variable: keras.Variable) -> AbstractContextManager[None]:
-        """Returns a context manager for variables that belong where another one lives; all of a strategy's do.
+        """Returns a context manager that creates variables on the devices of another variable.
+
+        It has no effect, because all variables of a strategy live on the same devices. May be called in any context.
 
         Raises:
-          InvalidArgumentError: that variable was not made in this strategy's scope.
+          InvalidArgumentError: `colocate_with_variable` was not created in the scope of this strategy.
         """
         check_variable("colocate_with_variable", colocate_with_variable, "colocate_vars_with(variable)")
         if not self.variable_created_in_scope(colocate_with_variable):
             raise InvalidArgumentError(
                 f"colocate_vars_with({describe(colocate_with_variable)})",
-                "it was not made in this strategy's scope.",
+                "the variable was not created in the scope of this strategy.",
                 "with strategy.scope(): v = keras.Variable(...)",
             )
         return nullcontext()
 
     def variable_created_in_scope(self, v: keras.Variable) -> bool:
-        """Returns whether `v` was made in this strategy's scope."""
+        """Returns whether the variable `v` was created in the scope of this strategy. May be called in any context."""
         number = compat.maker_of(check_variable("v", v, "variable_created_in_scope(variable)"))
         return not self._strategy.topology.has_devices if number is None else number == self._strategy.number
 
     def value_container(self, value: Any) -> Any:
-        """Returns the variable that `value` is a component of: itself, for variables have no components of their own."""
+        """Returns `value` unchanged: components of variables are not variables. May be called in any context."""
         return value
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The names of this process's devices that run replicas, in replica order: of each replica the first."""
+        """The name of the first device of each local replica, in replica order. May be called in any context."""
         topology = self._strategy.topology
         if not topology.has_devices:
             raise ContextError(
-                "worker_devices of the default strategy",
-                "it does not place anything.",
+                "extended.worker_devices of the default strategy",
+                "the default strategy has no devices, because it does not place values.",
                 'phalanx.OneDeviceStrategy("cpu:0")',
             )
         return topology.local_names
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The names of the devices that hold variables, in replica order, of each replica the first; or of their one device."""
+        """The names of the devices that hold variables. May be called in any context.
+
+        For variables on the replicas, the first device of each replica of this process, in replica order.
+        """
         storage = self._strategy.storage
-        if not self._strategy.lends_variables:
+        if self._strategy.updates is not Updates.AFTER_PROGRAM:
             return self.worker_devices
         return tuple(map(device_name, storage.first_devices))
 
     @property
     def experimental_require_static_shapes(self) -> bool:
-        """Whether `run` says that it needs static shapes; every compiled program does."""
+        """Whether the strategy declares that it needs static shapes, as in tf.distribute. May be called in any context.
+
+        Every compiled program needs static shapes, whatever the value is.
+        """
         return self._strategy.requires_static_shapes
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process writes checkpoints: the first of several."""
+        """Whether this process, the first of several, writes checkpoints. May be called in any context."""
         return self._is_chief
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process writes summaries: the first of several."""
+        """Whether this process, the first of several, writes summaries. May be called in any context."""
         return self._is_chief
 
     @property
     def _is_chief(self) -> bool:
         return self._strategy.topology.worker_index == 0
-
-
-def _is_per_replica(value: object) -> bool:
-    return isinstance(value, (PerReplica, ReplicaLocal))
-
-
-def _is_mirrored(value: object) -> bool:
-    return isinstance(value, Mirrored)
-
-
-def _unwrapped(value: Any) -> Any:
-    return value.value if isinstance(value, Mirrored) else value

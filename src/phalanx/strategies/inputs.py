@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of a strategy that distribute data."""
+"""The methods of a strategy that distribute datasets and values."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -15,30 +15,42 @@ from phalanx.mesh.arrays import is_array
 from phalanx.options import InputOptions
 from phalanx.tracing import context
 from phalanx.tracing.strategy import AbstractStrategy
+from phalanx.typing import PyTree
 
 
 class AbstractInputs(AbstractStrategy):
-    """What a strategy makes of datasets and of values for each replica."""
+    """Distributes datasets, and values with one component per replica."""
 
     @final
-    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Makes a per-replica value. In cross-replica context or outside all scopes.
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> PyTree:
+        """Builds a per-replica value from one function call per replica.
+
+        Call it in cross-replica context or outside all scopes.
 
         Args:
-          value_fn: gets a `ValueContext` and returns one replica's component: a pytree. Arrays may have different numbers
-            of rows.
+          value_fn: takes a `ValueContext` and returns the component of one replica, a pytree. The arrays of different
+            replicas may have different numbers of rows.
 
         Returns:
-          A pytree of `PerReplica`; with one replica what `value_fn` returns.
+          A pytree of `PerReplica` values. With one replica, the return value of `value_fn`.
 
         Raises:
           ContextError: called in replica context.
-          InvalidArgumentError: the replicas' pytrees, or shapes beyond dim 0, differ; or a component is a distributed value.
+          InvalidArgumentError: the pytrees of the replicas differ in structure or in a dim other than dim 0, or a
+            component is a distributed value.
+
+        Example:
+          >>> import numpy as np, phalanx
+          >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> value = strategy.experimental_distribute_values_from_function(
+          ...     lambda context: np.float32(context.replica_id_in_sync_group))
+          >>> [float(x) for x in value.values]
+          [0.0, 1.0]
         """
         context.require_cross_replica(
             "experimental_distribute_values_from_function", self, "compute the value in the replica function"
         )
-        context.require_not_running("experimental_distribute_values_from_function", "make the value outside the step")
+        context.require_not_running("experimental_distribute_values_from_function", "build the value outside the step")
         arguments.function("value_fn", value_fn, "lambda context: np.float32(context.replica_id_in_sync_group)")
         n = self.num_replicas_in_sync
         if not self.topology.has_devices:
@@ -58,27 +70,37 @@ class AbstractInputs(AbstractStrategy):
         batch_size: int | None = None,
         drop_remainder: bool = False,
     ) -> DistributedDataset:
-        """Divides every global batch of a dataset over the replicas. In cross-replica context or outside all scopes.
+        """Splits every global batch of a dataset over the replicas.
 
-        No row is dropped or doubled: where a batch cannot be divided, or the last one is short, it is padded and carries
-        a mask, in one layout for all batches, so that one compiled step takes them all.
+        Call it in cross-replica context or outside all scopes.
+
+        No row is dropped or repeated. A batch that is short, or that cannot be divided evenly, is padded and carries a
+        padding mask. All batches have the same layout, so one compiled step accepts all of them.
 
         Args:
-          dataset: of global batches, pytrees of arrays `(global_batch, ...)`: a Grain `MapDataset`, `IterDataset` or
-            `DataLoader`, a Keras `PyDataset`, a torch `DataLoader`, a `tf.data.Dataset`, an iterable, or a function that
-            returns an iterator. With `batch_size` of single rows: a pytree of arrays `(rows, ...)`, a Grain dataset, a Hugging
-            Face or torch dataset, `phalanx.data.from_files`, an object with `len` and `[]`, an iterable.
-          options: how it is read, and how it is divided between workers.
-          batch_size: the global batch size, for a dataset of single rows.
-          drop_remainder: whether to leave out a short last batch.
+          dataset: a dataset of global batches, which are pytrees of arrays `(global_batch, ...)`: a Grain `MapDataset`,
+            `IterDataset` or `DataLoader`, a Keras `PyDataset`, a torch `DataLoader`, a `tf.data.Dataset`, an iterable,
+            or a function that returns an iterator. With `batch_size`, a dataset of single rows: a pytree of arrays
+            `(rows, ...)`, a Grain dataset, a Hugging Face or torch dataset, `phalanx.data.from_files`, an object with
+            `len` and `[]`, or an iterable.
+          options: how to read the dataset, and how to shard it over workers.
+          batch_size: the global batch size in rows, for a dataset of single rows.
+          drop_remainder: whether to drop a short last batch.
 
         Returns:
-          A `DistributedDataset`; under the default strategy one of the batches as they are.
+          A `DistributedDataset`. Under the default strategy its batches are those of `dataset`.
 
         Raises:
-          InputError: data that cannot be divided.
-          InvalidArgumentError: a batch size that is no positive integer.
+          InputError: the data cannot be divided.
+          InvalidArgumentError: `batch_size` is not a positive integer.
           ContextError: called in replica context.
+
+        Example:
+          >>> import numpy as np, phalanx
+          >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> dataset = strategy.experimental_distribute_dataset(np.arange(6), batch_size=4)
+          >>> [[x.tolist() for x in batch.values] for batch in dataset]
+          [[[0, 1], [2, 3]], [[4], [5]]]
         """
         self._require_distributing("experimental_distribute_dataset")
         options = check_options(options)
@@ -88,18 +110,21 @@ class AbstractInputs(AbstractStrategy):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Distributes datasets of per-replica batches, without dividing anything. In cross-replica context or outside all scopes.
+        """Distributes datasets of per-replica batches, without splitting batches.
+
+        Call it in cross-replica context or outside all scopes.
 
         Args:
-          dataset_fn: gets an `InputContext` and returns a dataset. It is called at once, for each worker; the worker's
-            replicas take its batches in turn. With InputReplicationMode.PER_REPLICA it is called for each replica.
-          options: how it is read.
+          dataset_fn: takes an `InputContext` and returns a dataset. It is called immediately, once per worker, and the
+            replicas of the worker take the batches in turn. With InputReplicationMode.PER_REPLICA it is called once per
+            replica.
+          options: how to read the dataset.
 
         Returns:
           A `DistributedDataset`.
 
         Raises:
-          InputError: what it returned is no dataset of batches.
+          InputError: `dataset_fn` did not return a dataset of batches.
           ContextError: called in replica context.
         """
         self._require_distributing("distribute_datasets_from_function")
@@ -109,20 +134,28 @@ class AbstractInputs(AbstractStrategy):
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """`distribute_datasets_from_function` under its older name. In cross-replica context or outside all scopes."""
+        """Calls `distribute_datasets_from_function`, under its older name.
+
+        Call it in cross-replica context or outside all scopes.
+        """
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     @final
     def make_experimental_numpy_dataset(self, numpy_input: Any, session: None = None) -> NumpyDataset:
-        """Makes a dataset of rows of arrays, to be batched and distributed. In cross-replica context or outside all scopes.
+        """Returns a dataset of the rows of arrays, to be batched and distributed.
+
+        Call it in cross-replica context or outside all scopes.
 
         Args:
-          numpy_input: a pytree of arrays `(rows, ...)`; a list is one array.
-          session: must be None; it is there for code written for TensorFlow 1.
+          numpy_input: a pytree of arrays `(rows, ...)`. A list counts as one array.
+          session: must be None. It exists for code written for TensorFlow 1.
+
+        Returns:
+          A dataset of single rows, with a method `batch`.
 
         Raises:
-          InputError: arrays with different numbers of rows.
-          InvalidArgumentError: a session.
+          InputError: the arrays have different numbers of rows.
+          InvalidArgumentError: `session` is not None.
 
         Example:
           >>> import numpy as np, phalanx
@@ -132,10 +165,14 @@ class AbstractInputs(AbstractStrategy):
           3
         """
         if session is not None:
-            raise InvalidArgumentError(f"session={shown(session)}", "there are no sessions here.", "leave it out")
+            raise InvalidArgumentError(
+                f"session={shown(session)}",
+                "must be None: Phalanx has no sessions.",
+                "make_experimental_numpy_dataset(numpy_input)",
+            )
         self._require_distributing("make_experimental_numpy_dataset")
         return NumpyDataset(numpy_input)
 
     def _require_distributing(self, method: str) -> None:
         context.require_cross_replica(method, self, "distribute the dataset outside the replica function")
-        context.require_not_running(method, "distribute it outside the step")
+        context.require_not_running(method, "distribute the dataset outside the step")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MirroredStrategy`: one machine, one replica a device, every variable on all of them."""
+"""`MirroredStrategy`: one machine, one replica per device, every variable on all devices."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -16,21 +16,25 @@ from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
 
 @final
 class MirroredStrategy(SynchronousStrategy):
-    """Synchronous training on the devices of one machine. May be made outside all scopes.
+    """Trains synchronously on the devices of one machine. May be created outside all scopes.
 
     Args:
-      devices: for example `["/gpu:0", "/gpu:1"]`, or how many; None takes all GPUs, else all CPU devices.
-      cross_device_ops: how gradients cross replicas; None is an all-reduce of each.
-      model_axis: name and size of a mesh axis over which each replica spreads: with `("model", 2)` four devices are two
-        replicas of two.
-      layout: which variables are divided, over which axes: a `keras.distribution.LayoutMap`, or a dict, of paths to axes;
-        or `fully_sharded()`. Others every device holds whole. Optimizer slots follow their variables.
+      devices: a list of devices, for example `["/gpu:0", "/gpu:1"]`, or their number. None takes all GPUs, or all CPU
+        devices if there are no GPUs.
+      cross_device_ops: the algorithm that reduces gradients over the replicas. None selects an all-reduce.
+      model_axis: name and size of a mesh axis over which XLA partitions each replica. With `("model", 2)`, four devices
+        form two replicas of two devices.
+      layout: which variables are sharded over which mesh axes: a `keras.distribution.LayoutMap`, a dict from variable
+        path to axes, or `fully_sharded()`. Every device holds all other variables whole. Optimizer slots are sharded
+        like their variables.
 
     Raises:
-      DeviceError: a device that this process does not have, or one given twice.
-      InvalidArgumentError: `cross_device_ops` or `layout` is something else, the layout is over other axes, or replicas of that
-        size cannot be made of the devices.
-      StartupError: several CPU devices without the threads that XLA needs for them.
+      DeviceError: this process does not have a device, or a device is listed twice.
+      InvalidArgumentError: `cross_device_ops` or `layout` has the wrong type, the mesh does not have an axis of the
+        layout, or the size of `model_axis` does not divide the number of devices.
+      StartupError: XLA has fewer threads than several CPU devices need.
+
+    Source: tf.distribute.MirroredStrategy.
 
     Example:
       >>> import phalanx
@@ -54,8 +58,8 @@ class MirroredStrategy(SynchronousStrategy):
             )
         if devices is None and len(topology.devices) == 1:
             warn_of_slip(
-                f"MirroredStrategy() has one replica: JAX has found one device, {device_name(topology.devices[0])}.",
-                "phalanx.set_virtual_cpu_devices(2) at the top of the script, to try several replicas on CPUs; or "
-                f'phalanx.OneDeviceStrategy("{device_name(topology.devices[0])}") if one is meant',
+                f"MirroredStrategy() has one replica: JAX found only one device, {device_name(topology.devices[0])}.",
+                "phalanx.set_virtual_cpu_devices(2) at the top of the script to try several replicas on CPUs, or "
+                f'phalanx.OneDeviceStrategy("{device_name(topology.devices[0])}") if one replica is intended',
             )
         super().__init__(topology, ops.for_devices(topology.first_devices))

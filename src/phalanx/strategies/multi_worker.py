@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MultiWorkerMirroredStrategy`: several processes, one replica on each of their devices."""
+"""`MultiWorkerMirroredStrategy`: several processes, one replica per device."""
 
 import jax
 from typing_extensions import override
@@ -17,26 +17,30 @@ from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
 
 
 class MultiWorkerMirroredStrategy(SynchronousStrategy):
-    """Synchronous training on the devices of several processes, on one machine or on many.
+    """Trains synchronously on the devices of several processes, on one machine or several.
 
-    Every process runs the same program and makes the strategy at its top, before JAX uses a device. It returns once all
-    are there. Variables get the first worker's initial values. Without a cluster it is local.
+    Every process runs the same program and creates the strategy at the top, outside all scopes and before JAX uses a
+    device. The constructor returns when all processes have connected. Variables get the initial values of the first
+    worker. Without a cluster, the strategy uses only the devices of this process.
 
-    In a process that has no handler of SIGTERM, SIGTERM then raises `SystemExit(143)` in the main thread, so that `finally` blocks run.
+    If the process has no SIGTERM handler, SIGTERM then raises `SystemExit(143)` in the main thread, so that `finally`
+    blocks run.
 
     Args:
-      cluster_resolver: which processes there are, and which of them this is; None reads TF_CONFIG, or what Slurm, Kubernetes
-        and the like have put into the environment.
-      communication_options: `bytes_per_pack` and `wire_dtype` for the gradients; `timeout_seconds` for how long to wait for
-        the others, at the start and in a step; `implementation`.
-      stall_timeout_s: where one process waits and none gets any further for so many seconds, all of them write the stacks of
-        their threads and end, and say which one stood still. None means `timeout_seconds`, else PHALANX_STALL_TIMEOUT_S, else 600.
-      model_axis: name and size of a mesh axis over which each replica spreads, on devices of one process.
+      cluster_resolver: describes the processes of the cluster and the task of this process. None reads TF_CONFIG, or
+        the environment variables of Slurm, Kubernetes and other schedulers.
+      communication_options: `bytes_per_pack` and `wire_dtype` for gradients, `timeout_seconds` for the wait for other
+        processes at the start and in a step, and `implementation`.
+      stall_timeout_s: time in seconds after which a stall ends the job. If one process waits and no process makes
+        progress for this time, all processes write the stacks of their threads, report which process stalled, and exit.
+        None means `timeout_seconds`, else PHALANX_STALL_TIMEOUT_S, else 600.
+      model_axis: name and size of a mesh axis over which XLA partitions each replica. The devices of a replica must
+        belong to one process.
 
     Raises:
-      ClusterError: the cluster is described wrongly, or has no task for this process.
-      InvalidArgumentError: an argument of another kind, or collectives that these devices do not have.
-      StartupError: others are missing, an address cannot be used, or JAX has used its devices already.
+      ClusterError: the cluster description is invalid, or has no task for this process.
+      InvalidArgumentError: an argument has the wrong type, or the devices do not support `implementation`.
+      StartupError: a process is missing, an address cannot be used, or JAX has already used its devices.
 
     Source: tf.distribute.MultiWorkerMirroredStrategy.
 
@@ -75,7 +79,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         bootstrap.start(resolver, options.timeout_seconds, stall_timeout_s or options.timeout_seconds)
         topology = Topology(tuple(jax.devices()), axes)
         _require_implementation(options.implementation, topology)
-        # Between processes one buffer is faster than many: each message costs more than the copies.
+        # Between processes, one buffer is faster than several: a message costs more than a copy into the buffer.
         between = topology.num_workers > 1
         ops = NcclAllReduce(num_packs=1) if between and not topology.axes else ops_within(topology)
         super().__init__(topology, ops)
@@ -92,7 +96,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
     @property
     @override
     def cluster_resolver(self) -> ClusterResolver:
-        """The resolver of the cluster. May be called in any context."""
+        """The resolver that describes the cluster. May be called in any context."""
         return self._resolver
 
 
@@ -102,6 +106,6 @@ def _require_implementation(implementation: CommunicationImplementation, topolog
     if implementation not in (CommunicationImplementation.AUTO, has):
         raise InvalidArgumentError(
             f"implementation={implementation}",
-            f"devices of platform {platform!r} communicate by {has.name}.",
+            f"devices of platform {platform!r} support only {has.name}.",
             "implementation=CommunicationImplementation.AUTO",
         )

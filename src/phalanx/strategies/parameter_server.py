@@ -2,6 +2,7 @@
 """`ParameterServerStrategy`: variables on parameter servers, steps on workers, asynchronously."""
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -12,6 +13,7 @@ from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.compat import Variable
+from phalanx.coordinator.scheduler import Scheduler
 from phalanx.errors import ClusterError, ContextError, InvalidArgumentError, arguments, shown
 from phalanx.input.sources.functions import InputContext
 from phalanx.mesh.devices import Held
@@ -22,36 +24,40 @@ from phalanx.servers.partitioners import Partitioner
 from phalanx.servers.ray import RayCluster
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.single import OneDeviceStrategy
+from phalanx.typing import PyTree
 
 _START_S = 600.0
 
 
 @final
 class ParameterServerStrategy(Strategy):
-    """Asynchronous training: variables live on parameter servers, and any worker does the next step.
+    """Trains asynchronously: variables live on parameter servers, and each step runs on any free worker.
 
-    Must be made outside all scopes, in the process that coordinates. Variables of its scope move to the servers when a scheduled step first
-    uses them; read or assigned here, they are read or assigned there. Steps are scheduled by a
-    `phalanx.coordinator.ClusterCoordinator`; `run` outside of one does a step on some worker and waits for it.
+    Must be created outside all scopes, in the coordinator process. A `phalanx.coordinator.ClusterCoordinator` schedules
+    steps. `run` outside of scheduled steps runs one step on a worker and waits for it. Variables created in the scope
+    move to the servers when a scheduled step first uses them. From then on, reads and assignments in this process go to
+    the servers.
 
     Args:
-      cluster_resolver: of a cluster with a chief, which is this process, workers and parameter servers, where `phalanx.Server` runs. None
-        reads TF_CONFIG, and where there is none starts the processes on this machine.
-      variable_partitioner: into how many shards a variable is divided, from its shape and dtype: one of
-        `phalanx.experimental.partitioners`, or a function like them; of one variable a server gets one shard at most.
-      workers: how many workers to start on this machine.
-      ps: how many parameter servers.
-      max_staleness: how many updates of others may be applied between the moment a step takes the variables and the moment its own
-        update is. None for any number; 0 for synchronous training, where the steps of all workers are one update by the mean of their gradients.
-      snapshot_every_s: how often what the servers hold is copied to this process, so that a server that dies is
-        restarted with it; None for never.
-      worker_timeout_s: for how many seconds a worker or a parameter server may give no sign of life, and a worker may take for one step,
-        one batch or its dataset function. A worker that is silent is replaced; the other cases are errors.
-      dashboard: whether to start Ray's.
+      cluster_resolver: describes a cluster with a chief (this process), workers and parameter servers, on which
+        `phalanx.Server` runs. None reads TF_CONFIG. Without TF_CONFIG, the processes start on this machine.
+      variable_partitioner: a function from shape and dtype of a variable to the number of shards along each dim, such
+        as those in `phalanx.experimental.partitioners`. A server gets at most one shard of a variable.
+      workers: number of workers to start on this machine.
+      ps: number of parameter servers to start on this machine.
+      max_staleness: number of updates of other steps that may be applied after a step has pulled the variables and
+        before its own update is applied. None means no limit. 0 means synchronous training: the steps of all workers
+        form one update, with the mean of their gradients.
+      snapshot_every_s: interval in seconds at which the state of the servers is copied to this process. A server that
+        dies is restarted from this copy. None means never.
+      worker_timeout_s: time in seconds that a worker or parameter server may stay silent, and that a worker may take
+        for one step, one batch or its dataset function. A silent worker is replaced. In the other cases an error is
+        raised.
+      dashboard: whether to start the Ray dashboard.
 
     Raises:
-      ClusterError: a cluster without a chief, a worker or a parameter server.
-      StartupError: tasks of the cluster did not join.
+      ClusterError: the cluster does not have a chief, a worker or a parameter server.
+      StartupError: a task of the cluster did not join.
       MissingDependencyError: Ray is not installed.
 
     Source: tf.distribute.ParameterServerStrategy; Li et al. 2014 (OSDI).
@@ -85,9 +91,9 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         super().__init__()
         for name, count in (("workers", workers), ("ps", ps)):
-            arguments.integer(name, count, kind="a whole number, at least 1", hint=f"{name}=2")
+            arguments.integer(name, count, kind="an integer of at least 1", hint=f"{name}=2")
         if max_staleness is not None:
-            kind = "a whole number, 0 or more, or None"
+            kind = "an integer of at least 0, or None"
             arguments.integer("max_staleness", max_staleness, least=0, kind=kind, hint="max_staleness=4")
         for name, seconds in (("snapshot_every_s", snapshot_every_s), ("worker_timeout_s", worker_timeout_s)):
             arguments.seconds(name, seconds, hint=f"{name}=30.0")
@@ -117,16 +123,30 @@ class ParameterServerStrategy(Strategy):
         except BaseException:
             self.cluster.close()
             raise
-        self._before_close: list[Callable[[], None]] = []
-        self._close = weakref.finalize(self, _closed, self.cluster, self.homes, self._before_close)
+        self._scheduler: Scheduler | None = None
+        self._starting = threading.Lock()
+        self._close = weakref.finalize(self, _closed, self.cluster, self.homes)
 
     def close(self) -> None:
-        """Ends workers and parameter servers; what the variables hold is lost. May be called in any context."""
+        """Stops all workers and parameter servers. The values of variables are lost. May be called in any context."""
+        if self._scheduler is not None:
+            self._scheduler.stop()
         self._close()
 
-    def before_close(self, end: Callable[[], None]) -> None:
-        """Lets `end()` be called before workers and parameter servers are ended. May be called in any context."""
-        self._before_close.append(end)
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler of the workers. The first access starts the workers. May be called in any context.
+
+        Raises:
+          ContextError: the strategy was closed.
+          StartupError: a worker exited during its start.
+        """
+        self.homes.servers.require_open()
+        with self._starting:
+            if self._scheduler is None:
+                timeout_s, waits = self.worker_timeout_s, self.max_staleness is not None
+                self._scheduler = Scheduler(self, self.homes, self.cluster, timeout_s=timeout_s, waits=waits)
+            return self._scheduler
 
     @property
     @override
@@ -136,7 +156,7 @@ class ParameterServerStrategy(Strategy):
     @property
     @override
     def storage(self) -> Topology:
-        """Where variables are made, before they move to the servers.
+        """The device on which variables are created, before they move to the servers.
 
         Raises:
           ContextError: the strategy was closed.
@@ -147,7 +167,7 @@ class ParameterServerStrategy(Strategy):
     @property
     @override
     def cluster_resolver(self) -> ClusterResolver | None:
-        """The resolver of the cluster; None for processes on this machine. May be called in any context."""
+        """The resolver that describes the cluster. None for processes on this machine. May be called in any context."""
         return self._resolver
 
     @property
@@ -162,14 +182,14 @@ class ParameterServerStrategy(Strategy):
         return super().held(variable) if held is None else held
 
     @override
-    def execute(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: RunOptions) -> Any:
+    def execute(self, fn: Callable[..., Any], args: PyTree, kwargs: dict[str, Any], options: RunOptions) -> PyTree:
         if options.eager:
             raise ContextError(
                 "RunOptions(eager=True) under ParameterServerStrategy",
-                "steps run as programs on workers.",
-                "strategy.run(fn, args=(...)) without it",
+                "workers run compiled programs, not Python code.",
+                "strategy.run(fn, args=(...)) without RunOptions",
             )
-        return _runners[-1](self, fn, args, kwargs)
+        return self.scheduler.run(fn, args, kwargs)
 
     @override
     def __reduce__(self) -> Any:
@@ -180,32 +200,29 @@ class ParameterServerStrategy(Strategy):
         return f"ParameterServerStrategy(workers={self.cluster.workers}, ps={self.cluster.ps})"
 
 
-_runners: list[Callable[..., Any]] = []
-
-
-def on_run(run: Callable[..., Any]) -> None:
-    """Lets `run(strategy, fn, args, kwargs)` do what is run outside of scheduled steps."""
-    _runners.append(run)
-
-
 class WorkerSide:
-    """What a dataset function that uses the strategy finds in its place on a worker, where nothing is to be distributed."""
+    """Replaces the strategy when a dataset function that refers to it runs on a worker. It distributes nothing."""
 
     num_replicas_in_sync = 1
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """Returns the dataset as it is."""
+        """Returns the dataset unchanged."""
         return dataset
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
-        """Returns the dataset of this worker, which is its own input pipeline."""
+        """Calls `dataset_fn` for one input pipeline, because each worker reads its own dataset."""
         return dataset_fn(InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1))
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
 
 def _cluster_of(resolver: ClusterResolver | None) -> ClusterSpec | None:
-    """Returns the cluster, if there is one."""
+    """Returns the cluster that the resolver or TF_CONFIG describes, or None.
+
+    Raises:
+      InvalidArgumentError: `resolver` is not a resolver.
+      ClusterError: the cluster does not have the required jobs, or this process is not the chief.
+    """
     if resolver is None:
         if not os.environ.get("TF_CONFIG"):
             return None
@@ -224,20 +241,18 @@ def _cluster_of(resolver: ClusterResolver | None) -> ClusterSpec | None:
     if unknown := set(spec.jobs) - {"chief", "worker", "ps", "evaluator"}:
         raise ClusterError(
             f"ParameterServerStrategy over {spec!r}",
-            f"jobs are chief, worker, ps and evaluator, not {sorted(unknown)}.",
+            f"the allowed jobs are chief, worker, ps and evaluator, not {sorted(unknown)}.",
             hint,
         )
     if resolver.task_type not in (None, "chief"):
         raise ClusterError(
             f"ParameterServerStrategy in task {resolver.task_type}:{resolver.task_id}",
-            "the chief makes the strategy; workers and parameter servers wait for its work.",
+            "only the chief creates the strategy, and sends work to workers and parameter servers.",
             f'phalanx.Server(cluster_spec, "{resolver.task_type}", {resolver.task_id}).join()',
         )
     return spec
 
 
-def _closed(cluster: RayCluster, homes: Homes, before: Sequence[Callable[[], None]]) -> None:
-    for end in before:
-        end()
+def _closed(cluster: RayCluster, homes: Homes) -> None:
     homes.servers.close()
     cluster.close()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `Strategy.reduce` and `Strategy.gather` compute, for one leaf, inside a program."""
+"""The computation of `Strategy.reduce` and `Strategy.gather` for one leaf, inside a program."""
 
 import math
 from collections.abc import Sequence
-from types import NoneType
+from functools import singledispatch
 from typing import Any
 
 import jax
@@ -11,36 +11,33 @@ import jax.numpy as jnp
 
 from phalanx.collectives import primitives
 from phalanx.collectives.cross_device import CrossDeviceOps
-from phalanx.errors import InputError, ReduceOpError, shown
-from phalanx.mesh.values import Mirrored, PerReplica, ReplicaLocal, RowMask, check_size
+from phalanx.errors import InputError, ReduceOpError, arguments, shown
+from phalanx.mesh.arrays import over_rows
+from phalanx.mesh.values import Mirrored, PerReplica, ReplicaLocal, RowMask, check_size, differs
 from phalanx.options import ReduceOp
+from phalanx.typing import PyTree
 
 Axis = int | tuple[int, ...] | None
 
 
-def reduce_leaf(op: ReduceOp, value: Any, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> Any:
+@singledispatch
+def reduce_leaf(value: Any, op: ReduceOp, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> PyTree:
     """Reduces one value over the replicas, and over the dims `axis` of each component.
 
     Args:
+      value: a distributed value, or an array or number that is equal on all replicas.
       op: SUM or MEAN.
-      value: a per-replica value, or one that is equal on all replicas.
-      axis: the dims; None for none.
-      num_replicas: how many there are.
-      ops: how a component of each replica becomes one value, inside a merge function; None is a sum.
+      axis: a dim or several dims of a component. None reduces over the replicas only.
+      num_replicas: number of replicas.
+      ops: the operations that reduce components inside a merge function. None is an all-reduce.
+
+    Returns:
+      The reduced array.
 
     Raises:
-      ReduceOpError: the sum of a value that is not per replica, a dim that is not there, bools.
-      InputError: components with different numbers of rows, and `axis` leaves the rows apart.
+      ReduceOpError: `value` is not a per-replica value and `op` is SUM, a dim does not exist, or the dtype is bool.
+      InputError: the components have different numbers of rows, and `axis` does not include the rows.
     """
-    if isinstance(value, PerReplica):
-        check_size(value, num_replicas)
-        data = primitives.to_array(value.data)
-        if axis is None and op is ReduceOp.MEAN and value.rows is None and value.batch is not None:
-            return _mean_where_rows(data, value.batch)
-        return _reduce_global(op, data, axis, value.rows)
-    if isinstance(value, ReplicaLocal):
-        return _reduce_local(op, value, axis, num_replicas, ops)
-    value = value.value if isinstance(value, Mirrored) else value
     if num_replicas == 1 and axis is None:
         if not isinstance(value, jax.Array):
             primitives.as_array(value)
@@ -51,7 +48,7 @@ def reduce_leaf(op: ReduceOp, value: Any, axis: Axis, num_replicas: int, ops: Cr
         if op is ReduceOp.SUM:
             raise ReduceOpError(
                 f"reduce(SUM) of {_short(value)}",
-                "it is not a per-replica value: whether to count it once or once for each replica is not said.",
+                "it is not a per-replica value, so it is unclear whether to count it once or once per replica.",
                 "ReduceOp.MEAN, or reduce an array that strategy.run returned",
             )
         return value
@@ -59,35 +56,69 @@ def reduce_leaf(op: ReduceOp, value: Any, axis: Axis, num_replicas: int, ops: Cr
     return result * num_replicas if op is ReduceOp.SUM else result
 
 
+@reduce_leaf.register
+def _(value: Mirrored, op: ReduceOp, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> Any:
+    return reduce_leaf(value.value, op, axis, num_replicas, ops)
+
+
+@reduce_leaf.register
+def _(value: PerReplica, op: ReduceOp, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> Any:
+    check_size(value, num_replicas)
+    data = primitives.to_array(value.data)
+    if axis is None and op is ReduceOp.MEAN and value.rows is None and value.batch is not None:
+        return _mean_where_rows(data, value.batch)
+    return _reduce_global(op, data, axis, value.rows)
+
+
+@reduce_leaf.register
+def _(value: ReplicaLocal, op: ReduceOp, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> Any:
+    data = primitives.to_array(value.value)
+    dims = _dims(axis, data.ndim)
+    # In a merge function only the shape suggests that a value has rows, and a gradient may have this shape by chance.
+    # So the mask applies only if the caller reduces the rows.
+    rows = value.rows if 0 in dims else None
+    if rows is not None:
+        data = jnp.where(over_rows(rows.mask, data), data, 0)
+    own = data.sum(axis=dims) if dims else data
+    total = (
+        primitives.all_reduce(ReduceOp.SUM, own, num_replicas) if ops is None else ops.reduce(ReduceOp.SUM, own, own)
+    )
+    if op is ReduceOp.SUM:
+        return total
+    others = math.prod(data.shape[d] for d in dims if d > 0)
+    count = rows.count if rows is not None else num_replicas * (data.shape[0] if 0 in dims else 1)
+    return total / (count * others)
+
+
 def check_axis(axis: Any) -> None:
-    """Raises for an axis that is no dim.
+    """Checks the `axis` argument of `Strategy.reduce`.
 
     Raises:
-      ReduceOpError: it is neither None, an integer, nor a tuple of integers.
+      ReduceOpError: `axis` is not None, an integer or a tuple of integers.
     """
     for dim in axis if isinstance(axis, tuple) else (axis,):
-        if isinstance(dim, bool) or not isinstance(dim, (int, NoneType)):
+        if dim is not None and not arguments.is_integer(dim):
             raise ReduceOpError(f"axis={shown(axis)}", "must be an integer, a tuple of integers, or None.", "axis=0")
 
 
 def check_dim(axis: Any) -> None:
-    """Raises for what is not one dim.
+    """Checks the `axis` argument of `Strategy.gather`.
 
     Raises:
-      ReduceOpError: it is not an integer.
+      ReduceOpError: `axis` is not an integer.
     """
-    if isinstance(axis, bool) or not isinstance(axis, int):
+    if not arguments.is_integer(axis):
         raise ReduceOpError(f"axis={shown(axis)}", "must be an integer.", "axis=0")
 
 
 def check_components(leaves: Sequence[Any]) -> None:
-    """Raises for per-replica values that are not arrays.
+    """Checks that the components of per-replica values are arrays.
 
     Raises:
       ReduceOpError: a component is another Python object.
     """
     for leaf in leaves:
-        if isinstance(leaf, PerReplica) and isinstance(leaf.data, tuple):
+        if differs(leaf) and isinstance(getattr(leaf, "data", None), tuple):
             raise ReduceOpError(
                 f"reduce of PerReplica({shown(leaf.data)})",
                 "its components are not arrays of numbers.",
@@ -96,35 +127,42 @@ def check_components(leaves: Sequence[Any]) -> None:
 
 
 def check_mergeable(value: PerReplica, axis: Axis) -> None:
-    """Raises for values whose rows no merge function knows.
+    """Checks that a merge function can reduce a value over `axis`.
 
     Raises:
-      InputError: they are of several steps, and a dim is reduced.
+      InputError: `value` holds padded batches of several steps, and `axis` is not None.
     """
     if axis is not None and value.rows is not None and value.rows.row_dim:
         raise InputError(
-            f"reduce(axis={shown(axis)}) of what run_steps returned, with operations that do not add",
+            f"reduce(axis={shown(axis)}) of a result of run_steps, with cross-device operations that do not add",
             "the replicas have different numbers of rows in each step.",
-            "strategy.run for each step",
+            "call strategy.run once per step",
         )
 
 
-def gather_leaf(value: Any, axis: int, num_replicas: int) -> Any:
-    """Concatenates the components along dim `axis`, padded rows included."""
-    if isinstance(value, ReplicaLocal):
-        return primitives.all_gather(value.value, axis, num_replicas)
-    if not isinstance(value, PerReplica):
-        if num_replicas == 1 and isinstance(value, jax.Array):  # It is the one component.
-            primitives.canonical_dim(axis, value.ndim, "axis")
-        return value
+@singledispatch
+def gather_leaf(value: Any, axis: int, num_replicas: int) -> PyTree:
+    """Concatenates the components along dim `axis`, including padded rows. Returns other values unchanged."""
+    if num_replicas == 1 and isinstance(value, jax.Array):  # The only component.
+        primitives.canonical_dim(axis, value.ndim, "axis")
+    return value
+
+
+@gather_leaf.register
+def _(value: ReplicaLocal, axis: int, num_replicas: int) -> Any:
+    return primitives.all_gather(value.value, axis, num_replicas)
+
+
+@gather_leaf.register
+def _(value: PerReplica, axis: int, num_replicas: int) -> Any:
     check_size(value, num_replicas)
     data = jnp.asarray(value.data)
     dim = primitives.canonical_dim(axis, data.ndim - 1, "axis")
     if value.rows is not None and value.rows.row_dim:
         raise InputError(
-            f"gather(axis={axis}) of what run_steps returned",
+            f"gather(axis={axis}) of a result of run_steps",
             "the replicas have different numbers of rows in each step.",
-            "strategy.run for each step, or reduce(op, value, axis=1)",
+            "call strategy.run once per step, or strategy.reduce(op, value, axis=1)",
         )
     if value.rows is not None and dim != 0:
         raise InputError(f"gather(axis={axis})", "the components have different numbers of rows.", "axis=0")
@@ -144,36 +182,15 @@ def _reduce_global(op: ReduceOp, data: jax.Array, axis: Axis, rows: RowMask | No
         )
     mask = jnp.asarray(rows.mask)
     others = math.prod(data.shape[d] for d in reduced if d >= mask.ndim)
-    mask = mask.reshape(mask.shape + (1,) * (data.ndim - mask.ndim))
+    mask = over_rows(mask, data)
     total = jnp.where(mask, data, 0).sum(axis=reduced)
     return total if op is ReduceOp.SUM else total / (mask.sum(axis=reduced) * others)
 
 
 def _mean_where_rows(data: jax.Array, rows: RowMask) -> jax.Array:
-    """Averages over the replicas that had a real row; of several steps, in each."""
-    counts = jnp.asarray(rows.mask).any(axis=-1)
-    counts = counts.reshape(counts.shape + (1,) * (data.ndim - counts.ndim))
+    """Averages over the replicas that had a real row, separately per step if there are several steps."""
+    counts = over_rows(jnp.asarray(rows.mask).any(axis=-1), data)
     return jnp.where(counts, data, 0).sum(axis=0) / jnp.maximum(counts.sum(axis=0), 1)
-
-
-def _reduce_local(
-    op: ReduceOp, value: ReplicaLocal, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None
-) -> jax.Array:
-    data = primitives.to_array(value.value)
-    dims = _dims(axis, data.ndim)
-    # Here only the shape says that a value has rows, and a gradient may have it by chance.
-    rows = value.rows if 0 in dims else None
-    if rows is not None:
-        data = jnp.where(rows.mask.reshape((-1,) + (1,) * (data.ndim - 1)), data, 0)
-    own = data.sum(axis=dims) if dims else data
-    total = (
-        primitives.all_reduce(ReduceOp.SUM, own, num_replicas) if ops is None else ops.reduce(ReduceOp.SUM, own, own)
-    )
-    if op is ReduceOp.SUM:
-        return total
-    others = math.prod(data.shape[d] for d in dims if d > 0)
-    count = rows.count if rows is not None else num_replicas * (data.shape[0] if 0 in dims else 1)
-    return total / (count * others)
 
 
 def _reduce_dims(op: ReduceOp, array: jax.Array, axis: Axis) -> jax.Array:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of a strategy that make one value of what the replicas hold."""
+"""The methods of a strategy that combine the components of distributed values."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -13,7 +13,7 @@ from phalanx.collectives import primitives
 from phalanx.collectives.cross_device import CrossDeviceOps
 from phalanx.errors import ContextError
 from phalanx.errors.frames import boundary
-from phalanx.mesh.values import DistributedValues, Mirrored, PerReplica, flatten, is_distributed, map_leaves
+from phalanx.mesh.values import DistributedValues, Mirrored, PerReplica, differs, flatten, is_distributed, map_leaves
 from phalanx.options import ReduceOp
 from phalanx.programs.replicas import trace_run
 from phalanx.programs.state import components_of
@@ -30,29 +30,31 @@ from phalanx.tracing import context
 from phalanx.tracing.policy import initial_components, policy_of
 from phalanx.tracing.scope import innermost
 from phalanx.tracing.strategy import AbstractStrategy
+from phalanx.typing import PyTree
 
 
 class AbstractResults(AbstractStrategy):
-    """What a strategy makes of values that differ between replicas."""
+    """Reduces, gathers and unpacks values that differ between replicas."""
 
     @final
     @boundary
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Axis) -> Any:
-        """Makes one value of a per-replica one. In cross-replica context or outside all scopes.
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Axis) -> PyTree:
+        """Reduces per-replica values over the replicas. Call it in cross-replica context or outside all scopes.
 
         Args:
           reduce_op: SUM or MEAN.
-          value: a pytree of `PerReplica` values, or of variables.
-          axis: None reduces over the replicas, element by element; a dim or a tuple of dims is reduced in each replica
-            too. A mean over rows is the sum of all real rows divided by their number, however they are spread.
+          value: a pytree of `PerReplica` values or variables.
+          axis: None reduces element by element over the replicas. A dim or a tuple of dims is reduced within each
+            replica, too. A mean over rows is the sum of all real rows divided by their number, regardless of how the
+            rows are distributed.
 
         Returns:
           A pytree of arrays.
 
         Raises:
           ContextError: called in replica context.
-          ReduceOpError: an unknown operation, a dim that is not there, or the sum of a value that is not per replica.
-          InputError: components with different numbers of rows, and `axis` is not 0.
+          ReduceOpError: the operation is unknown, a dim does not exist, or a value to be summed is not per replica.
+          InputError: the components have different numbers of rows, and `axis` does not include dim 0.
 
         Example:
           >>> import phalanx
@@ -77,46 +79,48 @@ class AbstractResults(AbstractStrategy):
 
     @property
     def _merging_ops(self) -> CrossDeviceOps | None:
-        """The operations that every reduction goes through; None where each may add as it likes."""
+        """The cross-device operations that every reduction must use. None if any sum gives the same result."""
         ops = self.cross_device_ops
         return None if ops is None or ops.adds else ops
 
-    def _reduce_leaf(self, op: ReduceOp, value: Any, axis: Axis) -> Any:
+    def _reduce_leaf(self, op: ReduceOp, value: Any, axis: Axis) -> PyTree:
         ops, n = self._merging_ops, self.num_replicas_in_sync
         if ops is None or not isinstance(value, PerReplica):
-            return reduce_leaf(op, value, axis, n, ops)
+            return reduce_leaf(value, op, axis, n, ops)
         check_mergeable(value, axis)
-        return self.merged(lambda x: reduce_leaf(op, x, axis, n, ops), value)
+        return self.merged(lambda x: reduce_leaf(x, op, axis, n, ops), value)
 
-    def merged(self, fn: Callable[..., Any], *values: PerReplica) -> Any:
-        """Returns what `fn` makes of values in a merge function of all replicas. Inside a program, outside its replicas."""
+    def merged(self, fn: Callable[..., Any], *values: PerReplica) -> PyTree:
+        """Returns `fn(*values)`, computed in a merge function of all replicas.
+
+        Called inside a program, in cross-replica context.
+        """
 
         def replica_fn(*local: Any) -> Mirrored:
-            replica = context.get_replica_context()
-            assert replica is not None
-            return Mirrored(replica.merge_call(lambda _, *merging: fn(*merging), args=local))
+            return Mirrored(context.require_replica().merge_call(lambda _, *merging: fn(*merging), args=local))
 
-        scope = innermost()
-        assert scope is not None
-        return trace_run(self, replica_fn, values, {}, scope).value
+        return trace_run(self, replica_fn, values, {}).value
 
     @final
     @boundary
-    def gather(self, value: Any, axis: int) -> Any:
-        """Concatenates the components of a per-replica value, in replica order. In cross-replica context or outside all scopes.
+    def gather(self, value: Any, axis: int) -> PyTree:
+        """Concatenates the components of a per-replica value, in replica order.
+
+        Call it in cross-replica context or outside all scopes.
 
         Args:
-          value: a pytree of `PerReplica` values; other values stay as they are.
-          axis: the dim along which to concatenate. Along dim 0 components may have different numbers of rows, and padded
-            rows are left out.
+          value: a pytree of `PerReplica` values. Other values are returned unchanged.
+          axis: the dim along which to concatenate. Along dim 0, components may have different numbers of rows, and
+            padded rows are dropped.
 
         Returns:
           A pytree of arrays.
 
         Raises:
-          ContextError: called in replica context; or in `phalanx.function` on a padded batch, whose number of real rows no
-            program knows.
-          ReduceOpError: a leaf has no such dim.
+          ContextError: called in replica context, or on a padded batch in `phalanx.function`, where the number of real
+            rows is unknown while the program is traced.
+          ReduceOpError: a leaf does not have the dim `axis`.
+          InputError: the components have different numbers of rows, and `axis` is not 0.
 
         Example:
           >>> import jax.numpy as jnp, phalanx
@@ -128,14 +132,12 @@ class AbstractResults(AbstractStrategy):
         context.require_cross_replica("Strategy.gather", self, "phalanx.get_replica_context().all_gather(value, axis)")
         check_dim(axis)
         check_components(flatten(value)[0])
-        padded = [
-            x.rows for x in jax.tree.leaves(value, is_leaf=is_distributed) if isinstance(x, PerReplica) and x.rows
-        ]
+        padded = any(_is_padded(x) for x in flatten(value)[0])
         if padded and innermost() is not None:
             raise ContextError(
                 "Strategy.gather of a padded batch in phalanx.function",
-                "no program knows how many rows are real.",
-                "gather outside phalanx.function",
+                "the number of real rows is unknown while the program is traced.",
+                "call strategy.gather outside phalanx.function",
             )
         leaf = lambda x: gather_leaf(x, axis, self.num_replicas_in_sync)  # noqa: E731
         value = map_leaves(_checked_array, value)
@@ -150,24 +152,33 @@ class AbstractResults(AbstractStrategy):
 
     @final
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns the components of this process's replicas, in replica order. In cross-replica context or outside all scopes.
+        """Returns the components of the replicas of this process, in replica order.
+
+        Call it in cross-replica context or outside all scopes.
 
         Args:
           value: a distributed value, a variable, or a pytree of them.
 
         Returns:
-          One value, or one pytree, for each local replica; `(value,)` for a value that is not distributed.
+          A tuple with one value or pytree per local replica. `(value,)` if `value` is not distributed.
 
         Raises:
           ContextError: called in replica context.
+
+        Example:
+          >>> import phalanx
+          >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> value = strategy.run(lambda: phalanx.get_replica_context().replica_id_in_sync_group + 1)
+          >>> [int(x) for x in strategy.experimental_local_results(value)]
+          [1, 2]
         """
         context.require_cross_replica(
-            "experimental_local_results", self, "you are in one replica already: use the value itself"
+            "experimental_local_results", self, "use the value directly, because this code already runs in a replica"
         )
         if isinstance(value, keras.Variable):
             value = self._content(value)
-            # Copies, for the next step is given the arrays themselves.
-            mirrored = not isinstance(value, PerReplica) and self.num_replicas_in_sync > 1
+            # Copies them, because the next step donates the arrays of the variable.
+            mirrored = not differs(value) and self.num_replicas_in_sync > 1
             value = Mirrored(jnp.copy(value)) if mirrored else jax.tree.map(jnp.copy, value)
         if isinstance(value, DistributedValues):
             return value.values
@@ -178,16 +189,16 @@ class AbstractResults(AbstractStrategy):
         parts = [x.values if isinstance(x, DistributedValues) else (x,) * n for x in leaves]
         return tuple(tree.unflatten(p) for p in zip(*parts, strict=True))
 
-    def on_all_workers(self, tree: Any) -> Any:
-        """Gives every process the whole of each array. Inside a program."""
+    def on_all_workers(self, tree: PyTree) -> PyTree:
+        """Replicates each array, so that every process can read the whole array. Called inside a program."""
         if self.topology.num_workers == 1:
             return tree
         whole = self.topology.replicated
         place = lambda x: jax.lax.with_sharding_constraint(x, whole) if isinstance(x, jax.Array) else x  # noqa: E731
         return jax.tree.map(place, tree)
 
-    def _content(self, value: Any) -> Any:
-        """Returns a variable as the distributed value it is; other values as they are."""
+    def _content(self, value: Any) -> PyTree:
+        """Returns the value of a variable (a `PerReplica` if its components differ), and other values unchanged."""
         if not isinstance(value, keras.Variable):
             return _checked_array(value)
         n, scope = self.num_replicas_in_sync, innermost()
@@ -197,16 +208,20 @@ class AbstractResults(AbstractStrategy):
         return PerReplica(initial_components(value, value.value, n) if parts is None else parts)
 
 
-def _checked_array(value: Any) -> Any:
+def _checked_array(value: object) -> Any:
     if isinstance(value, jax.Array):
         primitives.check_arrays(value)
     return value
 
 
-def _mask_of(value: Any) -> Any:
-    """Returns which rows of a padded value are real, as a per-replica value; something else for other values."""
-    return PerReplica(value.rows.mask) if isinstance(value, PerReplica) and value.rows else 0
+def _is_padded(value: Any) -> bool:
+    return is_distributed(value) and value.rows is not None
 
 
-def _real_rows(value: Any, whole: Any, mask: Any) -> Any:
-    return whole[np.flatnonzero(np.asarray(mask))] if isinstance(value, PerReplica) and value.rows else whole
+def _mask_of(value: Any) -> PyTree:
+    """Returns the padding mask of a padded value, as a per-replica value. Returns 0 for other values."""
+    return PerReplica(value.rows.mask) if _is_padded(value) else 0
+
+
+def _real_rows(value: Any, whole: PyTree, mask: Any) -> PyTree:
+    return whole[np.flatnonzero(np.asarray(mask))] if _is_padded(value) else whole

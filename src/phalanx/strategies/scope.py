@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The context manager in which a strategy is current."""
+"""The context manager that makes a strategy current."""
 
 from contextlib import ExitStack
 from typing import Any, Generic, TypeVar
@@ -41,17 +41,19 @@ def _require_enterable(strategy: AbstractStrategy) -> None:
     mode = context.current()
     if mode.strategy is not strategy and not strategy.topology.has_devices:
         raise ContextError(
-            "the default strategy's scope", f"inside the scope of {mode.strategy!r}.", "leave that scope first"
+            "the scope of the default strategy was entered",
+            f"inside the scope of {mode.strategy!r}.",
+            "leave that scope first",
         )
     if mode.strategy is not strategy:
         raise MixedStrategyError(
-            f"the scope of {strategy!r}",
-            f"inside that of {mode.strategy!r}; one strategy at a time.",
+            f"the scope of {strategy!r} was entered",
+            f"inside the scope of {mode.strategy!r}, but only one strategy can be current.",
             "leave the other scope first",
         )
     if mode.replica is not None:
         raise ContextError(
-            "Strategy.scope in replica context",
-            "it is for cross-replica context.",
+            "Strategy.scope was entered in replica context",
+            "it works only in cross-replica context.",
             "phalanx.get_replica_context().merge_call(fn)",
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategies of one replica: the default one, and `OneDeviceStrategy`."""
+"""The strategies with one replica: the default strategy and `OneDeviceStrategy`."""
 
 import types
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from phalanx import compat
 from phalanx.errors import ContextError
 from phalanx.mesh.arrays import is_sparse, of_other_library
 from phalanx.mesh.topology import NOWHERE, Nowhere, Topology
-from phalanx.mesh.values import Mirrored, map_leaves
+from phalanx.mesh.values import map_leaves, unwrapped
 from phalanx.options import RunOptions
 from phalanx.programs import explain
 from phalanx.strategies.base import Strategy
@@ -21,14 +21,15 @@ from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.tracing import context
 from phalanx.tracing.context import ReplicaContext
 from phalanx.tracing.discovery import NeedsProgram
+from phalanx.typing import PyTree
 
 
 @final
 class DefaultStrategy(Strategy):
-    """What `get_strategy()` returns outside all scopes: `run` calls the function, nothing is placed or split.
+    """Calls replica functions directly and places nothing. `get_strategy()` returns it outside all scopes.
 
-    There is one instance. A replica function with a `GradientTape` is compiled, for a gradient needs the whole function;
-    others are just called.
+    There is only one instance. A replica function with a `GradientTape` is compiled, because a gradient needs a trace
+    of the whole function. Other functions are called without compilation.
     """
 
     _instance: "DefaultStrategy | None" = None
@@ -36,7 +37,7 @@ class DefaultStrategy(Strategy):
     def __init__(self) -> None:
         if DefaultStrategy._instance is not None:
             raise ContextError(
-                "DefaultStrategy()", "there is one default strategy only.", "phalanx.get_strategy() outside all scopes"
+                "DefaultStrategy()", "there is only one default strategy.", "phalanx.get_strategy() outside all scopes"
             )
         super().__init__()
         DefaultStrategy._instance = self
@@ -48,7 +49,7 @@ class DefaultStrategy(Strategy):
         return NOWHERE
 
     @override
-    def execute(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: RunOptions) -> Any:
+    def execute(self, fn: Callable[..., Any], args: PyTree, kwargs: dict[str, Any], options: RunOptions) -> PyTree:
         code = getattr(fn, "__code__", None)
         if code in self._with_tape:
             return super().execute(fn, args, kwargs, options)
@@ -61,19 +62,21 @@ class DefaultStrategy(Strategy):
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ContextError(
-            "copy.deepcopy of the default strategy", "there is one default strategy only.", "phalanx.get_strategy()"
+            "copy.deepcopy of the default strategy", "there is only one default strategy.", "phalanx.get_strategy()"
         )
 
 
 @final
 class OneDeviceStrategy(SynchronousStrategy):
-    """Variables and computation on one device. May be made outside all scopes.
+    """Places variables and computation on one device. May be created outside all scopes.
 
     Args:
       device: for example `"/gpu:0"`, `"cpu:0"` or `jax.local_devices()[0]`.
 
     Raises:
       DeviceError: this process has no such device.
+
+    Source: tf.distribute.OneDeviceStrategy.
 
     Example:
       >>> import phalanx
@@ -87,9 +90,8 @@ class OneDeviceStrategy(SynchronousStrategy):
 
 
 def _plain(leaf: Any) -> Any:
-    """Returns an argument as a replica function gets it: without `Mirrored`, and a tensor of another library as an array."""
-    if isinstance(leaf, Mirrored):
-        return leaf.value
+    """Converts an argument for a replica function: unwraps a `Mirrored` and converts a tensor of another library."""
+    leaf = unwrapped(leaf)
     array = None if is_sparse(leaf) else of_other_library(leaf, "an argument")
     return leaf if array is None else array
 

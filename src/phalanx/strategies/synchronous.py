@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the strategies share whose replicas run on devices that are known when they are made."""
+"""The base class of the strategies whose devices are known when they are created."""
 
 from typing_extensions import override
 
@@ -11,11 +11,11 @@ from phalanx.strategies.base import Strategy
 
 
 class SynchronousStrategy(Strategy):
-    """One replica on each device of a topology, and gradients that cross devices where there are several.
+    """Runs the replicas of a topology in lockstep and reduces gradients if there are several replicas.
 
     Args:
-      topology: the devices.
-      cross_device_ops: how gradients cross them.
+      topology: the replicas and their devices.
+      cross_device_ops: the algorithm that reduces gradients over the replicas.
     """
 
     def __init__(self, topology: Topology, cross_device_ops: CrossDeviceOps | None = None) -> None:
@@ -31,7 +31,7 @@ class SynchronousStrategy(Strategy):
 
     @property
     def layout(self) -> AbstractLayout | None:
-        """How variables are divided over the axes of the mesh; None where every device holds them whole. In any context."""
+        """The layout that shards variables over mesh axes, or None. May be called in any context."""
         return self._topology.layout
 
     @property
@@ -41,7 +41,7 @@ class SynchronousStrategy(Strategy):
 
 
 def ops_within(topology: Topology) -> CrossDeviceOps:
-    """Returns how gradients cross the devices of one process best."""
-    # Packing costs more than it saves there, but for small arrays. What is divided over the devices of a replica would have
-    # to be gathered for it.
+    """Returns the fastest gradient reduction between devices of one process."""
+    # Within a process, packing saves time only for small arrays (`num_packs=None`). With a model axis nothing is
+    # packed, because arrays that are sharded over the devices of a replica would have to be gathered first.
     return NcclAllReduce(num_packs=0 if topology.axes else None)

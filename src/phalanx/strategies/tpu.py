@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TPUStrategy`: one replica on the logical devices that an assignment gives it."""
+"""`TPUStrategy`: one replica per TPU core, or per group of logical devices of a device assignment."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,24 +22,25 @@ from phalanx.tracing import context
 
 
 class TPUStrategy(SynchronousStrategy):
-    """Synchronous training on TPUs: one replica on each core, or on the logical devices of an assignment.
+    """Trains synchronously on TPUs, with one replica per core or per group of logical devices of an assignment.
 
-    Every host of a slice runs the same program, and makes the strategy at its top. May be made outside all scopes.
+    Every host of a slice runs the same program and creates the strategy at the top, outside all scopes.
 
-    A replica with several logical devices is one program that XLA divides between them. Its mesh axis is named "model"; of
-    4, 8, ... logical devices "model_0", "model_1", ..., of 2 each.
+    XLA partitions the program of a replica across its logical devices. With a prime number of logical devices, their
+    mesh axis is named "model". With 4, 8, ... logical devices there are several axes of size 2, named "model_0",
+    "model_1", ...
 
     Args:
-      tpu_cluster_resolver: what knows the hosts; None is `TPUClusterResolver()`.
-      experimental_device_assignment: which cores each replica has; None makes a replica of each core.
-      experimental_spmd_xla_partitioning: whether logical devices are never addressed one by one, as in tf.distribute; all
-        programs are partitioned by XLA, whether it is set or not.
-      layout: which variables are divided, as of `MirroredStrategy`.
+      tpu_cluster_resolver: describes the hosts. None is `TPUClusterResolver()`.
+      experimental_device_assignment: the cores of each replica. None makes one replica per core.
+      experimental_spmd_xla_partitioning: whether the program never addresses single logical devices, as in
+        tf.distribute. XLA partitions all programs in any case.
+      layout: which variables are sharded, as in `MirroredStrategy`.
 
     Raises:
-      DeviceError: this machine has no TPU, or the assignment is for another system.
+      DeviceError: this machine has no TPU, or the assignment belongs to another system.
       ClusterError, StartupError: the hosts cannot be connected.
-      InvalidArgumentError: an argument of another kind.
+      InvalidArgumentError: an argument has the wrong type.
 
     Source: tf.distribute.TPUStrategy.
 
@@ -65,7 +66,7 @@ class TPUStrategy(SynchronousStrategy):
         if isinstance(resolver, DeviceAssignment):
             raise InvalidArgumentError(
                 f"tpu_cluster_resolver={shown(resolver)}",
-                "an assignment is the second argument.",
+                "a device assignment is the second argument, not the first.",
                 "TPUStrategy(experimental_device_assignment=assignment)",
             )
         if not isinstance(assignment, (DeviceAssignment, type(None))):
@@ -85,7 +86,7 @@ class TPUStrategy(SynchronousStrategy):
     @property
     @override
     def cluster_resolver(self) -> ClusterResolver:
-        """The resolver of the TPU system. May be called in any context."""
+        """The resolver that describes the TPU system. May be called in any context."""
         return self._resolver
 
     @property
@@ -94,19 +95,20 @@ class TPUStrategy(SynchronousStrategy):
         return True
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """Lets one logical device of each replica provide a value. In replica context.
+        """Assigns an array to one logical device of each replica. Call it in replica context.
 
-        All logical devices execute one program; this one's value is kept, and sent to the others that use it.
+        All logical devices execute the same program. The value of this logical device is kept and sent to the logical
+        devices that use it.
 
         Args:
           tensor: an array.
-          logical_device_id: the number of a logical device.
+          logical_device_id: index of a logical device, from 0.
 
         Returns:
           The same value.
 
         Raises:
-          InvalidArgumentError: there is no such logical device, or the strategy was made with SPMD partitioning.
+          InvalidArgumentError: the logical device does not exist, or the strategy was created with SPMD partitioning.
           ContextError: called outside a replica function.
 
         Example:
@@ -123,14 +125,11 @@ class TPUStrategy(SynchronousStrategy):
         if self._is_spmd:
             raise InvalidArgumentError(
                 "experimental_assign_to_logical_device with experimental_spmd_xla_partitioning=True",
-                "XLA divides all of a replica's program between its logical devices.",
-                "experimental_split_to_logical_devices(tensor, ...) or experimental_replicate_to_logical_devices(tensor)",
+                "XLA partitions the whole program of a replica across its logical devices.",
+                "experimental_split_to_logical_devices(tensor, ...), or "
+                "experimental_replicate_to_logical_devices(tensor)",
             )
-        if (
-            not isinstance(logical_device_id, int)
-            or isinstance(logical_device_id, bool)
-            or not 0 <= logical_device_id < count
-        ):
+        if not arguments.is_integer(logical_device_id, 0, count - 1):
             raise InvalidArgumentError(
                 f"logical_device_id={shown(logical_device_id)}",
                 f"a replica has the logical devices 0 to {count - 1}.",
@@ -144,20 +143,21 @@ class TPUStrategy(SynchronousStrategy):
         return kept.sum(0).astype(value.dtype)
 
     def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
-        """Divides an array between the logical devices of each replica. In replica context.
+        """Shards an array over the logical devices of each replica. Call it in replica context.
 
-        XLA divides what is computed with it likewise, as far as it can.
+        XLA shards the computations that use the array in the same way, as far as possible.
 
         Args:
           tensor: an array.
-          partition_dimensions: into how many parts to divide each dim; their product is the number of logical devices, which
-            get the parts in C order.
+          partition_dimensions: the number of shards along each dim. The product must be the number of logical devices,
+            which get the shards in C order.
 
         Returns:
           The same value.
 
         Raises:
-          InvalidArgumentError: not one number for each dim, numbers that do not divide the dims, or another product.
+          InvalidArgumentError: `partition_dimensions` does not have one number per dim, a number does not divide its
+            dim, or the product is wrong.
           ContextError: called outside a replica function.
         """
         self._require_replica("experimental_split_to_logical_devices")
@@ -171,24 +171,26 @@ class TPUStrategy(SynchronousStrategy):
         parts = list(partition_dimensions)
         count = self.topology.devices_per_replica
         asked = f"partition_dimensions={shown(parts)} of an array {value.dtype}{list(value.shape)}"
-        if len(parts) != value.ndim or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in parts):
-            raise InvalidArgumentError(asked, "must be one positive integer for each dim.", f"{[1] * value.ndim}")
+        if len(parts) != value.ndim or not all(arguments.is_integer(n, least=1) for n in parts):
+            raise InvalidArgumentError(asked, "must be one positive integer per dim.", f"{[1] * value.ndim}")
         if wrong := [i for i, n in enumerate(parts) if value.shape[i] % n]:
             dim = wrong[0]
             raise InvalidArgumentError(
-                asked, f"{parts[dim]} does not divide {value.shape[dim]}, dim {dim}.", "a number that divides the dim"
+                asked,
+                f"{parts[dim]} does not divide dim {dim}, which has size {value.shape[dim]}.",
+                f"a number for dim {dim} that divides {value.shape[dim]}",
             )
         spec = _divided(parts, self.topology.axes)
         if spec is None:
             raise InvalidArgumentError(
                 asked,
-                f"a replica has {count} logical devices, and the product must be that.",
+                f"the product must be {count}, the number of logical devices per replica.",
                 f"{[count] + [1] * (value.ndim - 1)}",
             )
         return value if count == 1 else lax.with_sharding_constraint(value, spec)
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """Lets every logical device of a replica have a whole array. In replica context.
+        """Replicates an array on all logical devices of each replica. Call it in replica context.
 
         Args:
           tensor: an array.
@@ -204,7 +206,7 @@ class TPUStrategy(SynchronousStrategy):
         return value if self.topology.devices_per_replica == 1 else lax.with_sharding_constraint(value, PartitionSpec())
 
     def _spec(self, dim: int, ndim: int) -> PartitionSpec:
-        """Returns how to divide a dim between all logical devices."""
+        """Returns the spec that shards one dim over all logical devices."""
         names = tuple(name for name, _ in self.topology.axes)
         return PartitionSpec(*(names if i == dim else None for i in range(ndim)))
 
@@ -213,26 +215,26 @@ class TPUStrategy(SynchronousStrategy):
         if mode.replica is None or mode.strategy is not self:
             raise ContextError(
                 f"{method} outside a replica function of {shown(self)}",
-                "it says where an array of a replica's program is.",
+                "it controls the placement of arrays inside a replica function.",
                 "call it in the function that strategy.run runs",
             )
 
 
 def _topology_of(assignment: DeviceAssignment, num_tasks: int, layout: AbstractLayout | None) -> Topology:
-    """Returns the devices of an assignment, replica by replica."""
+    """Returns the topology that an assignment describes."""
     tasks = devices_of(assignment.topology)
     if num_tasks < assignment.topology.num_tasks:
         raise DeviceError(
             f"{assignment} on {assignment.topology.num_tasks} hosts",
-            f"this job has {num_tasks}.",
-            "the topology that initialize_tpu_system(resolver) returns",
+            f"this job has {num_tasks} hosts.",
+            "build the assignment from the topology that initialize_tpu_system(resolver) returns",
         )
     devices = [tasks[task][core] for task, core in assignment.logical_to_physical.reshape(-1, 2)]
     return Topology(tuple(devices), _axes(assignment.num_cores_per_replica), layout)
 
 
 def _axes(cores: int) -> tuple[tuple[str, int], ...]:
-    """Returns mesh axes for so many logical devices: of prime sizes, so that an array can be divided along several dims."""
+    """Returns mesh axes of prime sizes for `cores` logical devices, so that several dims can be sharded."""
     sizes = []
     while cores > 1:
         sizes.append(next(n for n in range(2, cores + 1) if cores % n == 0))
@@ -241,7 +243,7 @@ def _axes(cores: int) -> tuple[tuple[str, int], ...]:
 
 
 def _divided(parts: Sequence[int], axes: Sequence[tuple[str, int]]) -> PartitionSpec | None:
-    """Returns how to divide each dim into so many parts, in C order; None where the axes cannot."""
+    """Returns the spec that splits each dim into `parts` shards, in C order. None if the axes do not allow it."""
     left, spec = list(axes), []
     for wanted in parts:
         names: list[str] = []

@@ -2,7 +2,8 @@
 """Names of `tf.tpu.experimental`."""
 
 from phalanx.cluster.resolvers.tpu import TPUSystemMetadata
-from phalanx.mesh.device_assignment import DeviceAssignment, DeviceOrderMode, Topology
+from phalanx.mesh.device_assignment import DeviceAssignment, DeviceOrderMode
+from phalanx.mesh.device_assignment import TPUTopology as Topology
 from phalanx.mesh.tpu_system import initialize_tpu_system, shutdown_tpu_system
 
 __all__ = [

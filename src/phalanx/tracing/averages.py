@@ -4,15 +4,19 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from phalanx.collectives import primitives
 from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.mesh.arrays import over_rows
 from phalanx.options import ReduceOp
 from phalanx.tracing.context import ReplicaContext
 
 
-def reduce_rows(replica: ReplicaContext, values: Any, counts: Any, reduction: str, *, is_averaging: bool) -> Any:
+def reduce_rows(
+    replica: ReplicaContext, values: jax.Array, counts: jax.Array, reduction: str, *, is_averaging: bool
+) -> jax.Array:
     """Returns a replica's share of a loss over the global batch. The shares of all replicas add up to the loss.
 
     Args:
@@ -34,7 +38,7 @@ def reduce_rows(replica: ReplicaContext, values: Any, counts: Any, reduction: st
             f"this batch is padded to {len(mask)} rows, and its mask does not fit.",
             "losses of the rows of the batch; or a sample_weight made of get_replica_context().example_mask",
         )
-    is_real = mask.reshape((-1,) + (1,) * (values.ndim - 1))
+    is_real = over_rows(mask, values)
     total = jnp.where(is_real, values, 0).sum()
     if not is_averaging:
         return total
@@ -49,14 +53,14 @@ def reduce_rows(replica: ReplicaContext, values: Any, counts: Any, reduction: st
     return _divided(_divided(total, divisor), jnp.asarray(replica.weight, values.dtype))
 
 
-def weight_of_mean(replica: ReplicaContext, weight: Any) -> Any:
+def weight_of_mean(replica: ReplicaContext, weight: jax.Array) -> jax.Array:
     """Returns the weight of a mean over a replica's rows among the replicas' means; `weight` is the user's, or None."""
     if weight is None:
         return replica.weight
     return weight if replica.padding is None else weight * replica.padding.mask.mean()
 
 
-def moments(values: Any, counts: Any, axes: Sequence[int], *, replicas: int) -> tuple[Any, Any]:
+def moments(values: jax.Array, counts: jax.Array, axes: Sequence[int], *, replicas: int) -> tuple[Any, Any]:
     """Returns mean and variance over some dims of the values that count.
 
     Args:
@@ -66,7 +70,7 @@ def moments(values: Any, counts: Any, axes: Sequence[int], *, replicas: int) -> 
       replicas: over how many replicas; 1 for this replica alone.
     """
 
-    def mean(x: Any) -> Any:
+    def mean(x: jax.Array) -> jax.Array:
         total = jnp.where(counts, x, 0).sum(axis=tuple(axes), keepdims=True)
         return primitives.all_reduce(ReduceOp.SUM, total, replicas) / count
 
@@ -90,12 +94,12 @@ def check_loss(name: str, reduction: str, *, replicas: int) -> None:
         )
 
 
-def count_of_a_row(replica: ReplicaContext) -> Any:
+def count_of_a_row(replica: ReplicaContext) -> jax.Array:
     """Returns the weight of one real row, in units in which a replica's share of a full batch weighs one."""
     assert replica.num_examples is not None
     return replica.num_replicas_in_sync / replica.num_examples
 
 
-def _divided(value: Any, divisor: Any) -> Any:
+def _divided(value: jax.Array, divisor: jax.Array) -> jax.Array:
     """Returns the quotient; zero if the divisor is zero."""
     return jnp.where(divisor == 0, 0, value / jnp.where(divisor == 0, 1, divisor))

@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -47,6 +48,6 @@ def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
     return combined
 
 
-def first_component(policy: Policy, value: Any) -> Any:
+def first_component(policy: Policy, value: jax.Array) -> jax.Array:
     """Returns what one replica holds of `value`, so that the replicas' components combine to it."""
     return primitives.only_on(0, value) if policy.on_read and policy.combine is Combine.SUM else value

@@ -23,6 +23,7 @@ from phalanx.mesh.topology import NOWHERE
 from phalanx.mesh.values import ReplicaLocal, RowMask, flatten
 from phalanx.options import CommunicationOptions, ReduceOp
 from phalanx.tracing.strategy import AbstractStrategy, check_strategy
+from phalanx.typing import PyTree
 
 T = TypeVar("T")
 
@@ -106,7 +107,7 @@ class ReplicaContext:
         return self._rows.count if self._rows else None
 
     @property
-    def weight(self) -> Any:
+    def weight(self) -> jax.Array | float:
         """Which part of the rows of the global batch this replica has: a scalar; the parts of all add up to 1."""
         if self.padding is None:
             return 1 / self.num_replicas_in_sync
@@ -127,7 +128,9 @@ class ReplicaContext:
             )
         return self._masks[0] if self._masks else None
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: PyTree, options: CommunicationOptions | None = None
+    ) -> PyTree:
         """Sums or averages `value` over the replicas; every replica gets the result. In replica context.
 
         A mean is over the replicas that have a real row of a padded batch.
@@ -166,7 +169,7 @@ class ReplicaContext:
         packs = packing.by_bytes([str(x.dtype) for x in arrays], [x.nbytes for x in arrays], options.bytes_per_pack)
         return tree.unflatten(primitives.packed(reduce, arrays, packs))
 
-    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+    def all_gather(self, value: PyTree, axis: int, options: CommunicationOptions | None = None) -> PyTree:
         """Concatenates `value` over the replicas along dim `axis`, in replica order. In replica context; differentiable.
 
         Args:
@@ -185,7 +188,9 @@ class ReplicaContext:
         checked_options(options)
         return primitives.all_gather(value, axis, self.num_replicas_in_sync)
 
-    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: PyTree = (), kwargs: dict[str, Any] | None = None
+    ) -> PyTree:
         """Calls `merge_fn(strategy, *args, **kwargs)` in cross-replica context, for all replicas at once. In replica context.
 
         Works inside `jax.jit`, `lax.cond` and `lax.scan` too.
@@ -266,7 +271,7 @@ def depth() -> int:
     return len(_stack.get())
 
 
-def call_in(mode: Mode, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def call_in(mode: Mode, fn: Callable[..., T], *args: PyTree, **kwargs: PyTree) -> T:
     """Returns `fn(*args, **kwargs)`, called with `mode` as the innermost one.
 
     Unlike `enter` it restores the modes also if a signal handler raises while they change, because no bytecode of Python runs
@@ -338,6 +343,13 @@ def get_replica_context() -> "ReplicaContext | None":
     """
     compat.note_read()
     return current().replica
+
+
+def require_replica() -> ReplicaContext:
+    """Returns the context of the replica function that is being traced. Called only while one is."""
+    replica = get_replica_context()
+    assert replica is not None
+    return replica
 
 
 def experimental_set_strategy(strategy: AbstractStrategy | None) -> None:

@@ -27,6 +27,7 @@ from phalanx.tracing.draws import AbstractIterator, refuse_draw
 from phalanx.tracing.policy import describe
 from phalanx.tracing.scope import LiftScope
 from phalanx.tracing.strategy import Update
+from phalanx.typing import PyTree
 
 
 class _Body(AbstractPass):
@@ -37,16 +38,16 @@ class _Body(AbstractPass):
         self._outer, self._values = outer, values
 
     @override
-    def initial(self, variable: Variable) -> Any:
+    def initial(self, variable: Variable) -> jax.Array:
         known = self._values.get(id(variable))
         return self._outer.value(variable) if known is None else known
 
     @override
-    def components(self, variable: Variable, num_replicas: int) -> Any:
+    def components(self, variable: Variable, num_replicas: int) -> jax.Array | None:
         return None
 
     @override
-    def looked_up(self, table: Variable, ids: Any) -> Any:
+    def looked_up(self, table: Variable, ids: jax.Array) -> jax.Array:
         return self._outer.looked_up(table, ids)
 
     @override
@@ -100,7 +101,7 @@ class _Surroundings:
         if isinstance(scope, LiftScope):
             scope.note_read()  # By the body, once it runs.
 
-    def value(self, variable: Variable) -> Any:
+    def value(self, variable: Variable) -> jax.Array:
         """Returns the value of `variable` around the body."""
         value = None
         if isinstance(self._scope, LiftScope):
@@ -111,7 +112,7 @@ class _Surroundings:
         # Made in the body: it gets its first value when all scopes are closed.
         return jnp.zeros(variable.shape, compat.dtype_of(variable)) if value is None else value
 
-    def looked_up(self, table: Variable, ids: Any) -> Any:
+    def looked_up(self, table: Variable, ids: jax.Array) -> jax.Array:
         """Notes that rows of `table` are looked up in the body."""
         if not isinstance(self._scope, LiftScope):
             raise TraceError(
@@ -136,11 +137,11 @@ class _Surroundings:
         self._entries = [e for e in scope.entries.values() if e.written]
         return [e.value for e in self._entries]
 
-    def writes_of(self, fn: Callable[..., Any], *args: Any) -> None:
+    def writes_of(self, fn: Callable[..., Any], *args: PyTree) -> None:
         """Remembers which variables `fn(*args)` writes, in addition to those that are known."""
         known = {id(e.variable): e for e in self._entries}
 
-        def traced(*args: Any) -> None:
+        def traced(*args: PyTree) -> None:
             with self.body() as scope:
                 fn(*args)
             for entry in scope.entries.values():
@@ -156,7 +157,7 @@ class _Surroundings:
         """Returns the values, around the body, of the variables that it writes."""
         return [self.value(e.variable) for e in self._entries]
 
-    def call(self, fn: Callable[..., Any], values: list[Any], *args: Any) -> tuple[Any, list[Any]]:
+    def call(self, fn: Callable[..., Any], values: list[Any], *args: PyTree) -> tuple[Any, list[Any]]:
         """Calls `fn(*args)` as a body whose written variables start from `values`; returns their new values too."""
         variables = [e.variable for e in self._entries]
         with self.body({id(v): x for v, x in zip(variables, values, strict=True)}) as scope:
@@ -167,7 +168,7 @@ class _Surroundings:
         """Returns `fn` as a branch whose first argument is the values of the variables that are written."""
 
         @functools.wraps(fn)
-        def branch(values: list[Any], *args: Any) -> tuple[Any, list[Any]]:
+        def branch(values: list[Any], *args: PyTree) -> tuple[Any, list[Any]]:
             return self.call(fn, values, *args)
 
         return branch
@@ -184,8 +185,8 @@ class _Surroundings:
 
 def scan(  # noqa: PLR0917  (jax.lax.scan's own order)
     f: Callable[[Any, Any], tuple[Any, Any]],
-    init: Any,
-    xs: Any = None,
+    init: PyTree,
+    xs: PyTree = None,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
@@ -229,7 +230,7 @@ def scan(  # noqa: PLR0917  (jax.lax.scan's own order)
     outer.writes_of(f, init, jax.tree.map(_one_step, xs))
 
     @functools.wraps(f)
-    def body(carry: Any, x: Any) -> tuple[Any, Any]:
+    def body(carry: PyTree, x: jax.Array) -> tuple[Any, Any]:
         (new, y), values = outer.call(f, carry[1], carry[0], x)
         return (new, values), y
 
@@ -238,7 +239,7 @@ def scan(  # noqa: PLR0917  (jax.lax.scan's own order)
     return carry, ys
 
 
-def _num_steps(xs: Any, length: Any) -> int:
+def _num_steps(xs: PyTree, length: Any) -> int:
     """Returns how many steps a scan has.
 
     Raises:
@@ -256,11 +257,11 @@ def _num_steps(xs: Any, length: Any) -> int:
     return lengths.pop()
 
 
-def _one_step(xs: Any) -> jax.ShapeDtypeStruct:
+def _one_step(xs: PyTree) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(xs.shape[1:], xs.dtype)
 
 
-def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any) -> Any:
+def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: PyTree) -> PyTree:
     """`jax.lax.cond` whose branches may assign variables. May be called in any context.
 
     Args:
@@ -303,7 +304,7 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
     return result
 
 
-def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any) -> Any:
+def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: PyTree) -> PyTree:
     """`jax.lax.while_loop` whose body may assign variables. May be called in any context.
 
     Args:
@@ -369,12 +370,12 @@ def remat(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """
     arguments.function("fn", fn, "phalanx.remat(lambda x: layer(x))")
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: PyTree, **kwargs: PyTree) -> PyTree:
         outer = BodyScope.around()
         if "static_argnums" not in options:
             args, kwargs = primitives.checked_arrays((args, kwargs))
 
-        def pure(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        def pure(*args: PyTree, **kwargs: PyTree) -> tuple[Any, list[Any]]:
             with outer.body() as scope:
                 result = fn(*args, **kwargs)
             return result, outer.written_values(scope)

@@ -24,6 +24,7 @@ from phalanx.tracing.draws import AbstractIterator, Draw
 from phalanx.tracing.policy import Policy, describe, policy_of
 from phalanx.tracing.strategy import AbstractStrategy, Update
 from phalanx.tracing.structure import Arguments
+from phalanx.typing import PyTree
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Discovery:
     written: list[bool] = field(default_factory=list)
     inputs: list[tuple[int, bool]] = field(default_factory=list)
     jaxpr: Any = None
-    outputs: Any = None
+    outputs: PyTree = None
     connected: list[tuple[bool, ...]] = field(default_factory=list)
     has_tapes: bool = False
     has_callback: bool = False
@@ -77,7 +78,7 @@ class Discovery:
         updates: Sequence[Update],
         inputs: Sequence[tuple[Variable | int, bool]],
         jaxpr: Any,
-        outputs: Any,
+        outputs: PyTree,
     ) -> None:
         """Records the variables that were used, and the updates that were left, while `jaxpr` was traced."""
         self.variables = [e.variable for e in entries]
@@ -93,14 +94,14 @@ class Discovery:
         self.seeds += [v for r in self.runs for v in r.seeds]
         self.updates = [replace(u, gradients=[]) for u in updates]
 
-    def flat(self, values: Sequence[Any], parts: Sequence[Any], *args: Any) -> list[Any]:
+    def flat(self, values: Sequence[Any], parts: Sequence[Any], *args: PyTree) -> list[Any]:
         """Returns the inputs of the trace: of the variables' values and components, and of the arguments."""
         return [(parts if own else values)[i] for i, own in self.inputs] + jax.tree.leaves(args)
 
-    def evaluate(self, values: Sequence[Any], parts: Sequence[Any], *args: Any) -> Any:
+    def evaluate(self, values: Sequence[Any], parts: Sequence[Any], *args: PyTree) -> PyTree:
         """Runs the trace with these values and components of the variables; returns what it returns."""
         run = markers.evaluate if self.has_tapes else _evaluate
-        tree: Any = jax.tree.structure(self.outputs)
+        tree: PyTree = jax.tree.structure(self.outputs)
         return tree.unflatten(run(self.jaxpr, *self.flat(values, parts, *args)))
 
 
@@ -133,14 +134,14 @@ class AbstractPass(ABC):
     drawn_rows: Sequence[RowMask] = ()
 
     @abstractmethod
-    def initial(self, variable: Variable) -> Any:
+    def initial(self, variable: Variable) -> jax.Array:
         """Returns the value of `variable` when the function starts."""
 
     @abstractmethod
-    def components(self, variable: Variable, num_replicas: int) -> Any:
+    def components(self, variable: Variable, num_replicas: int) -> jax.Array | None:
         """Returns the replicas' own values of it, `(num_replicas, ...)`; None where they follow from its value."""
 
-    def looked_up(self, table: Variable, ids: Any) -> Any:
+    def looked_up(self, table: Variable, ids: jax.Array) -> jax.Array:
         """Notes that rows of `table` are looked up; returns their positions among the rows that the program has."""
         raise VariableError(
             f"rows of {describe(table)}",
@@ -186,15 +187,15 @@ class Tracing(AbstractPass):
             self._trace = trace
 
     @override
-    def initial(self, variable: Variable) -> Any:
+    def initial(self, variable: Variable) -> jax.Array:
         return self._input(variable, tuple(variable.shape), own=False)
 
     @override
-    def components(self, variable: Variable, num_replicas: int) -> Any:
+    def components(self, variable: Variable, num_replicas: int) -> jax.Array | None:
         return self._input(variable, (num_replicas, *variable.shape), own=True)
 
     @override
-    def looked_up(self, table: Variable, ids: Any) -> Any:
+    def looked_up(self, table: Variable, ids: jax.Array) -> jax.Array:
         with jex.set_current_trace(self._trace):
             self.ids.append(ids)
             self.found.lookups.append((table, tuple(ids.shape)))
@@ -230,14 +231,14 @@ class Tracing(AbstractPass):
         self.found.runs.append(trace())
         return self.found.runs[-1]
 
-    def _input(self, variable: Variable, shape: tuple[int, ...], *, own: bool) -> Any:
+    def _input(self, variable: Variable, shape: tuple[int, ...], *, own: bool) -> jax.Array:
         self.inputs.append((variable, own))
         # In the trace in which the function started, also when a lax body reads the variable first: a tape must be able
         # to see that its targets depend on it.
         with jex.set_current_trace(self._trace):
             return markers.first_value(jax.core.ShapedArray(shape, jnp.dtype(compat.dtype_of(variable))))
 
-    def _other_input(self, aval: Any) -> Any:
+    def _other_input(self, aval: Any) -> jax.Array:
         """Returns an input that is not of a variable: they come after the variables' values."""
         self.inputs.append((self._num_others, False))
         self._num_others += 1
@@ -265,13 +266,13 @@ class Executing(AbstractPass):
         self._connected, self._gradients, self._runs = iter(found.connected), iter(gradients), iter(found.runs)
 
     @override
-    def initial(self, variable: Variable) -> Any:
+    def initial(self, variable: Variable) -> jax.Array:
         if id(variable) not in self._values:
             raise DiscoveryMismatch(variable)
         return self._values[id(variable)]
 
     @override
-    def components(self, variable: Variable, num_replicas: int) -> Any:
+    def components(self, variable: Variable, num_replicas: int) -> jax.Array | None:
         return self._parts[id(variable)]
 
     @override
@@ -307,7 +308,7 @@ def used_differently(what: str) -> TraceError:
     )
 
 
-def _evaluate(closed: jex.ClosedJaxpr, *args: Any) -> list[Any]:
+def _evaluate(closed: jex.ClosedJaxpr, *args: PyTree) -> list[Any]:
     return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
 
 
@@ -327,21 +328,22 @@ class Entry:
     """
 
     variable: Variable
-    initial: Any
-    value: Any
+    initial: jax.Array
+    value: jax.Array
     written: bool = False
     diverged: bool = False
-    components: Any = None
-    increment: Any = None
+    components: jax.Array | None = None
+    increment: jax.Array | None = None
     replaced: bool = False
 
-    def move(self, value: Any, increment: Any) -> None:
+    def move(self, value: jax.Array, increment: jax.Array | None) -> None:
         """Gives it the value that an increment leads to."""
         self.value, self.components = value, None
         if not self.replaced:
-            self.increment = increment if self.increment is None else self.increment + increment
+            before = self.increment
+            self.increment = increment if before is None or increment is None else before + increment
 
-    def replace(self, value: Any, components: Any = None) -> None:
+    def replace(self, value: jax.Array, components: jax.Array | None = None) -> None:
         """Gives it another value."""
         self.value, self.components, self.increment, self.replaced = value, components, None, True
 
@@ -351,7 +353,7 @@ class Entry:
         return policy_of(self.variable)
 
 
-def _aval(array: Any) -> Any:
+def _aval(array: jax.Array) -> Any:
     """Returns shape and dtype of an array as a program sees it."""
     aval = jax.typeof(array)
     return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)

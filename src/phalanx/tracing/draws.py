@@ -15,10 +15,10 @@ import jax
 
 from phalanx.errors import ContextError, OutOfRangeError
 from phalanx.errors.frames import user_place
-from phalanx.tracing.structure import AbstractSource, Arguments
+from phalanx.tracing.structure import AbstractStream, Arguments
 
 
-class AbstractIterator(AbstractSource, ABC):
+class AbstractIterator(AbstractStream, ABC):
     """An iterator whose batches a program may take."""
 
     @abstractmethod
@@ -74,11 +74,11 @@ class Draws:
 
     Args:
       draws: those of its trace, in order.
-      sources: the iterators among the arguments of the call that was traced.
+      streams: the iterators among the arguments of the call that was traced.
     """
 
-    def __init__(self, draws: Sequence[Draw], sources: Sequence[AbstractSource]) -> None:
-        numbers = {id(s): i for i, s in enumerate(sources)}
+    def __init__(self, draws: Sequence[Draw], streams: Sequence[AbstractStream]) -> None:
+        numbers = {id(s): i for i, s in enumerate(streams)}
         self._draws = [
             (numbers.get(id(d.iterator), weakref.ref(d.iterator)), d.index, d.is_optional, d.key) for d in draws
         ]
@@ -115,7 +115,7 @@ class Draws:
     @staticmethod
     def _iterator(place: Any, arguments: Arguments) -> AbstractIterator | None:
         """Returns the iterator at a place among the arguments; or the one that the function closes over, if it is alive."""
-        found: Any = arguments.sources[place] if isinstance(place, int) else place()
+        found: Any = arguments.streams[place] if isinstance(place, int) else place()
         return found  # type: ignore[no-any-return]
 
 

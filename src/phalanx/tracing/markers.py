@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
+from phalanx.typing import PyTree
+
 Jaxpr = jex.Jaxpr
 Env = dict[Any, Any]
 Key = tuple[int, Any]
@@ -44,7 +46,7 @@ def gradient(tape: int, targets: Sequence[Any], cotangents: Sequence[Any], sourc
     return gradient_p.bind(*targets, *cotangents, *sources, tape=tape, counts=(len(targets), len(cotangents)))
 
 
-def first_value(aval: Any) -> Any:
+def first_value(aval: Any) -> jax.Array:
     """Stands for the first value of a variable, or for an array that a call fetches, while the function is traced."""
     return _first_value_p.bind(aval=aval)[0]
 
@@ -164,7 +166,7 @@ def _is_floating(atom: Any) -> bool:
 
 
 @jax.custom_jvp
-def _perturb(value: Any, delta: Any) -> Any:
+def _perturb(value: jax.Array, delta: jax.Array) -> jax.Array:
     """Is `value`, and has the tangent of `value + delta`, at no cost where nothing is differentiated."""
     return value
 
@@ -174,19 +176,19 @@ def _perturb_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[A
     return primals[0], tangents[0] + tangents[1]
 
 
-def evaluate(closed: jex.ClosedJaxpr, *args: Any) -> list[Any]:
+def evaluate(closed: jex.ClosedJaxpr, *args: jax.Array) -> list[Any]:
     """Runs a jaxpr with tape markers; every primitive but the markers runs as it is."""
-    return _Walk(closed.jaxpr).outputs(closed.consts, args)
+    return _MarkerWalk(closed.jaxpr).outputs(closed.consts, args)
 
 
-def gradient_values(closed: jex.ClosedJaxpr, *args: Any) -> list[list[Any]]:
+def gradient_values(closed: jex.ClosedJaxpr, *args: jax.Array) -> list[list[Any]]:
     """Runs a jaxpr with tape markers and returns what each gradient marker gives."""
-    walk = _Walk(closed.jaxpr)
+    walk = _MarkerWalk(closed.jaxpr)
     walk.outputs(closed.consts, args)
     return walk.gradients
 
 
-class _Walk:
+class _MarkerWalk:
     """One evaluation of one jaxpr."""
 
     def __init__(self, jaxpr: Jaxpr) -> None:
@@ -254,7 +256,7 @@ class _Walk:
             self.gradients.append(values)
         env.update(zip(eqn.outvars, values, strict=True))
 
-    def _injected(self, key: Key, value: Any) -> Any:
+    def _injected(self, key: Key, value: jax.Array) -> jax.Array:
         for injection in self._injections:
             if key in injection:
                 value = _perturb(value, injection[key])
@@ -340,5 +342,5 @@ def _aval(atom: Any) -> Any:
     return atom.aval
 
 
-def _read(env: Env, atom: Any) -> Any:
+def _read(env: Env, atom: Any) -> PyTree:
     return atom.val if isinstance(atom, jex.Literal) else env[atom]

@@ -103,7 +103,7 @@ def policy_of(variable: Variable) -> Policy:
     return Policy(Write.NOW, _COMBINE[aggregation])
 
 
-def check_variable(name: str, value: Any, hint: str) -> Variable:
+def check_variable(name: str, value: object, hint: str) -> Variable:
     """Returns an argument that has to be a variable.
 
     Raises:
@@ -165,7 +165,7 @@ def describe(variable: Variable) -> str:
     return f"variable {variable.path!r} {tuple(variable.shape)} {variable.dtype}"
 
 
-def initial_components(variable: Variable, value: Any, num_replicas: int) -> Any:
+def initial_components(variable: Variable, value: Any, num_replicas: int) -> jax.Array:
     """Returns what the replicas hold of an on-read variable whose combined value is `value`, `(num_replicas, ...)`."""
     # On the host, where nothing is compiled for each shape.
     xp: Any = jnp if isinstance(value, jax.core.Tracer) else np

@@ -25,11 +25,11 @@ from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.options import ReduceOp
 from phalanx.tracing import averages, context, draws
 from phalanx.tracing.boundary import combine, first_component
-from phalanx.tracing.context import ReplicaContext
 from phalanx.tracing.discovery import AbstractPass, Entry
 from phalanx.tracing.draws import AbstractIterator
 from phalanx.tracing.policy import Combine, Write, describe, refuse_write
-from phalanx.tracing.strategy import AbstractStrategy, Update
+from phalanx.tracing.strategy import AbstractStrategy, Update, Updates
+from phalanx.typing import PyTree
 
 # JAX caches what it traces (functions under jax.jit, bodies of jax.lax loops) by this context, among other things. Such a function
 # may have read a variable of one program, and must be traced again in another. If nothing was read under a key, the next program
@@ -76,7 +76,7 @@ class LiftScope(compat.AbstractLiftScope):
         return self
 
     @override
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._drop_key()
         super().__exit__(*exception)
 
@@ -121,14 +121,14 @@ class LiftScope(compat.AbstractLiftScope):
                 take([entry])
         return entry
 
-    def components(self, variable: Variable, num_replicas: int) -> Any:
+    def components(self, variable: Variable, num_replicas: int) -> jax.Array | None:
         """Returns the replicas' own values of an on-read variable; None where they follow from its value."""
         entry = self.entry(variable)
         if num_replicas > 1 and entry.components is None and entry.policy.on_read and not entry.written:
             entry.components = self.pass_.components(variable, num_replicas)
         return entry.components
 
-    def lookup(self, table: Variable, ids: Any) -> Any:
+    def lookup(self, table: Variable, ids: jax.Array) -> jax.Array:
         """Returns rows of a table, of which a program has only those that it looks up."""
         self.note_read()
         self._require_current(table)
@@ -143,11 +143,11 @@ class LiftScope(compat.AbstractLiftScope):
         return self.pass_.draw(iterator, is_optional=is_optional)
 
     @override
-    def get_current_value(self, variable: Variable) -> Any:
+    def get_current_value(self, variable: Variable) -> jax.Array:
         self.note_read()
         return self.value(variable)
 
-    def value(self, variable: Variable) -> Any:
+    def value(self, variable: Variable) -> jax.Array:
         """Returns the value of `variable`, for a body of which it is known where it started."""
         self._require_current(variable)
         entry = self.entry(variable)
@@ -168,7 +168,7 @@ class LiftScope(compat.AbstractLiftScope):
             entry.diverged = False
 
     @override
-    def add_delta(self, variable: Variable, delta: Any, *, negative: bool = False) -> Any:
+    def add_delta(self, variable: Variable, delta: jax.Array, *, negative: bool = False) -> jax.Array:
         entry = self._writable(variable)
         delta = keras.ops.convert_to_tensor(delta, dtype=entry.value.dtype)
         if jnp.broadcast_shapes(delta.shape, entry.value.shape) != entry.value.shape:
@@ -196,7 +196,7 @@ class LiftScope(compat.AbstractLiftScope):
         self._averages.update(map(id, variables))
 
     @override
-    def fold_seed(self, seed: Any, state: Variable) -> Any:
+    def fold_seed(self, seed: jax.Array, state: Variable) -> jax.Array:
         if not any(v is state for v in self.pass_.found.seeds):
             self.pass_.found.seeds.append(state)
         return seed if _replicas() == 1 else jax.random.fold_in(seed, lax.axis_index(REPLICA_AXIS))
@@ -206,7 +206,8 @@ class LiftScope(compat.AbstractLiftScope):
         self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: Any
     ) -> None:
         strategy = context.get_strategy()
-        if grads and strategy.defers_updates and (self.mapped or strategy.lends_variables):
+        after = (Updates.AFTER_PROGRAM, Updates.AFTER_REPLICAS) if self.mapped else (Updates.AFTER_PROGRAM,)
+        if grads and strategy.updates in after:
             trained = compat.trained_by(optimizer, variables)
             if len(grads) != len(trained):
                 raise InvalidArgumentError(
@@ -276,7 +277,7 @@ class LiftScope(compat.AbstractLiftScope):
         sums = compat.accumulators(optimizer, variables)
         own = [self.get_current_value(s) for s in sums]
 
-        def last() -> Any:
+        def last() -> PyTree:
             totals = [None if g is None else g + x for g, x in zip(grads, own, strict=True)]
             return aggregate(totals), [jnp.zeros_like(x) for x in own]
 
@@ -288,13 +289,15 @@ class LiftScope(compat.AbstractLiftScope):
         return grads
 
     @override
-    def example_mask(self) -> Any:
+    def example_mask(self) -> jax.Array | None:
         replica = context.get_replica_context()
         return None if replica is None else replica.example_mask
 
     @override
-    def reduce_rows(self, values: Any, counts: Any, reduction: str) -> Any:
-        return averages.reduce_rows(_replica(), values, counts, reduction, is_averaging=self.is_averaging)
+    def reduce_rows(self, values: jax.Array, counts: jax.Array, reduction: str) -> jax.Array:
+        return averages.reduce_rows(
+            context.require_replica(), values, counts, reduction, is_averaging=self.is_averaging
+        )
 
     @property
     @override
@@ -304,11 +307,13 @@ class LiftScope(compat.AbstractLiftScope):
         return mode.averaging and mode.replica is not None
 
     @override
-    def weight_of_mean(self, weight: Any) -> Any:
-        return averages.weight_of_mean(_replica(), weight)
+    def weight_of_mean(self, weight: jax.Array) -> jax.Array:
+        return averages.weight_of_mean(context.require_replica(), weight)
 
     @override
-    def moments(self, values: Any, counts: Any, axes: Sequence[int], *, everywhere: bool) -> tuple[Any, Any]:
+    def moments(
+        self, values: jax.Array, counts: jax.Array, axes: Sequence[int], *, everywhere: bool
+    ) -> tuple[Any, Any]:
         return averages.moments(values, counts, axes, replicas=_replicas() if everywhere else 1)
 
     @override
@@ -316,8 +321,8 @@ class LiftScope(compat.AbstractLiftScope):
         averages.check_loss(name, reduction, replicas=_replicas())
 
     @override
-    def count_of_a_row(self) -> Any:
-        return averages.count_of_a_row(_replica())
+    def count_of_a_row(self) -> jax.Array:
+        return averages.count_of_a_row(context.require_replica())
 
     @override
     @contextmanager
@@ -348,7 +353,7 @@ class LiftScope(compat.AbstractLiftScope):
     def _writable(self, variable: Variable) -> Entry:
         self._require_innermost(
             f"assign to {describe(variable)}",
-            "phalanx.scan, phalanx.cond, phalanx.while_loop or phalanx.remat instead of the function of jax",
+            "phalanx.scan, phalanx.cond, phalanx.while_loop or phalanx.remat instead of the function of jax; leave out jax.jit, for the step is compiled anyway",
         )
         self._require_current(variable)
         entry = self.entry(variable)
@@ -356,7 +361,7 @@ class LiftScope(compat.AbstractLiftScope):
         self.values_change()
         return entry
 
-    def _combined(self, entry: Entry, value: Any) -> Any:
+    def _combined(self, entry: Entry, value: jax.Array) -> jax.Array:
         if self.mapped and context.in_cross_replica_context():
             # A merge function may have closed over values that differ between replicas: the first one's count.
             value = value if self._free_writes else primitives.broadcast(value, lax.axis_size(REPLICA_AXIS))
@@ -371,7 +376,7 @@ class LiftScope(compat.AbstractLiftScope):
             return value
         if entry.policy.combine is Combine.FIRST:
             return primitives.broadcast(value, replicas)
-        replica = _replica()
+        replica = context.require_replica()
         if entry.policy.combine is Combine.SUM:
             return replica.all_reduce(ReduceOp.SUM, value)
         mean = replica.all_reduce(ReduceOp.MEAN, value).astype(value.dtype)
@@ -384,12 +389,19 @@ def innermost() -> LiftScope | None:
     return scope if isinstance(scope, LiftScope) else None
 
 
+def program_scope() -> LiftScope:
+    """Returns the scope of the program that is being traced. Called only while one is."""
+    scope = innermost()
+    assert scope is not None
+    return scope
+
+
 def _divided_dim(strategy: AbstractStrategy, variable: Variable) -> int | None:
     """Returns along which dim replicas have parts of a variable, and of its gradient."""
     return strategy.topology.divided_dim(compat.layout_path(variable), variable.shape)
 
 
-def _difference(value: Any, other: Any) -> Any:
+def _difference(value: jax.Array, other: jax.Array) -> jax.Array | None:
     """Returns the increment from `other` to `value`; None where a dtype has none."""
     return None if value.dtype == jnp.bool_ else value - other
 
@@ -401,12 +413,6 @@ def _weighted(grads: Sequence[Any]) -> Sequence[Any]:
         return grads
     weight = jnp.asarray(mode.replica.weight)
     return [None if g is None else g * weight.astype(g.dtype) for g in grads]
-
-
-def _replica() -> ReplicaContext:
-    replica = context.get_replica_context()
-    assert replica is not None
-    return replica
 
 
 def _replicas() -> int:

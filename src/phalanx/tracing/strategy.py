@@ -2,8 +2,9 @@
 """What a program asks of the strategy that runs it. The rooms below `strategies` know no other part of a strategy."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ from phalanx.errors import InvalidArgumentError, shown
 from phalanx.mesh.topology import Topology
 from phalanx.mesh.values import PerReplica
 from phalanx.options import RunOptions
+from phalanx.typing import PyTree
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,19 @@ class Update:
     variables: tuple[Variable, ...]
     gradients: list[Any]
     dims: tuple[int | None, ...] = ()
+
+
+class Updates(Enum):
+    """Where an optimizer's updates run."""
+
+    IN_REPLICAS = "in replicas"
+    """Each replica updates its own copy of the variables with the summed gradients."""
+
+    AFTER_REPLICAS = "after replicas"
+    """The program updates the variables when the replicas have done their part, because each holds only a shard of them."""
+
+    AFTER_PROGRAM = "after program"
+    """The strategy updates the variables when the program has ended, where they are stored. The program works on copies."""
 
 
 class AbstractStrategy(ABC):
@@ -58,13 +73,8 @@ class AbstractStrategy(ABC):
 
     @property
     @abstractmethod
-    def defers_updates(self) -> bool:
-        """Returns whether optimizers update variables after the replicas' part of a step. May be called in any context."""
-
-    @property
-    @abstractmethod
-    def lends_variables(self) -> bool:
-        """Returns whether the replicas work on copies of variables that are stored elsewhere. May be called in any context."""
+    def updates(self) -> "Updates":
+        """Returns where an optimizer's updates run. May be called in any context."""
 
     @property
     @abstractmethod
@@ -95,23 +105,23 @@ class AbstractStrategy(ABC):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
         options: RunOptions | None = None,
-    ) -> Any:
+    ) -> PyTree:
         """Runs `fn` once per replica, as one compiled program. In cross-replica context or outside all scopes."""
 
     @abstractmethod
-    def replicate(self, tree: Any) -> Any:
+    def replicate(self, tree: PyTree) -> PyTree:
         """Returns a pytree of arrays placed on all replicas, as a `Mirrored`. In cross-replica context."""
 
     @abstractmethod
-    def merged(self, fn: Callable[..., Any], *values: PerReplica) -> Any:
+    def merged(self, fn: Callable[..., Any], *values: PerReplica) -> PyTree:
         """Returns what `fn` makes of values in a merge function of all replicas. Inside a program, outside its replicas."""
 
     @abstractmethod
-    def in_program(self, key: Any, fn: Callable[[Any], Any], value: Any) -> Any:
+    def in_program(self, key: Hashable, fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
         """Returns `fn(value)`, computed by the program that is traced, or by one of its own under `key`. In cross-replica context."""
 
 
-def check_strategy(name: str, value: Any, hint: str) -> None:
+def check_strategy(name: str, value: object, hint: str) -> None:
     """Raises unless an argument is a strategy.
 
     Raises:

@@ -12,16 +12,17 @@ from jax.tree_util import tree_flatten
 from phalanx.errors import InputError, TraceError, shown
 from phalanx.mesh.arrays import as_number, copied, map_named
 from phalanx.mesh.values import Mirrored, PerReplica, RowMask, is_distributed
+from phalanx.typing import PyTree
 
 T = TypeVar("T")
 
 
-class AbstractSource:
+class AbstractStream:
     """An argument that a program gets anew at each call, and that does not select the program."""
 
 
 class _Array(NamedTuple):
-    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], sources: Sequence[AbstractSource]) -> Any:
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
         return next(arrays)
 
 
@@ -29,7 +30,7 @@ class _PerReplica(NamedTuple):
     each: int | None
     batch: int | None
 
-    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], sources: Sequence[AbstractSource]) -> Any:
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
         if self.batch is None:
             return PerReplica(next(arrays))
         batch = rows[self.batch]
@@ -37,18 +38,18 @@ class _PerReplica(NamedTuple):
 
 
 class _Mirrored(NamedTuple):
-    tree: Any
+    tree: PyTree
 
-    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], sources: Sequence[AbstractSource]) -> Any:
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
         return Mirrored(self.tree.unflatten([next(arrays) for _ in range(self.tree.num_leaves)]))
 
 
-class _Source(NamedTuple):
+class _Stream(NamedTuple):
     kind: type
     number: int
 
-    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], sources: Sequence[AbstractSource]) -> Any:
-        return sources[self.number]
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
+        return streams[self.number]
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class _Static:
     key: Hashable
     value: Any = field(compare=False)
 
-    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], sources: Sequence[AbstractSource]) -> Any:
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
         return self.value
 
 
@@ -69,15 +70,15 @@ class Structure(NamedTuple):
       leaves: how each of its leaves is made.
     """
 
-    tree: Any
+    tree: PyTree
     leaves: tuple[Any, ...]
 
-    def join(self, arrays: Sequence[Any], rows: Sequence[RowMask], sources: Sequence[AbstractSource] = ()) -> Any:
-        """Returns the nest with these arrays, row masks and sources."""
+    def join(self, arrays: Sequence[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream] = ()) -> PyTree:
+        """Returns the nest with these arrays, row masks and streams."""
         if not self.leaves:
             return self.tree.unflatten(())
         given = iter(arrays)
-        return self.tree.unflatten([leaf.join(given, rows, sources) for leaf in self.leaves])
+        return self.tree.unflatten([leaf.join(given, rows, streams) for leaf in self.leaves])
 
 
 class Parts:
@@ -88,30 +89,30 @@ class Parts:
       as_array: returns what enters the program for a leaf that is neither distributed nor an array of JAX; None for a leaf
         that selects the program.
       rows: row masks that are known already, so that their numbers stay the same.
-      sources: likewise; others are then Python objects like all others. None if none are known.
+      streams: likewise; others are then Python objects like all others. None if none are known.
 
     Attributes:
       structure: the nest without its arrays.
       arrays: its arrays, in order.
       sharded: for each array, whether its leading dim is the replica.
       rows: the row masks of its per-replica leaves; leaves of one batch share one.
-      sources: its sources, each once.
+      streams: its streams, each once.
     """
 
-    __slots__ = ("arrays", "rows", "sharded", "sources", "structure")
+    __slots__ = ("arrays", "rows", "sharded", "streams", "structure")
 
     def __init__(
         self,
-        nest: Any,
+        nest: PyTree,
         as_array: Callable[[Any], Any] = lambda leaf: None,
         rows: Sequence[RowMask] = (),
-        sources: Sequence[AbstractSource] | None = None,
+        streams: Sequence[AbstractStream] | None = None,
     ) -> None:
         leaves, tree = tree_flatten(nest, is_distributed)
         kinds: list[Any] = []
         arrays: list[Any] = []
         sharded: list[bool] = []
-        known, known_sources = list(rows), list(sources or ())
+        known, known_streams = list(rows), list(streams or ())
         # One loop without calls for what there is most of: arguments are taken apart at every step.
         for leaf in leaves:
             if isinstance(leaf, PerReplica):
@@ -127,8 +128,8 @@ class Parts:
                 arrays.append(leaf)
                 sharded.append(False)
                 kinds.append(_ARRAY)
-            elif isinstance(leaf, AbstractSource) and (sources is None or any(leaf is s for s in sources)):
-                kinds.append(_Source(type(leaf), _number(leaf, known_sources)))
+            elif isinstance(leaf, AbstractStream) and (streams is None or any(leaf is s for s in streams)):
+                kinds.append(_Stream(type(leaf), _number(leaf, known_streams)))
             elif (array := as_array(leaf)) is not None:
                 arrays.append(array)
                 sharded.append(False)
@@ -136,7 +137,7 @@ class Parts:
             else:
                 kinds.append(_static(leaf))
         self.structure = Structure(tree, tuple(kinds))
-        self.arrays, self.sharded, self.rows, self.sources = arrays, sharded, known, known_sources
+        self.arrays, self.sharded, self.rows, self.streams = arrays, sharded, known, known_streams
 
 
 class Arguments(Parts):
@@ -155,7 +156,7 @@ class Arguments(Parts):
 
     __slots__ = ("key",)
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
+    def __init__(self, args: PyTree, kwargs: PyTree) -> None:
         try:
             super().__init__((args, kwargs), _as_argument)
         except InputError:
@@ -169,15 +170,15 @@ class Arguments(Parts):
 
     @staticmethod
     def rebuild(
-        structure: Structure, num_rows: int, arrays: Sequence[Any], sources: Sequence[AbstractSource] = ()
+        structure: Structure, num_rows: int, arrays: Sequence[Any], streams: Sequence[AbstractStream] = ()
     ) -> tuple[Any, Any, list[RowMask]]:
-        """Returns `(args, kwargs, row masks)` with these arrays and sources."""
+        """Returns `(args, kwargs, row masks)` with these arrays and streams."""
         split = len(arrays) - 2 * num_rows
         rows = [RowMask(*arrays[i : i + 2]) for i in range(split, len(arrays), 2)]
-        return (*structure.join(arrays[:split], rows, sources), rows)
+        return (*structure.join(arrays[:split], rows, streams), rows)
 
 
-def require_alive(args: Any, kwargs: Any) -> None:
+def require_alive(args: PyTree, kwargs: PyTree) -> None:
     """Raises if an argument was deleted. Asked when a program has failed, for each step's arguments are too many to ask.
 
     Raises:

@@ -19,6 +19,7 @@ from phalanx.tracing.control_flow import BodyScope
 from phalanx.tracing.discovery import Entry, NeedsProgram
 from phalanx.tracing.policy import check_variable, describe
 from phalanx.tracing.scope import LiftScope, innermost
+from phalanx.typing import PyTree
 
 _tape_numbers = itertools.count()
 
@@ -142,8 +143,8 @@ class GradientTape:
         return tuple(e.variable for e in self._scope.entries.values() if self._is_source(e.variable))
 
     def gradient(
-        self, target: Any, sources: Any, output_gradients: Any = None, unconnected_gradients: str = "none"
-    ) -> Any:
+        self, target: PyTree, sources: PyTree, output_gradients: PyTree = None, unconnected_gradients: str = "none"
+    ) -> PyTree:
         """Returns the gradient of the sum of `target` with respect to `sources`. In the function in which the tape was entered.
 
         Args:
@@ -226,7 +227,7 @@ class GradientTape:
         self._used = True
 
 
-def _cotangents(output_gradients: Any, targets: Sequence[jax.Array]) -> list[jax.Array]:
+def _cotangents(output_gradients: PyTree, targets: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns what each target is multiplied with; nothing for ones.
 
     Raises:
@@ -245,7 +246,7 @@ def _cotangents(output_gradients: Any, targets: Sequence[jax.Array]) -> list[jax
         ) from e
 
 
-def _loss_of(result: Any, *, has_aux: bool) -> jax.Array:
+def _loss_of(result: PyTree, *, has_aux: bool) -> jax.Array:
     """Returns the loss that a function returned.
 
     Raises:
@@ -306,7 +307,7 @@ def value_and_grad(
                 f"the gradient with respect to {describe(v)}", "only floating variables have gradients.", "leave it out"
             )
 
-    def wrapped(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+    def wrapped(*args: PyTree, **kwargs: PyTree) -> tuple[Any, list[Any]]:
         outer = BodyScope.around()
 
         def pure(values: list[Any]) -> tuple[Any, tuple[Any, list[Any]]]:

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from phalanx.errors import InvalidArgumentError, VariableError, arguments, shown
+from phalanx.mesh.arrays import require_fits
 from phalanx.options import VariableAggregation, VariableSynchronization
 
 E = TypeVar("E", VariableAggregation, VariableSynchronization)
@@ -108,7 +109,7 @@ def _refuse(name: str, value: object, allowed: object) -> None:
         raise InvalidArgumentError(f"{name}={shown(value)}", "has no meaning here.", f"leave {name} out")
 
 
-def _member(kind: type[E], name: str, value: Any) -> E:
+def _member(kind: type[E], name: str, value: object) -> E:
     """Returns the member that a value names: itself, a string, or the member of that name of TensorFlow's own enum."""
     text = value if isinstance(value, str) else value.name if isinstance(value, enum.Enum) else None
     if text is None or text.upper() not in kind.__members__:
@@ -141,6 +142,8 @@ def _value_of(initial_value: Any, shape: Any) -> Any:
             "it is computed in the step that is being traced, and a variable is made before the step runs.",
             "make the variable outside the step, or pass a function: phalanx.Variable(lambda: jnp.zeros((2, 3)))",
         )
+    if isinstance(initial_value, (np.ndarray, np.generic, int, float)):
+        require_fits(initial_value, "initial_value")
     try:
         # A copy: what somebody writes into an array of NumPy later is not the variable's.
         value = jnp.array(initial_value)

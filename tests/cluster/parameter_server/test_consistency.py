@@ -170,7 +170,7 @@ def test_a_step_that_fails_is_not_waited_for(strategy_of):
 
     for _ in range(5):
         coordinator.schedule(step, args=(iterator,))
-    with pytest.raises(IndexError, match="no further one"):
+    with pytest.raises(IndexError, match="no further batch"):
         coordinator.join()
     done = int(counter.value)
     assert 2 <= done <= 4

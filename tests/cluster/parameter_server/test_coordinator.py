@@ -229,9 +229,9 @@ def test_fetch_of_a_cancelled_value(calm):
 
     iterator = iter(calm.create_per_worker_dataset(dataset))
     values = [calm.schedule(take, args=(iterator,)) for _ in range(400)]
-    with pytest.raises(OutOfRangeError, match="no further one"):
+    with pytest.raises(OutOfRangeError, match="no further batch"):
         calm.join()
-    with pytest.raises(CancelledError, match=r"(?s)another one failed first: OutOfRangeError.*HINT: .*once more"):
+    with pytest.raises(CancelledError, match=r"(?s)another step failed first: OutOfRangeError.*HINT: .*again"):
         values[-1].fetch()
 
 
@@ -244,7 +244,7 @@ def test_a_finite_dataset_ends(calm):
         values.extend(calm.schedule(take, args=(iterator,)) for _ in range(20))
         calm.join()
 
-    with pytest.raises(OutOfRangeError, match=r"(?s)no further one.*HINT: .*repeat"):
+    with pytest.raises(OutOfRangeError, match=r"(?s)no further batch.*HINT: .*repeat"):
         steps()
     seen = collections.Counter()
     for value in values:
@@ -266,7 +266,7 @@ def test_a_dataset_function_that_is_a_phalanx_function(calm):
 def test_an_empty_dataset(calm):
     """It has no batch whose shape a step could have."""
     iterator = iter(calm.create_per_worker_dataset(lambda: iter([])))
-    with pytest.raises(OutOfRangeError, match="no further one"):
+    with pytest.raises(OutOfRangeError, match="no further batch"):
         calm.schedule(lambda iterator: next(iterator), args=(iterator,))
 
 
@@ -339,9 +339,9 @@ def test_the_index_in_a_dataset_function(calm):
 
 def test_the_index_elsewhere(calm):
     """At the coordinator, and in a step, which is one program for all workers, it is an error."""
-    with pytest.raises(ContextError, match=r"(?s)no worker.*HINT: .*create_per_worker_values"):
+    with pytest.raises(ContextError, match=r"(?s)this process is not a worker.*HINT: .*create_per_worker_values"):
         experimental_get_current_worker_index()
-    with pytest.raises(ContextError, match="no worker"):
+    with pytest.raises(ContextError, match="this process is not a worker"):
         calm.schedule(experimental_get_current_worker_index)
 
 
@@ -373,10 +373,10 @@ def test_arguments_that_are_refused(calm):
         calm.create_per_worker_values(5)
 
 
-def test_iterators_elsewhere(calm, numbers):
+def test_iterators_are_refused_outside_their_context(calm, numbers):
     """`iter` belongs to the coordinator, `next` to a step."""
     dataset = calm.create_per_worker_dataset(numbers)
-    with pytest.raises(ContextError, match=r"(?s)begin the dataset anew.*HINT"):
+    with pytest.raises(ContextError, match=r"(?s)start the dataset from the beginning.*HINT"):
         calm.schedule(lambda: next(iter(dataset))["x"])
     with pytest.raises(ContextError, match=r"(?s)on the workers.*HINT: .*schedule"):
         next(iter(dataset))
@@ -436,7 +436,7 @@ def test_a_dataset_that_cannot_be_sent(calm):
     """It names the dataset."""
     generator = (np.zeros(2) for _ in range(3))
     iterator = iter(calm.create_per_worker_dataset(generator))
-    with pytest.raises(InvalidArgumentError, match=r"(?s)<generator object.*cannot be pickled.*HINT: a function"):
+    with pytest.raises(InvalidArgumentError, match=r"(?s)<generator object.*cannot be pickled.*HINT: pass a function"):
         calm.schedule(lambda iterator: next(iterator), args=(iterator,))
 
 
@@ -452,7 +452,10 @@ def test_a_function_that_needs_arguments(calm, make):
 def test_a_dataset_function_that_returns_no_dataset(calm, found):
     """It says what it returned."""
     iterator = iter(calm.create_per_worker_dataset(lambda: found))
-    with pytest.raises(InvalidArgumentError, match=rf"dataset_fn\(\): it returned {found}, .*\nHINT: return dataset"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match=rf"dataset_fn\(\) on a worker: it returned {found}, .*\nHINT: end dataset_fn with: return dataset",
+    ):
         calm.schedule(lambda iterator: next(iterator), args=(iterator,))
 
 
@@ -500,16 +503,20 @@ def test_run_outside_of_schedule(calm, strategy, counter):
     assert int(counter.value) == 1
 
 
-def test_one_coordinator(strategy, coordinator):
-    """There is one for a strategy; other strategies have none."""
-    assert ClusterCoordinator(strategy) is coordinator
-    assert coordinator.strategy is strategy
+def test_coordinators_of_one_strategy_share_its_queue(strategy, calm, counter):
+    """Another one has the same workers and steps; other strategies have none."""
+    other = ClusterCoordinator(strategy)
+    other.schedule(lambda: counter.assign_add(1))
+    calm.join()
+    assert int(counter.value) == 1
+    assert other.status() == calm.status()
+    assert calm.strategy is other.strategy is strategy
     for other in (phalanx.MirroredStrategy(["cpu:0"]), phalanx.get_strategy(), None):
-        with pytest.raises(InvalidArgumentError, match=r"(?s)only the steps of a ParameterServerStrategy.*HINT"):
+        with pytest.raises(InvalidArgumentError, match=r"(?s)only a ParameterServerStrategy has workers.*HINT"):
             ClusterCoordinator(other)
 
 
-def test_status(calm, counter):
+def test_status_counts_steps_and_staleness(calm, counter):
     """It says how many steps were done, and how stale the updates were."""
     before = calm.status()
 

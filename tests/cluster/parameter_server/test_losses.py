@@ -211,7 +211,7 @@ def test_servers_that_are_restarted(started, bound):
 
 
 @pytest.mark.parametrize("started", [{"workers": 1, "ps": 1}], indirect=True)
-def test_after_close(started):
+def test_close_releases_everybody_who_waits(started):
     """Everybody who waits is let go, further calls say what has happened, and all processes are gone."""
     strategy, coordinator, counter = started
     iterator = iter(coordinator.create_per_worker_dataset(slow_numbers()))

@@ -17,7 +17,14 @@ import phalanx
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.coordinator import ClusterCoordinator, supervisor
-from phalanx.errors import ContextError, MixedStrategyError, ServerLostError, StartupError, WorkerLostError
+from phalanx.errors import (
+    CancelledError,
+    ContextError,
+    MixedStrategyError,
+    ServerLostError,
+    StartupError,
+    WorkerLostError,
+)
 from phalanx.servers import calls, client
 
 TIMEOUT_S = 6.0
@@ -68,7 +75,7 @@ def test_a_server_that_is_stopped(started, tmp_path):
         coordinator.schedule(count)
     coordinator.join()
     server = pid_of(strategy.homes.servers.actors[0])
-    words = rf"(?s)parameter server 0 \(pid {server} at .*\): it has given no sign of life for \d+ s, .*counter.*HINT: .*worker_timeout_s"
+    words = rf"(?s)parameter server 0 \(pid {server} at .*\): it has sent no heartbeat for \d+ s, .*counter.*HINT: .*worker_timeout_s"
     end(server, signal.SIGSTOP)
     try:
         for _ in range(4):
@@ -150,13 +157,13 @@ def test_a_step_that_never_ends(started, caplog, monkeypatch):
     coordinator.schedule(spin, args=(np.int32(1),))
     coordinator.schedule(count)
     words = (
-        r"(?s)worker [01] \(pid \d+ at .*\): it is alive, and has been computing a step of `.*spin` for \d+ s"
+        r"(?s)worker [01] \(pid \d+ at .*\): it is alive but has been computing a step of `.*spin` for \d+ s"
         r".*HINT: worker_timeout_s=12"
     )
     raised_in_time(WorkerLostError, words, coordinator.join)
     told = [record.getMessage() for record in caplog.records if record.name == "phalanx"]
     assert any(
-        re.match(r"waiting for worker [01] \(pid \d+ .*\) since \d+ s: it is computing a step of `.*spin`", x)
+        re.match(r"waiting for worker [01] \(pid \d+ .*\) for \d+ s: it is computing a step of `.*spin`", x)
         for x in told
     )
     before = int(counter.numpy())
@@ -260,15 +267,15 @@ def test_two_strategies_at_once(started):
     coordinator_of_first.fetch(coordinator_of_first.schedule(lambda: own.assign_add(jnp.ones(3))))
     coordinator.schedule(count)
     coordinator.join()
-    words = r"(?s)in a step of a ParameterServerStrategy: it is on the parameter servers of another one.*HINT: "
+    words = r"(?s)in a step of a ParameterServerStrategy: the variable is on the parameter servers of another strategy.*HINT: "
     with pytest.raises(MixedStrategyError, match=words):
         coordinator.schedule(lambda: own + counter)
     np.testing.assert_array_equal(own.numpy(), [2, 2, 2])
     spec = ClusterSpec({"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]})
-    words = r"(?s)a second ParameterServerStrategy in this process: .*tasks of a cluster.*HINT: strategy.close\(\)"
+    words = r"(?s)a second ParameterServerStrategy in this process: .*tasks of a cluster.*HINT: call strategy.close\(\)"
     with pytest.raises(ContextError, match=words):
         phalanx.ParameterServerStrategy(SimpleClusterResolver(spec, task_type="chief", task_id=0))
-    words = r"(?s)in a step of a ParameterServerStrategy: it is on the parameter servers of another one.*HINT: "
+    words = r"(?s)in a step of a ParameterServerStrategy: the variable is on the parameter servers of another strategy.*HINT: "
     first.close()
     coordinator.schedule(count)
     coordinator.join()
@@ -286,7 +293,7 @@ def test_a_process_that_ends_while_it_starts(monkeypatch, module, name):
             os._exit(4)
 
     monkeypatch.setattr(module, name, Ending)
-    words = r"(?s)the start of (parameter server|worker) 0: it has died .*HINT: more memory"
+    words = r"(?s)the start of (parameter server|worker) 0: it has died .*HINT: use more memory"
     strategies = []
 
     def start():
@@ -297,3 +304,14 @@ def test_a_process_that_ends_while_it_starts(monkeypatch, module, name):
         start()
     for strategy in strategies:
         strategy.close()
+
+
+def test_a_step_that_is_scheduled_after_close():
+    """It is cancelled, and the error says why; no error of Ray gets out."""
+    strategy = phalanx.ParameterServerStrategy(workers=1, ps=1)
+    coordinator = ClusterCoordinator(strategy)
+    with strategy.scope():
+        counter = keras.Variable(0, dtype="int32", trainable=False, aggregation="sum")
+    strategy.close()
+    with pytest.raises(CancelledError, match=r"(?s)coordinator.schedule.*was stopped.*HINT: call coordinator.join"):
+        coordinator.schedule(lambda: counter.assign_add(1))

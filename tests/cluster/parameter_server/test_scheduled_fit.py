@@ -97,7 +97,7 @@ def test_evaluate_and_predict_are_exact(model):
     np.testing.assert_allclose(model.predict(X, batch_size=BATCH, verbose=0), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_dataset_creator(counting):
+def test_dataset_creator_makes_a_dataset_per_worker(counting):
     """Each worker reads a dataset of its own, in which it is told who it is."""
 
     def dataset_fn(context):
@@ -165,7 +165,7 @@ def test_callbacks_stop_training(strategy, model):
     assert len(history.epoch) < 9
 
 
-def test_on_batch(strategy):
+def test_train_on_batch_is_one_step(strategy):
     """One batch is one step, as in Keras."""
     with strategy.scope():
         ours = classifier()
@@ -178,7 +178,7 @@ def test_on_batch(strategy):
     np.testing.assert_allclose(ours.predict_on_batch(X), theirs.predict_on_batch(X), rtol=1e-4, atol=1e-5)
 
 
-def test_run_eagerly(strategy):
+def test_run_eagerly_is_refused(strategy):
     """There is no Python on a worker."""
     with strategy.scope():
         model = classifier()

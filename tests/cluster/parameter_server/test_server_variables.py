@@ -55,7 +55,7 @@ def parts(strategy, make):
         return make()
 
 
-def test_describe(strategy, coordinator):
+def test_describe_shows_rows_of_each_server(strategy, coordinator):
     """Which server has which rows, what several have, and how much each has."""
     with strategy.scope():
         divided, whole = keras.Variable(np.ones((6, 100), "float32"), name="a"), keras.Variable(2.0, name="b")
@@ -225,9 +225,9 @@ def test_divided_variables_train_alike(calm, strategy, name):
     ("make", "why"),
     [
         (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)), "finite"),
-        (lambda: keras.optimizers.Lamb(0.1), "depends on all of its rows"),
-        (lambda: keras.optimizers.Adafactor(0.1), "depends on all of its rows"),
-        (lambda: keras.optimizers.Muon(0.1), "depends on all of its rows"),
+        (lambda: keras.optimizers.Lamb(0.1), "depends on all rows of the variable"),
+        (lambda: keras.optimizers.Adafactor(0.1), "depends on all rows of the variable"),
+        (lambda: keras.optimizers.Muon(0.1), "depends on all rows of the variable"),
         (lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1, gradient_accumulation_steps=2), "clip"),
     ],
     ids=["loss_scale", "lamb", "adafactor", "muon", "clipped accumulation"],
@@ -258,7 +258,7 @@ def test_learning_rate_is_assigned(calm, strategy):
     assert not np.allclose(model.get_weights()[0], before[0])
 
 
-def test_frozen_layers(calm, strategy):
+def test_frozen_layers_keep_their_weights(calm, strategy):
     """They stay as they are, also those that are frozen after a step was traced."""
 
     def make():
@@ -334,7 +334,7 @@ def test_models_that_are_made_in_the_step_of_another(calm, strategy):
     same(model.get_weights(), plain.get_weights())
 
 
-def test_saving(calm, strategy, tmp_path):
+def test_weights_are_saved_and_loaded_through_servers(calm, strategy, tmp_path):
     """`save_weights` and `load_weights` at the coordinator go through the servers."""
     model = parts(strategy, make_mlp)
     forward = lambda x: model(x)  # noqa: E731

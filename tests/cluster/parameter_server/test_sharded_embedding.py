@@ -117,7 +117,7 @@ def test_two_lookups_of_one_table_in_a_tape(strategy, coordinator):
     same(ours.get_weights(), theirs.get_weights())
 
 
-def test_mask_zero(strategy):
+def test_mask_zero_leaves_out_padding(strategy):
     """Id 0 is padding, which a layer behind the table leaves out."""
     both = []
     for embedding in (ShardedEmbedding, keras.layers.Embedding):
@@ -147,7 +147,7 @@ def test_ids_out_of_range(strategy, wrong):
     ours, theirs = twins(strategy, keras.optimizers.SGD)
     ids = IDS[:BATCH].copy()
     ids[2, 1] = wrong
-    with pytest.raises(InputError, match=rf"row {wrong} of variable '.*' .*: it has the rows 0 to {ROWS - 1}"):
+    with pytest.raises(InputError, match=rf"row {wrong} of variable '.*' .*: the table has the rows 0 to {ROWS - 1}"):
         ours.fit(ids, Y[:BATCH], verbose=0)
     with pytest.raises(InputError, match=rf"row {wrong} of variable '"):
         ours.layers[0](ids)
@@ -218,7 +218,7 @@ def test_save_and_load(strategy, tmp_path):
     same([ours.predict(IDS, verbose=0)], [theirs.predict(IDS, verbose=0)])
 
 
-def test_saved_model(strategy, tmp_path):
+def test_saved_model_loads_with_and_without_strategy(strategy, tmp_path):
     """Loaded without a strategy the layer is an Embedding; loaded in the scope its rows are on the servers."""
     ours, _ = twins(strategy, keras.optimizers.Adagrad)
     ours.fit(IDS, Y, verbose=0)
@@ -246,7 +246,7 @@ def test_saved_model(strategy, tmp_path):
 )
 def test_what_needs_the_whole_table(given):
     """It is refused where the layer is made."""
-    with pytest.raises(InvalidArgumentError, match="it would need the whole table at each step"):
+    with pytest.raises(InvalidArgumentError, match="the argument needs the whole table at each step"):
         ShardedEmbedding(ROWS, WIDTH, **given)
 
 

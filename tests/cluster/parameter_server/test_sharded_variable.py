@@ -44,7 +44,7 @@ def test_a_shard_is_assigned(strategy):
     np.testing.assert_array_equal(np.asarray(v.value), [[0] * 4] * 5 + [[1] * 4] * 5)
     total = ClusterCoordinator(strategy).schedule(lambda: keras.ops.sum(v.value)).fetch()
     assert total == 20
-    with pytest.raises(InvalidArgumentError, match=r"rows 0 to 4 of .*: they are \(5, 4\).\nHINT"):
+    with pytest.raises(InvalidArgumentError, match=r"rows 0 to 4 of .*: the shard has the shape \(5, 4\).\nHINT"):
         first.assign(np.ones((4, 4)))
 
 
@@ -59,5 +59,5 @@ def test_a_small_variable_is_one_shard(strategy):
 @pytest.mark.parametrize("value", [3.0, [1.0]])
 def test_other_variables_are_refused(value):
     """Those of no parameter server."""
-    with pytest.raises(InvalidArgumentError, match="lives on parameter servers"):
+    with pytest.raises(InvalidArgumentError, match="must be a variable on parameter servers"):
         ShardedVariable(keras.Variable(value))

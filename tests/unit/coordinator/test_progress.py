@@ -32,7 +32,7 @@ def status(**changed):
     return Status(**{**given, "staleness": {0: 6, 1: 1, 5: 1}, **changed})
 
 
-def test_line():
+def test_line_shows_mean_and_maximal_staleness():
     """Staleness is that of all updates: 6 of 0, one of 1 and one of 5."""
     expected = "7 steps/s | workers 1/2 | queued 5, in flight 3 | staleness mean 0.75, max 5"
     assert status().line(7.2) == expected

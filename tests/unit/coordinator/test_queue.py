@@ -16,15 +16,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from phalanx.coordinator.queue import CAPACITY, Closure, ClosureQueue, Outcome
+from phalanx.coordinator.queue import CAPACITY, Closure, ClosureQueue, PendingValue
 from phalanx.errors import CancelledError, InvalidArgumentError
 
 DEADLINE_S = 60.0
 A_WHILE_S = 0.05
-BY_ANOTHER = (
-    "a scheduled step: it was cancelled, for another one failed first: StepError: 1\nHINT: coordinator.schedule"
-)
-BY_STOP = "the coordinator was stopped, and what had not ended then is cancelled.\nHINT: coordinator.join"
+BY_ANOTHER = "a scheduled step: it was cancelled because another step failed first: StepError: 1\nHINT: call coordinator.schedule"
+BY_STOP = "the coordinator was stopped, which cancels all unfinished steps.\nHINT: call coordinator.join"
 Point = collections.namedtuple("Point", "x y")
 
 
@@ -96,16 +94,18 @@ CALLS = {
 @pytest.mark.parametrize("use", [float, int, np.asarray, jnp.asarray, lambda value: np.add(value, 1)])
 def test_a_value_is_no_number(use):
     """Where it is used as one, it says how to get it."""
-    outcome = Outcome()
+    outcome = PendingValue()
     for _ in range(2):
-        with pytest.raises(InvalidArgumentError, match=r"a RemoteValue as .* a number: .*\nHINT: .*value.fetch\(\)"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"a RemoteValue was used as .* a number: .*\nHINT: .*value.fetch\(\)"
+        ):
             use(outcome)
         outcome.settle(3.0)
 
 
-def test_values():
+def test_values_reach_all_who_wait():
     """`get` returns what the step did, to all who wait; `fetch` the same structure of NumPy arrays and numbers."""
-    outcome = Outcome()
+    outcome = PendingValue()
     values = {"a": (jnp.arange(3), [Point(1.5, None)]), "b": jnp.ones((), "bfloat16"), "c": "text"}
     waiting = [Call(outcome.get) for _ in range(3)]
     assert all(call.is_waiting() for call in waiting)
@@ -121,7 +121,7 @@ def test_values():
     assert fetched["c"] == "text"
 
 
-def test_own_error():
+def test_error_of_step_is_raised_each_time():
     """The step's own, with its own traceback, however often it is asked for."""
 
     def step():
@@ -172,7 +172,7 @@ def test_consumers_wait_for_work():
     assert late.end() is closures[1]
 
 
-def test_capacity():
+def test_put_waits_for_room():
     """Who puts waits for room, and hears of it whoever else waits; who puts back does not wait."""
     queue = ClosureQueue(capacity=2)
     put(queue, 1, 2)
@@ -197,7 +197,7 @@ def test_capacity_must_be_positive():
         ClosureQueue(capacity=0)
 
 
-def test_join():
+def test_join_waits_for_queued_and_running():
     """It waits for what is queued and what is in flight, a closure that was put back included."""
     queue = ClosureQueue()
     Call(queue.join).end()
@@ -215,7 +215,7 @@ def test_join():
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("end", ["finish", "put_back", "fail"])
-def test_first_error(name, end):
+def test_first_error_cancels_what_is_queued(name, end):
     """It cancels what is queued, and waits for what is in flight; then one call raises it, and the queue is as new."""
     queue, running, queued = failed()
     with pytest.raises(CancelledError, match=BY_ANOTHER) as cancelled:
@@ -267,7 +267,7 @@ def consume(queue):
     return count
 
 
-def test_stop():
+def test_stop_ends_every_wait():
     """Nobody waits any more, neither for the queue nor for a value; what comes late is thrown away."""
     queue = ClosureQueue(capacity=1)
     late = []
@@ -305,7 +305,7 @@ def test_stop_ends_all_consumers():
 @pytest.mark.parametrize(
     ("name", "asked"), [("schedule", r"coordinator.schedule\(...\): "), ("join", r"coordinator.join\(\): ")]
 )
-def test_after_stop(name, asked):
+def test_calls_after_stop_are_refused(name, asked):
     """An error that nobody has heard of is raised once; then each call says that the coordinator was stopped."""
     queue, running, _ = failed()
     queue.stop()
@@ -338,7 +338,7 @@ def interrupted(function):
 
 
 @pytest.mark.parametrize("wait", ["join", "put", "get"])
-def test_keyboard_interrupt(wait):
+def test_keyboard_interrupt_ends_only_the_wait(wait):
     """Ctrl-C ends the wait, and nothing else."""
     queue = ClosureQueue(capacity=1)
     for _ in range(10):
@@ -622,7 +622,7 @@ def test_every_step_runs(seed, producers, consumers, capacity):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_without_failures(seed):
+def test_each_step_runs_once_without_failures(seed):
     """Each step runs once, and once more for each worker that was lost with it."""
     cluster = Cluster(seed, producers=3, consumers=5, capacity=4, failures=0.0)
     cluster.schedule(list(range(len(cluster.runs))))

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from phalanx.input import state as positions
-from phalanx.input.shard import Worker, places, shares, split
+from phalanx.input.shard import InputWorker, places, shares, split
 from phalanx.options import AutoShardPolicy
 
 DATA, FILE = AutoShardPolicy.DATA, AutoShardPolicy.FILE
@@ -24,7 +24,7 @@ MOVES = [((1, 4), (2, 2)), ((2, 2), (4, 1)), ((4, 1), (2, 2)), ((2, 2), (1, 4)),
 
 def workers(count, replicas):
     """All workers."""
-    return [Worker(i, count, replicas) for i in range(count)]
+    return [InputWorker(i, count, replicas) for i in range(count)]
 
 
 def open_all(source, shape, policy=DATA, state=None):

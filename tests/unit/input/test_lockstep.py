@@ -7,7 +7,7 @@ from simulation import prefetching, rows, together
 from phalanx.errors import InputError
 from phalanx.input.feed import Form
 from phalanx.input.lockstep import AHEAD, Lockstep, require_same_data
-from phalanx.input.shard import Worker
+from phalanx.input.shard import InputWorker
 from phalanx.input.sources.base import AbstractReader, Facts, Piece
 
 REPLICAS = 2
@@ -41,7 +41,7 @@ def place(steps, room):
 
 def lockstep(reader, index, count, exchange, ahead=True):
     """One worker's batches."""
-    return Lockstep(reader, place, Worker(index, count, REPLICAS), exchange, ahead=ahead)
+    return Lockstep(reader, place, InputWorker(index, count, REPLICAS), exchange, ahead=ahead)
 
 
 def drained(batches, form):
@@ -104,7 +104,7 @@ def test_all_take_the_same_steps(all_sizes, ahead):
             assert batch.value == [(own[step], sum(everyone), -(-max(everyone) // 2))]
 
 
-def test_empty_batches():
+def test_exhausted_worker_gets_empty_batches():
     """A worker that has run out has no part, and its position stays."""
     _, short = run(([4, 4, 4], [2]))
     assert [rows(b.steps[0].piece) for b in short] == [[0, 1], [], []]
@@ -133,7 +133,7 @@ def test_batches_that_all_divide(sizes, step, found):
         batches, form = lockstep(Whole([[4] * 10, sizes][index]), index, 2, exchange), Form()
         assert all(batches.get(form) for _ in range(step))
         with pytest.raises(
-            InputError, match=f"the next batch: it has 4 rows on worker 0, {found} on worker 1, and each"
+            InputError, match=f"the next batch: it has 4 rows on worker 0, {found} on worker 1, but each"
         ):
             batches.get(form)
         batches.stop()
@@ -147,7 +147,7 @@ def test_batches_that_all_divide(sizes, step, found):
     [
         (Facts(batch_size=4, num_batches=3, num_records=11), "11 rows, 3 batches, 4 rows in a batch"),
         (Facts(batch_size=4, num_batches=3, num_records=2**33), f"{2**33} rows, 3 batches, 4 rows in a batch"),
-        (Facts(), "some, nobody knows how many"),
+        (Facts(), "an unknown number of rows"),
     ],
 )
 def test_data_that_all_divide(other, found):
@@ -205,7 +205,7 @@ def test_failure_of_one_is_raised_on_all(failing, after):
             assert f"the data of worker {failing} failed" in str(error)
 
 
-def test_put_back():
+def test_batch_put_back_comes_again():
     """The batch that was handed out last comes again, in whatever form is asked for."""
 
     def work(index, exchange):

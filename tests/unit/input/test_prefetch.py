@@ -111,7 +111,7 @@ def test_stop_ends_the_thread():
     assert prefetching() == []
 
 
-def test_dropped():
+def test_dropped_reader_frees_its_source():
     """The thread does not keep what it reads for alive."""
     items = readings(Source(100), 2, in_thread=True)
     seen = weakref.ref(items)
@@ -216,7 +216,8 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c():
+@pytest.mark.slow
+def test_ctrl_c_ends_a_hanging_source():
     """It ends the wait for a batch, and the process, though the source hangs."""
     child = subprocess.Popen(
         [sys.executable, "-c", WAITS_FOR_EVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

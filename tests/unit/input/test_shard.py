@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import SHAPES, batch_sizes, workers
 
-from phalanx.input.shard import Worker, places, shares, split
+from phalanx.input.shard import InputWorker, places, shares, split
 
 ROWS, FEW = st.integers(0, 10_000), st.integers(1, 40)
 
 
 @settings(deadline=None)
 @given(ROWS, FEW)
-def test_shares(rows, replicas):
+def test_shares_add_up_evenly(rows, replicas):
     """They add up, differ by one at most, and the first replicas have more."""
     result = shares(rows, replicas)
     assert sum(result) == rows
@@ -23,7 +23,7 @@ def test_shares(rows, replicas):
 
 @settings(deadline=None)
 @given(st.integers(0, 200), FEW)
-def test_split(rows, replicas):
+def test_split_holds_every_row_once(rows, replicas):
     """Real places hold every row once and in order; padded places come last and hold a row that exists."""
     layout = split(shares(rows, replicas), places(rows, replicas))
     assert layout.index.shape == layout.mask.shape == (replicas, max(1, -(-rows // replicas)))
@@ -85,16 +85,16 @@ def test_files_of_all_workers(num_files, count):
     assert all(i % count == w for w, files in enumerate(each) for i in files)
 
 
-def test_one_worker():
+def test_one_worker_has_everything():
     """It is the chief, and has everything."""
-    worker = Worker()
+    worker = InputWorker()
     assert (worker.num_replicas, worker.is_chief) == (1, True)
-    assert not Worker(1, 2, 3).is_chief
-    assert Worker(1, 2, 3).num_replicas == 6
+    assert not InputWorker(1, 2, 3).is_chief
+    assert InputWorker(1, 2, 3).num_replicas == 6
     assert (worker.rows(7), list(worker.files(3)), worker.shares(7)) == (range(7), [0, 1, 2], [7])
 
 
 @pytest.mark.parametrize(("rows", "replicas", "expected"), [(0, 3, 1), (1, 3, 1), (3, 3, 1), (4, 3, 2), (9, 1, 9)])
-def test_places(rows, replicas, expected):
+def test_places_fit_the_widest_replica(rows, replicas, expected):
     """As many as the widest replica needs, and one at least: no program has arrays without rows."""
     assert places(rows, replicas) == expected

@@ -10,7 +10,7 @@ from simulation import DATA, FILE, MOVES, combined, open_all, rows, rows_of, tak
 
 import phalanx
 from phalanx.errors import InputError
-from phalanx.input.shard import Worker
+from phalanx.input.shard import InputWorker
 from phalanx.input.sharding import CutBatches, plan
 from phalanx.input.sources.adapt import source_of
 from phalanx.options import AutoShardPolicy
@@ -71,7 +71,7 @@ def test_file_with_too_few_files(files):
     """Every worker hears of it, before the first step."""
     for w in workers(4, 1):
         with pytest.raises(
-            InputError, match="AutoShardPolicy.FILE for 3 files: it has 3 files for 4 workers.\nHINT: auto"
+            InputError, match="AutoShardPolicy.FILE for 3 files: the dataset has 3 files for 4 workers.\nHINT: auto"
         ):
             plan(files, lambda d: source_of(d, 4), FILE, w)
 
@@ -79,7 +79,7 @@ def test_file_with_too_few_files(files):
 def test_file_without_files():
     """With several workers an error; one worker reads everything anyway."""
     for w in workers(2, 1):
-        with pytest.raises(InputError, match="AutoShardPolicy.FILE for .*: it does not consist of files"):
+        with pytest.raises(InputError, match="AutoShardPolicy.FILE for .*: the dataset does not consist of files"):
             plan(np.arange(4), lambda d: source_of(d, 2), FILE, w)
     assert planned(np.arange(4), FILE, (1, 2), 2)[0].policy is DATA
 
@@ -89,11 +89,11 @@ def test_auto_with_too_few_files_says_so(files, caplog):
     planned(files, AUTO, (9, 1), 4)
     planned(files, AUTO, (9, 1), 4)
     assert [r.message for r in caplog.records] == [
-        "3 files are too few for 9 workers: each takes its rows of every batch"
+        "3 files are too few for 9 workers, so each reads its rows of every batch"
     ]
 
 
-def test_announcement(files, caplog):
+def test_announcement_appears_once_on_chief(files, caplog):
     """Who reads what, on the chief and once: a warning where there are several workers."""
     for p, w in 2 * list(zip(planned(files, FILE, (2, 1), 4), workers(2, 1), strict=True)):
         p.announce(w)
@@ -135,7 +135,7 @@ def test_a_worker_without_a_record():
     assert shard.records == (1, 0)
 
 
-def test_explain_sharding(files):
+def test_explain_sharding_returns_the_plan(files):
     """The same as data; also of a dataset that is distributed already."""
     strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
     (shard,) = phalanx.explain_sharding(files, strategy, batch_size=4)
@@ -206,7 +206,7 @@ class ShardedList(list):
 
 @pytest.mark.parametrize(("kind", "batch_size"), [(Sharded, None), (ShardedRows, 4)])
 @pytest.mark.parametrize("shape", [(2, 1), (3, 2)])
-def test_hint(kind, batch_size, shape):
+def test_hint_lets_dataset_shard_itself(kind, batch_size, shape):
     """The dataset shards itself; each worker reads all of its shard."""
     taken = epoch(kind(range(13)), HINT, shape, batch_size)
     assert sorted(rows_of(taken)) == list(range(13))
@@ -223,14 +223,16 @@ def test_hint_of_a_list_of_batches():
 def test_hint_keeps_drop_remainder():
     """The shards are read as the dataset would have been."""
     make = functools.partial(source_of, batch_size=4, drop_remainder=True)
-    p = plan(ShardedRows(range(10)), make, HINT, Worker(1, 2, 1))
-    assert rows_of(take([p.source.open(Worker(1, 2, 1), p.policy, None)])) == [1, 3, 5, 7]
+    p = plan(ShardedRows(range(10)), make, HINT, InputWorker(1, 2, 1))
+    assert rows_of(take([p.source.open(InputWorker(1, 2, 1), p.policy, None)])) == [1, 3, 5, 7]
 
 
 def test_hint_without_shard():
     """Every worker hears of it."""
     for w in workers(2, 1):
-        with pytest.raises(InputError, match=r"AutoShardPolicy.HINT for \[\]: it has no method `shard\(num_workers"):
+        with pytest.raises(
+            InputError, match=r"AutoShardPolicy.HINT for \[\]: the dataset has no method `shard\(num_workers"
+        ):
             plan([], source_of, HINT, w)
 
 

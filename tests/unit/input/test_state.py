@@ -28,9 +28,9 @@ def test_numbers_of_numpy():
     assert from_text(to_text({"records": np.int64(3)})) == {"records": 3}
 
 
-def test_other_things():
+def test_other_types_in_positions_are_refused():
     """Are refused."""
-    with pytest.raises(TypeError, match="ndarray in the position of an iterator"):
+    with pytest.raises(TypeError, match="must not contain an object of type ndarray"):
         to_text({"records": np.arange(3)})
 
 
@@ -46,11 +46,14 @@ def test_file_and_back(tmp_path):
 def test_file_of_something_else(tmp_path, text):
     """The message names it."""
     (tmp_path / "state.json").write_text(text)
-    with pytest.raises(InputError, match=r"load_state\('.*state.json'\): it holds no position.\nHINT: a file of"):
+    with pytest.raises(
+        InputError,
+        match=r"load_state\('.*state.json'\): the file does not hold a position.\nHINT: a file that save_state wrote",
+    ):
         load(tmp_path / "state.json")
 
 
-def test_no_file(tmp_path):
+def test_missing_file_raises_file_not_found(tmp_path):
     """As `open` says it."""
     with pytest.raises(FileNotFoundError, match="state.json"):
         load(tmp_path / "state.json")
@@ -80,7 +83,8 @@ def test_positions_that_any_worker_can_take_over():
 def test_positions_of_another_number_of_workers(count):
     """Cannot be taken over."""
     with pytest.raises(
-        InputError, match=f"set_state of 2 workers: there are {count} now.*\nHINT: AutoShardPolicy.DATA"
+        InputError,
+        match=f"set_state of a position of 2 workers: the number of workers is now {count}.*\nHINT: AutoShardPolicy.DATA",
     ):
         of_worker({"workers": [{}, {}]}, 0, count)
 
@@ -89,5 +93,5 @@ def test_positions_of_another_number_of_workers(count):
 def test_files_that_hold_no_position(tmp_path, text):
     """JSON that is no dict, that nests too deeply, and what is no text."""
     (tmp_path / "state.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(InputError, match=r"load_state\('.*state.json'\): it holds no position"):
+    with pytest.raises(InputError, match=r"load_state\('.*state.json'\): the file does not hold a position"):
         load(tmp_path / "state.json")

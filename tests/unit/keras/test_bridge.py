@@ -15,6 +15,8 @@ from twins import CLASSES, FIT, X, Y, alone, compiled, crossentropy, mlp, replic
 import phalanx
 from phalanx.errors import ContextError, MissingDependencyError, MixedStrategyError, SlipWarning
 
+pytestmark = pytest.mark.slow
+
 
 def test_model_belongs_to_the_scope_it_was_made_in(strategy):
     """It trains there, outside the scope too."""
@@ -53,7 +55,7 @@ def test_model_of_another_strategy(strategy, method):
 @pytest.mark.parametrize(
     "method", ["fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"]
 )
-def test_within_run(strategy, method):
+def test_fit_within_run_is_refused(strategy, method):
     """A replica cannot start all replicas."""
     model = under(strategy, compiled())
     args = (X[:8],) if "predict" in method else (X[:8], Y[:8])
@@ -86,7 +88,7 @@ def test_targets_of_another_shape(strategy):
 
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
-def test_no_row(strategy, method):
+def test_data_without_rows_is_refused(strategy, method):
     """Empty data is an error."""
     model = under(strategy, compiled())
     args = (X[:0],) if method == "predict" else (X[:0], Y[:0])
@@ -248,7 +250,7 @@ def test_distributed_dataset_whose_strategy_is_gone():
     """The error says where the model belongs."""
     dataset = replicas(2).experimental_distribute_dataset([(X[:16], Y[:16])])
     gc.collect()
-    with pytest.raises(ContextError, match=r"does not exist any more.*\nHINT: with strategy.scope\(\):"):
+    with pytest.raises(ContextError, match=r"no longer exists.*\nHINT: with strategy.scope\(\):"):
         alone(compiled()).fit(dataset, verbose=0)
 
 
@@ -266,7 +268,7 @@ def test_two_threads_that_fit_one_model(strategy):
     try:
         assert has_begun.wait(timeout=60)
         for method in (model.fit, model.evaluate, model.train_on_batch):
-            with pytest.raises(ContextError, match=r"another thread trains or evaluates it.*\nHINT: wait"):
+            with pytest.raises(ContextError, match=r"another thread is training or evaluating it.*\nHINT: wait"):
                 method(X, Y)
         assert model.predict(X, verbose=0).shape == (len(X), CLASSES)
     finally:
@@ -306,7 +308,7 @@ def test_fit_outside_although_there_are_replicas():
     )
     assert not done.returncode, done.stderr
     assert "fit was called outside the scope of MirroredStrategy(['cpu:0', 'cpu:1'])" in done.stdout
-    assert "HINT: with strategy.scope(): around the lines that make and compile the model" in done.stdout
+    assert "HINT: with strategy.scope(): around the lines that create and compile the model" in done.stdout
 
 
 def test_tensorboard_without_tensorflow(strategy):

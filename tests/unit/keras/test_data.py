@@ -11,6 +11,8 @@ import phalanx
 from phalanx.errors import InputError, InvalidArgumentError
 from phalanx.keras.data import EpochData
 
+pytestmark = pytest.mark.slow
+
 
 def test_epochs_of_arrays(strategy):
     """Every epoch has all batches, the last one short."""
@@ -21,7 +23,7 @@ def test_epochs_of_arrays(strategy):
     ] * 2
 
 
-def test_groups(strategy):
+def test_groups_separate_short_batches(strategy):
     """Four batches at once, and the rest; a short batch has a program of its own."""
     data = EpochData(strategy, X, steps=None, group=4, y=Y, batch_size=16, shuffle=False)
     assert [(first, [n for _, n in parts]) for first, parts in data.epoch()] == [(0, [4]), (4, [2, 1])]
@@ -99,7 +101,7 @@ def test_steps_begin_again_where_the_data_ended(strategy):
         assert epochs(9, 2) == [7, 7]
 
 
-def test_dataset_creator(strategy):
+def test_dataset_creator_gets_the_input_context(strategy):
     """A function of an input context makes the per-replica batches, and is called with what it should know."""
     seen = []
 
@@ -116,14 +118,16 @@ def test_dataset_creator(strategy):
     assert set(seen) == {(1, 2)}
 
 
-@pytest.mark.parametrize(("args", "message"), [((3,), "it cannot be called"), ((len, 3), "they are no InputOptions")])
+@pytest.mark.parametrize(
+    ("args", "message"), [((3,), "dataset_fn is not callable"), ((len, 3), "must be InputOptions or None")]
+)
 def test_what_is_no_dataset_creator(args, message):
     """It is found out at once."""
     with pytest.raises(InvalidArgumentError, match=message):
         phalanx.keras.DatasetCreator(*args)
 
 
-def test_files(strategy, tmp_path):
+def test_records_of_files_are_batched(strategy, tmp_path):
     """`fit` batches the records of files itself."""
     for i in range(3):
         np.savez(tmp_path / f"{i}.npz", x=X[i * 32 : i * 32 + 32], y=Y[i * 32 : i * 32 + 32])
@@ -140,10 +144,10 @@ def test_files(strategy, tmp_path):
     )
 
 
-def test_iterator(strategy):
+def test_iterator_is_refused_as_dataset(strategy):
     """An iterator is no dataset."""
     dataset = strategy.experimental_distribute_dataset((X, Y), batch_size=16)
-    with pytest.raises(InputError, match="HINT: fit\\(dataset\\) without iter"):
+    with pytest.raises(InputError, match="HINT: fit\\(dataset\\) instead of fit"):
         under(strategy, compiled()).fit(iter(dataset))
 
 

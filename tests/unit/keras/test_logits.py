@@ -39,6 +39,7 @@ def assert_same(a, b):
         np.testing.assert_allclose(v, w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 @pytest.mark.parametrize("rank", [1, 2], ids=["squeezed", "column"])
 def test_sigmoid_equals_its_logits(strategy, policy, rank):
@@ -52,6 +53,7 @@ def test_sigmoid_equals_its_logits(strategy, policy, rank):
     assert ours[0][0] > 20  # A clipped one is at most 16.1.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [losses.CategoricalCrossentropy, losses.SparseCategoricalCrossentropy])
 def test_softmax_equals_its_logits(strategy, kind):
     """With labels as rows and as numbers."""
@@ -61,6 +63,7 @@ def test_softmax_equals_its_logits(strategy, kind):
     assert_same(ours, fitted(strategy, kind(from_logits=True), y, units=3))
 
 
+@pytest.mark.slow
 def test_option_turns_it_off(strategy):
     """The loss is then that of plain Keras, which clips."""
     y = (X[:, 0] > 0).astype("float32")
@@ -109,6 +112,7 @@ def test_other_axis_is_left_alone(strategy):
         np.testing.assert_allclose(found, plain, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_in_a_loop_of_ones_own(strategy):
     """A tape, `value_and_grad` and an eager step find the same gradients as those of the logits."""
     with strategy.scope():
@@ -176,6 +180,7 @@ def parameter_server_tutorial():
     return accuracies
 
 
+@pytest.mark.slow
 def test_tutorial_of_parameter_servers_learns():
     """It reaches accuracy 1.0 within ten steps, as in tf.keras; clipped it does not."""
     assert parameter_server_tutorial()[-1] == 1

@@ -11,6 +11,8 @@ from twins import FIT, X, Y, alone, compiled, mlp, replicas, same, under
 import phalanx
 from phalanx.errors import InputError, InvalidArgumentError, MissingDependencyError
 
+pytestmark = pytest.mark.slow
+
 ACCURATE = compiled(metrics=["accuracy"], optimizer=lambda: keras.optimizers.Adam(0.05))
 QUICK = {"poll_s": 0.05, "timeout_s": 60.0}
 STEPS = 7  # A pass over the rows.
@@ -134,7 +136,7 @@ def records(path):
         at += size + 16
 
 
-def test_tensorboard(strategy, tmp_path):
+def test_tensorboard_gets_values_of_history(strategy, tmp_path):
     """The values of the history, of validation and of the learning rate, under Keras's names."""
     model = under(strategy, ACCURATE)
     board = phalanx.keras.TensorBoard(tmp_path)
@@ -172,7 +174,7 @@ def test_frequencies_that_are_none(frequency):
         phalanx.keras.TensorBoard(update_freq=frequency)
 
 
-def test_without_tensorboardx(monkeypatch):
+def test_missing_tensorboardx_names_the_package(monkeypatch):
     """The error says what to install."""
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(MissingDependencyError, match=r"HINT: pip install phalanx\[tensorboard\]"):

@@ -25,6 +25,8 @@ from twins import (
 import phalanx
 from phalanx.errors import InputError, TraceError
 
+pytestmark = pytest.mark.slow
+
 
 class Base(keras.Model):
     """Two layers."""
@@ -215,7 +217,7 @@ def test_stateless_predict_step(k):
 
 
 @pytest.mark.parametrize("model", [Penalized, Measured])
-def test_overridden_methods(model):
+def test_overridden_methods_equal_one_device(model):
     """Each means on three replicas what it means on one device; these batches divide."""
     same_fit(replicas(3), compiled(model, metrics=["accuracy"]), X[:90], Y[:90], batch_size=15)
 

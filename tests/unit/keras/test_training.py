@@ -25,6 +25,8 @@ from twins import (
     under,
 )
 
+pytestmark = pytest.mark.slow
+
 RANDOM = np.random.RandomState(11)
 IMAGES = RANDOM.rand(ROWS, 6, 6, 1).astype("float32")
 SEQUENCES = RANDOM.rand(ROWS, 4, 3).astype("float32")
@@ -147,7 +149,7 @@ COVER = {("mlp", 1, 1), ("mlp", 2, 1), ("mlp", 4, 4), *(cell for cell in CELLS i
 
 @pytest.mark.cover(("name", "count", "k"), COVER)
 @pytest.mark.parametrize(("name", "count", "k"), CELLS)
-def test_equals_keras(name, count, k):
+def test_training_equals_keras_on_one_device(name, count, k):
     """History, metrics, predictions, weights and optimizer equal one device, for any replicas and steps in one program."""
     expected, theirs = reference(name)
     ours = under(replicas(count), make(name, synchronized=True, k=k))
@@ -201,7 +203,7 @@ def test_targets_of_sequences():
     same_fit(replicas(3), how, SEQUENCES, targets, sample_weight=weights)
 
 
-def test_masked_sequences():
+def test_masked_sequences_count_real_steps():
     """Masked time steps count neither in the loss nor in the metrics."""
 
     def model():

@@ -117,13 +117,13 @@ class ClusterResolver(ABC):
         return f"{layer}://{address}" if layer and address else address
 
 
-def check_port(port: Any, name: str = "port") -> int:
+def check_port(port: object, name: str = "port") -> int:
     """Returns `port`, a valid port number.
 
     Raises:
       ClusterTypeError: `port` is not an integer from 1 to 65535.
     """
-    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port <= MAX_PORT:
+    if not arguments.is_integer(port, 1, MAX_PORT):
         raise ClusterTypeError(f"{name}={shown(port)}", f"must be a number from 1 to {MAX_PORT}.", f"{name}=12345")
     return port
 

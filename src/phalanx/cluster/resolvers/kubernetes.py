@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from phalanx.cluster.resolvers.base import ClusterResolver, check_port, number, optional_module, variable
 from phalanx.cluster.spec import ClusterSpec, Task
-from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, shown
+from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments
 
 _LABELS = {"worker": ["job-name=tensorflow"]}
 _SERVICE = "the pod template must name the headless service that gives the pods their addresses, like `subdomain`"
@@ -85,12 +85,6 @@ class KubernetesClusterResolver(ClusterResolver):
         num_pods: int | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        if not isinstance(executable_location, KubernetesExecutableLocation):
-            raise ClusterTypeError(
-                f"executable_location={shown(executable_location)}",
-                "must be a KubernetesExecutableLocation.",
-                "KubernetesExecutableLocation.OFF_CLUSTER",
-            )
         self._labels, self._client, self._location = job_to_label_mapping, override_client, executable_location
         self._port, self._service, self._num_pods = check_port(tf_server_port, "tf_server_port"), service, num_pods
         self._rpc_layer, self._given_environ = rpc_layer, environ

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where batches come from: every library's datasets as one kind of reader, whose position can be saved and restored."""
+"""Sources of batches: adapters from the datasets of several libraries to one reader whose position can be saved."""

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which source a user's dataset is. Libraries are asked for only where the user has imported them."""
+"""Converts a user's dataset to a source.
+
+Libraries such as Grain and torch are looked up in `sys.modules` and never imported: a dataset of a library can exist only if the
+user has imported that library.
+"""
 
 import os
 import sys
@@ -17,23 +21,24 @@ from phalanx.input.sources.batches import BatchSequence, BatchStream, OneShot, b
 from phalanx.input.sources.files import FileRecords, Files
 from phalanx.input.sources.records import ArrayRecords, NumpyDataset, SequenceRecords, SlicedRecords
 from phalanx.mesh.arrays import as_array, is_sparse
+from phalanx.typing import PyTree
 
 
 def source_of(dataset: Any, batch_size: int | None = None, *, drop_remainder: bool = False) -> AbstractSource:
-    """Returns the source that a dataset is.
+    """Returns a source that reads `dataset`.
 
     Args:
       dataset: see `Strategy.experimental_distribute_dataset`.
-      batch_size: the global batch size, for a dataset of single rows; None for one of global batches.
-      drop_remainder: whether to leave out a short last batch.
+      batch_size: global batch size in rows, for a dataset of single rows. None for a dataset of global batches.
+      drop_remainder: whether to drop a short last batch.
 
     Raises:
-      InputError: it is no dataset, or has no batch size, or has one already.
-      InvalidArgumentError: `batch_size` is no positive integer.
+      InputError: `dataset` is not a dataset, or it needs a batch size, or it is already batched.
+      InvalidArgumentError: `batch_size` is not a positive integer.
     """
     if batch_size is not None:
         check_batch_size(batch_size)
-    # Hugging Face's stream is one of torch too, where torch is installed.
+    # Hugging Face comes before torch: if torch is installed, a Hugging Face `IterableDataset` is also a torch dataset.
     for kind in (_ours, _of_grain, _of_keras, _of_hugging_face, _of_torch, _of_tensorflow):
         source = kind(dataset, batch_size, drop_remainder)
         if source is not None:
@@ -69,6 +74,7 @@ def _of_grain(dataset: Any, batch_size: int | None, drop: bool) -> AbstractSourc
     if isinstance(dataset, grain.MapDataset):
         if batch_size is not None:
             return SequenceRecords(dataset, batch_size, drop_remainder=drop)
+        # Grain's `repeat()` without a number has this length.
         count = INFINITE if len(dataset) == sys.maxsize else len(dataset)
         return BatchSequence(dataset, Facts(num_batches=count, is_full=drop), drop_remainder=drop)
     if isinstance(dataset, grain.IterDataset):
@@ -133,6 +139,7 @@ def _of_tensorflow(dataset: Any, batch_size: int | None, drop: bool) -> Abstract
     if batch_size is not None:
         dataset = dataset.batch(batch_size, drop_remainder=drop)
     shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]
+    # A static first dim means `drop_remainder=True`, so no batch is short.
     static = bool(shapes) and all(shape.rank and shape[0] is not None for shape in shapes)
     count = int(dataset.cardinality())
     return BatchStream(
@@ -150,18 +157,20 @@ def _of_hugging_face(dataset: Any, batch_size: int | None, drop: bool) -> Abstra
         raise _no_batch_size(dataset)
     if isinstance(dataset, datasets.Dataset):
         return SlicedRecords(dataset, batch_size, drop_remainder=drop)
-    # Its plain records are dicts of lists, each of which is one array.
+    # A record is a dict, in which a list is one array. A pytree would make each of its elements a leaf.
     return _stream_of_records(lambda: ({k: np.asarray(v) for k, v in row.items()} for row in dataset), batch_size, drop)
 
 
 def _of_python(dataset: Any, batch_size: int | None, drop: bool) -> AbstractSource:
     if isinstance(dataset, (str, bytes, bytearray, os.PathLike)):
         raise InputError(
-            f"dataset={shown(dataset)}", "it is text, or a path.", "phalanx.data.from_files(pattern, reader) for files"
+            f"dataset={shown(dataset)}",
+            "text or a path is not a dataset.",
+            "phalanx.data.from_files(pattern, reader) for files",
         )
     if isinstance(dataset, type):
         raise InputError(
-            f"dataset={dataset.__name__}", "it is a class, not a dataset.", f"an instance: {dataset.__name__}(...)"
+            f"dataset={dataset.__name__}", "a class is not a dataset.", f"pass an instance: {dataset.__name__}(...)"
         )
     return _batches(dataset, drop) if batch_size is None else _rows(dataset, batch_size, drop)
 
@@ -181,7 +190,9 @@ def _rows(dataset: Any, batch_size: int, drop: bool) -> AbstractSource:
     if isinstance(dataset, Iterable):
         return _stream_of_records(dataset, batch_size, drop)
     raise InputError(
-        f"dataset={type(dataset).__name__}", "neither arrays nor something to iterate over.", "a pytree of arrays"
+        f"dataset={type(dataset).__name__}",
+        "must be a pytree of arrays, or an iterable of rows.",
+        "pass a pytree of arrays",
     )
 
 
@@ -189,7 +200,7 @@ def _refuse_arrays(dataset: list[Any], batch_size: int) -> None:
     if dataset and isinstance(dataset[0], (np.ndarray, jax.Array)) and np.ndim(dataset[0]):
         raise InputError(
             f"a list of {len(dataset)} arrays with batch_size={batch_size}",
-            "each could be a row, or a column of all rows.",
+            "is ambiguous, because each array could be one row or one column with all rows.",
             "np.stack(arrays) for rows, tuple(arrays) for columns",
         )
 
@@ -199,15 +210,17 @@ def _batches(dataset: Any, drop: bool) -> AbstractSource:
     if isinstance(dataset, (tuple, Mapping)):
         raise InputError(
             f"a dataset that is a {type(dataset).__name__} of arrays",
-            "it is one pytree of all rows, not an iterable of batches.",
-            "batch_size=64, or a list or generator of batches",
+            "without batch_size, a dataset must be an iterable of batches, not one pytree of all rows.",
+            "pass batch_size=64 to experimental_distribute_dataset, or a list or generator of batches",
         )
     if isinstance(dataset, list):
         return BatchSequence(dataset, sizes(dataset), drop_remainder=drop)
     is_function = callable(dataset) and not isinstance(dataset, Iterable)
     if hasattr(dataset, "shape") or not (is_function or isinstance(dataset, Iterable)):
         raise InputError(
-            f"dataset={type(dataset).__name__}", "not an iterable of batches.", "batch_size=n for a pytree of arrays"
+            f"dataset={type(dataset).__name__}",
+            "is not an iterable of batches.",
+            "pass batch_size=64 for a pytree of arrays",
         )
     facts = Facts(num_batches=_length(dataset), is_full=drop)
     return BatchStream(_maker(dataset), facts, drop_remainder=drop, copies=True)
@@ -225,22 +238,22 @@ def _stream_of_records(dataset: Any, batch_size: int | None, drop: bool) -> Abst
 
 
 def _maker(dataset: Any) -> Callable[[], Iterator[Any]]:
-    """Returns what makes an iterator over `dataset` from its beginning."""
+    """Returns a function that opens an iterator over `dataset` from its beginning."""
     if isinstance(dataset, Iterator):
         return OneShot(dataset)
     return lambda: iter(dataset if isinstance(dataset, Iterable) else dataset())
 
 
 def _is_tree(dataset: Any) -> bool:
-    """Whether it is a pytree of arrays of a kind of its own, such as a dataclass."""
+    """Whether `dataset` is an instance of a registered pytree class, such as a dataclass, whose leaves are arrays."""
     if isinstance(dataset, Iterable) or callable(dataset):
         return False
     leaves = jax.tree.leaves(dataset)
     return leaves != [dataset] and all(isinstance(x, (np.ndarray, jax.Array)) for x in leaves)
 
 
-def _with_arrays(tree: Any) -> Any:
-    """Returns a pytree with an array for each list in it."""
+def _with_arrays(tree: PyTree) -> PyTree:
+    """Returns a pytree in which each list is replaced by one array."""
     return jax.tree.map(
         lambda x: stack_leaf(x) if isinstance(x, list) else x, tree, is_leaf=lambda x: isinstance(x, list)
     )
@@ -259,21 +272,23 @@ def _imported(name: str) -> ModuleType | Any:
 
 def _no_batch_size(dataset: Any) -> InputError:
     return InputError(
-        f"dataset={type(dataset).__name__}", "it is a dataset of single rows.", "batch_size=64, the global batch size"
+        f"dataset={type(dataset).__name__}",
+        "a dataset of single rows needs a global batch size.",
+        "pass batch_size=64",
     )
 
 
-def _refuse_batch_size(dataset: Any, batch_size: int | None) -> None:
+def _refuse_batch_size(dataset: object, batch_size: int | None) -> None:
     if batch_size is not None:
         raise InputError(
             f"batch_size={batch_size} for a {type(dataset).__name__}",
-            "it makes batches already.",
-            "leave out batch_size; the batches of the dataset are the global batches",
+            "the dataset already yields batches, which are the global batches.",
+            "leave out batch_size",
         )
 
 
 class _PyBatches(Sequence[Any]):
-    """A Keras `PyDataset` as a sequence."""
+    """A sequence view of a Keras `PyDataset`, which has no `len` if it is infinite."""
 
     def __init__(self, dataset: keras.utils.PyDataset, count: int) -> None:
         self._dataset, self._count = dataset, count

@@ -1,36 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all sources have in common: readers of one worker's rows, and the arrays they hand out."""
+"""The interface of sources and readers, and helpers that check and stack rows."""
 
 import itertools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from phalanx.errors import InputError, arguments, shown
-from phalanx.input.shard import Worker
+from phalanx.input.shard import InputWorker
 from phalanx.mesh import arrays
 from phalanx.options import AutoShardPolicy
+from phalanx.typing import PyTree
 
 INFINITE = -1
 UNKNOWN = -2
 
 State = Mapping[str, Any]
-"""A position in a source: numbers, strings, bytes, lists and dicts of them."""
+"""A position in a source: a dict of numbers, strings, bytes, lists and dicts, so that it can be saved as text."""
 
 
 class Piece(NamedTuple):
-    """What one worker reads for one step.
+    """One worker's rows for one step.
 
     Args:
-      parts: batches on the host: one, whose rows its replicas share, or one for each replica. Where no row is its, the one
-        has a row of somebody else's, to pad with.
-      counts: how many rows each of its replicas gets.
-      rows: how many rows all workers have together; None where each knows only its own.
+      parts: batches on the host: either one for all local replicas, or one per local replica. If this worker has no rows,
+        the part holds one row of another worker, used as padding.
+      counts: number of rows per local replica.
+      rows: number of rows of the global batch. None if each worker knows only its own.
     """
 
     parts: Sequence[Any]
@@ -39,11 +41,11 @@ class Piece(NamedTuple):
 
 
 class AbstractReader(ABC):
-    """One pass of one worker over a source. It is used by one thread at a time."""
+    """One pass of one worker over a source. Used by one thread at a time."""
 
     @abstractmethod
     def read(self) -> Piece | None:
-        """Returns the next piece; None at the end, again and again."""
+        """Returns the next piece, or None at the end and on every later call."""
 
     @abstractmethod
     def get_state(self) -> State:
@@ -52,19 +54,19 @@ class AbstractReader(ABC):
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a source before it is read.
+    """What is known about a source before reading.
 
     Args:
-      batch_size: the rows of a full global batch; None where the first batch tells.
-      is_full: whether no batch has fewer.
-      num_batches: how many global batches there are, INFINITE or UNKNOWN.
-      num_records: how many rows there are, if that is known.
-      files: the files it reads.
-      has_random_access: whether a worker reads no rows but its own.
-      is_in_memory: whether reading cannot fail.
-      is_borrowed: whether others may change the arrays of a batch after it was read.
-      one_layout: whether all batches are padded to one layout, so that one program takes them all; else each is padded no
-        further than the replicas need, and a shorter one has a program of its own.
+      batch_size: rows of a full global batch. None if it is unknown before the first batch.
+      is_full: whether all batches have that size.
+      num_batches: number of global batches, INFINITE or UNKNOWN.
+      num_records: number of rows. None if it is unknown.
+      files: paths of the files that the source reads.
+      has_random_access: whether a worker can read its own rows only.
+      is_in_memory: whether the rows are in memory, so that reading is cheap and cannot fail.
+      is_borrowed: whether the arrays of a batch belong to the user or to a library that may change them after the read.
+      one_layout: whether all batches are padded to one layout, so that they share one program. If not, a batch is padded
+        only as far as the replicas need, and a batch of another size is compiled separately.
     """
 
     batch_size: int | None = None
@@ -79,60 +81,66 @@ class Facts:
 
 
 class AbstractSource(ABC):
-    """A dataset that can be read again and again, from any position."""
+    """A dataset that can be read several times, from any position."""
 
     @property
     @abstractmethod
     def facts(self) -> Facts:
-        """What is known before it is read."""
+        """What is known about the source before reading."""
 
     @abstractmethod
-    def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
+    def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
         """Starts a pass.
 
         Args:
-          worker: who reads.
+          worker: the worker that reads.
           policy: FILE or DATA.
-          state: where to start; None is the beginning.
+          state: position to start from. None for the beginning.
+
+        Returns:
+          A reader of this worker's rows.
+
+        Raises:
+          InputError: `state` is not a position of this source.
         """
 
 
-def state_entry(state: State | None, key: str, default: Any, *, beside: tuple[str, ...] = ()) -> Any:
+def state_entry(state: State | None, key: str, default: Any, *, beside: tuple[str, ...] = ()) -> PyTree:
     """Returns one entry of a position.
 
     Args:
-      state: the position; None is the beginning.
-      key: the name of the entry.
-      default: the entry of the beginning.
-      beside: the names of the other entries.
+      state: the position. None for the beginning.
+      key: name of the entry.
+      default: value of the entry at the beginning.
+      beside: names of the other entries of such a position.
 
     Raises:
-      InputError: it is the position of another kind of source.
+      InputError: `state` is a position of another kind of source.
     """
     if state is None:
         return default
     if not isinstance(state, Mapping) or key not in state or set(state) - {key, *beside}:
         raise InputError(
             f"set_state({shown(state, 200)})",
-            f"this source keeps its position as {' and '.join(map(repr, (key, *beside)))}.",
+            f"a position of this dataset has the entries {' and '.join(map(repr, (key, *beside)))}.",
             "a state that get_state of the same kind of dataset returned",
         )
     return state[key]
 
 
-def check_count(value: Any, name: str, most: int = sys.maxsize) -> int:
-    """Returns a number in a position.
+def check_count(value: object, name: str, most: int = sys.maxsize) -> int:
+    """Returns `value`, a count in a position, as an int.
 
     Args:
-      value: what the position holds.
-      name: what it counts.
-      most: the largest that there can be, if that is known.
+      value: entry of the position.
+      name: what is counted, for the message.
+      most: largest count that the data allows.
 
     Raises:
-      InputError: it is not such a number.
+      InputError: `value` is not an integer from 0 to `most`.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value <= most:
-        found = "a position counts from 0." if most == sys.maxsize else f"this dataset has {most}."
+    if not arguments.is_integer(value, 0, most):
+        found = "must be an integer of at least 0." if most == sys.maxsize else f"this dataset has only {most}."
         raise InputError(
             f"set_state of {name} {shown(value, 50)}", found, "a state that get_state of the same data returned"
         )
@@ -143,57 +151,65 @@ def check_batch_size(batch_size: Any) -> int:
     """Returns `batch_size`.
 
     Raises:
-      InvalidArgumentError: it is no positive integer.
+      InvalidArgumentError: `batch_size` is not a positive integer below 2**31.
     """
     kind = "an integer of at least 1, and less than 2**31"
     return arguments.integer("batch_size", batch_size, most=2**31 - 1, kind=kind, hint="batch_size=64")
 
 
-def to_host(batch: Any, *, copy: bool = False) -> Any:
-    """Returns a batch with NumPy arrays for leaves; arrays of JAX stay as they are.
+def to_host(batch: PyTree, *, copy: bool = False) -> PyTree:
+    """Returns a batch with NumPy arrays as leaves. JAX arrays are not converted.
 
     Args:
       batch: a pytree of arrays, or of tensors of another library.
-      copy: whether somebody else may write into the same arrays again.
+      copy: whether to copy the arrays, because their owner may write into them again.
 
     Raises:
-      InputError: a leaf is no array that JAX can hold.
+      InputError: a leaf is not an array that JAX can hold.
     """
     host = arrays.to_host(batch, "a batch")
     return jax.tree.map(arrays.copied, host) if copy else host
 
 
-def num_rows(batch: Any) -> int:
+_NUM_ROWS = itemgetter(0)
+
+
+def num_rows(batch: PyTree) -> int:
     """Returns the number of rows of a batch.
 
     Raises:
-      InputError: it has no arrays, scalars, text, or arrays with different numbers of rows.
+      InputError: the batch has no arrays, or contains scalars, text, or arrays with different numbers of rows.
     """
     leaves = jax.tree.leaves(batch)
-    shapes = [np.shape(leaf) for leaf in leaves]
+    shapes = list(map(np.shape, leaves))
     if not shapes or () in shapes:
         raise InputError(
             f"a batch of shapes {shapes}",
             "every leaf must be an array (global_batch, ...).",
-            "group the rows into batches first, or give batch_size=64 for a dataset of single rows",
+            "group the rows into batches first, or pass batch_size=64 for a dataset of single rows",
         )
     for leaf in leaves:
         _check_numbers(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
-    if any(shape[0] != shapes[0][0] for shape in shapes):
-        counts = sorted({shape[0] for shape in shapes})
+    if len({*map(_NUM_ROWS, shapes)}) > 1:
+        counts = sorted({*map(_NUM_ROWS, shapes)})
         raise InputError(
-            f"a batch of shapes {shapes}", f"its leaves have {counts} rows.", "one number of rows for all leaves"
+            f"a batch of shapes {shapes}",
+            f"its leaves have different numbers of rows: {counts}.",
+            "use the same number of rows for all leaves",
         )
     return int(shapes[0][0])
 
 
 def stack(records: Iterable[Any], size: int) -> Any | None:
-    """Makes one batch of up to `size` records; None if there is none.
+    """Stacks up to `size` records into one batch.
 
-    Each is copied before the next one is asked for: whoever makes them may write all of them into the same arrays.
+    Each record is copied before the next one is read, because a generator may write all records into the same arrays.
+
+    Returns:
+      A pytree of arrays (rows, ...). None if there is no record.
 
     Raises:
-      InputError: their structures or shapes differ, or a leaf is no array that JAX can hold.
+      InputError: the structures or shapes of the records differ, or a leaf is not an array that JAX can hold.
     """
     tree, columns = None, []
     for record in itertools.islice(records, size):
@@ -202,7 +218,9 @@ def stack(records: Iterable[Any], size: int) -> Any | None:
             tree, columns = other, [_Column(size) for _ in leaves]
         elif other != tree:
             raise InputError(
-                "records of one batch", f"they have the structures {tree} and {other}.", "one structure for all records"
+                "the records of one batch",
+                f"they have different structures: {tree} and {other}.",
+                "use one structure for all records",
             )
         for column, leaf in zip(columns, leaves, strict=True):
             column.add(leaf)
@@ -210,10 +228,10 @@ def stack(records: Iterable[Any], size: int) -> Any | None:
 
 
 def stack_leaf(column: Sequence[Any]) -> np.ndarray:
-    """Makes one array of the rows of one column.
+    """Stacks the rows of one column into one array.
 
     Raises:
-      InputError: their shapes differ, they are text, or numbers that do not fit.
+      InputError: the shapes of the rows differ, or a row is text or a number that does not fit its dtype.
     """
     rows = _Column(len(column))
     for row in column:
@@ -222,10 +240,12 @@ def stack_leaf(column: Sequence[Any]) -> np.ndarray:
 
 
 class _Column:
-    """The rows of one leaf of a batch.
+    """A growing array with the rows of one leaf of a batch.
+
+    The final size is unknown, so the array doubles. Allocating `size` rows at once would waste memory if the data has fewer.
 
     Args:
-      size: how many there are at most.
+      size: largest number of rows.
     """
 
     def __init__(self, size: int) -> None:
@@ -234,7 +254,7 @@ class _Column:
 
     @property
     def rows(self) -> np.ndarray:
-        """The array of all rows."""
+        """The rows so far, as one array."""
         return np.empty(0) if self._rows is None else self._rows[: self._count]
 
     def add(self, row: Any) -> None:
@@ -248,9 +268,10 @@ class _Column:
         if row.shape != self._rows.shape[1:]:
             raise InputError(
                 f"records of shapes {sorted({self._rows.shape[1:], row.shape})}",
-                "the rows of one batch must have one shape.",
-                "pad them to one length, and keep the lengths in another leaf",
+                "the rows of one batch must have the same shape.",
+                "pad the rows to one length, and keep the lengths in another leaf",
             )
+        # Python numbers of one column may be ints and floats, as in [1, 2.5]. The column takes the wider dtype.
         dtype = row.dtype if row.dtype == self._rows.dtype else np.result_type(self._rows, row)
         if dtype != self._rows.dtype or self._count == len(self._rows):
             self._grow(dtype)
@@ -258,7 +279,7 @@ class _Column:
         self._count += 1
 
     def _grow(self, dtype: Any) -> None:
-        """Makes room for more rows, or for another dtype."""
+        """Reallocates the array with more rows, or with another dtype."""
         assert self._rows is not None
         size = min(self._size, max(len(self._rows), 2 * self._count))
         larger = arrays.empty((size, *self._rows.shape[1:]), dtype)
@@ -266,19 +287,24 @@ class _Column:
         self._rows = larger
 
 
+# A new column has room for 64 MiB, and for at least 16 rows if they are larger.
 _FIRST_ROWS, _FIRST_BYTES = 16, 1 << 26
 
 
 def _check_numbers(array: Any) -> None:
-    """Raises InputError for text, dates and objects."""
+    """Checks that an array holds numbers or bools.
+
+    Raises:
+      InputError: it holds text, dates or objects.
+    """
     if getattr(array.dtype, "kind", "f") not in "OSUMm":
         return
     first = array.flat[0] if array.size else None
     if isinstance(first, (np.ndarray, list)):
         raise InputError(
-            "a batch of rows of different lengths",
-            "the rows of an array have one length.",
-            "pad them to one length (x.to_tensor() of a tf.RaggedTensor), and keep the lengths in another leaf",
+            "a batch with rows of different lengths",
+            "the rows of an array must have the same length.",
+            "pad the rows to one length (x.to_tensor() of a tf.RaggedTensor), and keep the lengths in another leaf",
         )
     raise InputError(
         f"a batch of dtype {array.dtype}",
@@ -287,8 +313,14 @@ def _check_numbers(array: Any) -> None:
     )
 
 
-def rows_of(batch: Any, rows: range, total: int) -> Any:
-    """Returns some rows of a batch; the batch itself where they are all; the first row, as padding, where they are none."""
+def rows_of(batch: PyTree, rows: range, total: int) -> PyTree:
+    """Returns the given rows of a batch, or its first row as padding if `rows` is empty.
+
+    Args:
+      batch: pytree of arrays (total, ...).
+      rows: the rows to return.
+      total: number of rows of the batch. If `rows` has as many, the batch is returned without slicing.
+    """
     if len(rows) == total:
         return batch
     start, stop = (rows.start, rows.stop) if rows else (0, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of whole global batches, of which a worker keeps its own rows."""
+"""Sources of global batches. Every worker reads whole batches and keeps its own rows."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ import jax
 from typing_extensions import override
 
 from phalanx.errors import InputError, shown
-from phalanx.input.shard import Worker
+from phalanx.input.shard import InputWorker
 from phalanx.input.sources.base import (
     AbstractReader,
     AbstractSource,
@@ -27,6 +27,7 @@ from phalanx.input.sources.base import (
 )
 from phalanx.mesh.arrays import copied
 from phalanx.options import AutoShardPolicy
+from phalanx.typing import PyTree
 
 
 @final
@@ -35,9 +36,9 @@ class BatchSequence(AbstractSource):
 
     Args:
       batches: an object with `len` and `[]`, for example a list or a Keras `PyDataset`.
-      facts: what is known of them.
-      drop_remainder: whether to leave out batches that are shorter than the first.
-      at_end: called when a pass has read the last one.
+      facts: what is known about the batches.
+      drop_remainder: whether to drop batches that are shorter than an earlier one.
+      at_end: called at the end of a pass.
     """
 
     def __init__(
@@ -57,19 +58,19 @@ class BatchSequence(AbstractSource):
         return self._facts
 
     @override
-    def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
+    def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
         start = check_count(state_entry(state, "batches", 0), "batch", len(self._batches))
         return _BatchReader(_Counted(self._batches, self._at_end, start), worker, start, drop_remainder=self._drop)
 
 
 class _Counted(Iterator[Any]):
-    """The batches from one on."""
+    """Iterates over the batches from `start`, and calls `at_end` after the last."""
 
     def __init__(self, batches: Sequence[Any], at_end: Callable[[], object], start: int) -> None:
         self._batches, self._at_end, self._next = batches, at_end, start
 
     @override
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         if self._next >= len(self._batches):
             self._at_end()
             raise StopIteration
@@ -80,15 +81,15 @@ class _Counted(Iterator[Any]):
 
 @final
 class BatchStream(AbstractSource):
-    """Batches that come one after the other.
+    """Batches that can be read only in order.
 
     Args:
-      make: returns an iterator from the first batch on.
-      facts: what is known of them.
-      drop_remainder: whether to leave out batches that are shorter than the first.
-      copies: whether a batch's maker may write into the same arrays again.
-      get_state: returns the position of such an iterator, where it can tell one.
-      set_state: moves a new iterator to that position; without it as many batches are read and thrown away.
+      make: opens an iterator at the first batch.
+      facts: what is known about the batches.
+      drop_remainder: whether to drop batches that are shorter than an earlier one.
+      copies: whether to copy each batch, because the iterator may write the next one into the same arrays.
+      get_state: returns the position of such an iterator. None if iterators have no position.
+      set_state: moves a new iterator to such a position. None to skip batches by reading them.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class BatchStream(AbstractSource):
         return self._facts
 
     @override
-    def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
+    def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
         most = self._facts.num_batches if self._facts.num_batches >= 0 else sys.maxsize
         beside = () if self._set_state is None else ("source",)
         start = check_count(state_entry(state, "batches", 0, beside=beside), "batch", most)
@@ -123,23 +124,25 @@ class BatchStream(AbstractSource):
         get_state = None if self._get_state is None else lambda: self._get_state(batches)  # type: ignore[misc]
         return _BatchReader(batches, worker, start, drop_remainder=self._drop, copies=self._copies, get_state=get_state)
 
-    def _restore(self, batches: Any, position: Any) -> None:
+    def _restore(self, batches: PyTree, position: Any) -> None:
         assert self._set_state is not None
         try:
             self._set_state(batches, position)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
             raise InputError(
                 f"set_state({shown(position, 100)})",
-                f"the dataset refuses it: {e}",
+                f"the dataset rejected the position: {e}",
                 "a state that get_state of the same data returned",
             ) from e
 
 
 class _BatchReader(AbstractReader):
+    """Reads global batches and keeps the rows of one worker. See `BatchStream` for the arguments."""
+
     def __init__(
         self,
         batches: Iterator[Any],
-        worker: Worker,
+        worker: InputWorker,
         position: int,
         *,
         drop_remainder: bool,
@@ -170,40 +173,40 @@ class _BatchReader(AbstractReader):
 
 
 class OneShot:
-    """Makes the one iterator that there is; a second pass is refused instead of being empty.
+    """Returns an iterator once. A second call raises, because a second pass would silently be empty.
 
     Args:
-      iterator: for example a generator that has been started.
+      iterator: for example a generator.
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator: Iterator[Any] | None = iterator
 
     def __call__(self) -> Iterator[Any]:
-        """Returns it, once.
+        """Returns the iterator.
 
         Raises:
-          InputError: it was handed out before.
+          InputError: the iterator was returned before.
         """
         if self._iterator is None:
             raise InputError(
                 "a second pass over an iterator",
-                "it can be read once, and has been.",
-                "pass what makes it: the generator function instead of function()",
+                "an iterator can be read only once.",
+                "pass the generator function instead of its result: function, not function()",
             )
         iterator, self._iterator = self._iterator, None
         return iterator
 
 
 def batched(records: Iterable[Any], batch_size: int) -> Iterator[Any]:
-    """Groups records into batches."""
+    """Yields batches of `batch_size` records. The last one may be shorter."""
     iterator = iter(records)
     while (batch := stack(iterator, batch_size)) is not None:
         yield batch
 
 
 def sizes(batches: Sequence[Any]) -> Facts:
-    """Returns the facts of batches in memory."""
+    """Returns the facts about batches in memory, whose sizes are all known."""
     rows = [num_rows(to_host(batch)) for batch in batches]
     largest = max(rows, default=None)
     return Facts(

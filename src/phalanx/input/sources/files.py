@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of records in files: a worker reads whole files, or its own rows of all files."""
+"""Sources of records in files. A worker reads whole files (FILE), or its own rows of all files (DATA)."""
 
 import functools
 import glob
@@ -13,7 +13,7 @@ import jax
 from typing_extensions import override
 
 from phalanx.errors import InputError, arguments, shown
-from phalanx.input.shard import Worker, shares
+from phalanx.input.shard import InputWorker, shares
 from phalanx.input.sources.base import (
     AbstractReader,
     AbstractSource,
@@ -34,12 +34,14 @@ Reader = Callable[[str], Any]
 
 @final
 class Files:
-    """Records in files, to be batched. `phalanx.data.from_files` makes it.
+    """A dataset of the records in files, not yet batched. `phalanx.data.from_files` creates it.
+
+    May be used in any context.
 
     Args:
-      paths: the files, in order.
+      paths: paths of the files, in the order in which they are read.
       reader: maps a path to the records of that file.
-      interleave: how many files are read at a time, one record from each in turn.
+      interleave: number of files that are read at a time, one record from each in turn.
     """
 
     def __init__(self, paths: Sequence[str], reader: Reader, interleave: int) -> None:
@@ -52,25 +54,25 @@ class Files:
 def from_files(
     pattern: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], reader: Reader, *, interleave: int = 1
 ) -> Files:
-    """Makes a dataset of the records in files, which several workers can read file by file. May be called in any context.
+    """Creates a dataset of the records in files, which several workers can share file by file. May be called in any context.
 
-    Under `AutoShardPolicy.FILE`, and under AUTO where there are enough files, worker w of W reads the files w, w + W, ...
-    Pass it to `Strategy.experimental_distribute_dataset` with a `batch_size`.
+    Under `AutoShardPolicy.FILE`, and under AUTO if there are at least as many files as workers, worker w of W reads the files
+    w, w + W, ... Pass the dataset to `Strategy.experimental_distribute_dataset` with a `batch_size`.
 
     Args:
       pattern: a glob pattern, whose matches are sorted by name, or a list of paths.
-      reader: maps a path to the records of that file, each a pytree of arrays or numbers of one shape. Records with `len`
-        and `[]` (a Grain `ArrayRecordDataSource` or `MapDataset`, a NumPy array) are read only where they are needed;
-        those of an iterable (a generator, a Grain `IterDataset`) are read and skipped. It must give the same records each
-        time it is called.
-      interleave: how many files are read at a time, one record from each in turn.
+      reader: maps a path to the records of that file. Records are pytrees of arrays or numbers with equal shapes. If the
+        result has `len` and `[]` (a Grain `ArrayRecordDataSource` or `MapDataset`, a NumPy array), a worker reads only the
+        records it needs. If it is another iterable (a generator, a Grain `IterDataset`), a worker reads all records and
+        skips those of other workers. The reader must return the same records at each call.
+      interleave: number of files that are read at a time, one record from each in turn.
 
     Returns:
       The dataset.
 
     Raises:
-      InputError: no file matches, or a path is given twice.
-      InvalidArgumentError: `interleave` is less than 1, or another argument is of the wrong kind.
+      InputError: no file matches, or a path is listed twice.
+      InvalidArgumentError: `interleave` is less than 1, or another argument has the wrong type.
 
     Example:
       >>> import os, phalanx
@@ -82,22 +84,24 @@ def from_files(
     arguments.function("reader", reader, "phalanx.data.from_files(pattern, lambda path: open(path).readlines())")
     if not paths:
         raise InputError(
-            f"from_files({shown(pattern)})", f"no file matches in {os.getcwd()}.", "a pattern such as 'data/*.tfrecord'"
+            f"from_files({shown(pattern)})",
+            f"no file matches. The current directory is {os.getcwd()}.",
+            "a pattern such as 'data/*.tfrecord'",
         )
     if len(set(paths)) < len(paths):
         twice = next(p for p in paths if paths.count(p) > 1)
-        raise InputError(f"from_files of {len(paths)} paths", f"{twice} is given twice.", "sorted(set(paths))")
+        raise InputError(f"from_files of {len(paths)} paths", f"{twice} is listed twice.", "sorted(set(paths))")
     arguments.integer("interleave", interleave)
     return Files(paths, reader, interleave)
 
 
 def _paths(pattern: Any) -> list[str]:
-    """Returns the paths that a pattern matches, or those that are given."""
+    """Returns the paths that a pattern matches, or the listed paths."""
     if isinstance(pattern, (str, os.PathLike)):
         return sorted(glob.glob(arguments.path("pattern", pattern)))
     if not isinstance(pattern, Iterable) or isinstance(pattern, jax.Array):
         return [arguments.path("pattern", pattern)]
-    # One by one: some objects that are not paths never end.
+    # Check path by path instead of building a list first, because an iterable that is not of paths may be infinite.
     return [arguments.path("a path of pattern", path) for path in pattern]
 
 
@@ -106,9 +110,9 @@ class FileRecords(AbstractSource):
     """Global batches of records in files.
 
     Args:
-      files: the files and how they are read.
-      batch_size: the global batch size.
-      drop_remainder: whether to leave out a short last batch.
+      files: the files, with their reader.
+      batch_size: global batch size in rows.
+      drop_remainder: whether to drop a short last batch.
     """
 
     def __init__(self, files: Files, batch_size: int, *, drop_remainder: bool = False) -> None:
@@ -120,7 +124,7 @@ class FileRecords(AbstractSource):
         return Facts(batch_size=self._batch_size, is_full=self._drop, files=self._files.paths)
 
     @override
-    def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
+    def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
         paths = self._files.paths
         consumed = state_entry(state, "files", [0] * len(paths))
         if not isinstance(consumed, list) or len(consumed) != len(paths):
@@ -138,14 +142,15 @@ class FileRecords(AbstractSource):
 
 
 class _Walk(Iterator[Callable[[], Any]]):
-    """The records of some files in order: of the files that are read at a time, the one that has given fewest is next.
+    """Iterates over the records of some files. Of the open files, the one with the fewest records consumed is next.
 
-    It hands out functions, so that a record that is not wanted is not read where the file has random access.
+    The order therefore depends only on `consumed`, which is the whole position. The items are functions that read a record, so
+    that the records of other workers are not read if the file has random access.
 
     Args:
-      files: the files and how they are read.
-      own: the numbers of the files to walk through.
-      consumed: for every file, how many of its records are done with.
+      files: the files, with their reader.
+      own: indices of the files to read.
+      consumed: number of records consumed, per file of the dataset.
     """
 
     def __init__(self, files: Files, own: Sequence[int], consumed: list[int]) -> None:
@@ -169,13 +174,13 @@ class _Walk(Iterator[Callable[[], Any]]):
         raise StopIteration
 
     def _records(self, number: int) -> Iterator[Callable[[], Any]]:
-        """Yields the records of one file from where it was left."""
+        """Yields the records of one file that are not yet consumed."""
         path, start = self._files.paths[number], self.consumed[number]
         if not os.path.exists(path):
             raise InputError(
                 f"the file {path}",
-                "it is gone since the dataset was made.",
-                "phalanx.data.from_files(pattern, reader) again",
+                "the file has disappeared since the dataset was created.",
+                "call phalanx.data.from_files(pattern, reader) again",
             )
         try:
             records = self._files.reader(path)
@@ -184,7 +189,9 @@ class _Walk(Iterator[Callable[[], Any]]):
             else:
                 yield from (functools.partial(_same, record) for record in itertools.islice(records, start, None))
         except (zlib.error, EOFError) as e:
-            raise InputError(f"the file {path}", f"its content is damaged or cut off: {e}", "a new copy of it") from e
+            raise InputError(
+                f"the file {path}", f"its content is damaged or truncated: {e}", "restore the file from a good copy"
+            ) from e
 
 
 def _same(record: Any) -> Any:
@@ -193,10 +200,11 @@ def _same(record: Any) -> Any:
 
 @final
 class _FileReader(AbstractReader):
-    """Reads a worker's share of every global batch from files of its own."""
+    """Reads a worker's share of every global batch from the worker's own files."""
 
-    def __init__(self, walk: _Walk, worker: Worker, batch_size: int, *, drop_remainder: bool) -> None:
-        # A worker whose replicas have no part of so small a batch reads a row all the same, or its files would be left out.
+    def __init__(self, walk: _Walk, worker: InputWorker, batch_size: int, *, drop_remainder: bool) -> None:
+        # If the batch is so small that this worker gets no rows of it, the worker still reads one row per step. Otherwise
+        # its files would never be read.
         self._walk, self._shares = (
             walk,
             worker.shares(batch_size) if worker.rows(batch_size) else shares(1, worker.replicas),
@@ -220,9 +228,9 @@ class _FileReader(AbstractReader):
 
 @final
 class _SharedReader(AbstractReader):
-    """Reads a worker's rows of every global batch, wherever they lie."""
+    """Reads a worker's rows of every global batch, from all files."""
 
-    def __init__(self, walk: _Walk, worker: Worker, batch_size: int, *, drop_remainder: bool) -> None:
+    def __init__(self, walk: _Walk, worker: InputWorker, batch_size: int, *, drop_remainder: bool) -> None:
         self._walk, self._worker, self._batch_size, self._drop = walk, worker, batch_size, drop_remainder
 
     @override

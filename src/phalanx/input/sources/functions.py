@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources that a user's function makes, for each worker or for each replica."""
+"""Sources of the datasets that a user's function returns, one per worker or one per replica."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,23 +10,24 @@ import jax
 from typing_extensions import override
 
 from phalanx.errors import InputError, InvalidArgumentError, arguments
-from phalanx.input.shard import Worker
+from phalanx.input.shard import InputWorker
 from phalanx.input.sources.adapt import source_of
 from phalanx.input.sources.base import AbstractReader, AbstractSource, Facts, Piece, State, num_rows, state_entry
 from phalanx.options import AutoShardPolicy, InputOptions, InputReplicationMode
+from phalanx.typing import PyTree
 
 
 @dataclass(frozen=True)
 class InputContext:
-    """What `distribute_datasets_from_function` tells its function.
+    """The argument of the function passed to `distribute_datasets_from_function`. May be used in any context.
 
     Args:
-      num_input_pipelines: how often the function is called in all: once for each worker, or for each replica.
-      input_pipeline_id: which of these calls it is, from 0.
-      num_replicas_in_sync: how many replicas there are.
+      num_input_pipelines: number of calls of the function, over all workers: one per worker, or one per replica.
+      input_pipeline_id: index of this call, from 0.
+      num_replicas_in_sync: number of replicas.
 
     Raises:
-      InvalidArgumentError: a number that is not one, or too small.
+      InvalidArgumentError: an argument is not an integer, or is too small.
 
     Source: tf.distribute.InputContext.
 
@@ -47,15 +48,18 @@ class InputContext:
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Returns the batch size of one replica.
 
+        Args:
+          global_batch_size: rows of a global batch.
+
         Raises:
-          InvalidArgumentError: it is not a positive integer, or the replicas do not divide it.
+          InvalidArgumentError: `global_batch_size` is not a positive integer, or not divisible by the number of replicas.
         """
         arguments.integer("global_batch_size", global_batch_size, hint="global_batch_size=64")
         if global_batch_size % self.num_replicas_in_sync:
             raise InvalidArgumentError(
                 f"global_batch_size={global_batch_size}",
-                f"not divisible by the {self.num_replicas_in_sync} replicas.",
-                "experimental_distribute_dataset, which divides any batch",
+                f"is not divisible by the number of replicas, {self.num_replicas_in_sync}.",
+                "experimental_distribute_dataset, which splits a batch of any size",
             )
         return global_batch_size // self.num_replicas_in_sync
 
@@ -65,19 +69,19 @@ class InputContext:
 
 @final
 class FunctionSource(AbstractSource):
-    """Per-replica batches of the datasets that a function makes; it is called at once.
+    """Per-replica batches of the datasets that a function returns. The constructor calls the function.
 
     Args:
       dataset_fn: maps an `InputContext` to a dataset of per-replica batches.
-      worker: for which worker.
-      options: whether it is called for the worker, or for each of its replicas; and on which devices.
-      devices: the devices of the worker's replicas.
+      worker: this worker.
+      options: decide whether the function is called once per worker or once per replica, and on which devices.
+      devices: devices of the local replicas.
     """
 
     def __init__(
         self,
         dataset_fn: Callable[[InputContext], Any],
-        worker: Worker,
+        worker: InputWorker,
         options: InputOptions,
         devices: Sequence[jax.Device],
     ) -> None:
@@ -97,21 +101,23 @@ class FunctionSource(AbstractSource):
         return Facts(is_borrowed=any(source.facts.is_borrowed for source in self._sources))
 
     @override
-    def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
+    def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
         states = state_entry(state, "pipelines", [None] * len(self._sources))
         if not isinstance(states, list) or len(states) != len(self._sources):
             raise InputError(
                 f"set_state of {len(states) if isinstance(states, list) else repr(states)} input pipelines",
-                f"this dataset has {len(self._sources)}.",
-                "restore it on as many replicas as it was saved on",
+                f"this dataset has {len(self._sources)} input pipelines.",
+                "restore the position on as many replicas as it was saved on",
             )
-        readers = [s.open(Worker(), policy, x) for s, x in zip(self._sources, states, strict=True)]
+        readers = [s.open(InputWorker(), policy, x) for s, x in zip(self._sources, states, strict=True)]
         return _FunctionReader(readers, self._devices, worker)
 
 
 @final
 class _FunctionReader(AbstractReader):
-    def __init__(self, readers: Sequence[AbstractReader], devices: Sequence[Any], worker: Worker) -> None:
+    """Reads one per-replica batch per local replica. With fewer readers than replicas, they are read in turn."""
+
+    def __init__(self, readers: Sequence[AbstractReader], devices: Sequence[Any], worker: InputWorker) -> None:
         self._readers, self._devices, self._worker = readers, devices, worker
 
     @override
@@ -122,11 +128,12 @@ class _FunctionReader(AbstractReader):
         if not given:
             return None
         counts = [0 if part is None else num_rows(part) for part in parts]
+        # Replicas whose dataset has ended take part in the step with a batch that is padding only.
         empty = jax.tree.map(lambda x: x[:0], given[0])
         batches = [empty if part is None else part for part in parts]
         return Piece(batches, counts, sum(counts) if self._worker.count == 1 else None)
 
-    def _read(self, number: int) -> Any:
+    def _read(self, number: int) -> PyTree:
         with _default_device(self._devices[number]):
             piece = self._readers[number].read()
         return None if piece is None else piece.parts[0]

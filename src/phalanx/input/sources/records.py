@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of rows: arrays, and random-access sequences of records. A worker reads its own rows only."""
+"""Sources of rows with random access: arrays, and sequences of records. A worker reads only its own rows."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from phalanx.errors import InputError, arguments
-from phalanx.input.shard import Worker
+from phalanx.input.shard import InputWorker
 from phalanx.input.sources.base import (
     INFINITE,
     AbstractReader,
@@ -29,15 +29,16 @@ from phalanx.input.sources.base import (
 )
 from phalanx.mesh.arrays import to_host, to_numpy
 from phalanx.options import AutoShardPolicy
+from phalanx.typing import PyTree
 
 
 class AbstractRecords(AbstractSource):
     """Rows that can be read in any order.
 
     Args:
-      num_records: how many there are.
-      batch_size: the global batch size.
-      drop_remainder: whether to leave out a short last batch.
+      num_records: number of rows. `sys.maxsize` if there are infinitely many.
+      batch_size: global batch size in rows.
+      drop_remainder: whether to drop a short last batch.
     """
 
     def __init__(self, num_records: int, batch_size: int, *, drop_remainder: bool) -> None:
@@ -45,8 +46,8 @@ class AbstractRecords(AbstractSource):
         self.drop_remainder = drop_remainder
 
     @abstractmethod
-    def records(self, start: int, stop: int) -> Any:
-        """Returns the rows `start` to `stop` (exclusive; at least one) as one batch."""
+    def records(self, start: int, stop: int) -> PyTree:
+        """Returns the rows from `start` to `stop` (exclusive), at least one, as one batch."""
 
     @property
     @override
@@ -63,14 +64,16 @@ class AbstractRecords(AbstractSource):
         )
 
     @override
-    def open(self, worker: Worker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
+    def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
         start = check_count(state_entry(state, "records", 0), "record", self.num_records)
         return _RecordsReader(self, worker, start)
 
 
 @final
 class _RecordsReader(AbstractReader):
-    def __init__(self, source: AbstractRecords, worker: Worker, position: int) -> None:
+    """Reads a worker's rows of each global batch. `_position` is the first row of the next global batch."""
+
+    def __init__(self, source: AbstractRecords, worker: InputWorker, position: int) -> None:
         self._source, self._worker, self._position = source, worker, position
         self._full = self._own(source.batch_size)
 
@@ -85,7 +88,8 @@ class _RecordsReader(AbstractReader):
         return Piece([source.records(start + first, start + stop)], counts, rows)
 
     def _own(self, rows: int) -> tuple[int, int, list[int]]:
-        """Returns the first and the last (exclusive) of this worker's rows of a batch, and its replicas' shares."""
+        """Returns this worker's first and last (exclusive) row in a batch of `rows` rows, and the rows per local replica."""
+        # A worker without rows reads the first one, as padding.
         own = self._worker.rows(rows) or range(1)
         return own.start, own.stop, self._worker.shares(rows)
 
@@ -96,10 +100,10 @@ class _RecordsReader(AbstractReader):
 
 @final
 class ArrayRecords(AbstractRecords):
-    """The rows of a pytree of arrays. `Strategy.make_experimental_numpy_dataset` makes it."""
+    """The rows of a pytree of arrays (rows, ...) in memory. See `AbstractRecords` for the other arguments."""
 
     def __init__(self, arrays: Any, batch_size: int, *, drop_remainder: bool = False) -> None:
-        # On the host once: slicing an array of JAX would run a program for every batch.
+        # Copy JAX arrays to the host once, because slicing one runs a program per batch.
         leaves, self._tree = jax.tree.flatten(to_host(arrays, "the dataset"))
         self._leaves = [np.asarray(x) for x in leaves]
         super().__init__(num_rows(self._leaves), batch_size, drop_remainder=drop_remainder)
@@ -110,17 +114,19 @@ class ArrayRecords(AbstractRecords):
         return dataclasses.replace(super().facts, is_in_memory=True, is_borrowed=True)
 
     @override
-    def records(self, start: int, stop: int) -> Any:
+    def records(self, start: int, stop: int) -> PyTree:
         tree: Any = self._tree
         return tree.unflatten([x[start:stop] for x in self._leaves])
 
 
 @final
 class NumpyDataset:
-    """Rows of arrays, to be batched. `Strategy.make_experimental_numpy_dataset` makes it.
+    """A dataset of the rows of arrays, not yet batched. `Strategy.make_experimental_numpy_dataset` creates it.
+
+    May be used in any context.
 
     Args:
-      arrays: a pytree of arrays `(rows, ...)`; a list is one array.
+      arrays: a pytree of arrays (rows, ...). A list becomes one array.
 
     Example:
       >>> import numpy as np
@@ -141,14 +147,14 @@ class NumpyDataset:
         return self._rows
 
     def batch(self, batch_size: int, *, drop_remainder: bool = False) -> ArrayRecords:
-        """Returns the same rows as a dataset of global batches.
+        """Returns a dataset of global batches with the same rows.
 
         Args:
-          batch_size: the global batch size.
-          drop_remainder: whether to leave out a short last batch.
+          batch_size: global batch size in rows.
+          drop_remainder: whether to drop a short last batch.
 
         Raises:
-          InvalidArgumentError: `batch_size` is no positive integer.
+          InvalidArgumentError: `batch_size` is not a positive integer, or `drop_remainder` is not a bool.
         """
         arguments.flag("drop_remainder", drop_remainder)
         return ArrayRecords(self._arrays, batch_size, drop_remainder=drop_remainder)
@@ -156,25 +162,28 @@ class NumpyDataset:
 
 @final
 class SlicedRecords(AbstractRecords):
-    """The records of an object with `len` whose slices are dicts of columns, as those of a Hugging Face `Dataset`."""
+    """The records of an object with `len` whose slices are dicts of columns, such as a Hugging Face `Dataset`.
+
+    One slice per batch is much faster than one access per record.
+    """
 
     def __init__(self, columns: Any, batch_size: int, *, drop_remainder: bool = False) -> None:
         self._columns = columns
         super().__init__(len(columns), batch_size, drop_remainder=drop_remainder)
 
     @override
-    def records(self, start: int, stop: int) -> Any:
+    def records(self, start: int, stop: int) -> PyTree:
         return {name: stack_leaf(column) for name, column in self._columns[start:stop].items()}
 
 
 @final
 class SequenceRecords(AbstractRecords):
-    """The records of an object with `len` and `[]`, each a pytree.
+    """The records of an object with `len` and `[]`. Each record is a pytree.
 
     Args:
       sequence: for example a Grain `MapDataset` or a torch `Dataset`.
-      batch_size: the global batch size.
-      drop_remainder: whether to leave out a short last batch.
+      batch_size: global batch size in rows.
+      drop_remainder: whether to drop a short last batch.
     """
 
     def __init__(self, sequence: Any, batch_size: int, *, drop_remainder: bool = False) -> None:
@@ -182,21 +191,23 @@ class SequenceRecords(AbstractRecords):
         super().__init__(len(sequence), batch_size, drop_remainder=drop_remainder)
 
     @override
-    def records(self, start: int, stop: int) -> Any:
+    def records(self, start: int, stop: int) -> PyTree:
         return stack(map(self._record, range(start, stop)), stop - start)
 
-    def _record(self, index: int) -> Any:
-        name = f"the record {index} of a {type(self._sequence).__name__}"
+    def _record(self, index: int) -> PyTree:
+        name = f"record {index} of a {type(self._sequence).__name__}"
         try:
             record = self._sequence[index]
         except IndexError as e:
             raise InputError(
-                name, f"it is not there ({e}), but its `len` is {self.num_records}.", "a `len` that counts the records"
+                name,
+                f"the record does not exist ({e}), although the dataset has the `len` {self.num_records}.",
+                "a `len` that counts the records",
             ) from e
         if record is None:
             raise InputError(
                 name,
-                "it is None: a filter has taken it out, and its place does not count as a row.",
-                "dataset.to_iter_dataset(), which leaves such records out",
+                "it is None, because a filter removed it, so the number of rows is unknown.",
+                "dataset.to_iter_dataset(), which skips such records",
             )
         return record

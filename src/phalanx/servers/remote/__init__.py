@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in the processes of parameter servers and of their workers; it needs no Keras."""
+"""Code that runs in the processes of parameter servers and workers. It does not import Keras."""

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the coordinator, the workers and the parameter servers tell each other."""
+"""The messages between the coordinator, the workers and the parameter servers.
+
+Programs and placements are sent once and referred to by number. A step then needs a `Task` from the coordinator to a worker, a
+`Push` from the worker to the first server, and a `Decision` from there to the other servers.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +17,13 @@ from phalanx.errors import InputError
 
 
 class Part(NamedTuple):
-    """Some rows of a variable, which one server holds.
+    """The rows of a variable that one server holds.
 
     Args:
-      server: its number.
-      key: under which name it holds them.
-      start: the first row.
-      stop: the row after the last one; None where it is the whole variable.
+      server: index of the server.
+      key: name of the rows on that server.
+      start: first row.
+      stop: last row, exclusive. None for a whole variable.
     """
 
     server: int
@@ -28,27 +32,27 @@ class Part(NamedTuple):
     stop: int | None
 
     def of(self, array: Any) -> Any:
-        """Returns these rows of the whole variable."""
+        """Returns these rows of an array with the shape of the whole variable."""
         return array if self.stop is None else array[self.start : self.stop]
 
 
 Placement = tuple[Part, ...]
-"""Where a variable is: its parts in order, which follow each other."""
+"""The parts of one variable, in the order of its rows."""
 
 
 class Spec(NamedTuple):
-    """An array without its numbers."""
+    """The shape and the dtype of an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
 
 class Pusher(NamedTuple):
-    """A worker, of which there may have been others of the same number.
+    """The identity of a worker process. A worker that is lost is replaced by one with the same index.
 
     Args:
-      worker: its number.
-      life: the how-manieth it is.
+      worker: index of the worker.
+      life: generation: the number of workers that held this index before it.
     """
 
     worker: int
@@ -56,11 +60,11 @@ class Pusher(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some rows of a table, or of its gradient.
+    """Some rows of a table or of its gradient.
 
     Args:
-      ids: their numbers in what the server holds, each once.
-      values: the rows.
+      ids: int array (rows,), without duplicates. Indices into the server's part of the table.
+      values: array (rows, ...).
     """
 
     ids: np.ndarray
@@ -71,8 +75,8 @@ class Gradient(NamedTuple):
     """A gradient that a step computes.
 
     Args:
-      placement: where its variable is.
-      table: the number of the variable, where it is a table.
+      placement: placement of its variable.
+      table: index of the variable in the step's program if it is a table, else None.
     """
 
     placement: Placement
@@ -81,21 +85,21 @@ class Gradient(NamedTuple):
 
 @dataclass(frozen=True)
 class StepProgram:
-    """What a worker needs to know to do a step.
+    """A compiled step, as sent to the workers. Variables are named by their index in `values`.
 
     Args:
-      name: of the function.
-      module: the program, as `exported` writes it.
-      draws: how many batches it takes from each of the step's resources.
-      values: where each of its variables is; None for states of random generators, which come with the step.
-      added: numbers of the variables that it adds to.
-      set: numbers of those that it assigns.
-      updates: of each optimizer's update the name, and the gradients that it takes.
-      holders: for variables that several servers hold alike, by their keys, which servers.
-      variant: what its results are called.
-      ids: the program of what is looked up in tables; empty where nothing is.
-      lookups: the numbers of the tables, in the order of its results.
-      tables: of each table, how many rows the program takes, and what it is called.
+      name: name of the function.
+      module: the program, serialized by `jax.export`.
+      draws: number of batches that the step takes from each of its resources.
+      values: placement of each variable. None for the states of random generators, which are part of each `Task`.
+      added: indices of the variables that the step adds to.
+      set: indices of the variables that the step assigns.
+      updates: per optimizer update, its name on the servers and the gradients that it takes.
+      holders: servers by key, for parts that several servers hold.
+      variant: number that tells the coordinator how to interpret the results.
+      ids: serialized program that computes the ids to look up in tables. Empty if there are none.
+      lookups: index of the table of each result of `ids`.
+      tables: by index of a table, the number of rows that the program takes, and the name of the table.
     """
 
     name: str
@@ -114,13 +118,13 @@ class StepProgram:
 
 @dataclass(frozen=True)
 class UpdateProgram:
-    """What a server needs to know to do its part of an optimizer's update.
+    """One server's part of an optimizer's update.
 
     Args:
-      module: the program: of values and gradients.
-      keys: the values that it takes.
-      set: which of them it returns anew, by number.
-      rows_of: of each value the number of the gradient whose rows it gets, where it is of a table.
+      module: serialized program, from values and gradients to new values.
+      keys: keys of the values that the program takes.
+      set: indices of the values that the program returns.
+      rows_of: per value, the index of the gradient that selects its rows. None for a value that does not belong to a table.
     """
 
     module: bytes
@@ -130,14 +134,14 @@ class UpdateProgram:
 
 
 @dataclass(frozen=True)
-class Task:
-    """One step that is to be done.
+class StepCall:
+    """One step for a worker to run.
 
     Args:
-      step: which step.
-      inputs: its arguments.
-      resources: the names of the worker's own datasets and values among them.
-      seeds: states of the random generators that it draws from, in order.
+      step: number of the step's function.
+      inputs: leaves of the arguments.
+      resources: names of the per-worker datasets and values among the arguments.
+      seeds: states of the random generators that the step draws from, in the order of the program.
     """
 
     step: int
@@ -148,17 +152,19 @@ class Task:
 
 @dataclass(frozen=True)
 class Push:
-    """What one step asks of one server.
+    """The changes of one step for one server.
+
+    The push to the first server also carries the parts of all other servers, so that one server decides about the whole step.
 
     Args:
-      pusher: whose step.
-      number: the how-manieth of this worker.
-      pulled: the version of the values that it was computed with.
-      updates: gradients by the update's name.
+      pusher: the worker.
+      number: index of the step, counted per worker.
+      pulled: version of the values that the step was computed with.
+      updates: gradients by the name of the update.
       added: increments by key.
       set: new values by key.
-      others: of the first server's: what each of the others gets that has a part of this step; None where it holds that already.
-      asked: of the first server's: what the next step needs of it and of those; None where no further step has begun.
+      others: on the first server: the part of each other server. None for a server that already holds its part.
+      asked: on the first server: the values that the next step needs, per server. None if there is no next step yet.
     """
 
     pusher: Pusher
@@ -172,18 +178,18 @@ class Push:
 
     @property
     def name(self) -> tuple[Pusher, int]:
-        """What tells it from all others."""
+        """The key of the push, unique among all pushes."""
         return self.pusher, self.number
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Which pushes are one update.
+    """The order of one update, as the first server sends it to the others.
 
     Args:
-      turn: the how-manieth update it is.
-      follows: of each server that has a part of it, which update it did before this one.
-      parts: of each other server, the names of the pushes and what it gets of them.
+      turn: number of the update.
+      follows: per server that takes part, the turn of its previous update.
+      parts: per other server, pairs of the name of a push and the server's part of it. None for a part that it holds.
     """
 
     turn: int
@@ -193,14 +199,14 @@ class Decision:
 
 @dataclass
 class Report:
-    """What became of some tasks.
+    """A worker's report on some tasks. The steps after `results` were not run, except that the next one may have failed.
 
     Args:
-      results: variants and arrays of the steps that were done, in order; the others were not begun, but for the next one.
-      error: what that one raised.
-      unknown: for which shapes of its batches the worker has no program for it.
+      results: variant and arrays of each finished step, in order.
+      error: exception that the next step raised.
+      unknown: shapes of the batches of the next step, if the worker has no program for them.
       has_lost_server: whether a server could not be reached.
-      is_fenced: whether the servers take this worker for lost.
+      is_fenced: whether the servers have declared this worker lost.
     """
 
     results: list[tuple[int, list[np.ndarray]]] = field(default_factory=list)
@@ -211,35 +217,36 @@ class Report:
 
 
 class FencedError(Exception):
-    """A worker that was taken for lost has asked for something."""
+    """A server rejects a call, because its worker was declared lost."""
 
 
 class LostServerError(Exception):
-    """A server cannot do its part of a push, for another one is lost."""
+    """A push cannot be applied, because another server is lost."""
 
 
 def require_rows(ids: np.ndarray, placement: Placement, table: str) -> None:
-    """Raises for rows that a table does not have.
+    """Checks that a table has the requested rows.
 
     Args:
-      ids: the rows, in order.
-      placement: of the table.
-      table: what it is called.
+      ids: int array (rows,), sorted.
+      placement: placement of the table.
+      table: name of the table, for the message.
 
     Raises:
-      InputError: there are such.
+      InputError: an id is negative or too large.
     """
     count = placement[-1].stop or 0
     if len(ids) and not (ids[0] >= 0 and ids[-1] < count):
         raise InputError(
             f"row {ids[0] if ids[0] < 0 else ids[-1]} of {table}",
-            f"it has the rows 0 to {count - 1}.",
-            "ShardedEmbedding(input_dim=...) greater than every id, or ids % input_dim",
+            f"the table has the rows 0 to {count - 1}.",
+            "ShardedEmbedding with an input_dim greater than every id, or ids % input_dim",
         )
 
 
 def load(module: bytes) -> Callable[..., Any]:
-    """Returns a program that `exported` wrote as a function, which is compiled already."""
+    """Deserializes and compiles a program, and returns it as a function."""
+    # `jax.export.deserialize` is documented for a bytearray, not for bytes.
     exported: Any = jax.export.deserialize(bytearray(module))
     args, kwargs = exported.in_tree.unflatten(exported.in_avals)
     return jax.jit(exported.call).lower(*args, **kwargs).compile()

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parameter server: variables and optimizer slots, and the updates of them.
+"""A parameter server: it holds variables and optimizer slots, and applies updates to them.
 
-A push counts on all servers or on none. The first server gets all of it, or where a server is on another machine the word that
-this one holds its part; when the clock allows the push it applies its own part, and has the others apply theirs in the same order.
+A push is applied on all servers or on none. The protocol:
+
+1. The worker sends parts to servers on other machines (`hold`), and the rest to the first server (`exchange`).
+2. When the clock allows the push, the first server gives it a turn, applies its own part, and tells the other servers (`commit`).
+3. The others apply their parts in the order of the turns. Then `exchange` returns the values for the worker's next step.
+
+A worker that dies before step 2 leaves no trace. After step 2 all servers have what they need, so the push is completed.
 """
 
 import threading
@@ -20,25 +25,28 @@ from phalanx.servers.calls import Busy, Sign
 from phalanx.servers.remote.plans import Decision, FencedError, LostServerError, Push, Pusher, Rows, UpdateProgram
 from phalanx.servers.remote.shared_memory import Line, Packed
 from phalanx.servers.remote.staleness import Clock
+from phalanx.typing import PyTree
 
 _WAIT_S = 600.0
-"""How long a push waits for others before that is an error; a worker that is lost is forgotten long before."""
+"""Seconds that a push waits for others before it fails. A lost worker is forgotten long before."""
 
 
 class ParameterServer:
     """Holds values by key. Its methods may be called in several threads.
 
+    `_change` guards all state. Threads wait on it for their turn.
+
     Args:
-      index: its number.
-      max_staleness: the bound of the clock, which the first server keeps.
+      index: index of this server.
+      max_staleness: bound of the staleness, in updates. Only the first server uses its clock.
     """
 
     def __init__(self, index: int, max_staleness: int | None = None) -> None:
-        # Where parameter servers are not used it need not be installed.
+        # Imported here, because Ray is an optional dependency.
         import ray
 
         self._ray = ray
-        # It shares its machine's accelerators with nobody, but workers do.
+        # The accelerators of the machine belong to its workers.
         jax.config.update("jax_platforms", "cpu")
         self._index = index
         self._values: dict[int, jax.Array] = {}
@@ -47,9 +55,10 @@ class ParameterServer:
         self._clock = Clock(max_staleness)
         self._peers: Sequence[Any] = ()
         self._applied = self._num_restarts = 0
-        # Parts of pushes that are to be decided, where this server is not on the worker's machine.
+        # Parts of pushes that arrived from other machines and that the first server has not decided yet.
         self._held: dict[tuple[Pusher, int], Push] = {}
-        # At the first server: which push was the last of each worker, its parts on their way, and the last turn of each server.
+        # On the first server: the last applied push of each worker, its pending commits on other servers, and the last turn of
+        # each server.
         self._done: dict[Pusher, int] = {}
         self._commits: dict[Pusher, dict[int, Any]] = {}
         self._turns: dict[int, int] = defaultdict(int)
@@ -57,15 +66,23 @@ class ParameterServer:
         self._lines: dict[Pusher, Line] = {}
 
     def ping(self) -> Sign:
-        """Returns a sign of life."""
+        """Returns a heartbeat."""
         return Busy().sign(jax.default_backend())
 
     def meet(self, peers: Sequence[Any]) -> None:
-        """Records who the servers are."""
+        """Records the actors of all servers."""
         self._peers = peers
 
     def near(self, pusher: Pusher, greeting: Any) -> bool:
-        """Hears from a worker that has begun a line; returns whether it is used from now on."""
+        """Offers shared memory between a worker and this server.
+
+        Args:
+          pusher: the worker.
+          greeting: see `Line.greeting`.
+
+        Returns:
+          Whether both are on one machine, and use shared memory from now on.
+        """
         line = Line(pusher)
         if not line.understands(greeting):
             return False
@@ -80,12 +97,12 @@ class ParameterServer:
             self._values.update({key: jnp.array(x) for key, x in values.items()})
 
     def make(self, key: int, program: bytes) -> None:
-        """Makes a table by its initializer's program."""
+        """Initializes a table by running the serialized program of its initializer."""
         with self._change:
             self._values[key] = jax.jit(jax.export.deserialize(bytearray(program)).call)()
 
     def get(self, asked: Sequence[int | tuple[int, np.ndarray]]) -> list[np.ndarray]:
-        """Returns values, whole or some of their rows."""
+        """Returns values: whole for a key, or some rows for a pair of a key and the row indices."""
         with self._change:
             return [
                 np.asarray(self._values[x[0]])[x[1]] if isinstance(x, tuple) else np.asarray(self._values[x])
@@ -93,39 +110,43 @@ class ParameterServer:
             ]
 
     def drop(self, keys: Iterable[int]) -> None:
-        """Forgets values."""
+        """Deletes values."""
         with self._change:
             for key in keys:
                 self._values.pop(key, None)
 
     def learn(self, name: int, program: UpdateProgram) -> None:
-        """Hears how an optimizer's update is done."""
+        """Compiles and stores the program of an optimizer's update."""
         with self._change:
             self._updates[name] = program, _in_place(program)
 
     def enter(self, pushers: Iterable[Pusher]) -> None:
-        """Hears that steps of these workers are to be expected; of those with these numbers, no others count any more."""
+        """Registers workers that will push. Earlier generations of the same workers are rejected from now on."""
         with self._moving():
             for pusher in pushers:
                 self._lives[pusher.worker] = pusher.life
             self._clock.enter(pushers)
 
     def leave(self, pusher: Pusher) -> None:
-        """Hears that no step of a worker is to be expected."""
+        """Records that a worker will not push until it pulls again."""
         with self._moving():
             self._clock.leave(pusher)
 
     def release(self, pusher: Pusher) -> None:
-        """Hears that a step of a worker has failed."""
+        """Records that the current step of a worker will not push, because it failed or changed nothing."""
         with self._moving():
             self._clock.release(pusher)
 
     def forget(self, pusher: Pusher, after: int = 0) -> list[int]:
-        """Hears that a worker is lost: what it has not pushed whole will never count. Returns the last turn of each server.
+        """Drops the undecided pushes of a lost worker, and rejects its later calls.
 
         Args:
           pusher: the worker.
-          after: this server's last turn, as the first one knew it when it heard of it: what is among these counts here too.
+          after: turn of this server that must be applied first: the last one that the first server gave before it forgot the
+            worker. 0 on the first server.
+
+        Returns:
+          The last turn of each server.
         """
         with self._moving():
             self._wait(lambda: self._applied >= after)
@@ -136,23 +157,30 @@ class ParameterServer:
             self._held = {name: p for name, p in self._held.items() if p.pusher != pusher}
         return [self._turns[i] for i in range(len(self._peers))]
 
-    def pull(self, asked: Sequence[Any], pusher: Pusher) -> Any:
-        """Returns the version, and values."""
+    def pull(self, asked: Sequence[Any], pusher: Pusher) -> PyTree:
+        """Returns the current version, and values as `get` does. Registers that the worker computes a step with them."""
         with self._change:
             self._require(pusher)
             return self._answer(pusher, asked)
 
     def hold(self, push: Push) -> None:
-        """Takes its part of a push, which the first server has not decided yet."""
+        """Stores this server's part of a push until the first server decides about it."""
         with self._change:
             self._require(push.pusher)
             self._held[push.name] = push
 
     def exchange(self, sent: Push | Packed) -> dict[int, Any]:
-        """Takes a push, as the first server, and returns when all servers have applied it: of each that is asked its answer to a `pull`.
+        """Takes a push and returns when all servers have applied it. Called on the first server only.
+
+        Args:
+          sent: the push, directly or in shared memory.
+
+        Returns:
+          Per server that was asked for values, its answer as from `pull`.
 
         Raises:
           LostServerError: another server has died.
+          FencedError: the worker was declared lost.
         """
         push = self._received(sent)
         pusher, restarts = push.pusher, self._num_restarts
@@ -163,7 +191,7 @@ class ParameterServer:
         with self._change:
             self._wait(lambda: self._done.get(pusher, -1) >= push.number or self._num_restarts > restarts, pusher)
             if self._done.get(pusher, -1) < push.number:
-                raise LostServerError("a server was lost while a push waited for its turn")
+                raise LostServerError("A server was lost while a push waited for its turn.")
             if push.asked is not None:
                 answers[self._index] = self._answer(pusher, push.asked[self._index])
             commits = self._commits.pop(pusher)
@@ -173,12 +201,22 @@ class ParameterServer:
             raise LostServerError(str(e)) from None
         return {s: x for s, x in answers.items() if x is not None}
 
-    def commit(self, decision: Decision, pusher: Pusher, asked: Sequence[Any] | None) -> Any:
-        """Applies what the first server has decided, after what it has decided of this server before; answers its worker."""
+    def commit(self, decision: Decision, pusher: Pusher, asked: Sequence[Any] | None) -> PyTree:
+        """Applies a decision of the first server, after this server's previous turn.
+
+        Args:
+          decision: the turn and the pushes of it.
+          pusher: the worker to answer.
+          asked: values that the worker needs for its next step. None if it has no next step.
+
+        Returns:
+          The answer for the worker, as from `pull`, or None.
+        """
         before = decision.follows[self._index]
         with self._change:
             self._wait(lambda: self._applied >= before)
-            # Else another push of this turn came first, or a server was restarted, and all go on from a later update.
+            # Otherwise this turn is done already: another of its pushes came first, or a restart moved all servers to a later
+            # update.
             if self._applied == before:
                 pushes = [
                     self._held.pop(name) if sent is None else self._received(sent)
@@ -193,22 +231,25 @@ class ParameterServer:
             return {key: np.asarray(x) for key, x in self._values.items()}
 
     def statistics(self) -> tuple[int, Counter[int], int]:
-        """Returns how many updates were applied, of how many steps the staleness was how great, and the bytes held."""
+        """Returns the number of applied updates, the histogram of staleness (staleness to number of steps), and the bytes held."""
         with self._change:
             return self._clock.version, Counter(self._clock.staleness), sum(x.nbytes for x in self._values.values())
 
     def num_applied(self) -> int:
-        """Returns how many updates were applied."""
+        """Returns the number of applied updates."""
         return self._applied
 
     def align_all(self, applied: int) -> None:
-        """Lets all servers go on after the loss of one, from the same update; the first server does it, between two updates."""
+        """Makes all servers continue from the same update after a restart. Called on the first server only.
+
+        The lock is held during the calls, so that no update is decided in between.
+        """
         with self._change:
             self.align(max(applied, self._applied))
             self._ray.get([s.align.remote(self._applied) for i, s in enumerate(self._peers) if i != self._index])
 
     def align(self, applied: int) -> None:
-        """Goes on from the update that all servers are to be at; what was not applied is dropped."""
+        """Continues from update number `applied`, and drops all pending pushes."""
         with self._change:
             self._applied = self._clock.version = applied
             self._turns.update(dict.fromkeys(range(len(self._peers)), applied))
@@ -223,19 +264,17 @@ class ParameterServer:
         with self._change:
             self._require(sent.pusher)
             if sent.pusher not in self._lines:
-                raise LostServerError(
-                    "a server was started again, and the memory of the push was that of the one before"
-                )
+                raise LostServerError("The server was restarted, and cannot read the shared memory of its predecessor.")
             push: Push = self._lines[sent.pusher].unpack(sent)
         return push
 
-    def _answer(self, pusher: Pusher, asked: Sequence[Any]) -> Any:
+    def _answer(self, pusher: Pusher, asked: Sequence[Any]) -> PyTree:
         reply = (self._clock.pull(pusher) if self._index == 0 else 0, self.get(asked))
         return self._lines[pusher].pack(reply) if pusher in self._lines else reply
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """Applies what can be, after the clock has heard something."""
+        """Guards a change of the clock, and then applies every push that the clock allows."""
         with self._change:
             yield
             while pushes := self._clock.ready():
@@ -248,11 +287,12 @@ class ParameterServer:
                 self._apply(decision.turn, pushes)
 
     def _committing(self, push: Push, decision: Decision) -> dict[int, Any]:
-        """Lets the other servers begin to apply what was decided."""
+        """Sends a decision to the other servers without waiting. Returns the pending answers, by server."""
         asked = push.asked or {}
         return {s: self._peers[s].commit.remote(decision, push.pusher, asked.get(s)) for s in push.others}
 
     def _apply(self, turn: int, pushes: Sequence[Push]) -> None:
+        """Applies some pushes as one update: increments and assignments in order, and optimizers with the mean gradient."""
         gradients: dict[int, list[list[Any]]] = {}
         for push in pushes:
             for key, increment in push.added.items():
@@ -265,7 +305,7 @@ class ParameterServer:
             mean = given[0] if len(given) == 1 else [sum(each) / len(given) for each in zip(*given, strict=True)]
             values = [self._values.pop(key) for key in program.keys]
             self._values.update(zip(program.keys, run(values, mean), strict=True))
-        # The gradients are in memory that workers overwrite as soon as they hear of this.
+        # The gradients may be in shared memory, which a worker overwrites as soon as its push has returned.
         jax.block_until_ready(list(self._values.values()))
         for push in pushes:
             self._done[push.pusher] = push.number
@@ -274,27 +314,34 @@ class ParameterServer:
 
     def _require(self, pusher: Pusher) -> None:
         if pusher.life < self._lives.get(pusher.worker, 0):
-            raise FencedError(f"worker {pusher.worker} was taken for lost, and its step was given to another one")
+            raise FencedError(f"Worker {pusher.worker} was declared lost, and another worker runs its step.")
 
     def _wait(self, is_ready: Callable[[], bool], pusher: Pusher | None = None) -> None:
+        """Waits until `is_ready`, or until `pusher` is declared lost. The caller holds `_change`.
+
+        Raises:
+          TimeoutError: neither happened in time.
+          FencedError: `pusher` was declared lost.
+        """
+
         def is_over() -> bool:
             return is_ready() or (pusher is not None and pusher.life < self._lives.get(pusher.worker, 0))
 
         if not self._change.wait_for(is_over, timeout=_WAIT_S):
-            raise TimeoutError(f"parameter server {self._index} waited {_WAIT_S:.0f} s for an update of other workers")
+            raise TimeoutError(f"Parameter server {self._index} waited {_WAIT_S:.0f} s for an update of other workers.")
         if pusher is not None and not is_ready():
             self._require(pusher)
 
 
 def _in_place(program: UpdateProgram) -> Callable[[list[jax.Array], list[Any]], list[jax.Array]]:
-    """Returns the update as a function from values and gradients to values, which takes those that it writes."""
+    """Compiles an update as a function from values and gradients to values, which donates the values that it writes."""
     exported: Any = jax.export.deserialize(bytearray(program.module))
     written = set(program.set)
     numbers = range(len(program.keys))
 
     def update(old: dict[int, jax.Array], kept: dict[int, jax.Array], gradients: list[Any], ids: Any) -> dict[int, Any]:
         values, of = old | kept, program.rows_of
-        # Rows that only fill up are behind the last one: they read as zero, and are not written.
+        # Padding ids point behind the last row: such rows read as zero and are not written.
         given = [
             values[i] if of[i] is None else values[i].at[ids[of[i]]].get(mode="fill", fill_value=0) for i in numbers
         ]
@@ -320,7 +367,7 @@ def _in_place(program: UpdateProgram) -> Callable[[list[jax.Array], list[Any]], 
 
 
 def _filled(rows: Rows, behind: int, count: int) -> Rows:
-    """Returns so many rows."""
+    """Pads rows to a fixed number, so that one program fits. The padding ids are `behind`, the number of rows of the table."""
     room = count - len(rows.ids)
     ids = np.concatenate([rows.ids, np.full(room, behind, rows.ids.dtype)])
     return Rows(ids, np.concatenate([rows.values, np.zeros((room, *rows.values.shape[1:]), rows.values.dtype)]))

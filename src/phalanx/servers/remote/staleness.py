@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which updates count when: bounded staleness, as arithmetic.
+"""Arithmetic of bounded staleness: when each update is applied.
 
-The staleness of an update is how many others were applied since its worker took the values that it was computed with. An
-update waits as long as it would make that of a step that is still being computed greater than the bound. Those that
-cannot wait any longer are applied as one, by the mean of their gradients: with a bound of 0 all workers' together, which is
-synchronous training.
+The staleness of an update is the number of other updates that were applied since its worker pulled the values. An update waits
+while it would make the staleness of a running step exceed the bound. Updates that cannot wait longer are applied as one, with
+the mean of their gradients. With a bound of 0, these are the updates of all workers, which is synchronous training.
 
-Source: stale synchronous parallel, Ho et al. 2013 (NeurIPS), with its bound on updates instead of on iterations.
+Source: stale synchronous parallel, Ho et al. 2013 (NeurIPS), with a bound on updates instead of iterations.
 """
 
 from collections import Counter
@@ -16,14 +15,14 @@ from phalanx.servers.remote.plans import Push, Pusher
 
 
 class Clock:
-    """Counts the updates, and says which is next. Calls must not overlap.
+    """Counts updates and decides which are next. Calls must not overlap.
 
     Args:
-      max_staleness: the bound; None for none.
+      max_staleness: largest staleness, in updates. None for no bound.
 
     Attributes:
-      version: how many updates were applied.
-      staleness: of how many steps it was how great.
+      version: number of applied updates.
+      staleness: histogram, from staleness to number of steps.
 
     Example:
       >>> clock = Clock(max_staleness=0)
@@ -39,49 +38,51 @@ class Clock:
         self._bound = max_staleness
         self.version = 0
         self.staleness: Counter[int] = Counter()
+        # Per active worker, the version that it pulled for its running step. None if it has not pulled yet.
         self._computing: dict[Pusher, int | None] = {}
         self._pending: list[Push] = []
 
     def enter(self, pushers: Iterable[Pusher]) -> None:
-        """Hears that a step of these workers is to be expected."""
+        """Registers workers whose next step the clock must wait for."""
         for pusher in pushers:
             self._computing.setdefault(pusher, None)
 
     def leave(self, pusher: Pusher) -> None:
-        """Hears that none of this worker is, until it pulls again; what it has pushed stays."""
+        """Removes a worker until it pulls again. Its pending pushes stay."""
         self._computing.pop(pusher, None)
 
     def release(self, pusher: Pusher) -> None:
-        """Hears that a step will not push, for it has failed."""
+        """Records that the running step of a worker is over: it was applied, or it will not push."""
         if pusher in self._computing:
             self._computing[pusher] = None
 
     def forget(self, pusher: Pusher) -> None:
-        """Hears that a worker is lost, and with it what has not been applied yet."""
+        """Removes a lost worker, and drops its pending pushes."""
         self.leave(pusher)
         self._pending = [p for p in self._pending if p.pusher != pusher]
 
     def clear(self) -> None:
-        """Drops what has not been applied."""
+        """Drops all pending pushes."""
         self._pending.clear()
 
     def pull(self, pusher: Pusher) -> int:
-        """Returns the version of the values that a worker takes now."""
+        """Registers that a worker pulls now, and returns the version of the values."""
         self._computing[pusher] = self.version
         return self.version
 
     def push(self, push: Push) -> None:
-        """Takes an update that is to be applied."""
+        """Adds a pending push."""
         self._pending.append(push)
 
     def ready(self) -> list[Push]:
-        """Returns what is to be applied next, as one update; nothing where all have to wait."""
+        """Removes and returns the pushes to apply next, as one update. Returns an empty list if all must wait."""
         if not self._pending:
             return []
         if self._bound is None:
             chosen = self._pending[:1]
         else:
             waiting = {p.pusher for p in self._pending}
+            # A worker that has not pulled yet will get the current version.
             pulled = [self.version if v is None else v for p, v in self._computing.items() if p not in waiting]
             if any(self.version + 1 - v > self._bound for v in pulled):
                 return []

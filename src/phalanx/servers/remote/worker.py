@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker: takes values from the servers, does steps on batches of its own, and pushes what they lead to."""
+"""A worker: it pulls values from the servers, runs steps on its own batches, and pushes the changes."""
 
 import inspect
 import itertools
@@ -25,24 +25,25 @@ from phalanx.servers.remote.plans import (
     Report,
     Rows,
     Spec,
+    StepCall,
     StepProgram,
-    Task,
     load,
     require_rows,
 )
 from phalanx.servers.remote.shared_memory import Line
+from phalanx.typing import PyTree
 
 
 class Worker:
-    """Does steps. Its methods must not overlap, except `ping`, `make`, `specs` and `value`.
+    """Runs steps. Calls must not overlap, except those of `ping`, `make`, `specs` and `value`.
 
     Args:
-      pusher: who it is.
-      servers: the parameter servers.
+      pusher: identity of this worker.
+      servers: actors of the parameter servers.
     """
 
     def __init__(self, pusher: Pusher, servers: Sequence[Any]) -> None:
-        # Where parameter servers are not used it need not be installed.
+        # Imported here, because Ray is an optional dependency.
         import ray
 
         self._ray = ray
@@ -56,42 +57,56 @@ class Worker:
         worker_index.worker_index = pusher.worker
 
     def ping(self) -> Sign:
-        """Returns a sign of life, with what this worker is doing."""
+        """Returns a heartbeat, with the user code that this worker is running."""
         return self._busy.sign(jax.default_backend())
 
     def meet(self, pusher: Pusher, servers: Sequence[Any]) -> None:
-        """Hears that there are other servers now, and who it is for them."""
+        """Sets new servers and a new identity, after a restart of servers. The numbers of pushes begin again."""
         self._me, self._servers, self._numbers, self._lines = pusher, servers, itertools.count(), []
 
     def make(self, name: int, fn: Callable[[], Any], described: str, is_dataset: bool) -> None:
-        """Makes a dataset, from its beginning, or a value of this worker's own."""
+        """Creates a per-worker dataset, at its beginning, or a per-worker value.
+
+        Args:
+          name: number by which steps refer to it.
+          fn: returns the dataset or the value.
+          described: description of `fn`, for messages.
+          is_dataset: whether it is a dataset.
+        """
         with self._busy.with_(f"calling {described}"):
             content = fn()
         self._resources[name] = _Resource(content, f"taking a batch of {described}", self._busy, is_dataset=is_dataset)
 
     def specs(self, names: Sequence[int]) -> list[Any]:
-        """Returns the shapes of the next batch of some resources, which are not taken.
+        """Returns the structure and shapes of the next batch of each resource, without taking the batch.
 
         Raises:
-          OutOfRangeError: there is none.
+          OutOfRangeError: a dataset has no further batch.
         """
         return [self._resources[name].specs(1) for name in names]
 
     def value(self, name: int) -> Any:
-        """Returns a value of this worker's own."""
+        """Returns a per-worker value."""
         return self._resources[name].content
 
     def drop(self, names: Sequence[int]) -> None:
-        """Forgets datasets and values."""
+        """Deletes per-worker datasets and values."""
         for name in names:
             self._resources.pop(name, None)
 
     def learn(self, step: int, key: Any, program: StepProgram) -> None:
-        """Hears how a step is done with batches of some shapes."""
+        """Compiles and stores the program of a step for batches with the shapes `key`."""
         self._programs.setdefault(step, {})[key] = _Program(program)
 
-    def run(self, tasks: Sequence[Task]) -> Report:
-        """Does steps, one after the other."""
+    def run(self, tasks: Sequence[StepCall]) -> Report:
+        """Runs steps one after the other. A push and the pull for the next step share one round trip.
+
+        Args:
+          tasks: the steps.
+
+        Returns:
+          The results up to the first step that failed or has no program.
+        """
         report, values = Report(), None
         ready: _Ready | _Unknown | Exception | None = None
         for task, following in itertools.zip_longest(tasks, tasks[1:]):
@@ -113,7 +128,7 @@ class Worker:
                 if program.writes:
                     values = self._exchange(pushes, known)
                 else:
-                    # It is no update: the next step pulls for itself.
+                    # A step without changes does not push, so the next step pulls on its own.
                     self._ended(report, values or None)
                     values = None
             except (self._ray.exceptions.RayActorError, LostServerError):
@@ -129,19 +144,20 @@ class Worker:
         return report
 
     def _ended(self, report: Report, values: Any) -> Report:
+        # A pull has told the first server to wait for a push of this worker. There will be none.
         if values is not None:
             self._servers[0].release.remote(self._me)
         return report
 
-    def _ahead(self, task: Task) -> "_Ready | _Unknown | Exception":
-        """Prepares the following step; what it raises is raised when its turn comes."""
+    def _ahead(self, task: StepCall) -> "_Ready | _Unknown | Exception":
+        """Prepares the next step. Returns an exception instead of raising it, so that the current step is still pushed."""
         try:
             return self._prepare(task)
         except Exception as e:
             return e
 
-    def _prepare(self, task: Task) -> "_Ready | _Unknown":
-        """Takes the batches of a step, if there is a program for them."""
+    def _prepare(self, task: StepCall) -> "_Ready | _Unknown":
+        """Takes the batches of a step if there is a program for their shapes."""
         known = self._programs.get(task.step, {})
         draws = next(iter(known.values())).plan.draws if known else (1,) * len(task.resources)
         specs = tuple(self._resources[name].specs(n) for name, n in zip(task.resources, draws, strict=True))
@@ -152,7 +168,7 @@ class Worker:
         return _Ready(program, [*task.inputs, *(x for batches in drawn for batch in batches for x in batch)])
 
     def _find_near(self) -> None:
-        """Begins a line to each server that is on this machine."""
+        """Sets up shared memory with each server on this machine."""
         if not self._lines:
             lines = [Line(self._me) for _ in self._servers]
             asked = [s.near.remote(self._me, x.greeting()) for s, x in zip(self._servers, lines, strict=True)]
@@ -166,13 +182,22 @@ class Worker:
         return dict(zip(asked, self._ray.get(replies) if replies else (), strict=True))
 
     def _exchange(self, pushes: dict[int, Push], following: "_Ready | None") -> dict[Part, np.ndarray] | None:
-        """Pushes, and pulls what the following step needs."""
+        """Pushes the changes of a step, and pulls the values for the next one.
+
+        Args:
+          pushes: the changes, by server.
+          following: the next step. None if it is unknown or needs no values.
+
+        Returns:
+          The values for the next step, or None.
+        """
+        # Servers on other machines get their part first, so that the first server can decide about the whole push.
         asked = {} if following is None else following.asked
         lines = {s: self._lines[s] for s in pushes}
         if far := [s for s, line in lines.items() if s and line is None]:
             self._ray.get([self._servers[s].hold.remote(pushes[s]) for s in far])
         others = {s: line and line.pack(pushes[s]) for s, line in lines.items() if s}
-        # What is on other machines does not go by the first server, where it would be twice on the way.
+        # Pull from servers on other machines directly. Through the first server, the values would cross the network twice.
         near: dict[int, Sequence[Any]] = {
             s: list(of.values()) for s, of in asked.items() if s == 0 or others.get(s) is not None
         }
@@ -195,7 +220,7 @@ class Worker:
 
 
 class _Program:
-    """A step's program on this worker."""
+    """The compiled program of a step."""
 
     def __init__(self, plan: StepProgram) -> None:
         self.plan, self.run = plan, load(plan.module)
@@ -205,14 +230,14 @@ class _Program:
 
 
 class _Ready:
-    """A step that can be computed as soon as it has values.
+    """A step that needs only the values of its variables to run.
 
     Args:
-      program: of the step.
-      inputs: its arguments and batches.
+      program: program of the step.
+      inputs: leaves of its arguments and batches.
 
     Attributes:
-      asked: of each server what is needed of it, by part: a key, or a key and rows.
+      asked: by server and part, what to request: a key, or a key and row indices.
     """
 
     def __init__(self, program: _Program, inputs: list[Any]) -> None:
@@ -227,7 +252,7 @@ class _Ready:
             ends = np.cumsum([ids[i].size for i in mine])
             for i, own in zip(mine, np.split(places, ends[:-1]), strict=True):
                 self._positions[i] = own.reshape(ids[i].shape).astype(np.int32)
-        # The first server tells the version, and whose step is being computed.
+        # Always ask the first server, even for nothing: it returns the version, and its clock registers the step.
         self.asked: dict[int, dict[Part, Any]] = {0: {}}
         for i, placement in enumerate(program.plan.values):
             if i in self._rows:
@@ -240,7 +265,16 @@ class _Ready:
     def compute(
         self, values: dict[Part, np.ndarray], seeds: Sequence[np.ndarray], nothing: Push
     ) -> tuple[list[np.ndarray], dict[int, Push]]:
-        """Returns the results, and what each server is asked, as that which asks `nothing` with something in it."""
+        """Runs the step.
+
+        Args:
+          values: values of the variables, by part.
+          seeds: states of the random generators.
+          nothing: an empty push of this step.
+
+        Returns:
+          The results, and one push per server: a copy of `nothing` with that server's changes.
+        """
         plan, states = self.program.plan, iter(seeds)
         given = [
             next(states) if placement is None else self._value(i, placement, values)
@@ -252,7 +286,7 @@ class _Ready:
         def to(server: int) -> Push:
             return pushes.setdefault(server, replace(nothing, updates={}, added={}, set={}))
 
-        to(0)  # It decides, whatever its own part is.
+        to(0)  # The first server decides about every push, even if it has no part in it.
 
         for numbers, arrays, kind in ((plan.added, added, "added"), (plan.set, new, "set")):
             for i, array in zip(numbers, arrays, strict=True):
@@ -277,7 +311,7 @@ class _Ready:
         return np.concatenate([whole, np.zeros((room, *whole.shape[1:]), whole.dtype)])
 
     def _range(self, table: int, part: Part) -> slice:
-        """Returns which of a table's rows that are needed one server holds."""
+        """Returns which of the requested rows of a table are in one part, as a slice of the sorted rows."""
         assert part.stop is not None
         return slice(*np.searchsorted(self._rows[table], [part.start, part.stop]))
 
@@ -289,20 +323,20 @@ class _Ready:
 
 
 class _Unknown:
-    """No program is known for batches of these shapes."""
+    """A step without a program for batches of these shapes. The coordinator must send one."""
 
     def __init__(self, specs: Any) -> None:
         self.specs = specs
 
 
 class _Resource:
-    """A dataset, from which batches are taken in turn, or a value. It may be asked in several threads.
+    """A per-worker dataset or value. Its methods may be called in several threads.
 
     Args:
       content: the dataset or the value.
-      described: what this worker does while it takes a batch.
-      busy: where it says so.
-      is_dataset: whether it is a dataset.
+      described: description of the activity "taking a batch", for `busy`.
+      busy: records that activity while user code runs.
+      is_dataset: whether `content` is a dataset. A value is returned at each step instead.
     """
 
     def __init__(self, content: Any, described: str, busy: Busy, *, is_dataset: bool) -> None:
@@ -311,11 +345,11 @@ class _Resource:
         self._ahead: list[tuple[Any, list[np.ndarray]]] = []
         self._lock = threading.Lock()
 
-    def specs(self, count: int) -> Any:
-        """Returns the structure and the shapes of the next batches.
+    def specs(self, count: int) -> PyTree:
+        """Returns the structure and the shapes of the next `count` batches, without taking them.
 
         Raises:
-          OutOfRangeError: there are none.
+          OutOfRangeError: there are fewer batches.
         """
         with self._lock:
             while len(self._ahead) < count:
@@ -323,7 +357,7 @@ class _Resource:
             return tuple((tree, tuple(Spec(x.shape, x.dtype) for x in leaves)) for tree, leaves in self._ahead[:count])
 
     def take(self, count: int) -> list[list[np.ndarray]]:
-        """Returns the next batches."""
+        """Takes and returns the next `count` batches, which `specs` has read."""
         with self._lock:
             taken, self._ahead = self._ahead[:count], self._ahead[count:]
             return [leaves for _, leaves in taken]
@@ -334,19 +368,19 @@ class _Resource:
                 leaves, tree = jax.tree.flatten(next(self._iterator))
         except StopIteration:
             raise OutOfRangeError(
-                "the next batch of a worker's dataset",
-                "it has no further one.",
-                "return dataset.repeat() from dataset_fn; in a generator `while True:` round what it yields",
+                "the next batch of a per-worker dataset",
+                "the dataset has no further batch.",
+                "return dataset.repeat() from dataset_fn, or put `while True:` around the `yield` of a generator",
             ) from None
         self._ahead.append((tree, [np.asarray(x) for x in leaves]))
 
 
 def _sendable(error: Exception, worker: int, pickle: Any) -> Exception:
-    """Returns an error, with its traceback, as one that can go to another process."""
+    """Returns an error that can be sent to another process, with its traceback as a note."""
     error.add_note(f"On worker {worker}:\n" + "".join(traceback.format_exception(error)))
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # One of its attributes is of this process.
+    except Exception:  # An attribute cannot be pickled, or the class cannot be called with the pickled arguments.
         return RuntimeError(f"{type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", ())))
     return error
 
@@ -359,7 +393,7 @@ def _batches_of(dataset: Any) -> Iterator[Any]:
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return (dataset[i] for i in range(len(dataset)))
     raise InvalidArgumentError(
-        "a worker's dataset_fn()",
-        f"it returned {shown(dataset, 80)}, which does not give batches when it is iterated over.",
-        "return dataset, at the end of dataset_fn",
+        "dataset_fn() on a worker",
+        f"it returned {shown(dataset, 80)}, which is not iterable.",
+        "end dataset_fn with: return dataset",
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker this process is, where it is one. Workers that look here import no Keras."""
+"""The index of the worker that runs in this process. In its own module, so that workers do not import Keras for it."""
 
 from phalanx.errors import ContextError
 
@@ -7,17 +7,19 @@ worker_index: int | None = None
 
 
 def experimental_get_current_worker_index() -> int:
-    """Returns which worker this is, from 0. Must be called in a dataset function, or a function for per-worker values.
+    """Returns the index of this worker, from 0.
+
+    Must be called in a dataset function, or in a function for `create_per_worker_values`.
 
     Raises:
-      ContextError: this process is no worker.
+      ContextError: this process is not a worker.
 
     Source: tf.distribute.coordinator.experimental_get_current_worker_index.
     """
     if worker_index is None:
         raise ContextError(
             "experimental_get_current_worker_index()",
-            "this process is no worker, and a step is one program for all workers.",
+            "this process is not a worker. Steps do not run in a worker's Python either, but as one program for all.",
             "call it in dataset_fn, or pass coordinator.create_per_worker_values(experimental_get_current_worker_index)",
         )
     return worker_index

@@ -1,0 +1,84 @@
+"""The machines of an instance group."""
+
+import sys
+
+import pytest
+
+from phalanx.cluster.resolvers.base import google_service
+from phalanx.cluster_resolver import ClusterSpec, GCEClusterResolver
+from phalanx.errors import ClusterSourceError, MissingDependencyError
+
+
+class ComputeEngine:
+    """Answers as the Compute Engine API v1 does, in pages of one machine, with what its reference shows."""
+
+    def __init__(self, addresses):
+        self.pages = [[{"instance": f"https://www.googleapis.com/compute/v1/p/z/instances/{n}"}] for n in addresses]
+        self.addresses, self.answer = addresses, {}
+
+    def instanceGroups(self):
+        """Returns the part for groups."""
+        return self
+
+    def instances(self):
+        """Returns the part for machines."""
+        return self
+
+    def listInstances(self, *, project, zone, instanceGroup, body):
+        """Returns a request for the first page."""
+        assert (project, zone, instanceGroup, body) == ("p", "z", "g", {"instanceState": "RUNNING"})
+        return self._request({"items": self.pages[0]} if self.pages else {})
+
+    def listInstances_next(self, previous_request, previous_response):
+        """Returns a request for the page after, or None."""
+        page = self.pages.index(previous_response["items"]) + 1 if self.pages else 0
+        return self._request({"items": self.pages[page]}) if page < len(self.pages) else None
+
+    def get(self, *, project, zone, instance):
+        """Returns a request for one machine."""
+        return self._request({"networkInterfaces": [{"networkIP": self.addresses[instance]}]})
+
+    def _request(self, answer):
+        request = ComputeEngine({})
+        request.answer = answer
+        return request
+
+    def execute(self):
+        """Returns the answer."""
+        return self.answer
+
+
+def test_gce_sorts_machines_of_all_pages():
+    """The machines of all pages, sorted by address."""
+    service = ComputeEngine({"m1": "10.0.0.3", "m2": "10.0.0.1", "m3": "10.0.0.2"})
+    resolver = GCEClusterResolver("p", "z", "g", 8470, task_type="ps", service=service)
+    assert resolver.cluster_spec() == ClusterSpec({"ps": [f"10.0.0.{i}:8470" for i in (1, 2, 3)]})
+    assert (resolver.task_type, resolver.task_id, resolver.master()) == ("ps", 0, "grpc://10.0.0.1:8470")
+    resolver.task_id = 2
+    assert resolver.master() == "grpc://10.0.0.3:8470"
+
+
+def test_gce_refuses_empty_group_and_other_job():
+    """A group without machines, and another job."""
+    resolver = GCEClusterResolver("p", "z", "g", 8470, service=ComputeEngine({}))
+    with pytest.raises(ClusterSourceError, match="instance_group='g' in z of p: no machine of this group is running"):
+        resolver.cluster_spec()
+    with pytest.raises(
+        RuntimeError, match=r"task_type='ps': all machines of the group have the job 'worker'\.\nHINT: GCE"
+    ):
+        resolver.task_type = "ps"
+
+
+def test_gce_without_its_client(monkeypatch):
+    """The message says what to install."""
+    monkeypatch.setitem(sys.modules, "googleapiclient.discovery", None)
+    with pytest.raises(MissingDependencyError, match="HINT: pip install google-api-python-client"):
+        GCEClusterResolver("p", "z", "g", 8470).cluster_spec()
+
+
+def test_the_real_client_of_google():
+    """It is built without the network."""
+    credentials = pytest.importorskip("google.auth.credentials")
+    pytest.importorskip("googleapiclient")
+    service = google_service("compute", "v1", credentials.AnonymousCredentials())
+    assert callable(service.instanceGroups().listInstances_next)

@@ -1,0 +1,181 @@
+"""The roll call, with real sockets: who comes, who does not, and what all are told."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from phalanx.cluster.rollcall import call_roll
+from phalanx.errors import StartupError
+from phalanx.launch.plan import free_ports
+
+pytestmark = pytest.mark.slow
+
+SHORT_S = 0.6
+
+
+@pytest.fixture
+def addresses():
+    """Of four ranks."""
+    return [f"127.0.0.1:{port}" for port in free_ports(4)]
+
+
+class Process(threading.Thread):
+    """One process, as a thread: it calls the roll after a while, and keeps what it was told."""
+
+    def __init__(self, addresses, rank, about="us", timeout_s=5.0, after_s=0.0):
+        super().__init__()
+        self._given, self._after_s, self.said = (addresses, rank, about, timeout_s), after_s, "nothing"
+        self.connections = {}
+        self.start()
+
+    def run(self):
+        """Calls the roll."""
+        time.sleep(self._after_s)
+        addresses, rank, about, timeout_s = self._given
+        try:
+            self.connections = call_roll(addresses, rank, about=about, timeout_s=timeout_s)
+            self.said = "go"
+        except StartupError as e:
+            self.said = str(e)
+
+
+def said(*processes):
+    """What they were told in the end; their connections are closed."""
+    for process in processes:
+        process.join(timeout=30)
+        assert not process.is_alive()
+        for connection in process.connections.values():
+            connection.close()
+    return [process.said for process in processes]
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_roll_call_succeeds_in_any_order(addresses, late):
+    """In any order. The port is free afterwards, for JAX, while the connections stay open."""
+    ranks = [Process(addresses, rank, after_s=0.3 * (rank == late)) for rank in range(4)]
+    for process in ranks:
+        process.join(timeout=30)
+    with socket.create_server(("127.0.0.1", int(addresses[0].split(":")[1]))):
+        chief = ranks[0].connections
+        assert sorted(chief) == [1, 2, 3]
+        for rank in chief:
+            chief[rank].sendall(b"%d" % rank)
+            assert ranks[rank].connections[0].recv(10) == b"%d" % rank
+    assert said(*ranks) == ["go"] * 4
+
+
+def test_missing_ranks_are_named(addresses):
+    """Rank 0 knows who has not come, and those that have are told."""
+    came = [Process(addresses, rank, timeout_s=SHORT_S) for rank in (0, 2)]
+    for text in said(*came):
+        assert f"rank 1 ({addresses[1]}), rank 3 ({addresses[3]}) had not connected to rank 0" in text
+        assert "HINT: look at the output of the missing processes" in text
+
+
+def test_no_rank_0(addresses):
+    """The others say whom they could not reach, and why."""
+    (text,) = said(Process(addresses, 2, timeout_s=SHORT_S))
+    assert text.startswith(
+        f"rank 0 ({addresses[0]}): rank 2 could not reach it for 0.6 s ([Errno 111] Connection refused)"
+    )
+
+
+def test_rank_started_twice(addresses):
+    """The second one is told, the first one goes on."""
+    first = Process(addresses[:3], 1)
+    chief = Process(addresses[:3], 0)
+    second = Process(addresses[:3], 1, after_s=0.3)
+    (text,) = said(second)
+    assert f"rank 1 ({addresses[1]}): a process with this rank has connected already" in text
+    last = Process(addresses[:3], 2)
+    assert said(chief, first, last) == ["go"] * 3
+
+
+def test_rank_started_twice_while_the_last_one_comes(addresses):
+    """Also one that comes when all are there is told, while rank 0 still has the port."""
+    host, port = addresses[0].split(":")
+    chief = Process(addresses[:2], 0)
+    time.sleep(0.2)
+    # Rank 0 listens to this one while the others come.
+    with socket.create_connection((host, int(port))):
+        time.sleep(0.1)
+        both = [Process(addresses[:2], 1) for _ in range(2)]
+        time.sleep(0.3)
+    first, second = sorted(said(*both), key=len)
+    assert first == "go"
+    assert f"rank 1 ({addresses[1]}): a process with this rank has connected already" in second
+    assert said(chief) == ["go"]
+
+
+def test_rank_that_comes_to_the_service_of_jax(addresses):
+    """Once the cluster has started the port is JAX's, whose answer is none of the roll call."""
+    host, port = addresses[0].split(":")
+    with socket.create_server((host, int(port))) as service:
+        late = Process(addresses[:2], 1)
+        connection, _ = service.accept()
+        with connection:
+            connection.sendall(b"\x00\x00\x18\x04\x00\x00\x00\x00\x00\n")
+            (text,) = said(late)
+    assert f"rank 1 ({addresses[1]}): a process with this rank has connected already" in text
+
+
+def test_rank_that_comes_to_a_silent_service(addresses):
+    """Something listens at the address of rank 0 and never answers: the rank gives up after its time."""
+    host, port = addresses[0].split(":")
+    with socket.create_server((host, int(port))):
+        (text,) = said(Process(addresses[:2], 1, timeout_s=SHORT_S))
+    assert text.startswith(
+        f"rank 0 ({addresses[0]}): it closed the connection, or did not reply, while rank 1 waited for"
+    )
+
+
+def test_rank_0_started_twice(addresses):
+    """The second one finds the port taken."""
+    first = Process(addresses[:2], 0)
+    (text,) = said(Process(addresses[:2], 0, after_s=0.2))
+    assert "another process has the port, perhaps a second rank 0" in text
+    assert said(first, Process(addresses[:2], 1)) == ["go"] * 2
+
+
+def test_address_of_another_machine(addresses):
+    """An address that this machine does not have."""
+    (text,) = said(Process(["192.0.2.1:2222", addresses[1]], 0))
+    assert text.startswith("rank 0 at 192.0.2.1:2222: it cannot listen there")
+
+
+def test_member_of_another_cluster_is_told_to_all(addresses):
+    """All are told who was started for what."""
+    ranks = [Process(addresses[:2], 0), Process(addresses[:2], 1, about="them")]
+    for text in said(*ranks):
+        assert f"rank 1 ({addresses[1]}): it was started for another cluster, them, than rank 0, us" in text
+
+
+@pytest.mark.parametrize(
+    "bytes_", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"[]\n", b'{"rank": 9}\n', b'{"rank": "1"}\n']
+)
+def test_strangers_are_ignored(addresses, bytes_):
+    """Whoever else connects to the port changes nothing."""
+    chief = Process(addresses[:2], 0)
+    host, port = addresses[0].split(":")
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(bytes_)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    assert said(chief, Process(addresses[:2], 1)) == ["go"] * 2
+
+
+def test_rank_0_goes_away(addresses):
+    """One that hangs up without a word is named."""
+    host, port = addresses[0].split(":")
+    with socket.create_server((host, int(port))) as server:
+        process = Process(addresses[:2], 1)
+        connection, _ = server.accept()
+        connection.close()
+        (text,) = said(process)
+    assert text.startswith(f"rank 0 ({addresses[0]}): it closed the connection, or did not reply, while rank 1 waited")

@@ -1,0 +1,138 @@
+"""Gradient accumulation: each replica sums its own gradients, and the replicas' sums meet at the step that applies them."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+from twins import BATCH, FIT, X, Y, alone, compiled, crossentropy, mlp, replicas, same, same_fit, same_state, under
+
+import phalanx
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+
+
+@pytest.fixture
+def strategy():
+    """Two replicas."""
+    return replicas(2)
+
+
+def accumulating(**given):
+    """A model whose optimizer applies every third step; seven batches an epoch, so that one is left."""
+    make = lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=STEPS, **given)  # noqa: E731
+    return compiled(optimizer=make, metrics=["accuracy"])
+
+
+def grouped(make, steps):
+    """The same, with so many steps in one execution."""
+
+    def model():
+        made = make()
+        made.compile(made.optimizer, crossentropy(), metrics=["accuracy"], steps_per_execution=steps)
+        return made
+
+    return model
+
+
+@pytest.mark.parametrize(("count", "group"), [(2, 1), (3, 4)])
+def test_accumulation_equals_keras_on_one_device(count, group):
+    """History, weights and accumulators are those of one device, in the middle of a round too."""
+    ours, theirs = under(replicas(count), grouped(accumulating(), group)), alone(accumulating())
+    expected = theirs.fit(X, Y, epochs=2, **FIT).history
+    same(ours.fit(X, Y, epochs=2, **FIT).history, expected)
+    assert any(v.numpy().any() for v in theirs.optimizer.variables if "accumulator" in v.path)
+    same_state(ours, theirs)
+
+
+def test_options_of_the_optimizer(strategy):
+    """Clipping sees the sum over the replicas and the steps; averages of the weights are those of Keras."""
+    same_fit(strategy, accumulating(global_clipnorm=0.1, use_ema=True, weight_decay=0.01))
+
+
+def test_with_loss_scaling(strategy):
+    """Whether gradients are finite is known at each step, so they are aggregated at each; the numbers are the same."""
+    make = lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=STEPS))  # noqa: E731
+    same_fit(strategy, compiled(optimizer=make))
+
+
+def test_all_reduce_is_skipped_between(strategy):
+    """In the compiled step gradients are all-reduced in one branch of a conditional only, and nowhere else."""
+    model = under(strategy, compiled(optimizer=lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=STEPS)))
+    model.optimizer.build(model.trainable_variables)
+    losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+
+    def replica_step(batch):
+        x, y = batch
+        with phalanx.GradientTape() as tape:
+            loss = phalanx.nn.compute_average_loss(losses(y, model(x)))
+        grads = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    batch = next(iter(strategy.experimental_distribute_dataset((X, Y), batch_size=BATCH)))
+    step = phalanx.function(lambda batch: strategy.run(replica_step, args=(batch,)))
+    text = step.lower(batch).compile().as_text()
+    computations = [c.split("\n", 1) for c in text.split("\n\n") if "all-reduce(" in c or "all-reduce-start(" in c]
+    names = [re.match(r"%(\S+) ", head).group(1) for head, _ in computations if not head.startswith("ENTRY")]
+    branches = re.findall(r"(?:true_computation|false_computation)=%([\w.]+)|branch_computations=\{([^}]*)\}", text)
+    in_branches = {name for pair in branches for part in pair for name in re.findall(r"[\w.]+", part)}
+    assert len(computations) == len(names) == 1
+    assert set(names) <= in_branches
+
+
+def test_custom_loop_accumulates_like_fit(strategy):
+    """A tape and apply_gradients accumulate in the same way."""
+    make = accumulating()
+    ours, theirs = under(strategy, make), alone(make)
+    ours.optimizer.build(ours.trainable_variables)
+    losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+
+    def step(batch):
+        x, y = batch
+        with phalanx.GradientTape() as tape:
+            loss = phalanx.nn.compute_average_loss(losses(y, ours(x, training=True)))
+        grads = tape.gradient(loss, ours.trainable_variables)
+        ours.optimizer.apply_gradients(zip(grads, ours.trainable_variables, strict=True))
+
+    for batch in strategy.experimental_distribute_dataset((X, Y), batch_size=BATCH):
+        strategy.run(step, args=(batch,))
+    theirs.fit(X, Y, **FIT)
+    same_state(ours, theirs)
+
+
+def test_saved_within_a_round(strategy, tmp_path):
+    """What the replicas have summed is saved as one, and training goes on from it on another number of replicas."""
+    make, path = accumulating(), tmp_path / "model.keras"
+    ours, theirs = under(strategy, make), alone(make)
+    for model in (ours, theirs):
+        model.fit(X, Y, **FIT)
+    ours.save(path)
+    with replicas(3).scope():
+        loaded = keras.saving.load_model(path)
+    for model in (loaded, theirs):
+        model.fit(X, Y, **FIT)
+    same_state(loaded, theirs)
+
+
+def test_assigned_within_a_round(strategy):
+    """Accumulators that are set to zero begin a round anew."""
+    make = accumulating()
+    ours, theirs = under(strategy, make), alone(make)
+    for model in (ours, theirs):
+        model.fit(X, Y, **FIT)
+        for variable in model.optimizer.variables:
+            if "accumulator" in variable.path:
+                variable.assign(np.zeros(variable.shape))
+        model.fit(X, Y, **FIT)
+    same_state(ours, theirs)
+
+
+def test_without_rows_on_a_replica():
+    """A replica that has no row adds nothing."""
+    make = compiled(mlp, optimizer=lambda: keras.optimizers.SGD(0.5, gradient_accumulation_steps=2))
+    ours, theirs = under(replicas(4), make), alone(make)
+    for model in (ours, theirs):
+        model.fit(X[:21], Y[:21], batch_size=9, epochs=2, shuffle=False, verbose=0)
+    same_state(ours, theirs)

@@ -1,0 +1,148 @@
+"""Which lines of a stack are the user's own."""
+
+import concurrent.futures
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from phalanx import errors
+from phalanx.errors import frames
+
+
+def test_the_innermost_line_of_the_user():
+    """Those of libraries that called it do not count."""
+    line = sys._getframe().f_lineno + 1
+    places = list(map(lambda _: functools.reduce(lambda a, b: frames.user_place(), [0, 1]), [0]))  # noqa: C417
+    assert places == [frames.Place(__file__, line)]
+    assert str(places[0]) == f"{__file__}:{line}"
+    assert places[0].text.startswith("places = list(map(")
+
+
+def test_the_line_that_raised_an_error():
+    """A library raised it, and this file called that."""
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("{")
+    assert frames.place_of(caught.value).text == 'json.loads("{")'
+    assert frames.place_of(ValueError()) is None
+
+
+def test_a_slip_warns_once_per_line():
+    """The warning names the user's line, and a loop hears it once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            errors.warn_of_slip("step returns 2, and means 1.", "step(1)")
+        errors.warn_of_slip("step returns 2, and means 1.", "step(1)")
+    assert [str(w.message) for w in caught] == ["step returns 2, and means 1.\nHINT: step(1)"] * 2
+    assert all(w.category is errors.SlipWarning and w.filename == __file__ for w in caught)
+    assert caught[0].lineno + 1 == caught[1].lineno
+
+
+UNCAUGHT = """
+import phalanx, numpy as np
+def step(x):
+    return {}[x.shape]
+if {refused}:
+    phalanx.MirroredStrategy(["cpu:7"])
+phalanx.OneDeviceStrategy("cpu:0").run(step, args=(np.ones(2),))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refused", [True, False])
+@pytest.mark.parametrize("shown", ["", "full"])
+def test_an_error_that_nobody_catches(tmp_path, refused, shown):
+    """Python prints the user's lines alone, whichever public name was called."""
+    script = tmp_path / "script.py"
+    script.write_text(UNCAUGHT.replace("{refused}", str(refused)))
+    environment = os.environ | {"PHALANX_TRACEBACK": shown}
+    found = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert found.returncode == 1
+    files = set(re.findall(r'File "(.*?)"', found.stderr))
+    assert any("/phalanx/" in name for name in files) == (shown == "full"), found.stderr
+    assert str(script) in files
+    assert ("DeviceError: device='cpu:7'" if refused else "KeyError: (2,)") in found.stderr
+
+
+@pytest.mark.slow
+def test_an_error_that_has_nothing_to_do_with_phalanx():
+    """It is printed as Python prints it."""
+    code = "import phalanx, json, functools\nfunctools.reduce(lambda a, b: json.loads('{'), [0, 1])"
+    plain = code.replace("import phalanx, ", "import os, ")
+    shown = [
+        subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, timeout=120, check=False).stderr
+        for c in (code, plain)
+    ]
+    assert shown[0] == shown[1]
+    assert "JSONDecodeError" in shown[0]
+
+
+def test_expression_is_cut_out_of_its_line():
+    """Python knows the columns of the call that raised."""
+    with pytest.raises(json.JSONDecodeError) as caught:
+        [1, json.loads("{")]
+    assert frames.place_of(caught.value).expression == 'json.loads("{")'
+
+
+@pytest.mark.slow
+def test_expression_without_columns_is_the_line(tmp_path):
+    """Python may be told to keep no columns."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json\nfrom phalanx.errors import frames\ntry:\n    [1, json.loads('{')]\n"
+        "except ValueError as e:\n    place = frames.place_of(e)\n    print(place.columns, place.expression)\n"
+    )
+    command = [sys.executable, "-X", "no_debug_ranges", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "None [1, json.loads('{')]\n"
+
+
+def in_library(fn, *args):
+    """Calls a function of a library in a thread, with no line of the user on the stack; returns its error."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(fn, *args).exception()
+
+
+def test_slip_without_a_line_of_the_user():
+    """Where a library's thread makes the mistake, the warning stands by itself."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert in_library(errors.warn_of_slip, "nobody's.", "nothing") is None
+    assert [str(w.message) for w in caught] == ["nobody's.\nHINT: nothing"]
+    assert caught[0].filename != __file__
+
+
+def test_errors_of_phalanx_are_recognized():
+    """By the innermost frame of the traceback."""
+    with pytest.raises(errors.InvalidArgumentError) as ours:
+        errors.arguments.flag("x", 3)
+    assert frames.is_raised_by_phalanx(ours.value)
+    assert not frames.is_raised_by_phalanx(in_library(json.loads, "{"))
+    assert not frames.is_raised_by_phalanx(ValueError())
+
+
+def test_boundary_hides_frames_of_phalanx(monkeypatch):
+    """The error that leaves a public function has the user's lines alone; values pass."""
+    monkeypatch.setenv("PHALANX_TRACEBACK", "")
+    flag = frames.boundary(errors.arguments.flag)
+    assert flag("x", True) is True
+    with pytest.raises(errors.InvalidArgumentError) as caught:
+        flag("x", 3)
+    assert {entry.path.name for entry in caught.traceback} == {"test_frames.py"}
+
+
+def test_error_inside_libraries_keeps_its_traceback(monkeypatch):
+    """Without a line of the user all frames are shown."""
+    monkeypatch.setenv("PHALANX_TRACEBACK", "")
+    error = in_library(json.loads, "{")
+    before = error.__traceback__
+    frames.hide(error)
+    assert error.__traceback__ is before

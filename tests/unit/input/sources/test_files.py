@@ -1,0 +1,268 @@
+"""Records in files: file by file, or every worker its rows of all files."""
+
+import gzip
+import itertools
+import pathlib
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import (
+    DATA,
+    FILE,
+    MOVES,
+    SHAPES,
+    assert_shared,
+    batch_sizes,
+    combined,
+    open_all,
+    rows,
+    rows_of,
+    take,
+    through_text,
+    workers,
+)
+
+import phalanx
+from phalanx.data import from_files
+from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.input.shard import InputWorker
+from phalanx.input.sources.files import FileRecords
+
+LAYOUTS = ([0], [5], [3, 4], [1, 0, 7], [4, 4, 4, 4], [9, 1, 1, 0, 2, 6], [0, 0, 3, 0, 5])
+"""How many records are in each file."""
+
+
+class Folder:
+    """Files with the records 0, 1, ... one a line."""
+
+    def __init__(self, path, sizes):
+        self.sizes, numbers = sizes, itertools.count()
+        self.paths = [path / f"part-{i:02}.txt" for i in range(len(sizes))]
+        for file, size in zip(self.paths, sizes, strict=True):
+            file.write_text("".join(f"{next(numbers)}\n" for _ in range(size)))
+        self.contents = {str(p): [int(x) for x in p.read_text().split()] for p in self.paths}
+
+    @property
+    def num_records(self):
+        """How many records all files have."""
+        return sum(self.sizes)
+
+    def source(self, batch_size, interleave=1, *, streams=False, **kwargs):
+        """A source of these files, with a reader that has random access, or has not."""
+        reader = (lambda path: iter(self.contents[path])) if streams else self.contents.__getitem__
+        return FileRecords(from_files(self.paths, reader, interleave=interleave), batch_size, **kwargs)
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def folder(request, tmp_path):
+    """Files of various sizes."""
+    return Folder(tmp_path, request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["random_access", "stream"])
+def streams(request):
+    """Whether the reader is an iterable."""
+    return request.param
+
+
+@pytest.mark.parametrize("interleave", [1, 2, 3])
+def test_data_every_row_once_and_in_order(folder, streams, interleave):
+    """DATA: on any workers and replicas as under one worker."""
+    for b in range(1, 10):
+        order = rows_of(take(open_all(folder.source(b, interleave, streams=streams), (1, 1))))
+        assert sorted(order) == list(range(folder.num_records))
+        assert interleave > 1 or order == sorted(order)
+        for shape in SHAPES:
+            taken = take(open_all(folder.source(b, interleave, streams=streams), shape))
+            assert rows_of(taken) == order
+            assert_shared(taken, shape, batch_sizes(folder.num_records, b))
+
+
+def assert_file_epoch(folder, batch_size, shape, **kwargs):
+    """Every row once, and in order under one worker where files are read one after the other."""
+    taken = take(open_all(folder.source(batch_size, **kwargs), shape, FILE))
+    assert sorted(rows_of(taken)) == list(range(folder.num_records)), (shape, batch_size)
+    for index in range(shape[0]):
+        own = [x for pieces in taken for x in rows(pieces[index])]
+        assert kwargs["interleave"] > 1 or own == sorted(own)
+
+
+@pytest.mark.parametrize("interleave", [1, 2, 3])
+def test_file_every_row_once(folder, streams, interleave):
+    """FILE: each worker the records of its own files."""
+    for shape in SHAPES:
+        for b in range(1 + (shape[0] - 1) * shape[1], 18):
+            assert_file_epoch(folder, b, shape, interleave=interleave, streams=streams)
+
+
+def test_file_every_row_once_in_batches_smaller_than_the_workers(folder):
+    """FILE: there is no worker without a part of a step, or its files would not be read."""
+    for shape in SHAPES:
+        for b in range(1, 10):
+            assert_file_epoch(folder, b, shape, interleave=1)
+
+
+def test_file_shares_differ_by_at_most_one(folder):
+    """FILE: a worker's replicas have shares that differ by at most one, and no more than their part of a global batch."""
+    for shape in SHAPES:
+        for pieces in take(open_all(folder.source(7), shape, FILE)):
+            counts = [piece.counts for piece in pieces if piece is not None]
+            assert all(len(c) == shape[1] and max(c) - min(c) <= 1 for c in counts)
+            assert all(sum(c) <= max(1, *map(sum, (w.shares(7) for w in workers(*shape)))) for c in counts)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(12, 99), st.integers(1, 6), st.integers(1, 4))
+def test_file_every_row_once_at_larger_sizes(tmp_path_factory, sizes, b, count, interleave):
+    """For any files."""
+    folder = Folder(tmp_path_factory.mktemp("files"), sizes)
+    taken = take(open_all(folder.source(b, interleave), (count, 2), FILE))
+    assert sorted(rows_of(taken)) == list(range(folder.num_records))
+
+
+@pytest.mark.parametrize(("before", "after"), [*MOVES[:4], ((3, 2), (1, 1)), ((1, 1), (3, 2))])
+@pytest.mark.parametrize("interleave", [1, 3])
+def test_file_goes_on_from_every_position(folder, streams, interleave, before, after):
+    """On as many workers and replicas, and on others: the positions of all workers make one."""
+    source = folder.source(6, interleave, streams=streams)
+    for steps in range(len(take(open_all(source, before, FILE))) + 1):
+        readers = open_all(source, before, FILE)
+        read = rows_of(take(readers, steps))
+        state = combined([reader.get_state() for reader in readers])
+        for shape in (before, after):
+            rest = rows_of(take(open_all(source, shape, FILE, through_text(state))))
+            assert sorted(read + rest) == list(range(folder.num_records)), (steps, shape)
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_data_goes_on_from_every_position(folder, streams, before, after):
+    """In the order of the whole."""
+    source = folder.source(4, 2, streams=streams)
+    order = rows_of(take(open_all(source, (1, 1))))
+    for steps in range(len(batch_sizes(len(order), 4)) + 1):
+        readers = open_all(source, before)
+        read = rows_of(take(readers, steps))
+        state = through_text(readers[0].get_state())
+        assert all(r.get_state() == state for r in readers)
+        assert read + rows_of(take(open_all(source, after, state=state))) == order
+
+
+def test_from_file_to_data(folder):
+    """AUTO chooses DATA where there are more workers than files: the position fits both."""
+    readers = open_all(folder.source(4), (2, 1), FILE)
+    read = rows_of(take(readers, 1))
+    state = combined([reader.get_state() for reader in readers])
+    rest = rows_of(take(open_all(folder.source(4), (3, 2), DATA, state)))
+    assert sorted(read + rest) == list(range(folder.num_records))
+
+
+def test_interleave_takes_files_in_turn(tmp_path):
+    """One record of each file in turn."""
+    folder = Folder(tmp_path, [2, 3, 1, 2])
+    order = lambda k: rows_of(take(open_all(folder.source(3, k), (1, 1))))  # noqa: E731
+    assert order(1) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert order(2) == [0, 2, 1, 3, 4, 5, 6, 7]
+    assert order(4) == [0, 2, 5, 6, 1, 3, 7, 4]
+
+
+def test_drop_remainder_follows_the_policy(tmp_path):
+    """Under DATA a short last batch, under FILE the short last one of each worker."""
+    source = Folder(tmp_path, [5, 6]).source(4, drop_remainder=True)
+    assert rows_of(take(open_all(source, (2, 1)))) == list(range(8))
+    assert sorted(rows_of(take(open_all(source, (2, 1), FILE)))) == [0, 1, 2, 3, 5, 6, 7, 8, 9, 10]
+
+
+class Recording(list):
+    """Records that remember which were read."""
+
+    def __init__(self, values, read):
+        super().__init__(values)
+        self.read = read
+
+    def __getitem__(self, i):
+        self.read.append(super().__getitem__(i))
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("policy", [FILE, DATA])
+def test_no_worker_reads_the_records_of_another(tmp_path, policy):
+    """Where a file has random access."""
+    folder, read = Folder(tmp_path, [4, 4]), []
+    files = from_files(folder.paths, lambda path: Recording(folder.contents[path], read))
+    own = rows_of(take([FileRecords(files, 4).open(InputWorker(1, 2, 1), policy, None)]))
+    assert own == read
+    assert own == ([4, 5, 6, 7] if policy is FILE else [2, 3, 6, 7])
+
+
+@pytest.mark.parametrize("policy", [FILE, DATA])
+def test_file_that_disappears_between_epochs(tmp_path, policy):
+    """It is missed when its turn comes; the records before it are delivered."""
+    folder = Folder(tmp_path, [2, 2])
+    source = folder.source(2)
+    assert len(take([source.open(InputWorker(), policy, None)])) == 2
+    folder.paths[1].unlink()
+    reader = source.open(InputWorker(), policy, None)
+    assert rows(reader.read()) == [0, 1]
+    with pytest.raises(
+        InputError, match=f"the file {folder.paths[1]}: the file has disappeared since the dataset was created.\nHINT"
+    ):
+        reader.read()
+
+
+def test_position_of_other_files(tmp_path):
+    """It does not fit."""
+    with pytest.raises(InputError, match="set_state of 3 files: this dataset has 2"):
+        Folder(tmp_path, [1, 1]).source(2).open(InputWorker(), FILE, {"files": [0, 0, 0]})
+
+
+def test_pattern_is_sorted_and_list_keeps_order(tmp_path):
+    """A glob pattern as text or path, whose matches are sorted; or a list, whose order is kept."""
+    folder = Folder(tmp_path, [1, 1, 1])
+    for pattern in (str(tmp_path / "part-*"), pathlib.Path(tmp_path / "part-*")):
+        assert from_files(pattern, open).paths == tuple(map(str, folder.paths))
+    assert from_files(reversed(folder.paths), open).paths == tuple(map(str, reversed(folder.paths)))
+    assert repr(from_files(folder.paths, open)) == "3 files"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "interleave", "error", "match"),
+    [
+        (
+            "nowhere/*.txt",
+            1,
+            InputError,
+            r"from_files\('nowhere/\*.txt'\): no file matches. The current directory is /",
+        ),
+        ([], 1, InputError, "no file matches"),
+        (["a", "b", "a"], 1, InputError, "from_files of 3 paths: a is listed twice"),
+        (["a"], 0, InvalidArgumentError, "interleave=0: must be a positive integer"),
+    ],
+)
+def test_bad_files_are_refused_before_reading(pattern, interleave, error, match):
+    """Before anything is read."""
+    with pytest.raises(error, match=match):
+        from_files(pattern, open, interleave=interleave)
+
+
+def test_records_are_any_pytree(tmp_path):
+    """Stacked leaf by leaf."""
+    folder = Folder(tmp_path, [3])
+    files = from_files(folder.paths, lambda path: [{"x": np.full(2, i)} for i in folder.contents[path]])
+    piece = FileRecords(files, 2).open(InputWorker(), DATA, None).read()
+    assert piece.parts[0]["x"].tolist() == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("module", [gzip, zlib])
+def test_a_file_that_is_cut_off(tmp_path, module):
+    """The error names the file, whatever its decompressor says."""
+    path = tmp_path / "a.compressed"
+    path.write_bytes(module.compress(bytes(range(256)))[:20])
+    dataset = phalanx.data.from_files([path], lambda path: list(module.decompress(pathlib.Path(path).read_bytes())))
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with pytest.raises(
+        InputError, match=r"the file .*compressed: its content is damaged or truncated: .*\nHINT: restore the file"
+    ):
+        list(strategy.experimental_distribute_dataset(dataset, batch_size=4))

@@ -1,0 +1,172 @@
+"""Arrays and sequences of records: every row once, in order, from any position, on any workers."""
+
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import DATA, MOVES, SHAPES, assert_shared, batch_sizes, open_all, rows_of, take, through_text
+
+from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.input.shard import InputWorker
+from phalanx.input.sources.records import ArrayRecords, NumpyDataset, SequenceRecords
+
+KINDS = {
+    "arrays": lambda n, b, **kwargs: ArrayRecords(np.arange(n), b, **kwargs),
+    "sequence": lambda n, b, **kwargs: SequenceRecords(range(n), b, **kwargs),
+}
+
+
+@pytest.fixture(params=KINDS)
+def make(request):
+    """Makes a source of the rows 0, 1, ... n - 1."""
+    return KINDS[request.param]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_row_once_and_in_order(make, shape):
+    """For all numbers of rows, batch sizes, workers and replicas."""
+    for n in range(41):
+        for b in range(1, 10):
+            taken = take(open_all(make(n, b), shape))
+            assert rows_of(taken) == list(range(n))
+            assert_shared(taken, shape, batch_sizes(n, b))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2000), st.integers(1, 500), st.integers(1, 12), st.integers(1, 12))
+def test_every_row_once_at_larger_sizes(n, b, count, replicas):
+    """For any."""
+    taken = take(open_all(ArrayRecords(np.arange(n), b), (count, replicas)))
+    assert rows_of(taken) == list(range(n))
+    assert_shared(taken, (count, replicas), batch_sizes(n, b))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 2), (3, 1)])
+def test_drop_remainder_keeps_full_batches(make, shape):
+    """All full batches, and no other."""
+    for n in range(20):
+        source = make(n, 6, drop_remainder=True)
+        taken = take(open_all(source, shape))
+        assert rows_of(taken) == list(range(n // 6 * 6))
+        assert len(taken) == source.facts.num_batches
+        assert source.facts.is_full
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_goes_on_from_every_position(make, before, after):
+    """On as many workers and replicas, and on others."""
+    for n, b in [(0, 3), (1, 4), (13, 4), (24, 6), (25, 1)]:
+        for steps in range(len(batch_sizes(n, b)) + 1):
+            readers = open_all(make(n, b), before)
+            read = rows_of(take(readers, steps))
+            (state,) = {str(r.get_state()): r.get_state() for r in readers}.values()
+            for shape in (before, after):
+                assert read + rows_of(take(open_all(make(n, b), shape, state=through_text(state)))) == list(range(n))
+
+
+def test_the_end_stays_the_end(make):
+    """Again and again, with a position that stays."""
+    reader = make(5, 4).open(InputWorker(), DATA, None)
+    take([reader])
+    assert [reader.read() for _ in range(3)] == [None] * 3
+    assert reader.get_state() == {"records": 5}
+
+
+def test_facts_are_known_before_reading(make):
+    """They are known before anything is read."""
+    facts = make(10, 4).facts
+    assert (facts.batch_size, facts.num_batches, facts.num_records) == (4, 3, 10)
+    assert facts.has_random_access
+    assert not facts.is_full
+    assert make(8, 4).facts.is_full
+    assert make(0, 4).facts.num_batches == 0
+
+
+class Recording:
+    """A sequence that remembers which records were read."""
+
+    def __init__(self, n):
+        self.n, self.read = n, []
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        self.read.append(i)
+        return {"x": np.full(2, i), "y": i}
+
+
+def test_no_worker_reads_the_records_of_another():
+    """A sequence is asked for own records only; where there are none, for one to pad with."""
+    seen = []
+    for index in range(2):
+        sequence = Recording(10)
+        take([SequenceRecords(sequence, 4).open(InputWorker(index, 2, 2), DATA, None)])
+        seen.append(sequence.read)
+    assert seen == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 8]]
+
+
+def test_endless_records_have_no_number_of_batches():
+    """A Grain dataset that repeats says it has `sys.maxsize` records."""
+    source = SequenceRecords(Recording(sys.maxsize), 4)
+    assert (source.facts.num_batches, source.facts.num_records, source.facts.is_full) == (-1, None, True)
+    assert len(take([source.open(InputWorker(), DATA, None)], steps=30)) == 30
+
+
+def test_records_become_batches():
+    """A pytree of stacked leaves, with their dtypes."""
+    (piece,) = take([SequenceRecords(Recording(3), 4).open(InputWorker(), DATA, None)])[0]
+    (batch,) = piece.parts
+    assert batch["x"].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert batch["y"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("records", "match"),
+    [
+        (
+            [np.zeros(2), np.zeros(3)],
+            r"records of shapes \[\(2,\), \(3,\)\]: the rows of one batch must have the same shape",
+        ),
+        ([{"a": 1}, {"b": 1}], "the records of one batch: they have different structures"),
+        ([1, None], "record 1 of a list: it is None, because a filter"),
+    ],
+)
+def test_records_that_make_no_batch(records, match):
+    """The message says what differs."""
+    with pytest.raises(InputError, match=match):
+        SequenceRecords(records, 2).open(InputWorker(), DATA, None).read()
+
+
+@pytest.mark.parametrize("size", [0, -3, 2.5, True, "4", None])
+def test_bad_batch_size(make, size):
+    """With its value."""
+    with pytest.raises(InvalidArgumentError, match=f"batch_size={size!r}: must be"):
+        make(3, size)
+
+
+def test_arrays_of_jax():
+    """They are brought to the host once: a thread that slices them would run programs."""
+    (piece,) = take([ArrayRecords({"x": jnp.arange(3)}, 4).open(InputWorker(), DATA, None)])[0]
+    assert type(piece.parts[0]["x"]) is np.ndarray
+
+
+def test_rows_are_not_copied():
+    """A batch is a view of the arrays."""
+    array = np.arange(8)
+    piece = ArrayRecords(array, 4).open(InputWorker(), DATA, None).read()
+    assert np.shares_memory(piece.parts[0], array)
+
+
+def test_numpy_dataset_takes_lists_as_arrays():
+    """Rows of a pytree, of which a list is one array."""
+    dataset = NumpyDataset({"x": np.zeros((5, 2)), "y": [1, 2, 3, 4, 5]})
+    assert len(dataset) == 5
+    assert dataset.batch(2, drop_remainder=True).facts.num_batches == 2
+    with pytest.raises(InputError, match=r"its leaves have different numbers of rows: \[2, 3\]"):
+        NumpyDataset((np.zeros(2), np.zeros(3)))
+    with pytest.raises(InvalidArgumentError, match="batch_size=0: must be"):
+        dataset.batch(0)

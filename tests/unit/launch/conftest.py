@@ -1,0 +1,132 @@
+"""A launcher in this process, workers that are small scripts, and police against processes that are left."""
+
+import os
+import secrets
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from phalanx.launch.outcome import Outcome
+from phalanx.launch.output import Sink
+from phalanx.launch.plan import Machine, Request, free_ports, plan
+from phalanx.launch.supervise import run_group
+
+# Of this process, whose pytest has set them for JAX.
+_OF_THIS_PROCESS = ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS", "TF_CONFIG", "CUDA_VISIBLE_DEVICES")
+_DEADLINE_S = 600
+
+_PRELUDE = """\
+import json, os, signal, socket, subprocess, sys, time
+from pathlib import Path
+here = Path(__file__).parent
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+addresses = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
+restart = int(os.environ["PHALANX_RESTART"])
+def wait_for(name):
+    while not (here / name).exists():
+        time.sleep(0.01)
+"""
+
+
+@dataclass
+class Launched:
+    """What a launch has printed and said, and how it ended."""
+
+    output: bytes
+    outcome: Outcome
+    reports: list[str] = field(default_factory=list)
+
+    def lines_of(self, rank: int) -> list[str]:
+        """What one worker has printed."""
+        prefix = f"[worker {rank}] "
+        lines = self.output.decode().splitlines()
+        return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+
+
+class Launch:
+    """Launches scripts in this process."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self.folder, self.environment = folder, environment
+
+    def script(self, source: str) -> str:
+        """Writes a script; it knows its `rank`, `restart`, `addresses`, and may `wait_for` a file `here`."""
+        path = self.folder / "script.py"
+        path.write_text(_PRELUDE + source)
+        return str(path)
+
+    def __call__(self, source: str, *, workers: int = 2, sink: Sink | None = None, **options: object) -> Launched:
+        """Runs a script as so many workers."""
+        request, reports = Request(self.script(source), workers=workers), []
+        with (self.folder / "output").open("wb+") as file:
+            outcome = run_group(
+                lambda n: plan(request, Machine(cores=2), self.environment, free_ports(workers), restart=n),
+                sink=sink or Sink(file.fileno()),
+                say=reports.append,
+                **options,
+            )
+            file.seek(0)
+            return Launched(file.read(), outcome, reports)
+
+
+@pytest.fixture
+def processes_left():
+    """A function that returns the processes, but for zombies, that have the variable LAUNCH_TEST of this test."""
+    mark = secrets.token_hex(16)
+
+    def left():
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if mark.encode() in (process / "environ").read_bytes():
+                    found[int(process.name)] = (process / "cmdline").read_bytes().decode(errors="replace")
+        return found
+
+    left.mark = mark
+    return left
+
+
+@pytest.fixture
+def environment(processes_left):
+    """An environment for workers. After the test no process with it is left."""
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_THIS_PROCESS}
+    yield {**kept, "JAX_PLATFORMS": "cpu", "LAUNCH_TEST": processes_left.mark}
+    left = processes_left()
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"the test left processes: {left}"
+
+
+@pytest.fixture
+def launch(tmp_path, environment):
+    """A function that launches the text of a script as some workers."""
+    return Launch(tmp_path, environment)
+
+
+@pytest.fixture(autouse=True)
+def deadline():
+    """No test may hang, and none changes what this process does at signals."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+    before = [signal.getsignal(number) for number in numbers]
+
+    def too_late(*_):
+        raise TimeoutError(f"the test took more than {_DEADLINE_S} s")
+
+    handler = signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(_DEADLINE_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, handler)
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+@pytest.fixture
+def needs_proc():
+    """Processes in sessions of their own are found by Linux's /proc."""
+    if sys.platform != "linux":
+        pytest.skip("only Linux shows the environments of processes")

@@ -1,0 +1,278 @@
+"""The command line: in this process, and as a process of its own."""
+
+import importlib.metadata
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from phalanx.launch.cli import main
+from phalanx.launch.plan import free_ports
+
+pytestmark = pytest.mark.slow
+
+# A shell without job control starts what stands in the background with SIGINT ignored.
+START = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from phalanx.launch.cli import main
+main(prog_name="phalanx")
+"""
+TWO_HOSTS = {"cluster": {"worker": ["host0:12345", "host1:12346"]}, "task": {"type": "worker", "index": 1}}
+FOREIGN = ["jax", "jaxlib", "keras", "numpy", "ray", "tensorflow"]
+
+
+@pytest.fixture
+def phalanx(environment, tmp_path):
+    """Runs the command line in a process of its own."""
+
+    def run(*arguments, **options):
+        return subprocess.run(
+            [sys.executable, "-c", START, *arguments],
+            **{"env": environment, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 500, **options},
+        )
+
+    return run
+
+
+def invoke(*arguments, **environment):
+    """Runs the command line in this process, where no variable describes a cluster unless given."""
+    hidden = ("TF_CONFIG", "SLURM_PROCID", "PHALANX_NUM_PODS", "SM_HOSTS", "TPU_WORKER_HOSTNAMES")
+    return CliRunner().invoke(main, arguments, env={**dict.fromkeys(hidden), **environment})
+
+
+def test_run_passes_arguments_to_script(phalanx, launch):
+    """The script runs as so many workers, with its own arguments after its name."""
+    script = launch.script("print(rank, len(addresses), sys.argv[1:], os.environ['PHALANX_CPU_DEVICES'])")
+    arguments = ["--workers", "2", "--devices-per-worker", "3", script, "--workers", "7", "-m", "--", "--help"]
+    done = phalanx("run", *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    own = "['--workers', '7', '-m', '--', '--help'] 3"
+    assert sorted(done.stdout.splitlines()) == [f"[worker {r}] {r} 2 {own}" for r in range(2)]
+
+
+def test_run_takes_a_module(phalanx, tmp_path):
+    """`-m` runs a module, and what follows its name is the module's."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    done = phalanx("run", "-m", "package.train", "-m", "--max-restarts", "2")
+    assert (done.returncode, done.stdout) == (0, "[worker 0] __main__ ['-m', '--max-restarts', '2']\n")
+
+
+def test_workers_find_no_input(phalanx, launch):
+    """A worker that asks finds the end of its input, rather than that of the launcher, which all would share."""
+    done = phalanx("run", launch.script("print(repr(sys.stdin.read()))"), input="typed\n")
+    assert done.stdout == "[worker 0] ''\n"
+
+
+def test_failure_ends_with_code_of_last_attempt(phalanx, launch):
+    """The launcher ends with the code of the last attempt; each attempt is reported on the stream of errors."""
+    script = launch.script("if rank == 1:\n    sys.exit(4 + restart)\ntime.sleep(300)")
+    done = phalanx("run", "--workers", "2", "--max-restarts", "1", script)
+    assert (done.returncode, done.stdout) == (5, "")
+    assert re.fullmatch(
+        r"worker 1 failed first: it exited with code 4.*\nIt printed nothing.\n  worker 0 was ended .*\n"
+        r"The group starts again: 1 of 1.\n"
+        r"worker 1 failed first: it exited with code 5.*\nIt printed nothing.\n  worker 0 was ended .*\n",
+        done.stderr,
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_launcher_and_workers(environment, launch, number, code):
+    """Ctrl-C and SIGTERM end the launcher and all workers; those that ignore SIGTERM after the grace period."""
+    script = launch.script("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready')\ntime.sleep(300)")
+    command = [sys.executable, "-c", START, "run", "--workers", "2", "--grace-seconds", "0.3", script]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
+        assert {launcher.stdout.readline() for _ in range(2)} == {b"[worker 0] ready\n", b"[worker 1] ready\n"}
+        launcher.send_signal(number)
+        _, errors = launcher.communicate(timeout=300)
+    assert launcher.returncode == code
+    assert (
+        f"The launcher was ended by {number.name}.\n  worker 0 was ended by the launcher (SIGKILL)" in errors.decode()
+    )
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_env_reports_versions_without_secrets(phalanx, environment, is_json):
+    """Versions, devices and variables, without secrets, as text or JSON."""
+    told = {**environment, "PHALANX_CPU_DEVICES": "3", "RAY_AUTH_TOKEN": "s3cret"}
+    done = phalanx("env", *(["--json"] if is_json else []), env=told)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "s3cret" not in done.stdout
+    if is_json:
+        report = json.loads(done.stdout)
+        assert report["versions"]["phalanx"] == importlib.metadata.version("phalanx")
+        assert report["devices"] == {f"cpu:{i}": "cpu" for i in range(3)}
+        assert report["variables"]["RAY_AUTH_TOKEN"] == "(hidden)"
+    else:
+        assert re.search(rf"^  jax +{importlib.metadata.version('jax')}$", done.stdout, re.M)
+        assert re.search(r"^  PHALANX_CPU_DEVICES +3$", done.stdout, re.M)
+
+
+def test_env_without_devices(phalanx, environment):
+    """If JAX cannot start, the report says why, and the rest is there."""
+    done = phalanx("env", env={**environment, "JAX_PLATFORMS": "nonsense"})
+    assert done.returncode == 0
+    assert re.search(r"^devices\n  none  RuntimeError: .*nonsense", done.stdout, re.M)
+    assert "\nvariables\n" in done.stdout
+
+
+def test_doctor_passes_all_checks(phalanx, tmp_path):
+    """Two processes of this machine pass all checks, and leave nothing in the shared folder."""
+    (tmp_path / "shared").mkdir()
+    done = phalanx("doctor", "--shared", "shared")
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = ["port", "roll call", "all-reduce", "versions", "clocks", "shared folder"]
+    assert re.findall(r"^\[worker 0\] PASS (.*?):", done.stdout, re.M) == names
+    assert not list((tmp_path / "shared").iterdir())
+
+
+def test_doctor_finds_no_shared_folder(phalanx):
+    """The other checks are told all the same; the exit code says that one failed."""
+    done = phalanx("doctor", "--shared", "nowhere")
+    assert done.returncode == 1
+    assert "[worker 0] FAIL shared folder: rank 0 cannot write to nowhere: No such file or directory.\n" in done.stdout
+    assert "\n[worker 0] HINT: use a folder that exists" in done.stdout
+    assert done.stdout.count("PASS") == 5
+
+
+def test_doctor_of_a_cluster_with_a_missing_peer(phalanx, environment):
+    """The cluster of the environment is tried, and who does not come is named."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}}
+    done = phalanx("doctor", "--timeout-seconds", "1", env={**environment, "TF_CONFIG": json.dumps(config)})
+    assert done.returncode == 1
+    passed, failed, hint = done.stdout.splitlines()
+    assert passed == f"PASS port: rank 0 can listen at {addresses[0]}."
+    assert failed == (
+        f"FAIL roll call: a cluster of 2 processes: after 1 s rank 1 ({addresses[1]}) had not connected to rank 0 ({addresses[0]})."
+    )
+    assert hint.startswith("HINT: look at the output of the missing processes")
+
+
+def test_doctor_finds_a_port_in_use(phalanx, environment):
+    """The port of the first worker is taken: said before anybody waits."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        config = {"cluster": {"worker": [address, "127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}
+        done = phalanx("doctor", env={**environment, "TF_CONFIG": json.dumps(config)})
+    assert done.returncode == 1
+    assert done.stdout.startswith(
+        f"FAIL port: rank 0 cannot listen at {address}: Address already in use.\nHINT: end the"
+    )
+
+
+def test_script_that_is_not_there():
+    """A script that does not exist is an error of one process, not of all workers."""
+    done = invoke("run", "--workers", "2", "no.py")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("phalanx: script='no.py': there is no such file in ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--workers", "0", "train.py"], "workers=0: there must be at least one worker.\nHINT: --workers 2"),
+        (["--devices-per-worker", "0", "train.py"], "devices_per_worker=0: a worker must have at least one device."),
+        (["--workers", "two", "train.py"], "'two' is not a valid integer"),
+        (["--max-restarts", "-1", "train.py"], "-1 is not in the range x>=0"),
+        (["--grace-seconds", "-1", "train.py"], "-1.0 is not in the range x>=0"),
+        (["--print", "mesos", "train.py"], "'mesos' is not one of 'slurm', 'kubernetes'"),
+        (["--wrokers", "2", "train.py"], "No such option"),
+        ([], "Missing argument 'SCRIPT'"),
+    ],
+)
+def test_bad_commands_are_refused_without_stack(arguments, words):
+    """What cannot be run is refused without a stack, with what to write instead."""
+    done = invoke("run", *arguments)
+    assert done.exit_code == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_malformed_number_of_devices(phalanx, environment, launch):
+    """So is a variable that this package reads itself, in a process of its own."""
+    done = phalanx("run", launch.script(""), env={**environment, "JAX_PLATFORMS": "cpu", "PHALANX_CPU_DEVICES": "x"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"phalanx: .*: the environment sets PHALANX_CPU_DEVICES='x'.\nHINT: .*\n", done.stderr)
+
+
+@pytest.mark.parametrize(("scheduler", "start"), [("slurm", "#!/bin/bash\n"), ("kubernetes", "# JobSet ")])
+def test_print_writes_template_without_running(scheduler, start):
+    """`--print` writes the template and runs nothing: the script is not even there."""
+    done = invoke("run", "--workers", "2", "--max-restarts", "3", "--print", scheduler, "no.py", "--print", "x")
+    assert done.exit_code == 0
+    assert done.stdout.startswith(start)
+    assert "no.py" in done.stdout
+
+
+def test_cluster_lists_tasks_and_chief():
+    """All tasks with their addresses, and which is the chief and which this process."""
+    done = invoke("cluster", TF_CONFIG=json.dumps(TWO_HOSTS))
+    assert done.exit_code == 0
+    rows = [[cell.strip() for cell in re.split("[│|]", line)[1:-1]] for line in done.stdout.splitlines()]
+    assert ["worker", "0", "host0:12345", "chief"] in rows
+    assert ["worker", "1", "host1:12346", "this process"] in rows
+    assert "TFConfigClusterResolver" in done.stdout
+
+
+def test_chief_that_is_this_process():
+    """One task can be both; every job is shown."""
+    cluster = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"], "evaluator": ["d:1"]}
+    done = invoke("cluster", TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}}))
+    assert re.search(r"chief .* 0 .* a:1 .* chief, this process", done.stdout)
+    assert all(re.search(rf"{job} .* {address}", done.stdout) for job, (address,) in cluster.items())
+
+
+@pytest.mark.parametrize("variables", [{}, {"TF_CONFIG": "{}"}])
+def test_missing_cluster_is_explained(variables):
+    """Where nothing describes a cluster, that is said, and how to have one."""
+    done = invoke("cluster", **variables)
+    assert done.exit_code == 0
+    assert done.stdout.startswith(
+        "Nothing here describes a cluster: this process is alone.\nHINT: phalanx run --workers 2"
+    )
+
+
+def test_cluster_that_is_wrong():
+    """A malformed TF_CONFIG is an error with its reason, without a stack."""
+    done = invoke("cluster", TF_CONFIG="{'cluster'")
+    assert done.exit_code == 2
+    assert re.match(r"phalanx: TF_CONFIG: is not JSON: .*(\n.*)*HINT: ", done.stderr)
+
+
+def test_help_names_all_commands():
+    """The help names all commands."""
+    done = invoke("--help")
+    assert done.exit_code == 0
+    assert re.search(r"cluster .*\n +doctor .*\n +env .*\n +run ", done.stdout)
+
+
+def test_version_is_that_of_package(phalanx):
+    """The version is that of the package."""
+    done = phalanx("--version")
+    assert re.fullmatch(r"phalanx, version \d+\.\d+\.\d+\S*\n", done.stdout), done.stderr
+
+
+def test_launcher_imports_no_jax(environment):
+    """The launcher imports neither JAX nor Keras, nor rich before it prints a table."""
+    code = f"import sys, phalanx.launch.cli; print([m for m in {[*FOREIGN, 'rich']} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=500)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_missing_click_names_the_package(environment, tmp_path):
+    """Without click the command says what to install."""
+    (tmp_path / "click.py").write_text("raise ImportError")
+    environ = {**environment, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    code = "from phalanx.launch.cli import main"
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 1
+    assert done.stderr == "phalanx: the command line needs click and rich.\nHINT: pip install 'phalanx[cli]'\n"

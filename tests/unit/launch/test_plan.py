@@ -1,0 +1,193 @@
+"""From a request to processes: arithmetic and variables, without starting anything."""
+
+import json
+import os
+import socket
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import InvalidArgumentError
+from phalanx.launch.plan import Machine, Request, free_ports, plan, thread_pool
+
+PORTS = [4001, 4002, 4003, 4004]
+
+
+def environments(environment=None, *, workers=2, devices=None, cores=8, gpus=(), restart=0):
+    """The environments of the planned processes."""
+    request = Request("train.py", workers=workers, devices_per_worker=devices)
+    return [
+        process.environment
+        for process in plan(request, Machine(cores, gpus), environment or {}, PORTS[:workers], restart=restart)
+    ]
+
+
+def test_ranks_and_tasks():
+    """Each process has its rank, and its task in one cluster of all addresses."""
+    processes = plan(Request("train.py", workers=3), Machine(8), {}, PORTS[:3])
+    addresses = ["127.0.0.1:4001", "127.0.0.1:4002", "127.0.0.1:4003"]
+    for rank, process in enumerate(processes):
+        assert (process.rank, process.name) == (rank, f"worker {rank}")
+        assert json.loads(process.environment["TF_CONFIG"]) == {
+            "cluster": {"worker": addresses},
+            "task": {"type": "worker", "index": rank},
+        }
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request("train.py"), ["train.py"]),
+        (Request("train.py", ("--workers", "9", "--", "-m")), ["train.py", "--workers", "9", "--", "-m"]),
+        (Request("package.train", ("a b",), is_module=True), ["-m", "package.train", "a b"]),
+    ],
+)
+def test_command_keeps_arguments_of_script(request_, words):
+    """The script gets its own arguments as they are, in this Python."""
+    (process,) = plan(request_, Machine(8), {}, PORTS[:1])
+    assert list(process.argv) == [sys.executable, *words]
+
+
+@pytest.mark.parametrize(
+    ("devices", "cores", "workers", "threads"),
+    [(1, 8, 1, 8), (1, 8, 2, 4), (1, 8, 3, 2), (1, 2, 4, 1), (2, 8, 2, 4), (2, 1, 4, 4), (3, 64, 1, 6), (8, 2, 1, 16)],
+)
+def test_thread_pool_is_twice_the_devices(devices, cores, workers, threads):
+    """Twice the devices where there are several, else a share of the cores, one at least."""
+    assert thread_pool(devices, cores, workers) == threads
+    if workers <= len(PORTS):
+        found = environments(workers=workers, devices=devices, cores=cores)
+        assert [(e["PHALANX_CPU_DEVICES"], e["NPROC"]) for e in found] == [(str(devices), str(threads))] * workers
+
+
+def test_environment_of_user_wins():
+    """What the user has set stays, and everything else is handed on."""
+    own = {"NPROC": "3", "PYTHONUNBUFFERED": "", "PYTHONFAULTHANDLER": "0", "PHALANX_CPU_DEVICES": "2", "HOME": "/x"}
+    assert environments(own)[1].items() >= own.items()
+
+
+def test_devices_of_the_environment_count():
+    """The threads are those of the number of devices that the environment sets."""
+    assert environments({"PHALANX_CPU_DEVICES": "3"})[0]["NPROC"] == "6"
+    assert environments({"PHALANX_CPU_DEVICES": "3"}, devices=3)[0]["NPROC"] == "6"
+
+
+def test_cluster_of_the_environment_is_replaced():
+    """The cluster is this one, whatever the launcher itself belongs to."""
+    (environment,) = environments({"TF_CONFIG": "{}", "PHALANX_RESTART": "7"}, workers=1, restart=2)
+    assert "127.0.0.1:4001" in environment["TF_CONFIG"]
+    assert environment["PHALANX_RESTART"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "devices", "shares"),
+    [
+        ("0123", 2, None, ["0,1", "2,3"]),
+        ("0123", 2, 1, ["0", "1"]),
+        ("75", 2, 1, ["7", "5"]),
+        ("0123", 3, None, ["0", "1", "2"]),
+        ("0123", 1, None, ["0,1,2,3"]),
+    ],
+)
+def test_shares_of_gpus(gpus, workers, devices, shares):
+    """Each worker sees its own GPUs, and no CPU devices are made."""
+    found = environments({"CUDA_VISIBLE_DEVICES": ",".join(gpus)}, workers=workers, devices=devices, gpus=tuple(gpus))
+    assert [e["CUDA_VISIBLE_DEVICES"] for e in found] == shares
+    assert not {"NPROC", "PHALANX_CPU_DEVICES"} & set(found[0])
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "2, 3"}, ("2", "3")),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-a1,GPU-b2"}, ("GPU-a1", "GPU-b2")),
+        ({"CUDA_VISIBLE_DEVICES": "2", "JAX_PLATFORMS": ""}, ("2",)),
+        ({"CUDA_VISIBLE_DEVICES": "2", "JAX_PLATFORMS": "gpu"}, ("2",)),
+        ({"CUDA_VISIBLE_DEVICES": "2", "JAX_PLATFORMS": "cuda,cpu"}, ("2",)),
+        ({"CUDA_VISIBLE_DEVICES": "2", "JAX_PLATFORMS": "cpu"}, ()),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ()),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, ()),
+    ],
+)
+def test_visible_gpus_come_from_environment(environment, gpus):
+    """The GPUs of this machine are those that the environment shows to JAX."""
+    assert Machine.this(environment).gpus == gpus
+
+
+def test_this_machine_has_usable_cores():
+    """The cores are those that this process may use; a GPU has a device file."""
+    machine = Machine.this({})
+    assert 1 <= machine.cores <= os.cpu_count()
+    assert all(os.path.exists(f"/dev/nvidia{gpu}") for gpu in machine.gpus)
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_zero_workers_are_refused(workers):
+    """There is at least one worker."""
+    with pytest.raises(
+        InvalidArgumentError, match=rf"workers={workers}: there must be at least one worker.\nHINT: --workers 2"
+    ):
+        Request("train.py", workers=workers)
+
+
+def test_zero_devices_are_refused():
+    """A worker has at least one device."""
+    with pytest.raises(
+        InvalidArgumentError, match=r"devices_per_worker=0: a worker must have at least one device.\nHINT: "
+    ):
+        Request("train.py", devices_per_worker=0)
+
+
+@pytest.mark.parametrize(("value", "devices"), [("4", 2), ("many", None), ("0", None), ("-1", None)])
+def test_devices_that_contradict(value, devices):
+    """The command line and the environment cannot ask for different numbers, nor the environment for none."""
+    found = rf"devices_per_worker={devices}: the environment sets PHALANX_CPU_DEVICES='{value}'.\nHINT: unset"
+    with pytest.raises(InvalidArgumentError, match=found):
+        environments({"PHALANX_CPU_DEVICES": value}, devices=devices)
+
+
+@pytest.mark.parametrize(("workers", "devices", "each"), [(3, None, 1), (2, 2, 2)])
+def test_too_few_gpus(workers, devices, each):
+    """Workers do not share a GPU unasked."""
+    found = rf"workers={workers}, {each} GPU\(s\) each: this machine has 2: 0, 1.\nHINT: JAX_PLATFORMS=cpu phalanx run"
+    with pytest.raises(InvalidArgumentError, match=found):
+        environments(workers=workers, devices=devices, gpus=("0", "1"))
+
+
+def test_script_that_is_not_there(tmp_path, monkeypatch):
+    """A script that does not exist is named once, with the folder in which it was looked for."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=rf"script='train.py': there is no such file in {tmp_path}.\nHINT: "):
+        Request("train.py").check_script()
+    Request("train.py", is_module=True).check_script()
+
+
+@pytest.fixture
+def ordinary_user():
+    """Root may read every file, so root's access is checked as that of another user."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.setreuid(65534, -1)
+    yield
+    os.setreuid(0, -1)
+
+
+def test_script_that_may_not_be_read(tmp_path, ordinary_user):
+    """A script without permission says which one is missing."""
+    script = tmp_path / "train.py"
+    script.touch(0o000)
+    with pytest.raises(InvalidArgumentError, match=r"train.py': this user may not read it.\nHINT: chmod u\+r"):
+        Request(str(script)).check_script()
+
+
+@given(st.integers(1, 20))
+def test_free_ports_differ_and_are_free(count):
+    """The ports differ, and a worker can listen at each."""
+    ports = free_ports(count)
+    assert len(set(ports)) == count
+    for port in ports:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))

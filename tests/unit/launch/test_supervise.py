@@ -1,0 +1,436 @@
+"""Groups of real processes: how they end, what is passed on, and that nothing is left."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from phalanx.cluster.spec import Task
+from phalanx.errors import PhalanxError, StartupError
+from phalanx.launch.output import Sink
+from phalanx.launch.plan import ProcessSpec
+from phalanx.launch.supervise import run_group
+
+pytestmark = pytest.mark.slow
+
+SLEEP = "time.sleep(300)\n"
+CLEANS_UP = """
+def clean_up(*_):
+    time.sleep(0.2)
+    print("cleaned up")
+    sys.exit(5)
+signal.signal(signal.SIGTERM, clean_up)
+"""
+IGNORES_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+GRANDCHILD = """
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(300)"
+def start(new_session):
+    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=new_session, stdout=subprocess.PIPE)
+    child.stdout.readline()
+"""
+
+
+def test_success_reports_nothing(launch):
+    """All end with 0: so does the launcher, and there is nothing to report."""
+    launched = launch("print('rank', rank, 'of', len(addresses))", workers=3)
+    assert (launched.outcome.exit_code, launched.reports) == (0, [])
+    assert sorted(launched.output.decode().splitlines()) == [f"[worker {r}] rank {r} of 3" for r in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ("sys.exit(3)", 3, "it exited with code 3"),
+        ("raise KeyError('weights')", 1, "KeyError: 'weights'"),
+        ("sys.exit('no data')", 1, "no data"),
+        ("os._exit(75)", 75, "code 75 (it saw no progress)"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "it was killed by SIGKILL (from outside"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "it was killed by SIGSEGV"),
+        ("os.abort()", 134, "it was killed by SIGABRT (abort"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "it was killed by SIGTERM"),
+        ("os.kill(os.getpid(), 40)", 168, "it was killed by signal 40"),
+    ],
+)
+def test_failure_of_one(launch, ending, code, words):
+    """The one that fails is named with its code or signal, and the others are ended; the launcher has its code."""
+    launched = launch(f"print('step 7')\nif rank == 1:\n    {ending}\n{SLEEP}", workers=3)
+    assert launched.outcome.exit_code == code
+    (report,) = launched.reports
+    assert report.startswith("worker 1 failed first: it ")
+    assert words in report
+    assert "  | step 7\n" in report
+    assert report.endswith(
+        "\n  worker 0 was ended by the launcher (SIGTERM)\n  worker 2 was ended by the launcher (SIGTERM)"
+    )
+
+
+def test_report_has_the_whole_stack(launch):
+    """The stack of an exception is reported with its cause and all lines of its message, apart from the last lines."""
+    source = (
+        "print('epoch 3')\ntry:\n    {}['a']\nexcept KeyError as e:\n    raise ValueError('bad\\nHINT: good') from e\n"
+    )
+    (report,) = launch(source, workers=1).reports
+    last, _, stack = report.partition("Its stack:\n")
+    assert re.search(r"Its last lines before its stack:\n  \| epoch 3\n$", last)
+    assert stack.startswith("  | Traceback (most recent call last):\n")
+    assert "  | KeyError: 'a'\n" in stack
+    assert stack.endswith("  | ValueError: bad\n  | HINT: good")
+
+
+def test_report_has_the_stack_of_a_crash(launch):
+    """A crash in native code shows the Python stack too."""
+    (report,) = launch("def inner():\n    os.kill(os.getpid(), signal.SIGSEGV)\ninner()", workers=1).reports
+    assert re.search(r"Its stack:\n  \| Fatal Python error: Segmentation fault\n(.*\n)*.* in inner\n", report)
+
+
+def test_report_after_silence(launch):
+    """A worker that printed nothing is reported so."""
+    assert "It printed nothing." in launch("sys.exit(3)", workers=1).reports[0]
+
+
+def test_first_failure_is_named(launch):
+    """Those that fail because they are told to end are not the culprits, whatever their codes and ranks."""
+    launched = launch(
+        f"{CLEANS_UP}\n(here / f'ready{{rank}}').touch()\nwait_for('ready0')\nif rank == 1:\n    sys.exit(4)\n{SLEEP}"
+    )
+    assert launched.outcome.exit_code == 4
+    assert launched.outcome.culprit.name == "worker 1"
+    assert launched.lines_of(0) == ["cleaned up"]
+    assert "worker 0 exited with code 5 after it was told to end" in launched.reports[0]
+
+
+def test_end_with_0_before_the_failure(launch):
+    """One that ended well before another failed is reported as that."""
+    launched = launch("if rank == 1:\n    time.sleep(0.5)\n    sys.exit(9)")
+    assert launched.outcome.exit_code == 9
+    assert "worker 0 exited with code 0" in launched.reports[0]
+
+
+STANDS_STILL = """
+if rank == 0:
+    (here / "pid").write_text(str(os.getpid()))
+    (here / "ready").touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(300)
+wait_for("ready")
+state = Path("/proc", (here / "pid").read_text(), "stat")
+while state.read_text().split()[2] != "T":
+    time.sleep(0.01)
+sys.exit(75)
+"""
+
+
+def test_stopped_worker_is_named(launch, needs_proc):
+    """One that stands still by SIGSTOP is ended, and the report says that it stood still."""
+    launched = launch(STANDS_STILL)
+    assert launched.outcome.exit_code == 75
+    assert "worker 0 stood still (SIGSTOP) and was ended by the launcher (SIGTERM)" in launched.reports[0]
+
+
+def test_worker_that_ignores_sigterm_is_killed(launch):
+    """After the grace period comes SIGKILL."""
+    launched = launch(
+        f"if rank == 0:\n    {IGNORES_SIGTERM}\n    (here / 'ready').touch()\n    {SLEEP}\n"
+        "wait_for('ready')\nsys.exit(3)",
+        grace_s=0.3,
+    )
+    assert launched.outcome.exit_code == 3
+    assert "worker 0 was ended by the launcher (SIGKILL)" in launched.reports[0]
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("sys.exit(0)", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137)]
+)
+@pytest.mark.parametrize("new_session", [False, True])
+def test_no_grandchild_is_left(launch, needs_proc, new_session, ending, code):
+    """What a worker has started ends with the group, in whatever session, though it ignores SIGTERM; a fixture looks."""
+    launched = launch(f"{GRANDCHILD}start(new_session={new_session})\nif rank == 1:\n    {ending}", grace_s=0.3)
+    assert launched.outcome.exit_code == code
+
+
+def test_grandchildren_are_told_once(launch):
+    """What a worker has started can clean up too, and is not told again while it does."""
+    launched = launch(
+        "if sys.argv[1:]:\n"
+        "    told = []\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: told.append(os.write(1, b'told\\n')))\n"
+        "    (here / sys.argv[1]).touch()\n"
+        "    while not told:\n"
+        "        time.sleep(0.01)\n"
+        "    time.sleep(0.2)\n"
+        "    sys.exit(0)\n"
+        "names = [f'child{i}' for i in range(8)]\n"
+        "if rank == 0:\n"
+        "    for child in [subprocess.Popen([sys.executable, __file__, name]) for name in names]:\n"
+        "        child.wait()\n"
+        "for name in names:\n"
+        "    wait_for(name)\n"
+        "sys.exit(3)"
+    )
+    assert (launched.outcome.exit_code, launched.lines_of(0)) == (3, ["told"] * 8)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signal_to_the_launcher(launch, number, code):
+    """A signal that ends the launcher ends all workers first, gives them time to clean up, and starts nothing again."""
+    launched = launch(
+        f"{CLEANS_UP}\nif rank == 1:\n    wait_for('ready')\n    os.kill(os.getppid(), {int(number)})\n"
+        f"(here / 'ready').touch()\n{SLEEP}",
+        max_restarts=3,
+    )
+    assert launched.outcome.exit_code == code
+    assert launched.lines_of(0) == launched.lines_of(1) == ["cleaned up"]
+    assert launched.reports == [
+        f"The launcher was ended by {number.name}.\n"
+        "  worker 0 exited with code 5 after it was told to end\n"
+        "  worker 1 exited with code 5 after it was told to end"
+    ]
+
+
+def test_second_signal_kills(launch):
+    """A second Ctrl-C does not wait for the end of the grace period."""
+    launched = launch(
+        f"{IGNORES_SIGTERM}\n"
+        f"for _ in range(2):\n    os.kill(os.getppid(), signal.SIGINT)\n    time.sleep(0.8)\n{SLEEP}",
+        workers=1,
+        grace_s=600,
+    )
+    assert launched.outcome.exit_code == 130
+    assert "worker 0 was ended by the launcher (SIGKILL)" in launched.reports[0]
+
+
+def test_signals_at_once(launch):
+    """Two signals at once, as the end of a terminal or `timeout` sends them, still leave time to clean up."""
+    both = "".join(f"os.kill(os.getppid(), signal.{name})\n" for name in ("SIGTERM", "SIGHUP"))
+    assert launch(f"{CLEANS_UP}{both}{SLEEP}", workers=1).lines_of(0) == ["cleaned up"]
+
+
+def test_signal_while_the_others_end(launch):
+    """Ctrl-C after a failure starts nothing again, and does not hide who failed."""
+    launched = launch(
+        "def interrupt(*_):\n"
+        "    os.kill(os.getppid(), signal.SIGINT)\n"
+        "    time.sleep(300)\n"
+        "if rank == 0:\n"
+        "    signal.signal(signal.SIGTERM, interrupt)\n"
+        "    (here / 'ready').touch()\n"
+        "    time.sleep(300)\n"
+        "wait_for('ready')\n"
+        "sys.exit(3)",
+        max_restarts=3,
+        grace_s=0.5,
+    )
+    assert launched.outcome.exit_code == 130
+    (report,) = launched.reports
+    assert report.startswith("worker 1 failed first: it exited with code 3")
+    assert "The launcher was ended by SIGINT.\n  worker 0 was ended by the launcher (SIGKILL)" in report
+
+
+def test_ignored_signal_stays_ignored(launch):
+    """Under `nohup` the launcher goes on at SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launched = launch("os.kill(os.getppid(), signal.SIGHUP)\ntime.sleep(0.3)\nprint('went on')", workers=1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (launched.outcome.exit_code, launched.lines_of(0)) == (0, ["went on"])
+
+
+def test_restarts_until_it_succeeds(launch):
+    """The whole group starts again, and knows how often it did."""
+    launched = launch(
+        "print(f'start {restart}')\nif restart == 2:\n    sys.exit(0)\nif rank == 1:\n    sys.exit(3)\n" + SLEEP,
+        max_restarts=5,
+    )
+    assert launched.outcome.exit_code == 0
+    assert launched.lines_of(1) == ["start 0", "start 1", "start 2"]
+    assert [text for text in launched.reports if "again" in text] == [
+        "The group starts again: 1 of 5.",
+        "The group starts again: 2 of 5.",
+    ]
+
+
+def test_restarts_are_limited(launch):
+    """After the last restart the launcher ends with the code of the last failure."""
+    launched = launch("print('start')\nsys.exit(3 + restart)", workers=1, max_restarts=2)
+    assert (launched.outcome.exit_code, launched.lines_of(0)) == (5, ["start"] * 3)
+    assert [text.startswith("The group starts again") for text in launched.reports] == [False, True, False, True, False]
+
+
+def test_port_that_is_taken(launch):
+    """A worker that finds its port taken is reported; the next start has other ports."""
+    launched = launch(
+        "listener = socket.socket()\n"
+        "host, port = addresses[1].split(':')\n"
+        "if restart == 0:\n"
+        "    if rank == 0:\n"
+        "        listener.bind((host, int(port)))\n"
+        "        (here / 'taken').touch()\n"
+        "        time.sleep(300)\n"
+        "    wait_for('taken')\n"
+        "if rank == 1:\n"
+        "    listener.bind((host, int(port)))\n"
+        "print(*addresses)",
+        max_restarts=1,
+    )
+    assert launched.outcome.exit_code == 0
+    assert re.search(r"worker 1 failed first(.*\n)*.*OSError: .*Address already in use", launched.reports[0])
+
+
+def test_many_lines_come_whole_in_order(launch):
+    """100,000 lines on each stream of two workers come whole, and in the order of their stream."""
+    launched = launch(
+        "lines = [f'{{}} {i} ' + 'x' * (i % 97) for i in range(100_000)]\n"
+        "for i in range(0, 100_000, 1000):\n"
+        "    for name, stream in (('out', sys.stdout), ('err', sys.stderr)):\n"
+        "        stream.write('\\n'.join(lines[i : i + 1000]).format(*[name] * 1000) + '\\n')\n"
+    )
+    for rank in range(2):
+        lines = launched.lines_of(rank)
+        for name in ("out", "err"):
+            wanted = [f"{name} {i} " + "x" * (i % 97) for i in range(100_000)]
+            assert [line for line in lines if line.startswith(name)] == wanted
+        assert len(lines) == 200_000
+
+
+def test_lines_of_the_streams_do_not_mix(launch):
+    """A line that is printed in parts is whole, though the other stream prints between them."""
+    launched = launch(
+        "for i in range(200):\n"
+        "    sys.stdout.write('a'); sys.stdout.flush()\n"
+        "    print('error', file=sys.stderr)\n"
+        "    print('b')\n",
+        workers=1,
+    )
+    assert sorted(launched.lines_of(0)) == ["ab"] * 200 + ["error"] * 200
+
+
+def test_bytes_without_encoding_are_passed_on(launch):
+    """Bytes that are no text are passed on as they are, and reported readably."""
+    source = "data = bytes(range(256)) * 50\nsys.stdout.buffer.write(data)\nsys.exit(3)"
+    launched = launch(source, workers=1)
+    pieces = re.split(rb"\r\n|\n|\r", bytes(range(256)) * 50)
+    assert launched.output == b"".join(b"[worker 0] " + piece + b"\n" for piece in pieces)
+    assert "\ufffd" in launched.reports[0]
+
+
+def test_no_newline_at_the_end(launch):
+    """The last words of a worker are not lost for want of a newline."""
+    assert launch("print('one')\nprint('two', end='')", workers=1).output == b"[worker 0] one\n[worker 0] two\n"
+
+
+def test_progress_bar_lines_come_while_running(launch):
+    """What ends with a carriage return comes while the worker runs, a line each."""
+    source = "print('10%', end='\\r')\nprint('20%', end='\\r')\nprint('done')"
+    assert launch(source, workers=1).lines_of(0) == ["10%", "20%", "done"]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_worker_with_closed_streams_is_awaited(launch, code):
+    """A worker that closes its streams is waited for all the same."""
+    launched = launch(f"os.close(1)\nos.close(2)\ntime.sleep(0.3)\n(here / 'end').touch()\nos._exit({code})", workers=1)
+    assert launched.outcome.exit_code == code
+    assert (launch.folder / "end").exists()
+
+
+def test_pipe_that_a_stranger_holds(launch, needs_proc):
+    """A process that hides from the launcher and keeps the pipe open does not keep it from ending."""
+    launched = launch(
+        "path = {'PATH': os.environ['PATH']}\n"
+        "print(subprocess.Popen(['sleep', '300'], env=path, start_new_session=True).pid)",
+        workers=1,
+    )
+    os.kill(int(launched.lines_of(0)[0]), signal.SIGKILL)
+    assert launched.outcome.exit_code == 0
+
+
+def test_slow_reader_loses_no_line(launch):
+    """Where the reader is slow the workers wait, and nothing is lost."""
+    reader, writer = os.pipe()
+    arrived = bytearray()
+
+    def read():
+        while data := os.read(reader, 20_000):
+            arrived.extend(data)
+            threading.Event().wait(0.0005)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    launched = launch("for i in range(50_000):\n    print(f'{i:060d}')", workers=1, sink=Sink(writer))
+    os.close(writer)
+    thread.join(30)
+    os.close(reader)
+    assert launched.outcome.exit_code == 0
+    assert bytes(arrived).splitlines() == [b"[worker 0] %060d" % i for i in range(50_000)]
+
+
+def test_reader_is_gone(launch):
+    """Where nobody reads the output any more, the workers are ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    launched = launch(f"print('hello')\n{SLEEP}", sink=Sink(writer))
+    os.close(writer)
+    assert launched.outcome.exit_code == 128 + signal.SIGPIPE
+
+
+def test_reader_that_stands_still(launch):
+    """A full pipe that nobody reads does not keep a signal from ending the group."""
+    reader, writer = os.pipe()
+    prints = "for _ in range(10_000):\n        print('x' * 1000)\n    (here / 'printed').touch()"
+    asks = "time.sleep(0.5)\nos.kill(os.getppid(), signal.SIGTERM)"
+    launched = launch(f"if rank == 0:\n    {prints}\n{asks}\n{SLEEP}", sink=Sink(writer), grace_s=0.5)
+    os.close(writer)
+    os.close(reader)
+    assert launched.outcome.exit_code == 143
+    assert not (launch.folder / "printed").exists(), "what nobody reads was taken all the same"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_disk_ends_workers_with_error(launch):
+    """Output that cannot be written is an error that says why; the workers have been ended."""
+    message = r"output of the workers: cannot be written: .*No space left"
+    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(PhalanxError, match=message):
+        launch(f"print('hello')\n{SLEEP}", sink=Sink(full.fileno()))
+
+
+@pytest.mark.parametrize("mode", [None, 0o644])
+def test_command_that_cannot_be_started(environment, tmp_path, mode):
+    """A command that is not there, or may not be executed, is named; the process started before it is ended."""
+    command = tmp_path / "command"
+    if mode:
+        command.write_text("")
+        command.chmod(mode)
+    specs = [
+        ProcessSpec(0, Task("worker", 0), (sys.executable, "-c", "import time; time.sleep(300)"), environment),
+        ProcessSpec(1, Task("worker", 1), (str(command), "--lr"), environment),
+    ]
+    with pytest.raises(StartupError, match=rf"the command of worker 1: {command} --lr: cannot be started: .*{command}"):
+        run_group(lambda _: specs)
+
+
+LAUNCHER = """
+import json, os, sys
+from phalanx.launch.plan import Machine, Request, free_ports, plan
+from phalanx.launch.supervise import run_group
+request = Request(sys.argv[1], workers=2)
+run_group(lambda _: plan(request, Machine(2), os.environ, free_ports(2)))
+"""
+
+
+@pytest.mark.parametrize("new_session", [False, True])
+def test_launcher_is_killed(launch, environment, processes_left, needs_proc, new_session):
+    """If the launcher is killed itself, its workers end too, and all that they have started, in whatever session."""
+    script = launch.script(f"{GRANDCHILD}start(new_session={new_session})\n{IGNORES_SIGTERM}print('up')\n{SLEEP}")
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, script], env=environment, stdout=subprocess.PIPE
+    ) as launcher:
+        assert {launcher.stdout.readline() for _ in range(2)} == {b"[worker 0] up\n", b"[worker 1] up\n"}
+        assert len(processes_left()) == 5
+        launcher.kill()
+    while processes_left():
+        time.sleep(0.01)

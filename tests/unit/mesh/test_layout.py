@@ -1,0 +1,163 @@
+"""Over which axes of a mesh the dims of variables are divided."""
+
+import math
+
+import keras
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import phalanx
+from phalanx.errors import InvalidArgumentError
+from phalanx.mesh.layout import FullySharded, layout_of
+
+SIZES = {"replica": 2, "model": 2, "expert": 3}
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((4, 6), P("replica")),
+        ((3, 6), P(None, "replica")),
+        ((3, 5), P()),
+        ((2, 2), P()),
+        ((), P()),
+        ((0, 8), P()),
+        ((8,), P("replica")),
+    ],
+)
+def test_first_dim_that_can_be_divided(shape, spec):
+    """Of variables with eight elements or more."""
+    assert phalanx.fully_sharded(min_size=8).spec("v", shape, SIZES) == spec
+
+
+@given(st.lists(st.integers(0, 12), max_size=4), st.integers(1, 8), st.integers(1, 50))
+def test_fully_sharded_is_small(shape, count, min_size):
+    """A variable is whole only where it is small, or cannot be divided."""
+    spec = FullySharded("model", min_size).spec("v", tuple(shape), {"model": count})
+    dims = [i for i, axis in enumerate(spec) if axis == "model"]
+    if dims:
+        assert len(dims) == 1
+        assert shape[dims[0]] % count == 0
+    else:
+        assert count == 1 or math.prod(shape) < min_size or not any(n and n % count == 0 for n in shape)
+
+
+RULES = {
+    ".*dense.*kernel": (None, "model"),
+    "exact.path": ("replica", None, None),
+    "experts/.*": (("model", "expert"), "replica"),
+    "whole/.*": (),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "spec"),
+    [
+        ("net/dense_1/kernel", (3, 8), P(None, "model")),
+        ("dense/bias", (8,), P()),
+        ("exact.path", (4, 1, 1), P("replica")),
+        ("exact/path", (4, 1, 1), P("replica")),
+        ("my/exact/path", (4, 1, 1), P()),
+        ("experts/kernel", (6, 2), P(("model", "expert"), "replica")),
+        ("whole/x", (8, 8), P()),
+    ],
+)
+def test_rules_match_whole_paths(path, shape, spec):
+    """As in Keras's LayoutMap: an exact path first, then patterns."""
+    assert layout_of(RULES).spec(path, shape, SIZES) == spec
+
+
+def test_layout_map_of_keras():
+    """Its own mesh has no part in it; its rules are those of a dict."""
+    mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), [f"cpu:{i}" for i in range(4)])
+    rules = keras.distribution.LayoutMap(mesh)
+    rules[".*kernel"] = (None, "model")
+    rules["bias"] = keras.distribution.TensorLayout(["model"])
+    layout = layout_of(rules)
+    assert layout.axes == {"model"}
+    assert layout.spec("dense/kernel", (3, 4), SIZES) == P(None, "model")
+    assert layout.spec("bias", (4,), SIZES) == P("model")
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (phalanx.fully_sharded, r"fully_sharded\(\).\nHINT: layout=phalanx.fully_sharded\(\)$"),
+        (5, r"layout=5: must be a keras.distribution.LayoutMap, a dict, or fully_sharded\(\).\nHINT: layout=\{"),
+        ({"(": ("model",)}, r"the pattern '\(' of a layout: is not a regular expression: .*\nHINT"),
+        ({"a": "model"}, r"the rule 'a': 'model': must have one axis or None per dim"),
+        ({"a": (1,)}, r"the rule 'a': \(1,\): must have one axis"),
+        ({"a": ("model", "model")}, r"must not repeat an axis.\nHINT"),
+    ],
+)
+def test_what_is_no_layout(layout, message):
+    """The message says what is one."""
+    with pytest.raises(InvalidArgumentError, match=message):
+        layout_of(layout)
+
+
+@pytest.mark.parametrize(
+    ("rules", "shape", "message"),
+    [
+        (
+            {".*kernel": ("model",)},
+            (5, 8),
+            r"'dense/kernel' \(5, 8\) .*: the 2 devices of model do not divide dim 0, which has size 5.\nHINT: None",
+        ),
+        ({".*kernel": (("model", "expert"),)}, (4,), r"6 devices of model x expert do not divide dim 0"),
+        (
+            {".*kernel": (None, None, "model")},
+            (4, 4),
+            r"the rule has 3 dims, but the variable has 2.\nHINT: .* each of the 2 dims",
+        ),
+        ({".*": (), ".*kernel": ()}, (4,), r"'dense/kernel' matches several patterns: \['.\*', '.\*kernel'\].\nHINT"),
+    ],
+)
+def test_rule_that_does_not_fit(rules, shape, message):
+    """The message names the variable and the dim."""
+    with pytest.raises(InvalidArgumentError, match=message):
+        layout_of(rules).spec("dense/kernel", shape, SIZES)
+
+
+def test_misspelled_axis_is_corrected_in_hint():
+    """The hint is the axis that was meant."""
+    with pytest.raises(InvalidArgumentError, match=r'no axis \'models\'; .*\nHINT: "model"$'):
+        layout_of({".*": ("models",)}).require_axes({"replica": 2, "model": 2})
+
+
+def test_rule_without_a_variable():
+    """The nearest path is named, in a rule that can be copied."""
+    layout = layout_of({".*dens_.*kernnel": (None, "model"), ".*bias": ()})
+    for path in ("net/dense_1/kernel", "net/dense_1/bias", "net/norm/gamma"):
+        layout.spec(path, (4, 4), SIZES)
+    message = r"""the rule '.\*dens_.\*kernnel' .*nearest path is 'net/dense_1/kernel'.\nHINT: layout={".\*/dense_1/kernel": \(None, 'model'\)}"""
+    with pytest.raises(InvalidArgumentError, match=message):
+        layout.require_used()
+
+
+def test_rules_that_are_all_used():
+    """Nothing is raised, nor for a layout without rules."""
+    layout = layout_of({"v": ("model",)})
+    layout.spec("v", (4,), SIZES)
+    layout.require_used()
+    phalanx.fully_sharded().require_used()
+
+
+@pytest.mark.parametrize("min_size", [0, -1, 1.5, True])
+def test_min_size_must_be_positive(min_size):
+    """Must be a positive integer."""
+    with pytest.raises(InvalidArgumentError, match=r"min_size=.*: must be (a positive|an) integer.\nHINT"):
+        phalanx.fully_sharded(min_size=min_size)
+
+
+@pytest.mark.parametrize(
+    "layout", [phalanx.fully_sharded("expert_axis"), {".*": ("expert_axis",)}], ids=["sharded", "rules"]
+)
+def test_axis_of_another_mesh(layout):
+    """The message lists those that there are."""
+    with pytest.raises(
+        InvalidArgumentError, match=r"no axis 'expert_axis'; its axes are 'replica' of 2, 'model' of 2.\nHINT"
+    ):
+        phalanx.MirroredStrategy([f"cpu:{i}" for i in range(4)], model_axis=("model", 2), layout=layout)

@@ -1,0 +1,85 @@
+"""The mesh of devices, and how replicas spread over it."""
+
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import phalanx
+from phalanx.errors import DeviceError, InvalidArgumentError
+from phalanx.mesh.topology import Topology
+
+
+def test_mesh_keeps_order_of_devices():
+    """One automatic axis over the devices in the order given."""
+    topology = Topology.of(["cpu:3", "cpu:1"])
+    assert topology.mesh.axis_names == (phalanx.REPLICA_AXIS,)
+    assert topology.mesh.axis_types == (AxisType.Auto,)
+    assert [d.id for d in topology.mesh.devices] == [3, 1]
+    assert topology.per_replica.spec == PartitionSpec("replica")
+    assert topology == Topology.of(["cpu:3", "cpu:1"])
+
+
+def test_further_axes_spread_a_replica():
+    """A replica spreads over neighbouring devices, along automatic axes; replicas are counted as before."""
+    topology = Topology.of([f"cpu:{i}" for i in range(8)], axes=(("rows", 2), ("columns", 2)))
+    assert (topology.num_replicas, topology.devices_per_replica, topology.is_single) == (2, 4, False)
+    assert dict(topology.mesh.shape) == {"replica": 2, "rows": 2, "columns": 2}
+    assert set(topology.mesh.axis_types) == {AxisType.Auto}
+    assert [d.id for d in topology.first_devices] == [0, 4] == [d.id for d in topology.local_devices]
+    assert [d.id for d in topology.devices_of(1)] == [4, 5, 6, 7]
+    assert topology.local_replicas == range(2)
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        (("model", 3), "4 devices cannot be divided into replicas of 3 devices.\nHINT: a size that divides 4"),
+        (("model", 0), "sizes of axes must be positive integers.\nHINT: model_axis="),
+        (("model", True), "sizes of axes must be positive integers"),
+        (("replica", 2), "names of axes must be unique, and 'replica' is reserved.\nHINT"),
+        (("", 2), "names of axes must be strings"),
+        ("model", "model_axis='model': must be a pair of a name and a size.\nHINT: model_axis="),
+    ],
+)
+def test_axes_that_are_none(axis, message):
+    """The message says what is wrong with them."""
+    with pytest.raises(InvalidArgumentError, match=message):
+        phalanx.MirroredStrategy([f"cpu:{i}" for i in range(4)], model_axis=axis)
+
+
+class _Device:
+    """What a topology asks of a device, for machines that have other ones than this."""
+
+    def __init__(self, name, process=0):
+        platform, number = name.split(":")
+        self.platform, self.id, self.process_index = platform, int(number), process
+
+
+def test_devices_of_two_platforms_are_refused():
+    """One program runs on one."""
+    with pytest.raises(DeviceError, match=r"platforms cpu and tpu, .*\nHINT: devices=\['tpu:0'\]"):
+        Topology((_Device("tpu:0"), _Device("cpu:0")))
+
+
+def test_replica_in_two_processes():
+    """Each process feeds replicas of its own."""
+    devices = tuple(_Device(f"tpu:{i}", process=i // 3) for i in range(4))
+    with pytest.raises(DeviceError, match=r"(?s)replica 1 on .*processes \[0, 1\].*\nHINT: use fewer logical devices"):
+        Topology(devices, (("model", 2),))
+
+
+def test_default_strategy_places_nothing():
+    """Its topology is a null object: one replica, and values come back as they are."""
+    nowhere = phalanx.get_strategy().topology
+    value = np.zeros(2)
+    assert not nowhere.has_devices
+    assert (nowhere.num_replicas, nowhere.num_workers, nowhere.worker_index, list(nowhere.local_replicas)) == (
+        1,
+        1,
+        0,
+        [0],
+    )
+    assert nowhere.put_replicated(value) is value
+    assert nowhere.put_variable(value, "path") is value
+    assert nowhere.divided_dim("path", (2,)) is None
+    assert nowhere.devices == nowhere.first_devices == nowhere.local_devices == ()

@@ -1,0 +1,11 @@
+"""The strategy of most tests of this room."""
+
+import pytest
+
+import phalanx
+
+
+@pytest.fixture
+def strategy():
+    """Two replicas."""
+    return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])

@@ -1,0 +1,222 @@
+"""What errors of JAX, flax and Python become when a step cannot be traced, and which frames they show."""
+
+import enum
+import traceback
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import phalanx
+from phalanx.errors import ContextError, InvalidArgumentError, TraceError
+
+CONTEXT = phalanx.get_replica_context
+LEAKED = []
+
+
+def replica_id():
+    """Returns the number of this replica, which is traced."""
+    return CONTEXT().replica_id_in_sync_group
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda: jnp.ones([replica_id() + 1]),
+        lambda: np.ones(replica_id()),
+        lambda: jnp.arange(4)[: replica_id()],
+        lambda: jnp.reshape(jnp.ones(4), (replica_id(), -1)),
+    ],
+    ids=["jnp.ones", "np.ones", "slice", "reshape"],
+)
+def test_shapes_that_depend_on_values(strategy, step):
+    """The message names the user's line; the hint works."""
+    with pytest.raises(TraceError, match=rf"a shape, or the bound .*{__file__}:\d+: `lambda.*\nHINT: jnp.where"):
+        strategy.run(step)
+    x, n = jnp.arange(4.0) + 1, replica_id
+    kept = strategy.run(lambda: jnp.where(jnp.arange(4) < n(), x, 0).sum())
+    assert [float(k) for k in kept.values] == [0, 1]
+
+
+def test_numpy_of_a_traced_value(strategy):
+    """As in every tutorial of tf.distribute."""
+    with pytest.raises(TraceError, match=r"by `.numpy\(\)`.*\nHINT: return it from the step, and float"):
+        strategy.run(lambda: replica_id().numpy())
+
+
+def leaking_step():
+    """Keeps a traced value."""
+    LEAKED.append(jnp.zeros((), "int32") + replica_id())
+
+
+def test_a_value_that_leaks_into_another_step(strategy):
+    """It never had a value."""
+    strategy.run(leaking_step)
+    with pytest.raises(TraceError, match=r"a value of another trace .*kept in a list.*\nHINT: return the value"):
+        strategy.run(lambda: LEAKED[-1] + 1)
+
+
+@pytest.mark.parametrize("how", ["run", "function"])
+def test_a_leaked_value_names_the_step(strategy, how):
+    """JAX's own error, outside all steps, says which function the value comes from."""
+    strategy.run(leaking_step) if how == "run" else phalanx.function(leaking_step)()
+    found = rf"traced|leaking_step at {__file__}"
+    with pytest.raises(jax.errors.JAXTypeError, match=found) as caught:
+        jnp.asarray([1, 2])[int(LEAKED[-1])]
+    assert f"leaking_step at {__file__}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s, step, batch: s.run(step, args=batch),
+        lambda s, step, batch: s.run(step, batch),
+        lambda s, step, batch: s.run(phalanx.function(step), args=batch),
+        lambda s, step, batch: s.run(step, args=list(batch)),
+        lambda s, step, batch: s.run(step),
+    ],
+)
+@pytest.mark.parametrize("default", [True, False])
+def test_a_batch_in_place_of_args(strategy, call, default):
+    """A tuple of features and labels is not the tuple of the arguments."""
+
+    def step(batch):
+        return batch[0].sum()
+
+    batch = (np.ones((4, 2), "float32"), np.ones(4, "float32"))
+    with pytest.raises(InvalidArgumentError, match=r"step\(\) .*argument.*\nHINT: strategy.run\(step, args=\(batch,\)"):
+        call(phalanx.get_strategy() if default else strategy, step, batch)
+
+
+def test_a_step_of_several_arguments(strategy):
+    """The hint is what fits its parameters: a tuple of so many elements is `args` itself."""
+    x, y = np.ones((4, 2), "float32"), np.ones(4, "float32")
+
+    def step(x, y):
+        return x.sum() + y.sum()
+
+    with pytest.raises(
+        InvalidArgumentError, match=r"missing 1 required.*\nHINT: strategy.run\(step, args=batch\)(\n|$)"
+    ):
+        strategy.run(step, args=((x, y),))
+    with pytest.raises(
+        InvalidArgumentError, match=r"missing 1 required.*\nHINT: strategy.run\(step, args=\(x, y\)\)(\n|$)"
+    ):
+        strategy.run(step, args=(x,))
+
+
+def test_a_type_error_inside_the_step(strategy):
+    """It stays what it is, although it is about arguments."""
+
+    def inner(a):
+        return a
+
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        strategy.run(lambda: inner(1, 2))
+
+
+@pytest.mark.parametrize("has_argument", [True, False])
+def test_jit_around_run(strategy, has_argument):
+    """JAX would keep tracers in the variables."""
+    with strategy.scope():
+        v = keras.Variable(1.0, aggregation="sum")
+    step = jax.jit(lambda *x: strategy.run(lambda: v.assign_add(*x or (1.0,))))
+    with pytest.raises(TraceError, match=r"a phalanx program called .*inside jax.jit.*\nHINT: @phalanx.function"):
+        step(*(1.0,) * has_argument)
+    assert float(v) == 1
+    strategy.run(lambda: v.assign_add(1.0))
+    assert float(v) == 3
+
+
+class ReduceOp(enum.Enum):
+    """Stands for the class of TensorFlow, which tests/sources has."""
+
+    MEAN = "MEAN"
+
+
+def test_reduce_op_of_another_module(strategy):
+    """Another class of that name is not taken."""
+    with pytest.raises(InvalidArgumentError, match="not a ReduceOp"):
+        strategy.reduce(ReduceOp.MEAN, strategy.run(replica_id), axis=None)
+
+
+def failing_step(x):
+    """Raises in the user's code, below Keras and JAX."""
+    return keras.ops.vectorized_map(lambda row: {}["key"], x)
+
+
+def frames_of(error):
+    """Returns the files of the frames of an error and of its causes."""
+    files = []
+    while error is not None:
+        files += [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        error = error.__cause__
+    return files
+
+
+@pytest.mark.parametrize("step", [failing_step, lambda x: float(x[0, 0]), lambda: 1])
+@pytest.mark.parametrize("how", ["run", "function"])
+@pytest.mark.parametrize("shown", ["", "full"])
+def test_frames_of_phalanx_are_hidden(strategy, monkeypatch, step, how, shown):
+    """A traceback goes from the user's call to the user's line, unless all of it is asked for."""
+    monkeypatch.setenv("PHALANX_TRACEBACK", shown)
+    call = phalanx.function(strategy.run) if how == "function" else strategy.run
+    with pytest.raises(Exception, match=r"key|in a traced function|argument") as caught:
+        call(step, args=(np.ones((2, 2), "float32"),))
+    files = frames_of(caught.value)
+    assert any("/phalanx/" in name for name in files) == (shown == "full")
+    assert files[0] == __file__
+    assert not any("contextlib" in name or "shard_map" in name for name in files) or shown == "full"
+
+
+def test_reduce_hides_its_frames(strategy, monkeypatch):
+    """The other verbs too."""
+    monkeypatch.delenv("PHALANX_TRACEBACK")
+    for call in (
+        lambda: strategy.reduce("AVG", 1.0, axis=None),
+        lambda: strategy.gather(1.0, axis="0"),
+        lambda: strategy.run_steps(len, [], 1),
+    ):
+        with pytest.raises(Exception, match="HINT") as caught:
+            call()
+        assert set(frames_of(caught.value)) == {__file__}
+
+
+def test_a_flax_module_in_a_closure(strategy):
+    """flax refuses it; the hint says how its state goes in and out."""
+    nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    def step(x):
+        def loss(model):
+            return model(x).sum()
+
+        model.count = nnx.Variable(jnp.zeros(()))
+        return nnx.grad(loss)(model).kernel.get_value().sum()
+
+    with pytest.raises(TraceError, match=r"a flax module that the function closes over.*\nHINT: graphdef, state"):
+        strategy.run(step, args=(np.ones((2, 2), "float32"),))
+
+
+@pytest.mark.parametrize("use", [lambda x: jnp.add(x, 1), lambda x: x + 1, keras.ops.sum], ids=["jnp", "+", "keras"])
+def test_a_per_replica_in_a_closure(strategy, use):
+    """The hint works: as an argument it is this replica's component."""
+    value = strategy.run(replica_id)
+
+    def step():
+        return use(value)
+
+    found = rf"a PerReplica that a replica function closes over \({__file__}.*\nHINT: strategy.run\(step, args="
+    with pytest.raises(ContextError, match=found):
+        strategy.run(step)
+    assert [int(x) - int(use(jnp.int32(0))) for x in strategy.run(use, args=(value,)).values] == [0, 1]
+
+
+def test_a_typed_error_has_no_note_of_jax(strategy, monkeypatch):
+    """JAX adds one about its frames to every error that passes through it."""
+    monkeypatch.delenv("PHALANX_TRACEBACK", raising=False)
+    with pytest.raises(InvalidArgumentError) as caught:
+        strategy.run(lambda x, y: x, args=(1.0,))
+    assert caught.value.__notes__ == []

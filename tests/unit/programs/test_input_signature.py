@@ -1,0 +1,73 @@
+"""The signature that `phalanx.function` is given."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import phalanx
+from phalanx.errors import InvalidArgumentError
+
+SPEC = jax.ShapeDtypeStruct
+
+
+def anything(ndim):
+    """Returns a spec with dims of any size, as `tf.TensorSpec((None, None))` is one."""
+
+    class Spec:
+        shape, dtype = (None,) * ndim, np.dtype("float32")
+
+    return Spec()
+
+
+@pytest.mark.parametrize(
+    ("signature", "good", "bad", "found"),
+    [
+        ([SPEC((2,), "float32")], np.ones(2, "f"), np.ones(3, "f"), r"it is float32\[3\], and .* has float32\[2\]"),
+        ([SPEC((2,), "float32")], jnp.ones(2), np.ones(2, "i4"), r"it is int32\[2\], and .* has float32\[2\]"),
+        ([anything(2)], np.ones((3, 4), "f"), np.ones(3, "f"), r"it is float32\[3\], and .*\[None, None\]"),
+        ([SPEC((), "int32")], 3, 3.5, "it is float"),
+        ([SPEC((), "uint8")], 255, 256, "it is int"),
+        ([SPEC((), "float32")], 3, "three", "it is 'three', and input_signature has an array"),
+        ([SPEC((), jax.random.key(0).dtype)], jax.random.key(1), 1.0, "it is float"),
+        ([{"a": SPEC((), "int32")}], {"a": 1}, {"b": 1}, "its structure is"),
+        ([(SPEC((), "int32"), SPEC((), "int32"))], (1, 2), 1, "its structure is"),
+    ],
+)
+def test_arguments_are_checked(signature, good, bad, found):
+    """By structure, shape and dtype; keyword arguments too."""
+    step = phalanx.function(lambda x: jax.tree.map(lambda a: a, x), input_signature=signature)
+    assert jax.tree.structure(step(good)) == jax.tree.structure(step(x=good))
+    with pytest.raises(InvalidArgumentError, match=rf"<lambda>\(x=\.\.\.\): {found}.*\nHINT: an argument of that"):
+        step(bad)
+    with pytest.raises(InvalidArgumentError, match="too many positional arguments"):
+        step(good, good)
+
+
+def test_numbers_get_the_dtype_of_the_signature():
+    """One program for integers and floats."""
+    calls = []
+
+    @phalanx.function(input_signature=[SPEC((), "float32")])
+    def step(x):
+        calls.append(x.dtype)
+        return x / 2
+
+    assert [float(step(x)) for x in (1, 2.0, np.float32(3))] == [0.5, 1, 1.5]
+    assert calls == ["float32"]
+
+
+def test_the_spec_of_a_dataset(strategy):
+    """As the input tutorial of TensorFlow has it: `input_signature=[dataset.element_spec]`."""
+    dataset = strategy.experimental_distribute_dataset((np.ones((6, 3), "float32"), np.arange(6)), batch_size=4)
+
+    class Trainer:
+        @phalanx.function(input_signature=[dataset.element_spec])
+        def step(self, batch):
+            return strategy.run(lambda batch: batch[1].sum(), args=(batch,))
+
+    first, second = [Trainer().step(batch) for batch in dataset]
+    assert [int(x) for x in first.values] == [1, 5]
+    assert second.values[0].shape == ()
+    with pytest.raises(InvalidArgumentError, match="its structure is"):
+        Trainer().step(next(iter(dataset))[0])

@@ -1,0 +1,324 @@
+"""Compiled steps: what goes in and out, and what happens if one fails."""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from steps import Counted, run_by, variable
+
+import phalanx
+from phalanx.errors import PhalanxError, TraceError
+
+Point = collections.namedtuple("Point", ["x", "y"])
+
+
+def test_run_under_one_device_and_default():
+    """One device compiles, the default strategy calls."""
+    one, default = Counted(), Counted()
+    strategy = phalanx.OneDeviceStrategy("cpu:0")
+    for step in range(3):
+        assert float(strategy.run(one, args=(step,))) == phalanx.get_strategy().run(default, args=(step,)) == step
+    assert (one.calls, default.calls) == (1, 3)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_nests_in_and_out(replicas):
+    """Dicts, lists, tuples, namedtuples, None, strings, numbers and mirrored values keep their place."""
+    strategy = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+
+    def replica_fn(point, nest, *, flag):
+        out = point.x + nest["a"][0]
+        return Point(out, None), {"s": flag, "n": 5, "l": [out, (nest["b"],)]}, phalanx.Mirrored({"m": out * 2})
+
+    args = (Point(1.0, 2), {"a": [np.ones(2)], "b": None})
+    point, nest, mirrored = strategy.run(replica_fn, args=args, kwargs={"flag": "on"})
+    assert type(point) is Point
+    assert point.y is None
+    assert (nest["s"], nest["n"], nest["l"][1]) == ("on", 5, (None,))
+    for x in (point.x, nest["l"][0]):
+        assert [v.tolist() for v in strategy.experimental_local_results(x)] == [[2, 2]] * replicas
+    assert mirrored.value["m"].tolist() == [4, 4]
+
+
+def test_registered_pytrees_go_in_and_out(strategy):
+    """Dataclasses that jax knows go in and out."""
+    state = State(jnp.ones(2), "name")
+    result = strategy.run(lambda s: State(s.weight * 2, s.name), args=(state,))
+    assert [v.tolist() for v in result.weight.values] == [[2, 2], [2, 2]]
+    assert result.name == "name"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class State:
+    """A pytree with a static field."""
+
+    weight: jax.Array
+    name: str = dataclasses.field(metadata={"static": True})
+
+
+def test_closures_over_constants(strategy):
+    """Captured arrays and per-call closures give the values of their own call."""
+
+    def make(scale):
+        return lambda x: x * scale
+
+    double, triple = make(np.float32(2)), make(jnp.float32(3))
+    assert float(strategy.run(double, args=(5.0,)).values[1]) == 10
+    assert float(strategy.run(triple, args=(5.0,)).values[1]) == 15
+    assert float(strategy.run(double, args=(7.0,)).values[1]) == 14
+
+
+def test_random_keys_are_arguments(strategy):
+    """Keys of jax.random, one for all or one a replica, in and out."""
+    key = jax.random.key(0)
+    split = lambda k: jax.random.fold_in(k, phalanx.get_replica_context().replica_id_in_sync_group)  # noqa: E731
+    keys = strategy.run(split, args=(key,))
+    drawn = strategy.run(jax.random.normal, args=(keys,))
+    expected = [float(jax.random.normal(jax.random.fold_in(key, i))) for i in range(2)]
+    np.testing.assert_allclose([float(x) for x in drawn.values], expected, rtol=1e-6)
+    assert float(phalanx.function(jax.random.normal)(key)) == float(jax.random.normal(key))
+
+
+@pytest.mark.parametrize("verb", ["run", "reduce", "gather"])
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_per_replica_of_another_strategy(strategy, replicas, verb):
+    """With another number of replicas it does not fit; nothing is taken silently."""
+    value = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).run(lambda: jnp.ones(2))
+    call = {
+        "run": lambda: strategy.run(lambda x: x, args=(value,)),
+        "reduce": lambda: strategy.reduce("SUM", value, axis=None),
+        "gather": lambda: strategy.gather(value, axis=0),
+    }[verb]
+    with pytest.raises(PhalanxError, match=f"{replicas} components"):
+        call()
+
+
+def test_per_replica_moves_between_strategies_of_one_size(strategy):
+    """To the devices of the strategy that runs."""
+    value = phalanx.MirroredStrategy(["cpu:3", "cpu:2"]).run(
+        lambda: phalanx.get_replica_context().replica_id_in_sync_group
+    )
+    assert [(int(x), x.device.id) for x in strategy.run(lambda x: x, args=(value,)).values] == [(0, 0), (1, 1)]
+
+
+def test_variable_made_anew_in_each_trace(strategy):
+    """A typed error that says how to make it once; the strategy works on."""
+    with pytest.raises(TraceError, match="each time the function is traced it makes or uses another variable") as e:
+        strategy.run(lambda: keras.Variable(1.0, aggregation="sum").assign_add(1.0))
+    assert "if self.v is None" in e.value.hint
+    assert [int(x) for x in strategy.run(lambda: jnp.int32(1)).values] == [1, 1]
+
+
+class Lazy:
+    """Makes its variable at the first call."""
+
+    v = None
+
+    def __call__(self, x):
+        """Adds to it."""
+        if self.v is None:
+            self.v = keras.Variable(10.0, aggregation="sum", trainable=False)
+        return self.v.assign_add(x)
+
+
+@pytest.mark.parametrize("how", ["run", "function"])
+def test_variable_made_once(strategy, how):
+    """With its own first value, mirrored; the first call counts once."""
+    lazy = Lazy()
+    with strategy.scope():
+        call = run_by(strategy, how)
+        assert [float(x) for x in call(lazy, 1.0).values] == [12, 12]
+    call(lazy, 2.0)
+    assert lazy.v.numpy() == 16
+    assert len(lazy.v.value.devices()) == 2
+
+
+def test_model_optimizer_and_metric_built_lazily(strategy):
+    """All in the first step, which trains as later ones do."""
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(4, activation="relu"), keras.layers.Dense(1)])
+        optimizer, metric = keras.optimizers.Adam(0.05), keras.metrics.Mean()
+    x = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
+
+    def step(x):
+        with phalanx.GradientTape() as tape:
+            loss = phalanx.nn.compute_average_loss((model(x)[:, 0] - x.sum(1)) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        metric.update_state(loss)
+        return loss
+
+    (batch,) = strategy.experimental_distribute_dataset([x])
+    losses = [float(strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)) for _ in range(30)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert int(optimizer.iterations.numpy()) == 30
+    np.testing.assert_allclose(float(metric.result()), np.mean(losses) / 2, rtol=1e-4)
+    assert {len(v.value.devices()) for v in model.variables} == {2}
+
+
+def test_set_by_tracing_and_changed(strategy):
+    """Code that branches on what it changed itself is refused where jax compiles again, not compiled wrongly."""
+    v, w = variable(strategy), variable(strategy)
+    flags = iter([True, False])
+    step = lambda: (v if next(flags) else w).assign_add(1.0)  # noqa: E731
+    strategy.run(step)
+    with jax.default_matmul_precision("highest"), pytest.raises(TraceError, match="it was used differently"):
+        strategy.run(step)
+    assert (v.numpy(), w.numpy()) == (2, 0)
+
+
+def test_what_makes_variables_is_traced_again(strategy):
+    """The second trace is that of the calls that follow."""
+    made, calls = [], []
+
+    def step():
+        calls.append(len(made))
+        if not made:
+            made.append(keras.Variable(lambda shape, dtype: jnp.full(shape, 10.0, dtype), (), aggregation="sum"))
+        return made[0].assign_add(1.0)
+
+    with strategy.scope():
+        values = [float(strategy.run(step).values[0]) for _ in range(3)]
+    assert values == [12, 14, 16]
+    assert calls == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_thousand_variables(strategy):
+    """Read, written and combined in one program."""
+    with strategy.scope():
+        variables = [keras.Variable(float(i), trainable=False) for i in range(1000)]
+
+    def step():
+        for v in variables:
+            v.assign_add(1.0)
+
+    for _ in range(2):
+        strategy.run(step)
+    assert [float(v.numpy()) for v in variables] == [i + 2.0 for i in range(1000)]
+
+
+def test_replica_function_that_raises(strategy):
+    """Its exception comes out unchanged; nothing was written; the next step works."""
+    v = variable(strategy)
+
+    class OwnError(Exception):
+        pass
+
+    def step(fail):
+        v.assign_add(1.0)
+        if fail:
+            raise OwnError("mine")
+
+    with pytest.raises(OwnError, match="mine"):
+        strategy.run(step, args=(True,))
+    assert v.numpy() == 0
+    strategy.run(step, args=(False,))
+    assert v.numpy() == 2
+
+
+def test_callback_that_raises_keeps_the_state(strategy):
+    """A program with host callbacks does not take the variables' arrays with it."""
+    v = variable(strategy)
+    fail = []
+
+    def step():
+        v.assign_add(1.0)
+        jax.debug.callback(lambda: 1 / 0 if fail else None)
+
+    strategy.run(step)
+    fail.append(True)
+    with pytest.raises(Exception, match="division by zero"):
+        strategy.run(step)
+    fail.clear()
+    assert v.numpy() == 2
+    strategy.run(step)
+    assert v.numpy() == 4
+
+
+def test_debug_nans_keep_the_state(strategy):
+    """JAX's search for NaNs finds them, and the state is as before."""
+    v = variable(strategy, np.zeros(4, "float32"))
+    step = lambda x: v.assign_add(jnp.log(x) * jnp.ones(4))  # noqa: E731
+    strategy.run(step, args=(1.0,))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        strategy.run(step, args=(-1.0,))
+    assert v.numpy().tolist() == [0] * 4
+    strategy.run(step, args=(np.e,))
+    np.testing.assert_allclose(v.numpy(), [2] * 4, rtol=1e-6)
+
+
+def test_program_called_under_jit(strategy):
+    """jax.jit knows nothing of the variables."""
+    v = variable(strategy)
+    step = phalanx.function(lambda x: v.assign_add(x))
+    with pytest.raises(TraceError, match="a phalanx program called on traced values"):
+        jax.jit(step)(1.0)
+    assert v.numpy() == 0
+
+
+def test_python_objects_per_replica(strategy):
+    """One program serves all replicas, so a per-replica argument is an array."""
+    value = strategy.experimental_distribute_values_from_function(lambda c: "ab"[c.replica_id_in_sync_group])
+    with pytest.raises(TraceError, match=r"an argument PerReplica\(\('a', 'b'\)\): its components are Python objects"):
+        strategy.run(lambda x: 1, args=(value,))
+
+
+def test_variables_from_outside_are_adopted(strategy):
+    """Made without a scope, and assigned from outside between steps."""
+    v = keras.Variable(1.0, aggregation="sum", trainable=False)
+    strategy.run(step := (lambda: v.assign_add(1.0)))
+    assert v.numpy() == 3
+    v.assign(10.0)
+    strategy.run(step)
+    assert v.numpy() == 12
+
+
+def test_one_variable_under_two_strategies(strategy):
+    """It moves to the devices of the strategy that runs."""
+    other = phalanx.MirroredStrategy(["cpu:2", "cpu:3", "cpu:4"])
+    v = variable(strategy)
+    step = lambda: v.assign_add(1.0)  # noqa: E731
+    for s in (strategy, other, strategy):
+        s.run(step)
+    assert v.numpy() == 7
+    assert sorted(d.id for d in v.value.devices()) == [0, 1]
+
+
+def test_branching_on_what_tracing_changes(strategy):
+    """A second trace, for a gradient that is none, that takes another way is refused."""
+    with strategy.scope():
+        v, w = keras.Variable(1.0), keras.Variable(1.0)
+    calls = []
+
+    def replica_fn():
+        calls.append(1)
+        with phalanx.GradientTape(persistent=True) as tape:
+            _, loss = w + 1, v * v
+        return [tape.gradient(loss, w) for _ in calls]
+
+    with pytest.raises(TraceError, match="a gradient tape in a traced function: it was used differently") as e:
+        strategy.run(replica_fn)
+    assert "do not branch on Python state" in e.value.hint
+
+
+def test_a_transposed_batch_is_copied_once(strategy):
+    """As in a program that takes each replica's rows without a leading dim."""
+    rows = np.ones((4, 8, 16), "float32")
+    scan = lambda x: jax.lax.scan(lambda h, row: (h + row, None), x[:, 0], jnp.swapaxes(x, 0, 1))[0]  # noqa: E731
+    batch = strategy.experimental_distribute_values_from_function(lambda context: rows)
+    step = phalanx.function(lambda batch: strategy.run(scan, args=(batch,)))
+    accessed = lambda lowered: lowered.compile().cost_analysis()["bytes accessed"]  # noqa: E731
+    assert accessed(step.lower(batch)) <= accessed(jax.jit(scan).lower(rows))
+
+
+def test_replicas_have_batches_of_random_keys(strategy):
+    """Arrays of keys have no layout."""
+    key = jax.random.key(0)
+    batch = strategy.run(lambda: jax.random.split(key, (3, 4)))
+    drawn = strategy.run(lambda keys: jax.random.uniform(keys[1, 2]), args=(batch,))
+    assert [float(x) for x in drawn.values] == [float(jax.random.uniform(jax.random.split(key, (3, 4))[1, 2]))] * 2

@@ -1,0 +1,235 @@
+"""`CentralStorageStrategy`: where variables live, when they change, and what a step must not do."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import phalanx
+from phalanx.errors import DeviceError, InvalidArgumentError, NestedWriteError, VariableError
+from phalanx.tracing.strategy import Updates
+
+pytestmark = pytest.mark.slow
+
+X = np.random.RandomState(0).normal(size=(22, 4)).astype("float32")
+Y = X.sum(1, keepdims=True)
+
+
+@pytest.fixture(params=[["cpu:1", "cpu:2", "cpu:3"], ["cpu:0", "cpu:1"], ["cpu:1"]], ids=["x3", "x2_shared", "x1"])
+def strategy(request):
+    """Over other devices than the variables', over theirs too, and over one."""
+    return phalanx.experimental.CentralStorageStrategy(request.param, "cpu:0")
+
+
+def parts(strategy, optimizer=None):
+    """A model and an optimizer in the scope."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        optimizer = optimizer or keras.optimizers.Adam(0.1)
+    return model, optimizer
+
+
+def stepper(model, optimizer):
+    """A replica function as users of tf.distribute write it."""
+
+    def step(batch):
+        x, y = batch
+        with phalanx.GradientTape() as tape:
+            loss = phalanx.nn.compute_average_loss((model(x) - y)[:, 0] ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    return step
+
+
+def by_keras(steps, optimizer):
+    """What plain Keras makes of the same batches: the weights."""
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    for i in range(steps):
+        rows = slice(8 * (i % 3), 8 * (i % 3) + 8)
+        model.train_on_batch(X[rows], Y[rows])
+    return model.get_weights()
+
+
+def devices_of(variables):
+    """Where arrays are."""
+    return {f"cpu:{d.id}" for v in variables for d in v.value.devices()}
+
+
+def same(ours, theirs):
+    """Asserts that weights are equal to rounding."""
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_function", [False, True], ids=["run", "phalanx.function"])
+def test_custom_loop_equals_plain_keras(strategy, in_function):
+    """Weights and slots stay on their device, and are those of plain Keras; the last batch is short."""
+    model, optimizer = parts(strategy)
+    step = stepper(model, optimizer)
+    run = lambda batch: strategy.run(step, args=(batch,))  # noqa: E731
+    run = phalanx.function(run) if in_function else run
+    for _ in range(2):
+        for batch in strategy.experimental_distribute_dataset((X, Y), batch_size=8):
+            run(batch)
+            assert devices_of([*model.variables, *optimizer.variables]) == {"cpu:0"}
+    same(model.get_weights(), by_keras(6, keras.optimizers.Adam(0.1)))
+    assert int(optimizer.iterations.value) == 6
+
+
+def test_run_steps_stacks_the_results(strategy):
+    """Steps follow each other, with the results stacked."""
+    model, optimizer = parts(strategy)
+    iterator = iter(strategy.experimental_distribute_dataset((X, Y), batch_size=8))
+    losses = strategy.run_steps(stepper(model, optimizer), iterator, 3)
+    assert strategy.reduce("SUM", losses, axis=None).shape == (3,)
+    same(model.get_weights(), by_keras(3, keras.optimizers.Adam(0.1)))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), momentum=0.9),
+        lambda: keras.optimizers.AdamW(0.1, clipnorm=0.1),
+        lambda: keras.optimizers.Adam(0.1, use_ema=True, ema_overwrite_frequency=2),
+        lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)),
+        lambda: keras.optimizers.Muon(0.1),
+    ],
+    ids=["schedule", "clipnorm", "ema", "accumulation", "loss_scale", "muon"],
+)
+def test_fit_with_optimizers(strategy, optimizer):
+    """Every optimizer updates as it does in plain Keras."""
+    model, _ = parts(strategy)
+    with strategy.scope():
+        model.compile(optimizer(), "mse", steps_per_execution=2)
+    model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert devices_of([*model.variables, *model.optimizer.variables]) == {"cpu:0"}
+    keras.utils.set_random_seed(3)
+    plain = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+    plain.compile(optimizer(), "mse")
+    plain.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    same(model.get_weights(), plain.get_weights())
+
+
+def test_a_replaced_learning_rate(strategy):
+    """The next update has it."""
+    model, optimizer = parts(strategy, keras.optimizers.SGD(0.1))
+    step = stepper(model, optimizer)
+    (batch,) = strategy.experimental_distribute_dataset([(X, Y)])
+    strategy.run(step, args=(batch,))
+    before = model.get_weights()
+    optimizer.learning_rate = 0.0
+    strategy.run(step, args=(batch,))
+    same(model.get_weights(), before)
+
+
+def test_writes_of_replicas(strategy):
+    """Sums and means arrive once; on-read values of replicas add up."""
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        total = keras.Variable(1.0, aggregation="sum")
+        mean = keras.Variable(1.0, aggregation="mean")
+        count = keras.Variable(0.0, aggregation="sum", synchronization="on_read", trainable=False)
+
+    def step():
+        number = phalanx.get_replica_context().replica_id_in_sync_group
+        total.assign_add(1.0 + number)
+        mean.assign(2.0 * number)
+        count.assign_add(1.0)
+
+    for _ in range(2):
+        strategy.run(step)
+    assert float(total.value) == 1 + 2 * sum(range(1, n + 1))
+    assert float(mean.value) == n - 1
+    assert float(count.value) == 2 * n
+    assert devices_of([total, mean, count]) == {"cpu:0"}
+    assert len(strategy.experimental_local_results(total)) == 1
+
+
+def test_slots_are_nowhere_else():
+    """After a step the compute devices hold nothing of the size of the model."""
+    strategy = phalanx.experimental.CentralStorageStrategy(["cpu:2", "cpu:3"], "cpu:1")
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1000), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.Adam()
+    (batch,) = strategy.experimental_distribute_dataset([(X, Y)])
+    strategy.run(stepper(model, optimizer), args=(batch,))
+    elsewhere = [
+        shard.data.nbytes
+        for array in jax.live_arrays()
+        for shard in array.addressable_shards
+        if shard.device.id in (2, 3)
+    ]
+    assert max(elsewhere, default=0) < 4000
+
+
+def test_a_variable_after_its_update(strategy):
+    """In the step it has no new value yet: neither to read nor to write. The failure changes nothing."""
+    model, optimizer = parts(strategy)
+    step = stepper(model, optimizer)
+    (batch,) = strategy.experimental_distribute_dataset([(X, Y)])
+    strategy.run(step, args=(batch,))
+    before = model.get_weights()
+
+    def reads(batch):
+        step(batch)
+        return model(batch[0])
+
+    def writes(batch):
+        step(batch)
+        optimizer.iterations.assign_add(1)
+
+    for fn in (reads, writes):
+        with pytest.raises(VariableError, match="after optimizer.apply in the same step") as e:
+            strategy.run(fn, args=(batch,))
+        assert "HINT: use it before optimizer.apply, or in the next strategy.run" in str(e.value)
+    same(model.get_weights(), before)
+
+
+def test_updates_in_bodies(strategy):
+    """A body of a loop has no end of the step."""
+    model, optimizer = parts(strategy)
+    optimizer.build(model.trainable_variables)
+    ones = [np.ones(v.shape, "float32") for v in model.trainable_variables]
+    scans = {
+        "jax.lax": lambda: jax.lax.scan(lambda c, _: (optimizer.apply(ones), (c, None))[1], 0.0, None, 2),
+        "phalanx.scan": lambda: phalanx.scan(lambda c, _: (optimizer.apply(ones), (c, None))[1], 0.0, None, 2),
+    }
+    for scan in scans.values():
+        with pytest.raises(NestedWriteError) as e:
+            strategy.run(scan)
+        assert e.value.hint == "strategy.run for each step"
+
+
+def test_wrong_number_of_gradients(strategy):
+    """It is found in the step."""
+    model, optimizer = parts(strategy)
+    optimizer.build(model.trainable_variables)
+    with pytest.raises(InvalidArgumentError, match=r"Adam.apply of 1 gradients: to 2 variables"):
+        strategy.run(lambda: optimizer.apply([1.0]))
+
+
+def test_all_devices_compute_by_default():
+    """By default all compute, and the host stores; unknown devices are refused."""
+    strategy = phalanx.experimental.CentralStorageStrategy()
+    assert strategy.num_replicas_in_sync == len(jax.local_devices())
+    assert strategy.updates is Updates.AFTER_PROGRAM
+    for arguments in ([["cpu:999"]], [None, "cpu:999"], [["cpu:1", "cpu:1"]]):
+        with pytest.raises(DeviceError):
+            phalanx.experimental.CentralStorageStrategy(*arguments)
+
+
+def test_parameter_device_holds_the_variables():
+    """The one device that has the variables, and the strategy knows its own."""
+    strategy = phalanx.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:2")
+    assert strategy.extended.parameter_devices == ("cpu:2",)
+    assert strategy.extended.worker_devices == ("cpu:0", "cpu:1")
+    with strategy.scope():
+        v = keras.Variable(1.0)
+    assert strategy.extended.variable_created_in_scope(v)
+    assert strategy.extended.update(v, lambda v: v.assign(2.0), group=False)[0] == 2.0

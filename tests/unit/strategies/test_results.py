@@ -1,0 +1,208 @@
+"""One value of what the replicas hold: `reduce`, `gather` and local results."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from replica_values import per_replica, replica_id
+
+import phalanx
+from phalanx import Mirrored, ReduceOp
+from phalanx.errors import ContextError, InputError, InvalidArgumentError, ReduceOpError
+
+
+@pytest.mark.parametrize(
+    ("op", "components", "axis", "expected"),
+    [
+        ("SUM", ([1.0, 2.0], [3.0, 4.0]), None, [4, 6]),
+        ("MEAN", ([1.0, 2.0], [3.0, 4.0]), None, [2, 3]),
+        ("mean", (1, 2), None, 1.5),
+        ("SUM", (1, 2), None, 3),
+        ("SUM", ([1.0, 2.0], [3.0, 4.0]), 0, 10),
+        ("MEAN", ([1.0, 2.0], [3.0, 4.0]), -1, 2.5),
+        ("MEAN", ([1.0, 1.0, 1.0], [4.0]), 0, 1.75),
+        ("SUM", ([1.0, 1.0, 1.0], [4.0]), 0, 7),
+        ("MEAN", (np.zeros(0), [4.0]), 0, 4),
+        ("SUM", (np.zeros(0), np.zeros(0)), 0, 0),
+        ("MEAN", (np.zeros(0), np.zeros(0)), 0, np.nan),
+        ("SUM", ([[1.0, 2.0]], [[3.0, 4.0]]), 1, [10]),
+        ("MEAN", ([[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]]), 0, [3, 4]),
+        ("MEAN", ([[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]]), (0, 1), 3.5),
+        ("MEAN", ([[1.0, 2.0]], [[3.0, 4.0]]), (0, 1), 2.5),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "in_function"])
+def test_reduce_weighs_real_rows_alike(strategy, op, components, axis, expected, inside):
+    """Over the replicas, and over dims; a mean over rows weighs every real row the same."""
+    value = per_replica(strategy, *components)
+    reduce = lambda v: strategy.reduce(op, v, axis)  # noqa: E731
+    result = (phalanx.function(reduce) if inside else reduce)(value)
+    np.testing.assert_allclose(result, expected)
+    assert isinstance(result, jax.Array)
+
+
+def test_reduce_of_nests(strategy):
+    """Leaf by leaf."""
+    value = {"a": [per_replica(strategy, 1.0, 2.0)], "b": (per_replica(strategy, [1], [5]), None)}
+    result = strategy.reduce(ReduceOp.SUM, value, axis=None)
+    assert (float(result["a"][0]), result["b"][0].tolist(), result["b"][1]) == (3.0, [6], None)
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "axis", "error", "match"),
+    [
+        ("MAX", 1.0, None, ReduceOpError, "reduce_op='MAX': is not a ReduceOp"),
+        ("SUM", 2.0, None, ReduceOpError, r"reduce\(SUM\) of .*: it is not a per-replica value.*\nHINT: ReduceOp.MEAN"),
+        ("SUM", (1.0, 2.0), 0, ReduceOpError, "axis=0: a scalar has no dims"),
+        ("SUM", ([1.0], [2.0]), 1, ReduceOpError, "axis=1: the value has dims 0 to 0"),
+        ("SUM", ([1.0], [2.0]), "rows", ReduceOpError, "axis='rows': must be an integer"),
+        ("SUM", ([1.0], [2.0]), True, ReduceOpError, "axis=True: must be an integer"),
+        ("SUM", ([1.0], [2.0]), 0.5, ReduceOpError, "axis=0.5: must be an integer"),
+        ("SUM", ([1.0], [2.0]), [0], ReduceOpError, r"axis=\[0\]: must be an integer"),
+        ("SUM", ([True], [False]), None, ReduceOpError, "a value of dtype bool: bools have no sum or mean"),
+        ("SUM", ("a", "b"), None, ReduceOpError, r"reduce of PerReplica.*: its components are not arrays of numbers"),
+        (
+            "SUM",
+            ([1.0, 2.0], [3.0]),
+            None,
+            InputError,
+            r"reduce\(axis=None\): the components have different numbers of rows",
+        ),
+        ("SUM", ([[1.0, 2.0]] * 2, [[3.0, 4.0]]), 1, InputError, r"reduce\(axis=1\): the components have different"),
+    ],
+)
+def test_bad_reduce_leaves_next_one_working(strategy, op, value, axis, error, match):
+    """Typed, with the value, and the next reduce works."""
+    if isinstance(value, tuple):
+        parts = value
+        as_given = isinstance(parts[0], str)
+        value = strategy.experimental_distribute_values_from_function(
+            lambda c: parts[c.replica_id_in_sync_group] if as_given else np.asarray(parts[c.replica_id_in_sync_group])
+        )
+    with pytest.raises(error, match=match):
+        strategy.reduce(op, value, axis)
+    assert float(strategy.reduce("SUM", per_replica(strategy, 1.0, 2.0), None)) == 3
+
+
+@pytest.mark.parametrize("axis", [True, 1.0])
+def test_bad_reduce_after_a_good_one(strategy, axis):
+    """An axis that compares equal to one that worked is refused all the same."""
+    value = per_replica(strategy, [[1.0, 2.0]], [[3.0, 4.0]])
+    assert strategy.reduce("SUM", value, axis=1).tolist() == [10]
+    with pytest.raises(ReduceOpError, match=f"axis={axis}: must be an integer"):
+        strategy.reduce("SUM", value, axis=axis)
+
+
+def test_reduce_needs_an_axis(strategy):
+    """As in tf.distribute."""
+    with pytest.raises(TypeError, match="axis"):
+        strategy.reduce("SUM", 1.0)
+
+
+@pytest.mark.parametrize("value", [5.0, np.float32([1, 2]), Mirrored(np.float32([1, 2]))])
+def test_mean_of_what_all_replicas_share(strategy, value):
+    """Is the value."""
+    np.testing.assert_array_equal(strategy.reduce("MEAN", value, axis=None), np.asarray(value))
+
+
+def test_sum_over_rows_of_what_all_replicas_share(strategy):
+    """Each replica would sum it: 2 x (2 + 4)."""
+    assert float(strategy.reduce("SUM", np.float32([2, 4]), axis=0)) == 12
+    assert float(strategy.reduce("MEAN", np.float32([2, 4]), axis=0)) == 3
+
+
+def test_reduce_of_variables(strategy):
+    """A mirrored variable has one value."""
+    with strategy.scope():
+        v = keras.Variable(3.0)
+    assert float(strategy.reduce("MEAN", v, axis=None)) == 3
+    with pytest.raises(ReduceOpError, match="it is not a per-replica value"):
+        strategy.reduce("SUM", v, axis=None)
+
+
+@pytest.mark.parametrize(
+    ("components", "axis", "expected"),
+    [
+        (([1, 2], [3, 4]), 0, [1, 2, 3, 4]),
+        (([1, 2], [3]), 0, [1, 2, 3]),
+        ((np.zeros(0, int), [3]), 0, [3]),
+        (([[1], [2]], [[3], [4]]), 1, [[1, 3], [2, 4]]),
+        (([[1], [2]], [[3], [4]]), -1, [[1, 3], [2, 4]]),
+    ],
+)
+def test_gather_concatenates_real_rows_in_order(strategy, components, axis, expected):
+    """In replica order, without padded rows."""
+    assert strategy.gather(per_replica(strategy, *components), axis).tolist() == expected
+
+
+def test_gather_of_what_all_replicas_share(strategy):
+    """Stays as it is."""
+    assert strategy.gather(np.ones(2), axis=0).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("components", "axis", "error", "match"),
+    [
+        ((1.0, 2.0), 0, ReduceOpError, "axis=0: a scalar has no dims"),
+        (([1.0], [2.0]), 1, ReduceOpError, "axis=1: the value has dims 0 to 0"),
+        (([1.0], [2.0]), None, ReduceOpError, "axis=None: must be an integer"),
+        (([[1.0]] * 2, [[2.0]]), 1, InputError, r"gather\(axis=1\): the components have different numbers of rows"),
+    ],
+)
+def test_bad_gather_leaves_next_one_working(strategy, components, axis, error, match):
+    """Typed, and later collectives are not poisoned."""
+    with pytest.raises(error, match=match):
+        strategy.gather(per_replica(strategy, *components), axis)
+    assert strategy.gather(per_replica(strategy, [1], [2]), 0).tolist() == [1, 2]
+
+
+def test_gather_of_a_padded_batch_in_a_function(strategy):
+    """The number of real rows is not known to the program."""
+    step = phalanx.function(lambda v: strategy.gather(v, axis=0))
+    with pytest.raises(ContextError, match="Strategy.gather of a padded batch in phalanx.function"):
+        step(per_replica(strategy, [1, 2], [3]))
+    assert step(per_replica(strategy, [1, 2], [3, 4])).tolist() == [1, 2, 3, 4]
+
+
+def test_results_of_a_short_batch_are_short(strategy):
+    """What has a row for each row of the batch loses its padding too."""
+    (batch,) = strategy.experimental_distribute_dataset([np.arange(5.0)])
+    doubled = strategy.run(lambda x: x * 2, args=(batch,))
+    assert [v.tolist() for v in doubled.values] == [[0, 2, 4], [6, 8]]
+    assert strategy.gather(doubled, axis=0).tolist() == [0, 2, 4, 6, 8]
+
+
+def test_local_results_are_one_value_per_replica(strategy):
+    """One value, or one nest, a replica; what is not distributed comes alone."""
+    value = strategy.run(lambda: {"a": replica_id(), "b": None})
+    one, two = strategy.experimental_local_results(value)
+    assert (float(one["a"]), float(two["a"]), one["b"], two["b"]) == (0, 1, None, None)
+    assert strategy.experimental_local_results([1, 2]) == ([1, 2],)
+    mirrored = strategy.experimental_local_results(strategy.replicate(jnp.ones(2)))
+    assert [m.tolist() for m in mirrored] == [[1, 1], [1, 1]]
+
+
+def test_values_that_are_no_arrays(strategy):
+    """One check for what is placed, gathered or reduced; a deleted array is named."""
+    deleted = jnp.ones(2)
+    deleted.delete()
+    for call in (
+        lambda: strategy.replicate("x"),
+        lambda: strategy.replicate({"w": 2**70}),
+        lambda: strategy.extended.broadcast_to(object(), "cpu:0"),
+        lambda: strategy.extended.reduce_to("MEAN", "x", "cpu:0"),
+    ):
+        with pytest.raises(ReduceOpError, match="not an array of numbers.\nHINT: pass arrays"):
+            call()
+    for call in (
+        lambda: strategy.replicate(deleted),
+        lambda: strategy.gather(deleted, axis=0),
+        lambda: strategy.reduce("MEAN", deleted, axis=None),
+    ):
+        with pytest.raises(ReduceOpError, match=r"an array float32\[2\]: it was deleted, or donated"):
+            call()
+    with pytest.raises(InvalidArgumentError, match="value_fn=1: is not callable"):
+        strategy.experimental_distribute_values_from_function(1)
+    with pytest.raises(InvalidArgumentError, match="strategy=1: must be a Strategy"):
+        phalanx.explain_sharding(np.ones(4), 1)

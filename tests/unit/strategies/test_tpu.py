@@ -1,0 +1,263 @@
+"""`TPUStrategy` on virtual devices: logical devices, and what does not fit."""
+
+import re
+from contextlib import nullcontext
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import phalanx
+import phalanx.testing
+from phalanx.errors import ContextError, DeviceError, InvalidArgumentError, TraceError
+from phalanx.mesh import tpu_system
+from phalanx.mesh.device_assignment import DeviceAssignment, TPUTopology
+
+X = np.random.default_rng(0).random((8, 4), "float32")
+
+
+@pytest.fixture(autouse=True)
+def topology():
+    """Eight virtual cores."""
+    yield phalanx.testing.virtual_topology((2, 2, 2))
+    phalanx.tpu.experimental.shutdown_tpu_system()
+
+
+def strategy_of(topology, shape, replicas, **options):
+    """A strategy with that computation shape."""
+    return phalanx.TPUStrategy(None, DeviceAssignment.build(topology, shape, num_replicas=replicas), **options)
+
+
+def batch_of(strategy, x=X):
+    """All of `x`, divided."""
+    return next(iter(strategy.experimental_distribute_dataset([x])))
+
+
+def lowered(strategy, fn, *args):
+    """The text of the program before and after XLA has divided it."""
+    program = phalanx.function(lambda *a: strategy.run(fn, args=a)).lower(*args)
+    return program.as_text(), program.compile().as_text()
+
+
+def test_replicas_and_devices(topology):
+    """A replica has the devices at the coordinates that the assignment gives it."""
+    strategy = strategy_of(topology, [2, 1, 1], 4)
+    assert [d.id for d in strategy.topology.devices] == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert strategy.topology.axes == (("model", 2),)
+    assert strategy.extended.worker_devices == ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
+    assert strategy.extended.experimental_require_static_shapes
+    assert not phalanx.MirroredStrategy(["cpu:0"]).extended.experimental_require_static_shapes
+
+
+def test_some_of_the_cores(topology):
+    """`num_replicas_in_sync` follows the assignment."""
+    assert strategy_of(topology, [1, 1, 2], 3).num_replicas_in_sync == 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
+@pytest.mark.parametrize("device", [0, 1])
+def test_assigned_value_keeps_dtype_and_bits(topology, dtype, device):
+    """It is the same, of the same dtype, infinities included."""
+    strategy = strategy_of(topology, [1, 1, 2], 4)
+    value = jnp.asarray([0, 1, 3, jnp.inf if dtype == "float32" else 1]).astype(dtype)
+    result = strategy.run(lambda: strategy.experimental_assign_to_logical_device(value, device))
+    for own in result.values:
+        assert own.dtype == value.dtype
+        np.testing.assert_array_equal(own, value)
+
+
+def test_assigned_value_is_sent(topology):
+    """In the compiled program the logical devices of a replica, and they alone, get it from one of them."""
+    strategy = strategy_of(topology, [1, 1, 2], 4)
+    before, after = lowered(
+        strategy, lambda x: strategy.experimental_assign_to_logical_device(x * 2, 1), batch_of(strategy)
+    )
+    assert re.search(r'sharding_constraint .*\[\{"model"\}, \{\}, \{\}\]> : tensor<2x2x4xf32>', before)
+    assert re.search(r"all-reduce\(.*replica_groups=\[4,2\]<=\[8\]", after)
+
+
+def test_split_shows_in_the_program(topology):
+    """Each logical device computes its part."""
+    strategy = strategy_of(topology, [1, 2, 2], 2)
+    weights = jnp.ones((4, 16))
+
+    def fn(x):
+        x = strategy.experimental_split_to_logical_devices(x, [2, 2])
+        return strategy.experimental_split_to_logical_devices(jnp.tanh(x @ weights), [1, 4])
+
+    before, after = lowered(strategy, fn, batch_of(strategy))
+    assert '[{"model_0"}, {"model_1"}]> : tensor<4x4xf32>' in before
+    assert '[{}, {"model_0", "model_1"}]> : tensor<4x16xf32>' in before
+    # Of 4 rows and 16 columns each device has a quarter.
+    assert re.search(r"f32\[4,4\]\S* tanh", after)
+
+
+def test_parts_in_c_order(topology):
+    """The last dim is divided between neighbours."""
+    strategy = strategy_of(topology, [1, 2, 2], 2)
+
+    def fn(x):
+        split = strategy.experimental_split_to_logical_devices(x, [2, 2])
+        return phalanx.Mirrored(phalanx.get_replica_context().all_reduce("SUM", split))
+
+    whole = strategy.run(fn, args=(X[:4],)).value
+    placed = {s.device.id: np.asarray(s.data) for s in whole.addressable_shards}
+    assert placed[0].shape == (2, 2)
+    for device, (row, column) in enumerate([(0, 0), (0, 2), (2, 0), (2, 2)]):
+        np.testing.assert_array_equal(placed[device], 2 * X[row : row + 2, column : column + 2])
+
+
+def test_gradients_are_unchanged(topology):
+    """Through all three verbs, as without them."""
+    strategy = strategy_of(topology, [1, 1, 2], 2)
+    with strategy.scope():
+        w = keras.Variable(np.full((4, 2), 0.3, "float32"))
+
+    def fn(x):
+        with phalanx.GradientTape() as tape:
+            h = strategy.experimental_split_to_logical_devices(jnp.tanh(x @ w), [2, 1])
+            h = strategy.experimental_assign_to_logical_device(h * h, 1)
+            loss = strategy.experimental_replicate_to_logical_devices(h).sum()
+        return phalanx.get_replica_context().all_reduce("SUM", tape.gradient(loss, w))
+
+    wanted = jax.grad(lambda w: (jnp.tanh(X @ w) ** 2).sum())(np.full((4, 2), 0.3, "float32"))
+    np.testing.assert_allclose(strategy.run(fn, args=(batch_of(strategy),)).values[0], wanted, rtol=1e-6)
+
+
+def test_one_logical_device(topology):
+    """The verbs are there, and have nothing to do."""
+    strategy = strategy_of(topology, None, 2)
+
+    def fn(x):
+        x = strategy.experimental_assign_to_logical_device(x, 0)
+        x = strategy.experimental_split_to_logical_devices(x, [1, 1])
+        return strategy.experimental_replicate_to_logical_devices(x)
+
+    np.testing.assert_array_equal(strategy.gather(strategy.run(fn, args=(batch_of(strategy),)), axis=0), X)
+
+
+BAD = {
+    "too many": (lambda s, x: s.experimental_assign_to_logical_device(x, 2), r"logical_device_id=2: .*0 to 1.*\nHINT"),
+    "negative": (lambda s, x: s.experimental_assign_to_logical_device(x, -1), r"logical_device_id=-1: .*\nHINT"),
+    "no number": (lambda s, x: s.experimental_assign_to_logical_device(x, "a"), r"logical_device_id='a': .*\nHINT"),
+    "rank": (lambda s, x: s.experimental_split_to_logical_devices(x, [2]), r"one positive integer per dim.\nHINT"),
+    "zero": (
+        lambda s, x: s.experimental_split_to_logical_devices(x, [0, 2]),
+        r"one positive integer per dim.\nHINT",
+    ),
+    "divide": (
+        lambda s, x: s.experimental_split_to_logical_devices(x, [3, 1]),
+        r"3 does not divide dim 0, which has size 4.\nHINT",
+    ),
+    "product": (
+        lambda s, x: s.experimental_split_to_logical_devices(x, [2, 2]),
+        r"the product must be 2, the number of logical devices.*\nHINT: \[2, 1\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_logical_devices(topology, what):
+    """A ValueError, as in tf.distribute, that says what there is."""
+    call, message = BAD[what]
+    strategy = strategy_of(topology, [1, 1, 2], 2)
+    with pytest.raises(InvalidArgumentError, match=f"(?s){message}") as caught:
+        strategy.run(lambda x: call(strategy, x), args=(batch_of(strategy),))
+    assert isinstance(caught.value, ValueError)
+
+
+def test_one_device_under_spmd(topology):
+    """No logical device is addressed alone there, as in tf.distribute."""
+    strategy = strategy_of(topology, [1, 1, 2], 2, experimental_spmd_xla_partitioning=True)
+    with pytest.raises(InvalidArgumentError, match=r"(?s)assign_to_logical_device with .*spmd.*\nHINT: .*split_to"):
+        strategy.run(lambda: strategy.experimental_assign_to_logical_device(1.0, 0))
+    assert strategy.run(lambda: strategy.experimental_replicate_to_logical_devices(1.0)).values[0] == 1
+
+
+@pytest.mark.parametrize("where", ["outside", "scope", "merge"])
+def test_verbs_outside_a_replica(topology, where):
+    """They say where an array of a replica's program is."""
+    strategy = strategy_of(topology, [1, 1, 2], 2)
+    call = lambda *_: strategy.experimental_replicate_to_logical_devices(1.0)  # noqa: E731
+    merge = lambda: strategy.run(lambda: phalanx.get_replica_context().merge_call(call))  # noqa: E731
+    scope = strategy.scope() if where == "scope" else nullcontext()
+    with scope, pytest.raises(ContextError, match=r"(?s)outside a replica function.*\nHINT: .*strategy.run"):
+        (merge if where == "merge" else call)()
+
+
+def test_dynamic_shapes_are_refused(topology):
+    """What an array's values decide has no shape in a compiled program."""
+    strategy = strategy_of(topology, None, 2)
+    with pytest.raises(TraceError, match=r"(?s)whose shape depends on the values.*\nHINT: jnp.where"):
+        strategy.run(lambda x: x[x > 0].sum(), args=(batch_of(strategy),))
+
+
+def test_eager_run_of_several_devices(topology):
+    """XLA divides compiled programs alone."""
+    strategy = strategy_of(topology, [1, 1, 2], 2)
+    with pytest.raises(InvalidArgumentError, match=r"(?s)RunOptions\(eager=True\).*2 devices.*\nHINT: .*OneDevice"):
+        strategy.run(lambda: 1, options=phalanx.RunOptions(eager=True))
+
+
+def test_machine_without_tpus():
+    """The error says so, and how to try without."""
+    phalanx.tpu.experimental.shutdown_tpu_system()
+    for make in (phalanx.TPUStrategy, phalanx.tpu.experimental.initialize_tpu_system):
+        with pytest.raises(DeviceError, match=r"(?s)no TPU, only cpu.*\nHINT: .*virtual_topology\(\(2, 2, 2\)\)"):
+            make(phalanx.cluster_resolver.TPUClusterResolver("local"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: phalanx.testing.virtual_topology((4, 4)),
+            r"needs 16 CPU devices, but this process has 8.\nHINT: .*\(16\)",
+        ),
+        (lambda: phalanx.testing.virtual_topology((0, 4)), r"mesh_shape=\(0, 4\): must be positive integers.\nHINT"),
+        (lambda: phalanx.TPUStrategy("local"), r"cluster_resolver='local': must be a ClusterResolver.\nHINT"),
+        (
+            lambda: phalanx.TPUStrategy(None, [[0]]),
+            r"experimental_device_assignment=.*must be a DeviceAssignment.\nHINT",
+        ),
+    ],
+)
+def test_bad_systems_are_refused(make, message):
+    """Typed errors."""
+    with pytest.raises(InvalidArgumentError, match=f"(?s){message}"):
+        make()
+
+
+def test_assignment_of_another_system():
+    """One of more cores, or of more hosts, than there are."""
+    places = np.arange(16).reshape(2, 8, 1)
+    for tasks, cores in ((1, 16), (2, 8)):
+        other = TPUTopology(mesh_shape=(16,), device_coordinates=places.reshape(tasks, cores, 1))
+        with pytest.raises(DeviceError, match=r"this job has 8 devices of the platform 'cpu'.\nHINT: .*set_virtual"):
+            phalanx.TPUStrategy(None, DeviceAssignment.build(other))
+
+
+class _Core:
+    """What JAX tells of a core of a TPU."""
+
+    def __init__(self, coords, core_on_chip, process_index):
+        self.coords, self.core_on_chip, self.process_index = coords, core_on_chip, process_index
+
+
+def test_coordinates_of_tpus():
+    """As JAX tells them: x, y, z and the core of a chip, from wherever a slice begins."""
+    chips = [((2, 4, 0), 0), ((2, 4, 0), 1), ((3, 4, 0), 0), ((3, 4, 0), 1)]
+    devices = [_Core(at, core, i // 2) for i, (at, core) in enumerate(chips)]
+    found = tpu_system._of_devices(devices)
+    assert found.mesh_shape.tolist() == [2, 1, 1, 2]
+    assert found.device_coordinates.tolist() == [[[0, 0, 0, 0], [0, 0, 0, 1]], [[1, 0, 0, 0], [1, 0, 0, 1]]]
+
+
+def test_an_assignment_as_the_first_argument():
+    """The hint names the argument that it is for."""
+    topology = phalanx.testing.virtual_topology((2, 2, 2))
+    assignment = phalanx.tpu.experimental.DeviceAssignment.build(topology, [1, 1, 2], num_replicas=4)
+    with pytest.raises(InvalidArgumentError, match="HINT: TPUStrategy\\(experimental_device_assignment=assignment\\)"):
+        phalanx.TPUStrategy(assignment)

@@ -1,0 +1,168 @@
+"""`phalanx.Variable`, and what a variable of a strategy does with an index that it does not have."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import phalanx
+from phalanx.errors import InputError, InvalidArgumentError, VariableError, VariableIndexError
+
+
+@pytest.fixture
+def strategy():
+    """Two replicas."""
+    return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+def test_arguments_of_tf_variable(strategy):
+    """Each that has a meaning is kept."""
+    with strategy.scope():
+        v = phalanx.Variable(
+            initial_value=[1, 2],
+            trainable=False,
+            name="v",
+            dtype=jnp.float16,
+            constraint=keras.constraints.NonNeg(),
+            synchronization=phalanx.VariableSynchronization.ON_WRITE,
+            aggregation=phalanx.VariableAggregation.SUM,
+            shape=(2,),
+        )
+    assert isinstance(v, keras.Variable)
+    assert isinstance(v, phalanx.Variable)
+    assert not isinstance(jnp.ones(2), phalanx.Variable)
+    assert (v.name, v.dtype, v.trainable, v.shape) == ("v", "float16", False, (2,))
+    assert len(v.value.devices()) == 2
+    assert isinstance(v.constraint, keras.constraints.NonNeg)
+    strategy.run(lambda: v.assign_add([1, 1]))
+    assert v.numpy().tolist() == [3.0, 4.0]
+
+
+def test_names_of_other_enums():
+    """Strings in either case of letters, and TensorFlow's members, which have the same names."""
+    other = __import__("enum").Enum("VariableAggregation", ["NONE", "SUM", "MEAN"])
+    assert [phalanx.Variable(1.0, aggregation=a).aggregation for a in ("mean", "MEAN", other.MEAN)] == ["mean"] * 3
+
+
+def test_function_as_a_value(strategy):
+    """It is called once, in a step that is being traced too."""
+    made = []
+
+    @phalanx.function
+    def step():
+        if not made:
+            made.append(phalanx.Variable(lambda: jnp.ones(2) * 3))
+        return made[0].assign_add(jnp.ones(2))
+
+    with strategy.scope():
+        assert [step().tolist(), step().tolist()] == [[4.0, 4.0], [5.0, 5.0]]
+
+
+@pytest.mark.parametrize(("synchronization", "trainable"), [("auto", True), ("on_read", False)])
+def test_trainable_by_default(synchronization, trainable):
+    """As in tf.Variable, where variables that are read in each replica are not trained."""
+    assert phalanx.Variable(1.0, synchronization=synchronization).trainable is trainable
+
+
+def test_value_is_a_copy():
+    """What is written into an array of NumPy later is not the variable's."""
+    given = np.ones(2, "float32")
+    v = phalanx.Variable(given)
+    given[:] = 7
+    assert v.numpy().tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({}, "phalanx.Variable.*: a variable needs an initial value"),
+        ({"initial_value": "text"}, "initial_value='text': is not an array of numbers"),
+        ({"initial_value": 1.0, "dtype": "text"}, "dtype='text': is not a dtype"),
+        ({"initial_value": 1.0, "name": "a/b"}, "name='a/b': must be a string without a slash"),
+        ({"initial_value": 1.0, "trainable": 1}, "trainable=1: must be True or False"),
+        ({"initial_value": 1.0, "shape": (None,)}, r"shape=\(None,\): the initial value has the shape \(\)"),
+        ({"initial_value": 1.0, "constraint": 1}, "constraint=1: is not callable"),
+        ({"initial_value": 1.0, "aggregation": "max"}, "aggregation='max': must be one of NONE, SUM, MEAN, ONLY_FIRST"),
+        ({"initial_value": 1.0, "synchronization": None}, "synchronization=None: must be one of AUTO, NONE, ON_WRITE"),
+        ({"initial_value": 1.0, "caching_device": "cpu"}, "caching_device='cpu': has no meaning here.\nHINT: leave"),
+        ({"initial_value": 1.0, "validate_shape": False}, "validate_shape=False: has no meaning here"),
+        ({"initial_value": 1.0, "variable_def": 1}, "variable_def=1: has no meaning here"),
+        ({"initial_value": 1.0, "import_scope": "x"}, "import_scope='x': has no meaning here"),
+        ({"initial_value": 1.0, "experimental_enable_variable_lifting": False}, "variable_lifting=False: has no"),
+    ],
+)
+def test_bad_arguments_of_a_variable(arguments, match):
+    """Each is refused, and the message says what to write."""
+    with pytest.raises(InvalidArgumentError, match=match):
+        phalanx.Variable(**arguments)
+
+
+def test_value_of_a_step(strategy):
+    """A variable is made before the step runs, so no value of the step can be its first."""
+
+    @phalanx.function
+    def step(x):
+        return phalanx.Variable(x + 1).value
+
+    with strategy.scope(), pytest.raises(VariableError, match="it is computed in the step that is being traced"):
+        step(1.0)
+
+
+@pytest.mark.parametrize("index", [3, -4, (0, 2), np.int64(3), (slice(None), 2)])
+def test_index_beyond_the_end(strategy, index):
+    """An error, in a step too, where JAX takes the last row."""
+    with strategy.scope():
+        v = keras.Variable(np.ones((3, 2), "float32"), name="v")
+    with pytest.raises(VariableIndexError, match=r"variable 'v' \(3, 2\) float32\[.*out of bounds"):
+        v[index]
+    with pytest.raises(IndexError, match="HINT: an index below the size of its dim"):
+        strategy.run(lambda: v[index])
+
+
+def test_loop_over_a_variable(strategy):
+    """It ends; JAX alone would take the last row for ever."""
+    with strategy.scope():
+        v = keras.Variable(np.arange(6, dtype="float32").reshape(3, 2))
+    assert [row.tolist() for row in v] == [[0, 1], [2, 3], [4, 5]]
+    total = strategy.run(lambda: sum(row.sum() for row in v))
+    assert [float(x) for x in total.values] == [15.0, 15.0]
+
+
+@pytest.mark.parametrize("index", [0, -1, slice(1, 9), ..., None, (0, slice(None)), np.array([0, 9]), jnp.int32(9)])
+def test_index_of_other_kinds(strategy, index):
+    """Slices end where the variable does, and arrays of indices are JAX's."""
+    value = np.arange(6, dtype="float32").reshape(3, 2)
+    with strategy.scope():
+        v = keras.Variable(value)
+    np.testing.assert_array_equal(v[index], jnp.asarray(value)[index])
+
+
+def test_index_outside_all_scopes():
+    """Keras's own variables are as Keras has them."""
+    assert float(keras.Variable([1.0, 2.0])[9]) == 2.0
+
+
+@pytest.mark.parametrize("kwargs", [{"aggregation": "mean", "dtype": "int32"}, {"synchronization": "none"}])
+def test_bad_policies_are_refused_when_made(strategy, kwargs):
+    """In a scope, as in tf.distribute; outside all scopes Keras has no use for them."""
+    with strategy.scope(), pytest.raises(VariableError, match="variable 'v' .* with"):
+        keras.Variable(1, name="v", **kwargs)
+    assert keras.Variable(1, **kwargs).shape == ()
+
+
+def test_gather_index_in_jax(strategy):
+    """The check costs a traced index nothing, and does not read it."""
+    with strategy.scope():
+        v = keras.Variable([1.0, 2.0])
+    result = strategy.run(lambda i: v[i], args=(jnp.int32(1),))
+    assert [float(x) for x in result.values] == [2.0, 2.0]
+    assert jax.eval_shape(lambda i: v[i], 0).shape == ()
+
+
+def test_a_value_of_64_bits_is_refused():
+    """Without jax_enable_x64 it would become another number."""
+    with pytest.raises(InputError, match=r"(?s)initial_value.*HINT: .*jax_enable_x64"):
+        phalanx.Variable(np.array([2**40, 5]), dtype="int64")
+    with pytest.raises(InputError, match="jax_enable_x64"):
+        phalanx.Variable(2**70)
