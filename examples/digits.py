@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handwritten digits, learnt in seconds with the custom training loop of the tf.distribute guide.
+"""Classifies handwritten digits with the custom training loop of the tf.distribute guide, in seconds.
 
   python examples/digits.py                          two replicas: two virtual CPU devices, or all GPUs
   python examples/digits.py --strategy one-device    the same training on one device
 
-The data are scikit-learn's 1,797 images of 8 x 8 pixels. The batch size divides neither those for training nor those
-for testing, and yet every image counts exactly once: a short batch is padded to equal shares, and the padding masked.
+The data set is scikit-learn's 1,797 images of 8 x 8 pixels. The batch size divides neither the number of training images nor
+the number of test images. Still, every image counts exactly once: short batches are padded, and the padding is masked.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import phalanx  # isort: skip  (before Keras, whose backend it chooses)
+import phalanx  # isort: skip  (before Keras, because it selects the JAX backend)
 
 import jax
 import keras
@@ -36,7 +36,7 @@ def main() -> None:
     strategy = STRATEGIES[args.strategy]()
     print(f"{args.strategy}: {strategy.num_replicas_in_sync} replicas, global batch {args.batch}")
 
-    # Variables made in the scope live on all replicas: those of the model, the optimizer and the metric.
+    # Variables that are created in the scope are mirrored on all replicas.
     with strategy.scope():
         model = make_model()
         optimizer = keras.optimizers.Adam(args.learning_rate)
@@ -64,7 +64,7 @@ def main() -> None:
 
 def make_train_step(strategy: phalanx.Strategy, model: keras.Model, optimizer: keras.Optimizer) -> Callable[[Any], Any]:
     """Returns a function that trains on one global batch and returns its mean loss."""
-    # One loss an example: compute_average_loss below makes the mean over the global batch of them.
+    # One loss per example. `compute_average_loss` below averages them over the global batch.
     loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 
     def train_step(inputs):
@@ -87,7 +87,7 @@ def make_train_step(strategy: phalanx.Strategy, model: keras.Model, optimizer: k
 
 
 def make_test_step(strategy: phalanx.Strategy, model: keras.Model, accuracy: keras.Metric) -> Callable[[Any], None]:
-    """Returns a function that counts the right answers in one global batch."""
+    """Returns a function that updates the accuracy with one global batch."""
 
     def test_step(inputs):
         images, labels = inputs
@@ -111,7 +111,7 @@ def make_model() -> keras.Model:
 
 
 def load_images(seed: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Returns images and labels to train on, and images and labels to test with."""
+    """Returns `(images, labels)` for training, and for testing."""
     images, labels = load_digits(return_X_y=True)
     images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
     train_images, test_images, train_labels, test_labels = train_test_split(
@@ -129,11 +129,9 @@ def shuffle(data: tuple[np.ndarray, np.ndarray], rng: np.random.Generator) -> tu
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", choices=STRATEGIES, default="mirrored")
-    parser.add_argument(
-        "--devices", type=int, default=2, help="CPU devices, where there is no GPU (default: %(default)s)"
-    )
+    parser.add_argument("--devices", type=int, default=2, help="CPU devices, if there is no GPU (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=10, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=64, help="images in a global batch (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=64, help="images per global batch (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     return parser.parse_args()

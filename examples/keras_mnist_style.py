@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The convolutional network of Keras's MNIST example, trained with `model.fit` on the replicas of a strategy.
+"""Trains the convolutional network of Keras's MNIST example with `model.fit` on the replicas of a strategy.
 
   python examples/keras_mnist_style.py                          two replicas: two virtual CPU devices, or all GPUs
   python examples/keras_mnist_style.py --strategy one-device    the same training on one device
   python examples/keras_mnist_style.py --strategy none          the same training without Phalanx's strategies
 
-The data are scikit-learn's 1,797 images of 8 x 8 pixels. `with strategy.scope():` is all that is not plain Keras.
-It writes logs for TensorBoard (`tensorboard --logdir out/digits/logs`), the model, and its learning curve as a picture.
+The data set is scikit-learn's 1,797 images of 8 x 8 pixels. Everything except `with strategy.scope():` is plain Keras.
+The program writes logs for TensorBoard (`tensorboard --logdir out/digits/logs`), the model, and a plot of its learning curve.
 """
 
 import argparse
 import contextlib
 from pathlib import Path
 
-import phalanx  # isort: skip  (before Keras, whose backend it chooses)
+import phalanx  # isort: skip  (before Keras, because it selects the JAX backend)
 
 import jax
 import keras
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def scope_of(name: str) -> contextlib.AbstractContextManager:
-    """Returns the scope of the strategy that was asked for."""
+    """Returns the scope of the requested strategy."""
     if name == "mirrored":
         return phalanx.MirroredStrategy().scope()
     if name == "one-device":
@@ -85,7 +85,7 @@ def make_model() -> keras.Model:
 
 
 def load_images(seed: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Returns images and labels to train on, and images and labels to test with."""
+    """Returns `(images, labels)` for training, and for testing."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
     x_train, x_test, y_train, y_test = train_test_split(
@@ -95,7 +95,7 @@ def load_images(seed: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndar
 
 
 def plot(history: dict[str, list[float]], path: Path) -> None:
-    """Draws loss and accuracy over the epochs."""
+    """Plots loss and accuracy per epoch."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     for ax, name in zip(axes, ("loss", "accuracy"), strict=True):
         epochs = range(1, len(history[name]) + 1)
@@ -111,11 +111,9 @@ def plot(history: dict[str, list[float]], path: Path) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", choices=("mirrored", "one-device", "none"), default="mirrored")
-    parser.add_argument(
-        "--devices", type=int, default=2, help="CPU devices, where there is no GPU (default: %(default)s)"
-    )
+    parser.add_argument("--devices", type=int, default=2, help="CPU devices, if there is no GPU (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=15, help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=128, help="images in a global batch (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=128, help="images per global batch (default: %(default)s)")
     parser.add_argument("--steps-per-execution", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language model of text_lm.py, on replicas that no device holds whole.
+"""Trains the language model of text_lm.py with variables that are sharded, so that no device holds all of them.
 
-  python examples/model_parallel.py                    both of these, one after the other
-  python examples/model_parallel.py --only model       two replicas of two devices, between which heads and neurons are divided
+  python examples/model_parallel.py                    both variants, one after the other
+  python examples/model_parallel.py --only model       two replicas of two devices each, which share the heads and neurons
   python examples/model_parallel.py --only sharded     four replicas, each with a quarter of the variables and optimizer slots
 
-Both see the same batches and learn the same. It shows where each variable lives, and how many bytes a device has of them.
+Both see the same batches and learn the same. The program prints where each variable is placed, and the bytes per device.
 """
 
 import argparse
 
-import phalanx  # isort: skip  (before Keras, whose backend it chooses)
+import phalanx  # isort: skip  (before Keras, because it selects the JAX backend)
 
 import keras
 from text_lm import Trainer, add_training_arguments, console, source_files, train
 
 DEVICES = 4
 
-# Each device computes half of the heads, and half of the neurons; XLA adds up what comes out of them.
+# Each device computes half of the heads and half of the neurons. XLA sums their outputs over the two devices.
 HEADS_AND_NEURONS = {
     ".*/(query|key|value)/kernel": (None, "model", None),
     ".*/(query|key|value)/bias": ("model", None),

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language model of text_lm.py, trained by several processes: the workers of a cluster.
+"""Trains the language model of text_lm.py with several processes, the workers of a cluster.
 
   phalanx run --workers 2 examples/multi_worker.py                                       two workers on this machine
-  phalanx run --workers 2 --max-restarts 1 examples/multi_worker.py --crash-at 250       one of them dies, all go on
+  phalanx run --workers 2 --max-restarts 1 examples/multi_worker.py --crash-at 250       one worker dies, and the group restarts
   phalanx run --workers 2 --print slurm examples/multi_worker.py                         a script for sbatch
 
-Every worker runs this program: it reads files of its own, and trains on its part of each batch. The chief alone prints
-and writes. It saves a checkpoint every few steps, from which a group that is started again goes on as if nothing had
-happened; so `--out` has to be a folder that all workers see.
+Every worker runs this program. It reads its own files and trains on its part of each batch. Only the chief prints and writes.
+It saves a checkpoint every few steps. A group that restarts continues from the checkpoint as if nothing had happened, so
+`--out` must be a folder that all workers can read.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-import phalanx  # isort: skip  (before Keras, whose backend it chooses)
+import phalanx  # isort: skip  (before Keras, because it selects the JAX backend)
 
 import keras
 import numpy as np
@@ -39,7 +39,7 @@ from text_lm import (
 def main() -> None:
     args = parse_arguments()
     keras.utils.set_random_seed(args.seed)
-    # Finds the other workers by TF_CONFIG, Slurm or the like; without any it is alone.
+    # Finds the other workers from TF_CONFIG, Slurm or a similar environment. Without one, this process trains alone.
     strategy = phalanx.MultiWorkerMirroredStrategy()
     is_chief = strategy.extended.should_checkpoint
     console.quiet = not is_chief
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def train(trainer: Trainer, files: Sequence[Path], checkpoint: "Checkpoint", args: argparse.Namespace) -> None:
-    """Trains up to step `args.steps`, from the checkpoint if there is one."""
+    """Trains up to step `args.steps`, starting from the checkpoint if there is one."""
     windows = phalanx.data.from_files(files, functools.partial(shuffled_windows, seed=args.seed), interleave=len(files))
     dataset = trainer.strategy.experimental_distribute_dataset(windows, batch_size=args.batch)
     iterator = iter(dataset)
@@ -88,7 +88,7 @@ def train(trainer: Trainer, files: Sequence[Path], checkpoint: "Checkpoint", arg
 
 
 class Checkpoint:
-    """Weights, optimizer and position in the data, in one file that the chief writes and all workers read."""
+    """The weights, the optimizer and the position in the data, in one file that the chief writes and all workers read."""
 
     def __init__(self, path: Path, trainer: Trainer) -> None:
         self.path, self.strategy, self.optimizer = path, trainer.strategy, trainer.optimizer
@@ -97,8 +97,8 @@ class Checkpoint:
         self.variables = [*trainer.model.variables, *self.optimizer.variables]
 
     def save(self, iterator: phalanx.DistributedIterator) -> None:
-        """Writes the file, whole or not at all; all workers must call it."""
-        position = iterator.get_state()  # Each worker knows only how far it has read itself.
+        """Writes the file, completely or not at all. All workers must call it."""
+        position = iterator.get_state()  # On all workers, because each knows only its own position.
         if not self.strategy.extended.should_checkpoint:
             return
         beside = self.path.with_suffix(".part")
@@ -107,7 +107,7 @@ class Checkpoint:
         beside.replace(self.path)
 
     def restore(self, iterator: phalanx.DistributedIterator) -> int:
-        """Goes to where the file was written, and returns how many steps had been done; 0 without a file."""
+        """Restores the file, and returns the number of steps that it contains. Returns 0 if there is no file."""
         if self.path.exists():
             with np.load(self.path) as saved:
                 for number, variable in enumerate(self.variables):
@@ -118,7 +118,7 @@ class Checkpoint:
 
 
 def crash(strategy: phalanx.Strategy) -> None:
-    """Kills worker 1 the first time that the group is started."""
+    """Kills worker 1, unless the group was restarted."""
     if strategy.topology.worker_index == 1 and os.environ.get("PHALANX_RESTART", "0") == "0":
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -128,7 +128,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=800, help="(default: %(default)s)")
     add_training_arguments(parser)
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (default: %(default)s)")
-    parser.add_argument("--crash-at", type=int, help="kills worker 1 after this step, to see the group start again")
+    parser.add_argument("--crash-at", type=int, help="kill worker 1 after this step, to see the group restart")
     parser.add_argument(
         "--out", type=Path, default=Path("out/multi_worker"), help="where to save (default: %(default)s)"
     )

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which items a user clicks on, learnt asynchronously: two large tables on parameter servers, steps on workers.
+"""Learns asynchronously which items users click on, with two large tables on parameter servers and steps on workers.
 
   python examples/parameter_server.py                      two workers and two servers, started on this machine
-  python examples/parameter_server.py --fit                the same by Keras's fit
-  python examples/parameter_server.py --workers 4 --ps 3   more of them
+  python examples/parameter_server.py --fit                the same with Keras's fit
+  python examples/parameter_server.py --workers 4 --ps 3   four workers and three servers
 
-The data are made up, but shaped like a log of clicks: few users and items have most of the rows (a power law), and whether
-there was a click is drawn from a hidden model of tastes, genres, hour and price. So it is known how good a model can be.
-Every worker makes rows of its own, as it would read files of its own.
+The data set is synthetic, but distributed like a log of clicks: few users and items have most of the rows (a power law), and
+clicks are drawn from a hidden model of tastes, genres, hour and price. The best possible AUC is therefore known. Every
+worker generates its own rows, as it would read its own files.
 
-With TF_CONFIG in its environment it is the chief of a cluster of machines, whose workers and servers run `phalanx.Server`.
+If TF_CONFIG is set, the program is the chief of a cluster whose workers and servers run `phalanx.Server`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import phalanx  # isort: skip  (before Keras, whose backend it chooses)
+import phalanx  # isort: skip  (before Keras, because it selects the JAX backend)
 
 import keras
 import numpy as np
@@ -66,7 +66,7 @@ def train_by_schedule(
     held_back: tuple[Any, np.ndarray],
     args: argparse.Namespace,
 ) -> list[float]:
-    """Schedules the steps of each epoch, and those that find its AUC; goes on from the checkpoint if there is one."""
+    """Trains with scheduled steps, and computes the AUC after each epoch. Starts from the checkpoint if there is one."""
     loss_of = keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
 
     def replica_step(batch):
@@ -96,7 +96,7 @@ def train_by_schedule(
     for epoch in range(len(curve), args.epochs):
         began = time.perf_counter()
         losses = [coordinator.schedule(train_step, args=(iterator,)) for _ in range(args.steps)]
-        coordinator.join()  # On a terminal it shows how far they are.
+        coordinator.join()  # Waits for all steps. On a terminal, it shows the progress.
         status = coordinator.status().line(args.steps / (time.perf_counter() - began))
 
         parts = [slice(i, i + args.batch) for i in range(0, HELD_BACK, args.batch)]
@@ -117,7 +117,7 @@ def train_by_fit(
     held_back: tuple[Any, np.ndarray],
     args: argparse.Namespace,
 ) -> list[float]:
-    """The same by `fit`."""
+    """Trains with `fit`."""
 
     def dataset_fn(context):
         return clicks.batches(args.batch, np.random.default_rng([args.seed, 1, context.input_pipeline_id]))
@@ -137,7 +137,7 @@ def train_by_fit(
 
 
 def make_model(users: int, items: int, width: int) -> keras.Model:
-    """Returns a model of inputs by name: what a user and an item have in common, and a small network over all of it."""
+    """Returns a model with named inputs: the dot product of user and item embeddings, and a small network on all inputs."""
     inputs = {
         "user": keras.Input((), dtype="int32", name="user"),
         "item": keras.Input((), dtype="int32", name="item"),
@@ -152,12 +152,12 @@ def make_model(users: int, items: int, width: int) -> keras.Model:
 
 
 class Clicks:
-    """A log of clicks that never ends.
+    """A random log of clicks without an end.
 
     Args:
-      users: how many users there are.
-      items: how many items.
-      seed: of their tastes and genres, which are the same on all workers.
+      users: number of users.
+      items: number of items.
+      seed: seed of the tastes and genres. All workers must pass the same.
     """
 
     def __init__(self, users: int, items: int, seed: int) -> None:
@@ -166,7 +166,7 @@ class Clicks:
         self._genres = hidden.normal(size=(items, TASTES)) / np.sqrt(TASTES)
 
     def rows(self, count: int, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-        """Returns so many rows: what is known of each, whether there was a click, and how probable it was."""
+        """Returns `count` rows: the inputs, whether there was a click, and the probability of a click."""
         user, item = power_law(len(self._tastes), count, rng), power_law(len(self._genres), count, rng)
         hour, price = rng.uniform(0, 2 * np.pi, count), rng.exponential(1.0, count)
         logit = 1.5 * (self._tastes[user] * self._genres[item]).sum(axis=1) + np.sin(hour) - 0.5 * price - 1.5
@@ -175,18 +175,18 @@ class Clicks:
         return {"user": user, "item": item, "context": context}, (rng.random(count) < chance).astype("float32"), chance
 
     def batches(self, size: int, rng: np.random.Generator) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
-        """Yields rows in batches, without how probable the clicks were."""
+        """Yields batches of `size` rows: the inputs, and whether there was a click."""
         while True:
             yield self.rows(size, rng)[:2]
 
 
 def power_law(count: int, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Returns ids below `count`: the n-th is drawn about 1/n times as often as the first."""
+    """Returns `size` random ids below `count`. The probability of id n is about proportional to 1 / (n + 1)."""
     return ((count + 1) ** rng.random(size)).astype("int32") - 1
 
 
 class Checkpoint:
-    """Weights, optimizer and the curve so far, in one file."""
+    """The weights, the optimizer and the AUC of each epoch so far, in one file."""
 
     def __init__(self, path: Path, strategy: phalanx.Strategy, model: keras.Model, optimizer: keras.Optimizer) -> None:
         self.path = path
@@ -195,14 +195,14 @@ class Checkpoint:
         self.variables = [*model.variables, *optimizer.variables]
 
     def save(self, curve: list[float]) -> None:
-        """Writes the file, whole or not at all."""
+        """Writes the file, completely or not at all."""
         beside = self.path.with_suffix(".part")
         with beside.open("wb") as file:
             np.savez(file, *[v.numpy() for v in self.variables], curve=curve)
         beside.replace(self.path)
 
     def restore(self) -> list[float]:
-        """Returns the curve up to where the file was written; an empty one without a file."""
+        """Restores the file, and returns the AUC of each epoch so far. Returns an empty list if there is no file."""
         if not self.path.exists():
             return []
         with np.load(self.path) as saved:
@@ -230,15 +230,15 @@ def plot(curve: list[float], best: float, path: Path) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2, help="on this machine (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="workers on this machine (default: %(default)s)")
     parser.add_argument("--ps", type=int, default=2, help="parameter servers (default: %(default)s)")
-    parser.add_argument("--fit", action="store_true", help="train by Keras's fit")
+    parser.add_argument("--fit", action="store_true", help="train with Keras's fit")
     parser.add_argument("--epochs", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=400, help="in an epoch (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=1024, help="rows of a step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="steps per epoch (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1024, help="rows per step (default: %(default)s)")
     parser.add_argument("--users", type=int, default=100_000, help="(default: %(default)s)")
     parser.add_argument("--items", type=int, default=20_000, help="(default: %(default)s)")
-    parser.add_argument("--width", type=int, default=16, help="of the tables (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=16, help="length of the rows of the tables (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1.0, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model of Python code, trained with a custom loop on one device and then on two.
+"""Trains a language model of Python code with a custom loop, on one device and then on two.
 
   python examples/text_lm.py                  on one device, then on two: virtual CPU devices, or GPUs
   python examples/text_lm.py --devices 2      on two devices only
 
-The text is on every machine: the sources of Python's own standard library. The program prints how little the two
-trainings differ, how fast they were, and a function that the model writes. It saves the loss curves in `--out`.
+The text is the source code of Python's standard library, so nothing is downloaded. The program prints how little the two
+trainings differ, their speed, and a function that the model has written. It saves the loss curves to `--out`.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import phalanx  # isort: skip  (before Keras, whose backend it chooses)
+import phalanx  # isort: skip  (before Keras, because it selects the JAX backend)
 
 import jax
 import keras
@@ -55,7 +55,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What one training leaves."""
+    """The results of one training."""
 
     num_devices: int
     losses: list[float]
@@ -77,7 +77,7 @@ def main() -> None:
     console.print(
         f"The same training on {' and on '.join(map(named, args.devices))}: {args.steps} steps of "
         f"{args.batch * WINDOW:,} tokens. The text is {num_bytes(train_files) / 1e6:.1f} MB of Python's standard library. "
-        "On two idle CPU cores it takes about 2 minutes."
+        "On two idle CPU cores it takes 2 to 3 minutes."
     )
 
     trainings = []
@@ -100,7 +100,7 @@ def main() -> None:
     console.print(f"{sample}\n\nSaved: {args.out / 'loss.png'}, {args.out / 'sample.txt'}", markup=False)
 
 
-# The steps: what one replica does with its share of a batch, and what all replicas do together.
+# The steps: functions for one replica and its share of a batch, and functions for all replicas.
 
 
 class Trainer:
@@ -112,17 +112,17 @@ class Trainer:
         self.strategy = strategy
         with strategy.scope():
             self.model = LanguageModel(width, layers)
-            self.model(np.zeros((1, WINDOW), np.int32))  # The first call makes the variables.
+            self.model(np.zeros((1, WINDOW), np.int32))  # The first call creates the variables.
             schedule = keras.optimizers.schedules.CosineDecay(
                 0.0, num_steps, alpha=0.02, warmup_target=learning_rate, warmup_steps=max(1, num_steps // 20)
             )
-            # With a larger epsilon than Adam's own, gradients that are zero but for rounding move nothing.
+            # Larger than Adam's default, so that gradients that are zero except for rounding do not move weights.
             self.optimizer = keras.optimizers.AdamW(schedule, weight_decay=0.01, epsilon=1e-6, global_clipnorm=1.0)
         self.token_losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 
     @phalanx.function
     def train_step(self, batch):
-        """Moves the weights against the gradient of the mean loss of a global batch, and returns that loss."""
+        """Trains on one global batch, and returns its mean loss."""
         losses = self.strategy.run(self.replica_train_step, args=(batch,))
         return self.strategy.reduce("SUM", losses, axis=None)
 
@@ -135,7 +135,7 @@ class Trainer:
 
     @phalanx.function
     def evaluation_step(self, batch):
-        """Returns the sum of the losses of a global batch of windows, and their number. Padding counts for nothing."""
+        """Returns the sum of the losses of a global batch of windows, and their number, both without padding."""
         per_window = self.strategy.run(self.replica_evaluation_step, args=(batch,))
         return self.strategy.reduce("SUM", per_window, axis=0)
 
@@ -153,7 +153,7 @@ class Trainer:
         return self.model(window[None], training=False)[0, last]
 
 
-# The model: layers of Keras.
+# The model: a Keras model.
 
 
 class LanguageModel(keras.Model):
@@ -195,7 +195,7 @@ class Block(keras.layers.Layer):
 
 
 def train(trainer: Trainer, files: Sequence[Path], args: argparse.Namespace) -> tuple[list[float], float]:
-    """Trains for `args.steps` steps, shows the progress, and returns the loss of each step and the tokens per second."""
+    """Trains for `args.steps` steps. Returns the loss of each step, and the tokens per second."""
     windows = np.concatenate([windows_of(str(file)) for file in files])
     windows = np.random.default_rng(args.seed).permutation(windows)
     dataset = trainer.strategy.experimental_distribute_dataset(windows, batch_size=args.batch)
@@ -208,7 +208,7 @@ def train(trainer: Trainer, files: Sequence[Path], args: argparse.Namespace) -> 
             losses.append(float(trainer.train_step(batch)))
             progress.update(task, advance=1, loss=losses[-1])
             if len(losses) == 1:
-                start = time.perf_counter()  # The first step has compiled the program.
+                start = time.perf_counter()  # After the first step, which compiles the program.
             if len(losses) == 1 or len(losses) % every == 0:
                 progress.console.print(f"step {len(losses):5d}   loss {np.mean(losses[-every:]):.4f}")
     seconds = time.perf_counter() - start
@@ -216,7 +216,7 @@ def train(trainer: Trainer, files: Sequence[Path], args: argparse.Namespace) -> 
 
 
 def evaluate(trainer: Trainer, files: Sequence[Path]) -> float:
-    """Returns the mean loss over all windows of the files, each counted once, however many there are."""
+    """Returns the mean loss over all windows of the files. Each window counts once, although the last batch is padded."""
     total, count = 0.0, 0
     windows = phalanx.data.from_files(files, windows_of)
     for batch in trainer.strategy.experimental_distribute_dataset(windows, batch_size=EVALUATION_BATCH):
@@ -228,7 +228,7 @@ def evaluate(trainer: Trainer, files: Sequence[Path]) -> float:
 
 
 def write(trainer: Trainer, prompt: str, length: int, seed: int) -> str:
-    """Continues the prompt by up to `length` tokens, and returns the whole lines."""
+    """Continues the prompt by up to `length` tokens, and returns the complete lines."""
     rng = np.random.default_rng(seed)
     tokens = tokens_of(prompt)
     for _ in range(length):
@@ -238,7 +238,7 @@ def write(trainer: Trainer, prompt: str, length: int, seed: int) -> str:
         logits = np.array(trainer.next_token_logits(window, len(recent) - 1))
         logits[0] = -np.inf  # No rare words.
         logits[[token for token in recent[-MEMORY:] if token >= NUM_FREQUENT]] -= REPETITION_PENALTY
-        # The largest of logits with Gumbel noise is a draw from their softmax.
+        # The argmax of logits plus Gumbel noise is a sample from their softmax.
         best = np.argsort(logits)[-CANDIDATES:]
         tokens.append(int(best[np.argmax(logits[best] / TEMPERATURE + rng.gumbel(size=CANDIDATES))]))
     return text_of(tokens).strip("\n").rpartition("\n")[0]
@@ -248,7 +248,7 @@ def write(trainer: Trainer, prompt: str, length: int, seed: int) -> str:
 
 
 def source_files() -> tuple[list[Path], list[Path]]:
-    """Returns the files to train on and the files that are held back from training."""
+    """Returns the files for training, and the files for evaluation."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     held_back = files[::HOLD_BACK_ONE_FILE_IN]
     return [f for f in files if f not in held_back], held_back
@@ -300,11 +300,11 @@ def windows_of(path: str) -> np.ndarray:
 
 
 def shuffled_windows(path: str, seed: int) -> np.ndarray:
-    """Returns the same windows in an order that depends on the seed alone."""
+    """Returns the windows of a file in a random order, which is the same for the same seed."""
     return np.random.default_rng(seed).permutation(windows_of(path))
 
 
-# What you see, and what you can ask for.
+# The output, and the command line.
 
 
 def named(num_devices: int) -> str:
@@ -312,7 +312,7 @@ def named(num_devices: int) -> str:
 
 
 def compare(trainings: Sequence[Training]) -> None:
-    """Prints speeds and losses, and how far the weights of each training are from those of the first."""
+    """Prints the speed and loss of each training, and the largest difference of its weights to the first training."""
     first = trainings[0]
     for training in trainings:
         line = f"{named(training.num_devices)}: {training.tokens_per_s:,.0f} tokens/s, held-back loss {training.held_back_loss:.4f}"
@@ -325,7 +325,7 @@ def compare(trainings: Sequence[Training]) -> None:
 
 
 class TokensPerSecond(ProgressColumn):
-    """The speed of the last half minute."""
+    """A progress column with the speed over the last half minute."""
 
     def __init__(self, tokens_per_step: int) -> None:
         super().__init__()
@@ -349,7 +349,7 @@ def training_progress(tokens_per_step: int) -> Progress:
 
 
 def plot(trainings: Sequence[Training], path: Path) -> None:
-    """Draws the loss of each step, one training upon the other."""
+    """Plots the loss per step of all trainings on top of each other."""
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     for training, color, width, style in zip(trainings, ("C1", "C0"), (5, 1), ("-", "--"), strict=False):
@@ -368,8 +368,8 @@ def plot(trainings: Sequence[Training], path: Path) -> None:
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what says how the model is made and trained."""
-    parser.add_argument("--batch", type=int, default=16, help="windows in a global batch (default: %(default)s)")
+    """Adds the options of the model and its training, which other examples share."""
+    parser.add_argument("--batch", type=int, default=16, help="windows per global batch (default: %(default)s)")
     parser.add_argument("--width", type=int, default=128, help="of the model (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="of the model (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="at its peak (default: %(default)s)")
