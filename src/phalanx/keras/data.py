@@ -12,9 +12,8 @@ from phalanx import compat
 from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError, arguments, shown
 from phalanx.input.distributed import DistributedDataset
 from phalanx.input.iterator import DistributedIterator
-from phalanx.input.sources.base import UNKNOWN, Facts
+from phalanx.input.sources.base import UNKNOWN, AbstractRows, Facts
 from phalanx.input.sources.batches import BatchStream
-from phalanx.input.sources.files import Files
 from phalanx.input.sources.functions import InputContext
 from phalanx.options import InputOptions
 from phalanx.strategies.base import Strategy
@@ -195,9 +194,9 @@ def _batched(strategy: Strategy, x: PyTree, data: dict[str, Any]) -> Distributed
             "an iterator can be read only once, but each epoch reads the data again.",
             "fit(dataset) instead of fit(iter(dataset))",
         )
-    if not isinstance(x, (DistributedDataset, DatasetCreator, Files)):
+    if not isinstance(x, (DistributedDataset, DatasetCreator, AbstractRows)):
         return None
-    batch_size = data.pop("batch_size", None) if isinstance(x, Files) else None
+    batch_size = data.pop("batch_size", None) if isinstance(x, AbstractRows) else None
     # `fit` passes shuffle=True by default, so it does not show what the user wants.
     given = [name for name, value in data.items() if value is not None and name != "shuffle"]
     if given:

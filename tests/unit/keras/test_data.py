@@ -144,6 +144,16 @@ def test_records_of_files_are_batched(strategy, tmp_path):
     )
 
 
+def test_numpy_dataset_is_batched(strategy):
+    """`fit` batches the rows of `make_experimental_numpy_dataset`, too."""
+    ours, theirs = twins(strategy, compiled())
+    dataset = strategy.make_experimental_numpy_dataset((X, Y))
+    same(
+        ours.fit(dataset, batch_size=16, epochs=2, verbose=0).history,
+        theirs.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0).history,
+    )
+
+
 def test_iterator_is_refused_as_dataset(strategy):
     """An iterator is no dataset."""
     dataset = strategy.experimental_distribute_dataset((X, Y), batch_size=16)

@@ -105,6 +105,61 @@ class AbstractSource(ABC):
         """
 
 
+class AbstractRows(ABC):
+    """A dataset of single rows, which becomes a source once the global batch size is known."""
+
+    @abstractmethod
+    def batch(self, batch_size: int, *, drop_remainder: bool = False) -> AbstractSource:
+        """Returns a dataset of global batches with the same rows."""
+
+
+@dataclass(frozen=True)
+class Batching:
+    """What a user asked for besides the dataset.
+
+    Args:
+      batch_size: global batch size in rows, for a dataset of single rows. None for a dataset of global batches.
+      drop_remainder: whether to drop a short last batch.
+
+    Raises:
+      InvalidArgumentError: `batch_size` is not a positive integer below 2**31.
+    """
+
+    batch_size: int | None
+    drop_remainder: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None:
+            check_batch_size(self.batch_size)
+
+    def require_size(self, dataset: object) -> int:
+        """Returns the batch size, which `dataset` needs.
+
+        Raises:
+          InputError: there is none.
+        """
+        if self.batch_size is None:
+            raise InputError(
+                f"dataset={type(dataset).__name__}",
+                "a dataset of single rows needs a global batch size.",
+                "pass batch_size=64",
+            )
+        return self.batch_size
+
+    def refuse_size(self, dataset: object) -> None:
+        """Rejects a batch size, because `dataset` yields batches already.
+
+        Raises:
+          InputError: there is one.
+        """
+        if self.batch_size is not None:
+            raise InputError(
+                f"batch_size={self.batch_size} for a {type(dataset).__name__}",
+                "the dataset already yields batches, which are the global batches.",
+                "leave out batch_size",
+            )
+
+
 def state_entry(state: State | None, key: str, default: Any, *, beside: tuple[str, ...] = ()) -> PyTree:
     """Returns one entry of a position.
 

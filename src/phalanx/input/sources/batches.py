@@ -13,8 +13,10 @@ from typing_extensions import override
 from phalanx.errors import InputError, shown
 from phalanx.input.shard import InputWorker
 from phalanx.input.sources.base import (
+    UNKNOWN,
     AbstractReader,
     AbstractSource,
+    Batching,
     Facts,
     Piece,
     State,
@@ -196,6 +198,36 @@ class OneShot:
             )
         iterator, self._iterator = self._iterator, None
         return iterator
+
+
+def stream_of_records(dataset: Any, batching: Batching) -> BatchStream:
+    """Returns the source of single rows that can be read only in order.
+
+    Args:
+      dataset: an iterable of records, an iterator, or a function that returns an iterator.
+      batching: the batch size, and whether to drop a short last batch.
+
+    Raises:
+      InputError: `batching` has no batch size.
+    """
+    size, opens = batching.require_size(dataset), opener(dataset)
+    facts = Facts(batch_size=size, is_full=batching.drop_remainder)
+    return BatchStream(lambda: batched(opens(), size), facts, drop_remainder=batching.drop_remainder)
+
+
+def opener(dataset: Any) -> Callable[[], Iterator[Any]]:
+    """Returns a function that opens an iterator over `dataset` from its beginning."""
+    if isinstance(dataset, Iterator):
+        return OneShot(dataset)
+    return lambda: iter(dataset if isinstance(dataset, Iterable) else dataset())
+
+
+def length_of(dataset: Any) -> int:
+    """Returns the number of batches of `dataset`, or UNKNOWN."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return UNKNOWN
 
 
 def batched(records: Iterable[Any], batch_size: int) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from phalanx.errors import InputError, arguments, shown
 from phalanx.input.shard import InputWorker, shares
 from phalanx.input.sources.base import (
     AbstractReader,
+    AbstractRows,
     AbstractSource,
     Facts,
     Piece,
@@ -33,7 +34,7 @@ Reader = Callable[[str], Any]
 
 
 @final
-class Files:
+class Files(AbstractRows):
     """A dataset of the records in files, not yet batched. `phalanx.data.from_files` creates it.
 
     May be used in any context.
@@ -46,6 +47,10 @@ class Files:
 
     def __init__(self, paths: Sequence[str], reader: Reader, interleave: int) -> None:
         self.paths, self.reader, self.interleave = tuple(paths), reader, interleave
+
+    @override
+    def batch(self, batch_size: int, *, drop_remainder: bool = False) -> "FileRecords":
+        return FileRecords(self, batch_size, drop_remainder=drop_remainder)
 
     def __repr__(self) -> str:
         return f"{len(self.paths)} files"

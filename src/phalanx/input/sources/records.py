@@ -16,6 +16,7 @@ from phalanx.input.shard import InputWorker
 from phalanx.input.sources.base import (
     INFINITE,
     AbstractReader,
+    AbstractRows,
     AbstractSource,
     Facts,
     Piece,
@@ -24,7 +25,6 @@ from phalanx.input.sources.base import (
     check_count,
     num_rows,
     stack,
-    stack_leaf,
     state_entry,
 )
 from phalanx.mesh.arrays import to_host, to_numpy
@@ -120,7 +120,7 @@ class ArrayRecords(AbstractRecords):
 
 
 @final
-class NumpyDataset:
+class NumpyDataset(AbstractRows):
     """A dataset of the rows of arrays, not yet batched. `Strategy.make_experimental_numpy_dataset` creates it.
 
     May be used in any context.
@@ -146,6 +146,7 @@ class NumpyDataset:
     def __len__(self) -> int:
         return self._rows
 
+    @override
     def batch(self, batch_size: int, *, drop_remainder: bool = False) -> ArrayRecords:
         """Returns a dataset of global batches with the same rows.
 
@@ -158,22 +159,6 @@ class NumpyDataset:
         """
         arguments.flag("drop_remainder", drop_remainder)
         return ArrayRecords(self._arrays, batch_size, drop_remainder=drop_remainder)
-
-
-@final
-class SlicedRecords(AbstractRecords):
-    """The records of an object with `len` whose slices are dicts of columns, such as a Hugging Face `Dataset`.
-
-    One slice per batch is much faster than one access per record.
-    """
-
-    def __init__(self, columns: Any, batch_size: int, *, drop_remainder: bool = False) -> None:
-        self._columns = columns
-        super().__init__(len(columns), batch_size, drop_remainder=drop_remainder)
-
-    @override
-    def records(self, start: int, stop: int) -> PyTree:
-        return {name: stack_leaf(column) for name, column in self._columns[start:stop].items()}
 
 
 @final
