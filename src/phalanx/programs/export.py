@@ -15,7 +15,7 @@ from phalanx import compat
 from phalanx.compat import Variable, dtype_of
 from phalanx.errors import MissingDependencyError, TraceError
 from phalanx.programs.explain import explained
-from phalanx.programs.replicas import trace_program
+from phalanx.programs.trace import trace_program
 from phalanx.tracing.discovery import Discovery
 from phalanx.tracing.draws import refuse_draw
 from phalanx.tracing.policy import describe
@@ -77,15 +77,8 @@ def export(
       TraceError: it cannot be traced, or calls back to Python while it runs.
       MissingDependencyError: `flatbuffers` is not installed.
     """
-    output: list[Structure] = []
-
-    def call(inputs: list[Any]) -> list[Any]:
-        parts = Parts(fn(inputs))
-        output.append(parts.structure)
-        return parts.arrays
-
     specs = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in inputs]
-    found, rows = _traced(call, specs)
+    found, rows = _traced(lambda inputs: Parts(fn(inputs)), specs)
     written = [i for i, w in enumerate(found.written) if w]
     is_seed = [any(v is s for s in found.seeds) for v in found.variables]
     is_added = [adds and x is not None for x in found.outputs.increments]
@@ -120,11 +113,13 @@ def export(
         set=tuple(i for i, a in kept if not a),
         seeds=tuple(i for i, s in enumerate(is_seed) if s),
         updates=tuple(_given(u, g) for u, g in zip(found.updates, found.outputs.gradients, strict=True)),
-        output=output[-1],
+        output=found.outputs.structure,
     )
 
 
-def _traced(call: Callable[..., Any], specs: list[Any]) -> tuple[Discovery, list[tuple[Variable, tuple[int, ...]]]]:
+def _traced(
+    call: Callable[[list[Any]], Parts], specs: list[Any]
+) -> tuple[Discovery, list[tuple[Variable, tuple[int, ...]]]]:
     """Traces a scheduled step, with as many rows of each table as it looks up.
 
     Returns:

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from phalanx.programs import signature
 from phalanx.programs.cache import ProgramCache, Settings
 from phalanx.programs.explain import explained
 from phalanx.programs.interrupts import deferred
-from phalanx.programs.replicas import execute_program, trace_program
 from phalanx.programs.state import Group, State
+from phalanx.programs.trace import execute_program, trace_program
 from phalanx.tracing import context
 from phalanx.tracing.discovery import Discovery, used_differently
 from phalanx.tracing.draws import Draws
@@ -50,19 +50,20 @@ class Program:
     """
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments, *, eager: bool) -> None:
-        self._fn: Callable[..., Any] | None = fn
         self._eager = eager
         self._structure, self._num_rows, self._num_arrays = (
             arguments.structure,
             len(arguments.rows),
             len(arguments.arrays),
         )
-        self._streams: Sequence[AbstractStream] = arguments.streams
-        self._output: Structure
+        # What JAX calls if it compiles the program again. Only kept while the program runs: the function lives for as long as
+        # its owner wants, and its programs for as long as the function.
+        self._called: _Call | None = _Call(fn, arguments.streams)
         found = self._trace(arguments.arrays)
         self._trace_made: Discovery | None = found
         # Empty for most programs, which need not ask.
         self.draws = Draws(found.draws, arguments.streams) if found.draws else ()
+        self._output: Structure = found.outputs.structure
         self._variables, self._written = found.variables, found.written
         self._has_callback = found.has_callback
         self._strategy = _strategy_of(found)
@@ -84,8 +85,7 @@ class Program:
             self._execute = functools.partial(_finished, self._execute)
         self._has_run = False
         self._is_local = self._topology.num_workers == 1
-        # Not kept: the function lives as long as its owner wants, and its programs as long as the function.
-        self._fn, self._streams = None, ()
+        self._called = None
 
     def __call__(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> PyTree:
         """Runs the program of `fn`, stores what it wrote, and does the updates that it left; `batches` are what its draws found."""
@@ -94,7 +94,8 @@ class Program:
         run = self._run_as_one_step if self._updates or self.draws else self._run
         outputs = run(fn, arguments, batches)
         rows = arguments.rows if not batches else [r for given in (arguments, *batches) for r in given.rows]
-        return self._output.join(outputs[2], rows, arguments.streams)
+        structure = outputs[4] if self._eager else self._output
+        return structure.join(outputs[2], rows, arguments.streams)
 
     def _run_as_one_step(
         self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]
@@ -120,7 +121,7 @@ class Program:
             for batch in batches:
                 inputs += self._inputs(batch)
             donated, kept = self._state.take()
-            self._fn, self._streams = fn, arguments.streams
+            self._called = _Call(fn, arguments.streams)
             try:
                 outputs = (self._state.run if self._has_run else self._first_run)(self._execute, donated, kept, inputs)
             except Exception as e:
@@ -129,7 +130,7 @@ class Program:
                     raise FloatingPointError("a NaN or an infinity in what a step returned or stored") from None
                 raise
             finally:
-                self._fn, self._streams = None, ()
+                self._called = None
             if isinstance((outputs[2] or outputs[0] or (None,))[0], jax.core.Tracer):
                 self._state.put_back(donated)
                 raise refuse_outer_trace()
@@ -158,12 +159,12 @@ class Program:
     def lower(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> jax.stages.Lowered:
         """Returns the program of `fn` as jax sees it."""
         with process_dispatching():
-            self._fn, self._streams = fn, arguments.streams
+            self._called = _Call(fn, arguments.streams)
             inputs = [x for given in (arguments, *batches) for x in self._inputs(given)]
             try:
                 return self._compiled.lower(*self._state.take(), inputs)
             finally:
-                self._fn, self._streams = None, ()
+                self._called = None
 
     def _inputs(self, arguments: Arguments) -> list[Any]:
         inputs, topology = list(arguments.arrays), self._topology
@@ -201,7 +202,7 @@ class Program:
             values, parts = self._merged(donated, kept)
             inputs = list(map(jnp.asarray, inputs[: self._num_arrays]))
             outputs = execute_program(self._call, inputs, self._trace_made, values, parts)
-        return outputs.values, outputs.parts, outputs.result, outputs.gradients
+        return outputs.values, outputs.parts, outputs.result, outputs.gradients, outputs.structure
 
     def _merged(self, donated: Group, kept: Group) -> Group:
         """Returns values and components of all variables, in order."""
@@ -220,18 +221,26 @@ class Program:
         return found
 
     def _trace(self, inputs: list[Any]) -> Discovery:
-        return trace_program(self._call, inputs, named=self._fn, eager=self._eager)
+        assert self._called is not None
+        return trace_program(self._call, inputs, named=self._called.fn, eager=self._eager)
 
-    def _call(self, inputs: list[Any]) -> list[Any]:
-        """Calls the function, and returns the arrays that it does."""
-        assert self._fn is not None
-        args, kwargs, rows = Arguments.rebuild(self._structure, self._num_rows, inputs, self._streams)
-        result = self._fn(*args, **kwargs)
+    def _call(self, inputs: list[Any]) -> Parts:
+        """Calls the function, and takes apart what it returns."""
+        assert self._called is not None
+        fn, streams = self._called
+        args, kwargs, rows = Arguments.rebuild(self._structure, self._num_rows, inputs, streams)
+        result = fn(*args, **kwargs)
         rows += program_scope().pass_.drawn_rows
-        parts = Parts(result, rows=rows, streams=self._streams)
+        parts = Parts(result, rows=rows, streams=streams)
         require_returnable(parts.arrays)
-        self._output = parts.structure
-        return parts.arrays
+        return parts
+
+
+class _Call(NamedTuple):
+    """The function that a program calls when it is traced, and the streams among its arguments."""
+
+    fn: Callable[..., Any]
+    streams: Sequence[AbstractStream]
 
 
 class Programs:

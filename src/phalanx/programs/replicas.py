@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Strategy.run` inside a program: one `shard_map` for all replicas; and how whole programs are traced."""
+"""`Strategy.run` inside a program: one `shard_map` for all replicas."""
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -10,20 +9,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import keras
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
-from phalanx import compat
 from phalanx.mesh.arrays import as_array, is_array
 from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.values import Mirrored, PerReplica, RowMask, check_size, differs, flatten, is_equal_everywhere
 from phalanx.programs import explain
-from phalanx.tracing import context, markers, slips
+from phalanx.programs.trace import executing_scope, trace, written_entries
+from phalanx.tracing import context, slips
 from phalanx.tracing.boundary import combine, first_component
 from phalanx.tracing.context import Mode, ReplicaContext
-from phalanx.tracing.discovery import Discovery, DiscoveryMismatch, Entry, Executing, Tracing
+from phalanx.tracing.discovery import Discovery, Entry
 from phalanx.tracing.policy import policy_of
 from phalanx.tracing.scope import LiftScope, program_scope
 from phalanx.tracing.strategy import AbstractStrategy, Updates
@@ -55,6 +53,64 @@ def trace_run(
     return run.inline() if run.is_plain else run.mapped(scope)
 
 
+@jax.tree_util.register_static
+class _Nest:
+    """What a replica function returned, without its arrays. A pytree without leaves, so that a traced function can return it.
+
+    Args:
+      returned: the nest.
+    """
+
+    def __init__(self, returned: PyTree) -> None:
+        leaves, self._tree = flatten(returned)
+        self._leaves = [_RESULT if _is_traced(x) else _MIRRORED if is_equal_everywhere(x) else x for x in leaves]
+
+    def join(self, results: Iterable[Any], mirrored: Iterable[Any]) -> PyTree:
+        """Returns the nest with these arrays and trees."""
+        arrays, trees = iter(results), iter(mirrored)
+        pick = lambda x: next(arrays) if x is _RESULT else Mirrored(next(trees)) if x is _MIRRORED else x  # noqa: E731
+        return self._tree.unflatten(map(pick, self._leaves))
+
+
+_RESULT, _MIRRORED = object(), object()
+
+
+class _Returned(NamedTuple):
+    """What one call of a replica function returned.
+
+    Args:
+      results: its arrays that may differ between replicas, in order.
+      mirrored: the trees of its `Mirrored` values, in order.
+      nest: the rest of it.
+      padding: which rows of the replica are real. None if no batch is padded.
+    """
+
+    results: list[jax.Array]
+    mirrored: list[PyTree]
+    nest: _Nest
+    padding: RowMask | None
+
+
+class _ReplicaOutputs(NamedTuple):
+    """What the program of one replica returns: arrays, their shapes if it was only traced, or their specs.
+
+    Args:
+      results: arrays that may differ between replicas, (1, ...) each.
+      mirrored: the trees of `Mirrored` values.
+      values: new values of the variables that it writes, in order; None for those that are combined on demand.
+      parts: new components of the on-read variables among them, (1, ...) each.
+      gradients: one list per update that it leaves.
+      nest: the rest of what the function returned.
+    """
+
+    results: Any
+    mirrored: Any
+    values: Any
+    parts: Any
+    gradients: Any
+    nest: Any
+
+
 class _Run:
     """One `Strategy.run` inside the trace of a program."""
 
@@ -72,8 +128,6 @@ class _Run:
         self._whole = (
             [x.value for x in self._of(is_equal_everywhere)] + [r.count for r in self._rows] + self._of(is_array)
         )
-        self._result: tuple[list[Any], Any] = ([], None)
-        self._padding: RowMask | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -83,8 +137,8 @@ class _Run:
 
     def inline(self) -> PyTree:
         """One replica: calls the function in the program's own scope."""
-        results, mirrored = self._call([x[0] for x in self._sharded], self._whole, jnp.int32(0))
-        return self._rebuild(results, [Mirrored(m) for m in mirrored])
+        returned = self._call([x[0] for x in self._sharded], self._whole, jnp.int32(0))
+        return returned.nest.join(returned.results, returned.mirrored)
 
     def mapped(self, scope: LiftScope) -> PyTree:
         """Several replicas: calls it under `shard_map`."""
@@ -94,19 +148,19 @@ class _Run:
         parts = [scope.components(v, self._strategy.num_replicas_in_sync) for v in found.variables]
         whole = self._whole if self._steps is None else [self._steps, *self._whole]
         body = functools.partial(self._body, found)
-        of_updates = [[PartitionSpec() if d is None else _along(d) for d in u.dims] for u in found.updates]
-        replicas = self._shard_map(body, (False, True, True, False), (True, False, False, True, of_updates))
-        outputs = replicas([e.value for e in entries], parts, self._sharded, whole)
-        results, mirrored, values, parts, gradients = outputs
+        outputs = self._shard_map(body, (False, True, True, False), _specs_of_outputs(found))(
+            [e.value for e in entries], parts, self._sharded, whole
+        )
+        results = outputs.results
         if topology.axes:
             # Of a result each device of a replica has the whole: what leaves a program is read by replicas.
             results = lax.with_sharding_constraint(results, topology.per_replica)
-        kept = iter(parts)
+        kept = iter(outputs.parts)
         scope.values_change()
-        for entry, value in zip(itertools.compress(entries, found.written), values, strict=True):
+        for entry, value in zip(itertools.compress(entries, found.written), outputs.values, strict=True):
             entry.written = True
             entry.replace(value, next(kept) if entry.policy.on_read else None)
-        for update, of_update in zip(found.updates, gradients, strict=True):
+        for update, of_update in zip(found.updates, outputs.gradients, strict=True):
             left = dataclasses.replace(update, gradients=of_update)
             if self._strategy.updates is Updates.AFTER_PROGRAM:
                 scope.leave(left)
@@ -115,7 +169,7 @@ class _Run:
         rows = self._rows[0] if self._rows else None
         masks = [rows.repeated(each) if rows and each else None for each in found.rows_each]
         wrapped = (self._wrapped(x, mask) for x, mask in zip(results, masks, strict=True))
-        return self._rebuild(wrapped, map(Mirrored, mirrored))
+        return outputs.nest.join(wrapped, outputs.mirrored)
 
     def _wrapped(self, array: jax.Array, rows: RowMask | None) -> PyTree:
         """Returns a result as it leaves `Strategy.run`: of one replica alone as the array that it is."""
@@ -128,7 +182,7 @@ class _Run:
         inputs = self._one_step()
         found = self._trace_replica(*inputs)
         self._warn_of_slips(found)
-        found.rows_each = self._find_rows(found.outputs[0], *inputs)
+        found.rows_each = self._find_rows(found.outputs.results, *inputs)
         return found
 
     def _warn_of_slips(self, found: Discovery) -> None:
@@ -156,10 +210,10 @@ class _Run:
         seen: list[Discovery] = []
 
         def body(sharded: PyTree, whole: PyTree) -> PyTree:
-            seen.append(_traced(self._replica, _first(sharded), whole, named=self._fn, mapped=True))
+            seen.append(trace(self._replica, _first(sharded), whole, named=self._fn, mapped=True))
             return jnp.zeros((1,))
 
-        jax.eval_shape(self._shard_map(body, (True, False), True), sharded, whole)
+        jax.eval_shape(self._shard_map(body, (True, False), _along(0)), sharded, whole)
         return seen[0]
 
     def _find_rows(self, results: list[Any], sharded: list[Any], whole: list[Any]) -> list[int]:
@@ -178,15 +232,16 @@ class _Run:
             for x, p in zip(sharded, padded, strict=True)
         ]
         try:
-            # By a copy, for it notes what the function returned.
-            grown = copy.copy(self)._trace_replica(longer, whole).outputs[0]
+            grown = self._trace_replica(longer, whole).outputs.results
         except Exception:  # The function is written for this size of batch: the shape alone must tell.
             return [int(n == 1) for n in each]
         grows = [len(g.shape) > 1 and g.shape[1] == n * (places + 1) for n, g in zip(each, grown, strict=True)]
         return [n if g else 0 for n, g in zip(each, grows, strict=True)]
 
-    def _body(self, found: Discovery, values: list[Any], parts: list[Any], sharded: PyTree, whole: PyTree) -> PyTree:
-        """The program of one replica: its results, the mirrored results, new values, components of its own, and gradients."""
+    def _body(
+        self, found: Discovery, values: list[Any], parts: list[Any], sharded: PyTree, whole: PyTree
+    ) -> _ReplicaOutputs:
+        """The program of one replica."""
         own = [
             first_component(policy_of(variable), value) if part is None else part[0]
             for variable, value, part in zip(found.variables, values, parts, strict=True)
@@ -195,10 +250,11 @@ class _Run:
         if self._steps is not None:
             return self._loop(found, own, sharded, whole)
         if found.eager:
-            return self._replica(_executing(found, own, [], sharded, whole, mapped=True), sharded, whole)
-        return found.evaluate(own, [], sharded, whole)
+            return self._replica(executing_scope(found, own, [], sharded, whole, mapped=True), sharded, whole)
+        outputs: _ReplicaOutputs = found.evaluate(own, [], sharded, whole)
+        return outputs
 
-    def _loop(self, found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]) -> PyTree:
+    def _loop(self, found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]) -> _ReplicaOutputs:
         """Does as many steps as there are; returns what one returns, the results stacked.
 
         On-read variables are combined once, after the last step.
@@ -208,22 +264,27 @@ class _Run:
         written = [v for v, w in zip(found.variables, found.written, strict=True) if w]
 
         def body(i: jax.Array, carry: PyTree) -> PyTree:
-            own, outputs = carry
-            results, mirrored, values, parts, _ = found.evaluate(own, [], *at(i))
+            own, stacked = carry
+            outputs: _ReplicaOutputs = found.evaluate(own, [], *at(i))
             put = lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, i, 0)  # noqa: E731
-            outputs = jax.tree.map(put, outputs, ([x[0] for x in results], mirrored))
-            mine = iter(parts)
-            new = iter([next(mine)[0] if policy_of(v).on_read else x for v, x in zip(written, values, strict=True)])
-            return [next(new) if w else x for w, x in zip(found.written, own, strict=True)], outputs
+            stacked = jax.tree.map(put, stacked, ([x[0] for x in outputs.results], outputs.mirrored))
+            mine = iter(outputs.parts)
+            pairs = zip(written, outputs.values, strict=True)
+            new = iter([next(mine)[0] if policy_of(v).on_read else x for v, x in pairs])
+            return [next(new) if w else x for w, x in zip(found.written, own, strict=True)], stacked
 
         room = lambda x: jnp.zeros((self._num_steps, *x.shape), x.dtype)  # noqa: E731
-        results, mirrored, *_ = found.outputs
-        outputs = ([room(jax.ShapeDtypeStruct(x.shape[1:], x.dtype)) for x in results], jax.tree.map(room, mirrored))
-        own, (results, mirrored) = lax.fori_loop(0, count, body, (own, outputs))
+        one: _ReplicaOutputs = found.outputs
+        stacked = (
+            [room(jax.ShapeDtypeStruct(x.shape[1:], x.dtype)) for x in one.results],
+            jax.tree.map(room, one.mirrored),
+        )
+        own, (results, mirrored) = lax.fori_loop(0, count, body, (own, stacked))
         ends = [x for w, x in zip(found.written, own, strict=True) if w]
         entries = [Entry(v, x, x) for v, x in zip(written, ends, strict=True)]
         values = _combine_at_boundary(entries, self._padding_at(count - 1, sharded, whole))
-        return [x[None] for x in results], mirrored, values, [e.value[None] for e in entries if e.policy.on_read], []
+        parts = [e.value[None] for e in entries if e.policy.on_read]
+        return _ReplicaOutputs([x[None] for x in results], mirrored, values, parts, [], one.nest)
 
     def _padding_at(self, step: jax.Array, sharded: list[Any], whole: list[Any]) -> RowMask | None:
         """Returns which rows of this replica are real at one of several steps."""
@@ -233,20 +294,22 @@ class _Run:
         at = functools.partial(lax.dynamic_index_in_dim, index=step, keepdims=False)
         return RowMask(at(sharded[-1]), at(count))
 
-    def _replica(self, scope: LiftScope, sharded: PyTree, whole: PyTree) -> PyTree:
-        """Calls the function for one replica, in `scope`; returns what `_body` does."""
+    def _replica(self, scope: LiftScope, sharded: PyTree, whole: PyTree) -> _ReplicaOutputs:
+        """Calls the function for one replica, in `scope`."""
         with scope:
-            results, mirrored = self._call(sharded, whole, lax.axis_index(REPLICA_AXIS))
-        written = _written(scope)
+            returned = self._call(sharded, whole, lax.axis_index(REPLICA_AXIS))
+        written = written_entries(scope)
         parts = [e.value[None] for e in written if e.policy.on_read]
         # Of several steps, the last one's are combined.
         now = [e for e in written if self._steps is None or not e.policy.on_read]
-        combined = dict(zip(map(id, now), _combine_at_boundary(now, self._padding), strict=True))
+        combined = dict(zip(map(id, now), _combine_at_boundary(now, returned.padding), strict=True))
         values = [combined.get(id(e)) for e in written]
-        return [x[None] for x in results], mirrored, values, parts, [u.gradients for u in scope.updates]
+        gradients = [u.gradients for u in scope.updates]
+        results = [x[None] for x in returned.results]
+        return _ReplicaOutputs(results, returned.mirrored, values, parts, gradients, returned.nest)
 
-    def _call(self, sharded: list[Any], whole: list[Any], replica_id: jax.Array) -> tuple[list[Any], list[Any]]:
-        """Calls the user's function with one replica's arguments; returns its arrays and its mirrored trees."""
+    def _call(self, sharded: list[Any], whole: list[Any], replica_id: jax.Array) -> _Returned:
+        """Calls the user's function with one replica's arguments."""
         own, same = iter(sharded), iter(whole)
         leaves = list(self._leaves)
         self._fill(leaves, differs, own)
@@ -255,11 +318,12 @@ class _Run:
         self._fill(leaves, is_array, same)
         args, kwargs = self._tree.unflatten(leaves)
         replica = ReplicaContext(self._strategy, replica_id, masks)
-        self._padding = replica.padding
         with context.enter(Mode(self._strategy, replica)):
             result = explain.call(self._fn, args, kwargs)
-        self._result = leaves, _ = flatten(result)
-        return [x for x in leaves if _is_traced(x)], [x.value for x in leaves if is_equal_everywhere(x)]
+        leaves = flatten(result)[0]
+        results = [x for x in leaves if _is_traced(x)]
+        mirrored = [x.value for x in leaves if is_equal_everywhere(x)]
+        return _Returned(results, mirrored, _Nest(result), replica.padding)
 
     def _fill(self, leaves: list[Any], kind: Callable[[Any], bool], values: Iterable[Any]) -> None:
         places = (i for i, x in enumerate(self._leaves) if kind(x))
@@ -269,19 +333,13 @@ class _Run:
     def _of(self, kind: Callable[[Any], bool]) -> list[Any]:
         return [x for x in self._leaves if kind(x)]
 
-    def _rebuild(self, results: Iterable[Any], mirrored: Iterable[Any]) -> PyTree:
-        leaves, tree = self._result
-        arrays, same = iter(results), iter(mirrored)
-        pick = lambda x: next(arrays) if _is_traced(x) else next(same) if is_equal_everywhere(x) else x  # noqa: E731
-        return tree.unflatten([pick(x) for x in leaves])
-
-    def _shard_map(self, body: Callable[..., Any], ins: Sequence[bool], outs: Any) -> Callable[..., Any]:
-        spec = lambda x: (_along(0) if x else PartitionSpec()) if isinstance(x, bool) else x  # noqa: E731
+    def _shard_map(self, body: Callable[..., Any], ins: Sequence[bool], out_specs: Any) -> Callable[..., Any]:
+        """Maps `body` over the replicas; `ins` says of each argument whether its leading dim is the replica."""
         return jax.shard_map(
             body,
             mesh=self._strategy.topology.mesh,
-            in_specs=tuple(map(spec, ins)),
-            out_specs=spec(outs) if isinstance(outs, bool) else tuple(map(spec, outs)),
+            in_specs=tuple(_along(0) if sharded else PartitionSpec() for sharded in ins),
+            out_specs=out_specs,
             # Further axes of the mesh stay automatic: XLA divides a replica's program over them.
             axis_names={REPLICA_AXIS},
             # Gradients inside stay local, and a scan with a constant carry (Keras's LSTM) traces.
@@ -289,143 +347,11 @@ class _Run:
         )
 
 
-def trace_program(
-    fn: Callable[..., Any], inputs: PyTree, *, named: Callable[..., Any] | None = None, eager: bool = False
-) -> Discovery:
-    """Traces a whole program: calls `fn(inputs)`, which returns arrays.
-
-    Args:
-      fn: what it does.
-      inputs: its arguments.
-      named: the function of the user's that it calls, which JAX names if a value leaks.
-      eager: whether it will be executed with real values.
-
-    Raises:
-      DiscoveryMismatch: each time it is traced it makes another variable.
-    """
-    random_states = slips.random_states()
-    found, made = _traced_whole(fn, inputs, named)
-    if made or slips.random_states() != random_states:
-        # What makes variables, or the global generator, with random seeds of their own, is not what is called again.
-        random_states = slips.random_states()
-        found, made = _traced_whole(fn, inputs, named)
-    if made:
-        raise DiscoveryMismatch(made[0])
-    slips.warn_of_random_numbers(random_states)
-    slips.warn_of_constant_keys(found.jaxpr)
-    for each in (found, *found.runs):
-        each.eager = eager
-    return found
-
-
-def _traced_whole(
-    fn: Callable[..., Any], inputs: PyTree, named: Callable[..., Any] | None
-) -> tuple[Discovery, list[keras.Variable]]:
-    """Traces a whole program; returns the variables that were made meanwhile too."""
-    # They get their first values when this outer scope closes, outside the trace.
-    with keras.StatelessScope():
-        found = _traced(functools.partial(_program, fn), inputs, named=named)
-        return found, [v for v in found.variables if compat.is_new(v)]
-
-
-class ProgramOutputs(NamedTuple):
-    """What a whole program returns: arrays, or their shapes if the program was only traced.
-
-    Args:
-      result: what the function returns.
-      values: new values of the variables that it writes, in order.
-      parts: the replicas' components of each of them; None for variables that have none.
-      gradients: one list per update that it leaves.
-      increments: what was added to each of the written variables; None if it was assigned otherwise.
-      ids: the ids of the rows of tables that it looks up, in order.
-    """
-
-    result: PyTree
-    values: list[Any]
-    parts: list[Any]
-    gradients: list[list[Any]]
-    increments: list[Any]
-    ids: list[Any]
-
-
-def execute_program(
-    fn: Callable[..., Any], inputs: PyTree, found: Discovery, values: list[Any], parts: list[Any]
-) -> ProgramOutputs:
-    """Returns what `fn(inputs)` does with real values of the variables, and components."""
-    return _program(fn, _executing(found, values, parts, inputs), inputs)
-
-
-def _program(fn: Callable[..., Any], scope: LiftScope, inputs: PyTree) -> ProgramOutputs:
-    with scope:
-        result = fn(inputs)
-    written = _written(scope)
-    gradients = [u.gradients for u in scope.updates]
-    values, parts = [e.value for e in written], [e.components for e in written]
-    ids = scope.pass_.ids if isinstance(scope.pass_, Tracing) else []
-    return ProgramOutputs(result, values, parts, gradients, [e.increment for e in written], ids)
-
-
-def _traced(
-    fn: Callable[..., Any], *args: PyTree, named: Callable[..., Any] | None = None, mapped: bool = False
-) -> Discovery:
-    """Traces `fn(scope, *args)`; once more where a tape was asked for a gradient that is none.
-
-    Args:
-      fn: what to trace.
-      *args: its arguments, behind the scope.
-      named: the function of the user's that it calls, which JAX names if a value leaks.
-      mapped: whether it is the program of one of several replicas.
-    """
-    found = _traced_once(fn, None, *args, named=named, mapped=mapped)
-    if all(map(all, found.connected)):
-        return found
-    return _traced_once(fn, found.connected, *args, named=named, mapped=mapped)
-
-
-def _traced_once(
-    fn: Callable[..., Any],
-    connected: Sequence[tuple[bool, ...]] | None,
-    *args: PyTree,
-    named: Callable[..., Any] | None,
-    mapped: bool,
-) -> Discovery:
-    passes: list[Tracing] = []
-    scopes: list[LiftScope] = []
-
-    def lifted(*args: PyTree) -> PyTree:
-        passes.append(Tracing(connected))
-        scopes.append(LiftScope(passes[0], mapped=mapped))
-        return fn(scopes[0], *args)
-
-    if named is not None:
-        functools.update_wrapper(lifted, named)
-    jaxpr, outputs = jax.make_jaxpr(lifted, return_shape=True)(*args)
-    found = passes[0].found
-    found.take(list(scopes[0].entries.values()), scopes[0].updates, passes[0].inputs, jaxpr, outputs)
-    return found
-
-
-def _executing(found: Discovery, values: list[Any], parts: list[Any], *args: PyTree, mapped: bool = False) -> LiftScope:
-    """Returns the scope in which a function is executed with real values."""
-    gradients = markers.gradient_values(found.jaxpr, *found.flat(values, parts, *args)) if found.has_tapes else []
-    return LiftScope(Executing(found, values, parts, gradients), mapped=mapped)
-
-
-def _written(scope: LiftScope) -> list[Entry]:
-    """Returns the entries of the variables that are written, in the order of the program's outputs.
-
-    Raises:
-      DiscoveryMismatch: another one was written than when the function was traced before.
-    """
-    now = [e for e in scope.entries.values() if e.written]
-    if not isinstance(scope.pass_, Executing):
-        return now
-    found = scope.pass_.found
-    known = list(itertools.compress(found.variables, found.written))
-    for entry in now:
-        if not any(entry.variable is v for v in known):
-            raise DiscoveryMismatch(entry.variable)
-    return [scope.entry(v) for v in known]
+def _specs_of_outputs(found: Discovery) -> _ReplicaOutputs:
+    """Returns how the outputs of the replicas' programs are put together."""
+    gradients = [[PartitionSpec() if d is None else _along(d) for d in u.dims] for u in found.updates]
+    each, same = _along(0), PartitionSpec()
+    return _ReplicaOutputs(each, same, same, each, gradients, nest=same)
 
 
 def _combine_at_boundary(entries: list[Entry], padding: RowMask | None) -> list[Any]:

@@ -62,8 +62,9 @@ class _Static:
         return self.value
 
 
+@jax.tree_util.register_static
 class Structure(NamedTuple):
-    """A nest without its arrays; hashable.
+    """A nest without its arrays; hashable. A pytree without leaves, so that a traced function can return it.
 
     Args:
       tree: the nest.

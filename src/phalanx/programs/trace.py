@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces whole programs, and the functions in them, with their variables as inputs and outputs."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import keras
+
+from phalanx import compat
+from phalanx.tracing import markers, slips
+from phalanx.tracing.discovery import Discovery, DiscoveryMismatch, Entry, Executing, Tracing
+from phalanx.tracing.scope import LiftScope
+from phalanx.tracing.structure import Parts, Structure
+from phalanx.typing import PyTree
+
+
+def trace_program(
+    fn: Callable[[PyTree], Parts], inputs: PyTree, *, named: Callable[..., Any] | None = None, eager: bool = False
+) -> Discovery:
+    """Traces a whole program: calls `fn(inputs)`, which returns a nest of arrays taken apart.
+
+    Args:
+      fn: what it does.
+      inputs: its arguments.
+      named: the function of the user's that it calls, which JAX names if a value leaks.
+      eager: whether it will be executed with real values.
+
+    Raises:
+      DiscoveryMismatch: each time it is traced it makes another variable.
+    """
+    random_states = slips.random_states()
+    found, made = _traced_whole(fn, inputs, named)
+    if made or slips.random_states() != random_states:
+        # What makes variables, or the global generator, with random seeds of their own, is not what is called again.
+        random_states = slips.random_states()
+        found, made = _traced_whole(fn, inputs, named)
+    if made:
+        raise DiscoveryMismatch(made[0])
+    slips.warn_of_random_numbers(random_states)
+    slips.warn_of_constant_keys(found.jaxpr)
+    for each in (found, *found.runs):
+        each.eager = eager
+    return found
+
+
+def _traced_whole(
+    fn: Callable[[PyTree], Parts], inputs: PyTree, named: Callable[..., Any] | None
+) -> tuple[Discovery, list[keras.Variable]]:
+    """Traces a whole program; returns the variables that were made meanwhile too."""
+    # They get their first values when this outer scope closes, outside the trace.
+    with keras.StatelessScope():
+        found = trace(functools.partial(_program, fn), inputs, named=named)
+        return found, [v for v in found.variables if compat.is_new(v)]
+
+
+class ProgramOutputs(NamedTuple):
+    """What a whole program returns: arrays, or their shapes if the program was only traced.
+
+    Args:
+      result: the arrays of what the function returns.
+      structure: the rest of it.
+      values: new values of the variables that it writes, in order.
+      parts: the replicas' components of each of them; None for variables that have none.
+      gradients: one list per update that it leaves.
+      increments: what was added to each of the written variables; None if it was assigned otherwise.
+      ids: the ids of the rows of tables that it looks up, in order.
+    """
+
+    result: list[Any]
+    structure: Structure
+    values: list[Any]
+    parts: list[Any]
+    gradients: list[list[Any]]
+    increments: list[Any]
+    ids: list[Any]
+
+
+def execute_program(
+    fn: Callable[[PyTree], Parts], inputs: PyTree, found: Discovery, values: list[Any], parts: list[Any]
+) -> ProgramOutputs:
+    """Returns what `fn(inputs)` does with real values of the variables, and components."""
+    return _program(fn, executing_scope(found, values, parts, inputs), inputs)
+
+
+def _program(fn: Callable[[PyTree], Parts], scope: LiftScope, inputs: PyTree) -> ProgramOutputs:
+    with scope:
+        returned = fn(inputs)
+    written = written_entries(scope)
+    gradients = [u.gradients for u in scope.updates]
+    values, parts = [e.value for e in written], [e.components for e in written]
+    ids = scope.pass_.ids if isinstance(scope.pass_, Tracing) else []
+    return ProgramOutputs(
+        returned.arrays, returned.structure, values, parts, gradients, [e.increment for e in written], ids
+    )
+
+
+def trace(
+    fn: Callable[..., Any], *args: PyTree, named: Callable[..., Any] | None = None, mapped: bool = False
+) -> Discovery:
+    """Traces `fn(scope, *args)`; once more where a tape was asked for a gradient that is none.
+
+    Args:
+      fn: what to trace.
+      *args: its arguments, behind the scope.
+      named: the function of the user's that it calls, which JAX names if a value leaks.
+      mapped: whether it is the program of one of several replicas.
+    """
+    found = _traced_once(fn, None, *args, named=named, mapped=mapped)
+    if all(map(all, found.connected)):
+        return found
+    return _traced_once(fn, found.connected, *args, named=named, mapped=mapped)
+
+
+def _traced_once(
+    fn: Callable[..., Any],
+    connected: Sequence[tuple[bool, ...]] | None,
+    *args: PyTree,
+    named: Callable[..., Any] | None,
+    mapped: bool,
+) -> Discovery:
+    passes: list[Tracing] = []
+    scopes: list[LiftScope] = []
+
+    def lifted(*args: PyTree) -> PyTree:
+        passes.append(Tracing(connected))
+        scopes.append(LiftScope(passes[0], mapped=mapped))
+        return fn(scopes[0], *args)
+
+    if named is not None:
+        functools.update_wrapper(lifted, named)
+    jaxpr, outputs = jax.make_jaxpr(lifted, return_shape=True)(*args)
+    found = passes[0].found
+    found.take(list(scopes[0].entries.values()), scopes[0].updates, passes[0].inputs, jaxpr, outputs)
+    return found
+
+
+def executing_scope(
+    found: Discovery, values: list[Any], parts: list[Any], *args: PyTree, mapped: bool = False
+) -> LiftScope:
+    """Returns the scope in which a function is executed with real values."""
+    gradients = markers.gradient_values(found.jaxpr, *found.flat(values, parts, *args)) if found.has_tapes else []
+    return LiftScope(Executing(found, values, parts, gradients), mapped=mapped)
+
+
+def written_entries(scope: LiftScope) -> list[Entry]:
+    """Returns the entries of the variables that are written, in the order of the program's outputs.
+
+    Raises:
+      DiscoveryMismatch: another one was written than when the function was traced before.
+    """
+    now = [e for e in scope.entries.values() if e.written]
+    if not isinstance(scope.pass_, Executing):
+        return now
+    found = scope.pass_.found
+    known = list(itertools.compress(found.variables, found.written))
+    for entry in now:
+        if not any(entry.variable is v for v in known):
+            raise DiscoveryMismatch(entry.variable)
+    return [scope.entry(v) for v in known]
