@@ -2,9 +2,9 @@
 """Records which strategy a Keras model belongs to, and dispatches `fit` and the like to its trainer."""
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -15,6 +15,7 @@ from phalanx.input.distributed import DistributedDataset
 from phalanx.keras import steps
 from phalanx.keras.scheduled import ScheduledTrainer
 from phalanx.keras.training import ModelTrainer
+from phalanx.programs.identity import IdentityMap
 from phalanx.strategies.base import Strategy, living_strategies
 from phalanx.strategies.current import get_strategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy
@@ -35,85 +36,39 @@ _PREDICTING = ("predict", "predict_on_batch")
 """The methods that change neither the model nor its metrics, so that several threads may call them."""
 
 
-class _Models:
-    """The strategies and trainers of all living models, by `id`. A finalizer removes a model that is collected."""
+@dataclass
+class _Adopted:
+    """What is known about a model that belongs to a strategy.
 
-    def __init__(self) -> None:
-        self._strategies: dict[int, Strategy] = {}
-        self._trainers: dict[int, ModelTrainer] = {}
-        self._busy: dict[int, threading.RLock] = {}
+    Args:
+      strategy: the strategy.
+      trainer: runs its methods. None until the first call.
+      busy: held while a thread trains or evaluates the model.
+    """
 
-    def note(self, model: keras.Model) -> None:
-        """Records the strategy in whose scope a model is created or compiled. A newly compiled model gets a new trainer."""
-        # The programs of the old trainer contain the old loss and metrics.
-        self._trainers.pop(id(model), None)
-        if context.has_strategy() and get_strategy().topology.has_devices:
-            self._adopt(model, get_strategy())
+    strategy: Strategy
+    trainer: ModelTrainer | None = None
+    busy: threading.RLock = field(default_factory=threading.RLock)
 
-    def call(
-        self, method: str, original: Callable[..., Any], model: keras.Model, *args: PyTree, **kwargs: PyTree
-    ) -> PyTree:
-        """Runs a method of a model on its strategy, or Keras's own method if the model has none and none is current."""
-        trainer = self._trainer(model, method, args[0] if args else kwargs.get("x"))
-        if trainer is None:
-            return original(model, *args, **kwargs)
-        if method in _PREDICTING:
-            return getattr(trainer, method)(*args, **kwargs)
-        with self._alone(model, method):
-            return getattr(trainer, method)(*args, **kwargs)
-
-    def _trainer(self, model: keras.Model, method: str, data: PyTree) -> ModelTrainer | None:
-        """Returns the trainer that runs a method of a model on some data; None for Keras's own trainer.
-
-        Raises:
-          MixedStrategyError: the model belongs to a strategy other than the current one.
-          ContextError: the model belongs to no strategy, and Keras's own trainer cannot run its custom step.
-        """
-        key, current = id(model), get_strategy()
-        if key not in self._strategies and current.topology.has_devices:
-            self._adopt(model, current)
-        if key not in self._strategies and isinstance(data, DistributedDataset):
-            self._adopt(model, _strategy_of(data, method))
-        strategy = self._strategies.get(key)
-        if strategy is None:
-            _require_steps_of_keras(model, method)
-            if method == "fit":
-                self._warn_of_fit_outside()
-            return None
-        if current.topology.has_devices and current is not strategy:
-            raise MixedStrategyError(
-                f"a model of {strategy!r} in the scope of {current!r}",
-                "its variables are on the devices of the other strategy.",
-                "create or load the model in the scope of this strategy",
-            )
-        if key not in self._trainers:
-            if isinstance(strategy, ParameterServerStrategy):
-                self._trainers[key] = ScheduledTrainer(model, strategy)
+    def trainer_of(self, model: keras.Model) -> ModelTrainer:
+        """Returns the trainer of the model, which is created at the first call."""
+        if self.trainer is None:
+            if isinstance(self.strategy, ParameterServerStrategy):
+                self.trainer = ScheduledTrainer(model, self.strategy)
             else:
-                self._trainers[key] = ModelTrainer(model, strategy)
-        return self._trainers[key]
-
-    def _adopt(self, model: keras.Model, strategy: Strategy) -> None:
-        if id(model) not in self._strategies:
-            weakref.finalize(model, self._forget, id(model))
-            self._busy[id(model)] = threading.RLock()
-        self._strategies[id(model)] = strategy
-
-    def _forget(self, key: int) -> None:
-        for known in (self._strategies, self._trainers, self._busy):
-            known.pop(key, None)
+                self.trainer = ModelTrainer(model, self.strategy)
+        return self.trainer
 
     @contextmanager
-    def _alone(self, model: keras.Model, method: str) -> Iterator[None]:
-        """Prevents two threads from training or evaluating one model at the same time.
+    def alone(self, model: keras.Model, method: str) -> Iterator[None]:
+        """Prevents two threads from training or evaluating the model at the same time.
 
         The lock is reentrant, because `fit` may run `evaluate` from a callback.
 
         Raises:
           ContextError: another thread trains or evaluates the model.
         """
-        busy = self._busy[id(model)]
-        if not busy.acquire(blocking=False):
+        if not self.busy.acquire(blocking=False):
             raise ContextError(
                 f"{method} of the model {model.name!r}",
                 "another thread is training or evaluating it, and both would write to its variables and metrics.",
@@ -122,10 +77,71 @@ class _Models:
         try:
             yield
         finally:
-            busy.release()
+            self.busy.release()
+
+
+class _Models:
+    """The strategies and trainers of all living models."""
+
+    def __init__(self) -> None:
+        self._adopted: IdentityMap[_Adopted] = IdentityMap()
+
+    def note(self, model: keras.Model) -> None:
+        """Records the strategy in whose scope a model is created or compiled. A newly compiled model gets a new trainer."""
+        adopted = self._adopted.get(model)
+        if adopted is not None:
+            # The programs of the old trainer contain the old loss and metrics.
+            adopted.trainer = None
+        if context.has_strategy() and get_strategy().topology.has_devices:
+            self._adopt(model, get_strategy())
+
+    def call(
+        self, method: str, original: Callable[..., Any], model: keras.Model, *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
+        """Runs a method of a model on its strategy, or Keras's own method if the model has none and none is current."""
+        adopted = self._find(model, method, args[0] if args else kwargs.get("x"))
+        if adopted is None:
+            return original(model, *args, **kwargs)
+        run = getattr(adopted.trainer_of(model), method)
+        if method in _PREDICTING:
+            return run(*args, **kwargs)
+        with adopted.alone(model, method):
+            return run(*args, **kwargs)
+
+    def _find(self, model: keras.Model, method: str, data: PyTree) -> _Adopted | None:
+        """Returns the strategy and trainer that run a method of a model on some data; None for Keras's own trainer.
+
+        Raises:
+          MixedStrategyError: the model belongs to a strategy other than the current one.
+          ContextError: the model belongs to no strategy, and Keras's own trainer cannot run its custom step.
+        """
+        adopted, current = self._adopted.get(model), get_strategy()
+        if adopted is None and current.topology.has_devices:
+            adopted = self._adopt(model, current)
+        if adopted is None and isinstance(data, DistributedDataset):
+            adopted = self._adopt(model, _strategy_of(data, method))
+        if adopted is None:
+            _require_steps_of_keras(model, method)
+            if method == "fit":
+                self._warn_of_fit_outside()
+            return None
+        if current.topology.has_devices and current is not adopted.strategy:
+            raise MixedStrategyError(
+                f"a model of {adopted.strategy!r} in the scope of {current!r}",
+                "its variables are on the devices of the other strategy.",
+                "create or load the model in the scope of this strategy",
+            )
+        return adopted
+
+    def _adopt(self, model: keras.Model, strategy: Strategy) -> _Adopted:
+        adopted = self._adopted.get(model)
+        if adopted is None:
+            adopted = self._adopted[model] = _Adopted(strategy)
+        adopted.strategy = strategy
+        return adopted
 
     def _warn_of_fit_outside(self) -> None:
-        used = set(map(id, self._strategies.values()))
+        used = {id(adopted.strategy) for adopted in self._adopted.values()}
         unused = [s for s in living_strategies() if s.num_replicas_in_sync > 1 and id(s) not in used]
         if unused:
             warn_of_slip(

@@ -7,13 +7,13 @@ traced probability for as long as the probability lives, and follows it through 
 outside traced steps.
 """
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx import compat
 from phalanx.errors import InvalidArgumentError, shown
+from phalanx.programs.identity import IdentityMap
 from phalanx.typing import PyTree
 
 
@@ -22,17 +22,16 @@ class _Source:
     """The logits of a probability.
 
     Args:
-      probability: weak reference to the array. The entry is removed with it.
       logits: array that the probability was computed from, with the same shape and dtype.
       axis: dim of a softmax, at least 0. None for a sigmoid.
     """
 
-    probability: weakref.ref[Any]
     logits: Any
     axis: int | None
 
 
-_sources: dict[int, _Source] = {}
+_sources: IdentityMap[_Source] = IdentityMap()
+"""By probability."""
 _is_on = True
 
 
@@ -62,42 +61,31 @@ def set_logits_recovery(enabled: bool) -> None:
     _is_on = enabled
 
 
-def _remember(probability: Any, logits: Any, axis: int | None) -> None:
-    # Tracers are not hashable by value, so the key is the id. `_source_of` checks that the id was not reused.
-    key = id(probability)
-    _sources[key] = _Source(weakref.ref(probability, lambda _: _sources.pop(key, None)), logits, axis)
-
-
-def _source_of(x: PyTree) -> _Source | None:
-    source = _sources.get(id(x))
-    return source if source is not None and source.probability() is x else None
-
-
 def _sigmoid(original: Callable[..., Any], x: PyTree) -> Any:
     probability = original(x)
     if _is_on and compat.is_lifting():
-        _remember(probability, compat.to_tensor(x), None)
+        _sources[probability] = _Source(compat.to_tensor(x), None)
     return probability
 
 
 def _softmax(original: Callable[..., Any], x: PyTree, axis: Any = -1) -> Any:
     probability = original(x, axis=axis)
     if _is_on and isinstance(axis, int) and compat.is_lifting():
-        _remember(probability, compat.to_tensor(x), axis % probability.ndim)
+        _sources[probability] = _Source(compat.to_tensor(x), axis % probability.ndim)
     return probability
 
 
 def _follow(original: Callable[..., Any], x: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
     """Records the logits of a result if the argument is a probability and the function keeps its elements."""
     result = original(x, *args, **kwargs)
-    source = _source_of(x) if _sources and result is not x else None
+    source = None if result is x else _sources.get(x)
     if source is not None and (source.axis is None or result.shape == x.shape):
-        _remember(result, original(source.logits, *args, **kwargs), source.axis)
+        _sources[result] = _Source(original(source.logits, *args, **kwargs), source.axis)
     return result
 
 
 def _binary(original: Callable[..., Any], target: PyTree, output: PyTree, from_logits: bool = False) -> Any:
-    source = None if from_logits else _source_of(output)
+    source = None if from_logits else _sources.get(output)
     if source is None or source.axis is not None:
         return original(target, output, from_logits=from_logits)
     return original(target, source.logits, from_logits=True)
@@ -106,7 +94,7 @@ def _binary(original: Callable[..., Any], target: PyTree, output: PyTree, from_l
 def _categorical(
     original: Callable[..., Any], target: PyTree, output: PyTree, from_logits: bool = False, axis: int = -1
 ) -> Any:
-    source = None if from_logits else _source_of(output)
+    source = None if from_logits else _sources.get(output)
     if source is None or source.axis != axis % source.logits.ndim:
         return original(target, output, from_logits=from_logits, axis=axis)
     return original(target, source.logits, from_logits=True, axis=axis)

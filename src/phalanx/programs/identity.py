@@ -37,10 +37,17 @@ class IdentityMap(Generic[T]):
         except TypeError:
             self._items[key] = (lambda: owner, item)
 
+    def __len__(self) -> int:
+        return len(self._items)
+
     def get(self, owner: object) -> T | None:
         """Returns the item of `owner`, or None."""
         entry = self._items.get(id(owner))
         return entry[1] if entry else None
+
+    def values(self) -> list[T]:
+        """Returns the items of all objects."""
+        return [item for _, item in list(self._items.values())]
 
     def ids(self) -> KeysView[int]:
         """Returns the identities of the objects, for loops that have no time for a call per object."""

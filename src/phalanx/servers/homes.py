@@ -84,7 +84,7 @@ class Homes:
         self._loads = [0] * cluster.ps
         self._sizes: dict[int, int] = {}
         self._keys, self._update_names = itertools.count(), itertools.count()
-        self._updates: dict[Any, tuple[int, Any]] = {}
+        self._updates: IdentityMap[dict[tuple[int, ...], tuple[int, Any]]] = IdentityMap()
         self._has_new = False
 
     def placement(self, variable: Variable) -> Placement | None:
@@ -223,17 +223,19 @@ class Homes:
                 for v, i in zip(update.variables, numbers, strict=True)
             )
             rate = compat.learning_rate_of(update.optimizer)
-            key = (id(update.optimizer), *map(id, update.variables), id(rate), *tables.values())
-            if key not in self._updates:
+            key = (*map(id, update.variables), id(rate), *tables.values())
+            updates = self._updates.get(update.optimizer)
+            if updates is None:
+                updates = self._updates[update.optimizer] = {}
+            if key not in updates:
                 name = next(self._update_names)
                 for server in sorted({part.server for placement, _ in placements for part in placement}):
                     program = self._program(update, server, tables)
                     self.servers.learn(server, name, program)
                 # The value keeps the learning rate alive, because its id is part of the key and must not be reused.
-                self._updates[key] = name, rate
-                weakref.finalize(update.optimizer, self._updates.pop, key, None)
+                updates[key] = name, rate
                 self._save_new()
-            return self._updates[key][0], placements
+            return updates[key][0], placements
 
     def clips(self, update: Update) -> bool:
         """Whether the worker must clip the gradients of an update, because no server has all of them."""
