@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-from types import ModuleType
 
 _ROOTS = ("phalanx", "phalanx.testing", "phalanx.typing")
 
@@ -18,11 +17,5 @@ def public_names() -> dict[str, object]:
 def _add(path: str, value: object, names: dict[str, object]) -> None:
     names[path] = value
     if inspect.ismodule(value):
-        for name in names_of(value):
+        for name in value.__all__:
             _add(f"{path}.{name}", getattr(value, name), names)
-
-
-def names_of(module: ModuleType) -> list[str]:
-    """Returns the `__all__` of a module; without one, the public names that it defines itself."""
-    defined = (name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__)
-    return getattr(module, "__all__", None) or [name for name in defined if not name.startswith("_")]

@@ -38,6 +38,37 @@ from typing import Self
 
 from phalanx.errors.frames import user_place
 
+__all__ = [
+    "AggregationError",
+    "CancelledError",
+    "CardinalityError",
+    "ClusterError",
+    "ClusterSourceError",
+    "ClusterTypeError",
+    "ContextError",
+    "DeviceError",
+    "DivergenceError",
+    "InputError",
+    "InvalidArgumentError",
+    "MissingDependencyError",
+    "MixedStrategyError",
+    "NestedWriteError",
+    "OutOfRangeError",
+    "PeerLostError",
+    "PhalanxError",
+    "RecompilationWarning",
+    "ReduceOpError",
+    "ServerLostError",
+    "SlipWarning",
+    "StartupError",
+    "StateLostError",
+    "TapeError",
+    "TraceError",
+    "VariableError",
+    "VariableIndexError",
+    "WorkerLostError",
+]
+
 
 class PhalanxError(Exception):
     """Base class of all errors that Phalanx raises.
