@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs by function and arguments: found again, dropped with the function, and not used any more once their settings have changed."""
+"""A cache of compiled programs, by function and by the key of their arguments."""
 
 import functools
 import inspect
@@ -24,15 +24,16 @@ _NEW_FUNCTIONS_BEFORE_WARNING = 3
 
 
 class ProgramCache(Generic[P]):
-    """Programs by function and key. They are kept for as long as the function, or the object whose method it is.
+    """Programs by function and key. A program is dropped with its function, or with the object whose method it is.
 
-    Functions and objects are compared as a dict does: a frozen dataclass that is made again for each call finds its programs.
+    Functions and objects are compared by `==`, as in a dict: an equal frozen dataclass that is created for each call finds its
+    programs.
     """
 
     def __init__(self) -> None:
         self._of_owner: weakref.WeakKeyDictionary[Any, dict[Hashable, list[P]]] = weakref.WeakKeyDictionary()
         self._of_unhashable: IdentityMap[dict[Hashable, list[P]]] = IdentityMap()
-        self._made_anew = MadeAnew()
+        self._new_functions = NewFunctions()
 
     def known(self, function: object, key: Hashable) -> list[P]:
         """Returns the programs of a function and a key, as a list to which the caller adds new ones."""
@@ -46,18 +47,18 @@ class ProgramCache(Generic[P]):
             owners = self._of_unhashable
             programs = owners.get(owner)
         if programs is None:
-            self._made_anew.note(function)
+            self._new_functions.note(function)
             programs = owners[owner] = {}
-        elif self._made_anew.times:
-            self._made_anew.forgive(function)
+        elif self._new_functions.times:
+            self._new_functions.forgive(function)
         full_key = (name, key)
         if full_key not in programs:
             programs[full_key] = []
         return programs[full_key]
 
     def forgive(self, function: object) -> None:
-        """Does not count a function as made again for each call. Its program could not be traced, for example."""
-        self._made_anew.forgive(function)
+        """Stops counting a function as new at each call, for example because its program could not be traced."""
+        self._new_functions.forgive(function)
 
 
 class Settings:
@@ -75,7 +76,7 @@ class Settings:
         self._changes = compat.changes.trainable
 
     def hold(self) -> bool:
-        """Returns whether the settings are as they were."""
+        """Returns whether no setting has changed since."""
         if self._changes != compat.changes.trainable:
             if [v.trainable for v in self._variables] != self._trainable:
                 return False
@@ -84,32 +85,32 @@ class Settings:
         return not optimizers or all(map(operator.is_, map(compat.learning_rate_of, optimizers), self._rates))
 
 
-class MadeAnew:
-    """Warns of functions that are made again for each call, and therefore compiled each time.
+class NewFunctions:
+    """Warns of functions that are created at each call, and therefore compiled each time.
 
     Attributes:
-      times: how often functions of one code were new in a row.
+      times: how many functions with the same code were new in a row, by code.
     """
 
     def __init__(self) -> None:
         self.times: dict[types.CodeType, int] = {}
 
     def note(self, function: object) -> None:
-        """Hears of a function that was not called before."""
+        """Counts a function that was not called before."""
         code = _code_of(function)
         if code is None or not is_of_user(code.co_filename):
             return
         self.times[code] = times = self.times.get(code, 0) + 1
         if times == _NEW_FUNCTIONS_BEFORE_WARNING:
             warnings.warn(
-                f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) is made anew for each call, so it is "
+                f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) is created at each call, so it is "
                 "compiled each time. HINT: define it once, outside the loop, and pass what changes as arguments.",
                 RecompilationWarning,
                 stacklevel=4,
             )
 
     def forgive(self, function: object) -> None:
-        """Forgets a function that is called again."""
+        """Resets the count of a function that is called again."""
         self.times.pop(_code_of(function), None)  # type: ignore[arg-type]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that JAX, TensorFlow and flax raise while a function is traced, in the words of Phalanx."""
+"""Explains errors that JAX, TensorFlow and flax raise while a function is traced."""
 
 import inspect
 import re
@@ -45,18 +45,21 @@ _CALL = re.compile(r"[A-Za-z_][\w.]*(?=\()")
 
 @contextmanager
 def explained(*, prints: bool = True) -> Iterator[None]:
-    """Explains why a function cannot be traced.
+    """Raises a TraceError instead of a library's own error if a function cannot be traced.
 
     Args:
-      prints: whether the function may print while it runs.
+      prints: whether the function may print while it runs, so that a hint may suggest it.
+
+    Raises:
+      TraceError: the function cannot be traced.
     """
     try:
         yield
     except DiscoveryMismatch as e:
         raise TraceError(
             f"{describe(e.variable)} in a traced function",
-            "each time the function is traced it makes or uses another variable.",
-            "make variables outside, or once: `if self.v is None: self.v = keras.Variable(...)`",
+            "the function creates or uses another variable each time it is traced.",
+            "create variables outside the function, or only once: `if self.v is None: self.v = keras.Variable(...)`",
         ) from None
     except PhalanxError:
         raise
@@ -68,22 +71,22 @@ def explained(*, prints: bool = True) -> Iterator[None]:
 
 
 def _explanation(error: Exception, *, prints: bool) -> TraceError | None:
-    """Returns the error to raise instead; None if this one says enough."""
+    """Returns the error to raise instead. None if `error` is clear enough."""
     at = _place_of(error)
     if _is_of_tensorflow(error):
         return _tensorflow(error)
     if isinstance(error, jax.errors.NonConcreteBooleanIndexError):
         return TraceError(
             f"an array whose shape depends on the values of another (`x[mask]`) in a traced function{at}",
-            "all shapes of a compiled program are static: they follow from those of its arguments.",
+            "all shapes in a compiled program are static: they follow from the shapes of its arguments.",
             "jnp.where(mask, x, 0), or jnp.nonzero(mask, size=...)",
         )
     if isinstance(error, jax.errors.UnexpectedTracerError):
         return TraceError(
-            f"a value of another trace in a traced function{at}",
-            "it was computed while a function was traced, and kept in a list, an attribute or a global variable: it never "
-            "had a value.",
-            "return the value from the step; or keep it in a keras.Variable",
+            f"a value from another trace in a traced function{at}",
+            "the value was kept in a list, an attribute or a global variable while a function was traced, when it had no "
+            "number yet.",
+            "return the value from the step, or store it in a keras.Variable",
         )
     if isinstance(
         error,
@@ -95,39 +98,40 @@ def _explanation(error: Exception, *, prints: bool) -> TraceError | None:
     ):
         return TraceError(
             f"the value of an array (by `if`, `float`, `int`, `range` or NumPy) in a traced function{at}",
-            "it has none yet: the function is traced once and compiled; numbers among its arguments are traced too.",
-            "jnp.where(condition, a, b) or phalanx.cond for `if`; phalanx.scan or strategy.run_steps for a loop; return the value to read it outside"
+            "the array has no value yet, because the function is traced once and compiled. Numbers among its arguments are "
+            "traced too.",
+            "jnp.where(condition, a, b) or phalanx.cond for `if`; phalanx.scan or strategy.run_steps for a loop; return the value to read it outside the step"
             + ("; jax.debug.print to print it" if prints else ""),
         )
     if isinstance(error, AttributeError) and error.name == "numpy" and isinstance(error.obj, jax.core.Tracer):
         return TraceError(
             f"the value of an array (by `.numpy()`) in a traced function{at}",
-            "it has none yet: the function is traced once and compiled.",
-            "return it from the step, and float(x) or np.asarray(x) outside",
+            "the array has no value yet, because the function is traced once and compiled.",
+            "return the array from the step, and call float(x) or np.asarray(x) outside",
         )
     if isinstance(error, (TypeError, IndexError, ValueError)) and _OF_TRACERS.search(str(error)):
         return TraceError(
             f"a shape, or the bound of a slice, that depends on the values of an array in a traced function{at}",
-            "all shapes of a compiled program are static: they follow from those of its arguments.",
-            "jnp.where(jnp.arange(size) < n, x, 0) in place of x[:n]; jax.lax.dynamic_slice_in_dim(x, start, size)",
+            "all shapes in a compiled program are static: they follow from the shapes of its arguments.",
+            "jnp.where(jnp.arange(size) < n, x, 0) instead of x[:n]; jax.lax.dynamic_slice_in_dim(x, start, size)",
         )
     if type(error).__module__.startswith("flax.") and "trace level" in str(error):
         return TraceError(
             f"a flax module that the function closes over{at}",
-            "a function that is traced gets its state as arguments, and returns it.",
+            "a traced function must take the state of the module as an argument, and return it.",
             "graphdef, state = nnx.split(model); pass state in args, nnx.merge(graphdef, state) in the step, and return nnx.state(model)",
         )
     return None
 
 
 def _place_of(error: BaseException) -> str:
-    """Returns the user's line that raised an error, in brackets; nothing if there is none."""
+    """Returns the user's line that raised an error, in brackets. Empty if there is no such line."""
     place = frames.place_of(error)
     return f" ({place}: `{place.text}`)" if place else ""
 
 
 def _is_of_tensorflow(error: Exception) -> bool:
-    """Returns whether TensorFlow raised an error, or refused a value of JAX or was refused by it."""
+    """Returns whether TensorFlow raised an error, or an error is about a tensor of TensorFlow."""
     return frames.is_raised_in("tensorflow", error) or "EagerTensor" in str(error)
 
 
@@ -138,13 +142,13 @@ def _tensorflow(error: Exception) -> TraceError:
     called = f"{found.group()}(...)" if found else "a TensorFlow call"
     return TraceError(
         f"{called} in a traced function{_place_of(error)}",
-        "it is an operation of TensorFlow, which knows nothing of the arrays of JAX that are traced.",
+        "TensorFlow's operations cannot take the JAX arrays that are traced.",
         _counterpart(name, place.text if place else ""),
     )
 
 
 def _counterpart(name: str, line: str) -> str:
-    """Returns what to write in place of a name of TensorFlow."""
+    """Returns what to write instead of a name of TensorFlow."""
     last = name.rpartition(".")[2]
     if name in ("gradient", "watch", "jacobian") or "GradientTape" in line:
         return "with phalanx.GradientTape() as tape:"
@@ -156,15 +160,15 @@ def _counterpart(name: str, line: str) -> str:
         return f"keras.ops.{last}(...)"
     if last and hasattr(jnp, last):
         return f"jnp.{last}(...)"
-    return "the function of keras.ops or jax.numpy; tf.data and tf.io outside the step"
+    return "the same function of keras.ops or jax.numpy. Use tf.data and tf.io outside the step"
 
 
 def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
-    """Calls the function of a `Strategy.run`.
+    """Calls the function that was passed to `Strategy.run`.
 
     Raises:
-      InvalidArgumentError: it does not take these arguments.
-      ContextError: it closes over a PerReplica.
+      InvalidArgumentError: the function does not take these arguments.
+      ContextError: the function closes over a PerReplica.
     """
     try:
         return fn(*args, **kwargs)
@@ -173,7 +177,7 @@ def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
             raise
         raise ContextError(
             f"a PerReplica that a replica function closes over{_place_of(e)}",
-            "a replica gets its own component of what is among the arguments.",
+            "a replica gets its own component only of values that are passed as arguments.",
             f"strategy.run({getattr(fn, '__name__', 'step')}, args=(value,))",
         ) from None
     except TypeError as e:
@@ -188,10 +192,10 @@ def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _arguments_of(fn: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Returns how to write the arguments of a function that was given the wrong number of them."""
+    """Returns what to write for `args`, after a call with the wrong number of arguments."""
     try:
         names = list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):  # Some functions that are written in C have no signature.
+    except (TypeError, ValueError):  # Some functions written in C have no signature.
         return "(batch,)"
     if len(args) == 1 and isinstance(args[0], (tuple, list)) and len(args[0]) == len(names) > 1:
         return "batch"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`phalanx.function`: a step that is compiled whole."""
+"""`phalanx.function`, which compiles a whole step into one program."""
 
 import functools
 import types
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Function:
-    """A step that is compiled whole. `phalanx.function` makes it."""
+    """A step that is compiled into one program. `phalanx.function` creates it."""
 
     def __init__(self, fn: Callable[..., Any], input_signature: PyTree = None) -> None:
         functools.update_wrapper(self, fn)
@@ -29,7 +29,7 @@ class Function:
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the step."""
-        # What `boundary` does, less the call: this runs at every step.
+        # The same as `boundary`, without its extra Python call, because this runs at every step.
         try:
             if innermost() is not None:
                 return self._fn(*args, **kwargs)
@@ -42,9 +42,9 @@ class Function:
 
     @boundary
     def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
-        """Returns the program for these arguments without running it, for its text, its cost and its memory.
+        """Returns the program for these arguments without running it, to inspect its text, cost and memory.
 
-        Source: the method of `jax.jit`.
+        Source: the method of the same name of `jax.jit`.
 
         Example:
           >>> import phalanx
@@ -69,24 +69,24 @@ def function(
     """Compiles a step that calls `Strategy.run`, `reduce` and `gather`, or reads and assigns variables, into one program.
 
     The first call traces `fn`; later calls with arguments of the same shapes and types run the compiled program. Arrays and
-    numbers are inputs of the program; strings, bools, None and other Python objects select it. `next` of a distributed iterator,
-    among the arguments or in a closure, takes a batch at each call. Inside another traced function it is an ordinary call. May be
-    called in cross-replica context, and inside a replica function.
+    numbers are inputs of the program; strings, bools, None and other Python objects select the program. If `fn` calls `next` on a
+    distributed iterator, each call takes another batch. Inside another traced function, a call of the result is an ordinary
+    call. May be called in any context, and so may the result.
 
     Args:
-      fn: the step. Its Python side effects happen while it is traced only.
-      input_signature: one `jax.ShapeDtypeStruct` or `tf.TensorSpec` per argument, or a pytree of them: other arguments are
+      fn: the step. Its Python side effects happen only while it is traced.
+      input_signature: one `jax.ShapeDtypeStruct` or `tf.TensorSpec` per argument, or a pytree of them. Other arguments are
         refused.
-      autograph: has no meaning here: Python's `if` and `for` are never converted.
-      jit_compile: None or True: every function is compiled.
-      reduce_retracing: has no meaning here: numbers are inputs anyway, and shapes select the program.
+      autograph: accepted and ignored, because Python's `if` and `for` are never converted.
+      jit_compile: None or True, because every function is compiled.
+      reduce_retracing: accepted and ignored, because numbers are inputs in any case, and shapes select the program.
       **others: other options of tf.function, which are refused.
 
     Returns:
       A callable like `fn`.
 
     Raises:
-      InvalidArgumentError: an option that cannot be honoured.
+      InvalidArgumentError: `fn` is not callable, or an option cannot be honoured.
 
     Example:
       >>> import keras, phalanx
@@ -110,8 +110,8 @@ def function(
     if jit_compile is not None and jit_compile is not True:
         raise InvalidArgumentError(
             f"phalanx.function(jit_compile={shown(jit_compile)})",
-            "every function is compiled, by XLA.",
-            "leave jit_compile out; strategy.run(step, options=phalanx.RunOptions(eager=True)) to look into a step",
+            "XLA compiles every function.",
+            "leave jit_compile out. To debug a step, strategy.run(step, options=phalanx.RunOptions(eager=True))",
         )
     for name, value in (("autograph", autograph), ("reduce_retracing", reduce_retracing)):
         if not isinstance(value, bool):

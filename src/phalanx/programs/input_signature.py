@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `input_signature` of a `phalanx.function`: which arguments it takes."""
+"""The `input_signature` of a `phalanx.function`, which its arguments must match."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from phalanx.mesh.values import flatten, is_distributed, spec_of
 from phalanx.typing import PyTree
 
 _RANKS = {"b": 0, "i": 1, "u": 1, "f": 2, "c": 3}
-"""Which kinds of numbers can hold which others."""
+"""Kinds of dtypes. A kind can hold the numbers of kinds with a lower rank."""
 
 
 class Signature:
@@ -24,10 +24,10 @@ class Signature:
     Args:
       fn: the function.
       specs: one pytree per argument, of objects with a shape and a dtype: `jax.ShapeDtypeStruct`, `tf.TensorSpec`. A dim that
-        is None takes any size; so does a whole shape.
+        is None accepts any size, and a shape that is None accepts any shape.
 
     Raises:
-      InvalidArgumentError: it is no such sequence, or has not as many items as the function has arguments.
+      InvalidArgumentError: `specs` is not such a sequence, or has more items than the function has arguments.
     """
 
     def __init__(self, fn: Callable[..., Any], specs: Any) -> None:
@@ -50,16 +50,16 @@ class Signature:
             )
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Returns the positional arguments of a call, with Python numbers as arrays of their dtypes.
+        """Returns the positional arguments of a call, with Python numbers as arrays of the dtypes of their specs.
 
         Raises:
-          InvalidArgumentError: they do not fit.
+          InvalidArgumentError: an argument does not match its spec.
         """
         try:
             bound = self._parameters.bind(*args, **kwargs)
         except TypeError as e:
             raise InvalidArgumentError(
-                f"{self._name}(...)", f"{e}.", f"{self._name} with the arguments of its input_signature"
+                f"{self._name}(...)", f"{e}.", f"call {self._name} with the arguments in its input_signature"
             ) from None
         bound.apply_defaults()
         given = list(bound.args)
@@ -73,7 +73,7 @@ class Signature:
         specs, tree = jax.tree.flatten(spec, is_leaf=_is_spec)
         leaves, found = flatten(value)
         if found != tree:
-            raise self._refusal(number, f"its structure is {found}, and input_signature has {tree}")
+            raise self._refusal(number, f"its structure is {found}, but input_signature has {tree}")
         return tree.unflatten([self._leaf(number, s, x) for s, x in zip(specs, leaves, strict=True)])
 
     def _leaf(self, number: int, spec: Any, value: Any) -> Any:
@@ -83,7 +83,7 @@ class Signature:
             value = _number(value, dtype)
         array = value if is_distributed(value) else as_array(value)
         if not (is_distributed(array) or is_array(array)):
-            raise self._refusal(number, f"it is {shown(value)}, and input_signature has an array")
+            raise self._refusal(number, f"it is {shown(value)}, but input_signature has an array")
         found = spec_of(array)
         dims = found.shape
         fits = shape is None or (
@@ -91,13 +91,15 @@ class Signature:
         )
         if not fits or _canonical(found.dtype) != dtype:
             wanted = f"{dtype}{'[...]' if shape is None else list(shape)}"
-            raise self._refusal(number, f"it is {found.dtype}{list(dims)}, and input_signature has {wanted}")
+            raise self._refusal(number, f"it is {found.dtype}{list(dims)}, but input_signature has {wanted}")
         return array
 
     def _refusal(self, number: int, found: str) -> InvalidArgumentError:
         name = list(self._parameters.parameters)[self._first + number]
         return InvalidArgumentError(
-            f"{self._name}({name}=...)", f"{found}.", "an argument of that shape and dtype, or no input_signature"
+            f"{self._name}({name}=...)",
+            f"{found}.",
+            "pass an argument of that shape and dtype, or leave out input_signature",
         )
 
 
@@ -106,7 +108,7 @@ def _is_spec(leaf: object) -> bool:
 
 
 def _number(value: Any, dtype: Any) -> np.ndarray:
-    """Returns a Python number as an array of a dtype, if that can hold it; else of its own."""
+    """Returns a Python number as an array of `dtype`, or of NumPy's own dtype if `dtype` cannot hold the number."""
     array = np.asarray(value)
     if not jnp.issubdtype(dtype, jnp.number) or _RANKS[array.dtype.kind] > _RANKS.get(dtype.kind, 2):
         return array
@@ -116,12 +118,12 @@ def _number(value: Any, dtype: Any) -> np.ndarray:
 
 
 def _canonical(dtype: Any) -> Any:
-    """Returns a dtype as JAX has it: without 64 bits, unless it is told to."""
+    """Returns a dtype as JAX has it: with 32 bits instead of 64, unless `jax_enable_x64` is set."""
     if jnp.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind in "OSU":
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _dims(shape: Any) -> tuple[int | None, ...] | None:
-    """Returns the dims of a shape; None for one of unknown rank, which TensorFlow has too."""
+    """Returns the dims of a shape. None for a shape of unknown rank, as `tf.TensorSpec` may have."""
     return None if shape is None or getattr(shape, "rank", 0) is None else tuple(shape)

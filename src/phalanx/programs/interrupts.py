@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals that arrive while state is half written: their handlers run when it is whole.
+"""Defers signal handlers while state is only partly written.
 
 A Python signal handler runs in the main thread between two bytecodes, and may raise there: `KeyboardInterrupt` after Ctrl-C,
-or an exception of the user's. Most steps need nothing of this, because `State.run` executes a program and stores what it
-wrote between two bytecodes.
+or an exception of the user. Most steps do not need this module, because `State.run` executes a program and stores its results
+between two bytecodes.
 """
 
 import _thread
@@ -34,18 +34,18 @@ _NAMES = (
     "XCPU",
 )
 _SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(signal, f"SIG{name}"))
-"""Signals that come from a terminal, a timer or another process, and are not errors of this one."""
+"""Signals from a terminal, a timer or another process. Signals for errors of this process are not among them."""
 
 
 @final
 class Interrupts:
-    """Defers signal handlers while something is `held`.
+    """Defers signal handlers inside `held`.
 
-    Only the main thread runs signal handlers, so that in other threads there is nothing to defer. A handler that is
-    installed after `__enter__` is not deferred.
+    Only the main thread runs signal handlers, so in other threads this does nothing. A handler that is installed after
+    `__enter__` is not deferred.
 
     Args:
-      again_at_once: whether the second signal of one kind is not deferred, for users who press Ctrl-C twice.
+      again_at_once: whether a second signal of the same kind is handled at once, for users who press Ctrl-C twice.
     """
 
     def __init__(self, *, again_at_once: bool = False) -> None:
@@ -77,7 +77,7 @@ class Interrupts:
         self._run_due()
 
     def _restore(self) -> None:
-        # A handler that is back already may raise, and the others must be put back all the same.
+        # A handler that is already restored may raise here. The others must still be restored.
         try:
             while self._installed:
                 number = self._installed[-1]
@@ -90,7 +90,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Runs the handlers of signals that arrive inside at its end."""
+        """Runs the handlers of signals that arrive in this block when the block ends."""
         self._is_held = True
         try:
             yield
@@ -112,24 +112,24 @@ class Interrupts:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Runs the handlers of signals that arrive inside at its end."""
+    """Runs the handlers of signals that arrive in this block when the block ends."""
     with Interrupts() as interrupts, interrupts.held():
         yield
 
 
-_AFTER_HOOK_S = 0.001
+_HOOK_RETURNS_WITHIN_S = 0.001
 
 
 def raise_what_is_ignored() -> None:
-    """Installs a hook that raises again what a signal handler raised where Python had to ignore it.
+    """Installs a hook that raises a signal handler's exception again if Python had to ignore it.
 
-    Python ignores what is raised in a destructor, or in a callback of a weak reference or of the garbage collector, so that a
-    Ctrl-C there would have no effect. JAX has such a callback, which runs at every collection.
+    Python ignores exceptions in destructors and in callbacks of weak references and of the garbage collector, so a Ctrl-C
+    there would have no effect. JAX registers such a callback, which runs at every collection.
     Source: https://docs.python.org/3/library/sys.html#sys.unraisablehook
     """
     show = sys.unraisablehook
 
-    def hear(ignored: "sys.UnraisableHookArgs") -> None:
+    def raise_later(ignored: "sys.UnraisableHookArgs") -> None:
         number = _signal_of(ignored.exc_value, ignored.exc_traceback)
         if number is None or sys.is_finalizing() or threading.current_thread() is not threading.main_thread():
             show(ignored)
@@ -142,26 +142,26 @@ def raise_what_is_ignored() -> None:
             raise error
 
         signal.signal(number, raise_again)
-        # By another thread, and later: here it would be raised in this hook, and ignored again.
+        # Another thread sends the signal after this hook has returned. In the hook, Python would ignore the exception again.
         _thread.start_new_thread(_interrupt_soon, (number,))
 
-    sys.unraisablehook = hear
+    sys.unraisablehook = raise_later
 
 
 def _interrupt_soon(number: int) -> None:
-    time.sleep(_AFTER_HOOK_S)
+    time.sleep(_HOOK_RETURNS_WITHIN_S)
     _thread.interrupt_main(signal.Signals(number))
 
 
 def _signal_of(error: BaseException | None, traceback: TracebackType | None) -> int | None:
-    """Returns the signal whose handler raised an error, if one did."""
+    """Returns the signal whose handler raised an error. None if no handler did."""
     if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         return signal.SIGINT
     while traceback is not None:
         frame, traceback = traceback.tb_frame, traceback.tb_next
         numbers = [n for n in _SIGNALS if getattr(signal.getsignal(n), "__code__", None) is frame.f_code]
         if numbers:
-            # One function may handle several signals: its argument tells which one came.
+            # One function may handle several signals. Its argument shows which one arrived.
             arguments = [x for x in frame.f_locals.values() if isinstance(x, int)]
             return next((n for n in numbers if n in arguments), numbers[0])
     return None

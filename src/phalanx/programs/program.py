@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs: traced, executed, and their results stored in the variables."""
+"""Compiled programs: traces functions, executes them, and stores the results in the variables."""
 
 import functools
 import gc
@@ -41,11 +41,11 @@ from phalanx.typing import PyTree
 
 
 class Program:
-    """One compiled program, and the variables it works on.
+    """One compiled program, and the variables that it reads and writes.
 
     Args:
-      fn: what it does.
-      arguments: the arguments of its first call.
+      fn: the function to compile.
+      arguments: the arguments of the first call.
       eager: whether to execute the Python code at each call instead of compiling it.
     """
 
@@ -61,7 +61,7 @@ class Program:
         self._called: _Call | None = _Call(fn, arguments.streams)
         found = self._trace(arguments.arrays)
         self._trace_made: Discovery | None = found
-        # Empty for most programs, which need not ask.
+        # An empty tuple for most programs, so that a call need not look for batches.
         self.draws = Draws(found.draws, arguments.streams) if found.draws else ()
         self._output: Structure = found.outputs.structure
         self._variables, self._written = found.variables, found.written
@@ -73,11 +73,12 @@ class Program:
         self._state = State(found.variables, found.written, self._topology, storage)
         self.settings = Settings(found.variables, found.optimizers)
         self._global_seeds = list(filter(compat.is_global_seed, found.seeds))
-        # jax runs a program with a NaN in its results again; and a callback that raises must find the state as it was.
+        # JAX runs a program again to find the operation that made a NaN, and a callback that raises must leave the state unchanged.
+        # Neither works with donated arrays.
         donate = () if found.has_callback or checks_numbers() else (0,)
         compiler = jax.jit
         if self._topology.has_devices and self._topology.is_single and not found.variables:
-            # A program with neither variables nor batches would run on the default device.
+            # Without variables and batches, nothing else tells JAX to use the strategy's device instead of the default one.
             compiler = functools.partial(jax.jit, out_shardings=self._topology.replicated)
         self._compiled = compiler(self._traced, donate_argnums=donate)
         self._execute: Callable[..., tuple[Any, ...]] = self._execute_eagerly if eager else self._compiled
@@ -88,7 +89,13 @@ class Program:
         self._called = None
 
     def __call__(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> PyTree:
-        """Runs the program of `fn`, stores what it wrote, and does the updates that it left; `batches` are what its draws found."""
+        """Runs the program, stores the values that it wrote, and applies the updates that it left.
+
+        Args:
+          fn: the function, in case JAX traces it again.
+          arguments: the arguments of this call.
+          batches: the batches that the program takes from iterators.
+        """
         for state in self._global_seeds:
             compat.continue_global_seed(state)
         run = self._run_as_one_step if self._updates or self.draws else self._run
@@ -100,7 +107,7 @@ class Program:
     def _run_as_one_step(
         self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]
     ) -> tuple[Any, ...]:
-        """Runs the program and what follows it as one step: updates and the positions of iterators; all of it, or nothing."""
+        """Runs the program, applies its updates and advances its iterators. If one of these fails, all are undone."""
         before = self._state.fields() if self._updates else []
         with deferred():
             outputs = self._run(fn, arguments, batches)
@@ -115,7 +122,7 @@ class Program:
         return outputs
 
     def _run(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> tuple[Any, ...]:
-        """Runs the program of `fn` and stores what it wrote; returns values, components, results and gradients."""
+        """Runs the program and stores the values that it wrote. Returns values, components, results and gradients."""
         with process_dispatching() if self._is_local else self._dispatching_with_peers():
             inputs = self._inputs(arguments)
             for batch in batches:
@@ -143,21 +150,25 @@ class Program:
         self, execute: Callable[..., tuple[Any, ...]], donated: Group, kept: Group, inputs: list[Any]
     ) -> tuple[Any, ...]:
         if not self._eager:
-            # Apart from the run, so that Ctrl-C need not wait for the compiler. jax finds the result again.
+            # Compile before signals are deferred, so that Ctrl-C need not wait for the compiler. JAX caches the result.
             self._compiled.lower(donated, kept, inputs).compile()
-        # The first call of a compiled function is made in Python, where a signal handler could raise.
+        # JAX makes the first call of a compiled function in Python, where a signal handler could raise.
         with deferred():
             outputs = self._state.run(execute, donated, kept, inputs)
         self._has_run = True
         return outputs
 
     def require_equal(self, inputs: Sequence[Arguments]) -> None:
-        """Waits until the other processes are about to run an equal program; raises if theirs differ."""
+        """Waits until the other processes are about to run the same program.
+
+        Raises:
+          TraceError: they are about to run another one.
+        """
         assert self._trace_made is not None
         signature.require_equal(self._trace_made, inputs, self._topology)
 
     def lower(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> jax.stages.Lowered:
-        """Returns the program of `fn` as jax sees it."""
+        """Returns the lowered program."""
         with process_dispatching():
             self._called = _Call(fn, arguments.streams)
             inputs = [x for given in (arguments, *batches) for x in self._inputs(given)]
@@ -182,7 +193,7 @@ class Program:
     def _traced(
         self, donated: Group, kept: Group, inputs: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        """The program as jax sees it: state and inputs to new state, results, and gradients for updates."""
+        """Maps state and inputs to new state, results, and gradients of updates. This is the function that JAX compiles."""
         values, parts = self._merged(donated, kept)
         inputs, batches = inputs[: self._num_arrays], inputs[self._num_arrays :]
         outputs = self._taken_trace(inputs).evaluate([*values, *batches], parts, inputs)
@@ -192,11 +203,11 @@ class Program:
                 x if x is None else lax.with_sharding_constraint(x, home)
                 for x, home in zip(values, self._homes, strict=True)
             ]
-        # State first: XLA hands donated buffers to outputs of their size in order, and a variable is to get its own back.
+        # State first: XLA assigns donated buffers to outputs of their size in order, and a variable should keep its own buffer.
         return values, outputs.parts, outputs.result, outputs.gradients
 
     def _execute_eagerly(self, donated: Group, kept: Group, inputs: list[Any]) -> tuple[Any, ...]:
-        """Does what the program does operation by operation."""
+        """Executes the Python code of the program operation by operation."""
         assert self._trace_made is not None
         with self._topology.default_device():
             values, parts = self._merged(donated, kept)
@@ -207,11 +218,11 @@ class Program:
     def _merged(self, donated: Group, kept: Group) -> Group:
         """Returns values and components of all variables, in order."""
         values, parts = self._state.merge(donated, kept)
-        # What is combined on demand has components alone.
+        # A variable that is combined on demand has components and no value.
         return [own.sum(0) if x is None else x for x, own in zip(values, parts, strict=True)], parts
 
     def _taken_trace(self, inputs: list[Any]) -> Discovery:
-        """Returns the trace, which is not kept for longer; a new one where jax compiles again, for it is set otherwise."""
+        """Returns the trace and drops it. If JAX compiles again, because one of its settings changed, traces again."""
         found, self._trace_made = self._trace_made, None
         if found is None:
             found = self._trace(inputs)
@@ -244,10 +255,7 @@ class _Call(NamedTuple):
 
 
 class Programs:
-    """The compiled programs of one `phalanx.function`, or of one strategy.
-
-    They are kept for as long as the function they belong to, or the object whose method it is.
-    """
+    """The compiled programs of one `phalanx.function`, or of one strategy."""
 
     def __init__(self) -> None:
         self._cache: ProgramCache[Program] = ProgramCache()
@@ -265,15 +273,15 @@ class Programs:
         """Calls `fn(*args, **kwargs)` as a program.
 
         Args:
-          function: what the program belongs to, and with `key` what tells it from others.
-          fn: what it does.
-          args: its arguments.
-          kwargs: its keyword arguments.
-          key: what else selects it.
+          function: the function that owns the program. The program is dropped with it.
+          fn: the function to compile.
+          args: positional arguments of `fn`.
+          kwargs: keyword arguments of `fn`.
+          key: selects the program, besides `function` and the shapes and dtypes of the arguments.
           eager: whether to execute the Python code instead of compiling it.
 
         Raises:
-          InputError: an argument is no array that JAX can hold, or a deleted one.
+          InputError: an argument is a deleted array, or JAX cannot hold it.
         """
         arguments = Arguments(args, kwargs)
         try:
@@ -308,7 +316,7 @@ class Programs:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Keeps Python from looking for garbage among the many objects of a trace: one look took a tenth of a second."""
+    """Disables the garbage collector. A trace makes so many objects that one collection takes a tenth of a second."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -319,35 +327,35 @@ def without_collections() -> Iterator[None]:
 
 
 def _finished(execute: Callable[..., Any], *args: PyTree) -> PyTree:
-    """Executes a program that calls back to Python, and waits for its end: a callback that raises fails it then."""
+    """Executes a program that calls back to Python, and waits for its end, because only then do failed callbacks raise."""
     with calling_back():
         return jax.block_until_ready(execute(*args))
 
 
 def checks_numbers() -> bool:
-    """Returns whether JAX looks for NaNs or infinities in the results of programs."""
+    """Returns whether JAX checks the results of programs for NaNs or infinities."""
     config: Any = jax.config
     return bool(config.jax_debug_nans or config.jax_debug_infs)
 
 
 def _strategy_of(found: Discovery) -> AbstractStrategy:
-    """Returns the strategy on whose devices a program runs: the one that runs in it, else the current one."""
+    """Returns the strategy whose `run` the program calls, or the current strategy if there is none."""
     strategies = [s for s in found.strategies if s.topology.has_devices]
     if len(strategies) > 1:
         context.require_same(strategies[0], strategies[1], "Strategy.run")
         raise TraceError(
             f"one program with the strategies {strategies}",
-            "a program runs on the devices of one strategy.",
-            "one phalanx.function for each strategy",
+            "a program can run on the devices of one strategy only.",
+            "write one phalanx.function per strategy",
         )
     return strategies[0] if strategies else context.get_strategy()
 
 
 def _homes(found: Discovery, topology: Topology) -> list[NamedSharding]:
-    """Returns where the variables live that a program writes.
+    """Returns the shardings of the variables that a program writes.
 
     Raises:
-      InvalidArgumentError: variables are trained, and a rule of the layout has met none.
+      InvalidArgumentError: the program trains variables, and a rule of the layout matches none of them.
     """
     homes = [topology.sharding_of(compat.layout_path(v), v.shape) for v in found.variables]
     if topology.layout is not None and found.optimizers:

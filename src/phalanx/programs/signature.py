@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be equal about a program on all processes, and how they compare it before the program runs first."""
+"""Compares a program between processes before its first run, because all of them must run the same one."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,21 +27,21 @@ _COLLECTIVES = (
     "pgather",
 )
 _HINTS = {
-    "argument": "the same shapes and dtypes on all workers; strategy.experimental_distribute_dataset(...) pads data so",
-    "variable": "the same model, made in the same order, on all workers",
-    "result": "results of the same shapes and dtypes on all workers",
-    "program": "the same calls, with arguments of the same shapes and dtypes, on all workers",
-    "operation": "the same code on all workers; pass what differs between them as arguments",
+    "argument": "use the same shapes and dtypes on all workers; strategy.experimental_distribute_dataset(...) pads batches to one shape",
+    "variable": "create the same model, in the same order, on all workers",
+    "result": "return results of the same shapes and dtypes on all workers",
+    "program": "make the same calls, with arguments of the same shapes and dtypes, on all workers",
+    "operation": "run the same code on all workers, and pass values that differ as arguments",
 }
 
 
 def require_equal(found: Discovery, inputs: Sequence[Arguments], topology: Topology) -> None:
-    """Waits until all processes of a cluster are about to run an equal program, if this one needs the others.
+    """Waits until all processes of the cluster are about to run the same program, if this program communicates.
 
     Args:
       found: the trace of the program.
-      inputs: its arguments, and the batches that it takes from iterators.
-      topology: its devices.
+      inputs: the arguments of the program, and the batches that it takes from iterators.
+      topology: the devices of the program.
 
     Raises:
       TraceError: the processes have traced different programs.
@@ -65,7 +65,7 @@ def require_equal(found: Discovery, inputs: Sequence[Arguments], topology: Topol
 
 
 def _signature(found: Discovery, inputs: Sequence[Arguments]) -> dict[str, list[str]]:
-    """Returns what is compared: types, and for what they do not tell all operations."""
+    """Returns what the processes compare: the types of arguments, variables and results, and all operations."""
     operations = list(_operations(found.jaxpr.jaxpr))
     return {
         "argument": [_of_argument(*x) for i in inputs for x in zip(i.arrays, i.sharded, strict=True)],
@@ -78,7 +78,7 @@ def _signature(found: Discovery, inputs: Sequence[Arguments]) -> dict[str, list[
 def _of_argument(array: jax.Array, is_parted: bool) -> str:
     if is_parted:
         return f"{_typed(array.shape[1:], array.dtype)} per replica"
-    # A Python number is of one type on all processes, whatever its class.
+    # The class of a Python number does not matter: an int on one process and a float on another select different programs.
     return _typed(array.shape, array.dtype) if hasattr(array, "shape") else "a number"
 
 
@@ -87,7 +87,7 @@ def _typed(shape: Sequence[int], dtype: Any) -> str:
 
 
 def _operations(jaxpr: jex.Jaxpr) -> Iterator[str]:
-    """Returns each operation with the types of its results; no constants, which may differ between processes."""
+    """Yields each operation with the types of its results. Constants are left out, because they may differ between processes."""
     for eqn in jaxpr.eqns:
         yield f"{eqn.primitive.name} of {', '.join(str(v.aval) for v in eqn.outvars)}"
         for inner in jex.jaxprs_in_params(eqn.params):
@@ -95,18 +95,18 @@ def _operations(jaxpr: jex.Jaxpr) -> Iterator[str]:
 
 
 def _places_variables(found: Discovery, topology: Topology) -> bool:
-    """Whether the program is the first to use a variable, whose value the chief then tells all."""
+    """Returns whether the program is the first to use some variable. The chief then broadcasts the value of that variable."""
     return any(slot_of(v).home is not topology for v in found.variables)
 
 
 def _communicates(found: Discovery, arguments: Arguments) -> bool:
-    """Whether a process that runs the program may wait for another one.
+    """Returns whether a process that runs the program may wait for another process.
 
-    In a replica function collectives do. Outside, what computes with values that the replicas have parts of: XLA adds
-    collectives there.
+    In a replica function, collectives wait. Outside, so does any operation on arrays that are sharded over replicas, because XLA
+    adds collectives to it.
     """
     jaxpr, num_variables = found.jaxpr.jaxpr, len(found.variables)
-    # What is no variable there is a batch.
+    # Inputs with higher numbers are batches.
     first = [is_own or i >= num_variables for i, is_own in found.inputs]
     rest = [
         is_sharded or (isinstance(x, jax.Array) and not x.is_fully_replicated)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays of a program's variables: taken from them before it runs, given back after."""
+"""Takes the arrays of a program's variables before it runs, and stores the new arrays afterwards."""
 
 import functools
 import gc
@@ -21,18 +21,18 @@ from phalanx.tracing.structure import refuse_outer_trace
 from phalanx.typing import PyTree
 
 Group = tuple[list[Any], list[Any]]
-"""Values of some variables, and the replicas' components of those that are on-read (None for the others)."""
+"""Values of some variables, and the replicas' components of the on-read variables among them (None for the others)."""
 
 
 class Slot:
-    """What the engine remembers of one variable between programs.
+    """What is known about one variable between programs.
 
-    Args:
-      array: the array it stored or placed last; another one in the variable was assigned from outside. Let go of when
-        the variable is assigned, so that it keeps no memory.
-      home: the devices on which it placed that array.
-      owned: whether a program of ours made that array, so that it may be donated to the next one.
-      components: the replicas' own values that belong to that array, `(num_replicas, ...)`, if the variable is on-read.
+    Attributes:
+      array: the array that was stored or placed last. If the variable holds another one, the user has assigned it. None
+        after an assignment, so that the slot keeps no memory alive.
+      home: the devices of that array.
+      owned: whether a program of Phalanx made that array, so that the next one may consume it.
+      components: the replicas' own values that belong to that array, (num_replicas, ...), if the variable is on-read.
     """
 
     __slots__ = ("array", "components", "home", "owned")
@@ -65,7 +65,7 @@ def slot_of(variable: Variable) -> Slot:
 
 
 def components_of(variable: Variable) -> jax.Array | None:
-    """Returns the replicas' own values of an on-read variable; None where it was assigned from outside since."""
+    """Returns the replicas' own values of an on-read variable. None if the user has assigned it since."""
     slot = slot_of(variable)
     return slot.components if slot.array is raw_value(variable) else None
 
@@ -84,16 +84,16 @@ def _combine_on_demand(variable: Variable) -> bool:
     if slot is not None and slot.components is not None and slot.home is not None:
         with slot.home.dispatching(is_step=False):
             total = _sum_of_components(slot.components)
-        # The variable first: an interrupt between the two leaves a value without components, which stands for them.
+        # The variable first: an interrupt between the two leaves a value without components, which is still the right total.
         compat.set_raw_values([variable], [total])
         slot.array = total
     return False
 
 
 def _lend(variable: Variable) -> None:
-    """Keeps an array on one device from being donated once its variable was read.
+    """Stops an array on one device from being donated after its variable was read.
 
-    `jax.device_put` may return an array that shares its memory, and no reference tells that it exists.
+    `jax.device_put` may return an array that shares the memory, and no reference count shows that it exists.
     """
     slot = _slots.get(variable)
     if slot is not None and slot.owned and (slot.home is None or slot.home.is_single):
@@ -103,12 +103,12 @@ def _lend(variable: Variable) -> None:
 compat.on_read(_lend)
 
 _parted: IdentityMap[bool] = IdentityMap()
-"""Arrays over several devices that have given away parts, which share their memory."""
+"""Arrays over several devices whose shards the user has read. A shard shares the memory of its array."""
 
 
 @functools.cache
 def _note_parts_of(arrays: Any) -> None:
-    """Extends the type of JAX's arrays: it notes which of them give away parts."""
+    """Extends the type of JAX's arrays, so that it records the arrays whose shards are read."""
 
     def noting(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -119,7 +119,7 @@ def _note_parts_of(arrays: Any) -> None:
         return parts
 
     arrays.addressable_data = noting(arrays.addressable_data)
-    # jax.device_put to one device reads the first of these.
+    # jax.device_put to one device reads addressable_shards.
     for name in ("addressable_shards", "global_shards"):
         shards = getattr(arrays, name)
         setattr(arrays, name, property(noting(shards.fget), doc=shards.__doc__))
@@ -135,7 +135,7 @@ compat.on_first_read(_combine_on_demand)
 
 _HELD_BY_VARIABLE_AND_SLOT = compat.UNSHARED + 1
 _VALUES_TWICE, _COMPONENTS = itemgetter(0, 0), itemgetter(1)
-"""Of the outputs of a program: the values that variables and slots get, and the components."""
+"""Select from the outputs of a program: the values, once for the variables and once for the slots; and the components."""
 _OWNED = ["owned"]
 _NOTHING: Group = ([], [])
 
@@ -143,13 +143,13 @@ _NOTHING: Group = ([], [])
 class State:
     """The variables of one program.
 
-    An array is donated to the program only if a program of ours made it and nobody else holds it; else a copy is.
+    An array is donated to the program only if a program of Phalanx made it and nobody else holds it. Otherwise a copy is donated.
 
     Args:
-      variables: all variables that it uses.
-      written: for each, whether it is written.
-      topology: the devices of the program; None where arrays stay where they are.
-      storage: where the variables live between programs.
+      variables: all variables that the program uses.
+      written: for each variable, whether the program writes it.
+      topology: the devices of the program.
+      storage: the devices of the variables between programs.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class State:
         self._names = [compat.RAW_VALUE] * len(slots) + ["array"] * len(slots) + ["components"] * len(on_read)
 
     def take(self) -> tuple[Group, Group]:
-        """Returns what the program may consume, the values of what it writes, and what it only reads."""
+        """Returns the arrays of the variables that the program writes, which it may consume, and of those that it only reads."""
         return self._written.take(own=True), self._read.take(own=False) if self._read.variables else _NOTHING
 
     def merge(self, donated: Group, kept: Group) -> Group:
@@ -181,25 +181,25 @@ class State:
     def run(
         self, execute: Callable[..., tuple[Any, ...]], donated: Group, kept: Group, inputs: list[Any]
     ) -> tuple[Any, ...]:
-        """Executes a program and stores what it wrote, in one step of Python's interpreter.
+        """Executes a program and stores the values that it wrote, within one bytecode of Python.
 
-        A signal handler runs between two bytecodes and may raise there. Here it finds the state of the step before, or all of
-        the state after: the iterators below are consumed by one call, in which no bytecode runs. For the same reason no
-        garbage is collected, because a handler that raises in a callback of the collector is ignored.
+        A signal handler runs between two bytecodes and may raise there. It finds either the state before the step or the whole
+        state after it, because one call consumes the iterators below, and no bytecode runs inside that call. Garbage collection
+        is disabled for the same reason: Python ignores an exception that a handler raises in a callback of the collector.
 
         Args:
-          execute: the program. If it consumes `donated`, it must run no bytecode.
+          execute: the program. If it consumes `donated`, it must not run any bytecode.
           donated: its first argument.
           kept: its second argument.
           inputs: its third argument.
 
         Returns:
-          What the program returned, beginning with values and components of the variables that it writes.
+          The outputs of the program, beginning with values and components of the variables that it writes.
         """
         if self._is_lent:
             execute = functools.partial(self._run_elsewhere, execute)
         outputs: list[tuple[Any, ...]] = []
-        # Each of these is evaluated only when its turn has come: the last finds in `outputs` what the first put there.
+        # All of these are lazy. `deque` below consumes `executed` first, which fills `outputs`, and then `stored`, which reads it.
         executed = map(outputs.extend, [map(execute, [donated], [kept], [inputs])])
         fields = chain.from_iterable(chain.from_iterable(map(_VALUES_TWICE, outputs)))
         owners, names, copied = self._owners, self._names, self._written.copied
@@ -218,25 +218,25 @@ class State:
         return outputs[0]
 
     def _run_elsewhere(self, execute: Callable[..., tuple[Any, ...]], *args: PyTree) -> tuple[Any, ...]:
-        """Executes a program that works on copies, and puts the values that it wrote where the variables live."""
+        """Executes a program that works on copies, and moves the values that it wrote to the devices of the variables."""
         values, *others = execute(*args)
         return (self._storage.take_back(values), *others)
 
     def fields(self) -> list[Any]:
-        """Returns all that `run` overwrites, for `reset`."""
+        """Returns all values that `run` overwrites, for `reset`."""
         return list(map(getattr, self._owners, self._names))
 
     def reset(self, fields: list[Any]) -> None:
-        """Takes back what `run` has stored, where the program worked on copies."""
+        """Restores values that `run` has overwritten. Only for programs that work on copies, because others consume the old values."""
         deque(map(setattr, self._owners, self._names, fields), maxlen=0)
 
     def put_back(self, donated: Group) -> None:
-        """Stores what a program was given again, where it was traced instead of executed."""
+        """Restores the values that a program was called with, after JAX traced the program instead of executing it."""
         values, components = donated
         self.reset([*values, *values, *compress(components, self._is_on_read)])
 
     def raise_if_lost(self, donated: Group, cause: Exception) -> None:
-        """Raises if a program that failed has taken the values of variables with it.
+        """Checks whether a program that failed has consumed values of variables.
 
         Raises:
           StateLostError: it has.
@@ -258,20 +258,24 @@ class State:
 
 
 class _Variables:
-    """Variables that a program all writes, or all only reads."""
+    """The variables that a program writes, or the variables that it only reads."""
 
     def __init__(self, variables: list[Variable], topology: Topology, storage: Topology) -> None:
         self.variables, self._topology, self._storage = variables, topology, storage
         self._is_lent = storage is not topology
         self.slots = [slot_of(v) for v in variables]
-        # Those whose arrays `take` has copied: what the program makes of the copy will be its own.
+        # Slots whose arrays `take` has copied. The program's result for them is owned, because nobody else can hold it.
         self.copied: list[Slot] = []
         mapped = topology.num_replicas > 1
         self._on_read = [i for i, v in enumerate(variables) if mapped and policy_of(v).on_read]
         self._on_demand = [i for i in self._on_read if policy_of(variables[i]).on_demand]
 
     def take(self, *, own: bool) -> Group:
-        """Returns arrays on the program's devices, and components; with `own` those that it may consume."""
+        """Returns arrays on the program's devices, and components.
+
+        Args:
+          own: whether the program consumes the arrays.
+        """
         if not self.variables:
             return [], []
         arrays = self._arrays(own=own and not self._is_lent)
@@ -281,7 +285,7 @@ class _Variables:
             return arrays, [None] * len(arrays)
         components = self._components(arrays)
         if own and self._is_lent:
-            # A program that works on copies can be taken back.
+            # A program that works on copies can be undone, so its components are copies too.
             for i in self._on_read:
                 components[i] = jax.device_put(components[i], components[i].sharding, may_alias=False)
         for i in self._on_demand:
@@ -295,7 +299,7 @@ class _Variables:
             for slot in self.slots:
                 if id(slot.array) in parted:
                     slot.owned = False
-        # One short loop in which nothing happens at the steady state: it runs at every step, for every variable.
+        # This loop runs at every step, for every variable. In the steady state its body does nothing.
         for i, (slot, array, count) in enumerate(zip(self.slots, arrays, counts, strict=True)):
             if slot.array is not array or slot.home is not self._storage:
                 if slot.home is not self._storage and self._topology.num_workers > 1:
@@ -311,7 +315,7 @@ class _Variables:
         return arrays
 
     def _take_from_chief(self, topology: Topology) -> None:
-        """Gives variables that no program has had yet the chief's values."""
+        """Sets variables that no program has used yet to the chief's values."""
         fresh = [i for i, slot in enumerate(self.slots) if slot.home is not topology]
         variables = [self.variables[i] for i in fresh]
         for i, variable, value in zip(fresh, variables, topology.from_chief(compat.raw_values(variables)), strict=True):
@@ -320,7 +324,7 @@ class _Variables:
             self.slots[i].store(array, topology, owned=False)
 
     def _components(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns the replicas' own values of on-read variables; None for the others."""
+        """Returns the replicas' own values of on-read variables, and None for the others."""
         parts: list[Any] = [None] * len(arrays)
         for i in self._on_read:
             parts[i] = self.slots[i].components
@@ -331,15 +335,15 @@ class _Variables:
         return parts
 
     def _adopt(self, variable: Variable, slot: Slot, array: jax.Array) -> jax.Array:
-        """Places a value that was assigned from outside, or was made outside the scope, on the program's devices."""
+        """Places a value that the user assigned, or created outside the scope, on the program's devices."""
         if array is None:
             raise VariableError(
                 f"{describe(variable)} in a program of this process",
-                "it lives on parameter servers, and steps that use it run on their workers.",
+                "the variable lives on parameter servers, and only workers run steps that use it.",
                 "coordinator.schedule(step, args=(...)), or strategy.run(fn)",
             )
         if isinstance(array, jax.Array) and array.weak_type:
-            # Made of a Python number. What a program returns is not weakly typed, and would be compiled for again.
+            # The value was a Python number. Programs return strongly typed arrays, so the next call would compile again.
             array = jax.lax.convert_element_type(array, array.dtype)
         array = self._storage.put_variable(array, compat.layout_path(variable))
         if isinstance(array, jax.core.Tracer):
@@ -354,6 +358,6 @@ def _is_lost(array: jax.Array) -> bool:
         return True
     try:
         array.block_until_ready()
-    except Exception:  # The program that should have made it failed, after the call had returned.
+    except Exception:  # The program that computes the array failed after the call had returned.
         return True
     return False

@@ -20,21 +20,21 @@ from phalanx.typing import PyTree
 def trace_program(
     fn: Callable[[PyTree], Parts], inputs: PyTree, *, named: Callable[..., Any] | None = None, eager: bool = False
 ) -> Discovery:
-    """Traces a whole program: calls `fn(inputs)`, which returns a nest of arrays taken apart.
+    """Traces a whole program.
 
     Args:
-      fn: what it does.
-      inputs: its arguments.
-      named: the function of the user's that it calls, which JAX names if a value leaks.
-      eager: whether it will be executed with real values.
+      fn: the program. Returns a nest of arrays taken apart.
+      inputs: the argument of `fn`.
+      named: the user's function that `fn` calls. JAX names it if a value leaks.
+      eager: whether `fn` will be executed with real values.
 
     Raises:
-      DiscoveryMismatch: each time it is traced it makes another variable.
+      DiscoveryMismatch: `fn` creates another variable each time it is traced.
     """
     random_states = slips.random_states()
     found, made = _traced_whole(fn, inputs, named)
     if made or slips.random_states() != random_states:
-        # What makes variables, or the global generator, with random seeds of their own, is not what is called again.
+        # Creating a variable draws a seed, and the first random number creates the global generator. The second trace does neither.
         random_states = slips.random_states()
         found, made = _traced_whole(fn, inputs, named)
     if made:
@@ -49,8 +49,8 @@ def trace_program(
 def _traced_whole(
     fn: Callable[[PyTree], Parts], inputs: PyTree, named: Callable[..., Any] | None
 ) -> tuple[Discovery, list[keras.Variable]]:
-    """Traces a whole program; returns the variables that were made meanwhile too."""
-    # They get their first values when this outer scope closes, outside the trace.
+    """Traces a whole program. Returns the trace, and the variables that were created while tracing."""
+    # New variables get their first values when this outer scope closes, outside the trace.
     with keras.StatelessScope():
         found = trace(functools.partial(_program, fn), inputs, named=named)
         return found, [v for v in found.variables if compat.is_new(v)]
@@ -60,13 +60,13 @@ class ProgramOutputs(NamedTuple):
     """What a whole program returns: arrays, or their shapes if the program was only traced.
 
     Args:
-      result: the arrays of what the function returns.
-      structure: the rest of it.
-      values: new values of the variables that it writes, in order.
-      parts: the replicas' components of each of them; None for variables that have none.
-      gradients: one list per update that it leaves.
-      increments: what was added to each of the written variables; None if it was assigned otherwise.
-      ids: the ids of the rows of tables that it looks up, in order.
+      result: the arrays that the function returns.
+      structure: what the function returns, without its arrays.
+      values: new values of the variables that the program writes, in order.
+      parts: the replicas' components of each of these variables. None for variables without components.
+      gradients: one list per update that is applied after the program.
+      increments: the sum of what was added to each written variable. None if the variable was assigned.
+      ids: the ids of the table rows that the program looks up, in order.
     """
 
     result: list[Any]
@@ -81,7 +81,7 @@ class ProgramOutputs(NamedTuple):
 def execute_program(
     fn: Callable[[PyTree], Parts], inputs: PyTree, found: Discovery, values: list[Any], parts: list[Any]
 ) -> ProgramOutputs:
-    """Returns what `fn(inputs)` does with real values of the variables, and components."""
+    """Executes `fn(inputs)` with these values of the variables, and these components."""
     return _program(fn, executing_scope(found, values, parts, inputs), inputs)
 
 
@@ -100,13 +100,15 @@ def _program(fn: Callable[[PyTree], Parts], scope: LiftScope, inputs: PyTree) ->
 def trace(
     fn: Callable[..., Any], *args: PyTree, named: Callable[..., Any] | None = None, mapped: bool = False
 ) -> Discovery:
-    """Traces `fn(scope, *args)`; once more where a tape was asked for a gradient that is none.
+    """Traces `fn(scope, *args)`.
+
+    Traces it a second time if a tape computes the gradient of a target that does not depend on the source.
 
     Args:
-      fn: what to trace.
-      *args: its arguments, behind the scope.
-      named: the function of the user's that it calls, which JAX names if a value leaks.
-      mapped: whether it is the program of one of several replicas.
+      fn: the function to trace.
+      *args: the arguments after the scope.
+      named: the user's function that `fn` calls. JAX names it if a value leaks.
+      mapped: whether `fn` is the program of one of several replicas.
     """
     found = _traced_once(fn, None, *args, named=named, mapped=mapped)
     if all(map(all, found.connected)):
@@ -140,7 +142,7 @@ def _traced_once(
 def executing_scope(
     found: Discovery, values: list[Any], parts: list[Any], *args: PyTree, mapped: bool = False
 ) -> LiftScope:
-    """Returns the scope in which a function is executed with real values."""
+    """Returns a scope in which a function is executed with real values."""
     gradients = markers.gradient_values(found.jaxpr, *found.flat(values, parts, *args)) if found.has_tapes else []
     return LiftScope(Executing(found, values, parts, gradients), mapped=mapped)
 
@@ -149,7 +151,7 @@ def written_entries(scope: LiftScope) -> list[Entry]:
     """Returns the entries of the variables that are written, in the order of the program's outputs.
 
     Raises:
-      DiscoveryMismatch: another one was written than when the function was traced before.
+      DiscoveryMismatch: the function wrote a variable that it did not write when it was traced.
     """
     now = [e for e in scope.entries.values() if e.written]
     if not isinstance(scope.pass_, Executing):

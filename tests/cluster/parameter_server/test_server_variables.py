@@ -110,7 +110,7 @@ def same(ours, theirs):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.* is made anew")  # Each case has a step of its own.
+@pytest.mark.filterwarnings("ignore:.* is created at each call")  # Each case has a step of its own.
 @pytest.mark.parametrize("shape", [(), (3,), (5, 2), (7,)], ids=str)
 def test_reads_and_writes_at_the_coordinator(calm, strategy, shape):
     """They are of the value on the servers, whole or divided."""

@@ -71,7 +71,7 @@ def test_partials_made_anew_warn(strategy):
     """Also wrapped in functools.partial."""
     for i in range(2):
         strategy.run(functools.partial(plus, i), args=(1.0,))
-    with pytest.warns(RecompilationWarning, match="plus .* is made anew for each call"):
+    with pytest.warns(RecompilationWarning, match="plus .* is created at each call"):
         strategy.run(functools.partial(plus, 2), args=(1.0,))
 
 

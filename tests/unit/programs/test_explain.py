@@ -42,7 +42,7 @@ def test_shapes_that_depend_on_values(strategy, step):
 
 def test_numpy_of_a_traced_value(strategy):
     """As in every tutorial of tf.distribute."""
-    with pytest.raises(TraceError, match=r"by `.numpy\(\)`.*\nHINT: return it from the step, and float"):
+    with pytest.raises(TraceError, match=r"by `.numpy\(\)`.*\nHINT: return the array from the step, and call float"):
         strategy.run(lambda: replica_id().numpy())
 
 
@@ -54,7 +54,7 @@ def leaking_step():
 def test_a_value_that_leaks_into_another_step(strategy):
     """It never had a value."""
     strategy.run(leaking_step)
-    with pytest.raises(TraceError, match=r"a value of another trace .*kept in a list.*\nHINT: return the value"):
+    with pytest.raises(TraceError, match=r"a value from another trace .*kept in a list.*\nHINT: return the value"):
         strategy.run(lambda: LEAKED[-1] + 1)
 
 

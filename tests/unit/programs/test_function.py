@@ -28,7 +28,7 @@ def test_options_without_a_meaning(options):
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
-        ({"jit_compile": False}, "leave jit_compile out; strategy.run"),
+        ({"jit_compile": False}, "leave jit_compile out. To debug a step, strategy.run"),
         ({"experimental_relax_shapes": True}, "leave experimental_relax_shapes out"),
         ({"experimental_implements": "a"}, "leave experimental_implements out"),
         ({"autograph": 3}, "leave autograph out"),
@@ -122,7 +122,7 @@ def test_two_strategies_in_one_function(strategy):
     step = phalanx.function(lambda: (strategy.run(lambda: 1), other.run(lambda: 1)))
     with pytest.raises(TraceError, match="one program with the strategies .*cpu:0.*cpu:2") as e:
         step()
-    assert "one phalanx.function for each strategy" in e.value.hint
+    assert "one phalanx.function per strategy" in e.value.hint
 
 
 def test_eager_option_in_a_function(strategy):

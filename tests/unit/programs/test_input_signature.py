@@ -23,12 +23,12 @@ def anything(ndim):
 @pytest.mark.parametrize(
     ("signature", "good", "bad", "found"),
     [
-        ([SPEC((2,), "float32")], np.ones(2, "f"), np.ones(3, "f"), r"it is float32\[3\], and .* has float32\[2\]"),
-        ([SPEC((2,), "float32")], jnp.ones(2), np.ones(2, "i4"), r"it is int32\[2\], and .* has float32\[2\]"),
-        ([anything(2)], np.ones((3, 4), "f"), np.ones(3, "f"), r"it is float32\[3\], and .*\[None, None\]"),
+        ([SPEC((2,), "float32")], np.ones(2, "f"), np.ones(3, "f"), r"it is float32\[3\], but .* has float32\[2\]"),
+        ([SPEC((2,), "float32")], jnp.ones(2), np.ones(2, "i4"), r"it is int32\[2\], but .* has float32\[2\]"),
+        ([anything(2)], np.ones((3, 4), "f"), np.ones(3, "f"), r"it is float32\[3\], but .*\[None, None\]"),
         ([SPEC((), "int32")], 3, 3.5, "it is float"),
         ([SPEC((), "uint8")], 255, 256, "it is int"),
-        ([SPEC((), "float32")], 3, "three", "it is 'three', and input_signature has an array"),
+        ([SPEC((), "float32")], 3, "three", "it is 'three', but input_signature has an array"),
         ([SPEC((), jax.random.key(0).dtype)], jax.random.key(1), 1.0, "it is float"),
         ([{"a": SPEC((), "int32")}], {"a": 1}, {"b": 1}, "its structure is"),
         ([(SPEC((), "int32"), SPEC((), "int32"))], (1, 2), 1, "its structure is"),
@@ -38,7 +38,7 @@ def test_arguments_are_checked(signature, good, bad, found):
     """By structure, shape and dtype; keyword arguments too."""
     step = phalanx.function(lambda x: jax.tree.map(lambda a: a, x), input_signature=signature)
     assert jax.tree.structure(step(good)) == jax.tree.structure(step(x=good))
-    with pytest.raises(InvalidArgumentError, match=rf"<lambda>\(x=\.\.\.\): {found}.*\nHINT: an argument of that"):
+    with pytest.raises(InvalidArgumentError, match=rf"<lambda>\(x=\.\.\.\): {found}.*\nHINT: pass an argument of that"):
         step(bad)
     with pytest.raises(InvalidArgumentError, match="too many positional arguments"):
         step(good, good)

@@ -108,7 +108,7 @@ def test_per_replica_moves_between_strategies_of_one_size(strategy):
 
 def test_variable_made_anew_in_each_trace(strategy):
     """A typed error that says how to make it once; the strategy works on."""
-    with pytest.raises(TraceError, match="each time the function is traced it makes or uses another variable") as e:
+    with pytest.raises(TraceError, match="the function creates or uses another variable each time it is traced") as e:
         strategy.run(lambda: keras.Variable(1.0, aggregation="sum").assign_add(1.0))
     assert "if self.v is None" in e.value.hint
     assert [int(x) for x in strategy.run(lambda: jnp.int32(1)).values] == [1, 1]
