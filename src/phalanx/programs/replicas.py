@@ -36,14 +36,14 @@ def trace_run(
     Args:
       strategy: the strategy.
       fn: the replica function.
-      args: its arguments.
-      kwargs: its keyword arguments.
-      steps: for how many steps to call it, at most as many as the arguments are stacked for; None calls it once, with the
-        arguments as they are.
+      args: positional arguments of `fn`.
+      kwargs: keyword arguments of `fn`.
+      steps: int32 array (). How often to call `fn`, with arguments that are stacked along a dim for steps. None to call it
+        once, with arguments that are not stacked.
 
     Returns:
-      What `fn` returns: arrays as `PerReplica`, `Mirrored` trees as such, everything else as it is. With one replica,
-      what `fn` returns.
+      The nest that `fn` returns, with each array that replicas compute as a `PerReplica`. `Mirrored` values, constants and
+      Python objects are returned unchanged. With one replica, exactly what `fn` returns.
     """
     scope = program_scope()
     scope.note_read()
@@ -81,7 +81,7 @@ class _Returned(NamedTuple):
     Args:
       results: its arrays that may differ between replicas, in order.
       mirrored: the trees of its `Mirrored` values, in order.
-      nest: the rest of it.
+      nest: what the function returned, without its arrays.
       padding: which rows of the replica are real. None if no batch is padded.
     """
 
@@ -92,15 +92,15 @@ class _Returned(NamedTuple):
 
 
 class _ReplicaOutputs(NamedTuple):
-    """What the program of one replica returns: arrays, their shapes if it was only traced, or their specs.
+    """What the program of one replica returns: arrays, their shapes if the program was only traced, or their specs.
 
     Args:
       results: arrays that may differ between replicas, (1, ...) each.
       mirrored: the trees of `Mirrored` values.
-      values: new values of the variables that it writes, in order; None for those that are combined on demand.
+      values: new values of the variables that the program writes, in order. None for variables that are combined on demand.
       parts: new components of the on-read variables among them, (1, ...) each.
-      gradients: one list per update that it leaves.
-      nest: the rest of what the function returned.
+      gradients: one list per update that is applied after the program.
+      nest: what the function returned, without its arrays.
     """
 
     results: Any
@@ -123,7 +123,7 @@ class _Run:
         for value in self._of(differs):
             check_size(value, strategy.num_replicas_in_sync)
         self._rows = list({id(x.rows): x.rows for x in self._leaves if differs(x) and x.rows}.values())
-        # Per-replica arrays and masks go in sharded; what all replicas share goes in whole; the rest stays Python.
+        # Per-replica arrays and masks are sharded inputs, other arrays are replicated inputs, and the rest stays in Python.
         self._sharded = [x.data for x in self._of(differs)] + [r.mask for r in self._rows]
         self._whole = (
             [x.value for x in self._of(is_equal_everywhere)] + [r.count for r in self._rows] + self._of(is_array)
@@ -131,17 +131,17 @@ class _Run:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one call for one replica on one device, whose batch has no padding."""
+        """Whether the run is one call for one replica on one device, without padding, so that no `shard_map` is needed."""
         topology = self._strategy.topology
         return topology.is_single and not self._rows and self._steps is None
 
     def inline(self) -> PyTree:
-        """One replica: calls the function in the program's own scope."""
+        """Calls the function for the only replica, in the program's own scope."""
         returned = self._call([x[0] for x in self._sharded], self._whole, jnp.int32(0))
         return returned.nest.join(returned.results, returned.mirrored)
 
     def mapped(self, scope: LiftScope) -> PyTree:
-        """Several replicas: calls it under `shard_map`."""
+        """Calls the function for all replicas, under `shard_map`."""
         topology = self._strategy.topology
         found = scope.pass_.next_run(self._trace)
         entries = [scope.entry(v) for v in found.variables]
@@ -153,7 +153,7 @@ class _Run:
         )
         results = outputs.results
         if topology.axes:
-            # Of a result each device of a replica has the whole: what leaves a program is read by replicas.
+            # XLA may leave a result sharded over the devices of its replica. Users read results per replica, so gather them.
             results = lax.with_sharding_constraint(results, topology.per_replica)
         kept = iter(outputs.parts)
         scope.values_change()
@@ -172,7 +172,7 @@ class _Run:
         return outputs.nest.join(wrapped, outputs.mirrored)
 
     def _wrapped(self, array: jax.Array, rows: RowMask | None) -> PyTree:
-        """Returns a result as it leaves `Strategy.run`: of one replica alone as the array that it is."""
+        """Returns a result as `Strategy.run` returns it: a PerReplica, or the array itself if there is one replica."""
         if self._strategy.num_replicas_in_sync == 1 and rows is None and self._steps is None:
             return array[0]
         return PerReplica(array, rows, self._rows[0] if len(self._rows) == 1 else None)
@@ -186,9 +186,9 @@ class _Run:
         return found
 
     def _warn_of_slips(self, found: Discovery) -> None:
-        """Warns of mistakes that the trace of one replica shows."""
+        """Warns of mistakes that show in the trace of one replica."""
         num_replicas, num_batches = self._strategy.num_replicas_in_sync, len(self._of(differs))
-        # Keras's trainer weighs means; and what no optimizer gets may be anything.
+        # Keras's trainer weights means correctly. Without an optimizer a mean over rows is not a mistake.
         if num_replicas > 1 and not context.current().averaging and (found.optimizers or found.updates):
             first = len(found.inputs)
             slips.warn_of_whole_batch(found.jaxpr, num_replicas, self._sharded, self._whole)
@@ -196,11 +196,11 @@ class _Run:
 
     @property
     def _num_steps(self) -> int:
-        """For how many steps the arguments are stacked."""
+        """The number of steps that the arguments are stacked for."""
         return int(self._sharded[0].shape[1])
 
     def _one_step(self) -> tuple[list[Any], list[Any]]:
-        """Returns the arguments of one call, abstract where they are stacked."""
+        """Returns the arguments of one call. Stacked arrays are replaced by the shape of one step."""
         if self._steps is None:
             return self._sharded, self._whole
         one = lambda x, dim: jax.ShapeDtypeStruct(x.shape[:dim] + x.shape[dim + 1 :], x.dtype)  # noqa: E731
@@ -217,7 +217,11 @@ class _Run:
         return seen[0]
 
     def _find_rows(self, results: list[Any], sharded: list[Any], whole: list[Any]) -> list[int]:
-        """Returns how many rows results have for each row of a padded batch: those that grow with the batch."""
+        """Returns how many rows each result has per row of a padded batch. 0 for results that do not grow with the batch.
+
+        A result whose size is a multiple of the batch may still be unrelated to it, so the function is traced once more with a
+        batch that has one more row.
+        """
         if len(self._rows) != 1:
             return [0] * len(results)
         rows = self._rows[0]
@@ -233,7 +237,7 @@ class _Run:
         ]
         try:
             grown = self._trace_replica(longer, whole).outputs.results
-        except Exception:  # The function is written for this size of batch: the shape alone must tell.
+        except Exception:  # The function works for this batch size only, so the shape must decide.
             return [int(n == 1) for n in each]
         grows = [len(g.shape) > 1 and g.shape[1] == n * (places + 1) for n, g in zip(each, grown, strict=True)]
         return [n if g else 0 for n, g in zip(each, grows, strict=True)]
@@ -241,7 +245,7 @@ class _Run:
     def _body(
         self, found: Discovery, values: list[Any], parts: list[Any], sharded: PyTree, whole: PyTree
     ) -> _ReplicaOutputs:
-        """The program of one replica."""
+        """Runs the program of one replica."""
         own = [
             first_component(policy_of(variable), value) if part is None else part[0]
             for variable, value, part in zip(found.variables, values, parts, strict=True)
@@ -255,7 +259,7 @@ class _Run:
         return outputs
 
     def _loop(self, found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]) -> _ReplicaOutputs:
-        """Does as many steps as there are; returns what one returns, the results stacked.
+        """Runs several steps. The results of the steps are stacked.
 
         On-read variables are combined once, after the last step.
         """
@@ -287,7 +291,7 @@ class _Run:
         return _ReplicaOutputs([x[None] for x in results], mirrored, values, parts, [], one.nest)
 
     def _padding_at(self, step: jax.Array, sharded: list[Any], whole: list[Any]) -> RowMask | None:
-        """Returns which rows of this replica are real at one of several steps."""
+        """Returns which rows of this replica are real at step number `step`."""
         if len(self._rows) != 1:
             return None
         count = whole[1 + len(self._of(is_equal_everywhere))]
@@ -295,12 +299,12 @@ class _Run:
         return RowMask(at(sharded[-1]), at(count))
 
     def _replica(self, scope: LiftScope, sharded: PyTree, whole: PyTree) -> _ReplicaOutputs:
-        """Calls the function for one replica, in `scope`."""
+        """Calls the function for one replica, in `scope`, and combines the variables that it wrote."""
         with scope:
             returned = self._call(sharded, whole, lax.axis_index(REPLICA_AXIS))
         written = written_entries(scope)
         parts = [e.value[None] for e in written if e.policy.on_read]
-        # Of several steps, the last one's are combined.
+        # In a loop over steps, `_loop` combines on-read variables after the last step.
         now = [e for e in written if self._steps is None or not e.policy.on_read]
         combined = dict(zip(map(id, now), _combine_at_boundary(now, returned.padding), strict=True))
         values = [combined.get(id(e)) for e in written]
@@ -309,7 +313,7 @@ class _Run:
         return _ReplicaOutputs(results, returned.mirrored, values, parts, gradients, returned.nest)
 
     def _call(self, sharded: list[Any], whole: list[Any], replica_id: jax.Array) -> _Returned:
-        """Calls the user's function with one replica's arguments."""
+        """Calls the user's function with the arguments of one replica."""
         own, same = iter(sharded), iter(whole)
         leaves = list(self._leaves)
         self._fill(leaves, differs, own)
@@ -334,40 +338,46 @@ class _Run:
         return [x for x in self._leaves if kind(x)]
 
     def _shard_map(self, body: Callable[..., Any], ins: Sequence[bool], out_specs: Any) -> Callable[..., Any]:
-        """Maps `body` over the replicas; `ins` says of each argument whether its leading dim is the replica."""
+        """Maps `body` over the replicas.
+
+        Args:
+          body: the program of one replica.
+          ins: for each argument of `body`, whether its leading dim is the replica.
+          out_specs: the specs of what `body` returns.
+        """
         return jax.shard_map(
             body,
             mesh=self._strategy.topology.mesh,
             in_specs=tuple(_along(0) if sharded else PartitionSpec() for sharded in ins),
             out_specs=out_specs,
-            # Further axes of the mesh stay automatic: XLA divides a replica's program over them.
+            # Other axes of the mesh stay automatic: XLA partitions each replica's program along them.
             axis_names={REPLICA_AXIS},
-            # Gradients inside stay local, and a scan with a constant carry (Keras's LSTM) traces.
+            # Without the check, gradients stay local to a replica, and a scan with a constant carry (Keras's LSTM) can be traced.
             check_vma=False,
         )
 
 
 def _specs_of_outputs(found: Discovery) -> _ReplicaOutputs:
-    """Returns how the outputs of the replicas' programs are put together."""
+    """Returns the specs of the outputs of the replicas' programs."""
     gradients = [[PartitionSpec() if d is None else _along(d) for d in u.dims] for u in found.updates]
     each, same = _along(0), PartitionSpec()
     return _ReplicaOutputs(each, same, same, each, gradients, nest=same)
 
 
 def _combine_at_boundary(entries: list[Entry], padding: RowMask | None) -> list[Any]:
-    """Returns the values that a program stores: one for all replicas of each variable, None for those on demand."""
+    """Returns the value of each variable for all replicas. None for variables that are combined on demand."""
     diverged = [e for e in entries if (e.diverged or e.policy.on_read) and not e.policy.on_demand]
     combined = dict(zip(map(id, diverged), combine(diverged, padding) if diverged else (), strict=True))
     return [None if e.policy.on_demand else combined.get(id(e), e.value) for e in entries]
 
 
 def _along(dim: int) -> PartitionSpec:
-    """Returns the spec of an array of which each replica has its part along a dim."""
+    """Returns the spec of an array that is sharded over the replicas along `dim`."""
     return PartitionSpec(*(None,) * dim, REPLICA_AXIS)
 
 
 def _first(tree: PyTree) -> PyTree:
-    """Returns what one replica holds of arrays whose leading dim is the replica."""
+    """Returns one replica's components of arrays whose leading dim is the replica."""
     return jax.tree.map(_first_of_array, tree)
 
 
@@ -375,8 +385,8 @@ def _first_of_array(array: jax.Array) -> jax.Array:
     own = lax.squeeze(array, (0,))
     if own.ndim < 2 or jnp.issubdtype(own.dtype, jax.dtypes.extended):
         return own
-    # The layout it has anyway. Where it is stated, XLA for CPUs does not fuse the squeeze with a transpose that follows
-    # (the first thing a recurrent layer does): together they copy the batch once more, apart they cost nothing.
+    # This is the layout that the array has anyway. Stating it keeps XLA on CPUs from fusing the squeeze with a transpose that
+    # follows, which a recurrent layer begins with. Fused, they copy the batch once more; apart, they cost nothing.
     return with_layout_constraint(own, Layout(tuple(range(own.ndim))))
 
 
