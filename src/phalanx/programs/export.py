@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lifted functions as programs for other processes, which need neither Keras nor the function."""
+"""Exports traced functions as programs for other processes, which need neither Keras nor the function."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,22 +26,23 @@ from phalanx.typing import PyTree
 
 @dataclass(frozen=True)
 class Exported:
-    """A program that was traced here and runs elsewhere.
+    """A program that was traced here and runs in another process.
 
-    It is called with the values of `variables`, followed by the positions of what is looked up, and with the inputs, and
-    returns `(results, increments, values, gradients)`. Of a table it gets as many rows as it looks up.
+    Its first argument is the list of the values of `variables`, followed by the positions of the looked-up rows. Its second
+    argument is the list of inputs. It returns `(results, increments, values, gradients)`. A table is passed as the rows that the
+    program looks up.
 
     Args:
-      module: the program, as `jax.export` writes it.
-      variables: whose values it takes, in order.
-      added: numbers of the variables that it adds to; the program returns the increments.
-      set: numbers of those that it assigns; the program returns the values.
-      seeds: numbers of the states of random generators.
-      updates: of whose gradients it returns a list each, without those that are None.
+      module: the program, serialized by `jax.export`.
+      variables: the variables whose values the program takes, in order.
+      added: indices of the variables that the program adds to. It returns the increments.
+      set: indices of the variables that the program assigns. It returns the new values.
+      seeds: indices of the states of random generators.
+      updates: the updates that optimizers apply afterwards. The program returns a list of gradients for each, without None.
       output: what the function returns, without its arrays.
-      ids: what is looked up, as a program of no values and the inputs; empty where nothing is.
-      lookups: the numbers of the tables, in order.
-      num_rows: of each table, how many rows it takes.
+      ids: a program that maps the inputs to the ids of the looked-up rows. Empty if no rows are looked up.
+      lookups: index of the table of each lookup, in order.
+      num_rows: number of rows that the program takes, by the index of the table.
     """
 
     module: bytes
@@ -64,17 +65,17 @@ def export(
     adds: bool = True,
     clips: Callable[[Update], bool] = lambda update: False,
 ) -> Exported:
-    """Traces `fn(inputs)` and returns it as a program.
+    """Traces `fn(inputs)` and exports it as a program.
 
     Args:
-      fn: reads and writes variables, and returns a nest of arrays.
-      inputs: arrays, or their shapes and dtypes.
-      platforms: on what it is to run, as in `("cpu",)`.
-      adds: whether it returns increments, where nothing but increments was written.
-      clips: of which updates it clips the gradients, as their optimizers do.
+      fn: a function that reads and writes variables, and returns a nest of arrays.
+      inputs: arrays, or objects with a shape and a dtype.
+      platforms: the platforms that the program will run on, for example `("cpu",)`.
+      adds: whether the program returns the increment of a variable that it only adds to, instead of the new value.
+      clips: returns whether the program clips the gradients of an update, as the optimizer would.
 
     Raises:
-      TraceError: it cannot be traced, or calls back to Python while it runs.
+      TraceError: `fn` cannot be traced, or calls back to Python while it runs.
       MissingDependencyError: `flatbuffers` is not installed.
     """
     specs = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in inputs]
@@ -100,8 +101,8 @@ def export(
         if i in tables:
             raise TraceError(
                 f"assign to {describe(found.variables[i])} in a scheduled step",
-                "it is a table, of which a step has the rows that it looks up.",
-                "an optimizer's apply_gradients; or assign to it at the coordinator",
+                "the variable is a table, and a step has only the rows that it looks up.",
+                "optimizer.apply_gradients(...) in the step, or assign to the table at the coordinator",
             )
     return Exported(
         module=_serialized(program, platforms, values, specs),
@@ -120,14 +121,14 @@ def export(
 def _traced(
     call: Callable[[list[Any]], Parts], specs: list[Any]
 ) -> tuple[Discovery, list[tuple[Variable, tuple[int, ...]]]]:
-    """Traces a scheduled step, with as many rows of each table as it looks up.
+    """Traces a scheduled step, in which each table has as many rows as the step looks up.
 
     Returns:
-      What was found, and the shapes of the tables' rows.
+      The trace, and the tables with the shapes of the rows that the step takes.
 
     Raises:
-      TraceError: it cannot be sent to another process.
-      ContextError: it draws a batch.
+      TraceError: the step cannot be sent to another process.
+      ContextError: the step draws a batch.
     """
     rows: list[tuple[Variable, tuple[int, ...]]] = []
     while True:
@@ -137,27 +138,27 @@ def _traced(
         if [shape for _, shape in looked_up] == [shape for _, shape in rows]:
             break
         if looked_up and any(isinstance(x, jax.core.Tracer) for x in found.jaxpr.consts):
-            # What was computed in an inner trace got out of it.
+            # The ids were computed in an inner trace, and leaked out of it.
             raise TraceError(
                 f"rows of {describe(looked_up[0][0])} looked up in a scheduled step",
-                "the ids are computed inside the body of a loop or branch, or another transformation of jax.",
-                "look the rows up before it, and pass them in",
+                "the ids are computed inside the body of a loop or branch, or inside another transformation of JAX.",
+                "look up the rows before the loop or branch, and pass them in",
             )
-        # The number of rows that it needs of a table is known after it has been traced with all rows.
+        # A trace with whole tables shows how many rows the step looks up. The next trace has that many.
         rows = looked_up
     if found.draws:
         raise refuse_draw()
     if found.has_callback:
         raise TraceError(
             "a scheduled step that calls back to Python (jax.debug.print, io_callback, pure_callback)",
-            "it is sent to workers as a program, which has no Python.",
+            "workers get the step as a compiled program, which cannot call Python.",
             "return the value from the step, and print it at the coordinator",
         )
     return found, rows
 
 
 def _rows(found: Discovery) -> list[tuple[Variable, tuple[int, ...]]]:
-    """Returns what a program has of tables: as many rows as it looks up."""
+    """Returns each table with the shape of the rows that the program looks up."""
     totals: dict[int, int] = {}
     for table, shape in found.lookups:
         totals[id(table)] = totals.get(id(table), 0) + math.prod(shape)
@@ -165,7 +166,11 @@ def _rows(found: Discovery) -> list[tuple[Variable, tuple[int, ...]]]:
 
 
 def _ids_program(found: Discovery, platforms: Sequence[str], values: list[Any], specs: list[Any]) -> bytes:
-    """Returns the program of what is looked up, which must follow from the inputs alone."""
+    """Returns the program that computes the ids of the looked-up rows from the inputs alone.
+
+    Raises:
+      TraceError: the ids depend on variables.
+    """
 
     def program(values: list[Any], inputs: list[Any]) -> PyTree:
         return found.evaluate(values, [None] * len(values), inputs).ids
@@ -174,8 +179,8 @@ def _ids_program(found: Discovery, platforms: Sequence[str], values: list[Any], 
     if any(i < len(values) for i in kept):
         raise TraceError(
             "rows looked up in a scheduled step",
-            "which ones depends on a variable, or on other rows.",
-            "ids that are computed from the batch",
+            "the ids depend on a variable, or on other rows.",
+            "compute the ids from the batch alone",
         )
     return _serialized(lambda inputs: program([jnp.zeros(x.shape, x.dtype) for x in values], inputs), platforms, specs)
 
@@ -190,6 +195,6 @@ def _serialized(program: Callable[..., Any], platforms: Sequence[str], *specs: A
 
 
 def _given(update: Update, gradients: Sequence[Any]) -> Update:
-    """Returns the update of the variables that have a gradient."""
+    """Returns the update without the variables that have no gradient."""
     pairs = [(v, g) for v, g in zip(update.variables, gradients, strict=True) if g is not None]
     return Update(update.optimizer, tuple(v for v, _ in pairs), [g for _, g in pairs])

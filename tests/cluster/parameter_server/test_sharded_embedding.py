@@ -255,7 +255,7 @@ def test_ids_that_depend_on_a_variable(strategy, coordinator):
     with strategy.scope():
         layer, offset = ShardedEmbedding(ROWS, WIDTH), keras.Variable(1, dtype="int32", trainable=False)
         layer.build()
-    with pytest.raises(TraceError, match="which ones depends on a variable, or on other rows"):
+    with pytest.raises(TraceError, match="the ids depend on a variable, or on other rows"):
         coordinator.schedule(lambda ids: layer(ids + offset), args=(IDS,))
 
 
@@ -283,7 +283,7 @@ def test_assign_in_a_step(strategy, coordinator):
         layer.embeddings.assign(layer.embeddings * 2.0)
         return rows
 
-    with pytest.raises(TraceError, match="it is a table, of which a step has the rows that it looks up"):
+    with pytest.raises(TraceError, match="the variable is a table, and a step has only the rows that it looks up"):
         coordinator.schedule(step, args=(IDS,))
 
 
