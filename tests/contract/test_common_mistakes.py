@@ -214,7 +214,7 @@ def test_a_target_network(strategy):
         for copy, weight in zip(target.weights, online.weights, strict=True):
             copy.assign(0.9 * copy + 0.1 * weight)
 
-    with pytest.raises(AggregationError, match=r"HINT: .*target.trainable = False for a target network"):
+    with pytest.raises(AggregationError, match=r"HINT: .*variable.trainable = False if no optimizer trains it"):
         strategy.run(follow)
     target.trainable = False
     strategy.run(follow)

@@ -171,7 +171,7 @@ def test_default_strategy_allows_everything():
 @on("mirrored_x2")
 def test_refused_in_eager_run_too(strategy):
     """`RunOptions(eager=True)` has the contexts of the compiled program."""
-    with pytest.raises(ContextError, match="(?s)Strategy.run in replica context.*HINT: call fn"):
+    with pytest.raises(ContextError, match="(?s)Strategy.run was called in replica context.*HINT: call fn"):
         strategy.run(lambda: strategy.run(lambda: 1), options=phalanx.RunOptions(eager=True))
 
 
@@ -179,7 +179,7 @@ def test_refused_in_eager_run_too(strategy):
 def test_next_batch_in_a_step(strategy):
     """A batch is fetched outside the step that uses it."""
     batches = iter(strategy.experimental_distribute_dataset([np.ones((4, 1), "float32")]))
-    with pytest.raises(ContextError, match=r"(?s)next\(iterator\) in a traced step.*HINT: pass the batch"):
+    with pytest.raises(ContextError, match=r"(?s)next\(iterator\) was called in a traced step.*HINT: pass the batch"):
         strategy.run(lambda: next(batches))
     assert next(batches) is not None
 
@@ -210,7 +210,7 @@ def test_errors_survive_in_programs_of_many_kinds(strategy):
         lambda f: strategy.run(lambda: phalanx.value_and_grad(lambda: f(), [])()[0]),
     ]
     for wrap in wraps:
-        with pytest.raises(ContextError, match="Strategy.reduce in replica context"):
+        with pytest.raises(ContextError, match="Strategy.reduce was called in replica context"):
             wrap(lambda: strategy.reduce("SUM", 1.0, axis=None))
 
 

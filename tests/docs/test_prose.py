@@ -1,6 +1,9 @@
-"""The English of pages that a native reader has gone through: phrases that were rewritten there do not come back."""
+"""The English of pages, docstrings and comments: phrases that were rewritten do not come back."""
 
+import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -15,15 +18,29 @@ PAGES = [
 PHRASES = {
     r"how-manieth": "a number, named",
     r"\banew\b": "again, or new",
-    r"\bmeanwhile\b": "while, or in the meantime",
-    r"\bof which\b": "whose, or a sentence of its own",
     r"\bthat which\b": "what",
     r"\ball get\b": "every X gets",
     r"\bfor ever\b": "forever",
     r"(?<=[.!?] )Those of\b": "the noun",
-    r"(?<![Tt]here )\b(is|are) no (?!longer|more|less|such|need|other)[a-z]+\b(?! left)": "is not a",
     r"\b(one|two|three|\d+) [a-z]+ an? (batch|device|dtype|epoch|execution|group|leaf|process|replica|row|second|server|shard|step|thread|variable|worker)\b": "per",
     r"\b(bytes|rows|steps|tokens) an? (second|step|device|replica)\b": "per",
+}
+PAGE_PHRASES = PHRASES | {
+    r"\bmeanwhile\b": "while, or in the meantime",
+    r"\bof which\b": "whose, or a sentence of its own",
+    r"(?<![Tt]here )\b(is|are) no (?!longer|more|less|such|need|other)[a-z]+\b(?! left)": "is not a",
+}
+SOURCE_PHRASES = PHRASES | {
+    r"^(Lets|Says|Where|Which)\b": "a verb such as Returns, Records or Rejects",
+    r"\bsomebody\b": "the user, the caller, or the passive",
+    r"\bbe asked for\b": "be requested, or what the function returns",
+    r"\b(is|are) left to be\b": "is deferred, or remains",
+    r"\btaken apart\b": "split, or flattened",
+    r"\bnothing tells\b": "is unknown",
+    r"\bwhere (it|they) lives?\b": "where it is stored",
+    r"\bthat (is|are) no (?!longer|more|less|such)[a-z]+": "that is not a",
+    r": it (is|was|is something else)[.;]": "the condition, with its noun",
+    r": another number of\b": "a different number of",
 }
 
 
@@ -40,8 +57,35 @@ def test_page_has_none_of_the_phrases(page):
     found = [
         f"{page}:{number}: {match.group()!r}: write {instead}"
         for number, line in enumerate(prose_of(page), 1)
-        for phrase, instead in PHRASES.items()
+        for phrase, instead in PAGE_PHRASES.items()
         for match in [re.search(phrase, line)]
+        if match
+    ]
+    assert not found, "\n".join(found)
+
+
+def prose_in(source):
+    """Returns the docstrings and comment lines of a module, each with its line number, with code left out."""
+    texts = [
+        (node.body[0].lineno, ast.get_docstring(node))
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)
+    ]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    texts += [(token.start[0], token.string.lstrip("# ")) for token in tokens if token.type == tokenize.COMMENT]
+    for line, text in texts:
+        without_examples = re.sub(r"^\s*(>>>|\.\.\.).*$", "", text, flags=re.MULTILINE)
+        yield line, " ".join(re.sub(r"`[^`]*`", "", without_examples).split())
+
+
+@pytest.mark.parametrize("module", sorted((ROOT / "src").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_source_has_none_of_the_phrases(module):
+    """Docstrings and comments do not have them either."""
+    found = [
+        f"{module}:{line}: {match.group()!r}: write {instead}"
+        for line, text in prose_in(module.read_text(encoding="utf-8"))
+        for phrase, instead in SOURCE_PHRASES.items()
+        for match in [re.search(phrase, text)]
         if match
     ]
     assert not found, "\n".join(found)

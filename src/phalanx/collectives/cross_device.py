@@ -387,7 +387,7 @@ def check_destinations(destinations: object) -> None:
     """Checks that `destinations` is a value, a variable or a device.
 
     Raises:
-      InvalidArgumentError: it is something else.
+      InvalidArgumentError: `destinations` is none of these.
     """
     if not isinstance(destinations, _DESTINATIONS) or (isinstance(destinations, str) and not destinations):
         raise InvalidArgumentError(

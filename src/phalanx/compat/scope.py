@@ -83,7 +83,7 @@ class AbstractLiftScope(keras.StatelessScope):
         """Checks that a loss that is a mean is not used with several replicas.
 
         Raises:
-          PhalanxError: it is.
+          PhalanxError: the loss is a mean, and there are several replicas.
         """
         raise NotImplementedError
 

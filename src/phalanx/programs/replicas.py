@@ -47,8 +47,8 @@ def trace_run(
     """
     scope = program_scope()
     scope.note_read()
-    if not any(s is strategy for s in scope.pass_.found.strategies):
-        scope.pass_.found.strategies.append(strategy)
+    if not any(s is strategy for s in scope.pass_.discovery.strategies):
+        scope.pass_.discovery.strategies.append(strategy)
     run = _Run(strategy, fn, (tuple(args), dict(kwargs)), steps)
     return run.inline() if run.is_plain else run.mapped(scope)
 
@@ -163,7 +163,7 @@ class _Run:
         for update, of_update in zip(found.updates, outputs.gradients, strict=True):
             left = dataclasses.replace(update, gradients=of_update)
             if self._strategy.updates is Updates.AFTER_PROGRAM:
-                scope.leave(left)
+                scope.defer_update(left)
             else:
                 scope.apply_update(self._strategy, left)
         rows = self._rows[0] if self._rows else None

@@ -23,7 +23,7 @@ def trace_program(
     """Traces a whole program.
 
     Args:
-      fn: the program. Returns a nest of arrays taken apart.
+      fn: the program. Returns a nest, split into `Parts`.
       inputs: the argument of `fn`.
       named: the user's function that `fn` calls. JAX names it if a value leaks.
       eager: whether `fn` will be executed with real values.
@@ -134,8 +134,8 @@ def _traced_once(
     if named is not None:
         functools.update_wrapper(lifted, named)
     jaxpr, outputs = jax.make_jaxpr(lifted, return_shape=True)(*args)
-    found = passes[0].found
-    found.take(list(scopes[0].entries.values()), scopes[0].updates, passes[0].inputs, jaxpr, outputs)
+    found = passes[0].discovery
+    found.record(list(scopes[0].entries.values()), scopes[0].updates, passes[0].inputs, jaxpr, outputs)
     return found
 
 
@@ -156,7 +156,7 @@ def written_entries(scope: LiftScope) -> list[Entry]:
     now = [e for e in scope.entries.values() if e.written]
     if not isinstance(scope.pass_, Executing):
         return now
-    found = scope.pass_.found
+    found = scope.pass_.discovery
     known = list(itertools.compress(found.variables, found.written))
     for entry in now:
         if not any(entry.variable is v for v in known):

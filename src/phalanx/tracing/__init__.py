@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function that reads and writes variables, as a program."""
+"""Traces functions that read and write Keras variables, so that they can be compiled as programs."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the values that replicas hold of a variable become one at the end of a program."""
+"""Combines the values that the replicas hold of a variable into one value, at the end of a program."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,38 +16,44 @@ from phalanx.tracing.policy import Combine, Policy
 
 
 def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
-    """Makes one value of what each replica holds of some variables, through one shared buffer a dtype.
+    """Combines the replicas' values of some variables, and returns one value per variable.
+
+    The values cross the network in shared buffers, because one all-reduce per variable would be slower.
 
     Args:
       entries: the variables.
-      padding: which rows of this replica are real; one without any has no part in means.
+      padding: row mask of this replica's batch, or None. A replica without real rows does not count in means.
     """
     prepared = []
-    for e in entries:
-        x = e.value.astype(jnp.int32) if e.value.dtype == jnp.bool_ else e.value
-        if e.policy.combine is Combine.FIRST:
+    for entry in entries:
+        # An all-reduce does not sum bools.
+        x = entry.value.astype(jnp.int32) if entry.value.dtype == jnp.bool_ else entry.value
+        if entry.policy.combine is Combine.FIRST:
+            # The sum of replica 0's value and zeros is a broadcast, and it can share a buffer with the other sums.
             x = primitives.only_on(0, x)
-        elif e.policy.combine is Combine.MEAN and padding is not None:
+        elif entry.policy.combine is Combine.MEAN and padding is not None:
             x = jnp.where(padding.has_rows, x, 0)
         prepared.append(x)
     packs = packing.by_length([str(x.dtype) for x in prepared])
     divisor: Any = lax.axis_size(REPLICA_AXIS)
-    # A sum over one replica of several devices is one that XLA cannot divide between them.
+    # With one replica there is nothing to sum, and XLA fails to partition a sum over an axis of size 1 if the replica spans
+    # several devices. For a similar failure of `axis_index` see https://github.com/jax-ml/jax/pull/25699.
     sums = prepared
     if divisor > 1:
         sums = primitives.packed(lambda buffers: list(lax.psum(buffers, REPLICA_AXIS)), prepared, packs)
-    if divisor > 1 and padding is not None and any(e.policy.combine is Combine.MEAN for e in entries):
+    if divisor > 1 and padding is not None and any(entry.policy.combine is Combine.MEAN for entry in entries):
         divisor = jnp.maximum(lax.psum(padding.has_rows.astype(jnp.float32), REPLICA_AXIS), 1)
     combined = []
-    for e, total in zip(entries, sums, strict=True):
+    for entry, total in zip(entries, sums, strict=True):
         value = total
-        if e.policy.combine is Combine.MEAN:
+        if entry.policy.combine is Combine.MEAN:
             mean = total / divisor
-            value = mean if padding is None else jnp.where(padding.count > 0, mean, e.initial)
-        combined.append(value.astype(e.value.dtype))
+            # If no replica has a real row, the variable keeps its value.
+            value = mean if padding is None else jnp.where(padding.count > 0, mean, entry.initial)
+        combined.append(value.astype(entry.value.dtype))
     return combined
 
 
 def first_component(policy: Policy, value: jax.Array) -> jax.Array:
-    """Returns what one replica holds of `value`, so that the replicas' components combine to it."""
+    """Returns the component of one replica, such that the components of all replicas combine to `value`."""
     return primitives.only_on(0, value) if policy.on_read and policy.combine is Combine.SUM else value

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which strategy is current, and whether this code runs for one replica or for all: the one ambient thing.
+"""The current strategy, and whether this code runs for one replica or for all. No other state of Phalanx is ambient.
 
-A context variable, so that a scope entered in one thread is not seen in another.
+The state is in a context variable, so a scope that one thread enters does not affect other threads.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,15 +30,15 @@ T = TypeVar("T")
 
 @final
 class ReplicaContext:
-    """What a replica function can know about the replica it runs for. `get_replica_context()` returns it.
+    """Describes the replica that a replica function runs for. `get_replica_context()` returns it.
 
     Args:
       strategy: the strategy that runs the function.
-      replica_id_in_sync_group: this replica's number, a traced int32 scalar (0 outside a mapped program).
-      masks: the row masks of the padded batches among the arguments.
+      replica_id_in_sync_group: int32 scalar, traced. Number of this replica, from 0.
+      masks: row masks of the padded batches among the arguments.
 
     Raises:
-      InvalidArgumentError: an argument is something else.
+      InvalidArgumentError: `strategy` is not a strategy, the number is out of range, or `masks` is not a tuple of row masks.
 
     Example:
       >>> import phalanx
@@ -61,10 +61,10 @@ class ReplicaContext:
                 replica_id_in_sync_group,
                 least=0,
                 most=strategy.num_replicas_in_sync - 1,
-                kind=f"a number of a replica from 0 to {strategy.num_replicas_in_sync - 1}",
+                kind=f"the number of a replica, from 0 to {strategy.num_replicas_in_sync - 1}",
             )
         if not isinstance(masks, tuple) or not all(isinstance(mask, RowMask) for mask in masks):
-            raise InvalidArgumentError(f"masks={shown(masks)}", "must be a tuple of row masks.", "leave masks out")
+            raise InvalidArgumentError(f"masks={shown(masks)}", "must be a tuple of row masks.", "leave `masks` out")
         self._strategy, self._id, self._masks = strategy, replica_id_in_sync_group, masks
 
     @property
@@ -74,94 +74,106 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> Any:
-        """This replica's number among those in sync, from 0: a traced int32 scalar."""
+        """Number of this replica among the replicas in sync, from 0. A traced int32 scalar."""
         return self._id
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas are in sync."""
+        """Number of replicas in sync."""
         return self._strategy.num_replicas_in_sync
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The names of the devices over which the replicas of this program run, in replica order: of each replica the first."""
+        """Names of the devices that run the replicas, in replica order. If a replica spans several devices, its first one."""
         topology = self._strategy.topology
         return tuple(map(device_name, topology.first_devices))
 
     @property
     def example_mask(self) -> jax.Array | None:
-        """Which rows of this replica's batch are real, `(per_replica_batch,)` bools; None for a batch without padding.
+        """Bool array (per_replica_batch,). True for real rows of this replica's batch. None if the batch is not padded.
 
         Raises:
-          InputError: several padded batches with different masks were passed.
+          InputError: several batches with different padding were passed to `Strategy.run`.
         """
-        return self._rows.mask if self._rows else None
+        return self._row_mask.mask if self._row_mask else None
 
     @property
     def num_examples(self) -> jax.Array | None:
-        """How many rows of the global batch are real, a scalar; None for a batch without padding.
+        """Number of real rows in the global batch, a scalar. None if the batch is not padded.
 
         Raises:
-          InputError: several padded batches with different masks were passed.
+          InputError: several batches with different padding were passed to `Strategy.run`.
         """
-        return self._rows.count if self._rows else None
+        return self._row_mask.count if self._row_mask else None
 
     @property
     def weight(self) -> jax.Array | float:
-        """Which part of the rows of the global batch this replica has: a scalar; the parts of all add up to 1."""
+        """This replica's fraction of the real rows of the global batch, a scalar. The fractions of all replicas add up to 1."""
         if self.padding is None:
             return 1 / self.num_replicas_in_sync
         return self.padding.mask.sum() / jnp.maximum(self.padding.count, 1)
 
     @property
     def padding(self) -> RowMask | None:
-        """Which rows of this replica are real; None where nothing tells, or several batches tell different things."""
+        """Row mask of this replica's batch. None if no batch is padded, or if several batches have different padding."""
         return self._masks[0] if len(self._masks) == 1 else None
 
     @property
-    def _rows(self) -> RowMask | None:
+    def _row_mask(self) -> RowMask | None:
         if len(self._masks) > 1:
             raise InputError(
-                "the example mask",
-                f"{len(self._masks)} batches with different padding were passed to run.",
-                "one run for each dataset",
+                "the example mask of a replica",
+                f"{len(self._masks)} batches with different padding were passed to run, so there is no single mask.",
+                "call strategy.run once per dataset",
             )
         return self._masks[0] if self._masks else None
 
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, options: CommunicationOptions | None = None
     ) -> PyTree:
-        """Sums or averages `value` over the replicas; every replica gets the result. In replica context.
+        """Sums or averages `value` over the replicas and returns the result on every replica. Call it in replica context.
 
-        A mean is over the replicas that have a real row of a padded batch.
+        If the batch is padded, a mean counts only the replicas that have a real row.
 
-        Its gradient is the all-reduce of the gradient with the same operation: a loss that is all-reduced before it is
-        differentiated gives gradients that count every replica's loss, as in tf.distribute. All replicas must reach the
-        call: inside `lax.cond` the predicate must agree between them.
+        The gradient is the all-reduce of the incoming gradient with the same operation, as in tf.distribute. So if a loss
+        is all-reduced before it is differentiated, the gradients count the loss of every replica.
+
+        All replicas must reach the call. Inside `lax.cond`, the predicate must therefore be equal on all replicas.
 
         Args:
           reduce_op: SUM or MEAN.
-          value: a pytree of arrays, with equal shapes on all replicas.
-          options: with `bytes_per_pack`, leaves share buffers of that many bytes; with `wire_dtype`, the gradient
-            crosses in that dtype too.
+          value: pytree of arrays. The shapes must be equal on all replicas.
+          options: `bytes_per_pack` is the size of the buffers that leaves share. `wire_dtype` is the dtype in which values
+            and their gradients are sent.
 
         Returns:
           A pytree like `value`.
 
         Raises:
-          ContextError: called outside the replica function this context belongs to.
-          ReduceOpError: an unknown operation, or a leaf that has no sum.
-          InvalidArgumentError: `options` is something else.
+          ContextError: called outside the replica function of this context.
+          ReduceOpError: the operation is unknown, or a leaf cannot be summed.
+          InvalidArgumentError: `options` is not a `CommunicationOptions`.
+
+        Example:
+          >>> import jax.numpy as jnp, phalanx
+          >>> context = phalanx.get_replica_context()
+          >>> float(context.all_reduce("SUM", jnp.float32(3.0)))
+          3.0
         """
         self._require("all_reduce")
-        op, n = ReduceOp.parse(reduce_op), self.num_replicas_in_sync
+        op, num_replicas = ReduceOp.parse(reduce_op), self.num_replicas_in_sync
         options = checked_options(options)
         ops = self._strategy.cross_device_ops
         if ops is not None and not ops.adds:
+            # The user chose collectives that accumulate with another function, so a sum would give a different result.
             leaves, tree = flatten(value)
             return tree.unflatten(ops.batch_reduce(op, [(x, x) for x in leaves], options))
+        # A replica whose rows are all padding has nothing to contribute to a mean.
         counts = None if self.padding is None else self.padding.has_rows
-        reduce = lambda tree: primitives.all_reduce(op, tree, n, counts=counts, wire_dtype=options.wire_dtype)  # noqa: E731
+
+        def reduce(tree: PyTree) -> PyTree:
+            return primitives.all_reduce(op, tree, num_replicas, counts=counts, wire_dtype=options.wire_dtype)
+
         if not options.bytes_per_pack:
             return reduce(value)
         leaves, tree = flatten(value)
@@ -170,19 +182,27 @@ class ReplicaContext:
         return tree.unflatten(primitives.packed(reduce, arrays, packs))
 
     def all_gather(self, value: PyTree, axis: int, options: CommunicationOptions | None = None) -> PyTree:
-        """Concatenates `value` over the replicas along dim `axis`, in replica order. In replica context; differentiable.
+        """Concatenates `value` over the replicas along dim `axis`, in replica order. Call it in replica context.
+
+        Gradients flow through the call.
 
         Args:
-          value: a pytree of arrays, with equal shapes on all replicas. Padded rows of a short batch are among them.
-          axis: the dim along which to concatenate.
-          options: hints for this call; none of them changes how arrays are gathered.
+          value: pytree of arrays. The shapes must be equal on all replicas. The padded rows of a short batch are included.
+          axis: dim along which to concatenate.
+          options: hints, as for `all_reduce`. They have no effect on how arrays are gathered.
 
         Returns:
-          A pytree like `value`, with dim `axis` as many times longer as there are replicas.
+          A pytree like `value`. Dim `axis` is longer by a factor of the number of replicas.
 
         Raises:
-          ContextError: called outside the replica function this context belongs to.
-          ReduceOpError: a leaf has no such dim.
+          ContextError: called outside the replica function of this context.
+          ReduceOpError: a leaf does not have dim `axis`.
+
+        Example:
+          >>> import jax.numpy as jnp, phalanx
+          >>> context = phalanx.get_replica_context()
+          >>> context.all_gather(jnp.ones((2, 3)), axis=0).shape
+          (2, 3)
         """
         self._require("all_gather")
         checked_options(options)
@@ -191,57 +211,70 @@ class ReplicaContext:
     def merge_call(
         self, merge_fn: Callable[..., Any], args: PyTree = (), kwargs: dict[str, Any] | None = None
     ) -> PyTree:
-        """Calls `merge_fn(strategy, *args, **kwargs)` in cross-replica context, for all replicas at once. In replica context.
+        """Calls `merge_fn(strategy, *args, **kwargs)` once for all replicas, in cross-replica context.
 
-        Works inside `jax.jit`, `lax.cond` and `lax.scan` too.
+        Call it in replica context. It works inside `jax.jit`, `lax.cond` and `lax.scan` too.
 
         Args:
-          merge_fn: gets arrays as values that `strategy.reduce` and `strategy.extended` understand.
-          args: arguments for it.
-          kwargs: keyword arguments for it.
+          merge_fn: function of the strategy and the arguments. It receives each array as a per-replica value, which
+            `strategy.reduce` and `strategy.extended` accept.
+          args: positional arguments of `merge_fn`.
+          kwargs: keyword arguments of `merge_fn`.
 
         Returns:
-          What `merge_fn` returns; of a value that differs between replicas each gets its own.
+          The result of `merge_fn`. If it contains a per-replica value, each replica gets its own component.
 
         Raises:
-          ContextError: called outside the replica function this context belongs to.
+          ContextError: called outside the replica function of this context.
+          InvalidArgumentError: `merge_fn` is not callable.
+
+        Example:
+          >>> import jax.numpy as jnp, phalanx
+          >>> def merge_fn(strategy, x):
+          ...     return strategy.reduce("SUM", x, axis=None)
+          >>> float(phalanx.get_replica_context().merge_call(merge_fn, args=(jnp.float32(3.0),)))
+          3.0
         """
         self._require("merge_call")
         arguments.function(
             "merge_fn", merge_fn, "merge_call(lambda strategy, x: strategy.reduce(op, x, axis=None), args=(x,))"
         )
-        args, kwargs = jax.tree.map(self._local, arguments.of_call(args, kwargs))
+        args, kwargs = jax.tree.map(self._as_per_replica, arguments.of_call(args, kwargs))
+        # `merging` makes `Strategy.run` fail in `merge_fn`, where the replicas are already running.
         with enter(Mode(self._strategy, None, merging=True)):
             result = merge_fn(self._strategy, *args, **kwargs)
         is_local = lambda x: isinstance(x, ReplicaLocal)  # noqa: E731
         return jax.tree.map(lambda x: x.value if is_local(x) else x, result, is_leaf=is_local)
 
-    def _local(self, leaf: Any) -> Any:
+    def _as_per_replica(self, leaf: Any) -> Any:
+        """Wraps an array, so that a merge function sees that it may differ between replicas."""
         if self.num_replicas_in_sync == 1 or not isinstance(leaf, (jax.Array, np.ndarray)):
             return leaf
-        rows = self._masks[0] if len(self._masks) == 1 else None
-        fits = rows is not None and leaf.ndim > 0 and leaf.shape[0] == rows.mask.shape[0]
-        return ReplicaLocal(leaf, rows if fits else None)
+        # `reduce(axis=0)` ignores padding only if it knows the mask. Only an array with one entry per row can have it.
+        has_rows = self.padding is not None and leaf.ndim > 0 and leaf.shape[0] == self.padding.mask.shape[0]
+        return ReplicaLocal(leaf, self.padding if has_rows else None)
 
     def _require(self, method: str) -> None:
+        """Raises unless this context is current: a context that outlives its function would hold leaked tracers."""
         if current().replica is not self:
             raise ContextError(
-                f"ReplicaContext.{method}",
-                "called outside the replica function this context belongs to.",
+                f"ReplicaContext.{method} was called outside the replica function of its context",
+                "a replica context works only inside the function call that it was created for.",
                 f"phalanx.get_replica_context().{method}(...) inside the replica function",
             )
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One entry of the stack.
+    """One entry of the context stack.
 
     Args:
       strategy: the current strategy.
-      replica: the replica context, if this code runs for one replica.
-      was_set: whether `experimental_set_strategy` made it.
-      merging: whether it is a merge function, which replicas that run have called.
-      averaging: whether replicas compute means over their own rows, of which gradients make one over the global batch.
+      replica: the replica context in a replica function; None in cross-replica context.
+      was_set: whether `experimental_set_strategy` added this entry.
+      merging: whether this code runs in a merge function, so the replicas are already running.
+      averaging: whether losses are means over the replica's own rows. Gradients are then weighted by the replica's share of
+        the global batch.
     """
 
     strategy: AbstractStrategy
@@ -251,12 +284,14 @@ class Mode:
     averaging: bool = False
 
 
+# A tuple, because a mutable stack in a context variable would be shared with contexts that were copied from this one.
 _stack: ContextVar[tuple[Mode, ...]] = ContextVar("phalanx_context", default=())
+# The default strategy registers itself here, because this package must not import `phalanx.strategies`. Empty until then.
 _default: list[Mode] = []
 
 
 def register_default(strategy: AbstractStrategy, replica: "ReplicaContext") -> None:
-    """Makes `strategy` the one outside all scopes; the default strategy calls it once."""
+    """Makes `strategy` current outside all scopes. The default strategy calls it once."""
     _default[:] = [Mode(strategy, replica)]
 
 
@@ -272,10 +307,11 @@ def depth() -> int:
 
 
 def call_in(mode: Mode, fn: Callable[..., T], *args: PyTree, **kwargs: PyTree) -> T:
-    """Returns `fn(*args, **kwargs)`, called with `mode` as the innermost one.
+    """Calls `fn(*args, **kwargs)` with `mode` as the innermost mode, and returns the result.
 
-    Unlike `enter` it restores the modes also if a signal handler raises while they change, because no bytecode of Python runs
-    between an exception and the call that restores them.
+    Unlike `enter`, it restores the stack even if a signal handler raises while the stack changes. A generator-based context
+    manager has a gap between its `yield` and the `with` block, in which Python may run a signal handler.
+    https://github.com/python/cpython/issues/75569
     """
     before = _stack.get()
     try:
@@ -287,14 +323,14 @@ def call_in(mode: Mode, fn: Callable[..., T], *args: PyTree, **kwargs: PyTree) -
 
 @contextmanager
 def averaging() -> Iterator[None]:
-    """Lets the replica function compute means over its own rows, as Keras's trainer does."""
+    """Marks the losses inside the block as means over the replica's own rows, as Keras's trainer computes them."""
     with enter(replace(current(), averaging=True)):
         yield
 
 
 @contextmanager
 def enter(mode: Mode) -> Iterator[None]:
-    """Makes `mode` the innermost one."""
+    """Makes `mode` the innermost mode inside the block."""
     before = _stack.get()
     try:
         _stack.set((*before, mode))
@@ -304,13 +340,22 @@ def enter(mode: Mode) -> Iterator[None]:
 
 
 def get_strategy() -> AbstractStrategy:
-    """Returns the current strategy; outside all scopes the default one."""
+    """Returns the current strategy, or the default strategy outside all scopes. May be called in any context.
+
+    Example:
+      >>> import phalanx
+      >>> strategy = phalanx.OneDeviceStrategy("cpu:0")
+      >>> with strategy.scope():
+      ...     phalanx.get_strategy() is strategy
+      True
+    """
+    # A function that jax.jit has cached for one strategy must be traced again for another strategy.
     compat.note_read()
     return current().strategy
 
 
 def has_strategy() -> bool:
-    """Returns whether a strategy other than the default one is current. May be called in any context.
+    """Returns whether a strategy other than the default strategy is current. May be called in any context.
 
     Example:
       >>> import phalanx
@@ -322,7 +367,7 @@ def has_strategy() -> bool:
 
 
 def in_cross_replica_context() -> bool:
-    """Returns whether this code runs for all replicas: in a scope or a merge function. May be called in any context.
+    """Returns whether this code runs for all replicas, in a scope or in a merge function. May be called in any context.
 
     Example:
       >>> import phalanx
@@ -334,7 +379,7 @@ def in_cross_replica_context() -> bool:
 
 
 def get_replica_context() -> "ReplicaContext | None":
-    """Returns the replica's context inside a replica function, None in cross-replica context. May be called in any context.
+    """Returns the context of this replica, or None in cross-replica context. May be called in any context.
 
     Example:
       >>> import phalanx
@@ -346,16 +391,17 @@ def get_replica_context() -> "ReplicaContext | None":
 
 
 def require_replica() -> ReplicaContext:
-    """Returns the context of the replica function that is being traced. Called only while one is."""
+    """Returns the context of the replica function that is being traced. Call it only in replica context."""
     replica = get_replica_context()
     assert replica is not None
     return replica
 
 
 def experimental_set_strategy(strategy: AbstractStrategy | None) -> None:
-    """Makes `strategy` current from here on, without a `with`; None goes back to the default one.
+    """Makes `strategy` current for the rest of the program, without a `with` block. Call it outside all scopes.
 
-    Must be called outside all scopes.
+    Args:
+      strategy: the strategy, or None for the default strategy.
 
     Raises:
       ContextError: called inside a `strategy.scope()` or a replica function.
@@ -370,50 +416,70 @@ def experimental_set_strategy(strategy: AbstractStrategy | None) -> None:
     """
     if any(not mode.was_set for mode in _stack.get()):
         raise ContextError(
-            "experimental_set_strategy",
-            "must be called outside all scopes and replica functions.",
+            "experimental_set_strategy was called in a scope or a replica function",
+            "it must be called outside all scopes and replica functions.",
             "call it at the top of the script",
         )
     if strategy is not None:
         check_strategy("strategy", strategy, "phalanx.experimental_set_strategy(phalanx.MirroredStrategy())")
     storage = NOWHERE if strategy is None else strategy.storage
-    home = storage.of_new_variables if storage.has_devices else None
-    compat.unset_variable_layout() if home is None else compat.set_variable_layout(home.sharding_of, home.mesh)
+    # Keras creates variables without calling the strategy, so their placement is set for the whole process.
+    placement = storage.of_new_variables if storage.has_devices else None
+    if placement is None:
+        compat.unset_variable_layout()
+    else:
+        compat.set_variable_layout(placement.sharding_of, placement.mesh)
+    # A strategy without devices is the default strategy, which the empty stack stands for.
     _stack.set(() if strategy is None or not storage.has_devices else (Mode(strategy, None, was_set=True),))
 
 
 def require_cross_replica(method: str, strategy: AbstractStrategy, hint: str) -> None:
-    """Raises unless this code runs for all replicas of `strategy`, or outside all scopes.
+    """Raises unless this code runs in cross-replica context of `strategy`, or outside all scopes.
+
+    Args:
+      method: name of the public method that was called, for the message.
+      strategy: the strategy whose method was called.
+      hint: what to write instead in replica context.
 
     Raises:
-      ContextError: in replica context.
+      ContextError: called in replica context.
       MixedStrategyError: another strategy is current.
     """
     mode = current()
     if mode.replica is not None and depth():
-        raise ContextError(f"{method} in replica context", "it is for cross-replica context.", hint)
+        raise ContextError(f"{method} was called in replica context", "it works only in cross-replica context.", hint)
     require_same(mode.strategy, strategy, method)
 
 
 def require_not_running(method: str, hint: str) -> None:
-    """Raises in a merge function.
+    """Raises if the replicas are already running, that is, in a merge function.
+
+    Args:
+      method: name of the public method that was called, for the message.
+      hint: what to write instead.
 
     Raises:
-      ContextError: the replicas are running.
+      ContextError: called in a merge function.
     """
     if current().merging:
-        raise ContextError(f"{method} in merge_call", "the replicas are running already.", hint)
+        raise ContextError(f"{method} was called in merge_call", "the replicas are already running.", hint)
 
 
-def require_same(inside: AbstractStrategy, asked: AbstractStrategy, what: str) -> None:
-    """Raises unless `asked` may be used where `inside` is current.
+def require_same(active: AbstractStrategy, requested: AbstractStrategy, method: str) -> None:
+    """Raises unless `requested` may be used while `active` is current.
+
+    Args:
+      active: the current strategy.
+      requested: the strategy whose method was called.
+      method: name of the public method that was called, for the message.
 
     Raises:
       MixedStrategyError: another strategy is current.
     """
-    if depth() and inside is not asked and inside is not _default[0].strategy:
+    # The default strategy places nothing, so it does not conflict with another strategy.
+    if depth() and active is not requested and active is not _default[0].strategy:
         raise MixedStrategyError(
-            f"{what} of {asked!r}",
-            f"inside the scope of {inside!r}; one strategy at a time.",
-            "leave the other strategy's scope first",
+            f"{method} of {requested!r} was called inside the scope of {active!r}",
+            "only one strategy can be current.",
+            "leave the scope of the other strategy first",
         )

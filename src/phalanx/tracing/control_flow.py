@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jax.lax` control flow whose bodies may assign variables: Dropout, BatchNormalization and metrics do.
+"""`jax.lax` control flow whose bodies may assign variables, as Dropout, BatchNormalization and metrics do.
 
-Each lifts what its bodies write: the variables' values travel beside the loop's own state. They work inside replica
-functions and `phalanx.function`, and outside programs.
+Each function lifts the variables that its bodies write: their values become part of the loop state. All of them work inside
+replica functions, inside `phalanx.function`, and outside programs.
 """
 
 import functools
@@ -31,141 +31,167 @@ from phalanx.typing import PyTree
 
 
 class _Body(AbstractPass):
-    """The pass over a body: variables start from given values, or from what they are around the body."""
+    """The pass over a body. A variable starts from the loop state if the body writes it, else from its value outside."""
 
     def __init__(self, outer: "_Surroundings", values: dict[int, Any]) -> None:
-        self.found = Discovery()
+        self.discovery = Discovery()
         self._outer, self._values = outer, values
 
     @override
     def initial(self, variable: Variable) -> jax.Array:
-        known = self._values.get(id(variable))
-        return self._outer.value(variable) if known is None else known
+        value = self._values.get(id(variable))
+        return self._outer.value(variable) if value is None else value
 
     @override
     def components(self, variable: Variable, num_replicas: int) -> jax.Array | None:
         return None
 
     @override
-    def looked_up(self, table: Variable, ids: jax.Array) -> jax.Array:
-        return self._outer.looked_up(table, ids)
+    def look_up(self, table: Variable, ids: jax.Array) -> jax.Array:
+        return self._outer.look_up(table, ids)
 
     @override
-    def entered(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
-        raise AssertionError("tapes refuse to be entered in a body")
+    def enter_tape(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
+        raise AssertionError("a tape cannot be entered in a body")
 
     @override
-    def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
-        raise AssertionError("tapes refuse to be entered in a body")
+    def next_connected(self, num_sources: int) -> tuple[bool, ...]:
+        raise AssertionError("a tape cannot be entered in a body")
 
     @override
-    def next_values(self) -> list[Any] | None:
+    def next_gradients(self) -> list[Any] | None:
         return None
 
     @override
     def next_run(self, trace: Callable[[], Discovery]) -> Discovery:
         raise TraceError(
-            "Strategy.run inside a control-flow body of Phalanx",
-            "the replicas' program cannot start in the middle of a loop or branch.",
+            "Strategy.run was called inside a control-flow body of Phalanx",
+            "the program of the replicas cannot start inside a loop or a branch.",
             "strategy.run around the loop",
         )
 
 
 class BodyScope(LiftScope):
-    """The scope of one body."""
+    """The scope in which one body is traced."""
 
     @override
     def draw(self, iterator: AbstractIterator, *, is_optional: bool = False) -> tuple[Any] | None:
         raise refuse_draw()
 
     @override
-    def leave(self, update: Update) -> None:
+    def defer_update(self, update: Update) -> None:
         raise NestedWriteError(
-            f"{type(update.optimizer).__name__}.apply in a body of phalanx.scan, cond, while_loop or checkpoint",
-            f"{context.get_strategy()!r} updates variables after the step.",
-            "strategy.run for each step",
+            f"{type(update.optimizer).__name__}.apply was called in a body of phalanx.scan, cond, while_loop or remat",
+            f"{context.get_strategy()!r} updates variables only after the step.",
+            "call strategy.run once per step",
         )
 
     @staticmethod
     def around() -> "_Surroundings":
-        """Returns what is around a body that starts here."""
+        """Returns the surroundings of a body that starts here."""
         return _Surroundings(compat.active_scope())
 
 
 class _Surroundings:
-    """The function, or the eager code, in which a body stands."""
+    """The code around a body: a traced function, or eager code.
+
+    Args:
+      scope: the Keras scope around the body. None in eager code.
+    """
 
     def __init__(self, scope: keras.StatelessScope | None) -> None:
         self._scope = scope
-        self._entries: list[Entry] = []
+        self._written_entries: list[Entry] = []
+        # The body will read variables of the outer scope. If JAX caches the trace that calls the loop (under `jax.jit`), the
+        # outer scope must know that the cached trace depends on their values.
         if isinstance(scope, LiftScope):
-            scope.note_read()  # By the body, once it runs.
+            scope.note_read()
 
     def value(self, variable: Variable) -> jax.Array:
-        """Returns the value of `variable` around the body."""
+        """Returns the value of `variable` outside the body."""
         value = None
+        # A plain scope of Keras, as `stateless_call` opens one, has values of only some variables.
         if isinstance(self._scope, LiftScope):
             value = self._scope.value(variable)
         elif self._scope is not None:
             value = self._scope.get_current_value(variable)
         value = compat.raw_value(variable) if value is None else value
-        # Made in the body: it gets its first value when all scopes are closed.
+        # A variable that the body creates has no value until all scopes are closed. Its shape is enough to trace the body.
         return jnp.zeros(variable.shape, compat.dtype_of(variable)) if value is None else value
 
-    def looked_up(self, table: Variable, ids: jax.Array) -> jax.Array:
-        """Notes that rows of `table` are looked up in the body."""
+    def look_up(self, table: Variable, ids: jax.Array) -> jax.Array:
+        """Records a lookup of rows of `table` in the body."""
         if not isinstance(self._scope, LiftScope):
             raise TraceError(
-                f"rows of {describe(table)} in a loop or branch outside of a step",
-                "it lives on parameter servers.",
+                f"a lookup of rows of {describe(table)} in a loop or branch outside a step",
+                "the table is stored on parameter servers, and only a scheduled step can fetch its rows.",
                 "coordinator.schedule(step, args=(...))",
             )
-        return self._scope.pass_.looked_up(table, ids)
+        return self._scope.pass_.look_up(table, ids)
 
     def body(self, values: dict[int, Any] | None = None) -> BodyScope:
-        """Returns a scope for one trace of a body, in which variables start from `values` (by id)."""
+        """Returns a scope for one trace of a body.
+
+        Args:
+          values: initial values of variables, by id. Other variables start from their values outside the body.
+        """
         outer = self._scope if isinstance(self._scope, LiftScope) else None
         scope = BodyScope(_Body(self, values or {}), mapped=outer is not None and outer.mapped)
         if outer is not None:
-            scope.pass_.found.seeds = outer.pass_.found.seeds
+            # One shared list: a program must know every generator that it draws from, in bodies too.
+            scope.pass_.discovery.seeds = outer.pass_.discovery.seeds
+        # The body of a loop inside an optimizer's update is in update context too.
         if outer is not None and outer.is_updating:
             scope.allow_free_writes()
         return scope
 
     def written_values(self, scope: BodyScope) -> list[Any]:
-        """Returns the new values of what was written in `scope`, and remembers which variables they are for."""
-        self._entries = [e for e in scope.entries.values() if e.written]
-        return [e.value for e in self._entries]
+        """Records which variables were written in `scope`, and returns their new values."""
+        self._written_entries = [e for e in scope.entries.values() if e.written]
+        return [e.value for e in self._written_entries]
 
-    def writes_of(self, fn: Callable[..., Any], *args: PyTree) -> None:
-        """Remembers which variables `fn(*args)` writes, in addition to those that are known."""
-        known = {id(e.variable): e for e in self._entries}
+    def discover_writes(self, fn: Callable[..., Any], *args: PyTree) -> None:
+        """Traces `fn(*args)` and adds the variables that it writes to the known ones.
+
+        The loop state of a `lax` primitive must be complete before its body is traced, so the body is traced once before.
+        """
+        entries = {id(e.variable): e for e in self._written_entries}
 
         def traced(*args: PyTree) -> None:
             with self.body() as scope:
                 fn(*args)
             for entry in scope.entries.values():
                 if entry.written:
-                    known.setdefault(id(entry.variable), entry).diverged |= entry.diverged
+                    entries.setdefault(id(entry.variable), entry).diverged |= entry.diverged
 
-        # An outer scope outside programs, so that variables made in the body get their first values outside the trace.
+        # Keras initializes new variables when the outermost scope closes. In eager code, an outer scope moves that out of
+        # the trace, where the initial values would be leaked tracers.
         with keras.StatelessScope() if self._scope is None else nullcontext():
             jax.eval_shape(traced, *args)
-        self._entries = list(known.values())
+        self._written_entries = list(entries.values())
 
-    def current(self) -> list[Any]:
-        """Returns the values, around the body, of the variables that it writes."""
-        return [self.value(e.variable) for e in self._entries]
+    def current_values(self) -> list[Any]:
+        """Returns the values outside the body of the variables that the body writes."""
+        return [self.value(e.variable) for e in self._written_entries]
 
     def call(self, fn: Callable[..., Any], values: list[Any], *args: PyTree) -> tuple[Any, list[Any]]:
-        """Calls `fn(*args)` as a body whose written variables start from `values`; returns their new values too."""
-        variables = [e.variable for e in self._entries]
+        """Calls `fn(*args)` as a body.
+
+        Args:
+          fn: the body.
+          values: initial values of the variables that the body writes.
+          *args: arguments of the body.
+
+        Returns:
+          The result of `fn`, and the new values of the variables.
+        """
+        variables = [e.variable for e in self._written_entries]
         with self.body({id(v): x for v, x in zip(variables, values, strict=True)}) as scope:
             result = fn(*args)
             return result, [scope.get_current_value(v) for v in variables]
 
-    def lifted(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `fn` as a branch whose first argument is the values of the variables that are written."""
+    def lift(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `fn` as a branch that takes the values of the written variables as its first argument."""
 
         @functools.wraps(fn)
         def branch(values: list[Any], *args: PyTree) -> tuple[Any, list[Any]]:
@@ -175,7 +201,7 @@ class _Surroundings:
 
     def commit(self, values: list[Any]) -> None:
         """Assigns new values to the variables that the body writes."""
-        for entry, value in zip(self._entries, values, strict=True):
+        for entry, value in zip(self._written_entries, values, strict=True):
             entry.value = value
             if isinstance(self._scope, LiftScope):
                 self._scope.commit(entry)
@@ -191,21 +217,21 @@ def scan(  # noqa: PLR0917  (jax.lax.scan's own order)
     reverse: bool = False,
     unroll: int | bool = 1,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` whose body may assign variables. May be called in any context.
+    """Runs `jax.lax.scan` with a body that may assign variables. May be called in any context.
 
     Args:
-      f: maps `(carry, x)` to `(carry, y)`.
-      init: the first carry, a pytree of arrays.
-      xs: a pytree of arrays `(length, ...)`, or None.
-      length: the number of steps, where `xs` does not tell.
-      reverse: whether to go from the last x to the first.
-      unroll: how many steps to lay out in one iteration of the loop.
+      f: function from `(carry, x)` to `(carry, y)`.
+      init: pytree of arrays. The first carry.
+      xs: pytree of arrays (length, ...), or None.
+      length: number of steps. Required if `xs` has no leaves.
+      reverse: whether to scan from the last x to the first.
+      unroll: number of steps per iteration of the compiled loop. True unrolls all steps.
 
     Returns:
-      The last carry, and the ys stacked `(length, ...)`.
+      The last carry, and the pytree of stacked ys (length, ...).
 
     Raises:
-      InvalidArgumentError: an argument is of the wrong kind, or `xs` and `length` do not tell one number of steps.
+      InvalidArgumentError: an argument has the wrong type, or `xs` and `length` do not determine one number of steps.
       ReduceOpError: a leaf of `init` or `xs` is not an array of numbers.
 
     Source: jax.lax.scan.
@@ -225,56 +251,65 @@ def scan(  # noqa: PLR0917  (jax.lax.scan's own order)
     if not isinstance(unroll, bool):
         arguments.integer("unroll", unroll, least=0, hint="unroll=1")
     init, xs = primitives.checked_arrays((init, xs))
+    # `lax.scan` checks the lengths too, but `discover_writes` traces the body before that, and its error would hide this one.
     length = _num_steps(xs, length)
     outer = BodyScope.around()
-    outer.writes_of(f, init, jax.tree.map(_one_step, xs))
+    outer.discover_writes(f, init, jax.tree.map(_one_step, xs))
 
     @functools.wraps(f)
     def body(carry: PyTree, x: jax.Array) -> tuple[Any, Any]:
-        (new, y), values = outer.call(f, carry[1], carry[0], x)
-        return (new, values), y
+        state, values = carry
+        (new_state, y), new_values = outer.call(f, values, state, x)
+        return (new_state, new_values), y
 
-    (carry, values), ys = lax.scan(body, (init, outer.current()), xs, length=length, reverse=reverse, unroll=unroll)
+    (carry, values), ys = lax.scan(
+        body, (init, outer.current_values()), xs, length=length, reverse=reverse, unroll=unroll
+    )
     outer.commit(values)
     return carry, ys
 
 
 def _num_steps(xs: PyTree, length: Any) -> int:
-    """Returns how many steps a scan has.
+    """Returns the number of steps of a scan.
 
     Raises:
-      InvalidArgumentError: `xs` and `length` do not tell, or tell different numbers.
+      InvalidArgumentError: `xs` and `length` do not determine it, or disagree.
     """
     shapes = {np.shape(x) for x in jax.tree.leaves(xs)}
     if () in shapes:
-        raise InvalidArgumentError(f"xs={shown(xs)}", "a scalar has no steps.", "length=n, for steps without an x")
+        raise InvalidArgumentError(f"xs={shown(xs)}", "a scalar has no dim of steps.", "xs=None, length=10")
     lengths = {shape[0] for shape in shapes}
     if length is not None:
         lengths.add(arguments.integer("length", length, least=0, most=2**31 - 1, hint="length=10"))
     if len(lengths) != 1:
-        found = f"they tell {sorted(lengths)} steps." if lengths else "nothing tells how many steps there are."
-        raise InvalidArgumentError(f"xs={shown(xs)} and length={length}", found, "length=10, or xs=jnp.arange(10)")
+        reason = (
+            f"they give different numbers of steps: {sorted(lengths)}."
+            if lengths
+            else "the number of steps is unknown."
+        )
+        raise InvalidArgumentError(f"xs={shown(xs)} and length={length}", reason, "length=10, or xs=jnp.arange(10)")
     return lengths.pop()
 
 
 def _one_step(xs: PyTree) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of one x of a scan."""
     return jax.ShapeDtypeStruct(xs.shape[1:], xs.dtype)
 
 
 def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: PyTree) -> PyTree:
-    """`jax.lax.cond` whose branches may assign variables. May be called in any context.
+    """Runs `jax.lax.cond` with branches that may assign variables. May be called in any context.
 
     Args:
-      pred: which branch to take. In a replica function it may differ between replicas, unless a branch communicates.
-      true_fun: the branch for true.
-      false_fun: the branch for false.
-      *operands: the branches' arguments.
+      pred: real scalar. In a replica function it may differ between replicas, unless a branch runs a collective.
+      true_fun: function that is called if `pred` is true.
+      false_fun: function that is called if `pred` is false.
+      *operands: pytrees of arrays. Arguments of both functions.
 
     Returns:
-      What the branch returns.
+      The result of the function that was called.
 
     Raises:
-      InvalidArgumentError: a branch is not callable, or `pred` is not a scalar.
+      InvalidArgumentError: a branch is not callable, or `pred` is not a real scalar.
       ReduceOpError: an operand is not an array of numbers.
 
     Source: jax.lax.cond.
@@ -292,25 +327,26 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
     if condition.shape or jnp.issubdtype(condition.dtype, jnp.complexfloating):
         raise InvalidArgumentError(
             f"pred={shown(pred)}",
-            f"must be a real scalar, not of shape {condition.shape} and dtype {condition.dtype}.",
+            f"must be a real scalar, not an array of shape {condition.shape} and dtype {condition.dtype}.",
             "pred=(x > 0).all()",
         )
     outer = BodyScope.around()
-    outer.writes_of(true_fun, *operands)
-    outer.writes_of(false_fun, *operands)
-    branches = [outer.lifted(true_fun), outer.lifted(false_fun)]
-    result, values = lax.cond(condition, *branches, outer.current(), *operands)
+    # Both branches must return the same variables, whichever of them writes them.
+    outer.discover_writes(true_fun, *operands)
+    outer.discover_writes(false_fun, *operands)
+    branches = [outer.lift(true_fun), outer.lift(false_fun)]
+    result, values = lax.cond(condition, *branches, outer.current_values(), *operands)
     outer.commit(values)
     return result
 
 
 def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: PyTree) -> PyTree:
-    """`jax.lax.while_loop` whose body may assign variables. May be called in any context.
+    """Runs `jax.lax.while_loop` with a body that may assign variables. May be called in any context.
 
     Args:
-      cond_fun: maps the state to whether to go on; it may read variables.
-      body_fun: maps the state to the next.
-      init_val: the first state, a pytree of arrays.
+      cond_fun: function from the state to a bool scalar. True continues the loop. It may read variables, not assign them.
+      body_fun: function from the state to the next state.
+      init_val: pytree of arrays. The first state.
 
     Returns:
       The last state.
@@ -333,31 +369,31 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
         arguments.function(name, fn, "phalanx.while_loop(lambda n: n < 3, lambda n: n + 1, 0)")
     init_val = primitives.checked_arrays(init_val)
     outer = BodyScope.around()
-    outer.writes_of(body_fun, init_val)
+    outer.discover_writes(body_fun, init_val)
     state, values = lax.while_loop(
         lambda s: outer.call(cond_fun, s[1], s[0])[0],
         lambda s: outer.call(body_fun, s[1], s[0]),
-        (init_val, outer.current()),
+        (init_val, outer.current_values()),
     )
     outer.commit(values)
     return state
 
 
 def remat(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Rematerializes a function that may assign variables: its intermediate values are computed again for the gradient.
+    """Returns `fn` under `jax.checkpoint`, which saves memory: the gradient recomputes the intermediate values of `fn`.
 
     May be called in any context.
 
     Args:
-      fn: the function whose intermediate values are not to be kept.
-      **options: those of `jax.checkpoint`.
+      fn: function that may assign variables.
+      **options: options of `jax.checkpoint`.
 
     Returns:
-      A function like `fn`.
+      A function with the parameters of `fn`.
 
     Raises:
       InvalidArgumentError: `fn` is not callable.
-      ReduceOpError: the function that it returns is called with what is not an array of numbers.
+      ReduceOpError: the returned function is called with an argument that is not an array of numbers.
 
     Source: jax.checkpoint.
 
@@ -372,9 +408,11 @@ def remat(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
     def wrapped(*args: PyTree, **kwargs: PyTree) -> PyTree:
         outer = BodyScope.around()
+        # Static arguments may be any Python objects.
         if "static_argnums" not in options:
             args, kwargs = primitives.checked_arrays((args, kwargs))
 
+        # Unlike a loop, `jax.checkpoint` needs no state of equal structure before and after, so one trace is enough.
         def pure(*args: PyTree, **kwargs: PyTree) -> tuple[Any, list[Any]]:
             with outer.body() as scope:
                 result = fn(*args, **kwargs)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is found in a function while it is traced, and the two passes over it.
+"""Records of what a function does while it is traced, and the two passes that run it: tracing and eager execution.
 
-Tapes answer as if each target depended on each source. If the trace shows that one does not, the function is traced once more,
-with the right answers. A function that is executed with real values is traced first, and what was found then is binding.
+In the first trace, a tape assumes that each target depends on each source. If the finished trace shows that a target does not,
+the function is traced a second time, and the tape then returns None for unconnected sources. An eager execution follows a
+trace too: it must use the same variables and tapes as the trace did.
 """
 
 from abc import ABC, abstractmethod
@@ -29,29 +30,32 @@ from phalanx.typing import PyTree
 
 @dataclass
 class Discovery:
-    """What was found in one function while it was traced.
+    """Records what one function did while it was traced.
+
+    The inputs of the trace are, in this order: values or components of variables, mixed with positions of looked-up rows and
+    arrays of drawn batches (see `inputs`); then the arguments of the function.
 
     Args:
-      variables: those that are read or written, in the order of their first use.
-      written: for each, whether it is written.
-      inputs: the first inputs of the trace: which variable each is of, and whether it is the replicas' own values of it.
+      variables: variables that the function reads or writes, in the order of their first use.
+      written: per variable, whether the function writes it.
+      inputs: per leading input of the trace, an index and a flag. An index below `len(variables)` means this variable: its
+        components if the flag is True, else its value. A larger index means looked-up positions or an array of a batch.
       jaxpr: the trace.
-      outputs: shapes and dtypes of what it returns.
-      connected: for each gradient marker, which of its sources its targets depend on.
-      has_tapes: whether a gradient tape was entered.
+      outputs: pytree of the shapes and dtypes that the function returns.
+      connected: per gradient marker, a tuple with one bool per source. True if a target depends on the source.
+      has_tapes: whether the function enters a gradient tape.
       has_callback: whether the function calls back to Python while it runs.
-      runs: what was found in each `Strategy.run` inside, in order.
-      optimizers: those that were applied.
-      strategies: those whose `run` was called.
-      updates: those that are left to be done after the program, with abstract gradients.
-      rows_each: for one `Strategy.run`, how many rows its results have for each row of a padded batch; 0 for those that
-        have nothing to do with rows.
-      eager: whether the function is executed with real values.
-      seeds: the states of random generators that were drawn from.
-      lookups: the tables of which rows were looked up, in order, and the shapes of the ids; a trace of them takes the
-        positions of the ids among the rows that it has, after the values of the variables.
-      draws: the batches that were taken from iterators, in order; a trace of them takes their arrays, after the values of
-        the variables.
+      runs: one `Discovery` per `Strategy.run` inside the function, in order.
+      optimizers: optimizers that the function applies.
+      strategies: strategies whose `run` the function calls.
+      updates: optimizer updates that run after the program, without their gradients.
+      rows_each: for a `Strategy.run`, per result, the number of rows per row of a padded batch. 0 if the result has no dim of
+        rows.
+      eager: whether the function is executed with real values instead of compiled.
+      seeds: state variables of the random generators that the function draws from.
+      lookups: per lookup, the table and the shape of the ids. The trace takes the positions of these ids among the rows that
+        the program has fetched.
+      draws: batches that the function takes from iterators, in order. The trace takes their arrays.
     """
 
     variables: list[Variable] = field(default_factory=list)
@@ -72,7 +76,7 @@ class Discovery:
     lookups: list[tuple[Variable, tuple[int, ...]]] = field(default_factory=list)
     draws: list[Draw] = field(default_factory=list)
 
-    def take(
+    def record(
         self,
         entries: Sequence["Entry"],
         updates: Sequence[Update],
@@ -80,35 +84,46 @@ class Discovery:
         jaxpr: Any,
         outputs: PyTree,
     ) -> None:
-        """Records the variables that were used, and the updates that were left, while `jaxpr` was traced."""
+        """Records the finished trace `jaxpr`, with the variables that it used and the updates that it deferred."""
         self.variables = [e.variable for e in entries]
         self.written = [e.written for e in entries]
         order = {id(v): i for i, v in enumerate(self.variables)}
-        place = lambda x: len(order) + x if isinstance(x, int) else order[id(x)]  # noqa: E731
-        self.inputs = [(place(v), own) for v, own in inputs]
+        # Inputs that belong to no variable are numbered apart while the trace runs, because the number of variables is not
+        # known before its end.
+        index_of = lambda x: len(order) + x if isinstance(x, int) else order[id(x)]  # noqa: E731
+        self.inputs = [(index_of(x), is_component) for x, is_component in inputs]
         self.jaxpr, self.outputs = markers.with_first_values(jaxpr), outputs
         self.connected = markers.connected(self.jaxpr.jaxpr)
         self.has_tapes = markers.has_tapes(self.jaxpr.jaxpr)
         self.has_callback = _has_callback(self.jaxpr.jaxpr)
+        # The program around a `Strategy.run` must know the optimizers and generators inside, because it reads and writes their variables.
         self.optimizers += [o for r in self.runs for o in r.optimizers]
         self.seeds += [v for r in self.runs for v in r.seeds]
+        # The gradients are tracers of the finished trace. Keeping them would keep the whole trace alive.
         self.updates = [replace(u, gradients=[]) for u in updates]
 
     def flat(self, values: Sequence[Any], parts: Sequence[Any], *args: PyTree) -> list[Any]:
-        """Returns the inputs of the trace: of the variables' values and components, and of the arguments."""
-        return [(parts if own else values)[i] for i, own in self.inputs] + jax.tree.leaves(args)
+        """Returns the flat inputs of the trace.
+
+        Args:
+          values: values of the variables, then looked-up positions and arrays of batches.
+          parts: components of the variables.
+          *args: arguments of the function.
+        """
+        return [(parts if is_component else values)[i] for i, is_component in self.inputs] + jax.tree.leaves(args)
 
     def evaluate(self, values: Sequence[Any], parts: Sequence[Any], *args: PyTree) -> PyTree:
-        """Runs the trace with these values and components of the variables; returns what it returns."""
+        """Runs the trace and returns the result of the function. The parameters are as for `flat`."""
         run = markers.evaluate if self.has_tapes else _evaluate
         tree: PyTree = jax.tree.structure(self.outputs)
         return tree.unflatten(run(self.jaxpr, *self.flat(values, parts, *args)))
 
 
 class DiscoveryMismatch(BaseException):
-    """A function used a variable that was not found when it was traced before.
+    """A function used a variable that it did not use when it was traced before.
 
-    Not an `Exception`: Keras makes those that pass through a layer anew, with other arguments.
+    It is not an `Exception`, because Keras re-creates exceptions that pass through a layer from their message alone (in
+    `inject_argument_info_in_traceback`), and `variable` would be lost.
     """
 
     def __init__(self, variable: Variable) -> None:
@@ -117,156 +132,159 @@ class DiscoveryMismatch(BaseException):
 
 
 class NeedsProgram(BaseException):
-    """Eager code did what only a traced program can do; the default strategy answers it with a program."""
+    """Eager code used a gradient tape, which works only in a trace. The default strategy catches this and starts a trace."""
 
 
 class AbstractPass(ABC):
-    """One pass over one function.
+    """One run of a function, either to trace it or to execute it eagerly.
 
     Attributes:
-      found: what is known about the function.
-      marks_tapes: whether tapes leave markers; in an eager execution the gradients are known already.
-      drawn_rows: the row masks of the batches that were drawn.
+      discovery: what is known about the function.
+      marks_tapes: whether tapes leave markers in the trace. False in an eager execution, whose gradients are computed before.
+      drawn_rows: row masks of the batches that the function has drawn.
     """
 
-    found: Discovery
+    discovery: Discovery
     marks_tapes = True
     drawn_rows: Sequence[RowMask] = ()
 
     @abstractmethod
     def initial(self, variable: Variable) -> jax.Array:
-        """Returns the value of `variable` when the function starts."""
+        """Returns the value of `variable` at the start of the function."""
 
     @abstractmethod
     def components(self, variable: Variable, num_replicas: int) -> jax.Array | None:
-        """Returns the replicas' own values of it, `(num_replicas, ...)`; None where they follow from its value."""
+        """Returns the replicas' components of `variable`, (num_replicas, ...). None if its value determines them."""
 
-    def looked_up(self, table: Variable, ids: jax.Array) -> jax.Array:
-        """Notes that rows of `table` are looked up; returns their positions among the rows that the program has."""
+    def look_up(self, table: Variable, ids: jax.Array) -> jax.Array:
+        """Records a lookup of rows of `table`. Returns the positions of `ids` among the rows that the program fetches."""
         raise VariableError(
-            f"rows of {describe(table)}",
-            "it lives on parameter servers, and only a scheduled step gets rows of it.",
+            f"a lookup of rows of {describe(table)}",
+            "the table is stored on parameter servers, and only a scheduled step can fetch its rows.",
             "coordinator.schedule(step, args=(...)), or strategy.run(fn)",
         )
 
     def draw(self, iterator: AbstractIterator, *, is_optional: bool) -> tuple[Any] | None:
-        """Returns the next batch of an iterator as an input of the trace, in a tuple; None if there is none."""
+        """Returns the next batch of an iterator, in a 1-tuple, as inputs of the trace. None if the iterator is at its end."""
         raise NotImplementedError
 
     @abstractmethod
-    def entered(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
-        """Returns values of variables as those that a tape watches."""
+    def enter_tape(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
+        """Returns the values of variables as the tape with number `tape` watches them."""
 
     @abstractmethod
-    def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
-        """Returns which sources of the next gradient marker are connected."""
+    def next_connected(self, num_sources: int) -> tuple[bool, ...]:
+        """Returns, for the next gradient marker, which of its sources are connected to a target."""
 
     @abstractmethod
-    def next_values(self) -> list[Any] | None:
-        """Returns the values of that marker in an eager execution; None where it is to be traced."""
+    def next_gradients(self) -> list[Any] | None:
+        """Returns the values of the next gradient marker in an eager execution. None in a trace."""
 
     @abstractmethod
     def next_run(self, trace: Callable[[], Discovery]) -> Discovery:
-        """Returns what is known about the next `Strategy.run`, which `trace` finds out."""
+        """Returns the `Discovery` of the next `Strategy.run`. If it is not known yet, `trace()` returns it."""
 
 
 class Tracing(AbstractPass):
-    """The pass in which the variables become inputs of a trace.
+    """The pass that traces a function. Variables become inputs of the trace when the function first uses them.
 
     Args:
-      connected: which sources of each gradient marker are connected, if the function was traced before.
+      connected: per gradient marker, which sources are connected, as an earlier trace found out. None in the first trace.
     """
 
     def __init__(self, connected: Sequence[tuple[bool, ...]] | None = None) -> None:
-        self.found = Discovery()
+        self.discovery = Discovery()
         self.inputs: list[tuple[Variable | int, bool]] = []
         self.ids: list[Any] = []
-        self._num_others = 0
+        self._num_extra_inputs = 0
         self._connected = None if connected is None else iter(connected)
+        # JAX has no public function that only returns the current trace. This one also evaluates eagerly inside its block.
         with jex.take_current_trace() as trace:
             self._trace = trace
 
     @override
     def initial(self, variable: Variable) -> jax.Array:
-        return self._input(variable, tuple(variable.shape), own=False)
+        return self._input(variable, tuple(variable.shape), is_component=False)
 
     @override
     def components(self, variable: Variable, num_replicas: int) -> jax.Array | None:
-        return self._input(variable, (num_replicas, *variable.shape), own=True)
+        return self._input(variable, (num_replicas, *variable.shape), is_component=True)
 
     @override
-    def looked_up(self, table: Variable, ids: jax.Array) -> jax.Array:
+    def look_up(self, table: Variable, ids: jax.Array) -> jax.Array:
         with jex.set_current_trace(self._trace):
             self.ids.append(ids)
-            self.found.lookups.append((table, tuple(ids.shape)))
-            return self._other_input(jax.core.ShapedArray(ids.shape, jnp.dtype("int32")))
+            self.discovery.lookups.append((table, tuple(ids.shape)))
+            return self._extra_input(jax.core.ShapedArray(ids.shape, jnp.dtype("int32")))
 
     @override
     def draw(self, iterator: AbstractIterator, *, is_optional: bool) -> tuple[Any] | None:
-        drawn, batch = draws.draw(iterator, self.found.draws, is_optional=is_optional)
-        self.found.draws.append(drawn)
+        drawn, batch = draws.draw(iterator, self.discovery.draws, is_optional=is_optional)
+        self.discovery.draws.append(drawn)
         if batch is None:
             return None
         with jex.set_current_trace(self._trace):
-            arrays = [self._other_input(_aval(x)) for x in batch.arrays]
+            arrays = [self._extra_input(_aval(x)) for x in batch.arrays]
         args, _, rows = Arguments.rebuild(batch.structure, len(batch.rows), arrays)
         self.drawn_rows = (*self.drawn_rows, *rows)
         return args  # type: ignore[no-any-return]
 
     @override
-    def entered(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
+    def enter_tape(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
         with jex.set_current_trace(self._trace):
             return markers.enter_p.bind(*values, tape=tape)  # type: ignore[no-any-return]
 
     @override
-    def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
-        return (True,) * num_sources if self._connected is None else _next(self._connected, num_sources)
+    def next_connected(self, num_sources: int) -> tuple[bool, ...]:
+        return (True,) * num_sources if self._connected is None else _next_connected(self._connected, num_sources)
 
     @override
-    def next_values(self) -> list[Any] | None:
+    def next_gradients(self) -> list[Any] | None:
         return None
 
     @override
     def next_run(self, trace: Callable[[], Discovery]) -> Discovery:
-        self.found.runs.append(trace())
-        return self.found.runs[-1]
+        self.discovery.runs.append(trace())
+        return self.discovery.runs[-1]
 
-    def _input(self, variable: Variable, shape: tuple[int, ...], *, own: bool) -> jax.Array:
-        self.inputs.append((variable, own))
-        # In the trace in which the function started, also when a lax body reads the variable first: a tape must be able
-        # to see that its targets depend on it.
+    def _input(self, variable: Variable, shape: tuple[int, ...], *, is_component: bool) -> jax.Array:
+        self.inputs.append((variable, is_component))
+        # A `lax` body may be the first to read a variable. The input must still belong to the trace of the whole function:
+        # inside the body's trace, no tape around the body would see that its targets depend on the variable.
         with jex.set_current_trace(self._trace):
             return markers.first_value(jax.core.ShapedArray(shape, jnp.dtype(compat.dtype_of(variable))))
 
-    def _other_input(self, aval: Any) -> jax.Array:
-        """Returns an input that is not of a variable: they come after the variables' values."""
-        self.inputs.append((self._num_others, False))
-        self._num_others += 1
+    def _extra_input(self, aval: Any) -> jax.Array:
+        """Returns an input of the trace that belongs to no variable. `Discovery.record` numbers it after the variables."""
+        self.inputs.append((self._num_extra_inputs, False))
+        self._num_extra_inputs += 1
         return markers.first_value(aval)
 
 
 class Executing(AbstractPass):
-    """The pass over a function that is executed with real values.
+    """The pass that executes a function eagerly, with real values.
 
     Args:
-      found: what was found when it was traced.
-      values: one value for each variable found.
-      parts: components of each, or None; nothing for one replica.
-      gradients: the values of the gradient markers.
+      discovery: the record of an earlier trace of the same function.
+      values: one value per variable of `discovery`.
+      parts: per variable, its components or None. Empty inside a replica.
+      gradients: per gradient marker, its values.
     """
 
     marks_tapes = False
 
     def __init__(
-        self, found: Discovery, values: Sequence[Any], parts: Sequence[Any], gradients: Sequence[list[Any]]
+        self, discovery: Discovery, values: Sequence[Any], parts: Sequence[Any], gradients: Sequence[list[Any]]
     ) -> None:
-        self.found = found
-        self._values = dict(zip(map(id, found.variables), values, strict=True))
-        self._parts = dict(zip(map(id, found.variables), parts, strict=False))
-        self._connected, self._gradients, self._runs = iter(found.connected), iter(gradients), iter(found.runs)
+        self.discovery = discovery
+        self._values = dict(zip(map(id, discovery.variables), values, strict=True))
+        self._parts = dict(zip(map(id, discovery.variables), parts, strict=False))
+        self._connected = iter(discovery.connected)
+        self._gradients, self._runs = iter(gradients), iter(discovery.runs)
 
     @override
     def initial(self, variable: Variable) -> jax.Array:
+        # The values of all known variables were fetched before the execution, so there is no value for another one.
         if id(variable) not in self._values:
             raise DiscoveryMismatch(variable)
         return self._values[id(variable)]
@@ -276,15 +294,15 @@ class Executing(AbstractPass):
         return self._parts[id(variable)]
 
     @override
-    def entered(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
+    def enter_tape(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
         return values
 
     @override
-    def next_gradient(self, num_sources: int) -> tuple[bool, ...]:
-        return _next(self._connected, num_sources)
+    def next_connected(self, num_sources: int) -> tuple[bool, ...]:
+        return _next_connected(self._connected, num_sources)
 
     @override
-    def next_values(self) -> list[Any] | None:
+    def next_gradients(self) -> list[Any] | None:
         return next(self._gradients)
 
     @override
@@ -292,18 +310,23 @@ class Executing(AbstractPass):
         return next(self._runs)
 
 
-def _next(connected: Iterator[tuple[bool, ...]], num_sources: int) -> tuple[bool, ...]:
-    found = next(connected, ())
-    if len(found) != num_sources:
+def _next_connected(connected: Iterator[tuple[bool, ...]], num_sources: int) -> tuple[bool, ...]:
+    """Returns the next item of `connected`.
+
+    Raises:
+      TraceError: it is for another number of sources, so the function does not do the same as in its first trace.
+    """
+    flags = next(connected, ())
+    if len(flags) != num_sources:
         raise used_differently("a gradient tape")
-    return found
+    return flags
 
 
 def used_differently(what: str) -> TraceError:
-    """Returns the error for a function that is not the same when it is traced a second time."""
+    """Returns the error for a function that does something else when it is traced a second time."""
     return TraceError(
         f"{what} in a traced function",
-        "it was used differently when the function was traced a second time.",
+        "the function used it differently when it was traced a second time.",
         "do not branch on Python state that the function itself changes",
     )
 
@@ -314,17 +337,17 @@ def _evaluate(closed: jex.ClosedJaxpr, *args: PyTree) -> list[Any]:
 
 @dataclass
 class Entry:
-    """One variable while a function is traced.
+    """The state of one variable while a function is traced.
 
     Args:
       variable: the variable.
-      initial: its value when the function started.
-      value: its value now; None where it is the sum of the components, on demand.
-      written: whether it was written.
-      diverged: whether the replicas hold different values, to be combined when the program ends.
-      components: in cross-replica context, the replicas' own values of an on-read variable, `(num_replicas, ...)`.
-      increment: what was added to it, as long as it was not assigned otherwise.
-      replaced: whether it was.
+      initial: its value at the start of the function.
+      value: its current value. None for an on-demand variable, whose value is the sum of `components`.
+      written: whether the function has written it.
+      diverged: whether the replicas hold different values, which the end of the program combines.
+      components: in cross-replica context, the replicas' components of an on-read variable, (num_replicas, ...).
+      increment: sum of the increments. None if there are none, or if a value was assigned.
+      replaced: whether a value was assigned, so that the change is not an increment.
     """
 
     variable: Variable
@@ -336,31 +359,33 @@ class Entry:
     increment: jax.Array | None = None
     replaced: bool = False
 
-    def move(self, value: jax.Array, increment: jax.Array | None) -> None:
-        """Gives it the value that an increment leads to."""
+    def add(self, value: jax.Array, increment: jax.Array | None) -> None:
+        """Sets the value after an increment. Asynchronous training sends the increment, so that no worker's update is lost."""
         self.value, self.components = value, None
+        # After an assignment, the change depends on more than increments, so it stays an assignment.
         if not self.replaced:
             before = self.increment
             self.increment = increment if before is None or increment is None else before + increment
 
     def replace(self, value: jax.Array, components: jax.Array | None = None) -> None:
-        """Gives it another value."""
+        """Sets a value that does not depend on the old one, so there is no increment."""
         self.value, self.components, self.increment, self.replaced = value, components, None, True
 
     @property
     def policy(self) -> Policy:
-        """Its row of the policy table."""
+        """The row of the policy table for this variable."""
         return policy_of(self.variable)
 
 
 def _aval(array: jax.Array) -> Any:
-    """Returns shape and dtype of an array as a program sees it."""
+    """Returns the shape, dtype and weak type of an array."""
     aval = jax.typeof(array)
     return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _has_callback(jaxpr: jex.Jaxpr) -> bool:
-    inner = (j for eqn in jaxpr.eqns for j in jex.jaxprs_in_params(eqn.params))
-    # jax.debug.print has a name of its own.
-    is_one = (p == "debug_print" or "callback" in p for p in (eqn.primitive.name for eqn in jaxpr.eqns))
-    return any(is_one) or any(map(_has_callback, inner))
+    """Returns whether `jaxpr`, or a jaxpr inside it, calls back to Python."""
+    # All callback primitives have "callback" in their name, except the one of `jax.debug.print`.
+    names = (eqn.primitive.name for eqn in jaxpr.eqns)
+    inner_jaxprs = (inner for eqn in jaxpr.eqns for inner in jex.jaxprs_in_params(eqn.params))
+    return any(name == "debug_print" or "callback" in name for name in names) or any(map(_has_callback, inner_jaxprs))

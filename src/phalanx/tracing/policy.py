@@ -3,24 +3,24 @@
 
 There is one variable type, `keras.Variable`. Its `synchronization` and `aggregation` select a row:
 
-    synchronization   aggregation          write in a replica function     combined over the replicas
-    auto, on_write    sum                  at once                         sum of the values (or increments)
-    auto, on_write    mean                 at once                         mean of the values (or increments)
-    auto, on_write    only_first_replica   at once                         the first replica's value
-    auto, on_write    none, trainable      refused                         (an optimizer may write)
-    auto, on_write    none, floating       each replica its own            mean, when the program ends
-    auto, on_write    none, other dtype    each replica its own            the first's, when the program ends
-    on_read           sum                  each replica its own            sum, when read outside
-    on_read           mean                 each replica its own            mean, when read outside
-    on_read           only_first_replica   each replica its own            the first's, when read outside
-    on_read           none                 as auto with none
-    on_demand         sum                  each replica its own            sum, at each read outside
+    synchronization   aggregation          write in a replica function     how and when the values are combined
+    auto, on_write    sum                  combined at once                sum of the values (or increments)
+    auto, on_write    mean                 combined at once                mean of the values (or increments)
+    auto, on_write    only_first_replica   combined at once                value of the first replica
+    auto, on_write    none, trainable      rejected                        (only an optimizer may write)
+    auto, on_write    none, floating       local to the replica            mean, at the end of the program
+    auto, on_write    none, other dtype    local to the replica            value of the first replica, at the end
+    on_read           sum                  local to the replica            sum, for reads outside replicas
+    on_read           mean                 local to the replica            mean, for reads outside replicas
+    on_read           only_first_replica   local to the replica            value of the first replica, for reads outside
+    on_read           none                 like auto with none             like auto with none
+    on_demand         sum                  local to the replica            sum, computed at each read outside
 
-`on_demand` is what Phalanx makes of an optimizer's gradient accumulators: no step combines them.
+Phalanx sets `on_demand` for the gradient accumulators of optimizers, so that a step that only accumulates needs no all-reduce.
 
-In cross-replica context an assignment stores the value as it is, and a read gives the combined value. In update context
-(an optimizer at work, `extended.update`) every replica holds the same gradients and assignments are free. `assign_add` and
-`assign_sub` combine the increments, so `assign_add(1)` under `sum` on two replicas adds two.
+In cross-replica context, an assignment stores the value unchanged, and a read returns the combined value. In update context (in an
+optimizer's update or in `extended.update`), all replicas hold equal gradients, so any assignment is allowed. `assign_add` and
+`assign_sub` combine the increments: on two replicas, `assign_add(1)` under `sum` adds 2.
 """
 
 import enum
@@ -46,7 +46,7 @@ class Write(enum.Enum):
 
 
 class Combine(enum.Enum):
-    """How the replicas' values become one."""
+    """How the replicas' values are combined into one value."""
 
     SUM = enum.auto()
     MEAN = enum.auto()
@@ -55,13 +55,13 @@ class Combine(enum.Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """A row of the table.
+    """One row of the policy table.
 
     Args:
-      write: when a write is combined.
-      combine: how.
-      on_read: whether each replica keeps its own component from program to program.
-      on_demand: whether they are combined when somebody reads the variable, and not at the end of each program.
+      write: when a write in a replica function is combined.
+      combine: how the values are combined.
+      on_read: whether each replica keeps its own component between programs.
+      on_demand: whether the components are combined at each read, instead of at the end of each program.
     """
 
     write: Write
@@ -74,28 +74,28 @@ _COMBINE = {"sum": Combine.SUM, "mean": Combine.MEAN, "only_first_replica": Comb
 
 
 def policy_of(variable: Variable) -> Policy:
-    """Returns the row of the table for `variable`.
+    """Returns the row of the policy table for `variable`.
 
     Raises:
-      AggregationError: a mean of integers, or synchronization "none".
+      AggregationError: the aggregation is "mean" and the dtype is not floating, or the synchronization is "none".
     """
-    aggregation, floating = variable.aggregation, jnp.issubdtype(variable.dtype, jnp.floating)
-    if aggregation == "mean" and not floating:
+    aggregation, is_floating = variable.aggregation, jnp.issubdtype(variable.dtype, jnp.floating)
+    if aggregation == "mean" and not is_floating:
         raise AggregationError(
             f'{describe(variable)} with aggregation="mean"',
-            f"the mean of {variable.dtype} values is no {variable.dtype}.",
+            f"the mean of {variable.dtype} values is not a value of dtype {variable.dtype}.",
             'aggregation="sum", or dtype="float32"',
         )
     if variable.synchronization == "none":
         raise AggregationError(
             f'{describe(variable)} with synchronization="none"',
-            "a strategy keeps its replicas in step.",
+            "a strategy keeps the replicas of a variable equal, so it must synchronize them.",
             'synchronization="auto" or "on_read"',
         )
     if aggregation == "none":
-        if variable.trainable and floating and variable.synchronization != "on_read":
+        if variable.trainable and is_floating and variable.synchronization != "on_read":
             return Policy(Write.REFUSED, Combine.MEAN)
-        return Policy(Write.AT_BOUNDARY, Combine.MEAN if floating else Combine.FIRST)
+        return Policy(Write.AT_BOUNDARY, Combine.MEAN if is_floating else Combine.FIRST)
     if variable.synchronization == "on_demand":
         return Policy(Write.AT_BOUNDARY, Combine.SUM, on_read=True, on_demand=True)
     if variable.synchronization == "on_read":
@@ -104,37 +104,40 @@ def policy_of(variable: Variable) -> Policy:
 
 
 def check_variable(name: str, value: object, hint: str) -> Variable:
-    """Returns an argument that has to be a variable.
+    """Returns `value`, a Keras variable.
 
     Raises:
-      InvalidArgumentError: it is something else.
+      InvalidArgumentError: `value` is not a variable.
     """
     if not isinstance(value, Variable):
-        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a variable of Keras.", hint)
+        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a Keras variable.", hint)
     return value
 
 
-def _made(variable: Variable) -> None:
-    """Rejects variables that no program of the current strategy could use, when they are made in its scope."""
+def _check_new_variable(variable: Variable) -> None:
+    """Rejects a new variable that no program of the current strategy could use, and records the strategy."""
     if context.has_strategy():
         policy_of(variable)
+        # The number and not the strategy, so that a variable does not keep its strategy alive.
         compat.set_maker(variable, context.get_strategy().number)
 
 
 def _check_index(variable: Variable, index: Any) -> None:
-    """Rejects an index beyond the end, which JAX would clamp, so that no loop over a variable would ever end.
+    """Rejects a static index that is out of bounds, which JAX would clamp.
 
-    Keras's own variables outside all scopes stay as Keras has them.
+    Python iterates over an object with `__getitem__` until an IndexError, so a loop over a variable would never end. Variables
+    of plain Keras code, outside all scopes, keep the behaviour of Keras.
     """
+    # An index that is an array may be traced, and then its value is unknown.
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(i, _STATIC) for i in parts) or not _is_of_strategy(variable):
         return
     try:
-        # An array without memory of its own.
+        # NumPy checks the index on a view of one element, which takes no memory for the shape of the variable.
         np.broadcast_to(np.empty((), bool), tuple(variable.shape))[index]
     except IndexError as e:
         raise VariableIndexError(
-            f"{describe(variable)}[{shown(index)}]", f"{e}.", "an index below the size of its dim"
+            f"{describe(variable)}[{shown(index)}]", f"{e}.", "use an index below the size of the dim"
         ) from None
 
 
@@ -142,33 +145,35 @@ _STATIC = (int, slice, np.integer, type(None), type(...))
 
 
 def _is_of_strategy(variable: Variable) -> bool:
+    """Returns whether a strategy created the variable, or is current, or a program is being traced."""
     return compat.maker_of(variable) is not None or compat.lift_scope() is not None or context.has_strategy()
 
 
-compat.on_variable(_made)
+compat.on_variable(_check_new_variable)
 compat.on_index(_check_index)
 
 
 def refuse_write(variable: Variable) -> AggregationError:
-    """Returns the error for a write that the table refuses."""
+    """Returns the error for a write that the policy table rejects."""
     return AggregationError(
         f"assign to {describe(variable)} in replica context",
-        'it is trainable and has aggregation="none", so the replicas would hold different weights.',
-        "optimizer.apply_gradients(...); target.trainable = False for a target network or another copy that no optimizer "
-        'trains; keras.Variable(..., aggregation="mean") (or "sum", "only_first_replica"); or '
+        'the variable is trainable and has aggregation="none", so the replicas would hold different weights.',
+        "use optimizer.apply_gradients(...); or set variable.trainable = False if no optimizer trains it, as for a target "
+        'network; or create it with aggregation="mean", "sum" or "only_first_replica"; or call '
         'merge_call(lambda strategy, x: variable.assign(strategy.reduce("MEAN", x, axis=None)), args=(value,))',
     )
 
 
 def describe(variable: Variable) -> str:
-    """Names a variable in a message, for example `variable 'dense/kernel' (784, 512) float32`."""
+    """Returns the name of a variable for a message, for example `variable 'dense/kernel' (784, 512) float32`."""
     return f"variable {variable.path!r} {tuple(variable.shape)} {variable.dtype}"
 
 
 def initial_components(variable: Variable, value: Any, num_replicas: int) -> jax.Array:
-    """Returns what the replicas hold of an on-read variable whose combined value is `value`, `(num_replicas, ...)`."""
-    # On the host, where nothing is compiled for each shape.
+    """Returns components (num_replicas, ...) of an on-read variable that combine to `value`."""
+    # With NumPy if possible: JAX would compile a program per shape.
     xp: Any = jnp if isinstance(value, jax.core.Tracer) else np
     if policy_of(variable).combine is not Combine.SUM:
         return xp.stack([value] * num_replicas)
+    # The components of a sum must add up to `value`, so only replica 0 has it.
     return xp.stack([value] + [xp.zeros_like(value)] * (num_replicas - 1))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scope in which a traced function reads and writes Keras variables.
 
-A variable becomes an input of the trace when the function first uses it, and an output if the function writes it, so nobody has
-to list the variables of a function in advance.
+A variable becomes an input of the trace when the function first uses it, and an output if the function writes it. So users need
+not list the variables of a function.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,48 +31,53 @@ from phalanx.tracing.policy import Combine, Write, describe, refuse_write
 from phalanx.tracing.strategy import AbstractStrategy, Update, Updates
 from phalanx.typing import PyTree
 
-# JAX caches what it traces (functions under jax.jit, bodies of jax.lax loops) by this context, among other things. Such a function
-# may have read a variable of one program, and must be traced again in another. If nothing was read under a key, the next program
-# takes the key again: one key per program would fill JAX's caches with a copy of every jnp function per model.
-_key_of_traces = jax.make_user_context()
+# JAX caches traces of inner functions (under `jax.jit`, and bodies of `jax.lax` loops) by their input shapes and by this context.
+# Without the context, a function that closes over a variable would run with the tracers of an earlier program.
+# https://github.com/jax-ml/jax/pull/38473 describes the same problem for plain closures.
+_trace_key = jax.make_user_context()
 
-_keys: list[object] = []
+# Keys that can be used again, because no inner trace under them has read a variable. A new key per program would fill JAX's
+# caches with a copy of every jnp function per model.
+_free_keys: list[object] = []
 
 
 class LiftScope(compat.AbstractLiftScope):
     """The scope in which a traced function reads and writes variables.
 
     Args:
-      of: the pass over the function.
-      mapped: whether this is the program of one of several replicas.
+      current_pass: the pass that runs the function.
+      mapped: whether the function runs under `shard_map`, for one of several replicas.
 
     Attributes:
+      pass_: the pass that runs the function.
+      mapped: whether the function runs under `shard_map`.
       entries: the variables that were used so far, by id.
-      tapes: the gradient tapes that record; each takes variables that are used for the first time.
-      updates: what is to be done after the program.
+      tapes: one function per gradient tape that records. It watches variables that are used for the first time.
+      updates: optimizer updates that run after the program.
+      aggregations: number of times that gradients were aggregated.
     """
 
-    def __init__(self, of: AbstractPass, *, mapped: bool = False) -> None:
+    def __init__(self, current_pass: AbstractPass, *, mapped: bool = False) -> None:
         super().__init__(collect_losses=True)
-        self.pass_ = of
+        self.pass_ = current_pass
         self.mapped = mapped
         self.entries: dict[int, Entry] = {}
         self.tapes: list[Callable[[Sequence[Entry]], None]] = []
         self.updates: list[Update] = []
-        self._left: set[int] = set()
+        self._deferred: set[int] = set()
         self._free_writes = 0
         self.aggregations = 0
-        self._state: Any = None
+        self._trace_state: Any = None
         self._averages: set[int] = set()
         self._key: object = None
-        self._keyed: Any = None
-        self._is_read_inside = False
+        self._key_context: Any = None
+        self._was_read_inside = False
 
     @override
     def __enter__(self) -> "LiftScope":
         super().__enter__()
         self._take_key()
-        self._state = jex.get_opaque_trace_state()
+        self._trace_state = jex.get_opaque_trace_state()
         return self
 
     @override
@@ -81,62 +86,69 @@ class LiftScope(compat.AbstractLiftScope):
         super().__exit__(*exception)
 
     def values_change(self) -> None:
-        """Must be called before the value of an entry changes."""
-        if self._is_read_inside:
+        """Invalidates cached inner traces that have read variables. Call it before the value of an entry changes."""
+        if self._was_read_inside:
             self._drop_key()
             self._take_key()
 
     @override
     def note_read(self) -> None:
         if not self.is_innermost_trace:
-            self._is_read_inside = True
+            self._was_read_inside = True
 
     def _take_key(self) -> None:
-        """Lets jax trace anew the loop bodies and functions that have read values of another program, or other values."""
+        """Enters a key under which JAX has no cached traces that depend on values of variables."""
+        # Not `if _free_keys`: another thread may take the last key between the test and `pop`.
         try:
-            self._key = _keys.pop()
+            self._key = _free_keys.pop()
         except IndexError:
             self._key = object()
-        self._is_read_inside = False
-        self._keyed = _key_of_traces(self._key)
-        self._keyed.__enter__()
+        self._was_read_inside = False
+        self._key_context = _trace_key(self._key)
+        self._key_context.__enter__()
 
     def _drop_key(self) -> None:
-        self._keyed.__exit__(None, None, None)
-        if not self._is_read_inside:
-            _keys.append(self._key)
+        """Leaves the key. It can be used again unless an inner trace under it depends on values of variables."""
+        self._key_context.__exit__(None, None, None)
+        if not self._was_read_inside:
+            _free_keys.append(self._key)
 
     @property
     def is_innermost_trace(self) -> bool:
-        """Whether tracing has not gone into a `jax.lax` body or another transformation since the scope was entered."""
-        return bool(self._state == jex.get_opaque_trace_state())
+        """Whether the current trace is the one in which the scope was entered, not a `jax.lax` body or another inner trace."""
+        return bool(self._trace_state == jex.get_opaque_trace_state())
 
     def entry(self, variable: Variable) -> Entry:
-        """Returns the entry of `variable`, made at its first use."""
+        """Returns the entry of `variable`. The first use creates it."""
         entry = self.entries.get(id(variable))
         if entry is None:
             initial = self.pass_.initial(variable)
             entry = self.entries[id(variable)] = Entry(variable, initial, initial)
-            for take in self.tapes:
-                take([entry])
+            for watch in self.tapes:
+                watch([entry])
         return entry
 
     def components(self, variable: Variable, num_replicas: int) -> jax.Array | None:
-        """Returns the replicas' own values of an on-read variable; None where they follow from its value."""
+        """Returns the replicas' components of an on-read variable. None if its value determines them."""
         entry = self.entry(variable)
+        # After a write, the components from the start of the function are stale.
         if num_replicas > 1 and entry.components is None and entry.policy.on_read and not entry.written:
             entry.components = self.pass_.components(variable, num_replicas)
         return entry.components
 
     def lookup(self, table: Variable, ids: jax.Array) -> jax.Array:
-        """Returns rows of a table, of which a program has only those that it looks up."""
+        """Returns rows of a table on parameter servers. The program fetches only the rows that it looks up."""
         self.note_read()
         self._require_current(table)
-        positions = self.pass_.looked_up(table, ids)
+        positions = self.pass_.look_up(table, ids)
         return self.entry(table).value[positions]
 
     def draw(self, iterator: AbstractIterator, *, is_optional: bool = False) -> tuple[Any] | None:
-        """Returns the next batch of an iterator as an input of the program, in a tuple; None if there is none."""
+        """Returns the next batch of an iterator, in a 1-tuple, as inputs of the program. None if the iterator is at its end.
+
+        Raises:
+          ContextError: called in a replica function or in an inner trace.
+        """
         in_replica = context.depth() > 0 and context.current().replica is not None
         if self.mapped or in_replica or not self.is_innermost_trace:
             raise draws.refuse_draw()
@@ -148,9 +160,13 @@ class LiftScope(compat.AbstractLiftScope):
         return self.value(variable)
 
     def value(self, variable: Variable) -> jax.Array:
-        """Returns the value of `variable`, for a body of which it is known where it started."""
+        """Returns the value of `variable`. Unlike `get_current_value` it does not record a read.
+
+        Control-flow bodies use it: they record one read when they start.
+        """
         self._require_current(variable)
         entry = self.entry(variable)
+        # A merge function must see one value, although the replicas hold different ones.
         if self.mapped and context.in_cross_replica_context() and (entry.diverged or entry.policy.on_read):
             return combine([entry], None)[0]
         return entry.components.sum(0) if entry.value is None else entry.value
@@ -160,10 +176,12 @@ class LiftScope(compat.AbstractLiftScope):
         variable, value = update
         entry = self._writable(variable)
         value = self._combined(entry, value)
+        # A moving average is sent to parameter servers as an increment, so that workers do not overwrite each other.
         if id(variable) in self._averages:
-            entry.move(value, value - entry.value)
+            entry.add(value, value - entry.value)
         else:
             entry.replace(value)
+        # An assignment in a merge function makes the variable equal on all replicas again.
         if self.mapped and context.in_cross_replica_context():
             entry.diverged = False
 
@@ -174,21 +192,21 @@ class LiftScope(compat.AbstractLiftScope):
         if jnp.broadcast_shapes(delta.shape, entry.value.shape) != entry.value.shape:
             raise VariableError(
                 f"an increment of shape {delta.shape} to {describe(variable)}",
-                "the shapes do not fit.",
-                f"an increment of shape {tuple(variable.shape)}",
+                "the increment does not broadcast to the shape of the variable.",
+                f"use an increment of shape {tuple(variable.shape)}",
             )
         delta = self._combined(entry, delta)
-        # One operation on the value as in code by hand: the increment beside it is dropped where nobody asks for it.
-        entry.move(*((entry.value - delta, -delta) if negative else (entry.value + delta, delta)))
+        # Add or subtract directly, as hand-written code does. XLA removes the increment if the program does not return it.
+        entry.add(*((entry.value - delta, -delta) if negative else (entry.value + delta, delta)))
         return entry.value
 
     def commit(self, other: Entry) -> None:
-        """Takes over what the body of `phalanx.scan` and the like did to a variable."""
+        """Applies the change that a control-flow body, such as the one of `phalanx.scan`, made to a variable."""
         entry = self._writable(other.variable)
         if other.replaced:
             entry.replace(other.value)
         else:
-            entry.move(other.value, _difference(other.value, entry.value))
+            entry.add(other.value, _difference(other.value, entry.value))
         entry.diverged |= other.diverged
 
     @override
@@ -197,95 +215,111 @@ class LiftScope(compat.AbstractLiftScope):
 
     @override
     def fold_seed(self, seed: jax.Array, state: Variable) -> jax.Array:
-        if not any(v is state for v in self.pass_.found.seeds):
-            self.pass_.found.seeds.append(state)
-        return seed if _replicas() == 1 else jax.random.fold_in(seed, lax.axis_index(REPLICA_AXIS))
+        # `is`, because `==` of two variables compares their values.
+        if not any(v is state for v in self.pass_.discovery.seeds):
+            self.pass_.discovery.seeds.append(state)
+        # All replicas hold the same state, so each folds in its number to draw numbers of its own.
+        return seed if _num_replicas() == 1 else jax.random.fold_in(seed, lax.axis_index(REPLICA_AXIS))
 
     @override
     def apply_gradients(
         self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: Any
     ) -> None:
         strategy = context.get_strategy()
-        after = (Updates.AFTER_PROGRAM, Updates.AFTER_REPLICAS) if self.mapped else (Updates.AFTER_PROGRAM,)
-        if grads and strategy.updates in after:
-            trained = compat.trained_by(optimizer, variables)
-            if len(grads) != len(trained):
-                raise InvalidArgumentError(
-                    f"{type(optimizer).__name__}.apply of {len(grads)} gradients",
-                    f"to {len(trained)} variables.",
-                    "one gradient for each variable",
-                )
-            # Where gradients are equal already, each replica has the whole of them.
-            is_whole = self._free_writes > 0 or _replicas() == 1
-            dims = tuple(
-                None if is_whole or g is None else _divided_dim(strategy, v)
-                for g, v in zip(grads, trained, strict=True)
-            )
-            self.leave(Update(optimizer, trained, list(self.aggregated(grads, dims)), dims))
+        deferred = (Updates.AFTER_PROGRAM, Updates.AFTER_REPLICAS) if self.mapped else (Updates.AFTER_PROGRAM,)
+        if grads and strategy.updates in deferred:
+            self._defer_gradients(strategy, optimizer, grads, variables)
             return
-        if not any(o is optimizer for o in self.pass_.found.optimizers):
-            self.pass_.found.optimizers.append(optimizer)
-        if compat.accumulation_steps(optimizer) and not self._free_writes and _replicas() > 1:
-            grads = self._accumulated(optimizer, _weighted(grads), variables)
+        if not any(o is optimizer for o in self.pass_.discovery.optimizers):
+            self.pass_.discovery.optimizers.append(optimizer)
+        if compat.accumulation_steps(optimizer) and not self._free_writes and _num_replicas() > 1:
+            grads = self._accumulate(optimizer, _weight(grads), variables)
         else:
             grads = self.aggregated(grads)
         with self.updating():
+            # The `apply` of a loss-scaling optimizer assigns variables inside `lax.cond`, which JAX does not allow.
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 compat.apply_stateless(optimizer, grads, variables)
             else:
                 apply(grads, variables)
 
-    def leave(self, update: Update) -> None:
-        """Leaves an update to be done after the program, where its variables live."""
-        self._require_innermost(f"{type(update.optimizer).__name__}.apply", "strategy.run for each step")
+    def _defer_gradients(
+        self,
+        strategy: AbstractStrategy,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[Any],
+        variables: Any,
+    ) -> None:
+        """Aggregates gradients, and defers the update of their variables."""
+        trained = compat.trained_by(optimizer, variables)
+        if len(grads) != len(trained):
+            raise InvalidArgumentError(
+                f"{type(optimizer).__name__}.apply was called with len(grads)={len(grads)}",
+                f"the number of variables is {len(trained)}.",
+                "pass one gradient per variable",
+            )
+        # In update context, and with one replica, gradients are equal on all replicas and need not be scattered.
+        is_whole = self._free_writes > 0 or _num_replicas() == 1
+        dims = tuple(
+            None if is_whole or g is None else _sharded_dim(strategy, v) for g, v in zip(grads, trained, strict=True)
+        )
+        self.defer_update(Update(optimizer, trained, list(self.aggregated(grads, dims)), dims))
+
+    def defer_update(self, update: Update) -> None:
+        """Defers an update until the program has ended. It then runs on the devices that hold the variables."""
+        self._require_innermost(
+            f"{type(update.optimizer).__name__}.apply was called", "call strategy.run once per step"
+        )
         self.updates.append(update)
-        self._left.update(id(v) for v in (*update.variables, *update.optimizer.variables))
+        self._deferred.update(id(v) for v in (*update.variables, *update.optimizer.variables))
 
     def _require_current(self, variable: Variable) -> None:
-        if id(variable) in self._left:
+        """Raises if a deferred update will change `variable`, because its new value does not exist yet."""
+        if id(variable) in self._deferred:
             raise VariableError(
-                f"{describe(variable)} after optimizer.apply in the same step, at {user_place()}",
-                "its update is done after the step, where it lives; in the step it has no new value.",
+                f"{describe(variable)} was used after optimizer.apply in the same step, at {user_place()}",
+                "the strategy updates it only after the step, so its new value does not exist yet.",
                 "use it before optimizer.apply, or in the next strategy.run",
             )
 
     def apply_update(self, strategy: AbstractStrategy, update: Update) -> None:
-        """Does an update that the replicas of a strategy have left, in the cross-replica part of the program."""
+        """Applies an update that the replicas have deferred, in the cross-replica part of the program."""
         with context.enter(context.Mode(strategy, None)):
             update.optimizer.apply(update.gradients, update.variables)
 
     @override
     def aggregated(self, grads: Sequence[Any], dims: Sequence[int | None] = ()) -> Sequence[Any]:
+        # In update context the gradients are aggregated already. A second sum would multiply them.
         if self._free_writes:
             return grads
         self.aggregations += 1
-        grads = _weighted(grads)
-        if _replicas() == 1:
+        grads = _weight(grads)
+        if _num_replicas() == 1:
             return grads
         strategy = context.get_strategy()
-        return (
-            strategy.divide_gradients(grads, dims)
-            if any(d is not None for d in dims)
-            else strategy.aggregate_gradients(grads)
-        )
+        if any(dim is not None for dim in dims):
+            return strategy.divide_gradients(grads, dims)
+        return strategy.aggregate_gradients(grads)
 
-    def _accumulated(
-        self, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any
-    ) -> Sequence[Any]:
-        """Aggregates at the last of the steps that are accumulated; between, each replica sums its own gradients."""
+    def _accumulate(self, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any) -> Sequence[Any]:
+        """Returns the gradients for Keras's `apply`: all-reduced totals in the last accumulation step, else local gradients.
+
+        One all-reduce per update replaces one per step.
+        """
         aggregate = context.get_strategy().aggregate_gradients
-        sums = compat.accumulators(optimizer, variables)
-        own = [self.get_current_value(s) for s in sums]
+        accumulators = compat.accumulators(optimizer, variables)
+        local_sums = [self.get_current_value(a) for a in accumulators]
 
-        def last() -> PyTree:
-            totals = [None if g is None else g + x for g, x in zip(grads, own, strict=True)]
-            return aggregate(totals), [jnp.zeros_like(x) for x in own]
+        def aggregate_totals() -> PyTree:
+            totals = [None if g is None else g + x for g, x in zip(grads, local_sums, strict=True)]
+            return aggregate(totals), [jnp.zeros_like(x) for x in local_sums]
 
-        # What Keras adds to the gradients is what is in the accumulators.
-        grads, own = lax.cond(compat.is_last_accumulated(optimizer), last, lambda: (list(grads), own))
+        # Keras's `apply` adds the accumulators to the gradients. The totals contain them already, so they become zero before.
+        is_last = compat.is_last_accumulated(optimizer)
+        grads, local_sums = lax.cond(is_last, aggregate_totals, lambda: (list(grads), local_sums))
         with self.updating():
-            for variable, value in zip(sums, own, strict=True):
-                variable.assign(value)
+            for accumulator, value in zip(accumulators, local_sums, strict=True):
+                accumulator.assign(value)
         return grads
 
     @override
@@ -314,15 +348,15 @@ class LiftScope(compat.AbstractLiftScope):
     def moments(
         self, values: jax.Array, counts: jax.Array, axes: Sequence[int], *, everywhere: bool
     ) -> tuple[Any, Any]:
-        return averages.moments(values, counts, axes, replicas=_replicas() if everywhere else 1)
+        return averages.moments(values, counts, axes, replicas=_num_replicas() if everywhere else 1)
 
     @override
     def check_loss(self, name: str, reduction: str) -> None:
-        averages.check_loss(name, reduction, replicas=_replicas())
+        averages.check_loss(name, reduction, replicas=_num_replicas())
 
     @override
     def count_of_a_row(self) -> jax.Array:
-        return averages.count_of_a_row(context.require_replica())
+        return averages.weight_per_row(context.require_replica())
 
     @override
     @contextmanager
@@ -334,26 +368,30 @@ class LiftScope(compat.AbstractLiftScope):
             self._free_writes -= 1
 
     def allow_free_writes(self) -> None:
-        """Makes the whole scope update context."""
+        """Makes the whole scope an update context, in which any assignment is allowed."""
         self._free_writes += 1
 
     @property
     def is_updating(self) -> bool:
-        """Whether this is update context."""
+        """Whether this code runs in update context."""
         return self._free_writes > 0
 
-    def _require_innermost(self, what: str, hint: str) -> None:
+    def _require_innermost(self, call: str, hint: str) -> None:
+        """Raises in an inner trace. A value computed there is a tracer of that trace, and would leak if it were stored."""
         if not self.is_innermost_trace:
             raise NestedWriteError(
-                f"{what} at {user_place()}",
-                "it is inside the body of a jax.lax loop or branch, or another transformation of jax, and the new value cannot get out.",
+                f"{call} at {user_place()}",
+                "the call is inside the body of a jax.lax loop or branch, or inside another JAX transformation, and the new "
+                "value cannot leave it.",
                 hint,
             )
 
     def _writable(self, variable: Variable) -> Entry:
+        """Returns the entry of `variable` for a write, and marks it as written."""
         self._require_innermost(
             f"assign to {describe(variable)}",
-            "phalanx.scan, phalanx.cond, phalanx.while_loop or phalanx.remat instead of the function of jax; leave out jax.jit, for the step is compiled anyway",
+            "phalanx.scan, phalanx.cond, phalanx.while_loop or phalanx.remat instead of the JAX function; jax.jit is not "
+            "needed, because the step is compiled anyway",
         )
         self._require_current(variable)
         entry = self.entry(variable)
@@ -362,12 +400,14 @@ class LiftScope(compat.AbstractLiftScope):
         return entry
 
     def _combined(self, entry: Entry, value: jax.Array) -> jax.Array:
+        """Returns `value`, or an increment, as the policy table combines it over the replicas."""
         if self.mapped and context.in_cross_replica_context():
-            # A merge function may have closed over values that differ between replicas: the first one's count.
+            # A merge function may have closed over a value that differs between replicas. The value of replica 0 is used, so
+            # that the variable stays equal on all of them.
             value = value if self._free_writes else primitives.broadcast(value, lax.axis_size(REPLICA_AXIS))
             return first_component(entry.policy, value)
-        replicas = 1 if self._free_writes else _replicas()
-        if replicas == 1:
+        num_replicas = 1 if self._free_writes else _num_replicas()
+        if num_replicas == 1:
             return value
         if entry.policy.write is Write.REFUSED:
             raise refuse_write(entry.variable)
@@ -375,39 +415,40 @@ class LiftScope(compat.AbstractLiftScope):
             entry.diverged = True
             return value
         if entry.policy.combine is Combine.FIRST:
-            return primitives.broadcast(value, replicas)
+            return primitives.broadcast(value, num_replicas)
         replica = context.require_replica()
         if entry.policy.combine is Combine.SUM:
             return replica.all_reduce(ReduceOp.SUM, value)
         mean = replica.all_reduce(ReduceOp.MEAN, value).astype(value.dtype)
+        # A batch without a single real row changes nothing.
         return mean if replica.padding is None else jnp.where(replica.padding.count > 0, mean, entry.value)
 
 
 def innermost() -> LiftScope | None:
-    """Returns the scope of the function that is being traced, if one is."""
+    """Returns the scope of the function that is being traced, or None."""
     scope = compat.lift_scope()
     return scope if isinstance(scope, LiftScope) else None
 
 
 def program_scope() -> LiftScope:
-    """Returns the scope of the program that is being traced. Called only while one is."""
+    """Returns the scope of the program that is being traced. Call it only while a program is traced."""
     scope = innermost()
     assert scope is not None
     return scope
 
 
-def _divided_dim(strategy: AbstractStrategy, variable: Variable) -> int | None:
-    """Returns along which dim replicas have parts of a variable, and of its gradient."""
+def _sharded_dim(strategy: AbstractStrategy, variable: Variable) -> int | None:
+    """Returns the dim along which the replicas hold shards of a variable and of its gradient. None if they hold the whole."""
     return strategy.topology.divided_dim(compat.layout_path(variable), variable.shape)
 
 
 def _difference(value: jax.Array, other: jax.Array) -> jax.Array | None:
-    """Returns the increment from `other` to `value`; None where a dtype has none."""
+    """Returns the increment from `other` to `value`. None for bools, which JAX does not subtract."""
     return None if value.dtype == jnp.bool_ else value - other
 
 
-def _weighted(grads: Sequence[Any]) -> Sequence[Any]:
-    """Returns gradients of means over a replica's own rows as its part of the gradients over the global batch."""
+def _weight(grads: Sequence[Any]) -> Sequence[Any]:
+    """Weights gradients of means over this replica's rows, such that the sum over the replicas is that of the global mean."""
     mode = context.current()
     if not mode.averaging or mode.replica is None:
         return grads
@@ -415,6 +456,7 @@ def _weighted(grads: Sequence[Any]) -> Sequence[Any]:
     return [None if g is None else g * weight.astype(g.dtype) for g in grads]
 
 
-def _replicas() -> int:
+def _num_replicas() -> int:
+    """Returns the number of replicas over which a replica function communicates. 1 in cross-replica context."""
     mode = context.current()
     return 1 if mode.replica is None else mode.strategy.num_replicas_in_sync

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program asks of the strategy that runs it. The rooms below `strategies` know no other part of a strategy."""
+"""The interface of a strategy that programs use. The packages below `strategies` use no other part of a strategy."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
@@ -36,16 +36,16 @@ class Update:
 
 
 class Updates(Enum):
-    """Where an optimizer's updates run."""
+    """The places where an optimizer's updates can run."""
 
     IN_REPLICAS = "in replicas"
     """Each replica updates its own copy of the variables with the summed gradients."""
 
     AFTER_REPLICAS = "after replicas"
-    """The program updates the variables when the replicas have done their part, because each holds only a shard of them."""
+    """The program updates the variables after its `shard_map`, because each replica holds only a shard of them."""
 
     AFTER_PROGRAM = "after program"
-    """The strategy updates the variables when the program has ended, where they are stored. The program works on copies."""
+    """The strategy updates the variables after the program, on the devices that store them. The program works on copies."""
 
 
 class AbstractStrategy(ABC):
@@ -88,15 +88,20 @@ class AbstractStrategy(ABC):
 
     @abstractmethod
     def aggregate_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Returns gradients summed over the replicas, inside a program; None stays None."""
+        """Returns gradients summed over the replicas. Call it inside a program. None stays None."""
 
     @abstractmethod
     def divide_gradients(self, grads: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
-        """Returns gradients summed over the replicas, inside a program: per gradient this replica's shard along a dim, or the whole."""
+        """Returns this replica's shards of the gradients, summed over the replicas. Call it inside a program.
+
+        Args:
+          grads: one array per variable, or None.
+          dims: per gradient, the dim to shard. None returns the whole gradient.
+        """
 
     @abstractmethod
     def apply_update(self, update: Update) -> None:
-        """Applies an optimizer's update that a program has left, if `storage` is another place than `topology`."""
+        """Applies an optimizer's update that a program has deferred. Used if `storage` differs from `topology`."""
 
     @abstractmethod
     def run(
@@ -106,26 +111,37 @@ class AbstractStrategy(ABC):
         kwargs: dict[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> PyTree:
-        """Runs `fn` once per replica, as one compiled program. In cross-replica context or outside all scopes."""
+        """Runs `fn` once per replica, as one compiled program. Call it in cross-replica context or outside all scopes."""
 
     @abstractmethod
     def replicate(self, tree: PyTree) -> PyTree:
-        """Returns a pytree of arrays placed on all replicas, as a `Mirrored`. In cross-replica context."""
+        """Returns a pytree of arrays placed on all replicas, as a `Mirrored`. Call it in cross-replica context."""
 
     @abstractmethod
     def merged(self, fn: Callable[..., Any], *values: PerReplica) -> PyTree:
-        """Returns what `fn` makes of values in a merge function of all replicas. Inside a program, outside its replicas."""
+        """Returns the result of `fn(*values)`, called as a merge function. Call it in the cross-replica part of a program."""
 
     @abstractmethod
     def in_program(self, key: Hashable, fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
-        """Returns `fn(value)`, computed by the program that is traced, or by one of its own under `key`. In cross-replica context."""
+        """Returns `fn(value)`, computed inside a program. Call it in cross-replica context.
+
+        Args:
+          key: selects the compiled program among those of the strategy, if no program is being traced.
+          fn: function of a pytree of arrays. It must do the same for equal keys.
+          value: pytree of arrays.
+        """
 
 
 def check_strategy(name: str, value: object, hint: str) -> None:
-    """Raises unless an argument is a strategy.
+    """Checks that an argument is a strategy.
+
+    Args:
+      name: name of the argument.
+      value: the argument.
+      hint: what to write instead.
 
     Raises:
-      InvalidArgumentError: it is something else.
+      InvalidArgumentError: `value` is not a strategy.
     """
     if not isinstance(value, AbstractStrategy):
-        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a Strategy.", hint)
+        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a strategy.", hint)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nests of arguments and results, taken apart into arrays, which enter a program, and the rest, which selects it."""
+"""Splits nests of arguments and results into arrays, which enter a program, and the rest, which selects the program."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,15 +18,24 @@ T = TypeVar("T")
 
 
 class AbstractStream:
-    """An argument that a program gets anew at each call, and that does not select the program."""
+    """An argument, such as an iterator, that each call passes to the function and that does not select the program."""
 
 
 class _Array(NamedTuple):
+    """A leaf that is an array. The `join` of each kind of leaf rebuilds the leaf from the next arrays."""
+
     def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
         return next(arrays)
 
 
 class _PerReplica(NamedTuple):
+    """A leaf that is a `PerReplica`.
+
+    Args:
+      each: number of rows per row of the batch. None if the leaf has no row mask.
+      batch: number of the row mask of its batch. None if the leaf belongs to no padded batch.
+    """
+
     each: int | None
     batch: int | None
 
@@ -38,6 +47,8 @@ class _PerReplica(NamedTuple):
 
 
 class _Mirrored(NamedTuple):
+    """A leaf that is a `Mirrored`, whose value has the structure `tree`."""
+
     tree: PyTree
 
     def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
@@ -45,6 +56,8 @@ class _Mirrored(NamedTuple):
 
 
 class _Stream(NamedTuple):
+    """A leaf that is a stream. `number` tells two streams apart, and recognizes one that is passed twice."""
+
     kind: type
     number: int
 
@@ -54,6 +67,14 @@ class _Stream(NamedTuple):
 
 @dataclass(frozen=True)
 class _Static:
+    """A leaf that selects the program, because it is neither an array nor a stream.
+
+    Args:
+      kind: type of the leaf. Without it, `True` and `1` would select the same program.
+      key: the leaf, or its id if it is not hashable.
+      value: the leaf.
+    """
+
     kind: type
     key: Hashable
     value: Any = field(compare=False)
@@ -64,11 +85,11 @@ class _Static:
 
 @jax.tree_util.register_static
 class Structure(NamedTuple):
-    """A nest without its arrays; hashable. A pytree without leaves, so that a traced function can return it.
+    """A nest without its arrays. It is hashable, and a pytree without leaves, so that a traced function can return it.
 
     Args:
-      tree: the nest.
-      leaves: how each of its leaves is made.
+      tree: structure of the nest.
+      leaves: kind of each leaf.
     """
 
     tree: PyTree
@@ -78,25 +99,25 @@ class Structure(NamedTuple):
         """Returns the nest with these arrays, row masks and streams."""
         if not self.leaves:
             return self.tree.unflatten(())
-        given = iter(arrays)
-        return self.tree.unflatten([leaf.join(given, rows, streams) for leaf in self.leaves])
+        remaining = iter(arrays)
+        return self.tree.unflatten([leaf.join(remaining, rows, streams) for leaf in self.leaves])
 
 
 class Parts:
-    """A nest taken apart.
+    """A nest, split into its structure, arrays, row masks and streams.
 
     Args:
-      nest: a pytree in which distributed values are leaves.
-      as_array: returns what enters the program for a leaf that is neither distributed nor an array of JAX; None for a leaf
-        that selects the program.
-      rows: row masks that are known already, so that their numbers stay the same.
-      streams: likewise; others are then Python objects like all others. None if none are known.
+      nest: pytree. Distributed values are leaves.
+      as_array: function of a leaf that is neither a distributed value nor a JAX array. It returns the array that enters the
+        program, or None if the leaf selects the program.
+      rows: row masks with known numbers. New ones are numbered after them.
+      streams: streams with known numbers. Any other stream is then a static leaf. None means that all streams are new.
 
     Attributes:
       structure: the nest without its arrays.
       arrays: its arrays, in order.
-      sharded: for each array, whether its leading dim is the replica.
-      rows: the row masks of its per-replica leaves; leaves of one batch share one.
+      sharded: per array, whether its leading dim is the replica.
+      rows: row masks of its per-replica leaves. Leaves of the same batch share one mask.
       streams: its streams, each once.
     """
 
@@ -113,24 +134,24 @@ class Parts:
         kinds: list[Any] = []
         arrays: list[Any] = []
         sharded: list[bool] = []
-        known, known_streams = list(rows), list(streams or ())
-        # One loop without calls for what there is most of: arguments are taken apart at every step.
+        all_rows, all_streams = list(rows), list(streams or ())
+        # Arguments are split at every step, so the common kinds of leaves are handled in this loop, without function calls.
         for leaf in leaves:
             if isinstance(leaf, PerReplica):
                 arrays.append(leaf.data)
                 sharded.append(True)
-                kinds.append(_UNPADDED if leaf.batch is None else _padded(leaf.rows, leaf.batch, known))
+                kinds.append(_UNPADDED if leaf.batch is None else _padded(leaf.rows, leaf.batch, all_rows))
             elif isinstance(leaf, Mirrored):
-                values, own = tree_flatten(leaf.value)
+                values, mirrored_tree = tree_flatten(leaf.value)
                 arrays += [x if (array := as_array(x)) is None else array for x in values]
                 sharded += [False] * len(values)
-                kinds.append(_Mirrored(own))
+                kinds.append(_Mirrored(mirrored_tree))
             elif isinstance(leaf, jax.Array):
                 arrays.append(leaf)
                 sharded.append(False)
                 kinds.append(_ARRAY)
             elif isinstance(leaf, AbstractStream) and (streams is None or any(leaf is s for s in streams)):
-                kinds.append(_Stream(type(leaf), _number(leaf, known_streams)))
+                kinds.append(_Stream(type(leaf), _number(leaf, all_streams)))
             elif (array := as_array(leaf)) is not None:
                 arrays.append(array)
                 sharded.append(False)
@@ -138,21 +159,23 @@ class Parts:
             else:
                 kinds.append(_static(leaf))
         self.structure = Structure(tree, tuple(kinds))
-        self.arrays, self.sharded, self.rows, self.streams = arrays, sharded, known, known_streams
+        self.arrays, self.sharded, self.rows, self.streams = arrays, sharded, all_rows, all_streams
 
 
 class Arguments(Parts):
-    """The arguments of one call. Arrays of every library and numbers enter the program; nobody can change them later.
+    """The arguments of one call. Numbers and arrays of any library enter the program.
+
+    NumPy arrays are copied, because the program may read them after the call has returned, when the user may write into them.
 
     Args:
       args: positional arguments.
       kwargs: keyword arguments.
 
     Attributes:
-      key: what about them selects the program.
+      key: structure, shapes and dtypes of the arguments, which select the program.
 
     Raises:
-      InputError: an argument is no array that JAX can hold; the error says which.
+      InputError: JAX cannot represent an argument. The error names the argument.
     """
 
     __slots__ = ("key",)
@@ -161,9 +184,11 @@ class Arguments(Parts):
         try:
             super().__init__((args, kwargs), _as_argument)
         except InputError:
+            # The fast path does not know the name of the leaf. This slow one raises an error that has it.
             for nest, name in ((args, "args"), (kwargs, "kwargs")):
                 map_named(as_number, nest, name, is_leaf=is_distributed)
             raise
+        # The masks come last, where `rebuild` finds them.
         for rows in self.rows:
             self.arrays += (rows.mask, np.int32(rows.count))
             self.sharded += (True, False)
@@ -173,41 +198,42 @@ class Arguments(Parts):
     def rebuild(
         structure: Structure, num_rows: int, arrays: Sequence[Any], streams: Sequence[AbstractStream] = ()
     ) -> tuple[Any, Any, list[RowMask]]:
-        """Returns `(args, kwargs, row masks)` with these arrays and streams."""
-        split = len(arrays) - 2 * num_rows
-        rows = [RowMask(*arrays[i : i + 2]) for i in range(split, len(arrays), 2)]
-        return (*structure.join(arrays[:split], rows, streams), rows)
+        """Returns `(args, kwargs, row masks)` with these arrays and streams. It is the inverse of the constructor."""
+        first_mask = len(arrays) - 2 * num_rows
+        rows = [RowMask(*arrays[i : i + 2]) for i in range(first_mask, len(arrays), 2)]
+        return (*structure.join(arrays[:first_mask], rows, streams), rows)
 
 
 def require_alive(args: PyTree, kwargs: PyTree) -> None:
-    """Raises if an argument was deleted. Asked when a program has failed, for each step's arguments are too many to ask.
+    """Raises if an argument is a deleted array. Call it after a program has failed; a check before each step takes too long.
 
     Raises:
-      InputError: it was; the error says which.
+      InputError: an argument is a deleted array. The error names the argument.
     """
     for nest, name in ((args, "args"), (kwargs, "kwargs")):
         map_named(as_number, nest, name)
 
 
 def require_returnable(arrays: Sequence[Any]) -> None:
-    """Raises for what a step returned and no program can return. While it is traced.
+    """Checks that a program can return the results of a step. Call it while the step is traced.
 
     Raises:
-      InputError: a deleted array.
-      TraceError: a `PerReplica` of Python objects.
+      InputError: a result is a deleted array.
+      TraceError: a result is a `PerReplica` of Python objects.
     """
     for array in arrays:
         if isinstance(array, tuple):
             raise TraceError(
-                f"a step that returns PerReplica({shown(array)})",
-                "its components are Python objects, and a program returns arrays.",
-                "return arrays, and make the objects of them outside the step",
+                f"a step returned PerReplica({shown(array)})",
+                "its components are Python objects, but a program can return only arrays.",
+                "return arrays, and create the objects from them outside the step",
             )
         as_number(array, "the result of a step")
 
 
 def _as_argument(leaf: Any) -> Any:
-    # What is common without further calls, for a step has few to spare.
+    """Returns the array or number that enters the program for a leaf. None if the leaf selects the program."""
+    # The common types come first, without further calls, because this runs per leaf and step.
     kind = type(leaf)
     if kind in _NARROW_SCALARS or (kind is float and -_FITS < leaf < _FITS):
         return leaf
@@ -219,53 +245,57 @@ def _as_argument(leaf: Any) -> Any:
 _FITS = 2.0**31
 _NARROW_SCALARS = frozenset((np.float32, np.float16, np.int32, np.int16, np.int8, np.uint8))
 _NARROW = frozenset(map(np.dtype, _NARROW_SCALARS))
-"""Whose values fit into the arrays of JAX, whatever they are."""
+"""Types whose values all fit into JAX arrays without 64-bit types, so they need no check."""
 _ARRAY, _UNPADDED = _Array(), _PerReplica(None, None)
 
 
-def _padded(rows: RowMask | None, batch: RowMask, known: list[RowMask]) -> _PerReplica:
-    return _PerReplica(None if rows is None else rows.each, _number(batch, known))
+def _padded(rows: RowMask | None, batch: RowMask, all_rows: list[RowMask]) -> _PerReplica:
+    """Returns the kind of a `PerReplica` of a padded batch."""
+    return _PerReplica(None if rows is None else rows.each, _number(batch, all_rows))
 
 
 def _static(leaf: Any) -> _Static:
+    """Returns the kind of a leaf that selects the program."""
     try:
         hash(leaf)
     except TypeError:
+        # `value` keeps the object alive, so no other object can get its id while the program is cached.
         return _Static(type(leaf), id(leaf), leaf)
     return _Static(type(leaf), leaf, leaf)
 
 
-def _number(item: T, known: list[T]) -> int:
-    """Returns the place of an item in a list, by identity; a new one is appended."""
-    for number, other in enumerate(known):
+def _number(item: T, items: list[T]) -> int:
+    """Returns the index of an item in a list, by identity. A new item is appended."""
+    for number, other in enumerate(items):
         if other is item:
             return number
-    known.append(item)
-    return len(known) - 1
+    items.append(item)
+    return len(items) - 1
 
 
 def refuse_outer_trace() -> TraceError:
     """Returns the error for a program that is called while JAX traces another function."""
     return TraceError(
-        "a phalanx program called on traced values",
-        "it is inside jax.jit or another transformation of jax, which knows nothing of its variables.",
+        "a phalanx program was called on traced values",
+        "the call is inside jax.jit or another JAX transformation, which cannot see the variables of the program.",
         "@phalanx.function instead of @jax.jit",
     )
 
 
 def _spec(array: Any) -> Hashable:
-    """What about an array selects the program."""
+    """Returns the properties of an array that select the program."""
     if isinstance(array, jax.core.Tracer):
         raise refuse_outer_trace()
     if isinstance(array, tuple):
         raise TraceError(
-            f"an argument PerReplica({shown(array)})",
-            "its components are Python objects, and all replicas run one program.",
+            f"PerReplica({shown(array)}) was passed to a step",
+            "its components are Python objects, but all replicas run the same program.",
             "pass arrays, and let the replica function choose by replica_id_in_sync_group",
         )
     if isinstance(array, jax.Array):
-        # Arrays of random keys have no weak types.
+        # Arrays of typed random keys have no `weak_type`: https://jax.readthedocs.io/en/latest/jep/9263-typed-keys.html
         return (array.shape, array.dtype, getattr(array, "weak_type", False))
     if isinstance(array, (np.ndarray, np.generic)):
         return (array.shape, array.dtype)
+    # A Python number: it is an input with a weak type, so its value does not select the program.
     return type(array).__name__

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`phalanx.Variable`: Keras's variables, made with the arguments of tf.Variable."""
+"""`phalanx.Variable`, which creates Keras variables from the arguments of `tf.Variable`."""
 
 import enum
 import inspect
@@ -19,7 +19,7 @@ E = TypeVar("E", VariableAggregation, VariableSynchronization)
 
 
 class _KerasVariables(type):
-    """Every variable of Keras is an instance, as there is no other kind."""
+    """Makes every Keras variable an instance of `phalanx.Variable`, as `isinstance` checks in TensorFlow code expect."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, keras.Variable)
@@ -27,29 +27,30 @@ class _KerasVariables(type):
 
 @final
 class Variable(metaclass=_KerasVariables):
-    """Makes a `keras.Variable` from the arguments of `tf.Variable`. May be called in any context but a `lax` body.
+    """Creates a `keras.Variable` from the arguments of `tf.Variable`. May be called in any context except `jax.lax` bodies.
 
     Args:
-      initial_value: an array, a number, or a function of no arguments that returns one.
-      trainable: whether optimizers and tapes take it by default; None means True, for on-read variables False.
+      initial_value: array or number, or a function without parameters that returns one.
+      trainable: whether optimizers and tapes use the variable by default. None means False for on-read variables, else True.
       validate_shape: must be True.
       caching_device: must be None.
-      name: its name, without a slash.
+      name: name of the variable, without a slash.
       variable_def: must be None.
-      dtype: its dtype; None is that of the value.
+      dtype: dtype of the variable. None means the dtype of the value.
       import_scope: must be None.
-      constraint: a function of the value, which optimizers apply after an update.
-      synchronization: when replicas' values become one: a `VariableSynchronization`, or its name.
-      aggregation: how they do: a `VariableAggregation`, or its name.
+      constraint: function of the value. Optimizers apply it after each update.
+      synchronization: `VariableSynchronization` or its name. When the values of the replicas are combined.
+      aggregation: `VariableAggregation` or its name. How the values of the replicas are combined.
       shape: None, or the shape of the value.
       experimental_enable_variable_lifting: must be True.
 
     Returns:
-      A `keras.Variable`; `isinstance(v, phalanx.Variable)` is True of all of them.
+      A `keras.Variable`. `isinstance(v, phalanx.Variable)` is True for every Keras variable.
 
     Raises:
-      InvalidArgumentError: an argument that has no meaning here, or a value that is not an array of numbers.
-      VariableError: a value that is computed in the step that is being traced.
+      InvalidArgumentError: an argument has the wrong type, Phalanx does not support its value, or the initial value is not an
+        array of numbers.
+      VariableError: the initial value is computed in the step that is being traced.
 
     Source: tf.Variable.
 
@@ -81,15 +82,15 @@ class Variable(metaclass=_KerasVariables):
         _refuse("caching_device", caching_device, None)
         _refuse("variable_def", variable_def, None)
         _refuse("import_scope", import_scope, None)
-        when = _member(VariableSynchronization, "synchronization", synchronization)
-        how = _member(VariableAggregation, "aggregation", aggregation)
+        synchronization = _member(VariableSynchronization, "synchronization", synchronization)
+        aggregation = _member(VariableAggregation, "aggregation", aggregation)
         if name is not None and (not isinstance(name, str) or "/" in name):
             raise InvalidArgumentError(f"name={shown(name)}", "must be a string without a slash.", 'name="weights"')
         if constraint is not None:
             arguments.function("constraint", constraint, "constraint=keras.constraints.NonNeg()")
         if trainable is None:
-            trainable = when is not VariableSynchronization.ON_READ
-        # Also in a step that is being traced the value is one.
+            trainable = synchronization is not VariableSynchronization.ON_READ
+        # In a step that is being traced, an initializer must still compute a real array, not a tracer of the step.
         with jax.ensure_compile_time_eval():
             value = _value_of(initial_value, shape)
         variable = keras.Variable(
@@ -97,20 +98,22 @@ class Variable(metaclass=_KerasVariables):
             dtype=_dtype_of(dtype),
             trainable=arguments.flag("trainable", trainable),
             name=name,
-            synchronization=when.value,
-            aggregation=how.value,
+            synchronization=synchronization.value,
+            aggregation=aggregation.value,
         )
         variable.constraint = constraint
         return variable
 
 
 def _refuse(name: str, value: object, allowed: object) -> None:
+    """Rejects any value but `allowed` of a parameter that exists only for compatibility with `tf.Variable`."""
+    # By identity, because `1 == True` in Python.
     if value is not allowed:
-        raise InvalidArgumentError(f"{name}={shown(value)}", "has no meaning here.", f"leave {name} out")
+        raise InvalidArgumentError(f"{name}={shown(value)}", "has no meaning in Phalanx.", f"leave {name} out")
 
 
 def _member(kind: type[E], name: str, value: object) -> E:
-    """Returns the member that a value names: itself, a string, or the member of that name of TensorFlow's own enum."""
+    """Returns the enum member for a value: a member of `kind`, its name, or the member of TensorFlow's enum with its name."""
     text = value if isinstance(value, str) else value.name if isinstance(value, enum.Enum) else None
     if text is None or text.upper() not in kind.__members__:
         raise InvalidArgumentError(
@@ -122,16 +125,20 @@ def _member(kind: type[E], name: str, value: object) -> E:
 
 
 def _dtype_of(dtype: Any) -> str | None:
+    """Returns Keras's name of a dtype, or None for None."""
     try:
         return None if dtype is None else keras.backend.standardize_dtype(dtype)
     except Exception as e:
-        raise InvalidArgumentError(f"dtype={shown(dtype)}", "is not a dtype of numbers.", 'dtype="float32"') from e
+        raise InvalidArgumentError(f"dtype={shown(dtype)}", "is not a numeric dtype.", 'dtype="float32"') from e
 
 
 def _value_of(initial_value: Any, shape: Any) -> Any:
+    """Returns the initial value as a NumPy array, after checking it."""
     hint = "phalanx.Variable(jnp.zeros((2, 3)))"
     if initial_value is None:
-        raise InvalidArgumentError("phalanx.Variable()", "a variable needs an initial value.", hint)
+        raise InvalidArgumentError(
+            "phalanx.Variable was called without initial_value", "a variable needs an initial value.", hint
+        )
     asked = f"initial_value={shown(initial_value)}"
     if callable(initial_value):
         _require_no_arguments(asked, initial_value)
@@ -139,13 +146,13 @@ def _value_of(initial_value: Any, shape: Any) -> Any:
     if isinstance(initial_value, jax.core.Tracer):
         raise VariableError(
             asked,
-            "it is computed in the step that is being traced, and a variable is made before the step runs.",
-            "make the variable outside the step, or pass a function: phalanx.Variable(lambda: jnp.zeros((2, 3)))",
+            "it is computed in the step that is being traced, but the variable must have a value before the step runs.",
+            "create the variable outside the step, or pass a function: phalanx.Variable(lambda: jnp.zeros((2, 3)))",
         )
     if isinstance(initial_value, (np.ndarray, np.generic, int, float)):
         require_fits(initial_value, "initial_value")
     try:
-        # A copy: what somebody writes into an array of NumPy later is not the variable's.
+        # `jnp.array` copies, so that later writes into the user's NumPy array do not change the variable.
         value = jnp.array(initial_value)
     except Exception as e:
         if isinstance(e, (InvalidArgumentError, VariableError)):
@@ -153,17 +160,20 @@ def _value_of(initial_value: Any, shape: Any) -> Any:
         raise InvalidArgumentError(asked, "is not an array of numbers.", hint) from e
     if shape is not None and (not isinstance(shape, (tuple, list)) or tuple(shape) != value.shape):
         raise InvalidArgumentError(
-            f"shape={shown(shape)}", f"the initial value has the shape {value.shape}, which is static.", "leave it out"
+            f"shape={shown(shape)}",
+            f"the initial value has the shape {value.shape}, and a variable cannot change its shape.",
+            "leave shape out",
         )
     return np.asarray(value)
 
 
 def _require_no_arguments(asked: str, fn: Callable[..., Any]) -> None:
+    """Raises if `fn` cannot be called without arguments."""
     try:
         inspect.signature(fn).bind()
     except TypeError as e:
         raise InvalidArgumentError(
-            asked, f"it is called without arguments: {e}.", "phalanx.Variable(lambda: jnp.zeros((2, 3)))"
+            asked, f"it must be callable without arguments: {e}.", "phalanx.Variable(lambda: jnp.zeros((2, 3)))"
         ) from e
-    except ValueError:  # Of some that are written in C nothing is known.
+    except ValueError:  # Some functions that are written in C have no signature.
         return

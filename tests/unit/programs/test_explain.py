@@ -123,7 +123,7 @@ def test_jit_around_run(strategy, has_argument):
     with strategy.scope():
         v = keras.Variable(1.0, aggregation="sum")
     step = jax.jit(lambda *x: strategy.run(lambda: v.assign_add(*x or (1.0,))))
-    with pytest.raises(TraceError, match=r"a phalanx program called .*inside jax.jit.*\nHINT: @phalanx.function"):
+    with pytest.raises(TraceError, match=r"a phalanx program was called .*inside jax.jit.*\nHINT: @phalanx.function"):
         step(*(1.0,) * has_argument)
     assert float(v) == 1
     strategy.run(lambda: v.assign_add(1.0))

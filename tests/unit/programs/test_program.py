@@ -166,7 +166,7 @@ def test_set_by_tracing_and_changed(strategy):
     flags = iter([True, False])
     step = lambda: (v if next(flags) else w).assign_add(1.0)  # noqa: E731
     strategy.run(step)
-    with jax.default_matmul_precision("highest"), pytest.raises(TraceError, match="it was used differently"):
+    with jax.default_matmul_precision("highest"), pytest.raises(TraceError, match="the function used it differently"):
         strategy.run(step)
     assert (v.numpy(), w.numpy()) == (2, 0)
 
@@ -256,7 +256,7 @@ def test_program_called_under_jit(strategy):
     """jax.jit knows nothing of the variables."""
     v = variable(strategy)
     step = phalanx.function(lambda x: v.assign_add(x))
-    with pytest.raises(TraceError, match="a phalanx program called on traced values"):
+    with pytest.raises(TraceError, match="a phalanx program was called on traced values"):
         jax.jit(step)(1.0)
     assert v.numpy() == 0
 
@@ -264,7 +264,9 @@ def test_program_called_under_jit(strategy):
 def test_python_objects_per_replica(strategy):
     """One program serves all replicas, so a per-replica argument is an array."""
     value = strategy.experimental_distribute_values_from_function(lambda c: "ab"[c.replica_id_in_sync_group])
-    with pytest.raises(TraceError, match=r"an argument PerReplica\(\('a', 'b'\)\): its components are Python objects"):
+    with pytest.raises(
+        TraceError, match=r"PerReplica\(\('a', 'b'\)\) was passed to a step: its components are Python objects"
+    ):
         strategy.run(lambda x: 1, args=(value,))
 
 
@@ -301,7 +303,7 @@ def test_branching_on_what_tracing_changes(strategy):
             _, loss = w + 1, v * v
         return [tape.gradient(loss, w) for _ in calls]
 
-    with pytest.raises(TraceError, match="a gradient tape in a traced function: it was used differently") as e:
+    with pytest.raises(TraceError, match="a gradient tape in a traced function: the function used it differently") as e:
         strategy.run(replica_fn)
     assert "do not branch on Python state" in e.value.hint
 

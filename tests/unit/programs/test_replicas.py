@@ -280,7 +280,7 @@ def test_in_another_context(strategy, where):
         "function": phalanx.function(inner),
         "merge_call": lambda: strategy.run(lambda: phalanx.get_replica_context().merge_call(inner)),
     }
-    with pytest.raises(ContextError, match="Strategy.run_steps in|in a traced step"):
+    with pytest.raises(ContextError, match="Strategy.run_steps was called in|in a traced step"):
         calls[where]()
 
 

@@ -46,7 +46,7 @@ def test_mirrored_arguments_are_unwrapped(strategy, kind):
 
 def test_run_in_replica_context(strategy):
     """You are in a replica already."""
-    with pytest.raises(ContextError, match="Strategy.run in replica context"):
+    with pytest.raises(ContextError, match="Strategy.run was called in replica context"):
         strategy.run(lambda: strategy.run(lambda: 1))
 
 

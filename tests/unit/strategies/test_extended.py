@@ -59,7 +59,7 @@ def test_extended_wants_variables(strategy, bad):
         lambda: extended.variable_created_in_scope(bad),
         lambda: extended.colocate_vars_with(bad),
     ):
-        with pytest.raises(InvalidArgumentError, match="must be a variable of Keras"):
+        with pytest.raises(InvalidArgumentError, match="must be a Keras variable"):
             call()
 
 

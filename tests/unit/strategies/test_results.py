@@ -204,5 +204,5 @@ def test_values_that_are_no_arrays(strategy):
             call()
     with pytest.raises(InvalidArgumentError, match="value_fn=1: is not callable"):
         strategy.experimental_distribute_values_from_function(1)
-    with pytest.raises(InvalidArgumentError, match="strategy=1: must be a Strategy"):
+    with pytest.raises(InvalidArgumentError, match="strategy=1: must be a strategy"):
         phalanx.explain_sharding(np.ones(4), 1)

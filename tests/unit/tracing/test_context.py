@@ -81,14 +81,14 @@ def test_scope_is_not_seen_in_another_thread(strategy):
 
 
 def test_another_strategys_scope(strategy):
-    """One strategy at a time."""
+    """Only one strategy can be current."""
     other = phalanx.MirroredStrategy(["cpu:2", "cpu:3"])
     with (
         strategy.scope(),
         pytest.raises(MixedStrategyError, match=r"the scope of .*cpu:2.* inside the scope of .*cpu:0"),
     ):
         other.scope().__enter__()
-    with strategy.scope(), pytest.raises(MixedStrategyError, match="one strategy at a time"):
+    with strategy.scope(), pytest.raises(MixedStrategyError, match="only one strategy can be current"):
         other.run(lambda: 1)
 
 
@@ -133,7 +133,9 @@ CROSS_REPLICA_VERBS = {
 @pytest.mark.parametrize("verb", CROSS_REPLICA_VERBS)
 def test_cross_replica_verbs_in_replica_context(strategy, verb):
     """Each says where it belongs and what to call instead."""
-    with pytest.raises(ContextError, match=f"{verb} in replica context: it is for cross-replica context") as e:
+    with pytest.raises(
+        ContextError, match=f"{verb} was called in replica context: it works only in cross-replica context"
+    ) as e:
         strategy.run(lambda: CROSS_REPLICA_VERBS[verb](strategy))
     assert e.value.hint
 
@@ -152,14 +154,14 @@ def test_replica_methods_outside(strategy, method):
     held = []
     strategy.run(lambda: held.append(phalanx.get_replica_context()))
     arguments = {"all_reduce": ("SUM", 1.0), "all_gather": (1.0, 0), "merge_call": (print,)}[method]
-    with pytest.raises(ContextError, match=f"ReplicaContext.{method}: called outside the replica function"):
+    with pytest.raises(ContextError, match=f"ReplicaContext.{method} was called outside the replica function"):
         getattr(held[0], method)(*arguments)
 
 
 def test_run_in_merge_call(strategy):
     """The replicas run already."""
     replica_fn = lambda: phalanx.get_replica_context().merge_call(lambda s: s.run(lambda: 1))  # noqa: E731
-    with pytest.raises(ContextError, match="Strategy.run in merge_call: the replicas are running already"):
+    with pytest.raises(ContextError, match="Strategy.run was called in merge_call: the replicas are already running"):
         strategy.run(replica_fn)
 
 

@@ -444,7 +444,9 @@ def test_write_in_a_merge_call_in_a_raw_body(two_replicas):
 def test_run_in_a_body(two_replicas):
     """`Strategy.run` cannot start in the middle of a loop, and says so."""
     step = lambda: phalanx.scan(lambda c, _: (c, two_replicas.run(lambda: 1.0)), 0.0, None, 2)  # noqa: E731
-    with pytest.raises(TraceError, match=r"(?s)Strategy.run inside a control-flow body.*HINT: strategy.run around"):
+    with pytest.raises(
+        TraceError, match=r"(?s)Strategy.run was called inside a control-flow body.*HINT: strategy.run around"
+    ):
         phalanx.function(step)()
 
 

@@ -271,7 +271,8 @@ def test_next_where_no_program_can_fetch(mirrored, body):
         "grad": lambda: phalanx.value_and_grad(take, [], has_aux=True)(),
     }
     with pytest.raises(
-        ContextError, match=rf"next.iterator. in a traced step: at {__file__}.*\nHINT: pass the batch to the step"
+        ContextError,
+        match=rf"next.iterator. was called in a traced step at {__file__}.*\nHINT: pass the batch to the step",
     ):
         phalanx.function(inside[body])()
     assert next(iterator).values[0].tolist() == [0, 1]

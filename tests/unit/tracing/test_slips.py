@@ -209,7 +209,8 @@ def test_a_whole_batch_as_an_array(strategy, wrap):
         optimizer.apply_gradients([(tape.gradient(loss, w), w)])
 
     with pytest.warns(
-        SlipWarning, match=r"array \[8, 3\] that was passed to run as it is: each of the 2 replicas.*\nHINT: for"
+        SlipWarning,
+        match=r"array \[8, 3\] that was passed to run without distribution\. Each of the 2 replicas.*\nHINT: for",
     ):
         wrap(lambda x: strategy.run(step, args=(x,)))(X)
 

@@ -540,12 +540,12 @@ def test_second_use_of_a_tape():
     """A tape that is not persistent is used once."""
     assert misuse(persistent=False, calls=1) == [6]
     assert misuse(persistent=True, calls=2) == [6, 6]
-    with pytest.raises(TapeError, match=r"(?s)may be asked once.*persistent=True"):
+    with pytest.raises(TapeError, match=r"(?s)can be differentiated only once.*persistent=True"):
         misuse(persistent=False, calls=2)
 
 
 def test_entering_a_tape_again():
-    """A tape records one stretch."""
+    """A tape records only one block."""
 
     def step():
         with phalanx.GradientTape() as tape:
@@ -553,7 +553,7 @@ def test_entering_a_tape_again():
         with tape:
             pass
 
-    with pytest.raises(TapeError, match="records one stretch"):
+    with pytest.raises(TapeError, match="records only one block"):
         phalanx.function(step)()
 
 

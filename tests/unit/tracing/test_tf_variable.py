@@ -78,17 +78,20 @@ def test_value_is_a_copy():
     [
         ({}, "phalanx.Variable.*: a variable needs an initial value"),
         ({"initial_value": "text"}, "initial_value='text': is not an array of numbers"),
-        ({"initial_value": 1.0, "dtype": "text"}, "dtype='text': is not a dtype"),
+        ({"initial_value": 1.0, "dtype": "text"}, "dtype='text': is not a numeric dtype"),
         ({"initial_value": 1.0, "name": "a/b"}, "name='a/b': must be a string without a slash"),
         ({"initial_value": 1.0, "trainable": 1}, "trainable=1: must be True or False"),
         ({"initial_value": 1.0, "shape": (None,)}, r"shape=\(None,\): the initial value has the shape \(\)"),
         ({"initial_value": 1.0, "constraint": 1}, "constraint=1: is not callable"),
         ({"initial_value": 1.0, "aggregation": "max"}, "aggregation='max': must be one of NONE, SUM, MEAN, ONLY_FIRST"),
         ({"initial_value": 1.0, "synchronization": None}, "synchronization=None: must be one of AUTO, NONE, ON_WRITE"),
-        ({"initial_value": 1.0, "caching_device": "cpu"}, "caching_device='cpu': has no meaning here.\nHINT: leave"),
-        ({"initial_value": 1.0, "validate_shape": False}, "validate_shape=False: has no meaning here"),
-        ({"initial_value": 1.0, "variable_def": 1}, "variable_def=1: has no meaning here"),
-        ({"initial_value": 1.0, "import_scope": "x"}, "import_scope='x': has no meaning here"),
+        (
+            {"initial_value": 1.0, "caching_device": "cpu"},
+            "caching_device='cpu': has no meaning in Phalanx.\nHINT: leave",
+        ),
+        ({"initial_value": 1.0, "validate_shape": False}, "validate_shape=False: has no meaning in Phalanx"),
+        ({"initial_value": 1.0, "variable_def": 1}, "variable_def=1: has no meaning in Phalanx"),
+        ({"initial_value": 1.0, "import_scope": "x"}, "import_scope='x': has no meaning in Phalanx"),
         ({"initial_value": 1.0, "experimental_enable_variable_lifting": False}, "variable_lifting=False: has no"),
     ],
 )
@@ -116,7 +119,7 @@ def test_index_beyond_the_end(strategy, index):
         v = keras.Variable(np.ones((3, 2), "float32"), name="v")
     with pytest.raises(VariableIndexError, match=r"variable 'v' \(3, 2\) float32\[.*out of bounds"):
         v[index]
-    with pytest.raises(IndexError, match="HINT: an index below the size of its dim"):
+    with pytest.raises(IndexError, match="HINT: use an index below the size of the dim"):
         strategy.run(lambda: v[index])
 
 
