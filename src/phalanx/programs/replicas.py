@@ -47,8 +47,8 @@ def trace_run(
     """
     scope = program_scope()
     scope.note_read()
-    if not any(s is strategy for s in scope.pass_.discovery.strategies):
-        scope.pass_.discovery.strategies.append(strategy)
+    if not any(s is strategy for s in scope.pass_.notes.strategies):
+        scope.pass_.notes.strategies.append(strategy)
     run = _Run(strategy, fn, (tuple(args), dict(kwargs)), steps)
     return run.inline() if run.is_plain else run.mapped(scope)
 
@@ -182,8 +182,7 @@ class _Run:
         inputs = self._one_step()
         found = self._trace_replica(*inputs)
         self._warn_of_slips(found)
-        found.rows_each = self._find_rows(found.outputs.results, *inputs)
-        return found
+        return dataclasses.replace(found, rows_each=tuple(self._find_rows(found.outputs.results, *inputs)))
 
     def _warn_of_slips(self, found: Discovery) -> None:
         """Warns of mistakes that show in the trace of one replica."""

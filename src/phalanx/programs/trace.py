@@ -4,6 +4,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -41,9 +42,7 @@ def trace_program(
         raise DiscoveryMismatch(made[0])
     slips.warn_of_random_numbers(random_states)
     slips.warn_of_constant_keys(found.jaxpr)
-    for each in (found, *found.runs):
-        each.eager = eager
-    return found
+    return replace(found, eager=eager, runs=[replace(run, eager=eager) for run in found.runs])
 
 
 def _traced_whole(
@@ -134,9 +133,7 @@ def _traced_once(
     if named is not None:
         functools.update_wrapper(lifted, named)
     jaxpr, outputs = jax.make_jaxpr(lifted, return_shape=True)(*args)
-    found = passes[0].discovery
-    found.record(list(scopes[0].entries.values()), scopes[0].updates, passes[0].inputs, jaxpr, outputs)
-    return found
+    return Discovery.of(passes[0], list(scopes[0].entries.values()), scopes[0].updates, jaxpr, outputs)
 
 
 def executing_scope(

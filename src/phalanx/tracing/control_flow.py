@@ -23,7 +23,6 @@ from phalanx.compat import Variable
 from phalanx.errors import InvalidArgumentError, NestedWriteError, TraceError, arguments, shown
 from phalanx.tracing import context
 from phalanx.tracing.discovery import AbstractPass, Discovery, Entry
-from phalanx.tracing.draws import AbstractIterator, refuse_draw
 from phalanx.tracing.policy import describe
 from phalanx.tracing.scope import LiftScope
 from phalanx.tracing.strategy import Update
@@ -34,7 +33,7 @@ class _Body(AbstractPass):
     """The pass over a body. A variable starts from the loop state if the body writes it, else from its value outside."""
 
     def __init__(self, outer: "_Surroundings", values: dict[int, Any]) -> None:
-        self.discovery = Discovery()
+        super().__init__()
         self._outer, self._values = outer, values
 
     @override
@@ -73,10 +72,6 @@ class _Body(AbstractPass):
 
 class BodyScope(LiftScope):
     """The scope in which one body is traced."""
-
-    @override
-    def draw(self, iterator: AbstractIterator, *, is_optional: bool = False) -> tuple[Any] | None:
-        raise refuse_draw()
 
     @override
     def defer_update(self, update: Update) -> None:
@@ -138,8 +133,8 @@ class _Surroundings:
         outer = self._scope if isinstance(self._scope, LiftScope) else None
         scope = BodyScope(_Body(self, values or {}), mapped=outer is not None and outer.mapped)
         if outer is not None:
-            # One shared list: a program must know every generator that it draws from, in bodies too.
-            scope.pass_.discovery.seeds = outer.pass_.discovery.seeds
+            # A program must know every generator and optimizer that it uses, in bodies too.
+            scope.pass_.notes = outer.pass_.notes
         # The body of a loop inside an optimizer's update is in update context too.
         if outer is not None and outer.is_updating:
             scope.allow_free_writes()

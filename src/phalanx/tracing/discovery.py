@@ -29,8 +29,29 @@ from phalanx.typing import PyTree
 
 
 @dataclass
+class Notes:
+    """What a pass records of a function, in the order in which it happens.
+
+    Args:
+      runs: one `Discovery` per `Strategy.run` inside the function.
+      strategies: strategies whose `run` the function calls.
+      optimizers: optimizers that the function applies.
+      seeds: state variables of the random generators that the function draws from.
+      lookups: per lookup, the table and the shape of the ids.
+      draws: batches that the function takes from iterators.
+    """
+
+    runs: list["Discovery"] = field(default_factory=list)
+    strategies: list[AbstractStrategy] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    seeds: list[Variable] = field(default_factory=list)
+    lookups: list[tuple[Variable, tuple[int, ...]]] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Discovery:
-    """Records what one function did while it was traced.
+    """What one function did while it was traced.
 
     The inputs of the trace are, in this order: values or components of variables, mixed with positions of looked-up rows and
     arrays of drawn batches (see `inputs`); then the arguments of the function.
@@ -46,61 +67,79 @@ class Discovery:
       has_tapes: whether the function enters a gradient tape.
       has_callback: whether the function calls back to Python while it runs.
       runs: one `Discovery` per `Strategy.run` inside the function, in order.
-      optimizers: optimizers that the function applies.
       strategies: strategies whose `run` the function calls.
+      optimizers: optimizers that the function applies, or that a `Strategy.run` inside applies.
+      seeds: state variables of the random generators that either of them draws from.
+      lookups: per lookup, the table and the shape of the ids. The trace takes the positions of these ids among the rows that
+        the program has fetched.
+      draws: batches that the function takes from iterators, in order. The trace takes their arrays.
       updates: optimizer updates that run after the program, without their gradients.
       rows_each: for a `Strategy.run`, per result, the number of rows per row of a padded batch. 0 if the result has no dim of
         rows.
       eager: whether the function is executed with real values instead of compiled.
-      seeds: state variables of the random generators that the function draws from.
-      lookups: per lookup, the table and the shape of the ids. The trace takes the positions of these ids among the rows that
-        the program has fetched.
-      draws: batches that the function takes from iterators, in order. The trace takes their arrays.
     """
 
-    variables: list[Variable] = field(default_factory=list)
-    written: list[bool] = field(default_factory=list)
-    inputs: list[tuple[int, bool]] = field(default_factory=list)
-    jaxpr: Any = None
-    outputs: PyTree = None
-    connected: list[tuple[bool, ...]] = field(default_factory=list)
-    has_tapes: bool = False
-    has_callback: bool = False
-    runs: list["Discovery"] = field(default_factory=list)
-    optimizers: list[Any] = field(default_factory=list)
-    strategies: list[AbstractStrategy] = field(default_factory=list)
-    updates: list[Update] = field(default_factory=list)
-    rows_each: list[int] = field(default_factory=list)
+    variables: list[Variable]
+    written: list[bool]
+    inputs: list[tuple[int, bool]]
+    jaxpr: jex.ClosedJaxpr
+    outputs: PyTree
+    connected: list[tuple[bool, ...]]
+    has_tapes: bool
+    has_callback: bool
+    runs: list["Discovery"]
+    strategies: list[AbstractStrategy]
+    optimizers: list[Any]
+    seeds: list[Variable]
+    lookups: list[tuple[Variable, tuple[int, ...]]]
+    draws: list[Draw]
+    updates: list[Update]
+    rows_each: tuple[int, ...] = ()
     eager: bool = False
-    seeds: list[Variable] = field(default_factory=list)
-    lookups: list[tuple[Variable, tuple[int, ...]]] = field(default_factory=list)
-    draws: list[Draw] = field(default_factory=list)
 
-    def record(
-        self,
+    @classmethod
+    def of(
+        cls,
+        tracing: "Tracing",
         entries: Sequence["Entry"],
         updates: Sequence[Update],
-        inputs: Sequence[tuple[Variable | int, bool]],
-        jaxpr: Any,
+        jaxpr: jex.ClosedJaxpr,
         outputs: PyTree,
-    ) -> None:
-        """Records the finished trace `jaxpr`, with the variables that it used and the updates that it deferred."""
-        self.variables = [e.variable for e in entries]
-        self.written = [e.written for e in entries]
-        order = {id(v): i for i, v in enumerate(self.variables)}
+    ) -> "Discovery":
+        """Returns what a finished pass found.
+
+        Args:
+          tracing: the pass.
+          entries: the variables that the function used.
+          updates: the updates that it deferred.
+          jaxpr: the trace.
+          outputs: pytree of the shapes and dtypes that the function returns.
+        """
+        notes, order = tracing.notes, {id(e.variable): i for i, e in enumerate(entries)}
         # Inputs that belong to no variable are numbered apart while the trace runs, because the number of variables is not
         # known before its end.
         index_of = lambda x: len(order) + x if isinstance(x, int) else order[id(x)]  # noqa: E731
-        self.inputs = [(index_of(x), is_component) for x, is_component in inputs]
-        self.jaxpr, self.outputs = markers.with_first_values(jaxpr), outputs
-        self.connected = markers.connected(self.jaxpr.jaxpr)
-        self.has_tapes = markers.has_tapes(self.jaxpr.jaxpr)
-        self.has_callback = _has_callback(self.jaxpr.jaxpr)
-        # The program around a `Strategy.run` must know the optimizers and generators inside, because it reads and writes their variables.
-        self.optimizers += [o for r in self.runs for o in r.optimizers]
-        self.seeds += [v for r in self.runs for v in r.seeds]
-        # The gradients are tracers of the finished trace. Keeping them would keep the whole trace alive.
-        self.updates = [replace(u, gradients=[]) for u in updates]
+        jaxpr = markers.with_first_values(jaxpr)
+        return cls(
+            variables=[e.variable for e in entries],
+            written=[e.written for e in entries],
+            inputs=[(index_of(x), is_component) for x, is_component in tracing.inputs],
+            jaxpr=jaxpr,
+            outputs=outputs,
+            connected=markers.connected(jaxpr.jaxpr),
+            has_tapes=markers.has_tapes(jaxpr.jaxpr),
+            has_callback=_has_callback(jaxpr.jaxpr),
+            runs=notes.runs,
+            strategies=notes.strategies,
+            # The program around a `Strategy.run` must know the optimizers and generators inside, because it reads and writes
+            # their variables.
+            optimizers=[*notes.optimizers, *(o for r in notes.runs for o in r.optimizers)],
+            seeds=[*notes.seeds, *(v for r in notes.runs for v in r.seeds)],
+            lookups=notes.lookups,
+            draws=notes.draws,
+            # The gradients are tracers of the finished trace. Keeping them would keep the whole trace alive.
+            updates=[replace(u, gradients=[]) for u in updates],
+        )
 
     def flat(self, values: Sequence[Any], parts: Sequence[Any], *args: PyTree) -> list[Any]:
         """Returns the flat inputs of the trace.
@@ -139,14 +178,16 @@ class AbstractPass(ABC):
     """One run of a function, either to trace it or to execute it eagerly.
 
     Attributes:
-      discovery: what is known about the function.
+      notes: what the function has done so far.
       marks_tapes: whether tapes leave markers in the trace. False in an eager execution, whose gradients are computed before.
       drawn_rows: row masks of the batches that the function has drawn.
     """
 
-    discovery: Discovery
     marks_tapes = True
     drawn_rows: Sequence[RowMask] = ()
+
+    def __init__(self) -> None:
+        self.notes = Notes()
 
     @abstractmethod
     def initial(self, variable: Variable) -> jax.Array:
@@ -166,7 +207,7 @@ class AbstractPass(ABC):
 
     def draw(self, iterator: AbstractIterator, *, is_optional: bool) -> tuple[Any] | None:
         """Returns the next batch of an iterator, in a 1-tuple, as inputs of the trace. None if the iterator is at its end."""
-        raise NotImplementedError
+        raise draws.refuse_draw()
 
     @abstractmethod
     def enter_tape(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
@@ -193,7 +234,7 @@ class Tracing(AbstractPass):
     """
 
     def __init__(self, connected: Sequence[tuple[bool, ...]] | None = None) -> None:
-        self.discovery = Discovery()
+        super().__init__()
         self.inputs: list[tuple[Variable | int, bool]] = []
         self.ids: list[Any] = []
         self._num_extra_inputs = 0
@@ -214,13 +255,13 @@ class Tracing(AbstractPass):
     def look_up(self, table: Variable, ids: jax.Array) -> jax.Array:
         with jex.set_current_trace(self._trace):
             self.ids.append(ids)
-            self.discovery.lookups.append((table, tuple(ids.shape)))
+            self.notes.lookups.append((table, tuple(ids.shape)))
             return self._extra_input(jax.core.ShapedArray(ids.shape, jnp.dtype("int32")))
 
     @override
     def draw(self, iterator: AbstractIterator, *, is_optional: bool) -> tuple[Any] | None:
-        drawn, batch = draws.draw(iterator, self.discovery.draws, is_optional=is_optional)
-        self.discovery.draws.append(drawn)
+        drawn, batch = draws.draw(iterator, self.notes.draws, is_optional=is_optional)
+        self.notes.draws.append(drawn)
         if batch is None:
             return None
         with jex.set_current_trace(self._trace):
@@ -244,8 +285,8 @@ class Tracing(AbstractPass):
 
     @override
     def next_run(self, trace: Callable[[], Discovery]) -> Discovery:
-        self.discovery.runs.append(trace())
-        return self.discovery.runs[-1]
+        self.notes.runs.append(trace())
+        return self.notes.runs[-1]
 
     def _input(self, variable: Variable, shape: tuple[int, ...], *, is_component: bool) -> jax.Array:
         self.inputs.append((variable, is_component))
@@ -255,7 +296,7 @@ class Tracing(AbstractPass):
             return markers.first_value(jax.core.ShapedArray(shape, jnp.dtype(compat.dtype_of(variable))))
 
     def _extra_input(self, aval: Any) -> jax.Array:
-        """Returns an input of the trace that belongs to no variable. `Discovery.record` numbers it after the variables."""
+        """Returns an input of the trace that belongs to no variable. `Discovery.of` numbers it after the variables."""
         self.inputs.append((self._num_extra_inputs, False))
         self._num_extra_inputs += 1
         return markers.first_value(aval)
@@ -276,6 +317,7 @@ class Executing(AbstractPass):
     def __init__(
         self, discovery: Discovery, values: Sequence[Any], parts: Sequence[Any], gradients: Sequence[list[Any]]
     ) -> None:
+        super().__init__()
         self.discovery = discovery
         self._values = dict(zip(map(id, discovery.variables), values, strict=True))
         self._parts = dict(zip(map(id, discovery.variables), parts, strict=False))

@@ -216,8 +216,8 @@ class LiftScope(compat.AbstractLiftScope):
     @override
     def fold_seed(self, seed: jax.Array, state: Variable) -> jax.Array:
         # `is`, because `==` of two variables compares their values.
-        if not any(v is state for v in self.pass_.discovery.seeds):
-            self.pass_.discovery.seeds.append(state)
+        if not any(v is state for v in self.pass_.notes.seeds):
+            self.pass_.notes.seeds.append(state)
         # All replicas hold the same state, so each folds in its number to draw numbers of its own.
         return seed if _num_replicas() == 1 else jax.random.fold_in(seed, lax.axis_index(REPLICA_AXIS))
 
@@ -230,8 +230,8 @@ class LiftScope(compat.AbstractLiftScope):
         if grads and strategy.updates in deferred:
             self._defer_gradients(strategy, optimizer, grads, variables)
             return
-        if not any(o is optimizer for o in self.pass_.discovery.optimizers):
-            self.pass_.discovery.optimizers.append(optimizer)
+        if not any(o is optimizer for o in self.pass_.notes.optimizers):
+            self.pass_.notes.optimizers.append(optimizer)
         if compat.accumulation_steps(optimizer) and not self._free_writes and _num_replicas() > 1:
             grads = self._accumulate(optimizer, _weight(grads), variables)
         else:
