@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from phalanx.collectives import primitives
 from phalanx.errors import ContextError, InvalidArgumentError, shown
@@ -17,7 +18,7 @@ __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
 
 def compute_average_loss(
-    per_example_loss: PyTree, sample_weight: PyTree = None, global_batch_size: Any = None
+    per_example_loss: PyTree, sample_weight: PyTree = None, global_batch_size: ArrayLike | None = None
 ) -> jax.Array:
     """Sums per-example losses and divides by the global batch size, so that the sum over the replicas is the mean.
 
@@ -88,7 +89,7 @@ def compute_average_loss(
     return (jnp.where(size == 0, 0, loss.sum() / jnp.maximum(size, 1)) / _own_part()).astype(loss.dtype)
 
 
-def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
+def scale_regularization_loss(regularization_loss: PyTree) -> jax.Array:
     """Sums regularization losses and divides by the number of replicas, because every replica adds the same losses.
 
     Call it in replica context.
@@ -129,7 +130,7 @@ def _own_part() -> jax.Array | int:
     return jnp.where(weight == 0, 1, weight)
 
 
-def _checked_size(size: Any) -> jax.Array:
+def _checked_size(size: ArrayLike) -> jax.Array:
     array = primitives.as_array(size)
     if array.ndim or not jnp.issubdtype(array.dtype, jnp.integer):
         raise InvalidArgumentError(f"global_batch_size={shown(size)}", "must be an integer.", "global_batch_size=64")

@@ -51,7 +51,7 @@ def virtual_topology(mesh_shape: Sequence[int]) -> device_assignment.TPUTopology
     return tpu_system.declare_virtual(device_assignment.positive_integers("mesh_shape", mesh_shape))
 
 
-def assert_in_sync(*objects: Any) -> None:
+def assert_in_sync(*objects: object) -> None:
     """Asserts that all replicas hold bitwise equal values of variables.
 
     Call it outside all programs, in all processes. It skips variables that no program has used yet: their values may
@@ -113,7 +113,7 @@ def _copies(variable: Variable, topology: Topology) -> list[Any]:
     return [own[d] for d in devices]
 
 
-def _digest(value: Any) -> np.ndarray:
+def _digest(value: object) -> np.ndarray:
     array = np.ascontiguousarray(value)
     return np.frombuffer(hashlib.blake2b(array.tobytes(), digest_size=_DIGEST_BYTES).digest(), np.uint32)
 

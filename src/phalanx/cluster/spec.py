@@ -357,7 +357,7 @@ def _job_name(job: object) -> str:
     return job
 
 
-def _addresses_of(job: str, tasks: Any) -> dict[int, str]:
+def _addresses_of(job: str, tasks: object) -> dict[int, str]:
     if isinstance(tasks, str) or not isinstance(tasks, Mapping | Sequence):
         hint = f'"{job}": ["host0:12345"]'
         raise ClusterTypeError(

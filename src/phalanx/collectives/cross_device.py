@@ -21,12 +21,13 @@ from phalanx.collectives import packing
 from phalanx.collectives.primitives import only_on, packed, sums, to_array
 from phalanx.compat import Variable
 from phalanx.errors import ContextError, InvalidArgumentError, arguments, shown
+from phalanx.mesh.annotated import ppermute, psum
 from phalanx.mesh.devices import device_name, parse_device
 from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.values import DistributedValues, PerReplica, ReplicaLocal
 from phalanx.options import CommunicationOptions, ReduceOp
 
-Pair = tuple[Any, Any]
+Pair = tuple[Any, object]
 Accumulate = Callable[[jax.Array, jax.Array], jax.Array] | Callable[[list[jax.Array]], jax.Array]
 
 _REDUCE_TO = "strategy.extended.reduce_to(op, value, value)"
@@ -84,7 +85,7 @@ class CrossDeviceOps:
         reduce_op: ReduceOp | str,
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions | None = None,
-    ) -> list[Any]:
+    ) -> list[jax.Array]:
         """Reduces several values over the replicas, so that they can share buffers. See `reduce`."""
         op = ReduceOp.parse(reduce_op)
         pairs = [_checked(pair) for pair in checked_pairs(value_destination_pairs)]
@@ -119,7 +120,7 @@ class CrossDeviceOps:
 
     def broadcast_implementation(self, tensor: jax.Array, destinations: object) -> jax.Array:
         """Broadcasts the array of the first replica. The default sums it with zeros from the other replicas."""
-        return lax.psum(only_on(0, tensor), REPLICA_AXIS)
+        return psum(only_on(0, tensor), REPLICA_AXIS)
 
 
 # Between the devices of one process an array costs 10 to 15 us plus its bytes. For large arrays, copying costs more.
@@ -209,7 +210,7 @@ class HierarchicalCopyAllReduce(_Packed):
         if len(halves) == 2:
             a, b = halves[0][0], halves[1][0]
             # Both halves add in the same order, so all replicas get the same bits.
-            other = lax.ppermute(value, REPLICA_AXIS, [(a, b), (b, a)])
+            other = ppermute(value, REPLICA_AXIS, [(a, b), (b, a)])
             value = jnp.where(lax.axis_index(REPLICA_AXIS) == a, value + other, other + value)
         return _spread(value, halves)
 
@@ -272,7 +273,7 @@ class ReductionToOneDevice(CrossDeviceOps):
     ) -> jax.Array:
         members = list(range(lax.axis_size(REPLICA_AXIS)))
         arrived = [
-            per_replica_value if i == self._root else lax.ppermute(per_replica_value, REPLICA_AXIS, [(i, self._root)])
+            per_replica_value if i == self._root else ppermute(per_replica_value, REPLICA_AXIS, [(i, self._root)])
             for i in members
         ]
         # All devices run this. Devices other than the root compute with zeros, and their result is not used.
@@ -332,7 +333,7 @@ def _fold(
     index, total = lax.axis_index(REPLICA_AXIS), value
     for k in range(1, max(map(len, groups))):
         moves = [(g[k], g[0]) for g in groups if k < len(g)]
-        arrived = lax.ppermute(value, REPLICA_AXIS, moves)
+        arrived = ppermute(value, REPLICA_AXIS, moves)
         is_main = jnp.isin(index, jnp.array([to for _, to in moves]))
         total = jnp.where(is_main, accumulate(total, arrived), total)
     return total
@@ -343,7 +344,7 @@ def _spread(total: jax.Array, groups: list[list[int]]) -> jax.Array:
     index, result = lax.axis_index(REPLICA_AXIS), total
     for k in range(1, max(map(len, groups))):
         moves = [(g[0], g[k]) for g in groups if k < len(g)]
-        arrived = lax.ppermute(total, REPLICA_AXIS, moves)
+        arrived = ppermute(total, REPLICA_AXIS, moves)
         result = jnp.where(jnp.isin(index, jnp.array([to for _, to in moves])), arrived, result)
     return result
 
@@ -361,7 +362,7 @@ def checked_options(options: object) -> CommunicationOptions:
     )
 
 
-def checked_pairs(pairs: Any) -> list[Pair]:
+def checked_pairs(pairs: object) -> list[Pair]:
     """Returns pairs of a value and its destinations as a list.
 
     Raises:

@@ -6,22 +6,26 @@ the all-reduce of the gradient, as in tf.distribute.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import linear_call
+from jax.typing import ArrayLike, DTypeLike
 
 from phalanx.errors import PhalanxError, ReduceOpError, arguments, shown
+from phalanx.mesh.annotated import all_to_all, psum
 from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.values import differs
 from phalanx.options import ReduceOp
 from phalanx.typing import PyTree
 
+T = TypeVar("T")
 
-def as_array(value: jax.Array) -> jax.Array:
+
+def as_array(value: ArrayLike) -> jax.Array:
     """Returns `value` as an array, bools included.
 
     Raises:
@@ -60,7 +64,7 @@ def checked_arrays(tree: PyTree) -> PyTree:
       ReduceOpError, ContextError: as `as_array`.
     """
 
-    def checked(leaf: Any) -> PyTree:
+    def checked(leaf: ArrayLike) -> ArrayLike:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUMm":
             return leaf
         array = as_array(leaf)
@@ -71,7 +75,7 @@ def checked_arrays(tree: PyTree) -> PyTree:
     return jax.tree.map(checked, tree, is_leaf=differs)
 
 
-def to_array(value: jax.Array) -> jax.Array:
+def to_array(value: ArrayLike) -> jax.Array:
     """Returns `value` as an array that can be summed.
 
     Raises:
@@ -86,8 +90,8 @@ def to_array(value: jax.Array) -> jax.Array:
 def sums(arrays: list[jax.Array], wire_dtype: str | None = None) -> list[jax.Array]:
     """Returns the sums of arrays over the replicas. Floats wider than `wire_dtype` are sent in that dtype."""
     if wire_dtype is None:
-        return list(lax.psum(arrays, REPLICA_AXIS))
-    return [_narrow_sum(wire_dtype, x) if _is_wider(x, wire_dtype) else lax.psum(x, REPLICA_AXIS) for x in arrays]
+        return list(psum(arrays, REPLICA_AXIS))
+    return [_narrow_sum(wire_dtype, x) if _is_wider(x, wire_dtype) else psum(x, REPLICA_AXIS) for x in arrays]
 
 
 def _is_wider(x: jax.Array, wire_dtype: str) -> bool:
@@ -103,13 +107,14 @@ def _narrow_sum(wire_dtype: str, x: jax.Array) -> jax.Array:
     def total(_: tuple[()], x: jax.Array) -> jax.Array:
         n = lax.axis_size(REPLICA_AXIS)
         parts = jnp.pad(x.ravel(), (0, -x.size % n)).reshape(n, -1)
-        arrived = lax.all_to_all(_bits(parts, wire_dtype), REPLICA_AXIS, split_axis=0, concat_axis=0)
+        arrived = all_to_all(_bits(parts, wire_dtype), REPLICA_AXIS, split_axis=0, concat_axis=0)
         own = _numbers(arrived, wire_dtype, x.dtype).sum(axis=0)
         everything = lax.all_gather(_bits(own, wire_dtype), REPLICA_AXIS).ravel()
         return _numbers(everything[: x.size].reshape(x.shape), wire_dtype, x.dtype)
 
     # Like psum, it is its own transpose. The transpose that JAX derives would add in the narrow dtype.
-    return linear_call(total, total, (), x)
+    result: jax.Array = linear_call(total, total, (), x)
+    return result
 
 
 # On CPUs, XLA sends narrow floats as float32, but integers unchanged.
@@ -117,13 +122,13 @@ def _bits(x: jax.Array, wire_dtype: str) -> jax.Array:
     return lax.bitcast_convert_type(x.astype(wire_dtype), jnp.uint16)
 
 
-def _numbers(bits: jax.Array, wire_dtype: str, dtype: Any) -> jax.Array:
+def _numbers(bits: jax.Array, wire_dtype: str, dtype: DTypeLike) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.dtype(wire_dtype)).astype(dtype)
 
 
 def all_reduce(
-    op: ReduceOp, tree: PyTree, num_replicas: int, *, counts: jax.Array | None = None, wire_dtype: str | None = None
-) -> PyTree:
+    op: ReduceOp, tree: T, num_replicas: int, *, counts: jax.Array | None = None, wire_dtype: str | None = None
+) -> T:
     """Returns a pytree with the sum or mean of every leaf over the replicas, on every replica.
 
     Args:
@@ -135,16 +140,19 @@ def all_reduce(
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=differs)
     arrays = [to_array(x) for x in leaves]
-    divisor: Any = num_replicas
+    divisor: int | jax.Array = num_replicas
     if num_replicas > 1 and op is ReduceOp.MEAN and counts is not None:
         arrays = [jnp.where(counts, x, 0) for x in arrays]
-        divisor = jnp.maximum(lax.psum(jnp.asarray(counts, jnp.int32), REPLICA_AXIS), 1)
+        divisor = jnp.maximum(psum(jnp.asarray(counts, jnp.int32), REPLICA_AXIS), 1)
     if num_replicas > 1:
         arrays = sums(arrays, wire_dtype)
-    return jax.tree.unflatten(structure, [_divided(x, divisor) for x in arrays] if op is ReduceOp.MEAN else arrays)
+    if op is ReduceOp.MEAN:
+        arrays = [_divided(x, divisor) for x in arrays]
+    reduced: T = jax.tree.unflatten(structure, arrays)
+    return reduced
 
 
-def _divided(total: jax.Array, count: Any) -> jax.Array:
+def _divided(total: jax.Array, count: int | jax.Array) -> jax.Array:
     return total / (count.astype(total.dtype) if isinstance(count, jax.Array) and total.dtype.kind in "fc" else count)
 
 
@@ -162,18 +170,20 @@ def all_gather(tree: PyTree, dim: int, num_replicas: int) -> PyTree:
             return array
         if not array.size:  # XLA has no collectives for empty arrays.
             return jnp.concatenate([array] * num_replicas, axis=dim_)
-        return lax.all_gather(array, REPLICA_AXIS, axis=dim_, tiled=True)
+        gathered: jax.Array = lax.all_gather(array, REPLICA_AXIS, axis=dim_, tiled=True)
+        return gathered
 
     return jax.tree.map(gather, tree, is_leaf=differs)
 
 
-def broadcast(tree: PyTree, num_replicas: int, source: int = 0) -> PyTree:
+def broadcast(tree: T, num_replicas: int, source: int = 0) -> T:
     """Returns the leaves of replica `source`, on every replica."""
     if num_replicas == 1:
         return tree
     bits = jax.tree.map(lambda x: x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, tree)
-    sums = lax.psum(jax.tree.map(lambda x: only_on(source, x), bits), REPLICA_AXIS)
-    return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, tree)
+    sums = psum(jax.tree.map(lambda x: only_on(source, x), bits), REPLICA_AXIS)
+    result: T = jax.tree.map(lambda total, x: total.astype(x.dtype), sums, tree)
+    return result
 
 
 def only_on(replica: int, value: jax.Array) -> jax.Array:
@@ -197,7 +207,7 @@ def packed(
     buffers = [
         jnp.concatenate([values[i].ravel() for i in pack]) if len(pack) > 1 else values[pack[0]] for pack in packs
     ]
-    results: list[Any] = [None] * len(values)
+    results = list(values)
     for pack, buffer in zip(packs, reduce(buffers), strict=True):
         if len(pack) == 1:
             results[pack[0]] = buffer

@@ -11,7 +11,7 @@ from keras.src import backend
 from phalanx.typing import PyTree
 
 
-def extend(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+def extend(owner: object, name: str) -> Callable[[Callable[..., Any]], None]:
     """Returns a decorator that wraps the method or function `name` of a class or module.
 
     Args:

@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 import keras
@@ -67,6 +66,7 @@ def shapes(of: Sequence[tuple[Variable, tuple[int, ...]]]) -> Iterator[None]:
             variable._shape = shape
 
 
-def layout_of(variable: Variable) -> Any:
+def layout_of(variable: Variable) -> jax.sharding.Sharding | None:
     """Returns the sharding with which `variable` was created, or None if it was created outside all scopes."""
-    return variable._layout
+    layout: jax.sharding.Sharding | None = variable._layout
+    return layout

@@ -4,9 +4,9 @@
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import keras
@@ -20,8 +20,10 @@ from phalanx.compat.variables import transaction
 from phalanx.errors import InvalidArgumentError
 from phalanx.typing import PyTree
 
+_R = TypeVar("_R")
 
-def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
+
+def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> object:
     """Returns the object that determines the learning rate: a variable, a schedule or a function."""
     inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
     return inner._learning_rate
@@ -36,7 +38,7 @@ def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int | None:
     return None if is_scaling else optimizer.gradient_accumulation_steps
 
 
-def accumulators(optimizer: keras.optimizers.Optimizer, variables: Any) -> list[Variable]:
+def accumulators(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable] | None) -> list[Variable]:
     """Returns the variables that hold the accumulated gradients of `variables`, and makes them replica-local sums.
 
     Each replica adds up its own gradients, so that they are all-reduced once per update instead of once per step.
@@ -51,7 +53,8 @@ def accumulators(optimizer: keras.optimizers.Optimizer, variables: Any) -> list[
 
 def is_last_accumulated(optimizer: keras.optimizers.Optimizer) -> jax.Array:
     """Returns whether this step applies the accumulated gradients: a bool scalar, traced inside a program."""
-    return (optimizer._iterations.value + 1) % optimizer.gradient_accumulation_steps == 0
+    is_last: jax.Array = (optimizer._iterations.value + 1) % optimizer.gradient_accumulation_steps == 0
+    return is_last
 
 
 def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Any) -> None:
@@ -99,12 +102,14 @@ def reference_of(slot: Variable) -> Variable | None:
     return None if reference is None else reference()
 
 
-def trained_by(optimizer: keras.optimizers.Optimizer, variables: Any) -> tuple[Variable, ...]:
+def trained_by(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable] | None) -> tuple[Variable, ...]:
     """Returns the variables that `optimizer.apply(grads, variables)` updates. None stands for all that it was built with."""
     return tuple(optimizer._trainable_variables if variables is None else variables)
 
 
-def apply_stateless(optimizer: keras.optimizers.LossScaleOptimizer, grads: Sequence[Any], variables: Any) -> None:
+def apply_stateless(
+    optimizer: keras.optimizers.LossScaleOptimizer, grads: Sequence[Any], variables: Sequence[Variable] | None
+) -> None:
     """Applies a loss-scaling optimizer through `stateless_apply`.
 
     Its `apply` assigns variables inside the branches of `ops.cond`, which JAX does not allow. The stateless form exists for
@@ -118,7 +123,12 @@ def apply_stateless(optimizer: keras.optimizers.LossScaleOptimizer, grads: Seque
         variable.assign(value)
 
 
-def _apply(original: Callable[..., None], self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+def _apply(
+    original: Callable[..., None],
+    self: keras.optimizers.Optimizer,
+    grads: Sequence[Any],
+    trainable_variables: Sequence[Variable] | None = None,
+) -> None:
     scope = lift_scope()
     if scope is None:
         with transaction():
@@ -135,8 +145,11 @@ def _apply(original: Callable[..., None], self: Any, grads: Sequence[Any], train
 
 
 def _apply_gradients(
-    original: Callable[..., Any], self: Any, grads_and_vars: Any, skip_gradients_aggregation: bool = False
-) -> Any:
+    original: Callable[..., _R],
+    self: keras.optimizers.Optimizer,
+    grads_and_vars: Iterable[Any],
+    skip_gradients_aggregation: bool = False,
+) -> _R:
     scope = lift_scope()
     if scope is None:
         return original(self, grads_and_vars)
@@ -161,8 +174,12 @@ def _no_pairs(optimizer: keras.optimizers.Optimizer, found: str) -> InvalidArgum
 
 
 def _stateless_apply(
-    original: Callable[..., Any], self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
-) -> Any:
+    original: Callable[..., _R],
+    self: keras.optimizers.Optimizer,
+    optimizer_variables: Sequence[PyTree],
+    grads: Sequence[Any],
+    trainable_variables: Sequence[PyTree],
+) -> _R:
     scope = surrounding_scope()
     # In a replica function, users who call a stateless method aggregate the gradients themselves. In a `train_step` of
     # `fit`, they expect that the trainer does it, because Keras's guide to custom steps on JAX calls this method.
@@ -174,7 +191,11 @@ def _stateless_apply(
 
 
 def _add_variable_from_reference(
-    original: Callable[..., Variable], self: Any, reference_variable: Variable, *args: PyTree, **kwargs: PyTree
+    original: Callable[..., Variable],
+    self: keras.optimizers.Optimizer,
+    reference_variable: Variable,
+    *args: PyTree,
+    **kwargs: PyTree,
 ) -> Variable:
     make = functools.partial(original, self, reference_variable, *args, **kwargs)
     is_table = isinstance(reference_variable, Variable) and initializer_of(reference_variable) is not None
@@ -197,7 +218,13 @@ extend(_BaseOptimizer, "stateless_apply")(_stateless_apply)
 
 
 @extend(_BaseOptimizer, "add_variable_from_reference")
-def _add_slot(original: Callable[..., Any], self: Any, reference_variable: Any, *args: PyTree, **kwargs: PyTree) -> Any:
+def _add_slot(
+    original: Callable[..., Variable],
+    self: keras.optimizers.Optimizer,
+    reference_variable: Variable,
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> Variable:
     slot = original(self, reference_variable, *args, **kwargs)
     # The path of a slot contains the path of its variable with other separators, so it cannot be looked up by path.
     slot._phalanx_follows = layout_path(reference_variable)

@@ -9,7 +9,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,11 @@ from phalanx.errors import InputError
 from phalanx.mesh.arrays import over_rows
 from phalanx.typing import PyTree
 
+_Moments = tuple[jax.Array, jax.Array]
+_R = TypeVar("_R")
 
-def _is_number(metric: Any, given: dict[str, Any]) -> bool:
+
+def _is_number(metric: keras.metrics.Metric, given: dict[str, Any]) -> bool:
     """Whether a metric is a function that returns one number per batch instead of one value per row."""
     if not isinstance(metric, keras.metrics.MeanMetricWrapper) or not {"y_true", "y_pred"} <= given.keys():
         return False
@@ -46,7 +49,7 @@ def _warn_of_padding(what: str) -> None:
 _CONTAINERS = (CompileMetrics, MetricsList)
 
 
-def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree) -> Any:
+def _update_state(original: Callable[..., _R], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree) -> _R:
     """Gives the padded rows of a batch the sample weight 0."""
     scope, weighed = surrounding_scope(), global_state.get_global_attribute("phalanx_weighed")
     # The containers of compiled metrics only forward to metrics, which are wrapped too.
@@ -95,8 +98,12 @@ def _update_state(original: Callable[..., Any], self: keras.metrics.Metric, *arg
 
 @extend(keras.losses.Loss, "__call__")
 def _loss(
-    original: Callable[..., Any], self: keras.losses.Loss, y_true: Any, y_pred: PyTree, sample_weight: PyTree = None
-) -> Any:
+    original: Callable[..., jax.Array],
+    self: keras.losses.Loss,
+    y_true: PyTree,
+    y_pred: PyTree,
+    sample_weight: PyTree = None,
+) -> jax.Array:
     """Reduces a loss over the real rows. Rejects a mean over the rows of one of several replicas.
 
     Gradients are summed over the replicas, so a mean per replica would be counted once per replica. In `fit` the trainer
@@ -126,14 +133,18 @@ def _loss(
     return scope.reduce_rows(values, counts, reduction)
 
 
-def _like(weights: Any, values: Any) -> jax.Array:
+def _like(weights: jax.Array, values: jax.Array) -> jax.Array:
     """Reshapes weights (rows, ...) so that they broadcast to `values`."""
     return over_rows(weights.reshape(weights.shape[: values.ndim]), values)
 
 
 @extend(keras.layers.BatchNormalization, "__init__")
 def _init_batch_normalization(
-    original: Callable[..., None], self: Any, *args: PyTree, synchronized: bool = False, **kwargs: PyTree
+    original: Callable[..., None],
+    self: keras.layers.BatchNormalization,
+    *args: PyTree,
+    synchronized: bool = False,
+    **kwargs: PyTree,
 ) -> None:
     # Keras 3 raises for `synchronized=True` on every backend but TensorFlow: https://github.com/keras-team/keras/pull/18671.
     original(self, *args, **kwargs)
@@ -141,7 +152,9 @@ def _init_batch_normalization(
 
 
 @extend(keras.layers.BatchNormalization, "_moments")
-def _moments(original: Callable[..., Any], self: Any, inputs: PyTree, mask: Any) -> Any:
+def _moments(
+    original: Callable[..., _Moments], self: keras.layers.BatchNormalization, inputs: jax.Array, mask: jax.Array | None
+) -> _Moments:
     """Computes the statistics of BatchNormalization without padded rows, and over all replicas if `synchronized`."""
     scope = surrounding_scope()
     if scope is not None:
@@ -166,7 +179,9 @@ def _moments(original: Callable[..., Any], self: Any, inputs: PyTree, mask: Any)
     )
 
 
-def _moments_here(original: Callable[..., Any], layer: Any, inputs: PyTree, mask: Any) -> Any:
+def _moments_here(
+    original: Callable[..., _Moments], layer: keras.layers.BatchNormalization, inputs: jax.Array, mask: jax.Array | None
+) -> _Moments:
     """Returns the statistics that Keras computes on one device. With `synchronized` it would call TensorFlow."""
     synchronized, layer.synchronized = layer.synchronized, False
     try:

@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
 import keras
 from keras import Variable
 from keras.src.backend.common import global_state
 
 from phalanx.compat.hooks import extend
+from phalanx.typing import PyTree
 
 
 class AbstractLiftScope(keras.StatelessScope):
@@ -19,7 +21,7 @@ class AbstractLiftScope(keras.StatelessScope):
     the implementation, which this package must not import.
     """
 
-    def get_current_value(self, variable: Variable) -> Any:
+    def get_current_value(self, variable: Variable) -> jax.Array:
         """Returns the value of `variable` inside the trace."""
         raise NotImplementedError
 
@@ -31,11 +33,11 @@ class AbstractLiftScope(keras.StatelessScope):
         """Assigns `(variable, value)` inside the trace."""
         raise NotImplementedError
 
-    def add_delta(self, variable: Variable, delta: Any, *, negative: bool = False) -> Any:
+    def add_delta(self, variable: Variable, delta: jax.Array, *, negative: bool = False) -> jax.Array:
         """Adds `delta` to `variable` inside the trace, or subtracts it, and returns the new value."""
         raise NotImplementedError
 
-    def fold_seed(self, seed: Any, state: Variable) -> Any:
+    def fold_seed(self, seed: jax.Array, state: Variable) -> jax.Array:
         """Returns this replica's seed for the `seed` drawn from `state`."""
         raise NotImplementedError
 
@@ -44,7 +46,7 @@ class AbstractLiftScope(keras.StatelessScope):
         raise NotImplementedError
 
     def apply_gradients(
-        self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: Any
+        self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: object
     ) -> None:
         """Aggregates gradients over the replicas, then calls `apply` to update the variables."""
         raise NotImplementedError
@@ -53,7 +55,7 @@ class AbstractLiftScope(keras.StatelessScope):
         """Returns gradients aggregated over the replicas, unless this is update context."""
         raise NotImplementedError
 
-    def example_mask(self) -> Any:
+    def example_mask(self) -> jax.Array | None:
         """Returns a bool array (per_replica_batch,), True for real rows, or None if the batch has no padding."""
         raise NotImplementedError
 
@@ -65,7 +67,7 @@ class AbstractLiftScope(keras.StatelessScope):
         """
         raise NotImplementedError
 
-    def reduce_rows(self, values: Any, counts: Any, reduction: str) -> Any:
+    def reduce_rows(self, values: jax.Array, counts: jax.Array, reduction: str) -> jax.Array:
         """Reduces losses over the real rows.
 
         Args:
@@ -75,7 +77,7 @@ class AbstractLiftScope(keras.StatelessScope):
         """
         raise NotImplementedError
 
-    def weight_of_mean(self, weight: Any) -> Any:
+    def weight_of_mean(self, weight: jax.Array | None) -> jax.Array | float:
         """Returns the weight of a mean over this replica's rows, to which the user gave `weight` or None."""
         raise NotImplementedError
 
@@ -87,7 +89,9 @@ class AbstractLiftScope(keras.StatelessScope):
         """
         raise NotImplementedError
 
-    def moments(self, values: Any, counts: Any, axes: Sequence[int], *, everywhere: bool) -> tuple[Any, Any]:
+    def moments(
+        self, values: jax.Array, counts: jax.Array, axes: Sequence[int], *, everywhere: bool
+    ) -> tuple[Any, Any]:
         """Returns the mean and the variance of the values that count.
 
         Args:
@@ -98,7 +102,7 @@ class AbstractLiftScope(keras.StatelessScope):
         """
         raise NotImplementedError
 
-    def count_of_a_row(self) -> Any:
+    def count_of_a_row(self) -> jax.Array:
         """Returns the weight of one real row if all rows of this replica together have the weight 1."""
         raise NotImplementedError
 
@@ -139,7 +143,7 @@ def is_lifting() -> bool:
 
 
 @extend(keras.StatelessScope, "get_current_value")
-def _get_current_value(original: Callable[..., Any], self: keras.StatelessScope, variable: Variable) -> Any:
+def _get_current_value(original: Callable[..., PyTree], self: keras.StatelessScope, variable: Variable) -> PyTree:
     # A user's `layer.stateless_call` inside a replica function opens a plain scope inside ours. Keras 3 looks up a variable
     # in the innermost scope only, so a variable that this scope does not map would become a constant of the program.
     value = original(self, variable)

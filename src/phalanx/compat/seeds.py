@@ -22,7 +22,8 @@ def _next_seed(
     original: Callable[..., Any], self: keras.random.SeedGenerator, *args: PyTree, **kwargs: PyTree
 ) -> jax.Array:
     seed, scope = original(self, *args, **kwargs), surrounding_scope()
-    return seed if scope is None else scope.fold_seed(seed, self.state)
+    folded: jax.Array = seed if scope is None else scope.fold_seed(seed, self.state)
+    return folded
 
 
 @extend(_seed_generator, "global_seed_generator")

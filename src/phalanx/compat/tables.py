@@ -2,7 +2,6 @@
 """Variables without a stored value. The parameter servers initialize the rows of such a table."""
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 from keras import Variable
@@ -20,6 +19,6 @@ def make_table(make: Callable[[], Variable]) -> Variable:
     return variable
 
 
-def initializer_of(table: Variable) -> Any:
+def initializer_of(table: Variable) -> keras.initializers.Initializer | None:
     """Returns the initializer of the rows of a table; None for other variables."""
     return vars(table).get("_phalanx_initializer")

@@ -2,8 +2,8 @@
 """Keras's trainer, data adapters and callbacks."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import keras
@@ -17,6 +17,7 @@ from keras.src.trainers.data_adapters import get_data_adapter as _get_data_adapt
 from keras.src.trainers.data_adapters.array_data_adapter import (
     ArrayDataAdapter as _ArrayDataAdapter,
 )
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter as _DataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import (
     GeneratorDataAdapter as _GeneratorDataAdapter,
 )
@@ -28,6 +29,8 @@ from phalanx.compat.hooks import extend
 from phalanx.compat.optimizers import build_optimizer
 from phalanx.compat.scope import lift_scope
 from phalanx.typing import PyTree
+
+_R = TypeVar("_R")
 
 
 def on_model(hear: Callable[[keras.Model], None]) -> None:
@@ -48,7 +51,7 @@ def before_saving(check: Callable[[Sequence[Variable]], None]) -> None:
     Keras truncates the file when it opens it, so an error after that would destroy the last checkpoint.
     """
 
-    def saved(original: Callable[..., Any], self: keras.Model, *args: PyTree, **kwargs: PyTree) -> Any:
+    def saved(original: Callable[..., _R], self: keras.Model, *args: PyTree, **kwargs: PyTree) -> _R:
         check(self.variables)
         return original(self, *args, **kwargs)
 
@@ -75,22 +78,24 @@ def take_over_step(name: str, step: Callable[[keras.Model, Any], Any]) -> None:
     extend(_JAXTrainer, name)(call)
 
 
-def data_adapter(**data: PyTree) -> Any:
+def data_adapter(**data: PyTree) -> _DataAdapter:
     """Returns Keras's data adapter for the data arguments of `fit`."""
     return _get_data_adapter(**data)
 
 
-def validation_split(arrays: Any, part: float) -> Any:
+def validation_split(arrays: PyTree, part: float) -> tuple[PyTree, PyTree]:
     """Splits arrays into `(training, validation)`, with the last `part` of the rows for validation."""
-    return _array_slicing.train_validation_split(arrays, validation_split=part)
+    training, validation = _array_slicing.train_validation_split(arrays, validation_split=part)
+    return training, validation
 
 
 def unpacked(batch: PyTree) -> tuple[Any, Any, Any]:
     """Returns a batch as `(x, y, sample_weight)`, with None for missing parts."""
-    return _data_adapter_utils.unpack_x_y_sample_weight(batch)
+    x, y, sample_weight = _data_adapter_utils.unpack_x_y_sample_weight(batch)
+    return x, y, sample_weight
 
 
-def weights_of_classes(y: PyTree, class_weight: PyTree) -> Any:
+def weights_of_classes(y: PyTree, class_weight: PyTree) -> PyTree:
     """Returns one weight per row, from a dict of weights per class."""
     return _data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
 
@@ -116,17 +121,17 @@ def build(model: keras.Model, batch: PyTree, *, has_own_step: bool) -> None:
         build_optimizer(model.optimizer, model.trainable_variables)
 
 
-def is_array_adapter(adapter: Any) -> bool:
+def is_array_adapter(adapter: _DataAdapter | None) -> bool:
     """Whether a data adapter reads arrays in memory."""
     return isinstance(adapter, _ArrayDataAdapter)
 
 
-def goes_on(adapter: Any) -> bool:
+def goes_on(adapter: _DataAdapter | None) -> bool:
     """Whether a new iterator of a data adapter continues where the last one stopped, as for a generator."""
     return isinstance(adapter, _GeneratorDataAdapter)
 
 
-def size_of_batches(adapter: Any) -> tuple[int | None, bool]:
+def size_of_batches(adapter: _DataAdapter) -> tuple[int | None, bool]:
     """Returns the batch size of a data adapter, or None, and whether all batches have that size."""
     try:
         return adapter.batch_size, adapter.has_partial_batch is False
@@ -134,7 +139,7 @@ def size_of_batches(adapter: Any) -> tuple[int | None, bool]:
         return None, False
 
 
-def num_rows(adapter: Any) -> int:
+def num_rows(adapter: _DataAdapter) -> int:
     """Returns the number of rows of an array data adapter."""
     short = adapter.partial_batch_size or 0
     return int((adapter.num_batches - bool(short)) * adapter.batch_size + short)
@@ -161,24 +166,25 @@ def require_compiled(model: keras.Model, method: str) -> None:
     model._assert_compile_called(method)
 
 
-def forward(model: keras.Model, x: PyTree, *, training: bool) -> Any:
+def forward(model: keras.Model, x: PyTree, *, training: bool) -> PyTree:
     """Calls a model, with `training` if its `call` takes it."""
     return model(x, training=training) if model._call_has_training_arg else model(x)
 
 
 def compute_loss(
     model: keras.Model, x: PyTree, y: PyTree, y_pred: PyTree, sample_weight: PyTree, *, training: bool
-) -> Any:
+) -> jax.Array:
     """Returns the loss of a model, including the losses that its layers added."""
-    return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+    loss: jax.Array = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+    return loss
 
 
-def loss_tracker(model: keras.Model) -> Any:
+def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
     """Returns the metric that averages the loss."""
     return model._loss_tracker
 
 
-def logs_or_metrics(model: keras.Model, logs: PyTree) -> PyTree:
+def logs_or_metrics(model: keras.Model, logs: PyTree) -> dict[str, Any]:
     """Returns the results of a model's metrics if `logs` has exactly their names, else `logs`."""
     return dict(model._get_metrics_result_or_logs(logs))
 
@@ -188,7 +194,7 @@ def in_order(model: keras.Model, logs: PyTree) -> PyTree:
     return model._flatten_metrics_in_order(logs)
 
 
-def batch_hooks(callbacks: Any, kind: str) -> list[Callable[..., None]]:
+def batch_hooks(callbacks: keras.callbacks.CallbackList, kind: str) -> list[Callable[..., None]]:
     """Returns the functions to call before and after a batch, which do nothing if no callback overrides the hook.
 
     Skipping the hooks matters because Keras calls them in a thread pool.
@@ -209,7 +215,7 @@ def _nothing(batch: int, logs: PyTree = None) -> None:
     """Replaces a hook that no callback overrides."""
 
 
-def stop_callbacks(callbacks: Any) -> None:
+def stop_callbacks(callbacks: keras.callbacks.CallbackList) -> None:
     """Ends the threads of a callback list after a failure. Keras ends them only in `on_train_end` and the like."""
     if callbacks._executor is not None:
         callbacks._executor.shutdown()
@@ -221,9 +227,9 @@ def to_python(logs: PyTree) -> PyTree:
     return _pythonify_logs(logs)
 
 
-def is_evaluated(model: keras.Model, epoch: int, frequency: Any) -> bool:
+def is_evaluated(model: keras.Model, epoch: int, frequency: int | Collection[int]) -> bool:
     """Whether `fit` validates after this epoch."""
-    return model._should_eval(epoch, frequency)
+    return bool(model._should_eval(epoch, frequency))
 
 
 def take_over_state(model: keras.Model, from_chief: Callable[[list[Any]], list[Any]]) -> None:

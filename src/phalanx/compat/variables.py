@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.typing import ArrayLike
 from keras import Variable as Variable  # noqa: PLC0414  (exported)
 from keras.src.backend.common import global_state
 
@@ -32,7 +33,7 @@ def is_new(variable: Variable) -> bool:
     return variable._initializer is not None
 
 
-def raw_value(variable: Variable) -> Any:
+def raw_value(variable: Variable) -> PyTree:
     """Returns the stored array of `variable`, even if a scope is open; None before its initialization."""
     return variable._value
 
@@ -65,7 +66,8 @@ def shared_values(variables: Sequence[Variable]) -> tuple[list[Any], list[int]]:
 
 def dtype_of(variable: Variable) -> str:
     """Returns the dtype of the stored array, without the casts of mixed precision."""
-    return variable._dtype
+    dtype: str = variable._dtype
+    return dtype
 
 
 class _Holder:
@@ -156,11 +158,14 @@ _FEW = 1 << 20
 
 
 @extend(keras.initializers.Zeros, "__call__")
-def _zeros(original: Callable[..., Any], self: Any, shape: Sequence[int], dtype: Any = None) -> jax.Array:
+def _zeros(
+    original: Callable[..., jax.Array], self: keras.initializers.Zeros, shape: Sequence[int], dtype: str | None = None
+) -> jax.Array:
     """Returns zeros without compiling a program. An optimizer's slots have many shapes, and each would compile its own."""
     if math.prod(shape) > _FEW:
         return original(self, shape, dtype)
-    return jax.device_put(np.zeros(shape, jnp.dtype(keras.backend.standardize_dtype(dtype))))
+    zeros: jax.Array = jax.device_put(np.zeros(shape, jnp.dtype(keras.backend.standardize_dtype(dtype))))
+    return zeros
 
 
 def _set_trainable(variable: Variable, value: bool) -> None:
@@ -219,7 +224,8 @@ def set_maker(variable: Variable, number: int) -> None:
 
 def maker_of(variable: Variable) -> int | None:
     """Returns the number of the strategy in whose scope a variable was created; None outside all scopes."""
-    return vars(variable).get("_phalanx_maker")
+    number: int | None = vars(variable).get("_phalanx_maker")
+    return number
 
 
 _checkers: list[Callable[[Variable, Any], None]] = []
@@ -231,20 +237,20 @@ def on_index(check: Callable[[Variable, Any], None]) -> None:
 
 
 @extend(Variable, "__getitem__")
-def _getitem(original: Callable[..., Any], self: Variable, idx: Any) -> Any:
+def _getitem(original: Callable[..., jax.Array], self: Variable, idx: object) -> jax.Array:
     for check in _checkers:
         check(self, idx)
     return original(self, idx)
 
 
 @extend(Variable, "__init__")
-def _init(original: Callable[..., Any], self: Variable, initializer: Any, *args: PyTree, **kwargs: PyTree) -> None:
+def _init(original: Callable[..., Any], self: Variable, initializer: object, *args: PyTree, **kwargs: PyTree) -> None:
     _make(original, self, initializer, *args, **kwargs)
     for hear in _makers:
         hear(self)
 
 
-def _make(original: Callable[..., Any], self: Variable, initializer: Any, *args: PyTree, **kwargs: PyTree) -> None:
+def _make(original: Callable[..., Any], self: Variable, initializer: object, *args: PyTree, **kwargs: PyTree) -> None:
     # On CPU, JAX may share the memory of the array, which the user may change later: jax-ml/jax#37830.
     initializer = copied(initializer)
     # Keras rejects a concrete initial value inside a stateless scope, but accepts a function that returns it.
@@ -261,7 +267,7 @@ def _make(original: Callable[..., Any], self: Variable, initializer: Any, *args:
 
 
 @extend(Variable, "assign")
-def _assign(original: Callable[..., Any], self: Variable, value: Any) -> Any:
+def _assign(original: Callable[..., jax.Array], self: Variable, value: ArrayLike) -> jax.Array:
     if isinstance(value, (np.ndarray, np.generic, int, float)) and layout_of(self) is not None:
         require_fits(value, f"{self.path}.assign")
     try:
@@ -275,23 +281,25 @@ def _assign(original: Callable[..., Any], self: Variable, value: Any) -> Any:
 
 
 @extend(Variable, "assign_add")
-def _assign_add(original: Callable[..., Any], self: Variable, value: Any) -> Any:
+def _assign_add(original: Callable[..., jax.Array], self: Variable, value: ArrayLike) -> jax.Array:
     # Keras calls `assign(self + value)`. With aggregation SUM, that would add the old value once per replica.
     return _add(original, self, value, "assign_add")
 
 
 @extend(Variable, "assign_sub")
-def _assign_sub(original: Callable[..., Any], self: Variable, value: Any) -> Any:
+def _assign_sub(original: Callable[..., jax.Array], self: Variable, value: ArrayLike) -> jax.Array:
     return _add(original, self, value, "assign_sub")
 
 
-def _add(original: Callable[..., Any], self: Variable, value: Any, method: str) -> jax.Array:
+def _add(original: Callable[..., jax.Array], self: Variable, value: Any, method: str) -> jax.Array:
     if isinstance(value, (int, float)) and layout_of(self) is not None:
         require_fits(value, f"{self.path}.{method}")
     scope = lift_scope()
     try:
         _require_numbers(self, value)
-        return original(self, value) if scope is None else scope.add_delta(self, value, negative=method == "assign_sub")
+        if scope is not None:
+            return scope.add_delta(self, value, negative=method == "assign_sub")
+        return original(self, value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as e:
         _explain_refusal(self, method, value, e)
         raise
@@ -309,7 +317,7 @@ def _require_numbers(variable: Variable, value: object) -> None:
         raise TypeError(f"a complex number does not fit into {variable.dtype}.")
 
 
-def _explain_refusal(variable: Variable, method: str, value: Any, error: Exception) -> None:
+def _explain_refusal(variable: Variable, method: str, value: object, error: Exception) -> None:
     """Replaces an error of Keras or JAX by one that explains it, for variables of a strategy.
 
     Returns without raising if the variable belongs to no strategy, so that its users see the original error.
@@ -330,7 +338,7 @@ def _explain_refusal(variable: Variable, method: str, value: Any, error: Excepti
 
 
 @extend(Variable, "_direct_assign")
-def _direct_assign(original: Callable[..., Any], self: Variable, value: Any) -> None:
+def _direct_assign(original: Callable[..., Any], self: Variable, value: object) -> None:
     log = global_state.get_global_attribute("phalanx_undo_log")
     # In `__init__` there is no earlier value to restore.
     if log is not None and "_value" in vars(self):

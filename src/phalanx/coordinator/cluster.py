@@ -118,7 +118,7 @@ class ClusterCoordinator:
         """
         return self._scheduler.done()
 
-    def fetch(self, val: Any) -> PyTree:
+    def fetch(self, val: PyTree) -> PyTree:
         """Waits for remote values and returns them as NumPy arrays and numbers.
 
         May be called outside of scheduled steps.
@@ -133,8 +133,11 @@ class ClusterCoordinator:
           CancelledError: a step was cancelled.
           Exception: the error of a step.
         """
-        is_remote = lambda x: isinstance(x, RemoteValue)  # noqa: E731
-        return jax.tree.map(lambda x: x.fetch() if is_remote(x) else x, val, is_leaf=is_remote)
+
+        def fetched(leaf: object) -> PyTree:
+            return leaf.fetch() if isinstance(leaf, RemoteValue) else leaf
+
+        return jax.tree.map(fetched, val, is_leaf=lambda x: isinstance(x, RemoteValue))
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Creates one dataset per worker. May be called outside of scheduled steps.

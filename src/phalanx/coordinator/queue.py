@@ -35,9 +35,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from types import TracebackType
 from typing import Any, NoReturn, final
 
 import numpy as np
@@ -78,7 +79,7 @@ class RemoteValue(ABC):
         """Waits for the step and returns its value, with NumPy arrays and numbers. Raises the same errors as `get`."""
         return _to_numpy(self.get())
 
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+    def __array__(self, *_: object, **__: object) -> NoReturn:
         raise InvalidArgumentError(
             "a RemoteValue was used as an array or a number",
             "the step that returns it may not have run yet.",
@@ -99,12 +100,12 @@ class PendingValue(RemoteValue):
         self.queue: ClosureQueue | None = None
         self._values: Any = None
         self._error: BaseException | None = None
-        self._traceback: Any = None
+        self._traceback: TracebackType | None = None
         # Held until the value is known. A lock is smaller than an Event (1.2 KB), and a full queue has 262,144 of them.
         self._waits = threading.Lock()
         self._waits.acquire()
 
-    def settle(self, values: Any = None, error: BaseException | None = None) -> None:
+    def settle(self, values: object = None, error: BaseException | None = None) -> None:
         """Sets the value or the error. Only one thread at a time may call it."""
         if self._is_known:
             return
@@ -220,7 +221,7 @@ class ClosureQueue:
             return self._is_idle
 
     @contextmanager
-    def awaited(self, lock: Any) -> Iterator[None]:
+    def awaited(self, lock: AbstractContextManager[Any]) -> Iterator[None]:
         """Holds `lock`. Counts this thread as waiting for closures while it waits for the lock."""
         with self._lock:
             self._num_waiting += 1
@@ -270,7 +271,7 @@ class ClosureQueue:
         """The number of closures in flight."""
         return len(self._in_flight)
 
-    def finish(self, closure: Closure, values: Any) -> None:
+    def finish(self, closure: Closure, values: object) -> None:
         """Ends a closure that has returned `values`."""
         with self._lock:
             if self._state is _State.OPEN:
@@ -371,7 +372,7 @@ def _stopped(asked: str) -> CancelledError:
     )
 
 
-def _to_numpy(nest: PyTree) -> Any:
+def _to_numpy(nest: PyTree) -> PyTree:
     """Converts arrays and numbers in dicts, tuples and lists to NumPy. Other objects stay unchanged."""
     if isinstance(nest, dict):
         return {key: _to_numpy(value) for key, value in nest.items()}

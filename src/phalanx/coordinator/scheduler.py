@@ -6,15 +6,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from phalanx.coordinator.progress import Status
 from phalanx.coordinator.queue import Closure, ClosureQueue, RemoteValue
 from phalanx.coordinator.steps import Steps, name_of
 from phalanx.coordinator.supervisor import MOST_LOSSES, Supervisor, Work, WorkerLost, WorkerState, lost_again
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
+from phalanx.mesh.annotated import shape_dtype
 from phalanx.servers.homes import Homes
 from phalanx.servers.ray import RayCluster
+from phalanx.servers.remote.server import ParameterServer
 from phalanx.tracing.strategy import AbstractStrategy
 from phalanx.typing import PyTree
 
@@ -45,7 +45,7 @@ class Scheduler:
         ]
         # Waits until all workers have started.
         self._platforms = sorted({s.platform() for s in self._supervisors})
-        self._servers.tell("enter", [s.pusher for s in self._supervisors])
+        self._servers.tell(ParameterServer.enter, [s.pusher for s in self._supervisors])
         for supervisor in self._supervisors:
             supervisor.begin()
         # At exit, finalizers run from newest to oldest, so the queue stops before the cluster ends.
@@ -89,7 +89,7 @@ class Scheduler:
         """Returns whether no step is queued or in flight. Raises the first error of a step."""
         return self._queue.done()
 
-    def dataset(self, given: Any, make: Callable[[], Any]) -> PerWorkerDataset:
+    def dataset(self, given: object, make: Callable[[], Any]) -> PerWorkerDataset:
         """Returns a dataset that each worker creates with `make()`. `given` names it in messages."""
         return PerWorkerDataset(lambda: PerWorkerIterator(next(self._names), given, make, self._drop), self.spec_of)
 
@@ -99,7 +99,7 @@ class Scheduler:
 
     def status(self) -> Status:
         """Returns the current progress of the steps."""
-        ((updates, staleness, _),) = self._servers.ask("statistics", (0,))
+        ((updates, staleness, _),) = self._servers.ask(ParameterServer.statistics, (0,))
         return Status(
             workers=len(self._supervisors),
             alive=sum(s.state is WorkerState.WORKING for s in self._supervisors),
@@ -119,7 +119,7 @@ class Scheduler:
     def spec_of(self, resource: PerWorkerValues) -> PyTree:
         """Returns a pytree of the shapes and dtypes of some worker's next batch, which stays in the dataset."""
         (((tree, leaves),),) = self._specs([resource])
-        return tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+        return tree.unflatten([shape_dtype(x.shape, x.dtype) for x in leaves])
 
     def _specs(self, resources: Sequence[PerWorkerValues]) -> PyTree:
         if not resources:

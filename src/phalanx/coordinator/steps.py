@@ -14,6 +14,7 @@ import numpy as np
 from phalanx.compat import Variable
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from phalanx.errors import InvalidArgumentError, shown
+from phalanx.mesh.annotated import shape_dtype
 from phalanx.programs.cache import ProgramCache, Settings
 from phalanx.programs.export import export
 from phalanx.servers.homes import Homes
@@ -81,12 +82,12 @@ class Steps:
         self._lock = threading.RLock()
 
     def step(
-        self, fn: Any, args: PyTree, kwargs: PyTree, *, is_run: bool
+        self, fn: Callable[..., Any], args: PyTree, kwargs: PyTree, *, is_run: bool
     ) -> tuple[ScheduledStep, tuple[Any, ...], list[PerWorkerValues]]:
         """Returns the step of a call, and the arrays and the per-worker resources among its arguments."""
         resources: list[PerWorkerValues] = []
 
-        def placeholder(leaf: Any) -> Any:
+        def placeholder(leaf: PyTree) -> PyTree:
             if not isinstance(leaf, PerWorkerValues):
                 return leaf
             number = next((i for i, r in enumerate(resources) if r is leaf), len(resources))
@@ -102,7 +103,7 @@ class Steps:
             known[:] = fitting or [ScheduledStep(next(self._numbers), arguments, is_run)]
             return known[0], tuple(np.asarray(x) for x in arguments.arrays), resources
 
-    def program(self, step: ScheduledStep, fn: Any, specs: Any) -> StepProgram:
+    def program(self, step: ScheduledStep, fn: Callable[..., Any], specs: PyTree) -> StepProgram:
         """Returns the program of a step for batches with the shapes `specs`. Traces it at the first call.
 
         Raises:
@@ -125,7 +126,7 @@ class Steps:
                 variable.assign(np.concatenate([state[:1] + _SEED_STRIDE, state[1:]]))
             return tuple(states)
 
-    def _traced(self, step: ScheduledStep, fn: Any, specs: Any) -> StepProgram:
+    def _traced(self, step: ScheduledStep, fn: Callable[..., Any], specs: PyTree) -> StepProgram:
         taken = [list(of_resource) for of_resource in specs]
         while True:
             used: list[_Batches] = []
@@ -160,10 +161,12 @@ class Steps:
             tables={i: (n, describe(exported.variables[i])) for i, n in exported.num_rows.items()},
         )
 
-    def _exported(self, step: ScheduledStep, fn: Any, taken: list[list[Any]], used: list["_Batches"]) -> PyTree:
+    def _exported(
+        self, step: ScheduledStep, fn: Callable[..., Any], taken: list[list[Any]], used: list["_Batches"]
+    ) -> PyTree:
         given = step.arguments
         own = [np.asarray(x) for x in given.arrays]
-        drawn = [jax.ShapeDtypeStruct(x.shape, x.dtype) for of in taken for _, leaves in of for x in leaves]
+        drawn = [shape_dtype(x.shape, x.dtype) for of in taken for _, leaves in of for x in leaves]
 
         def call(inputs: list[Any]) -> PyTree:
             rest = iter(inputs[len(own) :])
@@ -180,7 +183,7 @@ class Steps:
             return export(call, [*own, *drawn], self._platforms(), clips=self._homes.clips)
 
 
-def name_of(fn: Any) -> str:
+def name_of(fn: object) -> str:
     """Returns the name of a function for messages."""
     return str(getattr(fn, "__qualname__", repr(fn)))
 

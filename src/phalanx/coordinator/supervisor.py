@@ -11,18 +11,22 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from phalanx.coordinator.queue import Closure, ClosureQueue
 from phalanx.coordinator.steps import ScheduledStep, Steps, name_of
 from phalanx.coordinator.values import PerWorkerIterator, PerWorkerValues
 from phalanx.errors import InvalidArgumentError, ServerLostError, WorkerLostError, shown
-from phalanx.servers.calls import Lost, Peer, Stalled
+from phalanx.servers.calls import Lost, Peer, Reply, Stalled
 from phalanx.servers.client import Servers, not_started
 from phalanx.servers.ray import RayCluster, load_ray
-from phalanx.servers.remote.plans import Pusher, Report, StepCall
+from phalanx.servers.remote.plans import Pusher, StepCall
+from phalanx.servers.remote.server import ParameterServer
 from phalanx.servers.remote.worker import Worker
 from phalanx.typing import PyTree
+
+R = TypeVar("R")
+P = ParamSpec("P")
 
 _log = logging.getLogger("phalanx")
 
@@ -102,7 +106,7 @@ class Supervisor:
         self._made: dict[int, Any] = {}
         self._dropped: list[int] = []
         self._making = threading.RLock()
-        self._left: Any = None
+        self._left: Reply[None] | None = None
         self._step_s = _AT_ONCE_S
         self._peer = self._start()
         self._thread = threading.Thread(target=self._serve, name=f"phalanx-worker-{index}", daemon=True)
@@ -114,7 +118,7 @@ class Supervisor:
           StartupError: the worker exited during its start.
         """
         try:
-            (sign,) = self._servers.calls.answers([self._peer.ask("ping")])
+            (sign,) = self._servers.calls.answers([self._peer.ask(Worker.ping)])
         except Lost as e:
             raise not_started(e) from e
         return str(sign.platform)
@@ -127,13 +131,13 @@ class Supervisor:
     def rest(self) -> None:
         """Tells the servers not to wait for updates of this worker. Has an effect only if staleness is bounded."""
         if self._waits and self._left is None:
-            self._left = self._servers.peers[0].ask("leave", self.pusher)
+            self._left = self._servers.peers[0].ask(ParameterServer.leave, self.pusher)
 
     def wake(self) -> None:
         """Tells the servers to expect updates of this worker again."""
         if self._left is not None:
             self._servers.answers([self._left])
-            self._servers.tell("enter", [self.pusher])
+            self._servers.tell(ParameterServer.enter, [self.pusher])
             self._left = None
 
     def specs(self, resources: Sequence[PerWorkerValues]) -> PyTree:
@@ -145,12 +149,12 @@ class Supervisor:
         """
         self.replace()
         self._make(resources)
-        return tuple(self._call("specs", [r.name for r in resources]))
+        return tuple(self._call(Worker.specs, [r.name for r in resources]))
 
     def value(self, resource: PerWorkerValues) -> Any:
         """Returns a per-worker value of this worker. May be called in any thread."""
         self._make([resource])
-        return self._call("value", resource.name)
+        return self._call(Worker.value, resource.name)
 
     def drop(self, name: int) -> None:
         """Marks a resource as no longer needed."""
@@ -225,7 +229,7 @@ class Supervisor:
                 )
             )
         began = time.perf_counter()
-        report: Report = self._call("run", tasks)
+        report = self._call(Worker.run, tasks)
         if report.results:
             self._step_s = max(1e-4, (time.perf_counter() - began) / len(report.results))
         for closure, (variant, arrays) in zip(closures, report.results, strict=False):
@@ -239,20 +243,20 @@ class Supervisor:
         elif report.has_lost_server or report.is_fenced:
             self._go_on()
 
-    def _teach(self, work: Work, specs: Any) -> None:
+    def _teach(self, work: Work, specs: PyTree) -> None:
         program = self._steps.program(work.step, work.fn, specs)
-        self._call("learn", work.step.number, specs, program)
+        self._call(Worker.learn, work.step.number, specs, program)
 
     def _go_on(self) -> None:
         """Reconnects the worker after the loss of a parameter server, as a new pusher on the current servers."""
         self._servers.recover([self.pusher])
         self._enter()
-        self._call("meet", self.pusher, self._servers.actors)
+        self._call(Worker.meet, self.pusher, self._servers.actors)
 
     def _enter(self) -> None:
         old, self.pusher = self.pusher, Pusher(self.pusher.worker, self.pusher.life + 1)
         self._servers.forget(old)
-        self._servers.tell("enter", [self.pusher])
+        self._servers.tell(ParameterServer.enter, [self.pusher])
         self._left = None
 
     def _try_to_replace(self) -> None:
@@ -276,10 +280,10 @@ class Supervisor:
             self._made = {}
             self.state = WorkerState.STARTING
             self._peer = self._start()
-            self._call("ping")
+            self._call(Worker.ping)
             self.state = WorkerState.WORKING
 
-    def _start(self) -> Peer:
+    def _start(self) -> Peer[Worker]:
         index = self.pusher.worker
         # `run` and `make` occupy one thread each. `ping`, `specs` and `value` need threads that are free.
         actor = self._cluster.actor(Worker, "worker", index, self.pusher, self._servers.actors, threads=8)
@@ -293,13 +297,17 @@ class Supervisor:
                     self._made[resource.name] = True
             if dropped := [name for name in self._dropped if self._made.pop(name, None)]:
                 self._dropped = [n for n in self._dropped if n not in dropped]
-                self._call("drop", dropped)
+                self._call(Worker.drop, dropped)
 
     def _make_one(self, resource: PerWorkerValues) -> None:
         try:
             described = f"`{name_of(resource.given)}`"
             self._call(
-                "make", resource.name, self._sent(resource), described[:80], isinstance(resource, PerWorkerIterator)
+                Worker.make,
+                resource.name,
+                self._sent(resource),
+                described[:80],
+                isinstance(resource, PerWorkerIterator),
             )
         except self._ray.exceptions.RaySystemError as e:
             found = str(e).strip().splitlines()[-1]
@@ -320,7 +328,7 @@ class Supervisor:
                 "pass a function that creates it on the worker, and opens files and locks there",
             ) from e
 
-    def _call(self, method: str, *args: PyTree) -> PyTree:
+    def _call(self, method: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls a method of the worker and waits for its result.
 
         Raises:
@@ -329,7 +337,7 @@ class Supervisor:
           ServerLostError: a parameter server, for which the worker may be waiting, stopped responding.
         """
         peer, servers = self._peer, self._servers
-        reply = peer.ask(method, *args)
+        reply = peer.ask(method, *args, **kwargs)
         while True:
             try:
                 (answer,) = servers.calls.answers([reply], servers.peers)
@@ -346,9 +354,9 @@ class Supervisor:
                         f"worker_timeout_s={2 * self._timeout_s:.0f} or more if it needs the time; "
                         "otherwise look for an infinite loop, or for something that the function waits for",
                     ) from e
-                raise WorkerLost(f"{e} while it ran `{method}`") from e
+                raise WorkerLost(f"{e} while it ran `{method.__name__}`") from e
 
-    def _require_servers(self, peer: Peer) -> None:
+    def _require_servers(self, peer: Peer[Worker]) -> None:
         """Restarts silent servers. If that fails, gives up the worker, which may wait for the servers forever."""
         try:
             self._servers.recover([])
@@ -356,7 +364,7 @@ class Supervisor:
             self._note_loss(peer, None)
             raise
 
-    def _note_loss(self, peer: Peer, why: Lost | None) -> None:
+    def _note_loss(self, peer: Peer[Worker], why: Lost | None) -> None:
         with self._making:
             if peer is not self._peer or self.state is WorkerState.LOST:
                 return

@@ -19,7 +19,7 @@ class PerWorkerValues:
     Source: tf.distribute.experimental.coordinator.PerWorkerValues.
     """
 
-    def __init__(self, name: int, given: Any, fn: Callable[[], Any], close: Callable[[int], None]) -> None:
+    def __init__(self, name: int, given: object, fn: Callable[[], Any], close: Callable[[int], None]) -> None:
         self.name, self.given, self.fn, self.close = name, given, fn, close
 
     def __del__(self) -> None:
@@ -93,7 +93,7 @@ def check_function(name: str, fn: object) -> None:
         raise InvalidArgumentError(f"{name}={shown(fn)}", "must be a function.", f"{name}=lambda: ...")
 
 
-def check_maker(name: str, fn: Any) -> None:
+def check_maker(name: str, fn: Callable[[], Any]) -> None:
     """Checks that workers can call `fn` without arguments.
 
     Raises:

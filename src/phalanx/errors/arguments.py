@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def integer(
     name: str,
-    value: Any,
+    value: object,
     *,
     least: int = 1,
     most: float = math.inf,
@@ -92,7 +92,7 @@ def seconds(name: str, value: Any, *, hint: str | None = None) -> float | None:
     return value  # type: ignore[no-any-return]
 
 
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: object) -> bool:
     """Returns `value`, a bool.
 
     Raises:
@@ -114,7 +114,7 @@ def function(name: str, value: T, hint: str) -> T:
     return value
 
 
-def path(name: str, value: Any) -> str:
+def path(name: str, value: object) -> str:
     """Returns a path as a string.
 
     Raises:
@@ -125,7 +125,7 @@ def path(name: str, value: Any) -> str:
     return text
 
 
-def instance(name: str, value: Any, kind: type[T], hint: str) -> T:
+def instance(name: str, value: object, kind: type[T], hint: str) -> T:
     """Returns `value`, an instance of `kind`.
 
     Raises:
@@ -137,7 +137,7 @@ def instance(name: str, value: Any, kind: type[T], hint: str) -> T:
     return value
 
 
-def of_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def of_call(args: object, kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns positional arguments as a tuple and keyword arguments as a dict.
 
     Raises:
@@ -180,7 +180,7 @@ def typed(error: type[PhalanxError] = InvalidArgumentError) -> Callable[[F], F]:
             return typing.get_type_hints(fn)
 
         @functools.wraps(fn)
-        def checked(*args: Any, **kwargs: Any) -> PyTree:
+        def checked(*args: object, **kwargs: object) -> PyTree:
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError:
@@ -199,7 +199,7 @@ def typed(error: type[PhalanxError] = InvalidArgumentError) -> Callable[[F], F]:
     return decorate
 
 
-def _check(error: type[PhalanxError], parameter: inspect.Parameter, hint: Any, value: Any) -> None:
+def _check(error: type[PhalanxError], parameter: inspect.Parameter, hint: object, value: object) -> None:
     if _fits(value, hint):
         return
     kinds = _alternatives(hint)
@@ -223,7 +223,7 @@ _NAMES: dict[Any, str] = {
 _EXAMPLES: dict[Any, str] = {bool: "True", int: "1", float: "1.0", str: '"..."'}
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
+def _alternatives(hint: object) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
@@ -234,11 +234,11 @@ def _name(kind: Any) -> str:
     return f"{name} of {' to '.join(parts)}" if parts and all(parts) else name
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: object) -> bool:
     return any(_is_one(value, kind) for kind in _alternatives(hint))
 
 
-def _is_one(value: Any, kind: Any) -> bool:
+def _is_one(value: object, kind: object) -> bool:
     origin: Any = typing.get_origin(kind) or kind
     parts = typing.get_args(kind)
     if origin is Any or not inspect.isclass(origin):

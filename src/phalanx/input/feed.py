@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from phalanx.input.prefetch import AbstractReadings, readings
 from phalanx.input.sources.base import AbstractReader, Facts, Piece, State
+from phalanx.mesh.annotated import block_until_ready
 from phalanx.mesh.arrays import copied
 
 
@@ -81,7 +82,8 @@ class Batch(NamedTuple):
         """The position of the reader after this batch; None if it has not moved."""
         for step in reversed(self.steps):
             if step.state is not None:
-                return step.state
+                state: State = step.state
+                return state
         return None
 
 
@@ -186,7 +188,7 @@ class ReadAhead(AbstractBatches):
         batch = self._readings.get()
         if self._waits and batch is not None:
             # The transfer reads the user's arrays. Once it is done, the user may write into them.
-            jax.block_until_ready(batch.value)
+            block_until_ready(batch.value)
         return batch
 
     @override

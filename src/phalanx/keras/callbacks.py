@@ -2,7 +2,8 @@
 """Callbacks: a check that replicas are in sync, and a TensorBoard callback that does not need TensorFlow."""
 
 import os
-from typing import Any, final
+from collections.abc import Sequence
+from typing import Any, TypeAlias, final
 
 import keras
 from typing_extensions import override
@@ -10,6 +11,11 @@ from typing_extensions import override
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
 from phalanx.testing import assert_in_sync
 from phalanx.typing import PyTree
+
+Callbacks: TypeAlias = (
+    keras.callbacks.CallbackList | keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None
+)
+"""The argument `callbacks` of `fit`, `evaluate` and `predict`."""
 
 
 @final

@@ -15,6 +15,7 @@ from phalanx.input.iterator import DistributedIterator
 from phalanx.input.sources.base import UNKNOWN, AbstractRows, Facts
 from phalanx.input.sources.batches import BatchStream
 from phalanx.input.sources.functions import InputContext
+from phalanx.mesh.annotated import shape_dtype
 from phalanx.options import InputOptions
 from phalanx.strategies.base import Strategy
 from phalanx.typing import PyTree
@@ -55,7 +56,7 @@ class DatasetCreator:
             )
         self._dataset_fn, self.input_options = dataset_fn, input_options
 
-    def __call__(self, context: InputContext) -> Any:
+    def __call__(self, context: InputContext) -> PyTree:
         """Returns the dataset of one input pipeline.
 
         Args:
@@ -133,7 +134,7 @@ class EpochData:
                 "the shapes for building the model are unknown.",
                 "pass at least one row",
             )
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        return jax.tree.map(lambda x: shape_dtype(x.shape, x.dtype), batch)
 
     def restart(self) -> None:
         """Makes the next epoch begin with the first batch, unless the data can be read only once."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ShardedEmbedding`: an embedding table that is sharded over parameter servers."""
 
-from typing import Any
-
 import jax
 import keras
 import numpy as np
@@ -10,6 +8,7 @@ from typing_extensions import override
 
 from phalanx import compat
 from phalanx.errors import InvalidArgumentError, arguments, shown
+from phalanx.mesh.annotated import shape_dtype
 from phalanx.servers.homes import Homes
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.tracing import context
@@ -51,7 +50,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         self,
         input_dim: int,
         output_dim: int,
-        embeddings_initializer: Any = "uniform",
+        embeddings_initializer: str | keras.initializers.Initializer = "uniform",
         mask_zero: bool = False,
         **kwargs: PyTree,
     ) -> None:
@@ -78,7 +77,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         self._homes: Homes | None = None
 
     @override
-    def build(self, input_shape: Any = None) -> None:
+    def build(self, input_shape: tuple[int | None, ...] | None = None) -> None:
         strategy = context.get_strategy()
         if self.built or not isinstance(strategy, ParameterServerStrategy):
             super().build(input_shape)
@@ -102,10 +101,13 @@ class ShardedEmbedding(keras.layers.Embedding):
         assert homes is not None
         if not isinstance(ids, jax.core.Tracer):
             return homes.rows(self._embeddings, np.asarray(ids))
-        shape = jax.ShapeDtypeStruct((*ids.shape, self.output_dim), compat.dtype_of(self._embeddings))
-        return jax.pure_callback(lambda x: np.asarray(homes.rows(self._embeddings, np.asarray(x))), shape, ids)
+        shape = shape_dtype((*ids.shape, self.output_dim), compat.dtype_of(self._embeddings))
+        rows: jax.Array = jax.pure_callback(
+            lambda x: np.asarray(homes.rows(self._embeddings, np.asarray(x))), shape, ids
+        )
+        return rows
 
-    def _made(self, input_shape: Any) -> keras.Variable:
+    def _made(self, input_shape: tuple[int | None, ...] | None) -> keras.Variable:
         """Builds the layer as Keras does, and returns its table."""
         super().build(input_shape)
         return self._embeddings

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import keras
+from keras.callbacks import CallbackList
 from typing_extensions import override
 
 from phalanx import compat
@@ -81,7 +82,7 @@ class ScheduledTrainer(ModelTrainer):
 
     @override
     def _epoch(
-        self, data: PyTree, program: Callable[..., Any], callbacks: Any, kind: str, interrupts: Interrupts
+        self, data: PyTree, program: Callable[..., Any], callbacks: CallbackList, kind: str, interrupts: Interrupts
     ) -> dict[str, Any]:
         begin, end = compat.batch_hooks(callbacks, kind)
         logs: dict[str, Any] = {}
@@ -150,12 +151,12 @@ class WorkersData:
 
     def __init__(self, coordinator: ClusterCoordinator, dataset_fn: Any, num_steps: int, workers: int) -> None:
         # Each worker has one replica and its own batches, so its batch size is not divided by the number of workers.
-        def own() -> Any:
+        def own() -> PyTree:
             return dataset_fn(InputContext(workers, experimental_get_current_worker_index(), 1))
 
         own.__qualname__ = getattr(dataset_fn, "__qualname__", repr(dataset_fn))
         is_made = isinstance(dataset_fn, PerWorkerDataset)
-        self._dataset = dataset_fn if is_made else coordinator.create_per_worker_dataset(own)
+        self._dataset: PerWorkerDataset = dataset_fn if is_made else coordinator.create_per_worker_dataset(own)
         self._coordinator, self.num_batches = coordinator, num_steps
         self._iterator: Any = iter(self._dataset)
 

@@ -8,12 +8,13 @@ import threading
 import time
 import zipfile
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import keras
 
 from phalanx import compat
 from phalanx.errors import InputError, InvalidArgumentError, arguments
+from phalanx.keras.callbacks import Callbacks
 from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx")
@@ -61,7 +62,7 @@ class SidecarEvaluator:
         checkpoint_dir: str | os.PathLike[str],
         steps: int | None = None,
         max_evaluations: int | None = None,
-        callbacks: Any = None,
+        callbacks: Callbacks = None,
         *,
         stop_at_step: int | None = None,
         poll_s: float = 1.0,

@@ -122,7 +122,7 @@ def _test(model: keras.Model, batch: PyTree) -> PyTree:
 
 
 def _update_metrics(
-    model: keras.Model, x: PyTree, y: PyTree, y_pred: PyTree, sample_weight: PyTree, loss: Any
+    model: keras.Model, x: PyTree, y: PyTree, y_pred: PyTree, sample_weight: PyTree, loss: jax.Array
 ) -> PyTree:
     """Updates the metrics. Returns the logs of an overridden `compute_metrics`, averaged over the replicas, or None."""
     rows = jax.tree.leaves(x)[0].shape[0]
@@ -131,14 +131,18 @@ def _update_metrics(
     return None if _overridden(model, "compute_metrics") is None else _averaged(logs)
 
 
-def _averaged(logs: PyTree) -> jax.Array:
+def _averaged(logs: PyTree) -> PyTree:
     """Returns the logs of a step as means over the rows of all replicas. Values that are not floats are not changed."""
     replica = context.require_replica()
     if replica.num_replicas_in_sync == 1:
         return logs
-    mean = lambda x: replica.all_reduce("SUM", x * jnp.asarray(replica.weight, x.dtype))  # noqa: E731
-    is_mean = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-    return jax.tree.map(lambda x: mean(x) if is_mean(x) else x, logs)
+
+    def averaged(leaf: object) -> object:
+        if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)):
+            return leaf
+        return replica.all_reduce("SUM", leaf * jnp.asarray(replica.weight, leaf.dtype))
+
+    return jax.tree.map(averaged, logs)
 
 
 def _overridden(model: keras.Model, name: str) -> Callable[..., Any] | None:

@@ -5,7 +5,7 @@ import importlib.util
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from keras.callbacks import CallbackList
 
 from phalanx import compat
 from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError
 from phalanx.keras import steps
-from phalanx.keras.callbacks import TensorBoard
+from phalanx.keras.callbacks import Callbacks, TensorBoard
 from phalanx.keras.data import EpochData
 from phalanx.mesh.topology import Topology
 from phalanx.mesh.values import differs, is_distributed
@@ -72,19 +73,19 @@ class ModelTrainer:
         y: PyTree = None,
         batch_size: int | None = None,
         epochs: int = 1,
-        verbose: Any = "auto",
-        callbacks: Any = None,
+        verbose: int | str = "auto",
+        callbacks: Callbacks = None,
         validation_split: float = 0.0,
         validation_data: PyTree = None,
-        shuffle: Any = True,
+        shuffle: bool | str = True,
         class_weight: PyTree = None,
         sample_weight: PyTree = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
-        validation_freq: Any = 1,
-    ) -> Any:
+        validation_freq: int | Collection[int] = 1,
+    ) -> keras.callbacks.History:
         """Implements `keras.Model.fit`."""
         model = self._ready("fit")
         if validation_split and validation_data is None:
@@ -138,12 +139,12 @@ class ModelTrainer:
         x: PyTree = None,
         y: PyTree = None,
         batch_size: int | None = None,
-        verbose: Any = "auto",
+        verbose: int | str = "auto",
         sample_weight: PyTree = None,
         steps: int | None = None,
-        callbacks: Any = None,
+        callbacks: Callbacks = None,
         return_dict: bool = False,
-    ) -> Any:
+    ) -> PyTree:
         """Implements `keras.Model.evaluate`."""
         model = self._ready("evaluate")
         with self._strategy.scope(), Interrupts(again_at_once=True) as interrupts:
@@ -157,9 +158,9 @@ class ModelTrainer:
         self,
         x: PyTree,
         batch_size: int | None = None,
-        verbose: Any = "auto",
+        verbose: int | str = "auto",
         steps: int | None = None,
-        callbacks: Any = None,
+        callbacks: Callbacks = None,
     ) -> PyTree:
         """Implements `keras.Model.predict`."""
         model = self._ready(None)
@@ -190,7 +191,7 @@ class ModelTrainer:
         sample_weight: PyTree = None,
         class_weight: PyTree = None,
         return_dict: bool = False,
-    ) -> Any:
+    ) -> PyTree:
         """Implements `keras.Model.train_on_batch`."""
         if class_weight is not None:
             if sample_weight is not None:
@@ -204,7 +205,7 @@ class ModelTrainer:
 
     def test_on_batch(
         self, x: PyTree, y: PyTree = None, sample_weight: PyTree = None, return_dict: bool = False
-    ) -> Any:
+    ) -> PyTree:
         """Implements `keras.Model.test_on_batch`."""
         return self._on_batch("test_on_batch", self._test, (x, y, sample_weight), return_dict=return_dict)
 
@@ -265,7 +266,7 @@ class ModelTrainer:
         dataset = self._strategy.experimental_distribute_dataset([jax.tree.map(np.asarray, data)])
         return next(iter(dataset))
 
-    def _evaluate(self, data: EpochData, callbacks: Any, interrupts: Interrupts) -> dict[str, Any]:
+    def _evaluate(self, data: EpochData, callbacks: CallbackList, interrupts: Interrupts) -> PyTree:
         model = self._model
         model.stop_evaluating = False
         callbacks.on_test_begin()
@@ -278,7 +279,7 @@ class ModelTrainer:
         return logs
 
     def _epoch(
-        self, data: EpochData, program: Callable[..., Any], callbacks: Any, kind: str, interrupts: Interrupts
+        self, data: EpochData, program: Callable[..., Any], callbacks: CallbackList, kind: str, interrupts: Interrupts
     ) -> dict[str, Any]:
         """Runs the steps of one epoch and returns the metrics."""
         model, logs = self._model, {}
@@ -306,7 +307,7 @@ class ModelTrainer:
         def replica_step(batch: PyTree) -> PyTree:
             return step(self._model, batch)
 
-        def run(batches: PyTree, count: Any = None) -> PyTree:
+        def run(batches: PyTree, count: jax.Array | None = None) -> PyTree:
             outputs = trace_run(strategy, replica_step, (batches,), {}, steps=count)
             return strategy.on_all_workers(_apart(outputs)) if step is steps.predict else self._logs(outputs, count)
 
@@ -320,11 +321,11 @@ class ModelTrainer:
 
         return call
 
-    def _eagerly(self, replica_step: Callable[[Any], Any], batches: PyTree, *, is_prediction: bool) -> Any:
+    def _eagerly(self, replica_step: Callable[[Any], Any], batches: PyTree, *, is_prediction: bool) -> PyTree:
         outputs = self._strategy.run(replica_step, args=(batches,), options=RunOptions(eager=True))
         return _apart(outputs) if is_prediction else self._logs(outputs, None)
 
-    def _logs(self, outputs: PyTree, count: Any) -> PyTree:
+    def _logs(self, outputs: PyTree, count: int | jax.Array | None) -> PyTree:
         """Returns the logs of the last step: the metrics, and the averaged outputs of a custom step.
 
         Args:
@@ -382,8 +383,8 @@ class ModelTrainer:
 
     @contextmanager
     def _calling(
-        self, callbacks: Any, verbose: Any, epochs: int, data: EpochData, *, add_history: bool = False
-    ) -> Iterator[keras.callbacks.CallbackList]:
+        self, callbacks: Callbacks, verbose: int | str, epochs: int, data: EpochData, *, add_history: bool = False
+    ) -> Iterator[CallbackList]:
         """Yields Keras's callback list, and ends its threads if an exception leaves the context.
 
         With several processes, only the first one writes to the terminal and to files.
@@ -403,8 +404,8 @@ class ModelTrainer:
         if self._has_peers and verbose == "auto" and not sys.stdout.isatty():
             # A progress bar would fill a log file. 2 prints one line per epoch.
             verbose = 2
-        if not isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks = keras.callbacks.CallbackList(
+        if not isinstance(callbacks, CallbackList):
+            callbacks = CallbackList(
                 callbacks,
                 add_history=add_history,
                 add_progbar=verbose != 0,
@@ -427,13 +428,13 @@ def _is_updated(metric: keras.metrics.Metric) -> bool:
     return scope is None or any(entry is not None and entry.written for entry in entries)
 
 
-def _any_of(callbacks: Any, kind: type) -> bool:
+def _any_of(callbacks: Callbacks, kind: type) -> bool:
     return any(isinstance(c, kind) for c in keras.tree.flatten(callbacks))
 
 
 def _capped(epochs: int) -> int:
     """Returns `epochs`, limited by `keras.config.max_epochs()`."""
-    most = keras.config.max_epochs()
+    most: int | None = keras.config.max_epochs()
     if not most or epochs <= most:
         return epochs
     warnings.warn(f"Limiting epochs to {most}", stacklevel=3)
@@ -464,7 +465,7 @@ class _Rows(NamedTuple):
     """
 
     data: PyTree
-    mask: Any
+    mask: jax.Array | np.ndarray | None
 
 
 def _apart(outputs: PyTree) -> PyTree:

@@ -4,12 +4,13 @@
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import DTypeLike
 
 from phalanx.errors import InputError, shown
 from phalanx.typing import PyTree
@@ -19,7 +20,7 @@ _SMALL_BYTES = 1 << 14
 _FLOAT32_MAX, _FLOAT64_MAX = float(np.finfo(np.float32).max), float(np.finfo(np.float64).max)
 # The smallest and largest number of each kind of dtype that JAX arrays can hold, without and with jax_enable_x64. With
 # it, only Python numbers can be too large.
-_LIMITS: Any = (
+_LIMITS: tuple[Mapping[str, tuple[float, float]], ...] = (
     {
         "i": (-(2**31), 2**31 - 1),
         "u": (0, 2**32 - 1),
@@ -31,7 +32,7 @@ _LIMITS: Any = (
 _ENABLE_X64 = 'jax.config.update("jax_enable_x64", True) when the program starts'
 
 
-def over_rows(rows: Any, values: Any) -> jax.Array:
+def over_rows(rows: jax.Array, values: jax.Array) -> jax.Array:
     """Reshapes `rows`, an array over the leading dims of `values`, so that it broadcasts to `values`.
 
     Example:
@@ -41,7 +42,7 @@ def over_rows(rows: Any, values: Any) -> jax.Array:
     return rows.reshape(rows.shape + (1,) * (values.ndim - rows.ndim))
 
 
-def as_array(value: Any, name: str = "a value") -> Any:
+def as_array(value: object, name: str = "a value") -> Any:
     """Returns an array of numbers or bools of any library as a NumPy or JAX array.
 
     TensorFlow and torch tensors share their memory with the result. Sparse arrays become dense.
@@ -77,14 +78,14 @@ def as_array(value: Any, name: str = "a value") -> Any:
     return value
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     """Returns whether JAX accepts `value` as an array. False for strings, dates, objects and NumPy bool scalars."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.dtype.kind not in "OSUMm" and not isinstance(value, np.bool_)
     return isinstance(value, jax.Array)
 
 
-def as_number(value: Any, name: str = "a value") -> Any:
+def as_number(value: object, name: str = "a value") -> Any:
     """Returns Python numbers unchanged, except bools, and converts other values like `as_array`.
 
     Raises:
@@ -114,7 +115,7 @@ def to_host(tree: PyTree, name: str) -> PyTree:
     return map_named(_to_host_leaf, tree, name, is_leaf=is_sparse)
 
 
-def to_numpy(value: Any, name: str) -> np.ndarray:
+def to_numpy(value: object, name: str) -> np.ndarray:
     """Returns a value as a NumPy array. Text and objects are allowed.
 
     Raises:
@@ -130,7 +131,7 @@ def to_numpy(value: Any, name: str) -> np.ndarray:
 
 def map_named(
     convert: Callable[..., Any], tree: PyTree, name: str, *, is_leaf: Callable[[Any], bool] | None = None
-) -> Any:
+) -> PyTree:
     """Returns the pytree of `convert(leaf, name=name)`. The message of an InputError names the leaf."""
     try:
         return jax.tree.map(functools.partial(convert, name=name), tree, is_leaf=is_leaf)
@@ -139,7 +140,7 @@ def map_named(
     return [convert(leaf, name=f"{name}{jax.tree_util.keystr(path)}") for path, leaf in leaves]
 
 
-def copied(array: Any) -> PyTree:
+def copied(array: PyTree) -> PyTree:
     """Returns a copy of a NumPy array, aligned so that a CPU device can use its memory without another copy.
 
     Args:
@@ -155,7 +156,7 @@ def copied(array: Any) -> PyTree:
     return copy
 
 
-def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """Returns a new array, aligned so that a CPU device can use its memory without a copy."""
     dtype = np.dtype(dtype)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -163,7 +164,8 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.empty(shape, dtype)
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -address(memory) % _ALIGNMENT
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+    array: np.ndarray = memory[start : start + num_bytes].view(dtype).reshape(shape)
+    return array
 
 
 def address(array: np.ndarray) -> int:
@@ -176,7 +178,7 @@ def is_shared_by_cpu(array: np.ndarray) -> bool:
     return array.__array_interface__["data"][0] % _ALIGNMENT == 0  # type: ignore[no-any-return]
 
 
-def is_sparse(value: Any) -> bool:
+def is_sparse(value: object) -> bool:
     """Returns whether `value` is a sparse array of SciPy, JAX or TensorFlow."""
     if hasattr(type(value), "todense"):
         return True
@@ -205,7 +207,7 @@ def require_fits(value: object, name: str) -> None:
     raise InputError(f"{name} with the number {found}{dtype}", f"it does not fit: {why}", hint)
 
 
-def of_other_library(value: Any, name: str) -> Any:
+def of_other_library(value: Any, name: str) -> np.ndarray | None:
     """Converts an array of a library other than NumPy and JAX to NumPy. Returns None for other objects.
 
     Raises:
@@ -250,7 +252,7 @@ def _too_large(value: Any) -> Any:
     return None
 
 
-def _parts(value: Any) -> tuple[Any, ...]:
+def _parts(value: np.ndarray | complex) -> tuple[Any, ...]:
     """Returns the real and the imaginary part of a complex value, and any other value unchanged."""
     is_complex = value.dtype.kind == "c" if isinstance(value, np.ndarray) else isinstance(value, complex)
     return (value.real, value.imag) if is_complex else (value,)
@@ -261,7 +263,7 @@ def _is_wide() -> bool:
     return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
-def _to_host_leaf(value: Any, name: str) -> Any:
+def _to_host_leaf(value: object, name: str) -> Any:
     array = as_array(value, name)
     if array is not None:
         return array

@@ -22,6 +22,7 @@ from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster.rollcall import call_roll
 from phalanx.cluster.spec import Task, addresses_of_workers, id_in_cluster, is_chief
 from phalanx.errors import ClusterError, InvalidArgumentError, StartupError, warn_of_slip
+from phalanx.mesh.annotated import set_config
 from phalanx.typing import PyTree
 
 START_TIMEOUT_S = 300.0
@@ -178,9 +179,9 @@ def _initialize(addresses: list[str], rank: int, timeout_s: float) -> None:
     # If all processes are on this machine, binds to the local address, so that no other machine can connect.
     bind = addresses[0] if rank == 0 and host in ("127.0.0.1", "localhost") else None
     # With asynchronous dispatch, two independent programs run at the same time and gloo confuses their messages.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    set_config("jax_cpu_enable_async_dispatch", False)
     # This service replaces the SIGTERM handler: no Python handler would run, and the process would not end.
-    jax.config.update("jax_enable_preemption_service", False)
+    set_config("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             addresses[0],

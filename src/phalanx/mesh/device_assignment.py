@@ -51,7 +51,10 @@ class TPUTopology:
     """
 
     def __init__(
-        self, serialized: bytes | None = None, mesh_shape: Sequence[int] | None = None, device_coordinates: Any = None
+        self,
+        serialized: bytes | None = None,
+        mesh_shape: Sequence[int] | None = None,
+        device_coordinates: np.ndarray | Sequence[Any] | None = None,
     ) -> None:
         if serialized is not None:
             mesh_shape, device_coordinates = _deserialized(serialized)
@@ -172,7 +175,7 @@ class DeviceAssignment:
       (1, 0)
     """
 
-    def __init__(self, topology: TPUTopology, core_assignment: Any) -> None:
+    def __init__(self, topology: TPUTopology, core_assignment: np.ndarray | Sequence[Any]) -> None:
         _require_topology(topology)
         self._topology = topology
         self._cores = _coordinates("core_assignment", core_assignment, tuple(map(int, topology.mesh_shape)))
@@ -321,7 +324,7 @@ class DeviceAssignment:
         return f"DeviceAssignment({self.num_replicas} replicas of {self.num_cores_per_replica} cores)"
 
 
-def _deserialized(serialized: Any) -> tuple[Any, Any]:
+def _deserialized(serialized: bytes) -> tuple[Any, Any]:
     try:
         described = json.loads(serialized)
         return described["mesh_shape"], described["device_coordinates"]
@@ -333,27 +336,26 @@ def _deserialized(serialized: Any) -> tuple[Any, Any]:
         ) from e
 
 
-def _require_topology(topology: Any) -> None:
+def _require_topology(topology: object) -> None:
     if not isinstance(topology, TPUTopology):
         raise InvalidArgumentError(
             f"topology={shown(topology)}", "must be a Topology.", "topology=initialize_tpu_system(resolver)"
         )
 
 
-def positive_integers(name: str, values: Any) -> tuple[int, ...]:
+def positive_integers(name: str, values: object) -> tuple[int, ...]:
     """Returns `values`, a sequence of positive integers, as a tuple.
 
     Raises:
       InvalidArgumentError: `values` is not a sequence of positive integers.
     """
-    is_list = isinstance(values, (list, tuple, np.ndarray)) and getattr(values, "ndim", 1) == 1
-    given = tuple(values) if is_list else ()
+    given = tuple(values) if isinstance(values, (list, tuple, np.ndarray)) and getattr(values, "ndim", 1) == 1 else ()
     if not given or not all(arguments.is_integer(n, least=1) for n in given):
         raise InvalidArgumentError(f"{name}={shown(values)}", "must be positive integers.", f"{name}=(2, 2, 2)")
     return tuple(map(int, given))
 
 
-def _of_each_dim(name: str, values: Any, mesh: tuple[int, ...]) -> tuple[int, ...]:
+def _of_each_dim(name: str, values: object, mesh: tuple[int, ...]) -> tuple[int, ...]:
     if values is None:
         return (1,) * len(mesh)
     given = positive_integers(name, values)
@@ -366,7 +368,7 @@ def _of_each_dim(name: str, values: Any, mesh: tuple[int, ...]) -> tuple[int, ..
     return given
 
 
-def _coordinates(name: str, values: Any, mesh: tuple[int, ...]) -> np.ndarray:
+def _coordinates(name: str, values: object, mesh: tuple[int, ...]) -> np.ndarray:
     try:
         array = np.asarray(values if values is not None else [])
     except Exception:

@@ -15,6 +15,7 @@ from phalanx.errors import (
     arguments,
     shown,
 )
+from phalanx.mesh.annotated import set_config
 
 _DEVICE_NAME = re.compile(
     r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d+)$", re.IGNORECASE
@@ -45,7 +46,7 @@ def set_virtual_cpu_devices(count: int) -> None:
         hint="set_virtual_cpu_devices(2)",
     )
     try:
-        jax.config.update("jax_num_cpu_devices", count)
+        set_config("jax_num_cpu_devices", count)
     except RuntimeError as e:
         raise StartupError(
             f"set_virtual_cpu_devices({count})",

@@ -7,12 +7,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from jax.sharding import PartitionSpec
 from typing_extensions import override
 
 from phalanx.errors import InvalidArgumentError, arguments, shown
+from phalanx.mesh.annotated import partition_spec
 
 REPLICA_AXIS = "replica"
 """The mesh axis over which `Strategy.run` maps its replica function."""
@@ -75,6 +76,10 @@ class AbstractLayout(ABC):
             )
 
 
+LayoutLike: TypeAlias = AbstractLayout | Mapping[str, Any] | None
+"""The argument `layout` of a strategy: a layout, a mapping from patterns of paths to rules, or None."""
+
+
 @arguments.typed()
 @final
 @dataclass(frozen=True)
@@ -109,8 +114,8 @@ class FullySharded(AbstractLayout):
         count, elements = sizes[self.axis], math.prod(shape)
         dim = next((i for i, n in enumerate(shape) if n and n % count == 0), None)
         if count == 1 or elements < self.min_size or dim is None:
-            return PartitionSpec()
-        return PartitionSpec(*(None,) * dim, self.axis)
+            return partition_spec()
+        return partition_spec(*(None,) * dim, self.axis)
 
     @override
     def require_used(self) -> None:
@@ -182,7 +187,7 @@ class PathRules(AbstractLayout):
         self._require_fit(path, shape, rule, sizes)
         while rule and not rule[-1]:
             rule = rule[:-1]
-        return PartitionSpec(*(None if not names else names[0] if len(names) == 1 else names for names in rule))
+        return partition_spec(*(None if not names else names[0] if len(names) == 1 else names for names in rule))
 
     @override
     def require_used(self) -> None:
@@ -222,7 +227,7 @@ class PathRules(AbstractLayout):
         return f"{{{', '.join(f'{p!r}: {self._shown(p)}' for p in self._rules)}}}"
 
 
-def layout_of(layout: Any) -> AbstractLayout | None:
+def layout_of(layout: LayoutLike) -> AbstractLayout | None:
     """Converts the argument `layout` of a strategy to a layout.
 
     Raises:
@@ -239,7 +244,7 @@ def layout_of(layout: Any) -> AbstractLayout | None:
     return PathRules(layout)
 
 
-def _axes(pattern: str, rule: Any) -> tuple[tuple[str, ...], ...]:
+def _axes(pattern: str, rule: object) -> tuple[tuple[str, ...], ...]:
     """Returns the axes of each dim. A rule is a tuple, or a Keras `TensorLayout`, whose mesh is ignored.
 
     Raises:

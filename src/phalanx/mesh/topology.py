@@ -11,11 +11,13 @@ from typing import Any, ClassVar, final
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.typing import ArrayLike
 from typing_extensions import override
 
 from phalanx.cluster import watch
 from phalanx.errors import DeviceError, InvalidArgumentError, arguments, shown
+from phalanx.mesh.annotated import partition_spec
 from phalanx.mesh.devices import (
     default_devices,
     device_name,
@@ -197,11 +199,14 @@ class Topology:
           PeerLostError: another process died, before or during the dispatch.
         """
         own = None if self.num_workers == 1 else watch.own()
-        return process_dispatching() if own is None else Turn(own, is_step)
+        if own is None:
+            return process_dispatching()
+        return Turn(own, is_step)
 
     def default_device(self) -> AbstractContextManager[Any]:
         """Returns a context manager that runs JAX operations on the first device."""
-        return jax.default_device(self.devices[0])
+        device: AbstractContextManager[Any] = jax.default_device(self.devices[0])
+        return device
 
     def put_per_replica(self, local: list[Any]) -> list[jax.Array]:
         """Shards arrays `(local_replicas, ...)` over the replicas. May be called in a background thread.
@@ -211,12 +216,13 @@ class Topology:
         """
         return list(map(self._spread_from_here, local))
 
-    def _spread_from_here(self, local: Any) -> jax.Array:
+    def _spread_from_here(self, local: jax.Array | np.ndarray) -> jax.Array:
         if self.num_workers == 1 and isinstance(local, jax.Array):
-            return jax.device_put(local, self.per_replica)
+            placed: jax.Array = jax.device_put(local, self.per_replica)
+            return placed
         first = self.local_replicas.start
 
-        def own(index: Any) -> Any:
+        def own(index: Any) -> jax.Array | np.ndarray:
             start, stop, _ = index[0].indices(self.num_replicas)
             return local[start - first : stop - first]
 
@@ -233,9 +239,10 @@ class Topology:
         """Replicates arrays, which other devices hold whole, on these devices. Reuses copies that are already here."""
         at_home = set(self.devices)
         nearest = [min(x.addressable_shards, key=lambda s: s.device not in at_home).data for x in values]
-        return jax.device_put(nearest, self.replicated)
+        taken: list[jax.Array] = jax.device_put(nearest, self.replicated)
+        return taken
 
-    def _put_on_local_devices(self, value: Any) -> jax.Array:
+    def _put_on_local_devices(self, value: ArrayLike) -> jax.Array:
         # `device_put` would communicate with the other processes, to compare the values.
         if isinstance(value, jax.Array) and value.sharding == self.replicated:
             return value
@@ -245,7 +252,8 @@ class Topology:
     def from_chief(self, values: list[Any]) -> list[Any]:
         """Broadcasts arrays from the first worker to all workers. All workers must call it, in their main threads."""
         with self.dispatching(is_step=False):
-            return multihost_utils.broadcast_one_to_all(values, is_source=self.worker_index == 0)
+            received: list[Any] = multihost_utils.broadcast_one_to_all(values, is_source=self.worker_index == 0)
+        return received
 
     def join_per_replica(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Joins one array per local replica into an array `(num_replicas, ...)`. Copies arrays only if necessary."""
@@ -267,7 +275,7 @@ class Topology:
     @cached_property
     def replicated(self) -> NamedSharding:
         """The sharding of a value that every replica holds whole."""
-        return NamedSharding(self.mesh, PartitionSpec())
+        return NamedSharding(self.mesh, partition_spec())
 
     @property
     def of_new_variables(self) -> "Topology | None":
@@ -288,7 +296,7 @@ class Topology:
         if self.layout is None:
             return self.replicated
         spec = self.layout.spec(path, tuple(shape), dict(self.mesh.shape))
-        return self.replicated if spec == PartitionSpec() else NamedSharding(self.mesh, spec)
+        return self.replicated if spec == partition_spec() else NamedSharding(self.mesh, spec)
 
     @property
     def divides_over_replicas(self) -> bool:
@@ -300,19 +308,21 @@ class Topology:
         if not self.divides_over_replicas:
             return None
         spec = self.sharding_of(path, shape).spec
-        has_axis = lambda names: REPLICA_AXIS in (names if isinstance(names, tuple) else (names,))  # noqa: E731
-        return next((dim for dim, names in enumerate(spec) if has_axis(names)), None)
+        dims = (names if isinstance(names, tuple) else (names,) for names in spec)
+        return next((dim for dim, names in enumerate(dims) if REPLICA_AXIS in names), None)
 
-    def put_variable(self, value: Any, path: str) -> jax.Array:
+    def put_variable(self, value: ArrayLike, path: str) -> jax.Array:
         """Places the value of a variable on the devices, with the sharding of the variable."""
         if self.layout is None:
-            return self.put_replicated(value)  # type: ignore[no-any-return]
-        return jax.device_put(value, self.sharding_of(path, np.shape(value)))
+            placed: jax.Array = self.put_replicated(value)
+        else:
+            placed = jax.device_put(value, self.sharding_of(path, np.shape(value)))
+        return placed
 
     @cached_property
     def per_replica(self) -> NamedSharding:
         """The sharding of an array whose leading dim is the replica."""
-        return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXIS))
+        return NamedSharding(self.mesh, partition_spec(REPLICA_AXIS))
 
     def _require_one_process(self) -> None:
         for i in range(self.num_replicas):
@@ -362,7 +372,7 @@ class Nowhere(Topology):
         return tree
 
     @override
-    def put_variable(self, value: Any, path: str) -> Any:
+    def put_variable(self, value: ArrayLike, path: str) -> PyTree:
         return value
 
 

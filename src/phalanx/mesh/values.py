@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from numpy.typing import DTypeLike
 from typing_extensions import override
 
 from phalanx.errors import ContextError, InvalidArgumentError
+from phalanx.mesh.annotated import shape_dtype
 from phalanx.typing import PyTree
 
 
@@ -28,7 +30,7 @@ class RowMask:
       each: number of rows of a value per row of the batch.
     """
 
-    mask: Any
+    mask: jax.Array
     count: Any
     each: int = 1
 
@@ -85,7 +87,7 @@ class _ActsAsArray:
     def __jax_array__(self) -> jax.Array:
         raise NotImplementedError
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.__jax_array__(), dtype=dtype, copy=copy)
 
     def __getattr__(self, name: str) -> Any:
@@ -120,11 +122,11 @@ _OF_ARRAYS = {name for name in dir(jax.Array) if not name.startswith("_")} | {
 }
 
 
-def _forward(function: Callable[..., Any]) -> Any:
+def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *others: function(self.__jax_array__(), *others)
 
 
-def _reflected(function: Callable[..., Any]) -> Any:
+def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, other: function(other, self.__jax_array__())
 
 
@@ -157,11 +159,11 @@ class DistributedValues(_ActsAsArray):
 
     if TYPE_CHECKING:  # The loops above define these methods at run time.
 
-        def __add__(self, other: Any) -> Any: ...
-        def __sub__(self, other: Any) -> Any: ...
-        def __mul__(self, other: Any) -> Any: ...
-        def __truediv__(self, other: Any) -> Any: ...
-        def __getitem__(self, index: Any) -> Any: ...
+        def __add__(self, other: object) -> jax.Array: ...
+        def __sub__(self, other: object) -> jax.Array: ...
+        def __mul__(self, other: object) -> jax.Array: ...
+        def __truediv__(self, other: object) -> jax.Array: ...
+        def __getitem__(self, index: object) -> jax.Array: ...
         def __len__(self) -> int: ...
         def __float__(self) -> float: ...
         def __int__(self) -> int: ...
@@ -247,7 +249,8 @@ class PerReplica(DistributedValues):
                 'float(strategy.reduce("SUM", value, axis=None)), np.asarray(strategy.gather(value, axis=0)), or '
                 "strategy.experimental_local_results(value)",
             )
-        return self.values[0]
+        value: jax.Array = self.values[0]
+        return value
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -255,14 +258,15 @@ class PerReplica(DistributedValues):
         return np.shape(self.__jax_array__())
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype of the components."""
-        return self.data.dtype
+        dtype: np.dtype = self.data.dtype
+        return dtype
 
     @property
     @override
     def spec(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.data.shape[1:], self.data.dtype)
+        return shape_dtype(self.data.shape[1:], self.data.dtype)
 
     @override
     def stacked(self, others: Sequence["PerReplica"]) -> "PerReplica":
@@ -297,13 +301,13 @@ class Mirrored(DistributedValues):
 
     differs = False
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: PyTree) -> None:
         self.value = value
 
     @property
     @override
     def spec(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(np.shape(self.value), self.value.dtype)
+        return shape_dtype(np.shape(self.value), self.value.dtype)
 
     @override
     def stacked(self, others: Sequence["Mirrored"]) -> "Mirrored":
@@ -341,7 +345,7 @@ class ReplicaLocal(DistributedValues):
 
     __slots__ = ("rows", "value")
 
-    def __init__(self, value: Any, rows: RowMask | None = None) -> None:
+    def __init__(self, value: PyTree, rows: RowMask | None = None) -> None:
         self.value, self.rows = value, rows
 
     @property
@@ -394,22 +398,22 @@ def is_equal_everywhere(value: object) -> TypeGuard["Mirrored"]:
     return isinstance(value, DistributedValues) and not value.differs
 
 
-def unwrapped(value: Any) -> PyTree:
+def unwrapped(value: PyTree) -> PyTree:
     """Returns the content of a `Mirrored`, and other values unchanged."""
     return value.value if is_equal_everywhere(value) else value
 
 
-def spec_of(leaf: Any) -> jax.ShapeDtypeStruct:
+def spec_of(leaf: DistributedValues | jax.Array | np.ndarray) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of the component of one replica."""
-    return leaf.spec if isinstance(leaf, DistributedValues) else jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
+    return leaf.spec if isinstance(leaf, DistributedValues) else shape_dtype(np.shape(leaf), leaf.dtype)
 
 
-def stacked(first: Any, *others: Any) -> PyTree:
+def stacked(first: DistributedValues | jax.Array, *others: Any) -> PyTree:
     """Stacks the results of several steps, like `run_steps`."""
     return first.stacked(others) if isinstance(first, DistributedValues) else jnp.stack([first, *others])
 
 
-def first_steps(value: Any, count: int) -> PyTree:
+def first_steps(value: object, count: int) -> PyTree:
     """Returns the first `count` steps of a stacked result. Values that are not arrays are returned unchanged."""
     if isinstance(value, DistributedValues):
         return value.first_steps(count)
@@ -427,7 +431,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
     return jax.tree.map(fn, tree, is_leaf=is_distributed)
 
 
-def _local_components(array: Any) -> list[Any]:
+def _local_components(array: jax.Array | np.ndarray) -> list[Any]:
     if isinstance(array, np.ndarray):
         return list(array)
     shards = _local_shards(array)
@@ -436,7 +440,7 @@ def _local_components(array: Any) -> list[Any]:
     return [array[i] for i in range(array.shape[0])]
 
 
-def _local_shards(array: Any) -> list[Any]:
+def _local_shards(array: jax.Array | np.ndarray) -> list[Any]:
     """Returns the shards `(replicas, ...)` of the replicas of this process, in replica order."""
     if isinstance(array, np.ndarray):
         return [array]
@@ -445,7 +449,7 @@ def _local_shards(array: Any) -> list[Any]:
     return [first[start] for start in sorted(first)]
 
 
-def _copies(array: Any) -> list[Any]:
+def _copies(array: object) -> list[Any]:
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
         if not isinstance(array.sharding, NamedSharding):
             return [s.data for s in array.addressable_shards]

@@ -54,7 +54,8 @@ class ProgramCache(Generic[P]):
         full_key = (name, key)
         if full_key not in programs:
             programs[full_key] = []
-        return programs[full_key]
+        cached: list[P] = programs[full_key]
+        return cached
 
     def forgive(self, function: object) -> None:
         """Stops counting a function as new at each call, for example because its program could not be traced."""

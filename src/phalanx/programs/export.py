@@ -14,6 +14,7 @@ import numpy as np
 from phalanx import compat
 from phalanx.compat import Variable, dtype_of
 from phalanx.errors import MissingDependencyError, TraceError
+from phalanx.mesh.annotated import shape_dtype
 from phalanx.programs.explain import explained
 from phalanx.programs.trace import trace_program
 from phalanx.tracing.discovery import Discovery
@@ -78,7 +79,7 @@ def export(
       TraceError: `fn` cannot be traced, or calls back to Python while it runs.
       MissingDependencyError: `flatbuffers` is not installed.
     """
-    specs = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in inputs]
+    specs = [shape_dtype(np.shape(x), x.dtype) for x in inputs]
     found, rows = _traced(lambda inputs: Parts(fn(inputs)), specs)
     written = [i for i, w in enumerate(found.written) if w]
     is_seed = [any(v is s for s in found.seeds) for v in found.variables]
@@ -94,8 +95,8 @@ def export(
         return outputs.result, [pairs[i][1] for i, a in kept if a], [pairs[i][0] for i, a in kept if not a], given
 
     with compat.shapes(rows):
-        values = [jax.ShapeDtypeStruct(tuple(v.shape), dtype_of(v)) for v in found.variables]
-    values += [jax.ShapeDtypeStruct(shape, np.int32) for _, shape in found.lookups]
+        values = [shape_dtype(tuple(v.shape), dtype_of(v)) for v in found.variables]
+    values += [shape_dtype(shape, np.int32) for _, shape in found.lookups]
     tables = [next(i for i, v in enumerate(found.variables) if v is table) for table, _ in found.lookups]
     for i, _ in kept:
         if i in tables:

@@ -163,7 +163,8 @@ def _signal_of(error: BaseException | None, traceback: TracebackType | None) -> 
         if numbers:
             # One function may handle several signals. Its argument shows which one arrived.
             arguments = [x for x in frame.f_locals.values() if isinstance(x, int)]
-            return next((n for n in numbers if n in arguments), numbers[0])
+            number: int = next((n for n in numbers if n in arguments), numbers[0])
+            return number
     return None
 
 

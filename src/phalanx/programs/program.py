@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding
 
 from phalanx import compat
 from phalanx.errors import TraceError
+from phalanx.mesh.annotated import block_until_ready, with_sharding_constraint
 from phalanx.mesh.dispatch import calling_back, process_dispatching
 from phalanx.mesh.topology import Topology
 from phalanx.programs import signature
@@ -200,7 +200,7 @@ class Program:
         values = outputs.values
         if self._homes:
             values = [
-                x if x is None else lax.with_sharding_constraint(x, home)
+                x if x is None else with_sharding_constraint(x, home)
                 for x, home in zip(values, self._homes, strict=True)
             ]
         # State first: XLA assigns donated buffers to outputs of their size in order, and a variable should keep its own buffer.
@@ -329,7 +329,7 @@ def without_collections() -> Iterator[None]:
 def _finished(execute: Callable[..., Any], *args: PyTree) -> PyTree:
     """Executes a program that calls back to Python, and waits for its end, because only then do failed callbacks raise."""
     with calling_back():
-        return jax.block_until_ready(execute(*args))
+        return block_until_ready(execute(*args))
 
 
 def checks_numbers() -> bool:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.layout import Layout
 from jax.sharding import PartitionSpec
 
+from phalanx.mesh.annotated import partition_spec, shape_dtype, with_layout_constraint, with_sharding_constraint
 from phalanx.mesh.arrays import as_array, is_array
 from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.values import Mirrored, PerReplica, RowMask, check_size, differs, flatten, is_equal_everywhere
@@ -154,7 +155,7 @@ class _Run:
         results = outputs.results
         if topology.axes:
             # XLA may leave a result sharded over the devices of its replica. Users read results per replica, so gather them.
-            results = lax.with_sharding_constraint(results, topology.per_replica)
+            results = with_sharding_constraint(results, topology.per_replica)
         kept = iter(outputs.parts)
         scope.values_change()
         for entry, value in zip(itertools.compress(entries, found.written), outputs.values, strict=True):
@@ -202,7 +203,10 @@ class _Run:
         """Returns the arguments of one call. Stacked arrays are replaced by the shape of one step."""
         if self._steps is None:
             return self._sharded, self._whole
-        one = lambda x, dim: jax.ShapeDtypeStruct(x.shape[:dim] + x.shape[dim + 1 :], x.dtype)  # noqa: E731
+
+        def one(x: jax.Array, dim: int) -> jax.ShapeDtypeStruct:
+            return shape_dtype(x.shape[:dim] + x.shape[dim + 1 :], x.dtype)
+
         return [one(x, 1) for x in self._sharded], [one(x, 0) for x in self._whole]
 
     def _trace_replica(self, sharded: list[Any], whole: list[Any]) -> Discovery:
@@ -231,7 +235,7 @@ class _Run:
             return each
         padded = [x.rows is rows for x in self._of(differs)] + [True]
         longer = [
-            jax.ShapeDtypeStruct((x.shape[0], places + 1, *x.shape[2:]), x.dtype) if p else x
+            shape_dtype((x.shape[0], places + 1, *x.shape[2:]), x.dtype) if p else x
             for x, p in zip(sharded, padded, strict=True)
         ]
         try:
@@ -263,7 +267,10 @@ class _Run:
         On-read variables are combined once, after the last step.
         """
         count, arguments = whole[0], (sharded, whole[1:])
-        at = lambda i: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), arguments)  # noqa: E731
+
+        def at(i: jax.Array) -> PyTree:
+            return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), arguments)
+
         written = [v for v, w in zip(found.variables, found.written, strict=True) if w]
 
         def body(i: jax.Array, carry: PyTree) -> PyTree:
@@ -276,10 +283,12 @@ class _Run:
             new = iter([next(mine)[0] if policy_of(v).on_read else x for v, x in pairs])
             return [next(new) if w else x for w, x in zip(found.written, own, strict=True)], stacked
 
-        room = lambda x: jnp.zeros((self._num_steps, *x.shape), x.dtype)  # noqa: E731
+        def room(x: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros((self._num_steps, *x.shape), x.dtype)
+
         one: _ReplicaOutputs = found.outputs
         stacked = (
-            [room(jax.ShapeDtypeStruct(x.shape[1:], x.dtype)) for x in one.results],
+            [room(shape_dtype(x.shape[1:], x.dtype)) for x in one.results],
             jax.tree.map(room, one.mirrored),
         )
         own, (results, mirrored) = lax.fori_loop(0, count, body, (own, stacked))
@@ -347,7 +356,7 @@ class _Run:
         return jax.shard_map(
             body,
             mesh=self._strategy.topology.mesh,
-            in_specs=tuple(_along(0) if sharded else PartitionSpec() for sharded in ins),
+            in_specs=tuple(_along(0) if sharded else partition_spec() for sharded in ins),
             out_specs=out_specs,
             # Other axes of the mesh stay automatic: XLA partitions each replica's program along them.
             axis_names={REPLICA_AXIS},
@@ -358,8 +367,8 @@ class _Run:
 
 def _specs_of_outputs(found: Discovery) -> _ReplicaOutputs:
     """Returns the specs of the outputs of the replicas' programs."""
-    gradients = [[PartitionSpec() if d is None else _along(d) for d in u.dims] for u in found.updates]
-    each, same = _along(0), PartitionSpec()
+    gradients = [[partition_spec() if d is None else _along(d) for d in u.dims] for u in found.updates]
+    each, same = _along(0), partition_spec()
     return _ReplicaOutputs(each, same, same, each, gradients, nest=same)
 
 
@@ -372,7 +381,7 @@ def _combine_at_boundary(entries: list[Entry], padding: RowMask | None) -> list[
 
 def _along(dim: int) -> PartitionSpec:
     """Returns the spec of an array that is sharded over the replicas along `dim`."""
-    return PartitionSpec(*(None,) * dim, REPLICA_AXIS)
+    return partition_spec(*(None,) * dim, REPLICA_AXIS)
 
 
 def _first(tree: PyTree) -> PyTree:

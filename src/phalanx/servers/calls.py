@@ -16,12 +16,17 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, final
 
-from phalanx.typing import PyTree
+from phalanx.servers.handles import Ray
+
+A = TypeVar("A")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+P = ParamSpec("P")
 
 _log = logging.getLogger("phalanx")
 
@@ -58,7 +63,7 @@ class Lost(Exception):
       found: what happened to it, as the predicate of a sentence: "has died".
     """
 
-    def __init__(self, peer: "Peer", found: str) -> None:
+    def __init__(self, peer: "Peer[Any]", found: str) -> None:
         super().__init__(f"{peer} {found}")
         self.peer, self.found = peer, found
 
@@ -104,7 +109,7 @@ class Busy:
 
 
 @dataclass(frozen=True)
-class Reply:
+class Reply(Generic[R_co]):
     """A pending call of a process.
 
     Args:
@@ -113,14 +118,14 @@ class Reply:
       reference: Ray's object reference to the result.
     """
 
-    peer: "Peer"
+    peer: "Peer[Any]"
     method: str
-    reference: Any
+    reference: object
 
 
 @final
-class Peer:
-    """The coordinator's handle of a worker or a parameter server.
+class Peer(Generic[A]):
+    """The coordinator's handle of a worker or a parameter server, whose class is `A`.
 
     Args:
       ray: the module `ray`.
@@ -133,7 +138,7 @@ class Peer:
       sign: the last heartbeat. None until the process has started.
     """
 
-    def __init__(self, ray: Any, actor: Any, name: str, timeout_s: float, start_s: float) -> None:
+    def __init__(self, ray: Ray, actor: Any, name: str, timeout_s: float, start_s: float) -> None:
         self._ray, self.actor, self.name = ray, actor, name
         self._timeout_s, self._start_s = timeout_s, start_s
         self.sign: Sign | None = None
@@ -141,11 +146,12 @@ class Peer:
         self._looked_at = self._asked_at = time.monotonic()
         self._silent_s = 0.0
         # The pending heartbeat request. At most one is pending, so that a busy process does not collect a queue of them.
-        self._ping: Any = actor.ping.remote()
+        self._ping: object = actor.ping.remote()
 
-    def ask(self, method: str, *args: PyTree) -> Reply:
-        """Calls a method without waiting. `Calls.answers` waits for the result."""
-        return Reply(self, method, getattr(self.actor, method).remote(*args))
+    def ask(self, method: Callable[Concatenate[A, P], R], *args: P.args, **kwargs: P.kwargs) -> Reply[R]:
+        """Calls a method of class `A` without waiting. `Calls.answers` waits for the result."""
+        name = method.__name__
+        return Reply(self, name, getattr(self.actor, name).remote(*args, **kwargs))
 
     def look(self, since: float) -> None:
         """Checks the heartbeat, and requests the next one.
@@ -188,11 +194,11 @@ class Calls:
       ray: the module `ray`.
     """
 
-    def __init__(self, ray: Any) -> None:
+    def __init__(self, ray: Ray) -> None:
         self._ray = ray
         self._noted: dict[str, float] = {}
 
-    def answers(self, replies: Sequence[Reply], others: Collection[Peer] = ()) -> list[Any]:
+    def answers(self, replies: Sequence[Reply[R]], others: Collection[Peer[Any]] = ()) -> list[R]:
         """Waits for all calls and returns their results.
 
         Args:
@@ -226,12 +232,12 @@ class Calls:
                 self._note(waiting, note_s)
                 note_s *= 2
 
-    def _unanswered(self, replies: Sequence[Reply]) -> list[Reply]:
+    def _unanswered(self, replies: Sequence[Reply[R]]) -> list[Reply[R]]:
         references = [reply.reference for reply in replies]
         _, left = self._ray.wait(references, num_returns=len(references), timeout=0)
         return [reply for reply in replies if reply.reference in left]
 
-    def _error(self, replies: Sequence[Reply], error: Any) -> BaseException:
+    def _error(self, replies: Sequence[Reply[Any]], error: Exception) -> BaseException:
         """Returns the error to raise: that of a dead process if there is one, else that of a method that raised."""
         peer = replies[0].peer
         for reply in replies:
@@ -250,7 +256,7 @@ class Calls:
         cause.add_note(f"On {peer.name}:\n{error}")
         return cause
 
-    def _note(self, waiting: Sequence[Reply], waited_s: float) -> None:
+    def _note(self, waiting: Sequence[Reply[Any]], waited_s: float) -> None:
         """Logs which processes this one waits for, once if several threads wait for the same."""
         for reply in waiting:
             now = time.monotonic()
@@ -268,7 +274,7 @@ class Calls:
             _log.warning("waiting for %s for %.0f s: %s.", reply.peer, waited_s, doing)
 
 
-def _why(error: Any) -> str:
+def _why(error: object) -> str:
     """Returns Ray's reason for the death of an actor, in one line."""
     if type(error).__name__ == "OutOfMemoryError":
         return "Ray killed it because its machine was running out of memory"

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, final
+from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
 import numpy as np
 
@@ -15,7 +15,9 @@ from phalanx.servers.calls import Calls, Lost, Peer, Reply, Silent
 from phalanx.servers.ray import RayCluster, load_ray
 from phalanx.servers.remote.plans import Pusher, UpdateProgram
 from phalanx.servers.remote.server import ParameterServer
-from phalanx.typing import PyTree
+
+R = TypeVar("R")
+P = ParamSpec("P")
 
 _log = logging.getLogger("phalanx")
 
@@ -58,18 +60,17 @@ class Servers:
         self._ray, self._cluster, self._names_on = load_ray(), cluster, names_on
         # A push of each worker may block one thread while it waits for its turn.
         threads = _THREADS + cluster.workers
-        self._start = lambda i: Peer(
-            self._ray,
-            cluster.actor(ParameterServer, "ps", i, i, max_staleness, threads=threads),
-            f"parameter server {i}",
-            timeout_s,
-            _START_S,
-        )
+
+        def start(index: int) -> Peer[ParameterServer]:
+            actor = cluster.actor(ParameterServer, "ps", index, index, max_staleness, threads=threads)
+            return Peer(self._ray, actor, f"parameter server {index}", timeout_s, _START_S)
+
+        self._start = start
         self.lock, self.calls = threading.RLock(), Calls(self._ray)
-        self._peers: list[Peer] | None = [self._start(i) for i in range(cluster.ps)]
+        self._peers: list[Peer[ParameterServer]] | None = [self._start(i) for i in range(cluster.ps)]
         try:
-            signs = self.calls.answers([p.ask("ping") for p in self.peers])
-            self.calls.answers([p.ask("meet", self.actors) for p in self.peers])
+            signs = self.calls.answers([p.ask(ParameterServer.ping) for p in self.peers])
+            self.calls.answers([p.ask(ParameterServer.meet, self.actors) for p in self.peers])
         except Lost as e:
             raise not_started(e) from e
         self.platforms = tuple(sorted({sign.platform for sign in signs}))
@@ -81,7 +82,7 @@ class Servers:
         return self._cluster.ps
 
     @property
-    def peers(self) -> list[Peer]:
+    def peers(self) -> list[Peer[ParameterServer]]:
         """The handles of the servers.
 
         Raises:
@@ -113,11 +114,11 @@ class Servers:
                 "call strategy.close() after the last use, or save the variables before it",
             )
 
-    def ask(self, method: str, *calls: tuple[Any, ...]) -> list[Any]:
+    def ask(self, method: Callable[Concatenate[ParameterServer, ...], R], *calls: tuple[Any, ...]) -> list[R]:
         """Calls a method of several servers, and waits for the results.
 
         Args:
-          method: name of the method.
+          method: a method of `ParameterServer`.
           *calls: one tuple per call: the index of the server, and the arguments.
 
         Returns:
@@ -129,7 +130,7 @@ class Servers:
         peers = self.peers
         return self.answers([peers[server].ask(method, *args) for server, *args in calls])
 
-    def answers(self, replies: Sequence[Reply]) -> list[Any]:
+    def answers(self, replies: Sequence[Reply[R]]) -> list[R]:
         """Waits for calls of servers and returns the results.
 
         Raises:
@@ -147,25 +148,27 @@ class Servers:
                     "make the same call again",
                 ) from e
 
-    def tell(self, method: str, *args: PyTree) -> None:
+    def tell(
+        self, method: Callable[Concatenate[ParameterServer, P], object], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         """Calls a method of all servers, and waits until all have returned."""
-        self.ask(method, *((i, *args) for i in range(len(self))))
+        self.answers([peer.ask(method, *args, **kwargs) for peer in self.peers])
 
     def forget(self, pusher: Pusher) -> None:
         """Tells the servers that a worker is lost. A push that the first server has not applied yet will not be applied."""
         # The first server decides. Its answer tells which turns the others must apply before they drop the rest.
-        ((_, *turns),) = self.ask("forget", (0, pusher))
-        self.ask("forget", *((i, pusher, turn) for i, turn in enumerate(turns, start=1)))
+        ((_, *turns),) = self.ask(ParameterServer.forget, (0, pusher))
+        self.ask(ParameterServer.forget, *((i, pusher, turn) for i, turn in enumerate(turns, start=1)))
 
     def learn(self, server: int, name: int, program: UpdateProgram) -> None:
         """Sends a server the program of an update, and records it for a replacement of that server."""
         self._learned[server][name] = program
-        self.ask("learn", (server, name, program))
+        self.ask(ParameterServer.learn, (server, name, program))
 
     def drop(self, server: int, key: int) -> None:
         """Tells a server to delete a value, without waiting. Does nothing after the strategy was closed."""
         if self._peers is not None and self._ray.is_initialized():
-            self._peers[server].ask("drop", [key])
+            self._peers[server].ask(ParameterServer.drop, [key])
 
     def take_snapshot(self) -> None:
         """Takes a snapshot now, if snapshots are enabled."""
@@ -214,15 +217,17 @@ class Servers:
         peers, answers = self.peers, self.calls.answers
         # The order matters: all servers drop pending pushes before a new one gets values, and agree on the number of applied
         # updates last. Otherwise a push could be applied on some servers only.
-        answers([peer.ask("ping") for peer in peers])
-        answers([p.ask("forget", pusher) for i, p in enumerate(peers) if i not in lost for pusher in pushers])
-        answers([peer.ask("meet", self.actors) for peer in peers])
+        answers([peer.ask(ParameterServer.ping) for peer in peers])
+        answers(
+            [p.ask(ParameterServer.forget, pusher) for i, p in enumerate(peers) if i not in lost for pusher in pushers]
+        )
+        answers([peer.ask(ParameterServer.meet, self.actors) for peer in peers])
         for i in lost:
-            answers([peers[i].ask("put", snapshot[i])])
-            answers([peers[i].ask("learn", name, program) for name, program in self._learned[i].items()])
-            answers([peers[i].ask("forget", pusher) for pusher in pushers])
-        applied = max(answers([peer.ask("num_applied") for peer in peers]))
-        answers([peers[0].ask("align_all", applied)])
+            answers([peers[i].ask(ParameterServer.put, snapshot[i])])
+            answers([peers[i].ask(ParameterServer.learn, name, program) for name, program in self._learned[i].items()])
+            answers([peers[i].ask(ParameterServer.forget, pusher) for pusher in pushers])
+        applied = max(answers([peer.ask(ParameterServer.num_applied) for peer in peers]))
+        answers([peers[0].ask(ParameterServer.align_all, applied)])
 
     def _lost_for_good(self, lost: Mapping[int, Lost]) -> ServerLostError:
         names = _listed(self._names_on(lost))
@@ -250,7 +255,7 @@ class Servers:
     def _lost(self) -> dict[int, Lost]:
         """Returns the lost servers, by index, with the reason."""
         lost: dict[int, Lost] = {}
-        replies = [peer.ask("num_applied") for peer in self.peers]
+        replies = [peer.ask(ParameterServer.num_applied) for peer in self.peers]
         for i, reply in enumerate(replies):
             try:
                 self.calls.answers([reply])
@@ -274,7 +279,7 @@ class _Snapshots:
         """Takes a snapshot now."""
         servers = self._servers()
         if servers is not None:
-            self.last = servers.ask("state", *((i,) for i in range(len(servers))))
+            self.last = servers.ask(ParameterServer.state, *((i,) for i in range(len(servers))))
 
     def close(self) -> None:
         """Ends the thread after the snapshot that it may be taking."""

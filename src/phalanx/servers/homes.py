@@ -9,12 +9,13 @@ variable, so that an update needs no communication between servers.
 import itertools
 import math
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import keras
 import numpy as np
+from jax.typing import ArrayLike
 
 from phalanx import compat
 from phalanx.compat import Variable
@@ -23,6 +24,7 @@ from phalanx.errors import (
     MixedStrategyError,
     TraceError,
 )
+from phalanx.mesh.annotated import shape_dtype
 from phalanx.mesh.devices import Held
 from phalanx.programs.export import Exported, export
 from phalanx.programs.identity import IdentityMap
@@ -32,6 +34,7 @@ from phalanx.servers.client import Servers
 from phalanx.servers.partitioners import check_partitions, place, split_rows
 from phalanx.servers.ray import RayCluster
 from phalanx.servers.remote.plans import Gradient, Part, Placement, UpdateProgram, require_rows
+from phalanx.servers.remote.server import ParameterServer
 from phalanx.tracing import context
 from phalanx.tracing.policy import describe
 from phalanx.tracing.strategy import AbstractStrategy, Update
@@ -61,7 +64,7 @@ class Homes:
         self,
         cluster: RayCluster,
         device: AbstractStrategy,
-        partitioner: Any,
+        partitioner: Callable[..., Sequence[int]] | None,
         *,
         max_staleness: int | None,
         snapshot_every_s: float | None,
@@ -132,7 +135,7 @@ class Homes:
         require_rows(rows, placement, describe(table))
         own = [rows[(rows >= p.start) & (rows < (p.stop or 0))] - p.start for p in placement]
         asked = [(p.server, [(p.key, x)]) for p, x in zip(placement, own, strict=True)]
-        found = np.concatenate([arrays[0] for arrays in self.servers.ask("get", *asked)])
+        found = np.concatenate([arrays[0] for arrays in self.servers.ask(ParameterServer.get, *asked)])
         return jax.numpy.asarray(found[places.reshape(ids.shape)])
 
     def take_in(self, variables: Sequence[Variable]) -> None:
@@ -172,10 +175,13 @@ class Homes:
         self.take_in([variable])
         placement = self.placement(variable)
         assert placement is not None
-        parts = [arrays[0] for arrays in self.servers.ask("get", *((part.server, [part.key]) for part in placement))]
+        parts = [
+            arrays[0]
+            for arrays in self.servers.ask(ParameterServer.get, *((part.server, [part.key]) for part in placement))
+        ]
         return jax.numpy.array(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
-    def write(self, variable: Variable, value: Any) -> None:
+    def write(self, variable: Variable, value: ArrayLike) -> None:
         """Sends the value of a variable to the servers."""
         placement = self.placement(variable)
         assert placement is not None
@@ -185,12 +191,12 @@ class Homes:
 
     def read_part(self, part: Part) -> np.ndarray:
         """Fetches one part of a variable."""
-        ((array,),) = self.servers.ask("get", (part.server, [part.key]))
+        ((array,),) = self.servers.ask(ParameterServer.get, (part.server, [part.key]))
         return np.array(array)
 
     def write_part(self, part: Part, value: np.ndarray) -> None:
         """Sends one part of a variable to every server that holds it."""
-        self.servers.ask("put", *((s, {part.key: value}) for s in self._holders[part.key]))
+        self.servers.ask(ParameterServer.put, *((s, {part.key: value}) for s in self._holders[part.key]))
 
     def plan(self, update: Update, step: Exported) -> tuple[int, tuple[Gradient, ...]]:
         """Sends the servers the programs of an optimizer's update, unless they have them.
@@ -300,7 +306,7 @@ class Homes:
         shapes = [(s, (rows[id(v)], *s.shape[1:])) for s, v in owners]
         table_of = {id(s): i for s, v in owners for i, x in enumerate(variables) if x is v and id(v) in tables}
         with context.enter(context.Mode(self._device, None)), compat.shapes(shapes):
-            gradients = [jax.ShapeDtypeStruct(tuple(v.shape), compat.dtype_of(v)) for v in variables]
+            gradients = [shape_dtype(tuple(v.shape), compat.dtype_of(v)) for v in variables]
             exported = export(program, gradients, self.servers.platforms, adds=False)
         keys = [self._hold(v, server) for v in exported.variables]
         return UpdateProgram(
@@ -323,14 +329,14 @@ class Homes:
                 return part.key
         (part,) = placement
         # A variable of the whole optimizer, such as the number of updates. Each server keeps its own copy.
-        self.servers.ask("put", (server, {part.key: np.asarray(self.read(variable))}))
+        self.servers.ask(ParameterServer.put, (server, {part.key: np.asarray(self.read(variable))}))
         self._holders[part.key] = (*self._holders[part.key], server)
         return part.key
 
     def _num_shards(self, variable: Variable) -> int:
         """Returns the number of shards of a variable, at most one per server. A table has one on each server."""
         if compat.initializer_of(variable) is not None:
-            return min(len(self.servers), variable.shape[0])
+            return min(len(self.servers), int(variable.shape[0]))
         if self._partitioner is None or not len(variable.shape):
             return 1
         shape = tuple(variable.shape)
@@ -347,14 +353,16 @@ class Homes:
             parts = [(p.server, p.start, p.stop or 0) for p in self._placements.get(reference) or ()]
         placement = tuple(Part(server, next(self._keys), start, stop) for server, start, stop in parts)
         programs = [_rows_program(table, p, i, self.servers.platforms) for i, p in enumerate(placement)]
-        self.servers.ask("make", *((p.server, p.key, x) for p, x in zip(placement, programs, strict=True)))
+        self.servers.ask(
+            ParameterServer.make, *((p.server, p.key, x) for p, x in zip(placement, programs, strict=True))
+        )
         self._settle(table, placement, _bytes_of(table) // table.shape[0])
 
     def _move(self, variable: Variable, parts: Sequence[tuple[int, int, int | None]]) -> None:
         """Sends the value of a variable to the servers. A part is the index of a server, and its first and last row."""
         array = np.asarray(compat.raw_value(variable))
         placement = tuple(Part(server, next(self._keys), start, stop) for server, start, stop in parts)
-        self.servers.ask("put", *((p.server, {p.key: p.of(array)}) for p in placement))
+        self.servers.ask(ParameterServer.put, *((p.server, {p.key: p.of(array)}) for p in placement))
         self._settle(variable, placement, array.nbytes // max(1, len(array) if array.ndim else 1))
 
     def _settle(self, variable: Variable, placement: Placement, row_bytes: int) -> None:
@@ -423,7 +431,7 @@ def _require_servers(variables: Sequence[Variable]) -> None:
     """
     found = {id(homes): homes for v in variables if (homes := _owners.get(v)) is not None}
     for homes in found.values():
-        homes.servers.tell("num_applied")
+        homes.servers.tell(ParameterServer.num_applied)
 
 
 compat.on_first_read(_fetch)
@@ -432,7 +440,7 @@ compat.before_saving(_require_servers)
 
 
 def _bytes_of(variable: Variable) -> int:
-    return math.prod(variable.shape) * np.dtype(compat.dtype_of(variable)).itemsize
+    return int(math.prod(variable.shape)) * np.dtype(compat.dtype_of(variable)).itemsize
 
 
 def _is_unmade(variable: Variable) -> bool:
@@ -443,6 +451,7 @@ def _is_unmade(variable: Variable) -> bool:
 def _rows_program(table: Variable, part: Part, number: int, platforms: Sequence[str]) -> bytes:
     """Returns a serialized program that initializes one server's rows of a table."""
     initializer = compat.initializer_of(table)
+    assert initializer is not None
     seed = getattr(initializer, "seed", None)
     if seed is not None:
         initializer = type(initializer).from_config({**initializer.get_config(), "seed": _own_seed(seed, number)})
@@ -451,7 +460,7 @@ def _rows_program(table: Variable, part: Part, number: int, platforms: Sequence[
     return bytes(jax.export.export(make, platforms=platforms)().serialize())
 
 
-def _own_seed(seed: Any, number: int) -> int:
+def _own_seed(seed: object, number: int) -> int:
     """Returns the seed for shard `number` of a table, different from those of other shards and of other tables."""
     if isinstance(seed, int):
         return (seed + number * _SEED_STRIDE) % 2**31

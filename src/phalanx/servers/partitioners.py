@@ -32,7 +32,7 @@ class Partitioner(ABC):
     """
 
     @abstractmethod
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: str | type | np.dtype, axis: int = 0) -> list[int]:
         """Returns the number of shards along each dim of a variable.
 
         Args:
@@ -72,7 +72,7 @@ class FixedShardsPartitioner(Partitioner):
         _check_positive("num_shards", self.num_shards)
 
     @override
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: str | type | np.dtype, axis: int = 0) -> list[int]:
         _check_axis(shape, axis)
         return _parts(shape, axis, self.num_shards)
 
@@ -109,7 +109,7 @@ class MinSizePartitioner(Partitioner):
         _check_positive("bytes_per_string", self.bytes_per_string)
 
     @override
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: str | type | np.dtype, axis: int = 0) -> list[int]:
         rows, row_bytes = _rows(shape, dtype, axis, self.bytes_per_string)
         fewest_rows = -(-self.min_shard_bytes // row_bytes)
         return _parts(shape, axis, min(self.max_shards, rows // fewest_rows))
@@ -147,7 +147,7 @@ class MaxSizePartitioner(Partitioner):
         _check_positive("bytes_per_string", self.bytes_per_string)
 
     @override
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: str | type | np.dtype, axis: int = 0) -> list[int]:
         rows, row_bytes = _rows(shape, dtype, axis, self.bytes_per_string)
         most_rows = max(1, self.max_shard_bytes // row_bytes)
         return _parts(shape, axis, min(self.max_shards or rows, -(-rows // most_rows)))
@@ -223,7 +223,7 @@ def _parts(shape: Sequence[int], axis: int, count: int) -> list[int]:
     return parts
 
 
-def _rows(shape: Sequence[int], dtype: Any, axis: int, bytes_per_string: int) -> tuple[int, int]:
+def _rows(shape: Sequence[int], dtype: str | type | np.dtype, axis: int, bytes_per_string: int) -> tuple[int, int]:
     """Returns the number of rows along `axis`, and the bytes per row."""
     _check_axis(shape, axis)
     elements = math.prod(shape)
@@ -232,7 +232,7 @@ def _rows(shape: Sequence[int], dtype: Any, axis: int, bytes_per_string: int) ->
     return shape[axis], elements // shape[axis] * _item_bytes(dtype, bytes_per_string)
 
 
-def _item_bytes(dtype: Any, bytes_per_string: int) -> int:
+def _item_bytes(dtype: str | type | np.dtype, bytes_per_string: int) -> int:
     if isinstance(dtype, str) and dtype == "string":  # A dtype of Keras that NumPy does not have.
         return bytes_per_string
     try:

@@ -23,6 +23,7 @@ from phalanx.errors import (
     arguments,
     shown,
 )
+from phalanx.servers.handles import Ray
 from phalanx.servers.session import OwnedProcesses, Session, environment, make_token
 from phalanx.typing import PyTree
 
@@ -55,7 +56,7 @@ _GRACE_S = 5.0
 _TRIES = 3
 
 
-def load_ray() -> Any:
+def load_ray() -> Ray:
     """Imports Ray with token authentication and without its usual output.
 
     Returns:
@@ -69,7 +70,7 @@ def load_ray() -> Any:
         for name, value in _QUIET.items():
             os.environ.setdefault(name, value)
     try:
-        ray = importlib.import_module("ray")
+        ray: Any = importlib.import_module("ray")
     except ImportError as e:
         raise _missing("is not installed.") from e
     if not hasattr(ray, "__version__"):
@@ -83,7 +84,8 @@ def load_ray() -> Any:
             "Ray reads its settings when it is imported, and without RAY_AUTH_MODE it accepts any client.",
             'os.environ["RAY_AUTH_MODE"] = "token" before `import ray`',
         )
-    return ray
+    module: Ray = ray
+    return module
 
 
 def _missing(found: str) -> MissingDependencyError:
@@ -141,7 +143,7 @@ class RayCluster:
         self.actors.append(self._ray.remote(_started(kind)).options(**options).remote(cores, *args))
         return self.actors[-1]
 
-    def end(self, actor: Any) -> None:
+    def end(self, actor: object) -> None:
         """Kills an actor, whatever it is doing."""
         if actor in self.actors:
             self.actors.remove(actor)

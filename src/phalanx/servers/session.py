@@ -11,13 +11,15 @@ import tempfile
 import threading
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, final
+from types import FrameType
+from typing import NoReturn, final
 
 from phalanx.cluster.guard import Guard, end_marked
 from phalanx.errors import StartupError
+from phalanx.servers.handles import Ray
 
 _MARK = "PHALANX_RAY"
 _TRIES = 3
@@ -70,7 +72,7 @@ class Session:
       StartupError: Ray did not start.
     """
 
-    def __init__(self, ray: Any, address: str, settings: Mapping[str, str], *, dashboard: bool) -> None:
+    def __init__(self, ray: Ray, address: str, settings: Mapping[str, str], *, dashboard: bool) -> None:
         self._ray, self._processes = ray, OwnedProcesses()
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         make_token()
@@ -155,7 +157,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _set_sigterm(handler: Any) -> None:
+def _set_sigterm(handler: Callable[[int, FrameType | None], object] | int) -> None:
     """Sets the handler of SIGTERM, in the main thread only.
 
     `ray.init` installs a handler that prints a stack and ends the process without running its `finally` blocks.
@@ -164,6 +166,6 @@ def _set_sigterm(handler: Any) -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _end(number: int, _: Any) -> NoReturn:
+def _end(number: int, _: FrameType | None) -> NoReturn:
     """Handles SIGTERM like `sys.exit`, so that `finally` blocks run and child processes end."""
     sys.exit(128 + number)

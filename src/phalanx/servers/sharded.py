@@ -3,9 +3,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from phalanx.compat import Variable, dtype_of
 from phalanx.errors import InvalidArgumentError, shown
@@ -40,7 +41,7 @@ class Shard:
         """Fetches the rows from the server. May be called in any context except a step."""
         return self._homes.read_part(self._part)
 
-    def assign(self, value: Any) -> None:
+    def assign(self, value: ArrayLike) -> None:
         """Sends new values of the rows to the server. May be called in any context except a step.
 
         Args:
@@ -85,7 +86,7 @@ class ShardedVariable:
       >>> strategy.close()
     """
 
-    def __init__(self, variable: Variable, strategy: Any = None) -> None:
+    def __init__(self, variable: Variable, strategy: object = None) -> None:
         homes = strategy.homes if hasattr(strategy, "homes") else homes_of(variable)
         if not isinstance(variable, Variable) or homes is None or not variable.shape:
             raise InvalidArgumentError(

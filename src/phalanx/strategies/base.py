@@ -2,7 +2,7 @@
 """`Strategy`: the public methods, built on a few hooks that each strategy overrides."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import NoneType
 from typing import Any, NoReturn, Self, final
 from weakref import WeakSet
@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from phalanx import compat
+from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.collectives import primitives
 from phalanx.collectives.cross_device import CrossDeviceOps
 from phalanx.errors import ContextError, InvalidArgumentError, arguments, shown
 from phalanx.errors.frames import boundary, hide
 from phalanx.input.iterator import DistributedIterator, check_steps
+from phalanx.mesh.annotated import psum_scatter
 from phalanx.mesh.devices import Held, device_name
 from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.topology import Topology
@@ -101,7 +103,7 @@ class Strategy(AbstractInputs, AbstractResults):
         return None
 
     @property
-    def cluster_resolver(self) -> Any:
+    def cluster_resolver(self) -> ClusterResolver | None:
         """The resolver that describes the cluster. None on one machine. May be called in any context."""
         return None
 
@@ -148,8 +150,10 @@ class Strategy(AbstractInputs, AbstractResults):
             sums = self.aggregate_gradients(grads)
             return [x if dim is None else self._part_of_replica(x, dim) for x, dim in zip(sums, dims, strict=True)]
         whole = self.aggregate_gradients([g if dim is None else None for g, dim in zip(grads, dims, strict=True)])
-        part = lambda g, dim: lax.psum_scatter(g, REPLICA_AXIS, scatter_dimension=dim, tiled=True)  # noqa: E731
-        return [w if dim is None else part(g, dim) for w, g, dim in zip(whole, grads, dims, strict=True)]
+        return [
+            w if dim is None else psum_scatter(g, REPLICA_AXIS, scatter_dimension=dim, tiled=True)
+            for w, g, dim in zip(whole, grads, dims, strict=True)
+        ]
 
     def _part_of_replica(self, value: jax.Array, dim: int) -> jax.Array:
         parts = jnp.split(value, self.num_replicas_in_sync, dim)
@@ -326,7 +330,7 @@ class Strategy(AbstractInputs, AbstractResults):
             return jax.tree.map(stacked, *results, is_leaf=is_distributed)
         batches, count = iterator.next_steps(steps)
 
-        def program(batches: PyTree, count: Any) -> PyTree:
+        def program(batches: PyTree, count: jax.Array) -> PyTree:
             return trace_run(self, fn, (batches,), {}, steps=count)
 
         results = context.call_in(
@@ -356,7 +360,7 @@ class Strategy(AbstractInputs, AbstractResults):
         tree = primitives.checked_arrays(tree)
         return Mirrored(self.topology.put_replicated(tree))
 
-    def in_program(self, key: Any, fn: Callable[[Any], Any], value: Any) -> PyTree:
+    def in_program(self, key: Hashable, fn: Callable[[Any], Any], value: PyTree) -> PyTree:
         """Returns `fn(value)`, computed in the current trace or else in a separate program. In cross-replica context.
 
         Args:
@@ -364,7 +368,10 @@ class Strategy(AbstractInputs, AbstractResults):
           fn: the function to compile.
           value: the argument of `fn`: a pytree.
         """
-        on_all = lambda v: self.on_all_workers(fn(v))  # noqa: E731
+
+        def on_all(argument: PyTree) -> PyTree:
+            return self.on_all_workers(fn(argument))
+
         if innermost() is not None:
             return on_all(value)
         return context.call_in(self._cross_replica, self._programs.call, self._programs, on_all, (value,), {}, key=key)

@@ -213,7 +213,7 @@ def _shared_folder(folder: str, token: str, rank: int, tell: Callable[[Any], lis
 def _teller(strategy: MultiWorkerMirroredStrategy) -> Callable[[Any], list[Any]]:
     """Returns a function that exchanges one JSON message per process. All processes must call it together."""
 
-    def tell(message: Any) -> list[Any]:
+    def tell(message: object) -> list[Any]:
         data = json.dumps(message).encode().ljust(_MESSAGE_BYTES)
         of_ranks = strategy.topology.exchange(np.frombuffer(data, np.uint8))
         return [json.loads(bytes(own)) for own in of_ranks]

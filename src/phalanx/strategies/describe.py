@@ -19,7 +19,7 @@ from phalanx.strategies.base import Strategy
 from phalanx.tracing.strategy import check_strategy
 
 
-def describe(strategy: Strategy, *objects: Any, console: Any = None) -> None:
+def describe(strategy: Strategy, *objects: object, console: Any = None) -> None:
     """Prints the mesh of a strategy, the devices of each variable and the bytes per device.
 
     May be called in any context.
@@ -90,7 +90,7 @@ Shown = tuple[str, list[str], list[list[str]]]
 _NUMBERS = ("replica", "array", "bytes")
 
 
-def variables_of(method: str, thing: Any) -> list[Variable]:
+def variables_of(method: str, thing: object) -> list[Variable]:
     """Returns the variables of an object.
 
     Args:
@@ -183,7 +183,7 @@ def _size(count: int) -> str:
 
 
 def explain_sharding(
-    dataset: Any, strategy: Strategy, options: InputOptions | None = None, *, batch_size: int | None = None
+    dataset: object, strategy: Strategy, options: InputOptions | None = None, *, batch_size: int | None = None
 ) -> Sequence[WorkerShard]:
     """Returns the shard of a dataset that each worker of a strategy reads. May be called in any context.
 

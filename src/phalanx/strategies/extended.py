@@ -3,10 +3,11 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import jax
 import keras
+from jax.typing import ArrayLike
 
 from phalanx import compat
 from phalanx.collectives import primitives
@@ -21,6 +22,8 @@ from phalanx.tracing.policy import check_variable, describe
 from phalanx.tracing.scope import innermost
 from phalanx.tracing.strategy import AbstractStrategy, Updates, check_strategy
 from phalanx.typing import PyTree
+
+T = TypeVar("T")
 
 
 @final
@@ -52,8 +55,12 @@ class StrategyExtended:
         self._strategy = container_strategy
 
     def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
-    ) -> Any:
+        self,
+        reduce_op: ReduceOp | str,
+        value: PyTree,
+        destinations: object,
+        options: CommunicationOptions | None = None,
+    ) -> PyTree:
         """Reduces a per-replica value. Every replica gets the result. Call it in cross-replica context.
 
         Args:
@@ -87,14 +94,17 @@ class StrategyExtended:
         primitives.check_arrays([v for v in values if not isinstance(v, DistributedValues)])
         if ops is None or not any(map(differs, values)):
             return [reduce_leaf(v, op, None, n) for v in values]
-        merge = lambda *local: ops.batch_reduce(op, [(v, v) for v in local], options)  # noqa: E731
+
+        def merge(*local: ArrayLike) -> list[jax.Array]:
+            return ops.batch_reduce(op, [(v, v) for v in local], options)
+
         if any(isinstance(v, ReplicaLocal) for v in values):
             return merge(*values)
         check_components(values)
         merged = lambda local: self._strategy.merged(merge, *local)  # noqa: E731
         return list(map(Mirrored, self._strategy.in_program(("reduce_to", op, options), merged, values)))
 
-    def broadcast_to(self, tensor: Any, destinations: Any) -> PyTree:
+    def broadcast_to(self, tensor: PyTree, destinations: object) -> PyTree:
         """Copies a value to every replica. Call it in cross-replica context.
 
         Args:
@@ -120,7 +130,7 @@ class StrategyExtended:
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> PyTree:
         """Calls `Strategy.run`, under its older name."""
         return self._strategy.run(fn, args, kwargs)
 
@@ -131,7 +141,7 @@ class StrategyExtended:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> PyTree:
         """Calls `fn(var, *args, **kwargs)` once, in update context, where `var` may be assigned without aggregation.
 
         Call it in cross-replica context.
@@ -193,7 +203,7 @@ class StrategyExtended:
         number = compat.maker_of(check_variable("v", v, "variable_created_in_scope(variable)"))
         return not self._strategy.topology.has_devices if number is None else number == self._strategy.number
 
-    def value_container(self, value: Any) -> Any:
+    def value_container(self, value: T) -> T:
         """Returns `value` unchanged: components of variables are not variables. May be called in any context."""
         return value
 

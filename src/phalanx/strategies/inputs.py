@@ -64,7 +64,7 @@ class AbstractInputs(AbstractStrategy):
     @final
     def experimental_distribute_dataset(
         self,
-        dataset: Any,
+        dataset: object,
         options: InputOptions | None = None,
         *,
         batch_size: int | None = None,
@@ -141,7 +141,7 @@ class AbstractInputs(AbstractStrategy):
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     @final
-    def make_experimental_numpy_dataset(self, numpy_input: Any, session: None = None) -> NumpyDataset:
+    def make_experimental_numpy_dataset(self, numpy_input: PyTree, session: None = None) -> NumpyDataset:
         """Returns a dataset of the rows of arrays, to be batched and distributed.
 
         Call it in cross-replica context or outside all scopes.

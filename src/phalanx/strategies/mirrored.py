@@ -2,14 +2,14 @@
 """`MirroredStrategy`: one machine, one replica per device, every variable on all devices."""
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import jax
 
 from phalanx.collectives.cross_device import CrossDeviceOps
 from phalanx.errors import InvalidArgumentError, shown, warn_of_slip
 from phalanx.mesh.devices import device_name
-from phalanx.mesh.layout import layout_of
+from phalanx.mesh.layout import LayoutLike, layout_of
 from phalanx.mesh.topology import Topology, axes_of
 from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
 
@@ -48,7 +48,7 @@ class MirroredStrategy(SynchronousStrategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         model_axis: tuple[str, int] | None = None,
-        layout: Any = None,
+        layout: LayoutLike = None,
     ) -> None:
         topology = Topology.of(devices, axes=axes_of(model_axis), layout=layout_of(layout))
         ops = ops_within(topology) if cross_device_ops is None else cross_device_ops

@@ -5,7 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from typing_extensions import override
 
@@ -25,6 +25,8 @@ from phalanx.servers.ray import RayCluster
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.typing import PyTree
+
+T = TypeVar("T")
 
 _START_S = 600.0
 
@@ -205,11 +207,11 @@ class WorkerSide:
 
     num_replicas_in_sync = 1
 
-    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+    def experimental_distribute_dataset(self, dataset: T, options: object = None) -> T:
         """Returns the dataset unchanged."""
         return dataset
 
-    def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
+    def distribute_datasets_from_function(self, dataset_fn: Callable[[InputContext], T], options: object = None) -> T:
         """Calls `dataset_fn` for one input pipeline, because each worker reads its own dataset."""
         return dataset_fn(InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1))
 

@@ -57,12 +57,12 @@ def reduce_leaf(value: Any, op: ReduceOp, axis: Axis, num_replicas: int, ops: Cr
 
 
 @reduce_leaf.register
-def _(value: Mirrored, op: ReduceOp, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> Any:
+def _(value: Mirrored, op: ReduceOp, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> PyTree:
     return reduce_leaf(value.value, op, axis, num_replicas, ops)
 
 
 @reduce_leaf.register
-def _(value: PerReplica, op: ReduceOp, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> Any:
+def _(value: PerReplica, op: ReduceOp, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> jax.Array:
     check_size(value, num_replicas)
     data = primitives.to_array(value.data)
     if axis is None and op is ReduceOp.MEAN and value.rows is None and value.batch is not None:
@@ -71,7 +71,7 @@ def _(value: PerReplica, op: ReduceOp, axis: Axis, num_replicas: int, ops: Cross
 
 
 @reduce_leaf.register
-def _(value: ReplicaLocal, op: ReduceOp, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> Any:
+def _(value: ReplicaLocal, op: ReduceOp, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> jax.Array:
     data = primitives.to_array(value.value)
     dims = _dims(axis, data.ndim)
     # In a merge function only the shape suggests that a value has rows, and a gradient may have this shape by chance.
@@ -90,7 +90,7 @@ def _(value: ReplicaLocal, op: ReduceOp, axis: Axis, num_replicas: int, ops: Cro
     return total / (count * others)
 
 
-def check_axis(axis: Any) -> None:
+def check_axis(axis: object) -> None:
     """Checks the `axis` argument of `Strategy.reduce`.
 
     Raises:
@@ -101,7 +101,7 @@ def check_axis(axis: Any) -> None:
             raise ReduceOpError(f"axis={shown(axis)}", "must be an integer, a tuple of integers, or None.", "axis=0")
 
 
-def check_dim(axis: Any) -> None:
+def check_dim(axis: object) -> None:
     """Checks the `axis` argument of `Strategy.gather`.
 
     Raises:
@@ -141,7 +141,7 @@ def check_mergeable(value: PerReplica, axis: Axis) -> None:
 
 
 @singledispatch
-def gather_leaf(value: Any, axis: int, num_replicas: int) -> PyTree:
+def gather_leaf(value: object, axis: int, num_replicas: int) -> PyTree:
     """Concatenates the components along dim `axis`, including padded rows. Returns other values unchanged."""
     if num_replicas == 1 and isinstance(value, jax.Array):  # The only component.
         primitives.canonical_dim(axis, value.ndim, "axis")
@@ -149,12 +149,13 @@ def gather_leaf(value: Any, axis: int, num_replicas: int) -> PyTree:
 
 
 @gather_leaf.register
-def _(value: ReplicaLocal, axis: int, num_replicas: int) -> Any:
-    return primitives.all_gather(value.value, axis, num_replicas)
+def _(value: ReplicaLocal, axis: int, num_replicas: int) -> jax.Array:
+    gathered: jax.Array = primitives.all_gather(value.value, axis, num_replicas)
+    return gathered
 
 
 @gather_leaf.register
-def _(value: PerReplica, axis: int, num_replicas: int) -> Any:
+def _(value: PerReplica, axis: int, num_replicas: int) -> jax.Array:
     check_size(value, num_replicas)
     data = jnp.asarray(value.data)
     dim = primitives.canonical_dim(axis, data.ndim - 1, "axis")
@@ -205,5 +206,5 @@ def _dims(axis: Axis, ndim: int) -> tuple[int, ...]:
     return tuple(primitives.canonical_dim(a, ndim, "axis") for a in axes)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return f"an array {value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else shown(value)

@@ -2,7 +2,7 @@
 """The methods of a strategy that combine the components of distributed values."""
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,17 @@ from phalanx.collectives import primitives
 from phalanx.collectives.cross_device import CrossDeviceOps
 from phalanx.errors import ContextError
 from phalanx.errors.frames import boundary
-from phalanx.mesh.values import DistributedValues, Mirrored, PerReplica, differs, flatten, is_distributed, map_leaves
+from phalanx.mesh.annotated import with_sharding_constraint
+from phalanx.mesh.values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    RowMask,
+    differs,
+    flatten,
+    is_distributed,
+    map_leaves,
+)
 from phalanx.options import ReduceOp
 from phalanx.programs.replicas import trace_run
 from phalanx.programs.state import components_of
@@ -32,13 +42,15 @@ from phalanx.tracing.scope import innermost
 from phalanx.tracing.strategy import AbstractStrategy
 from phalanx.typing import PyTree
 
+T = TypeVar("T")
+
 
 class AbstractResults(AbstractStrategy):
     """Reduces, gathers and unpacks values that differ between replicas."""
 
     @final
     @boundary
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Axis) -> PyTree:
+    def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: Axis) -> PyTree:
         """Reduces per-replica values over the replicas. Call it in cross-replica context or outside all scopes.
 
         Args:
@@ -83,7 +95,7 @@ class AbstractResults(AbstractStrategy):
         ops = self.cross_device_ops
         return None if ops is None or ops.adds else ops
 
-    def _reduce_leaf(self, op: ReduceOp, value: Any, axis: Axis) -> PyTree:
+    def _reduce_leaf(self, op: ReduceOp, value: object, axis: Axis) -> PyTree:
         ops, n = self._merging_ops, self.num_replicas_in_sync
         if ops is None or not isinstance(value, PerReplica):
             return reduce_leaf(value, op, axis, n, ops)
@@ -96,14 +108,14 @@ class AbstractResults(AbstractStrategy):
         Called inside a program, in cross-replica context.
         """
 
-        def replica_fn(*local: Any) -> Mirrored:
+        def replica_fn(*local: PyTree) -> Mirrored:
             return Mirrored(context.require_replica().merge_call(lambda _, *merging: fn(*merging), args=local))
 
         return trace_run(self, replica_fn, values, {}).value
 
     @final
     @boundary
-    def gather(self, value: Any, axis: int) -> PyTree:
+    def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenates the components of a per-replica value, in replica order.
 
         Call it in cross-replica context or outside all scopes.
@@ -132,7 +144,7 @@ class AbstractResults(AbstractStrategy):
         context.require_cross_replica("Strategy.gather", self, "phalanx.get_replica_context().all_gather(value, axis)")
         check_dim(axis)
         check_components(flatten(value)[0])
-        padded = any(_is_padded(x) for x in flatten(value)[0])
+        padded = any(_rows_of(x) is not None for x in flatten(value)[0])
         if padded and innermost() is not None:
             raise ContextError(
                 "Strategy.gather of a padded batch in phalanx.function",
@@ -151,7 +163,7 @@ class AbstractResults(AbstractStrategy):
         return jax.tree.map(_real_rows, value, whole, masks, is_leaf=is_distributed)
 
     @final
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Returns the components of the replicas of this process, in replica order.
 
         Call it in cross-replica context or outside all scopes.
@@ -194,10 +206,10 @@ class AbstractResults(AbstractStrategy):
         if self.topology.num_workers == 1:
             return tree
         whole = self.topology.replicated
-        place = lambda x: jax.lax.with_sharding_constraint(x, whole) if isinstance(x, jax.Array) else x  # noqa: E731
+        place = lambda x: with_sharding_constraint(x, whole) if isinstance(x, jax.Array) else x  # noqa: E731
         return jax.tree.map(place, tree)
 
-    def _content(self, value: Any) -> PyTree:
+    def _content(self, value: PyTree) -> PyTree:
         """Returns the value of a variable (a `PerReplica` if its components differ), and other values unchanged."""
         if not isinstance(value, keras.Variable):
             return _checked_array(value)
@@ -208,20 +220,21 @@ class AbstractResults(AbstractStrategy):
         return PerReplica(initial_components(value, value.value, n) if parts is None else parts)
 
 
-def _checked_array(value: object) -> Any:
+def _checked_array(value: T) -> T:
     if isinstance(value, jax.Array):
         primitives.check_arrays(value)
     return value
 
 
-def _is_padded(value: Any) -> bool:
-    return is_distributed(value) and value.rows is not None
+def _rows_of(value: object) -> RowMask | None:
+    return value.rows if isinstance(value, DistributedValues) else None
 
 
-def _mask_of(value: Any) -> PyTree:
+def _mask_of(value: object) -> PyTree:
     """Returns the padding mask of a padded value, as a per-replica value. Returns 0 for other values."""
-    return PerReplica(value.rows.mask) if _is_padded(value) else 0
+    rows = _rows_of(value)
+    return 0 if rows is None else PerReplica(rows.mask)
 
 
-def _real_rows(value: Any, whole: PyTree, mask: Any) -> PyTree:
-    return whole[np.flatnonzero(np.asarray(mask))] if _is_padded(value) else whole
+def _real_rows(value: object, whole: PyTree, mask: object) -> PyTree:
+    return whole if _rows_of(value) is None else whole[np.flatnonzero(np.asarray(mask))]

@@ -2,7 +2,8 @@
 """The context manager that makes a strategy current."""
 
 from contextlib import ExitStack
-from typing import Any, Generic, TypeVar
+from types import TracebackType
+from typing import Generic, TypeVar
 
 from phalanx import compat
 from phalanx.errors import ContextError, MixedStrategyError
@@ -31,8 +32,10 @@ class Scope(Generic[S]):
             self._open.append(stack.pop_all())
         return self._strategy
 
-    def __exit__(self, *exception: Any) -> None:
-        self._open.pop().__exit__(*exception)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.pop().__exit__(kind, error, traceback)
 
 
 def _require_enterable(strategy: AbstractStrategy) -> None:

@@ -89,7 +89,7 @@ class OneDeviceStrategy(SynchronousStrategy):
         super().__init__(Topology.of([device]))
 
 
-def _plain(leaf: Any) -> Any:
+def _plain(leaf: PyTree) -> PyTree:
     """Converts an argument for a replica function: unwraps a `Mirrored` and converts a tensor of another library."""
     leaf = unwrapped(leaf)
     array = None if is_sparse(leaf) else of_other_library(leaf, "an argument")

@@ -2,19 +2,20 @@
 """`TPUStrategy`: one replica per TPU core, or per group of logical devices of a device assignment."""
 
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 from typing_extensions import override
 
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.tpu import TPUClusterResolver
 from phalanx.collectives import primitives
 from phalanx.errors import ContextError, DeviceError, InvalidArgumentError, arguments, shown
+from phalanx.mesh.annotated import partition_spec, with_sharding_constraint
 from phalanx.mesh.device_assignment import DeviceAssignment
-from phalanx.mesh.layout import MODEL_AXIS, AbstractLayout, layout_of
+from phalanx.mesh.layout import MODEL_AXIS, AbstractLayout, LayoutLike, layout_of
 from phalanx.mesh.topology import Topology
 from phalanx.mesh.tpu_system import devices_of, initialize_tpu_system
 from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
@@ -58,7 +59,7 @@ class TPUStrategy(SynchronousStrategy):
         experimental_device_assignment: DeviceAssignment | None = None,
         experimental_spmd_xla_partitioning: bool = False,
         *,
-        layout: Any = None,
+        layout: LayoutLike = None,
     ) -> None:
         resolver = TPUClusterResolver() if tpu_cluster_resolver is None else tpu_cluster_resolver
         assignment = experimental_device_assignment
@@ -94,7 +95,7 @@ class TPUStrategy(SynchronousStrategy):
     def requires_static_shapes(self) -> bool:
         return True
 
-    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+    def experimental_assign_to_logical_device(self, tensor: ArrayLike, logical_device_id: int) -> jax.Array:
         """Assigns an array to one logical device of each replica. Call it in replica context.
 
         All logical devices execute the same program. The value of this logical device is kept and sent to the logical
@@ -139,10 +140,12 @@ class TPUStrategy(SynchronousStrategy):
         if count == 1:
             return value
         own = (jnp.arange(count) == logical_device_id).reshape(-1, *(1,) * value.ndim)
-        kept = lax.with_sharding_constraint(jnp.where(own, value, jnp.zeros_like(value)), self._spec(0, value.ndim + 1))
+        kept = with_sharding_constraint(jnp.where(own, value, jnp.zeros_like(value)), self._spec(0, value.ndim + 1))
         return kept.sum(0).astype(value.dtype)
 
-    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+    def experimental_split_to_logical_devices(
+        self, tensor: ArrayLike, partition_dimensions: Sequence[int]
+    ) -> jax.Array:
         """Shards an array over the logical devices of each replica. Call it in replica context.
 
         XLA shards the computations that use the array in the same way, as far as possible.
@@ -187,9 +190,9 @@ class TPUStrategy(SynchronousStrategy):
                 f"the product must be {count}, the number of logical devices per replica.",
                 f"{[count] + [1] * (value.ndim - 1)}",
             )
-        return value if count == 1 else lax.with_sharding_constraint(value, spec)
+        return value if count == 1 else with_sharding_constraint(value, spec)
 
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+    def experimental_replicate_to_logical_devices(self, tensor: ArrayLike) -> jax.Array:
         """Replicates an array on all logical devices of each replica. Call it in replica context.
 
         Args:
@@ -203,12 +206,12 @@ class TPUStrategy(SynchronousStrategy):
         """
         self._require_replica("experimental_replicate_to_logical_devices")
         value = primitives.as_array(tensor)
-        return value if self.topology.devices_per_replica == 1 else lax.with_sharding_constraint(value, PartitionSpec())
+        return value if self.topology.devices_per_replica == 1 else with_sharding_constraint(value, partition_spec())
 
     def _spec(self, dim: int, ndim: int) -> PartitionSpec:
         """Returns the spec that shards one dim over all logical devices."""
         names = tuple(name for name, _ in self.topology.axes)
-        return PartitionSpec(*(names if i == dim else None for i in range(ndim)))
+        return partition_spec(*(names if i == dim else None for i in range(ndim)))
 
     def _require_replica(self, method: str) -> None:
         mode = context.current()
@@ -255,4 +258,4 @@ def _divided(parts: Sequence[int], axes: Sequence[tuple[str, int]]) -> Partition
         if got != wanted:
             return None
         spec.append(tuple(names) or None)
-    return None if left else PartitionSpec(*spec)
+    return None if left else partition_spec(*spec)

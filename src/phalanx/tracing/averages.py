@@ -57,7 +57,7 @@ def reduce_rows(
     return _divide_or_zero(_divide_or_zero(total, divisor), jnp.asarray(replica.weight, values.dtype))
 
 
-def weight_of_mean(replica: ReplicaContext, weight: jax.Array) -> jax.Array:
+def weight_of_mean(replica: ReplicaContext, weight: jax.Array | None) -> jax.Array | float:
     """Returns the weight that a mean over one replica's rows has among the means of all replicas.
 
     Args:

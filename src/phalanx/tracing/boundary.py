@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from phalanx.collectives import packing, primitives
+from phalanx.mesh.annotated import psum
 from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.values import RowMask
 from phalanx.tracing.discovery import Entry
@@ -40,9 +41,9 @@ def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
     # several devices. For a similar failure of `axis_index` see https://github.com/jax-ml/jax/pull/25699.
     sums = prepared
     if divisor > 1:
-        sums = primitives.packed(lambda buffers: list(lax.psum(buffers, REPLICA_AXIS)), prepared, packs)
+        sums = primitives.packed(lambda buffers: list(psum(buffers, REPLICA_AXIS)), prepared, packs)
     if divisor > 1 and padding is not None and any(entry.policy.combine is Combine.MEAN for entry in entries):
-        divisor = jnp.maximum(lax.psum(padding.has_rows.astype(jnp.float32), REPLICA_AXIS), 1)
+        divisor = jnp.maximum(psum(padding.has_rows.astype(jnp.float32), REPLICA_AXIS), 1)
     combined = []
     for entry, total in zip(entries, sums, strict=True):
         value = total

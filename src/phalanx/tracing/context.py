@@ -243,8 +243,7 @@ class ReplicaContext:
         # `merging` makes `Strategy.run` fail in `merge_fn`, where the replicas are already running.
         with enter(Mode(self._strategy, None, merging=True)):
             result = merge_fn(self._strategy, *args, **kwargs)
-        is_local = lambda x: isinstance(x, ReplicaLocal)  # noqa: E731
-        return jax.tree.map(lambda x: x.value if is_local(x) else x, result, is_leaf=is_local)
+        return jax.tree.map(_content, result, is_leaf=lambda x: isinstance(x, ReplicaLocal))
 
     def _as_per_replica(self, leaf: Any) -> Any:
         """Wraps an array, so that a merge function sees that it may differ between replicas."""
@@ -449,6 +448,10 @@ def require_cross_replica(method: str, strategy: AbstractStrategy, hint: str) ->
     if mode.replica is not None and depth():
         raise ContextError(f"{method} was called in replica context", "it works only in cross-replica context.", hint)
     require_same(mode.strategy, strategy, method)
+
+
+def _content(leaf: PyTree) -> PyTree:
+    return leaf.value if isinstance(leaf, ReplicaLocal) else leaf
 
 
 def require_not_running(method: str, hint: str) -> None:

@@ -21,6 +21,7 @@ from phalanx import compat
 from phalanx.collectives import primitives
 from phalanx.compat import Variable
 from phalanx.errors import InvalidArgumentError, NestedWriteError, TraceError, arguments, shown
+from phalanx.mesh.annotated import shape_dtype
 from phalanx.tracing import context
 from phalanx.tracing.discovery import AbstractPass, Discovery, Entry
 from phalanx.tracing.policy import describe
@@ -283,12 +284,12 @@ def _num_steps(xs: PyTree, length: Any) -> int:
             else "the number of steps is unknown."
         )
         raise InvalidArgumentError(f"xs={shown(xs)} and length={length}", reason, "length=10, or xs=jnp.arange(10)")
-    return lengths.pop()
+    return int(lengths.pop())
 
 
 def _one_step(xs: PyTree) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of one x of a scan."""
-    return jax.ShapeDtypeStruct(xs.shape[1:], xs.dtype)
+    return shape_dtype(xs.shape[1:], xs.dtype)
 
 
 def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: PyTree) -> PyTree:

@@ -19,6 +19,7 @@ from typing_extensions import override
 from phalanx import compat
 from phalanx.compat import Variable
 from phalanx.errors import TraceError, VariableError
+from phalanx.mesh.annotated import set_current_trace
 from phalanx.mesh.values import RowMask
 from phalanx.tracing import draws, markers
 from phalanx.tracing.draws import AbstractIterator, Draw
@@ -118,12 +119,12 @@ class Discovery:
         notes, order = tracing.notes, {id(e.variable): i for i, e in enumerate(entries)}
         # Inputs that belong to no variable are numbered apart while the trace runs, because the number of variables is not
         # known before its end.
-        index_of = lambda x: len(order) + x if isinstance(x, int) else order[id(x)]  # noqa: E731
+        places = [len(order) + x if isinstance(x, int) else order[id(x)] for x, _ in tracing.inputs]
         jaxpr = markers.with_first_values(jaxpr)
         return cls(
             variables=[e.variable for e in entries],
             written=[e.written for e in entries],
-            inputs=[(index_of(x), is_component) for x, is_component in tracing.inputs],
+            inputs=[(place, is_component) for place, (_, is_component) in zip(places, tracing.inputs, strict=True)],
             jaxpr=jaxpr,
             outputs=outputs,
             connected=markers.connected(jaxpr.jaxpr),
@@ -253,7 +254,7 @@ class Tracing(AbstractPass):
 
     @override
     def look_up(self, table: Variable, ids: jax.Array) -> jax.Array:
-        with jex.set_current_trace(self._trace):
+        with set_current_trace(self._trace):
             self.ids.append(ids)
             self.notes.lookups.append((table, tuple(ids.shape)))
             return self._extra_input(jax.core.ShapedArray(ids.shape, jnp.dtype("int32")))
@@ -264,7 +265,7 @@ class Tracing(AbstractPass):
         self.notes.draws.append(drawn)
         if batch is None:
             return None
-        with jex.set_current_trace(self._trace):
+        with set_current_trace(self._trace):
             arrays = [self._extra_input(_aval(x)) for x in batch.arrays]
         args, _, rows = Arguments.rebuild(batch.structure, len(batch.rows), arrays)
         self.drawn_rows = (*self.drawn_rows, *rows)
@@ -272,8 +273,8 @@ class Tracing(AbstractPass):
 
     @override
     def enter_tape(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
-        with jex.set_current_trace(self._trace):
-            return markers.enter_p.bind(*values, tape=tape)  # type: ignore[no-any-return]
+        with set_current_trace(self._trace):
+            return markers.enter_p.bind(*values, tape=tape)
 
     @override
     def next_connected(self, num_sources: int) -> tuple[bool, ...]:
@@ -292,7 +293,7 @@ class Tracing(AbstractPass):
         self.inputs.append((variable, is_component))
         # A `lax` body may be the first to read a variable. The input must still belong to the trace of the whole function:
         # inside the body's trace, no tape around the body would see that its targets depend on the variable.
-        with jex.set_current_trace(self._trace):
+        with set_current_trace(self._trace):
             return markers.first_value(jax.core.ShapedArray(shape, jnp.dtype(compat.dtype_of(variable))))
 
     def _extra_input(self, aval: Any) -> jax.Array:
@@ -329,11 +330,13 @@ class Executing(AbstractPass):
         # The values of all known variables were fetched before the execution, so there is no value for another one.
         if id(variable) not in self._values:
             raise DiscoveryMismatch(variable)
-        return self._values[id(variable)]
+        value: jax.Array = self._values[id(variable)]
+        return value
 
     @override
     def components(self, variable: Variable, num_replicas: int) -> jax.Array | None:
-        return self._parts[id(variable)]
+        parts: jax.Array | None = self._parts[id(variable)]
+        return parts
 
     @override
     def enter_tape(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:

@@ -13,7 +13,7 @@ gradients. The number of flops is the same as with a hand-written `jax.grad`.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,18 @@ Env = dict[Any, Any]
 Key = tuple[int, Any]
 
 
-def _primitive(name: str, abstract: Callable[..., Any]) -> jex.Primitive:
+class _Marker(Protocol):
+    """A primitive of JAX, whose methods have no annotations."""
+
+    multiple_results: bool
+
+    def def_abstract_eval(self, rule: Callable[..., Any]) -> object: ...
+    def bind(self, *args: object, **params: object) -> list[Any]: ...
+
+
+def _primitive(name: str, abstract: Callable[..., Any]) -> _Marker:
     """Returns a primitive that can only be traced. It has no lowering, because `evaluate` removes it before XLA sees it."""
-    primitive = jex.Primitive(f"phalanx_tape_{name}")
+    primitive: _Marker = jex.Primitive(f"phalanx_tape_{name}")
     primitive.multiple_results = True
     primitive.def_abstract_eval(abstract)
     return primitive
@@ -60,7 +69,8 @@ def gradient(tape: int, targets: Sequence[Any], cotangents: Sequence[Any], sourc
 
 def first_value(aval: Any) -> jax.Array:
     """Returns a traced array for an input of the program that the function turns out to need while it is traced."""
-    return _first_value_p.bind(aval=aval)[0]
+    value: jax.Array = _first_value_p.bind(aval=aval)[0]
+    return value
 
 
 def with_first_values(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -262,7 +272,8 @@ class _MarkerWalk:
         defined = dict.fromkeys(o for eqn in eqns for o in eqn.outvars)
         used = dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, jex.Var) and v not in defined)
         alive = [o for o in defined if self._last_use.get(o, -1) >= stop]
-        section = self._jaxpr.replace(
+        replaced: Callable[..., Jaxpr] = self._jaxpr.replace
+        section = replaced(
             constvars=(),
             invars=list(used),
             outvars=alive,

@@ -173,7 +173,7 @@ def initial_components(variable: Variable, value: Any, num_replicas: int) -> jax
     """Returns components (num_replicas, ...) of an on-read variable that combine to `value`."""
     # With NumPy if possible: JAX would compile a program per shape.
     xp: Any = jnp if isinstance(value, jax.core.Tracer) else np
-    if policy_of(variable).combine is not Combine.SUM:
-        return xp.stack([value] * num_replicas)
     # The components of a sum must add up to `value`, so only replica 0 has it.
-    return xp.stack([value] + [xp.zeros_like(value)] * (num_replicas - 1))
+    rest = xp.zeros_like(value) if policy_of(variable).combine is Combine.SUM else value
+    parts: jax.Array = xp.stack([value] + [rest] * (num_replicas - 1))
+    return parts

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import keras
 from jax import lax
-from jax.extend import core as jex
 from typing_extensions import override
 
 from phalanx import compat
@@ -21,6 +20,7 @@ from phalanx.collectives import primitives
 from phalanx.compat import Variable
 from phalanx.errors import InvalidArgumentError, NestedWriteError, VariableError
 from phalanx.errors.frames import user_place
+from phalanx.mesh.annotated import get_opaque_trace_state, make_user_context
 from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.options import ReduceOp
 from phalanx.tracing import averages, context, draws
@@ -34,7 +34,7 @@ from phalanx.typing import PyTree
 # JAX caches traces of inner functions (under `jax.jit`, and bodies of `jax.lax` loops) by their input shapes and by this context.
 # Without the context, a function that closes over a variable would run with the tracers of an earlier program.
 # https://github.com/jax-ml/jax/pull/38473 describes the same problem for plain closures.
-_trace_key = jax.make_user_context()
+_trace_key = make_user_context()
 
 # Keys that can be used again, because no inner trace under them has read a variable. A new key per program would fill JAX's
 # caches with a copy of every jnp function per model.
@@ -77,7 +77,7 @@ class LiftScope(compat.AbstractLiftScope):
     def __enter__(self) -> "LiftScope":
         super().__enter__()
         self._take_key()
-        self._trace_state = jex.get_opaque_trace_state()
+        self._trace_state = get_opaque_trace_state()
         return self
 
     @override
@@ -116,7 +116,7 @@ class LiftScope(compat.AbstractLiftScope):
     @property
     def is_innermost_trace(self) -> bool:
         """Whether the current trace is the one in which the scope was entered, not a `jax.lax` body or another inner trace."""
-        return bool(self._trace_state == jex.get_opaque_trace_state())
+        return bool(self._trace_state == get_opaque_trace_state())
 
     def entry(self, variable: Variable) -> Entry:
         """Returns the entry of `variable`. The first use creates it."""
@@ -168,8 +168,10 @@ class LiftScope(compat.AbstractLiftScope):
         entry = self.entry(variable)
         # A merge function must see one value, although the replicas hold different ones.
         if self.mapped and context.in_cross_replica_context() and (entry.diverged or entry.policy.on_read):
-            return combine([entry], None)[0]
-        return entry.components.sum(0) if entry.value is None else entry.value
+            value: jax.Array = combine([entry], None)[0]
+        else:
+            value = entry.components.sum(0) if entry.value is None else entry.value
+        return value
 
     @override
     def add_update(self, update: tuple[Variable, Any]) -> None:
@@ -341,7 +343,7 @@ class LiftScope(compat.AbstractLiftScope):
         return mode.averaging and mode.replica is not None
 
     @override
-    def weight_of_mean(self, weight: jax.Array) -> jax.Array:
+    def weight_of_mean(self, weight: jax.Array | None) -> jax.Array | float:
         return averages.weight_of_mean(context.require_replica(), weight)
 
     @override
@@ -418,8 +420,9 @@ class LiftScope(compat.AbstractLiftScope):
             return primitives.broadcast(value, num_replicas)
         replica = context.require_replica()
         if entry.policy.combine is Combine.SUM:
-            return replica.all_reduce(ReduceOp.SUM, value)
-        mean = replica.all_reduce(ReduceOp.MEAN, value).astype(value.dtype)
+            total: jax.Array = replica.all_reduce(ReduceOp.SUM, value)
+            return total
+        mean: jax.Array = replica.all_reduce(ReduceOp.MEAN, value).astype(value.dtype)
         # A batch without a single real row changes nothing.
         return mean if replica.padding is None else jnp.where(replica.padding.count > 0, mean, entry.value)
 

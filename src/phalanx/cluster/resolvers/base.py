@@ -184,7 +184,7 @@ def optional_module(name: str, asked: str, package: str) -> Any:
         raise MissingDependencyError(asked, found, f"pip install {package}") from e
 
 
-def google_service(name: str, version: str, credentials: Any, discovery_url: str | None = None) -> Any:
+def google_service(name: str, version: str, credentials: object, discovery_url: str | None = None) -> Any:
     """Returns a client of a Google service.
 
     Args:

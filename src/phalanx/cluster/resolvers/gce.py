@@ -44,7 +44,7 @@ class GCEClusterResolver(ClusterResolver):
         task_type: str = "worker",
         task_id: int = 0,
         rpc_layer: str = "grpc",
-        credentials: Any = "default",
+        credentials: object = "default",
         service: Any = None,
     ) -> None:
         self._project, self._zone, self._group, self._port = project, zone, instance_group, check_port(port)

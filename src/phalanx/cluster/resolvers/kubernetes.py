@@ -78,7 +78,7 @@ class KubernetesClusterResolver(ClusterResolver):
         job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
         tf_server_port: int = 8470,
         rpc_layer: str = "grpc",
-        override_client: Any = None,
+        override_client: object = None,
         executable_location: KubernetesExecutableLocation = KubernetesExecutableLocation.WITHIN_CLUSTER,
         *,
         service: str | None = None,

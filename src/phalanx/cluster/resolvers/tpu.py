@@ -82,7 +82,7 @@ class TPUClusterResolver(ClusterResolver):
         job_name: str = "worker",
         coordinator_name: str | None = None,
         coordinator_address: str | None = None,
-        credentials: Any = "default",
+        credentials: object = "default",
         service: Any = None,
         discovery_url: str | None = None,
         *,

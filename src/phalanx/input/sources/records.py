@@ -136,11 +136,8 @@ class NumpyDataset(AbstractRows):
     """
 
     def __init__(self, arrays: Any) -> None:
-        is_list = lambda x: isinstance(x, list)  # noqa: E731
-        self._arrays = to_host(
-            jax.tree.map(lambda x: to_numpy(x, "the dataset") if is_list(x) else x, arrays, is_leaf=is_list),
-            "the dataset",
-        )
+        leaves = jax.tree.map(_without_lists, arrays, is_leaf=lambda x: isinstance(x, list))
+        self._arrays = to_host(leaves, "the dataset")
         self._rows = num_rows(self._arrays)
 
     def __len__(self) -> int:
@@ -159,6 +156,11 @@ class NumpyDataset(AbstractRows):
         """
         arguments.flag("drop_remainder", drop_remainder)
         return ArrayRecords(self._arrays, batch_size, drop_remainder=drop_remainder)
+
+
+def _without_lists(leaf: object) -> object:
+    """Returns a list as a NumPy array, and any other leaf unchanged."""
+    return to_numpy(leaf, "the dataset") if isinstance(leaf, list) else leaf
 
 
 @final

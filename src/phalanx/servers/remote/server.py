@@ -21,6 +21,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx.mesh.annotated import block_until_ready, set_config
 from phalanx.servers.calls import Busy, Sign
 from phalanx.servers.remote.plans import Decision, FencedError, LostServerError, Push, Pusher, Rows, UpdateProgram
 from phalanx.servers.remote.shared_memory import Line, Packed
@@ -47,7 +48,7 @@ class ParameterServer:
 
         self._ray = ray
         # The accelerators of the machine belong to its workers.
-        jax.config.update("jax_platforms", "cpu")
+        set_config("jax_platforms", "cpu")
         self._index = index
         self._values: dict[int, jax.Array] = {}
         self._updates: dict[int, tuple[UpdateProgram, Callable[..., Any]]] = {}
@@ -73,7 +74,7 @@ class ParameterServer:
         """Records the actors of all servers."""
         self._peers = peers
 
-    def near(self, pusher: Pusher, greeting: Any) -> bool:
+    def near(self, pusher: Pusher, greeting: object) -> bool:
         """Offers shared memory between a worker and this server.
 
         Args:
@@ -306,7 +307,7 @@ class ParameterServer:
             values = [self._values.pop(key) for key in program.keys]
             self._values.update(zip(program.keys, run(values, mean), strict=True))
         # The gradients may be in shared memory, which a worker overwrites as soon as its push has returned.
-        jax.block_until_ready(list(self._values.values()))
+        block_until_ready(list(self._values.values()))
         for push in pushes:
             self._done[push.pusher] = push.number
         self._applied = turn

@@ -80,7 +80,7 @@ class Line:
             return False
         return True
 
-    def pack(self, content: Any) -> PyTree:
+    def pack(self, content: object) -> PyTree:
         """Copies the arrays of a message to shared memory, unless they are small.
 
         Returns:
@@ -99,7 +99,7 @@ class Line:
             memory[start : start + array.nbytes] = array
         return Packed(self._pusher, self._mine.path, rest, sizes)
 
-    def unpack(self, sent: Any) -> PyTree:
+    def unpack(self, sent: object) -> PyTree:
         """Returns the message that the other end packed. Its arrays change when that end packs again."""
         if not isinstance(sent, Packed):
             return sent

@@ -94,7 +94,7 @@ class Worker:
         for name in names:
             self._resources.pop(name, None)
 
-    def learn(self, step: int, key: Any, program: StepProgram) -> None:
+    def learn(self, step: int, key: object, program: StepProgram) -> None:
         """Compiles and stores the program of a step for batches with the shapes `key`."""
         self._programs.setdefault(step, {})[key] = _Program(program)
 
@@ -143,7 +143,7 @@ class Worker:
             report.results.append((program.plan.variant, results))
         return report
 
-    def _ended(self, report: Report, values: Any) -> Report:
+    def _ended(self, report: Report, values: object) -> Report:
         # A pull has told the first server to wait for a push of this worker. There will be none.
         if values is not None:
             self._servers[0].release.remote(self._me)
@@ -325,7 +325,7 @@ class _Ready:
 class _Unknown:
     """A step without a program for batches of these shapes. The coordinator must send one."""
 
-    def __init__(self, specs: Any) -> None:
+    def __init__(self, specs: object) -> None:
         self.specs = specs
 
 
@@ -339,7 +339,7 @@ class _Resource:
       is_dataset: whether `content` is a dataset. A value is returned at each step instead.
     """
 
-    def __init__(self, content: Any, described: str, busy: Busy, *, is_dataset: bool) -> None:
+    def __init__(self, content: object, described: str, busy: Busy, *, is_dataset: bool) -> None:
         self.content, self._described, self._busy = content, described, busy
         self._iterator: Iterator[Any] = _batches_of(content) if is_dataset else itertools.repeat(content)
         self._ahead: list[tuple[Any, list[np.ndarray]]] = []

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions and classes of JAX that have no annotations in JAX, with their types.
+
+Every name is the object of JAX itself, so a call costs nothing extra.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+import jax
+from jax import lax
+from jax.experimental import layout
+from jax.experimental.layout import Layout
+from jax.extend import core as jex
+from jax.sharding import PartitionSpec, Sharding
+
+T = TypeVar("T")
+
+
+class _Sum(Protocol):
+    def __call__(self, x: T, axis_name: str) -> T: ...
+
+
+class _Constrain(Protocol):
+    def __call__(self, x: T, shardings: Sharding | PartitionSpec, /) -> T: ...
+
+
+class _Wait(Protocol):
+    def __call__(self, x: T, /) -> T: ...
+
+
+shape_dtype: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
+"""Returns the shape and dtype of an array, from `(shape, dtype, *, sharding=None)`."""
+
+partition_spec: Callable[..., PartitionSpec] = PartitionSpec
+"""Returns the sharding of an array, from one axis, tuple of axes or None per dim."""
+
+psum: _Sum = lax.psum
+"""Returns the sum of each array of a pytree over a mesh axis."""
+
+ppermute: Callable[[jax.Array, str, Sequence[tuple[int, int]]], jax.Array] = lax.ppermute
+"""Returns the array of another replica, from `(array, axis, pairs of source and destination)`."""
+
+all_to_all: Callable[..., jax.Array] = lax.all_to_all
+"""Returns the shards of an array that all replicas send to this one."""
+
+psum_scatter: Callable[..., jax.Array] = lax.psum_scatter
+"""Returns this replica's shard of the sum of an array over a mesh axis."""
+
+with_layout_constraint: Callable[[jax.Array, Layout], jax.Array] = layout.with_layout_constraint
+"""Returns an array that has a memory layout."""
+
+with_sharding_constraint: _Constrain = lax.with_sharding_constraint
+"""Returns a pytree whose arrays have a sharding."""
+
+block_until_ready: _Wait = jax.block_until_ready
+"""Waits for the arrays of a pytree, and returns it."""
+
+set_current_trace: Callable[[object], AbstractContextManager[None]] = jex.set_current_trace
+"""Makes a trace of JAX the current one inside a context."""
+
+get_opaque_trace_state: Callable[[], object] = jex.get_opaque_trace_state
+"""Returns a value that is equal if the current trace is the same."""
+
+make_user_context: Callable[[], Callable[[object], AbstractContextManager[None]]] = jax.make_user_context
+"""Returns a function from a value to a context in which JAX traces separately."""
+
+set_config: Callable[[str, object], None] = jax.config.update
+"""Sets an option of JAX, from its name and value."""

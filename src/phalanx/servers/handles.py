@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of Ray that Phalanx calls, as types. Ray is an optional dependency, so this module does not import it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+
+class TaskError(Exception):
+    """The type of `ray.exceptions.RayTaskError`: a method of an actor raised `cause`."""
+
+    cause: BaseException | None
+
+
+class RayErrors(Protocol):
+    """The module `ray.exceptions`."""
+
+    RayError: type[Exception]
+    RayActorError: type[Exception]
+    RaySystemError: type[Exception]
+    RayTaskError: type[TaskError]
+    GetTimeoutError: type[Exception]
+
+
+class ActorOptions(Protocol):
+    """A class of actors with options."""
+
+    def remote(self, *args: object) -> Any:
+        """Starts an actor, and returns its handle."""
+
+
+class ActorClass(Protocol):
+    """The result of `ray.remote` for a class."""
+
+    def options(self, **options: object) -> ActorOptions:
+        """Returns the class with resources and other options."""
+
+
+class Ray(Protocol):
+    """The module `ray`. References to results are opaque objects."""
+
+    @property
+    def exceptions(self) -> RayErrors:
+        """The errors of Ray."""
+
+    def init(self, **options: object) -> object:
+        """Starts Ray."""
+
+    def is_initialized(self) -> bool:
+        """Whether this process uses a running Ray."""
+
+    def shutdown(self) -> None:
+        """Ends Ray."""
+
+    def cluster_resources(self) -> Mapping[str, float]:
+        """Returns the resources of all machines, by name."""
+
+    def remote(self, kind: type, /) -> ActorClass:
+        """Returns a class of actors."""
+
+    def get(self, references: object, /, *, timeout: float | None = None) -> Any:
+        """Waits for one result or a list of results, and returns it."""
+
+    def put(self, value: object, /) -> Any:
+        """Stores a value, and returns a reference to it."""
+
+    def wait(
+        self, references: Sequence[object], /, *, num_returns: int = 1, timeout: float | None = None
+    ) -> tuple[list[object], list[object]]:
+        """Returns the references whose results are ready, and the others."""
+
+    def kill(self, actor: object, /, *, no_restart: bool) -> None:
+        """Ends an actor."""
