@@ -76,6 +76,9 @@ class Recording(compat.AbstractLiftScope):
         return contextlib.nullcontext()
 
 
+Recording.__abstractmethods__ = frozenset()  # Keras calls no other method here.
+
+
 # ---- Keras: names
 
 

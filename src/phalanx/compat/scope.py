@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of the Keras scope in which a program is traced."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,59 +15,60 @@ from phalanx.compat.hooks import extend
 from phalanx.typing import PyTree
 
 
-class AbstractLiftScope(keras.StatelessScope):
+class AbstractLiftScope(keras.StatelessScope, ABC):
     """The scope that handles reads and writes of Keras variables while a program is traced.
 
     Keras calls `get_current_value` and `add_update`. The wrapped methods of this package call the others. `phalanx.tracing` has
     the implementation, which this package must not import.
     """
 
+    @abstractmethod
     def get_current_value(self, variable: Variable) -> jax.Array:
         """Returns the value of `variable` inside the trace."""
-        raise NotImplementedError
 
+    @abstractmethod
     def note_read(self) -> None:
         """Records that the trace depends on state that can change between calls. Call it before reading such state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_update(self, update: tuple[Variable, Any]) -> None:
         """Assigns `(variable, value)` inside the trace."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_delta(self, variable: Variable, delta: jax.Array, *, negative: bool = False) -> jax.Array:
         """Adds `delta` to `variable` inside the trace, or subtracts it, and returns the new value."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fold_seed(self, seed: jax.Array, state: Variable) -> jax.Array:
         """Returns this replica's seed for the `seed` drawn from `state`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def note_averages(self, variables: Sequence[Variable]) -> None:
         """Marks `variables` as moving averages, so that the next assignment is treated as one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def apply_gradients(
         self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: object
     ) -> None:
         """Aggregates gradients over the replicas, then calls `apply` to update the variables."""
-        raise NotImplementedError
 
+    @abstractmethod
     def aggregated(self, grads: Sequence[Any]) -> Sequence[Any]:
         """Returns gradients aggregated over the replicas, unless this is update context."""
-        raise NotImplementedError
 
+    @abstractmethod
     def example_mask(self) -> jax.Array | None:
         """Returns a bool array (per_replica_batch,), True for real rows, or None if the batch has no padding."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def is_averaging(self) -> bool:
         """Whether this replica computes means over its own rows, as Keras's trainer does.
 
         The mean over the global batch is then the sum of these means, weighted by each replica's share of the rows.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def reduce_rows(self, values: jax.Array, counts: jax.Array, reduction: str) -> jax.Array:
         """Reduces losses over the real rows.
 
@@ -75,20 +77,20 @@ class AbstractLiftScope(keras.StatelessScope):
           counts: array that broadcasts to `values`. How much each loss counts in the divisor of a mean.
           reduction: Keras's name of the reduction, such as "sum_over_batch_size".
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def weight_of_mean(self, weight: jax.Array | None) -> jax.Array | float:
         """Returns the weight of a mean over this replica's rows, to which the user gave `weight` or None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_loss(self, name: str, reduction: str) -> None:
         """Checks that a loss that is a mean is not used with several replicas.
 
         Raises:
           PhalanxError: the loss is a mean, and there are several replicas.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def moments(
         self, values: jax.Array, counts: jax.Array, axes: Sequence[int], *, everywhere: bool
     ) -> tuple[Any, Any]:
@@ -100,15 +102,14 @@ class AbstractLiftScope(keras.StatelessScope):
           axes: dims to reduce.
           everywhere: whether to reduce over all replicas too.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def count_of_a_row(self) -> jax.Array:
         """Returns the weight of one real row if all rows of this replica together have the weight 1."""
-        raise NotImplementedError
 
+    @abstractmethod
     def updating(self) -> AbstractContextManager[None]:
         """Enters update context, in which gradients are already aggregated and any assignment is allowed."""
-        raise NotImplementedError
 
 
 def active_scope() -> keras.StatelessScope | None:
