@@ -38,7 +38,7 @@ def test_asking_for_a_value(strategy, fn):
 
 def test_a_layer_made_in_the_step(strategy):
     """Its variables are new in each trace, also when the error passes through Keras."""
-    with pytest.raises(TraceError, match="makes or uses another variable"):
+    with pytest.raises(TraceError, match="creates or uses another variable"):
         strategy.run(lambda x: keras.layers.Dense(2)(x), args=(np.ones((2, 3), "float32"),))
 
 
