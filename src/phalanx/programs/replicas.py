@@ -26,6 +26,7 @@ from phalanx.tracing.discovery import Discovery, Entry
 from phalanx.tracing.policy import policy_of
 from phalanx.tracing.scope import LiftScope, program_scope
 from phalanx.tracing.strategy import AbstractStrategy, Updates
+from phalanx.tracing.structure import add_once
 from phalanx.typing import PyTree
 
 
@@ -48,8 +49,7 @@ def trace_run(
     """
     scope = program_scope()
     scope.note_read()
-    if not any(s is strategy for s in scope.pass_.notes.strategies):
-        scope.pass_.notes.strategies.append(strategy)
+    add_once(strategy, scope.pass_.notes.strategies)
     run = _Run(strategy, fn, (tuple(args), dict(kwargs)), steps)
     return run.inline() if run.is_plain else run.mapped(scope)
 

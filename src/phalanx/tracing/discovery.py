@@ -29,7 +29,7 @@ from phalanx.tracing.structure import Arguments
 from phalanx.typing import PyTree
 
 
-@dataclass
+@dataclass(frozen=True)
 class Notes:
     """What a pass records of a function, in the order in which it happens.
 
@@ -38,8 +38,9 @@ class Notes:
       strategies: strategies whose `run` the function calls.
       optimizers: optimizers that the function applies.
       seeds: state variables of the random generators that the function draws from.
-      lookups: per lookup, the table and the shape of the ids.
-      draws: batches that the function takes from iterators.
+      lookups: per lookup, the table and the shape of the ids. The trace takes the positions of these ids among the rows that
+        the program has fetched.
+      draws: batches that the function takes from iterators. The trace takes their arrays.
     """
 
     runs: list["Discovery"] = field(default_factory=list)
@@ -50,9 +51,9 @@ class Notes:
     draws: list[Draw] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Discovery:
-    """What one function did while it was traced.
+@dataclass(frozen=True, kw_only=True)
+class Discovery(Notes):
+    """What one function did while it was traced. The optimizers and seeds of each `Strategy.run` inside are among its own.
 
     The inputs of the trace are, in this order: values or components of variables, mixed with positions of looked-up rows and
     arrays of drawn batches (see `inputs`); then the arguments of the function.
@@ -67,13 +68,6 @@ class Discovery:
       connected: per gradient marker, a tuple with one bool per source. True if a target depends on the source.
       has_tapes: whether the function enters a gradient tape.
       has_callback: whether the function calls back to Python while it runs.
-      runs: one `Discovery` per `Strategy.run` inside the function, in order.
-      strategies: strategies whose `run` the function calls.
-      optimizers: optimizers that the function applies, or that a `Strategy.run` inside applies.
-      seeds: state variables of the random generators that either of them draws from.
-      lookups: per lookup, the table and the shape of the ids. The trace takes the positions of these ids among the rows that
-        the program has fetched.
-      draws: batches that the function takes from iterators, in order. The trace takes their arrays.
       updates: optimizer updates that run after the program, without their gradients.
       rows_each: for a `Strategy.run`, per result, the number of rows per row of a padded batch. 0 if the result has no dim of
         rows.
@@ -88,12 +82,6 @@ class Discovery:
     connected: list[tuple[bool, ...]]
     has_tapes: bool
     has_callback: bool
-    runs: list["Discovery"]
-    strategies: list[AbstractStrategy]
-    optimizers: list[Any]
-    seeds: list[Variable]
-    lookups: list[tuple[Variable, tuple[int, ...]]]
-    draws: list[Draw]
     updates: list[Update]
     rows_each: tuple[int, ...] = ()
     eager: bool = False

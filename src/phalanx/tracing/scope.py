@@ -29,6 +29,7 @@ from phalanx.tracing.discovery import AbstractPass, Entry
 from phalanx.tracing.draws import AbstractIterator
 from phalanx.tracing.policy import Combine, Write, describe, refuse_write
 from phalanx.tracing.strategy import AbstractStrategy, Update, Updates
+from phalanx.tracing.structure import add_once
 from phalanx.typing import PyTree
 
 # JAX caches traces of inner functions (under `jax.jit`, and bodies of `jax.lax` loops) by their input shapes and by this context.
@@ -217,9 +218,7 @@ class LiftScope(compat.AbstractLiftScope):
 
     @override
     def fold_seed(self, seed: jax.Array, state: Variable) -> jax.Array:
-        # `is`, because `==` of two variables compares their values.
-        if not any(v is state for v in self.pass_.notes.seeds):
-            self.pass_.notes.seeds.append(state)
+        add_once(state, self.pass_.notes.seeds)
         # All replicas hold the same state, so each folds in its number to draw numbers of its own.
         return seed if _num_replicas() == 1 else jax.random.fold_in(seed, lax.axis_index(REPLICA_AXIS))
 
@@ -232,8 +231,7 @@ class LiftScope(compat.AbstractLiftScope):
         if grads and strategy.updates in deferred:
             self._defer_gradients(strategy, optimizer, grads, variables)
             return
-        if not any(o is optimizer for o in self.pass_.notes.optimizers):
-            self.pass_.notes.optimizers.append(optimizer)
+        add_once(optimizer, self.pass_.notes.optimizers)
         if compat.accumulation_steps(optimizer) and not self._free_writes and _num_replicas() > 1:
             grads = self._accumulate(optimizer, _weight(grads), variables)
         else:

@@ -151,7 +151,7 @@ class Parts:
                 sharded.append(False)
                 kinds.append(_ARRAY)
             elif isinstance(leaf, AbstractStream) and (streams is None or any(leaf is s for s in streams)):
-                kinds.append(_Stream(type(leaf), _number(leaf, all_streams)))
+                kinds.append(_Stream(type(leaf), add_once(leaf, all_streams)))
             elif (array := as_array(leaf)) is not None:
                 arrays.append(array)
                 sharded.append(False)
@@ -251,7 +251,7 @@ _ARRAY, _UNPADDED = _Array(), _PerReplica(None, None)
 
 def _padded(rows: RowMask | None, batch: RowMask, all_rows: list[RowMask]) -> _PerReplica:
     """Returns the kind of a `PerReplica` of a padded batch."""
-    return _PerReplica(None if rows is None else rows.each, _number(batch, all_rows))
+    return _PerReplica(None if rows is None else rows.each, add_once(batch, all_rows))
 
 
 def _static(leaf: Any) -> _Static:
@@ -264,8 +264,8 @@ def _static(leaf: Any) -> _Static:
     return _Static(type(leaf), leaf, leaf)
 
 
-def _number(item: T, items: list[T]) -> int:
-    """Returns the index of an item in a list, by identity. A new item is appended."""
+def add_once(item: T, items: list[T]) -> int:
+    """Appends an item to a list unless the list has it, compared by identity. Returns its index."""
     for number, other in enumerate(items):
         if other is item:
             return number

@@ -11,13 +11,7 @@ from phalanx.input.sources.records import SequenceRecords
 
 
 def convert(dataset: Any, batching: Batching, grain: Any) -> AbstractSource | None:
-    """Returns a source that reads `dataset`, or None if it is not a dataset of Grain.
-
-    Args:
-      dataset: any dataset.
-      batching: what the user asked for.
-      grain: the module.
-    """
+    """Returns a source that reads `dataset`, or None if it is not a dataset of Grain. See `adapt.Convert`."""
     size, drop = batching.batch_size, batching.drop_remainder
     if isinstance(dataset, grain.sources.ArrayRecordDataSource):
         paths = [dataset.paths] if isinstance(dataset.paths, str) else list(map(str, dataset.paths))

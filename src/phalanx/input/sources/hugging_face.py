@@ -13,13 +13,7 @@ from phalanx.typing import PyTree
 
 
 def convert(dataset: Any, batching: Batching, datasets: Any) -> AbstractSource | None:
-    """Returns a source that reads `dataset`, or None if it is not a dataset of Hugging Face.
-
-    Args:
-      dataset: any dataset.
-      batching: what the user asked for.
-      datasets: the module.
-    """
+    """Returns a source that reads `dataset`, or None if it is not a dataset of Hugging Face. See `adapt.Convert`."""
     if isinstance(dataset, datasets.Dataset):
         return _SlicedRecords(dataset, batching.require_size(dataset), drop_remainder=batching.drop_remainder)
     if not isinstance(dataset, datasets.IterableDataset):

@@ -10,13 +10,7 @@ from phalanx.input.sources.batches import BatchSequence
 
 
 def convert(dataset: Any, batching: Batching, keras: Any) -> AbstractSource | None:
-    """Returns a source that reads `dataset`, or None if it is not a dataset of Keras.
-
-    Args:
-      dataset: any dataset.
-      batching: what the user asked for.
-      keras: the module.
-    """
+    """Returns a source that reads `dataset`, or None if it is not a dataset of Keras. See `adapt.Convert`."""
     if not isinstance(dataset, keras.utils.PyDataset):
         return None
     batching.refuse_size(dataset)

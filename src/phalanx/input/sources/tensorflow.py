@@ -8,13 +8,7 @@ from phalanx.input.sources.batches import BatchStream
 
 
 def convert(dataset: Any, batching: Batching, tf: Any) -> AbstractSource | None:
-    """Returns a source that reads `dataset`, or None if it is not a dataset of TensorFlow.
-
-    Args:
-      dataset: any dataset.
-      batching: what the user asked for.
-      tf: the module.
-    """
+    """Returns a source that reads `dataset`, or None if it is not a dataset of TensorFlow. See `adapt.Convert`."""
     if not isinstance(dataset, tf.data.Dataset):
         return None
     size, drop = batching.batch_size, batching.drop_remainder

@@ -12,13 +12,7 @@ from phalanx.input.sources.records import ArrayRecords, SequenceRecords
 
 
 def convert(dataset: Any, batching: Batching, torch: Any) -> AbstractSource | None:
-    """Returns a source that reads `dataset`, or None if it is not a dataset of PyTorch.
-
-    Args:
-      dataset: any dataset.
-      batching: what the user asked for.
-      torch: the module.
-    """
+    """Returns a source that reads `dataset`, or None if it is not a dataset of PyTorch. See `adapt.Convert`."""
     size, drop, data = batching.batch_size, batching.drop_remainder, torch.utils.data
     if isinstance(dataset, data.DataLoader):
         batching.refuse_size(dataset)
