@@ -467,19 +467,6 @@ def test_metrics_of_two_classes(weighted):
     same_fit(replicas(3), how, X, target, sample_weight=WEIGHTS)
 
 
-class Watched(layers.Layer):
-    """Has a metric of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.mean = keras.metrics.Mean(name="mean_input")
-
-    def call(self, x):
-        """Notes the mean of each row."""
-        self.mean.update_state(ops.mean(x, -1))
-        return x
-
-
 @pytest.mark.parametrize("how", [{"jit_compile": False}, {"run_eagerly": True}])
 def test_training_without_compilation_equals_keras(strategy, how):
     """For debugging: the same numbers."""

@@ -2,8 +2,6 @@
 
 import contextlib
 import gc
-import os
-import subprocess
 import sys
 import threading
 
@@ -18,16 +16,6 @@ from keras.src.backend.common import global_state
 import phalanx
 from phalanx import compat
 from phalanx.mesh.topology import Topology
-
-
-def run_python(code, **environment):
-    """Runs `code` in a process of its own, with a deadline; returns its output."""
-    removed = {"XLA_FLAGS", "NPROC", "PHALANX_CPU_DEVICES", "KERAS_BACKEND"}
-    env = {k: v for k, v in os.environ.items() if k not in removed} | {"JAX_PLATFORMS": "cpu"} | environment
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=False
-    )
-    return done.stdout + done.stderr
 
 
 class Recording(compat.AbstractLiftScope):
@@ -366,7 +354,7 @@ def test_extended_methods_keep_their_names():
 
 
 @pytest.mark.slow
-def test_wrong_backend_is_refused():
+def test_wrong_backend_is_refused(run_python):
     """Keras cannot change its backend after its import."""
     code = (
         "import keras\n"
@@ -380,7 +368,7 @@ def test_wrong_backend_is_refused():
 
 
 @pytest.mark.slow
-def test_backend_of_the_environment_is_replaced():
+def test_backend_of_the_environment_is_replaced(run_python):
     """`import phalanx` first means JAX, whatever the configuration says."""
     assert "jax" in run_python("import phalanx, keras; print(keras.backend.backend())", KERAS_BACKEND="tensorflow")
 
@@ -412,7 +400,7 @@ def test_numpy_views_are_counted():
 
 
 @pytest.mark.slow
-def test_preemption_service_can_be_switched_off():
+def test_preemption_service_can_be_switched_off(run_python):
     """`jax_enable_preemption_service` keeps SIGTERM from Python, until a worker that starts switches it off."""
     code = "import jax; print(jax.config.jax_enable_preemption_service); jax.config.update('jax_enable_preemption_service', False)"
     assert run_python(code) == "True\n"
@@ -519,7 +507,7 @@ def test_own_primitive_appears_in_jaxpr():
 
 
 @pytest.mark.slow
-def test_nproc_is_the_size_of_the_thread_pool():
+def test_nproc_is_the_size_of_the_thread_pool(run_python):
     """XLA's CPU client starts as many threads as the undocumented environment variable says."""
     if sys.platform != "linux":
         pytest.skip("thread names are read from /proc")

@@ -1,8 +1,6 @@
 """Names of devices, and virtual devices."""
 
 import os
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -10,16 +8,6 @@ import pytest
 import phalanx
 from phalanx.errors import DeviceError, InvalidArgumentError, StartupError
 from phalanx.mesh.devices import device_name, parse_device
-
-
-def run_python(code, **environment):
-    """Runs `code` in a process of its own, with a deadline; returns its output."""
-    removed = {"XLA_FLAGS", "NPROC", "PHALANX_CPU_DEVICES", "KERAS_BACKEND"}
-    env = {k: v for k, v in os.environ.items() if k not in removed} | {"JAX_PLATFORMS": "cpu"} | environment
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=False
-    )
-    return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -95,7 +83,7 @@ def test_fewer_than_one_device(count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["two", "0", "-1", "²"])
-def test_environment_variable_that_is_no_number(value):
+def test_environment_variable_that_is_no_number(value, run_python):
     """What is no number is refused when the script first asks for a public name."""
     code = (
         "import phalanx\n"
@@ -120,7 +108,7 @@ def test_too_few_threads(monkeypatch):
 
 
 @pytest.mark.slow
-def test_sixty_four_virtual_replicas():
+def test_sixty_four_virtual_replicas(run_python):
     """PHALANX_CPU_DEVICES=64 gives 64 replicas, which all-reduce: the canary of the thread pool rule."""
     code = (
         "import phalanx, jax, keras\n"
@@ -133,7 +121,7 @@ def test_sixty_four_virtual_replicas():
 
 
 @pytest.mark.slow
-def test_import_sets_the_keras_backend():
+def test_import_sets_the_keras_backend(run_python):
     """Nothing need be configured; TensorFlow, Ray, Grain and Orbax stay outside."""
     code = (
         "import sys, phalanx, keras\n"
@@ -145,7 +133,7 @@ def test_import_sets_the_keras_backend():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["phalanx, jax", "jax, phalanx"])
-def test_environment_gives_two_devices(order):
+def test_environment_gives_two_devices(order, run_python):
     """The variable is honoured at import, also after JAX, as long as JAX has not started."""
     code = f"import {order}; print([d.id for d in jax.devices()])"
     assert "[0, 1]" in run_python(code, PHALANX_CPU_DEVICES="2")

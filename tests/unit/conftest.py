@@ -1,0 +1,22 @@
+"""What unit tests of several rooms need."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def run_python():
+    """Runs code in a process of its own, with a deadline, and returns its output."""
+
+    def run(code, **environment):
+        removed = {"XLA_FLAGS", "NPROC", "PHALANX_CPU_DEVICES", "KERAS_BACKEND"}
+        env = {k: v for k, v in os.environ.items() if k not in removed} | {"JAX_PLATFORMS": "cpu"} | environment
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=False
+        )
+        return done.stdout + done.stderr
+
+    return run
