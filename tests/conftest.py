@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+from pathlib import Path
 
 # How long XLA waits for a replica that does not come, before it ends the process.
 _FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=12"
@@ -17,6 +18,11 @@ os.environ.setdefault("PHALANX_TRACEBACK", "full")
 import shutil
 import tempfile
 import threading
+
+# Processes that tests start run tests/startup/sitecustomize.py, which says why.
+_STARTUP = str(Path(__file__).parent / "startup")
+if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
 
 # Many tests compile the same program. All processes of a run share what they have compiled; no run knows of another.
 _IS_FIRST = "JAX_COMPILATION_CACHE_DIR" not in os.environ

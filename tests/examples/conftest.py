@@ -16,8 +16,8 @@ def run_example(tmp_path_factory):
     """Runs an example in a folder of its own, where asked for by `phalanx run`, and returns what it prints."""
 
     def run(name, *arguments, folder=None, launcher=None):
-        # The size of this process's thread pool is not that of the example.
-        environment = {name: value for name, value in os.environ.items() if name != "NPROC"}
+        # The size of this process's thread pool is not that of the example. PYTHONPATH leads to tests/startup.
+        environment = {name: value for name, value in os.environ.items() if name not in ("NPROC", "PYTHONPATH")}
         started_by = []
         if launcher is not None:
             environment["JAX_PLATFORMS"] = "cpu"  # Two workers cannot share a GPU.

@@ -1,0 +1,9 @@
+"""Python runs this file when a process of the tests starts.
+
+Keras imports scikit-learn and matplotlib if it finds them, which takes half of the time that a process needs to start. Only
+the examples use them, and their processes do not have this directory in PYTHONPATH.
+"""
+
+import sys
+
+sys.modules["sklearn"] = sys.modules["matplotlib"] = None
