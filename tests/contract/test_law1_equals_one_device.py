@@ -62,7 +62,9 @@ def assert_same_training(strategy, model_name, optimizer_name, sizes, **options)
     np.testing.assert_allclose(got.losses, wanted.losses, rtol=1e-5, atol=atol)
     for step, (g, w) in enumerate(zip(got.gradients, wanted.gradients, strict=True)):
         for a, b in zip(g, w, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol, err_msg=f"gradients of step {step}")
+            # Float32 rounds the sums of large elements, which leaves errors of the same size in the small ones.
+            size = max(1.0, float(np.abs(b).max(initial=0)))
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol * size, err_msg=f"gradients of step {step}")
     for a, b in zip(got.weights, wanted.weights, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol, err_msg="weights")
     return got
