@@ -100,7 +100,7 @@ class TensorBoard(keras.callbacks.Callback):
             raise MissingDependencyError(
                 "TensorBoard(...)",
                 "it needs the library tensorboardX, which is not installed.",
-                "pip install phalanx[tensorboard]",
+                'pip install ".[tensorboard]" in a clone of Phalanx',
             ) from e
         self._writer_class = tensorboardX.SummaryWriter
         self._log_dir = arguments.path("log_dir", log_dir)

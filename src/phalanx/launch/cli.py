@@ -13,7 +13,9 @@ from typing_extensions import override
 try:
     import click
 except ImportError as e:
-    raise SystemExit("phalanx: the command line needs click and rich.\nHINT: pip install 'phalanx[cli]'") from e
+    raise SystemExit(
+        'phalanx: the command line needs click and rich.\nHINT: pip install ".[cli]" in a clone of Phalanx'
+    ) from e
 
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.environment import resolver_of_environment

@@ -191,7 +191,7 @@ def _serialized(program: Callable[..., Any], platforms: Sequence[str], *specs: A
         return bytes(jax.export.export(jax.jit(program), platforms=tuple(platforms))(*specs).serialize())
     except ModuleNotFoundError as e:
         raise MissingDependencyError(
-            "a program for other processes", f"{e.name} is not installed.", 'pip install "phalanx[ps]"'
+            "a program for other processes", f"{e.name} is not installed.", 'pip install ".[ps]" in a clone of Phalanx'
         ) from e
 
 

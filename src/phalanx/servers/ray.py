@@ -90,7 +90,9 @@ def load_ray() -> Ray:
 
 def _missing(found: str) -> MissingDependencyError:
     return MissingDependencyError(
-        "parameter servers", f"their processes are Ray actors, and Ray {found}", 'pip install "phalanx[ps]"'
+        "parameter servers",
+        f"their processes are Ray actors, and Ray {found}",
+        'pip install ".[ps]" in a clone of Phalanx',
     )
 
 

@@ -63,7 +63,7 @@ def describe(strategy: Strategy, *objects: object, console: Any = None) -> None:
         from rich.text import Text
     except ImportError as e:
         raise MissingDependencyError(
-            "phalanx.describe(...)", "the package rich is not installed.", "pip install 'phalanx[cli]'"
+            "phalanx.describe(...)", "the package rich is not installed.", 'pip install ".[cli]" in a clone of Phalanx'
         ) from e
     check_strategy("strategy", strategy, "phalanx.describe(strategy, model)")
     variables = [v for o in objects for v in variables_of("describe", o)]

@@ -211,7 +211,7 @@ def test_a_folder_named_ray_without_ray(tmp_path):
         f"MissingDependencyError: parameter servers: their processes are Ray actors, and Ray is not installed: `import ray` finds {tmp_path}/ray"
         in text
     )
-    assert 'HINT: pip install "phalanx[ps]"' in text
+    assert 'HINT: pip install ".[ps]" in a clone of Phalanx' in text
 
 
 def test_a_token_that_others_could_read(tmp_path):

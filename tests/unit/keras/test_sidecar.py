@@ -177,5 +177,5 @@ def test_frequencies_that_are_none(frequency):
 def test_missing_tensorboardx_names_the_package(monkeypatch):
     """The error says what to install."""
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(MissingDependencyError, match=r"HINT: pip install phalanx\[tensorboard\]"):
+    with pytest.raises(MissingDependencyError, match=r'HINT: pip install "\.\[tensorboard\]"'):
         phalanx.keras.TensorBoard()

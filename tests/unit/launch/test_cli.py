@@ -275,4 +275,7 @@ def test_missing_click_names_the_package(environment, tmp_path):
     code = "from phalanx.launch.cli import main"
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1
-    assert done.stderr == "phalanx: the command line needs click and rich.\nHINT: pip install 'phalanx[cli]'\n"
+    assert (
+        done.stderr
+        == 'phalanx: the command line needs click and rich.\nHINT: pip install ".[cli]" in a clone of Phalanx\n'
+    )

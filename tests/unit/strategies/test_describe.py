@@ -74,6 +74,6 @@ def test_missing_rich_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
     with pytest.raises(
         MissingDependencyError,
-        match=r"phalanx.describe.*: the package rich is not installed.*\nHINT: pip install 'phalanx\[cli\]'",
+        match=r'phalanx.describe.*: the package rich is not installed.*\nHINT: pip install "\.\[cli\]" in a clone of Phalanx',
     ):
         phalanx.describe(strategy_of())
