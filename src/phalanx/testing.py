@@ -4,7 +4,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -61,7 +61,8 @@ def assert_in_sync(*objects: object) -> None:
       objects: variables, or models, layers, optimizers and metrics with variables, or lists of these.
 
     Raises:
-      DivergenceError: a variable differs. The message names the variable and the ranks that differ from most.
+      DivergenceError: a variable differs. The message names the variable, and the ranks and replicas that differ from most
+        replicas. If no value has a majority, it names those that differ from replica 0.
       InvalidArgumentError: an object is not a variable and has no variables.
 
     Example:
@@ -85,19 +86,23 @@ def _assert_equal_everywhere(variables: list[Variable], topology: Topology) -> N
     everywhere = np.concatenate(topology.exchange(own), axis=1)
     # Shape: (variables, replicas, devices_per_replica, words of a digest).
     everywhere = everywhere.reshape(len(variables), topology.num_replicas, topology.devices_per_replica, -1)
-    odd = {i: found for i, digests in enumerate(everywhere) if (found := _odd_replicas(digests))}
-    if not odd:
+    all_odd = {i: odd for i, digests in enumerate(everywhere) if (odd := _odd_replicas(digests)).replicas}
+    if not all_odd:
         return
-    first = next(iter(odd))
-    ranks = sorted({topology.first_devices[replica].process_index for replica in odd[first]})
+    first, odd = next(iter(all_odd.items()))
+    ranks = sorted({topology.first_devices[replica].process_index for replica in odd.replicas})
     where = ", ".join(f"rank {rank}" for rank in ranks)
-    replicas = ", ".join(map(str, odd[first]))
+    replicas = f"replica{'s' * (len(odd.replicas) > 1)} {', '.join(map(str, odd.replicas))}"
     raise DivergenceError(
-        f"assert_in_sync of {len(variables)} variables",
-        f"{variables[first].path!r} on {where} (replica {replicas} of {topology.num_replicas}) differs from most; "
-        f"{len(odd)} variable(s) differ in total.",
+        f"assert_in_sync of {_counted(len(variables))}",
+        f"{variables[first].path!r} on {where} ({replicas} of {topology.num_replicas}) differs from {odd.reference}; "
+        f"{_counted(len(all_odd))} {'differs' if len(all_odd) == 1 else 'differ'} in total.",
         "assign only values that all processes compute identically, or assign inside strategy.run",
     )
+
+
+def _counted(variables: int) -> str:
+    return f"{variables} variable{'s' * (variables != 1)}"
 
 
 def _copies(variable: Variable, topology: Topology) -> list[Any]:
@@ -118,15 +123,31 @@ def _digest(value: object) -> np.ndarray:
     return np.frombuffer(hashlib.blake2b(array.tobytes(), digest_size=_DIGEST_BYTES).digest(), np.uint32)
 
 
-def _odd_replicas(digests: np.ndarray) -> list[int]:
-    """Returns the replicas whose digests differ from the most common digests. A tie goes to the first digest.
+class _Odd(NamedTuple):
+    """The replicas whose copy of a variable differs from a reference.
+
+    Args:
+      replicas: their ids.
+      reference: what they were compared with, for the message.
+    """
+
+    replicas: list[int]
+    reference: str
+
+
+def _odd_replicas(digests: np.ndarray) -> _Odd:
+    """Returns the replicas whose digests differ from the digests of most replicas, or of replica 0 if there is no majority.
 
     Args:
       digests: uint32 array (replicas, devices_per_replica, words).
     """
-    texts = [[own.tobytes() for own in of_device] for of_device in digests.swapaxes(0, 1)]
-    usual = [Counter(each).most_common(1)[0][0] for each in texts]
-    return [i for i in range(len(digests)) if any(each[i] != most for each, most in zip(texts, usual, strict=True))]
+    texts = [of_replica.tobytes() for of_replica in digests]
+    usual, count = Counter(texts).most_common(1)[0]
+    has_majority = 2 * count > len(texts)
+    expected = usual if has_majority else texts[0]
+    return _Odd(
+        [i for i, text in enumerate(texts) if text != expected], "most replicas" if has_majority else "replica 0"
+    )
 
 
 def assert_restores_everywhere(dataset: DistributedDataset, *, steps: int | None = None) -> None:
