@@ -46,15 +46,15 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
 
     trainer = Trainer(strategy, args.width, args.layers, args.learning_rate, args.steps)
-    train_files, held_back_files = source_files()
+    train_files, held_out_files = source_files()
     console.print(
         f"{strategy.topology.num_workers} workers, {strategy.num_replicas_in_sync} replicas, "
         f"{trainer.model.count_params():,} weights, {num_bytes(train_files):,} bytes to train on, "
-        f"{num_bytes(held_back_files):,} held back"
+        f"{num_bytes(held_out_files):,} held out"
     )
     checkpoint = Checkpoint(args.out / "checkpoint.npz", trainer)
     train(trainer, train_files, checkpoint, args)
-    evaluate(trainer, held_back_files)
+    evaluate(trainer, held_out_files)
 
     if is_chief:
         weights = args.out / "model.weights.h5"

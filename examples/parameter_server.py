@@ -27,7 +27,7 @@ from sklearn.metrics import roc_auc_score
 
 from phalanx.coordinator import ClusterCoordinator, experimental_get_current_worker_index
 
-HELD_BACK = 20_000
+HELD_OUT = 20_000
 TASTES, CONTEXT = 8, 3
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     keras.utils.set_random_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     clicks = Clicks(args.users, args.items, args.seed)
-    inputs, clicked, chances = clicks.rows(HELD_BACK, np.random.default_rng([args.seed, 0]))
+    inputs, clicked, chances = clicks.rows(HELD_OUT, np.random.default_rng([args.seed, 0]))
     best = roc_auc_score(clicked, chances)
 
     strategy = phalanx.ParameterServerStrategy(workers=args.workers, ps=args.ps)
@@ -45,7 +45,7 @@ def main() -> None:
         optimizer = keras.optimizers.Adagrad(args.learning_rate)
     print(
         f"{strategy}: {model.count_params():,} weights in tables of {args.users:,} users and {args.items:,} items; "
-        f"{clicked.mean():.1%} of {HELD_BACK:,} held-back rows are clicks, AUC of the hidden model {best:.4f}"
+        f"{clicked.mean():.1%} of {HELD_OUT:,} held-out rows are clicks, AUC of the hidden model {best:.4f}"
     )
     train = train_by_fit if args.fit else train_by_schedule
     curve = train(strategy, model, optimizer, clicks, (inputs, clicked), args)
@@ -63,7 +63,7 @@ def train_by_schedule(
     model: keras.Model,
     optimizer: keras.Optimizer,
     clicks: "Clicks",
-    held_back: tuple[Any, np.ndarray],
+    held_out: tuple[Any, np.ndarray],
     args: argparse.Namespace,
 ) -> list[float]:
     """Trains with scheduled steps, and computes the AUC after each epoch. Starts from the checkpoint if there is one."""
@@ -92,18 +92,18 @@ def train_by_schedule(
         return clicks.batches(args.batch, np.random.default_rng([args.seed, 1, len(curve), worker]))
 
     iterator = iter(coordinator.create_per_worker_dataset(batches))
-    inputs, clicked = held_back
+    inputs, clicked = held_out
     for epoch in range(len(curve), args.epochs):
         began = time.perf_counter()
         losses = [coordinator.schedule(train_step, args=(iterator,)) for _ in range(args.steps)]
         coordinator.join()  # Waits for all steps. On a terminal, it shows the progress.
         status = coordinator.status().line(args.steps / (time.perf_counter() - began))
 
-        parts = [slice(i, i + args.batch) for i in range(0, HELD_BACK, args.batch)]
+        parts = [slice(i, i + args.batch) for i in range(0, HELD_OUT, args.batch)]
         found = [coordinator.schedule(logits, args=({k: x[rows] for k, x in inputs.items()},)) for rows in parts]
         curve.append(float(roc_auc_score(clicked, np.concatenate(coordinator.fetch(found)))))
         loss = np.mean(coordinator.fetch(losses))
-        print(f"epoch {epoch + 1:2d}   loss {loss:.4f}   held-back AUC {curve[-1]:.4f}   {status}", flush=True)
+        print(f"epoch {epoch + 1:2d}   loss {loss:.4f}   held-out AUC {curve[-1]:.4f}   {status}", flush=True)
         checkpoint.save(curve)
     checkpoint.path.unlink(missing_ok=True)
     return curve
@@ -114,7 +114,7 @@ def train_by_fit(
     model: keras.Model,
     optimizer: keras.Optimizer,
     clicks: "Clicks",
-    held_back: tuple[Any, np.ndarray],
+    held_out: tuple[Any, np.ndarray],
     args: argparse.Namespace,
 ) -> list[float]:
     """Trains with `fit`."""
@@ -129,7 +129,7 @@ def train_by_fit(
         phalanx.keras.DatasetCreator(dataset_fn),
         epochs=args.epochs,
         steps_per_epoch=args.steps,
-        validation_data=held_back,
+        validation_data=held_out,
         validation_batch_size=args.batch,
         callbacks=[keras.callbacks.ModelCheckpoint(args.out / "epoch.weights.h5", save_weights_only=True)],
         verbose=2,
@@ -220,7 +220,7 @@ def plot(curve: list[float], best: float, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4))
-    axes.plot(range(1, len(curve) + 1), curve, marker="o", label="held-back rows")
+    axes.plot(range(1, len(curve) + 1), curve, marker="o", label="held-out rows")
     axes.axhline(best, color="gray", linestyle="--", label="the hidden model")
     axes.set(xlabel="epoch", ylabel="AUC", title="Clicks, by parameter servers")
     axes.legend()

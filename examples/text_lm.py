@@ -40,7 +40,7 @@ from rich.text import Text
 
 WINDOW = 64
 NUM_TOKENS = 1024
-HOLD_BACK_ONE_FILE_IN = 20
+HOLD_OUT_ONE_FILE_IN = 20
 EVALUATION_BATCH = 128
 PROMPT = "\n\n    def read(self"
 SAMPLE_LENGTH = 160
@@ -60,7 +60,7 @@ class Training:
     num_devices: int
     losses: list[float]
     tokens_per_s: float
-    held_back_loss: float
+    held_out_loss: float
     weights: list[np.ndarray]
 
 
@@ -73,7 +73,7 @@ def main() -> None:
             f"There are {len(devices)} devices, not {max(args.devices)}. HINT: JAX_PLATFORMS=cpu uses CPUs."
         )
     args.out.mkdir(parents=True, exist_ok=True)
-    train_files, held_back_files = source_files()
+    train_files, held_out_files = source_files()
     console.print(
         f"The same training on {' and on '.join(map(named, args.devices))}: {args.steps} steps of "
         f"{args.batch * WINDOW:,} tokens. The text is {num_bytes(train_files) / 1e6:.1f} MB of Python's standard library. "
@@ -88,8 +88,8 @@ def main() -> None:
         trainer = Trainer(strategy, args.width, args.layers, args.learning_rate, args.steps)
         phalanx.describe(strategy, console=console)
         losses, tokens_per_s = train(trainer, train_files, args)
-        held_back_loss = evaluate(trainer, held_back_files)
-        trainings.append(Training(count, losses, tokens_per_s, held_back_loss, trainer.model.get_weights()))
+        held_out_loss = evaluate(trainer, held_out_files)
+        trainings.append(Training(count, losses, tokens_per_s, held_out_loss, trainer.model.get_weights()))
 
     console.rule("the same training?")
     compare(trainings)
@@ -223,7 +223,7 @@ def evaluate(trainer: Trainer, files: Sequence[Path]) -> float:
         batch_total, batch_count = trainer.evaluation_step(batch)
         total, count = total + float(batch_total), count + int(batch_count)
     mean = total / count
-    console.print(f"held-back loss: {mean:.4f} nats per token, over all {count} windows")
+    console.print(f"held-out loss: {mean:.4f} nats per token, over all {count} windows")
     return mean
 
 
@@ -250,8 +250,8 @@ def write(trainer: Trainer, prompt: str, length: int, seed: int) -> str:
 def source_files() -> tuple[list[Path], list[Path]]:
     """Returns the files for training, and the files for evaluation."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    held_back = files[::HOLD_BACK_ONE_FILE_IN]
-    return [f for f in files if f not in held_back], held_back
+    held_out = files[::HOLD_OUT_ONE_FILE_IN]
+    return [f for f in files if f not in held_out], held_out
 
 
 def num_bytes(files: Sequence[Path]) -> int:
@@ -315,13 +315,13 @@ def compare(trainings: Sequence[Training]) -> None:
     """Prints the speed and loss of each training, and the largest difference of its weights to the first training."""
     first = trainings[0]
     for training in trainings:
-        line = f"{named(training.num_devices)}: {training.tokens_per_s:,.0f} tokens/s, held-back loss {training.held_back_loss:.4f}"
+        line = f"{named(training.num_devices)}: {training.tokens_per_s:,.0f} tokens/s, held-out loss {training.held_out_loss:.4f}"
         if training is not first:
             difference = max(np.abs(a - b).max() for a, b in zip(training.weights, first.weights, strict=True))
             line += f", largest difference of the weights to {named(first.num_devices)}: {difference:.1e}"
         console.print(line)
     if jax.default_backend() == "cpu":
-        console.print("Virtual devices share the cores of this machine, so two of them are not faster than one.")
+        console.print("Virtual devices share this machine's cores, so these speeds say nothing about scaling.")
 
 
 class TokensPerSecond(ProgressColumn):

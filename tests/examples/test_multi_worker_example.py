@@ -81,9 +81,9 @@ def test_learns_what_one_device_learns(printed, text_lm):
     assert [float(loss) for _, loss in found] == pytest.approx([losses[int(n) - 1] for n, _ in found], abs=2e-3)
 
 
-def test_held_back_loss(printed, text_lm, folder):
-    """NumPy finds the same loss of the saved weights over all windows of the held-back files."""
-    loss, count = re.search(r"held-back loss: ([\d.]+) nats.* all (\d+) windows", printed).groups()
+def test_held_out_loss(printed, text_lm, folder):
+    """NumPy finds the same loss of the saved weights over all windows of the held-out files."""
+    loss, count = re.search(r"held-out loss: ([\d.]+) nats.* all (\d+) windows", printed).groups()
     model = trainer(text_lm).model
     model.load_weights(folder / "out/multi_worker/model.weights.h5")
     windows = np.concatenate([text_lm.windows_of(str(file)) for file in text_lm.source_files()[1]])

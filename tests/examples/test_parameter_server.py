@@ -25,8 +25,8 @@ def scheduled(run_example, folder):
 
 
 def test_learns_who_clicks(scheduled):
-    """The AUC on held-back rows goes up, not above that of the model that the clicks are drawn from."""
-    found = [float(x) for x in re.findall(r"held-back AUC ([\d.]+)", scheduled)]
+    """The AUC on held-out rows goes up, not above that of the model that the clicks are drawn from."""
+    found = [float(x) for x in re.findall(r"held-out AUC ([\d.]+)", scheduled)]
     best = float(re.search(r"AUC of the hidden model ([\d.]+)", scheduled).group(1))
     assert len(found) == 3
     assert found[0] < found[-1] < best

@@ -48,9 +48,9 @@ def losses(output):
     return [float(x) for x in re.findall(r"^step +\d+ +loss ([\d.]+)$", output, re.MULTILINE)]
 
 
-def held_back(output):
-    """Returns the loss on the held-back files and the number of windows in them."""
-    loss, windows = re.search(r"held-back loss: ([\d.]+) nats.* all (\d+) windows", output).groups()
+def held_out(output):
+    """Returns the loss on the held-out files and the number of windows in them."""
+    loss, windows = re.search(r"held-out loss: ([\d.]+) nats.* all (\d+) windows", output).groups()
     return float(loss), int(windows)
 
 
@@ -66,7 +66,7 @@ def test_three_devices_learn_what_one_learns(trainings, printed):
     """Padded batches of three replicas end where one device ends, and the program says by how much they differ."""
     one, three = trainings
     assert losses(one) == pytest.approx(losses(three), abs=2e-3)
-    assert held_back(one) == pytest.approx(held_back(three), abs=2e-3)
+    assert held_out(one) == pytest.approx(held_out(three), abs=2e-3)
     difference = float(
         re.search(r"^3 devices: .*largest difference of the weights to 1 device: (\S+)$", printed, re.M)[1]
     )
@@ -74,10 +74,10 @@ def test_three_devices_learn_what_one_learns(trainings, printed):
 
 
 def test_evaluates_every_window_once(trainings, text_lm):
-    """All windows of the held-back files are counted, and no padding."""
+    """All windows of the held-out files are counted, and no padding."""
     _, files = text_lm.source_files()
     tokens = [len(text_lm.tokens_of(text_lm.code_of(str(file)))) for file in files]
-    assert held_back(trainings[1])[1] == sum(max(0, n - 1) // WINDOW for n in tokens)
+    assert held_out(trainings[1])[1] == sum(max(0, n - 1) // WINDOW for n in tokens)
 
 
 def test_saves_the_curves_and_the_sample(printed, folder, text_lm):

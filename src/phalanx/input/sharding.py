@@ -72,9 +72,9 @@ class WorkerShard:
             shards = "all records" if self.policy is AutoShardPolicy.OFF else "its own shard"
             return f"{who} {shards}{total} ({name})"
         if self.records is None:
-            return f"{who} its part of every batch ({name}, by skipping the others' rows)"
+            return f"{who} its part of every batch ({name}; each worker reads everything and keeps its own rows)"
         first, last = self.records
-        how = ", by skipping the others' records" if self.reads_all else ""
+        how = "; each worker reads everything and keeps its own records" if self.reads_all else ""
         rows = f"records {first}..{last}" if last >= first else "no record"
         return f"{who} {rows} of every {self.batch_size}{total and ', of ' + str(self.num_records) + ' in all'} ({name}{how})"
 

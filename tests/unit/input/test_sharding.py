@@ -116,9 +116,15 @@ def test_announcement_appears_once_on_chief(files, caplog):
             DATA,
             (2, 1),
             None,
-            "reads records 0..1 of every 4, of 12 in all (DATA, by skipping the others'",
+            "reads records 0..1 of every 4, of 12 in all (DATA; each worker reads everything and keeps",
         ),
-        (lambda: iter([]), DATA, (2, 1), None, "its part of every batch (DATA, by skipping the others' rows)"),
+        (
+            lambda: iter([]),
+            DATA,
+            (2, 1),
+            None,
+            "its part of every batch (DATA; each worker reads everything and keeps its own rows)",
+        ),
         (lambda: iter([]), AUTO, (1, 1), None, "worker 0 of 1 reads all records (DATA)"),
     ],
 )
