@@ -47,12 +47,12 @@ def set_virtual_cpu_devices(count: int) -> None:
     )
     try:
         set_config("jax_num_cpu_devices", count)
-    except RuntimeError as e:
+    except RuntimeError:
         raise StartupError(
             f"set_virtual_cpu_devices({count})",
             "JAX has already initialized its devices, so their number cannot change.",
             "call it before the first array is created, or set PHALANX_CPU_DEVICES in the environment",
-        ) from e
+        ) from None
     if count > 1:
         # XLA reads NPROC as the size of its CPU thread pool. With fewer than two threads per device, the all-reduce
         # deadlocks (observed with 2, 3, 4 and 8 devices). More than two threads per device only cost speed.

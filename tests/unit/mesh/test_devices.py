@@ -69,9 +69,11 @@ def test_empty_list_of_devices_is_refused():
 
 
 def test_too_late_for_more_devices():
-    """JAX has started here."""
-    with pytest.raises(StartupError, match="JAX has already initialized its devices"):
+    """JAX has started here. The error of JAX is not shown above the message."""
+    with pytest.raises(StartupError, match="JAX has already initialized its devices") as caught:
         phalanx.set_virtual_cpu_devices(5)
+    assert caught.value.__suppress_context__
+    assert caught.value.__cause__ is None
 
 
 @pytest.mark.parametrize("count", [0, -2])
