@@ -123,7 +123,7 @@ class _Models:
         if adopted is None:
             _require_steps_of_keras(model, method)
             if method == "fit":
-                self._warn_of_fit_outside()
+                _warn_of_fit_outside()
             return None
         if current.topology.has_devices and current is not adopted.strategy:
             raise MixedStrategyError(
@@ -140,15 +140,19 @@ class _Models:
         adopted.strategy = strategy
         return adopted
 
-    def _warn_of_fit_outside(self) -> None:
-        used = {id(adopted.strategy) for adopted in self._adopted.values()}
-        unused = [s for s in living_strategies() if s.num_replicas_in_sync > 1 and id(s) not in used]
-        if unused:
-            warn_of_slip(
-                f"fit was called outside the scope of {unused[0]!r}, on a model that was also created outside it. "
-                "The model trains on one device.",
-                "with strategy.scope(): around the lines that create and compile the model",
-            )
+
+def _warn_of_fit_outside() -> None:
+    """Warns that a model of no strategy trains on one device, although a strategy with several replicas exists."""
+    strategies = [s for s in living_strategies() if s.num_replicas_in_sync > 1]
+    if strategies:
+        # Names the oldest one, so that the message of a line stays the same, and is shown once, if more are created.
+        oldest = min(strategies, key=lambda s: s.number)
+        warn_of_slip(
+            f"fit was called outside the scope of {oldest!r}, on a model that was also created outside it. "
+            "The model trains on one device.",
+            "with strategy.scope(): around the lines that create and compile the model. If one device is intended: "
+            'with phalanx.OneDeviceStrategy("cpu:0").scope():',
+        )
 
 
 def _strategy_of(dataset: DistributedDataset, method: str) -> Strategy:

@@ -45,10 +45,6 @@ class IdentityMap(Generic[T]):
         entry = self._items.get(id(owner))
         return entry[1] if entry else None
 
-    def values(self) -> list[T]:
-        """Returns the items of all objects."""
-        return [item for _, item in list(self._items.values())]
-
     def ids(self) -> KeysView[int]:
         """Returns the identities of the objects, for loops that have no time for a call per object."""
         return self._items.keys()

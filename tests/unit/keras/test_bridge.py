@@ -278,7 +278,7 @@ def test_two_threads_that_fit_one_model(strategy):
 
 
 def slips_of_fit():
-    """Returns the warnings of two calls of `fit` with a model of no scope, by one line."""
+    """Returns the warnings of two calls of `fit` by one line, with models of no scope."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -287,15 +287,17 @@ def slips_of_fit():
 
 
 def test_fit_outside_although_there_are_replicas():
-    """It trains on one device: one warning, unless the strategy has models of its own."""
+    """A model of no scope trains on one device: one warning per line, even if the strategy has models already."""
     code = (
         "import phalanx; phalanx.set_virtual_cpu_devices(2)\n"
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from test_bridge import compiled, replicas, slips_of_fit, under\n"
+        "from test_bridge import FIT, X, Y, compiled, replicas, slips_of_fit, under\n"
         "assert not slips_of_fit()\n"
         "strategy = replicas(2)\n"
-        "(message,) = slips_of_fit()\n"
         "model = under(strategy, compiled())\n"
+        "model.fit(X, Y, **FIT)\n"
+        "(message,) = slips_of_fit()\n"
+        "another = phalanx.MirroredStrategy(['cpu:1', 'cpu:0'])\n"
         "assert not slips_of_fit()\n"
         "print(message)"
     )
@@ -308,7 +310,7 @@ def test_fit_outside_although_there_are_replicas():
     )
     assert not done.returncode, done.stderr
     assert "fit was called outside the scope of MirroredStrategy(['cpu:0', 'cpu:1'])" in done.stdout
-    assert "HINT: with strategy.scope(): around the lines that create and compile the model" in done.stdout
+    assert "HINT: with strategy.scope(): around the lines that create and compile the model. If one device" in done.stdout
 
 
 def test_tensorboard_without_tensorflow(strategy):
