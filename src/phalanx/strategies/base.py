@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Strategy`: the public methods, built on a few hooks that each strategy overrides."""
 
+import difflib
+import inspect
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from types import NoneType
-from typing import Any, NoReturn, Self, final
+from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 from weakref import WeakSet
 
 import jax
@@ -376,6 +378,20 @@ class Strategy(AbstractInputs, AbstractResults):
             return on_all(value)
         return context.call_in(self._cross_replica, self._programs.call, self._programs, on_all, (value,), {}, key=key)
 
+    if not TYPE_CHECKING:  # With `__getattr__`, type checkers would accept any name.
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):
+                # A property raised an AttributeError, which Python then drops. This raises it again.
+                return object.__getattribute__(self, name)
+            found = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_"):
+                names = [n for n in dir(type(self)) if not n.startswith("_")]
+                near = difflib.get_close_matches(name, names, n=1) or [n for n in names if len(name) > 3 and name in n]
+                if near:
+                    raise AttributeError(f"{found}. Did you mean: {near[0]!r}?")
+            raise AttributeError(found, name=name, obj=self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
         """Returns a strategy over the same devices, with its own compiled programs."""
         other = object.__new__(type(self))
@@ -399,6 +415,12 @@ class Strategy(AbstractInputs, AbstractResults):
     def __repr__(self) -> str:
         names = list(map(device_name, self.topology.devices))
         return f"{type(self).__name__}({names})"
+
+
+# Python's own errors about arguments then name the class that users know.
+for _method in (*vars(AbstractInputs).values(), *vars(AbstractResults).values()):
+    if inspect.isfunction(_method):
+        inspect.unwrap(_method).__qualname__ = f"{Strategy.__name__}.{_method.__name__}"
 
 
 def living_strategies() -> tuple[Strategy, ...]:

@@ -32,6 +32,61 @@ def test_run_options_must_be_run_options(strategy):
         strategy.run(lambda: 1, options={"eager": True})
 
 
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (lambda s: s.experimental_distribute_dataset([1], batchsize=3), r"dataset\(\) got an .* argument 'batchsize'"),
+        (lambda s: s.gather(1), r"gather\(\) missing 1 required positional argument: 'axis'"),
+        (lambda s: s.reduce("SUM", 1), r"reduce\(\) missing 1 required positional argument: 'axis'"),
+        (lambda s: s.run(), r"run\(\) missing 1 required positional argument: 'fn'"),
+    ],
+)
+def test_wrong_arguments_of_a_method(strategy, call, found):
+    """Python's own error, which names the public class."""
+    with pytest.raises(TypeError, match=rf"^Strategy\.\w*{found}"):
+        call(strategy)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("distribute_dataset", "experimental_distribute_dataset"),
+        ("local_results", "experimental_local_results"),
+        ("from_func", "distribute_datasets_from_function"),
+        ("num_replicas", "num_replicas_in_sync"),
+        ("scopes", "scope"),
+    ],
+)
+def test_misspelled_attribute(strategy, name, near):
+    """The error names the nearest public name, or one that contains the misspelled name."""
+    with pytest.raises(
+        AttributeError, match=rf"^'MirroredStrategy' object has no .* '{name}'. Did you mean: '{near}'\?$"
+    ):
+        getattr(strategy, name)
+
+
+@pytest.mark.parametrize("name", ["zzz", "e", "_running", "__array__"])
+def test_attribute_that_resembles_no_other(strategy, name):
+    """Python's own error."""
+    with pytest.raises(AttributeError, match=rf"^'MirroredStrategy' object has no attribute '{name}'$"):
+        getattr(strategy, name)
+
+
+class Broken(phalanx.MirroredStrategy):
+    """A strategy with a property that reads an attribute that does not exist."""
+
+    @property
+    def learning_rate(self):
+        """Fails."""
+        return self._learning_rate
+
+
+def test_property_that_raises_an_attribute_error():
+    """Its own error is shown, not one about the property."""
+    with pytest.raises(AttributeError, match=r"^'Broken' object has no attribute '_learning_rate'$"):
+        Broken(["cpu:0"]).learning_rate  # noqa: B018
+
+
 @pytest.mark.parametrize("kind", ["default", "one", "mirrored"])
 def test_mirrored_arguments_are_unwrapped(strategy, kind):
     """The same loop over replicated state runs with and without a strategy."""
