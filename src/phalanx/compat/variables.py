@@ -24,6 +24,7 @@ from phalanx.compat.hooks import extend
 from phalanx.compat.layouts import layout_of
 from phalanx.compat.scope import active_scope, lift_scope
 from phalanx.errors import PhalanxError, VariableError, shown
+from phalanx.errors.frames import Place, user_place
 from phalanx.mesh.arrays import copied, require_fits
 from phalanx.typing import PyTree
 
@@ -228,6 +229,12 @@ def maker_of(variable: Variable) -> int | None:
     return number
 
 
+def place_of_creation(variable: Variable) -> Place | None:
+    """Returns the line of user code that created a variable while a function was traced; None for other variables."""
+    place: Place | None = vars(variable).get("_phalanx_place")
+    return place
+
+
 _checkers: list[Callable[[Variable, Any], None]] = []
 
 
@@ -246,6 +253,8 @@ def _getitem(original: Callable[..., jax.Array], self: Variable, idx: object) ->
 @extend(Variable, "__init__")
 def _init(original: Callable[..., Any], self: Variable, initializer: object, *args: PyTree, **kwargs: PyTree) -> None:
     _make(original, self, initializer, *args, **kwargs)
+    if lift_scope() is not None:
+        self._phalanx_place = user_place()
     for hear in _makers:
         hear(self)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from phalanx import compat
 from phalanx.errors import ContextError, InvalidArgumentError, PhalanxError, TraceError, frames
 from phalanx.mesh.values import AS_ARRAY
 from phalanx.tracing.discovery import DiscoveryMismatch
@@ -56,11 +57,7 @@ def explained(*, prints: bool = True) -> Iterator[None]:
     try:
         yield
     except DiscoveryMismatch as e:
-        raise TraceError(
-            f"{describe(e.variable)} in a traced function",
-            "the function creates or uses another variable each time it is traced.",
-            "create variables outside the function, or only once: `if self.v is None: self.v = keras.Variable(...)`",
-        ) from None
+        raise _another_variable(e.variable) from None
     except PhalanxError:
         raise
     except Exception as e:
@@ -124,9 +121,29 @@ def _explanation(error: Exception, *, prints: bool) -> TraceError | None:
     return None
 
 
+def _another_variable(variable: compat.Variable) -> TraceError:
+    """Returns the error for a function that creates or uses another variable each time it is traced."""
+    hint = "create variables outside the function, or only once: `if self.v is None: self.v = keras.Variable(...)`"
+    # The path of a variable that a metric, layer or optimizer creates begins with the name of its owner.
+    if "/" in variable.path:
+        hint = (
+            "create the metric, layer or optimizer outside the step, in strategy.scope(), and call "
+            "metric.update_state(y, y_pred), layer(x) or optimizer.apply(gradients) in the step"
+        )
+    return TraceError(
+        f"{describe(variable)} in a traced function{_bracketed(compat.place_of_creation(variable))}",
+        "the function creates or uses another variable each time it is traced.",
+        hint,
+    )
+
+
 def _place_of(error: BaseException) -> str:
     """Returns the user's line that raised an error, in brackets. Empty if there is no such line."""
-    place = frames.place_of(error)
+    return _bracketed(frames.place_of(error))
+
+
+def _bracketed(place: frames.Place | None) -> str:
+    """Returns a line of code in brackets. Empty if there is none."""
     return f" ({place}: `{place.text}`)" if place else ""
 
 

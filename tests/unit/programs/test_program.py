@@ -114,6 +114,21 @@ def test_variable_made_anew_in_each_trace(strategy):
     assert [int(x) for x in strategy.run(lambda: jnp.int32(1)).values] == [1, 1]
 
 
+def test_metric_made_in_each_trace(strategy):
+    """The error names the user's line; the metric belongs outside the step."""
+
+    def step(x):
+        mean = keras.metrics.Mean(name="mean")
+        mean.update_state(x)
+
+    with pytest.raises(
+        TraceError,
+        match=r"'mean/total' \(\) float32 in a traced function \(.*test_program.py:\d+: `mean = .*`\): the function creates"
+        r"(.|\n)*HINT: create the metric, layer or optimizer outside the step, in strategy.scope\(\), and call metric.upd",
+    ):
+        strategy.run(step, args=(1.0,))
+
+
 class Lazy:
     """Makes its variable at the first call."""
 
