@@ -203,9 +203,11 @@ def test_steps_per_epoch_that_do_not_match(strategy, steps):
 
 
 def test_too_few_batches_are_warned_of(strategy):
-    """Whoever asks for more steps than there are batches is told."""
-    with pytest.warns(UserWarning, match="data ended after 3 of 5 steps"):
+    """Whoever asks for more steps than there are batches is told, with the line of `fit`."""
+    found = r"data ended after 3 of 5 steps of an epoch.\nHINT: dataset.repeat\(\)"
+    with pytest.warns(UserWarning, match=found) as caught:
         made(compiled(), strategy).fit(X, Y, **FIT, steps_per_epoch=5)
+    assert __file__ in {w.filename for w in caught}
 
 
 def test_epochs_and_steps_capped(strategy):

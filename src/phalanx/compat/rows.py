@@ -7,7 +7,6 @@ rows or averages over them must use the mask, or the results would depend on the
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, Metric
 
 from phalanx.compat.hooks import extend
 from phalanx.compat.scope import surrounding_scope
-from phalanx.errors import InputError
+from phalanx.errors import InputError, warn_of_slip
 from phalanx.mesh.arrays import over_rows
 from phalanx.typing import PyTree
 
@@ -38,11 +37,9 @@ def _is_number(metric: keras.metrics.Metric, given: dict[str, Any]) -> bool:
 
 
 def _warn_of_padding(what: str) -> None:
-    warnings.warn(
-        f"{what} is one number per batch, so it includes the rows that pad the batch. "
-        "HINT: return one value per row; Phalanx averages them without the padding.",
-        UserWarning,
-        stacklevel=2,
+    warn_of_slip(
+        f"{what} is one number per batch, so it includes the rows that pad the batch.",
+        "return one value per row; Phalanx averages them without the padding",
     )
 
 
@@ -64,7 +61,7 @@ def _update_state(original: Callable[..., _R], self: keras.metrics.Metric, *args
     if rows != {()} and _is_number(self, given):
         rows = {()}
         if mask is not None:
-            _warn_of_padding(f"the metric {self.name!r}")
+            _warn_of_padding(f"The metric {self.name!r}")
     if scope.is_averaging and rows == {()}:
         given["sample_weight"] = scope.weight_of_mean(given.get("sample_weight"))
         return original(**given)
@@ -123,7 +120,7 @@ def _loss(
     finally:
         self.reduction = reduction
     if values.ndim == 0 and scope.example_mask() is not None:
-        _warn_of_padding(f"the loss {self.name!r}")
+        _warn_of_padding(f"The loss {self.name!r}")
     counts = jnp.ones((), values.dtype)
     mask = backend.get_keras_mask(y_pred)
     if mask is not None:

@@ -214,12 +214,13 @@ class SlipWarning(UserWarning):
 _slips: set[object] = set()
 
 
-def warn_of_slip(found: str, hint: str) -> None:
-    """Warns about a probable mistake, once per process and line of user code.
+def warn_of_slip(found: str, hint: str, category: type[UserWarning] = SlipWarning) -> None:
+    """Warns about a probable mistake, once per process and line of user code. The warning names that line.
 
     Args:
       found: what looks like a mistake, and its consequence, in full sentences.
       hint: what to write instead.
+      category: the class of the warning.
     """
     place = user_place()
     if (found, place) in _slips:
@@ -227,6 +228,6 @@ def warn_of_slip(found: str, hint: str) -> None:
     _slips.add((found, place))
     message = f"{found}\nHINT: {hint}"
     if place is None:
-        warnings.warn(message, SlipWarning, stacklevel=2)
+        warnings.warn(message, category, stacklevel=2)
     else:
-        warnings.warn_explicit(message, SlipWarning, place.filename, place.lineno)
+        warnings.warn_explicit(message, category, place.filename, place.lineno)

@@ -9,7 +9,7 @@ import jax
 import keras
 
 from phalanx import compat
-from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError, arguments, shown
+from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError, arguments, shown, warn_of_slip
 from phalanx.input.distributed import DistributedDataset
 from phalanx.input.iterator import DistributedIterator
 from phalanx.input.sources.base import UNKNOWN, AbstractRows, Facts
@@ -175,10 +175,9 @@ class EpochData:
             self._adapter.on_epoch_end()
 
     def _warn(self, done: int) -> None:
-        warnings.warn(
-            f"The data ended after {done} of {self._steps} steps of an epoch. "
-            "HINT: dataset.repeat(), or leave out steps_per_epoch.",
-            stacklevel=4,
+        warn_of_slip(
+            f"The data ended after {done} of {self._steps} steps of an epoch.",
+            "dataset.repeat(), or leave out steps_per_epoch",
         )
 
 

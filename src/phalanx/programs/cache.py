@@ -5,7 +5,6 @@ import functools
 import inspect
 import operator
 import types
-import warnings
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, Generic, TypeVar
@@ -14,7 +13,7 @@ import keras
 
 from phalanx import compat
 from phalanx.compat import Variable
-from phalanx.errors import RecompilationWarning
+from phalanx.errors import RecompilationWarning, warn_of_slip
 from phalanx.errors.frames import is_of_user
 from phalanx.programs.identity import IdentityMap
 
@@ -103,11 +102,11 @@ class NewFunctions:
             return
         self.times[code] = times = self.times.get(code, 0) + 1
         if times == _NEW_FUNCTIONS_BEFORE_WARNING:
-            warnings.warn(
+            warn_of_slip(
                 f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) is created at each call, so it is "
-                "compiled each time. HINT: define it once, outside the loop, and pass what changes as arguments.",
+                "compiled each time.",
+                "define it once, outside the loop, and pass what changes as arguments",
                 RecompilationWarning,
-                stacklevel=4,
             )
 
     def forgive(self, function: object) -> None:

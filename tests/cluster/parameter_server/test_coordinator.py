@@ -462,7 +462,7 @@ def test_a_dataset_function_that_returns_no_dataset(calm, found):
 def test_functions_that_are_made_anew(calm):
     """Each is traced and sent: a warning names the line."""
     with pytest.warns(
-        RecompilationWarning, match=r"<lambda> \(.*test_coordinator.py:\d+\) is created at each call.*HINT: define"
+        RecompilationWarning, match=r"<lambda> \(.*test_coordinator.py:\d+\) is created at each call.*\nHINT: define"
     ):
         calm.fetch([calm.schedule(lambda x: x + 1, args=(1.0,)) for _ in range(3)])
 

@@ -310,7 +310,9 @@ def test_fit_outside_although_there_are_replicas():
     )
     assert not done.returncode, done.stderr
     assert "fit was called outside the scope of MirroredStrategy(['cpu:0', 'cpu:1'])" in done.stdout
-    assert "HINT: with strategy.scope(): around the lines that create and compile the model. If one device" in done.stdout
+    assert (
+        "HINT: with strategy.scope(): around the lines that create and compile the model. If one device" in done.stdout
+    )
 
 
 def test_tensorboard_without_tensorflow(strategy):

@@ -64,7 +64,8 @@ def test_lambda_made_anew_warns_once(strategy):
     assert results == [1, 2, 3, 4, 5, 6]
     (warning,) = [w for w in caught if w.category is RecompilationWarning]
     assert "test_cache.py" in str(warning.message)
-    assert "HINT: define it once" in str(warning.message)
+    assert "\nHINT: define it once" in str(warning.message)
+    assert warning.filename == __file__
 
 
 def test_partials_made_anew_warn(strategy):
