@@ -15,6 +15,7 @@ from keras.src.backend.common import global_state
 
 import phalanx
 from phalanx import compat
+from phalanx.errors import ContextError
 from phalanx.mesh.topology import Topology
 
 
@@ -344,6 +345,22 @@ def test_own_metrics_weigh_padded_rows():
     (batch,) = strategy.experimental_distribute_dataset([np.float32([1, 2, 4])])
     strategy.run(lambda x: metric.update_state(x), args=(batch,))
     assert float(metric.result()) == 7
+
+
+def test_metric_of_values_that_differ():
+    """Outside a replica function the error says where to call `update_state`, and the call works there."""
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        mean = keras.metrics.Mean(name="mean")
+    value = strategy.run(lambda: phalanx.get_replica_context().replica_id_in_sync_group * 2.0)
+    with pytest.raises(
+        ContextError,
+        match=r"a PerReplica used as an array by update_state of the metric 'mean'.*one component per replica"
+        r".*\nHINT: call metric.update_state\(y, y_pred\) inside the function passed to strategy.run",
+    ):
+        mean.update_state(value)
+    strategy.run(lambda x: mean.update_state(x), args=(value,))
+    assert float(mean.result()) == 1
 
 
 def test_extended_methods_keep_their_names():

@@ -19,8 +19,9 @@ from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, Metric
 
 from phalanx.compat.hooks import extend
 from phalanx.compat.scope import surrounding_scope
-from phalanx.errors import InputError, warn_of_slip
+from phalanx.errors import ContextError, InputError, warn_of_slip
 from phalanx.mesh.arrays import over_rows
+from phalanx.mesh.values import AS_ARRAY
 from phalanx.typing import PyTree
 
 _Moments = tuple[jax.Array, jax.Array]
@@ -47,6 +48,26 @@ _CONTAINERS = (CompileMetrics, MetricsList)
 
 
 def _update_state(original: Callable[..., _R], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree) -> _R:
+    """Updates a metric with the real rows of a batch.
+
+    Raises:
+      ContextError: an argument has one component per replica, but no replica function runs.
+    """
+    try:
+        return _update_with_real_rows(original, self, *args, **kwargs)
+    except ContextError as e:
+        if e.asked != AS_ARRAY:
+            raise
+        raise ContextError(
+            f"{AS_ARRAY} by update_state of the metric {self.name!r}",
+            e.found,
+            "call metric.update_state(y, y_pred) inside the function passed to strategy.run, and metric.result() outside",
+        ) from None
+
+
+def _update_with_real_rows(
+    original: Callable[..., _R], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree
+) -> _R:
     """Gives the padded rows of a batch the sample weight 0."""
     scope, weighed = surrounding_scope(), global_state.get_global_attribute("phalanx_weighed")
     # The containers of compiled metrics only forward to metrics, which are wrapped too.

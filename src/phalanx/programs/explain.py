@@ -190,7 +190,7 @@ def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
     try:
         return fn(*args, **kwargs)
     except ContextError as e:
-        if e.asked != AS_ARRAY:
+        if not e.asked.startswith(AS_ARRAY):
             raise
         raise ContextError(
             f"a PerReplica that a replica function closes over{_place_of(e)}",

@@ -214,6 +214,19 @@ def test_a_per_replica_in_a_closure(strategy, use):
     assert [int(x) - int(use(jnp.int32(0))) for x in strategy.run(use, args=(value,)).values] == [0, 1]
 
 
+def test_a_metric_of_a_per_replica_in_a_closure(strategy):
+    """It runs in a replica already, so the hint is about the arguments."""
+    value = strategy.run(replica_id)
+    with strategy.scope():
+        mean = keras.metrics.Mean()
+
+    def step():
+        mean.update_state(value)
+
+    with pytest.raises(ContextError, match=r"closes over.*\nHINT: strategy.run\(step, args="):
+        strategy.run(step)
+
+
 def test_a_typed_error_has_no_note_of_jax(strategy, monkeypatch):
     """JAX adds one about its frames to every error that passes through it."""
     monkeypatch.delenv("PHALANX_TRACEBACK", raising=False)
