@@ -186,7 +186,11 @@ def test_one_stands_still(culprit):
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_one_is_stopped(culprit):
     """A process that SIGSTOP holds says nothing, and is named by the others."""
-    with Processes("waits()", "waits()", "waits()") as three:
+    inside = "own.begin(is_step=True); print('inside', flush=True); time.sleep(600)"
+    with Processes(inside, inside, inside) as three:
+        # All must be inside the step, and know it of each other, or the stopped one is one that stands still before it.
+        assert [process.stdout.readline() for process in three.running] == ["inside\n"] * 3
+        time.sleep(STALL_S / 3)
         three.running[culprit].send_signal(signal.SIGSTOP)
         others = [rank for rank in range(3) if rank != culprit]
         for status, text in three.ends(*others):
