@@ -76,6 +76,7 @@ _ROOMS = (
     "lax",
     "nn",
     "tpu",
+    "train",
     "tpu.experimental",
     "testing",
 )

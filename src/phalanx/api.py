@@ -10,6 +10,7 @@ from phalanx import experimental
 from phalanx import lax
 from phalanx import nn
 from phalanx import tpu
+from phalanx import train
 from phalanx.mesh.bootstrap import print_on_chief
 from phalanx.tracing.tape import GradientTape, value_and_grad
 from phalanx.collectives.cross_device import (
@@ -109,6 +110,7 @@ __all__ = [
     "scan",
     "set_virtual_cpu_devices",
     "tpu",
+    "train",
     "value_and_grad",
     "while_loop",
 ]

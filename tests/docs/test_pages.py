@@ -22,6 +22,7 @@ PAGES = (
     "docs/reinforcement_learning.md",
     "docs/notebooks.md",
     "docs/side_by_side.md",
+    "docs/saving.md",
     "docs/stopping.md",
 )
 DEADLINE_S = 300  # On a busy machine; alone, each takes less than a tenth of it.

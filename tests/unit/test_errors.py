@@ -33,6 +33,8 @@ BUILTINS = {
     errors.WorkerLostError: RuntimeError,
     errors.CancelledError: RuntimeError,
     errors.ServerLostError: RuntimeError,
+    errors.CheckpointError: RuntimeError,
+    errors.CheckpointMismatchError: AssertionError,
     errors.DivergenceError: AssertionError,
     errors.ClusterError: ValueError,
     errors.ClusterTypeError: TypeError,

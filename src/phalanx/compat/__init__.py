@@ -34,5 +34,6 @@ from phalanx.compat.rows import *  # noqa: E402
 from phalanx.compat.scope import *  # noqa: E402
 from phalanx.compat.seeds import *  # noqa: E402
 from phalanx.compat.tables import *  # noqa: E402
+from phalanx.compat.tracking import *  # noqa: E402
 from phalanx.compat.trainer import *  # noqa: E402
 from phalanx.compat.variables import *  # noqa: E402

@@ -206,18 +206,18 @@ def _add_variable_from_reference(
     return slot
 
 
-_BaseOptimizer = next(c for c in keras.optimizers.Optimizer.__mro__ if "apply_gradients" in vars(c))
+BaseOptimizer = next(c for c in keras.optimizers.Optimizer.__mro__ if "apply_gradients" in vars(c))
 
-extend(_BaseOptimizer, "add_variable_from_reference")(_add_variable_from_reference)
+extend(BaseOptimizer, "add_variable_from_reference")(_add_variable_from_reference)
 
-extend(_BaseOptimizer, "apply")(_apply)
+extend(BaseOptimizer, "apply")(_apply)
 
-extend(_BaseOptimizer, "apply_gradients")(_apply_gradients)
+extend(BaseOptimizer, "apply_gradients")(_apply_gradients)
 
-extend(_BaseOptimizer, "stateless_apply")(_stateless_apply)
+extend(BaseOptimizer, "stateless_apply")(_stateless_apply)
 
 
-@extend(_BaseOptimizer, "add_variable_from_reference")
+@extend(BaseOptimizer, "add_variable_from_reference")
 def _add_slot(
     original: Callable[..., Variable],
     self: keras.optimizers.Optimizer,

@@ -26,6 +26,8 @@
     ├── ServerLostError (RuntimeError)        a parameter server that died, and its variables with it
     ├── WorkerLostError (RuntimeError)        a worker that keeps failing, or makes no progress
     ├── CancelledError (RuntimeError)         a scheduled step that will not finish
+    ├── CheckpointError (RuntimeError)        a checkpoint that cannot be written or read
+    │   └── CheckpointMismatchError (AssertionError)  a checkpoint of other objects than those that it is restored into
     └── DivergenceError (AssertionError)      replicas that hold different values of the same variable
 
 Every message has three parts: the request, the reason why it fails, and a hint that shows what to write instead.
@@ -42,6 +44,8 @@ __all__ = [
     "AggregationError",
     "CancelledError",
     "CardinalityError",
+    "CheckpointError",
+    "CheckpointMismatchError",
     "ClusterError",
     "ClusterSourceError",
     "ClusterTypeError",
@@ -185,6 +189,14 @@ class WorkerLostError(PhalanxError, RuntimeError):
 
 class CancelledError(PhalanxError, RuntimeError):
     """A scheduled step will not finish."""
+
+
+class CheckpointError(PhalanxError, RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+
+class CheckpointMismatchError(CheckpointError, AssertionError):
+    """A checkpoint contains other objects than those that it is restored into."""
 
 
 class DivergenceError(PhalanxError, AssertionError):

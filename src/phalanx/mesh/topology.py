@@ -272,6 +272,11 @@ class Topology:
         with self.dispatching(is_step=False):
             return np.asarray(multihost_utils.process_allgather(values))
 
+    def whole(self, array: jax.Array) -> np.ndarray:
+        """Returns an array that is divided over the workers. All workers must call it, in their main threads."""
+        with self.dispatching(is_step=False):
+            return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
     @cached_property
     def replicated(self) -> NamedSharding:
         """The sharding of a value that every replica holds whole."""

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 
 from phalanx import compat
 from phalanx.errors import TraceError
+from phalanx.errors.deferred import failures, raise_deferred
 from phalanx.mesh.annotated import block_until_ready, with_sharding_constraint
 from phalanx.mesh.dispatch import calling_back, process_dispatching
 from phalanx.mesh.topology import Topology
@@ -123,6 +124,8 @@ class Program:
 
     def _run(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> tuple[Any, ...]:
         """Runs the program and stores the values that it wrote. Returns values, components, results and gradients."""
+        if failures:
+            raise_deferred()
         with process_dispatching() if self._is_local else self._dispatching_with_peers():
             inputs = self._inputs(arguments)
             for batch in batches:

@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 import jax
+import numpy as np
 
 from phalanx import compat
 from phalanx.compat import Variable, raw_value
@@ -70,7 +71,38 @@ def components_of(variable: Variable) -> jax.Array | None:
     return slot.components if slot.array is raw_value(variable) else None
 
 
+_restored: IdentityMap[Any] = IdentityMap()
+"""Components from a checkpoint, until a program uses them or the variable is assigned."""
+
+
+def keep_components(variable: Variable, components: np.ndarray) -> None:
+    """Makes `components`, (num_replicas, ...), those with which the next program of as many replicas begins.
+
+    Together they must make the value of the variable. With another number of replicas, a program begins with that value.
+    """
+    _restored[variable] = components
+
+
+def to_host(array: Any, topology: Topology) -> np.ndarray:
+    """Returns a copy of an array on the host. With several workers, all must call it if no worker has the whole array.
+
+    Args:
+      array: an array of NumPy or JAX, on any devices.
+      topology: the devices of all workers.
+    """
+    if not isinstance(array, jax.Array):
+        return np.array(array, order="C")
+    was_parted = _parted.get(array)
+    host = np.asarray(array) if array.is_fully_addressable or array.is_fully_replicated else topology.whole(array)
+    # On CPUs the result shares the memory of the array, which the next program may consume.
+    host = host if host.flags.owndata else host.copy()
+    if not was_parted:
+        _parted.discard(array)
+    return host
+
+
 def _forget(variable: Variable) -> None:
+    _restored.discard(variable)
     slot = _slots.get(variable)
     if slot is not None:
         slot.array = slot.components = None
@@ -329,7 +361,11 @@ class _Variables:
         for i in self._on_read:
             parts[i] = self.slots[i].components
             if parts[i] is None:
-                first = initial_components(self.variables[i], arrays[i], self._topology.num_replicas)
+                variable, count = self.variables[i], self._topology.num_replicas
+                first = _restored.get(variable)
+                _restored.discard(variable)
+                if first is None or len(first) != count:
+                    first = initial_components(variable, arrays[i], count)
                 own = self._topology.local_replicas
                 parts[i] = self._topology.put_per_replica([first[own.start : own.stop]])[0]
         return parts

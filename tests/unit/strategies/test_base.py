@@ -57,7 +57,7 @@ def test_wrong_arguments_of_a_method(strategy, call, found):
         ("scopes", "scope"),
     ],
 )
-def test_misspelled_attribute(strategy, name, near):
+def test_misspelled_attribute_is_suggested(strategy, name, near):
     """The error names the nearest public name, or one that contains the misspelled name."""
     with pytest.raises(
         AttributeError, match=rf"^'MirroredStrategy' object has no .* '{name}'. Did you mean: '{near}'\?$"

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objects that layers, models, metrics and optimizers consist of, and hooks that run when such an object gets variables."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import keras
+from keras import Variable
+from keras.src.models.functional import Functional
+
+from phalanx.compat.hooks import extend
+from phalanx.compat.optimizers import BaseOptimizer
+from phalanx.compat.scope import active_scope
+from phalanx.compat.variables import is_new
+from phalanx.typing import PyTree
+
+Owner: TypeAlias = (
+    keras.layers.Layer
+    | keras.losses.Loss
+    | keras.metrics.Metric
+    | keras.optimizers.Optimizer
+    | keras.random.SeedGenerator
+)
+"""An object of Keras that has variables of its own, or consists of such objects."""
+
+OWNERS = (keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, BaseOptimizer, keras.random.SeedGenerator)
+
+
+def own_variables(owner: Owner) -> list[Variable]:
+    """Returns the variables of an object, in the order of their creation, without those of the objects that it consists of."""
+    if isinstance(owner, keras.layers.Layer):
+        return [*owner._trainable_variables, *owner._non_trainable_variables]
+    if isinstance(owner, keras.random.SeedGenerator):
+        return [owner.state]
+    return [] if isinstance(owner, keras.losses.Loss) else list(owner._variables)
+
+
+def parts_of(owner: Owner) -> Iterator[tuple[str, Any]]:
+    """Yields the objects that an object consists of, and those containers among its attributes that may hold such objects.
+
+    The names depend only on the code of the object, and not on the names that Keras generates.
+    """
+    if isinstance(owner, (keras.Sequential, Functional)):
+        yield "layers", owner.layers
+    if isinstance(owner, keras.Model):
+        yield "optimizer", getattr(owner, "optimizer", None)
+        yield "metrics", owner.metrics
+    elif isinstance(owner, keras.metrics.Metric):
+        yield "metrics", owner._metrics
+    hidden = _hidden(keras.Model if isinstance(owner, keras.Model) else keras.layers.Layer)
+    for name, value in sorted(vars(owner).items()):
+        if name not in hidden and isinstance(value, (*OWNERS, Variable, list, tuple, dict)):
+            yield name, value
+    # Sublayers that no attribute leads to.
+    if isinstance(owner, keras.layers.Layer) and not isinstance(owner, (keras.Sequential, Functional)):
+        yield "sublayers", owner._layers
+
+
+@functools.cache
+def _hidden(kind: type[keras.layers.Layer]) -> frozenset[str]:
+    """Returns the attributes that Keras itself uses to keep track of the parts of an object."""
+    bases: list[Any] = [keras.layers.Layer(), keras.metrics.Metric(), BaseOptimizer(learning_rate=0.0)]
+    models: list[Any] = [] if kind is keras.layers.Layer else [keras.Sequential(), _compiled()]
+    return frozenset(name for base in (*bases, *models) for name in vars(base))
+
+
+def _compiled() -> keras.Model:
+    model = keras.Sequential()
+    model.compile()
+    return model
+
+
+_growth: list[Callable[[Owner], None]] = []
+
+
+def on_growth(hear: Callable[[Owner], None]) -> None:
+    """Registers a function that is called with a layer after it was built, or an optimizer or metric that has a new variable."""
+    _growth.append(hear)
+
+
+def _after(original: Callable[..., None], self: Owner, *args: PyTree) -> None:
+    original(self, *args)
+    for hear in _growth:
+        hear(self)
+
+
+extend(keras.layers.Layer, "_post_build")(_after)
+
+extend(BaseOptimizer, "_track_variable")(_after)
+
+
+def set_first_value(variable: Variable, value: Any) -> bool:
+    """Sets the value that a variable begins with, or assigns it. Returns False if a step is traced that has already read it."""
+    if is_new(variable):
+        variable._initializer = lambda shape, dtype: keras.ops.convert_to_tensor(value, dtype=dtype)
+        return True
+    if active_scope() is not None:
+        return False
+    variable.assign(value)
+    return True

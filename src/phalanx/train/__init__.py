@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: the names of `tf.train` that save and restore a training."""
+
+from phalanx.train.checkpoint import Checkpoint, CheckpointOptions, CheckpointStatus
+from phalanx.train.manager import CheckpointManager, checkpoints_iterator, latest_checkpoint
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointManager",
+    "CheckpointOptions",
+    "CheckpointStatus",
+    "checkpoints_iterator",
+    "latest_checkpoint",
+]

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes checkpoints in a background thread, one after the other."""
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from phalanx.errors import deferred
+from phalanx.errors.deferred import raise_deferred
+
+_lock = threading.Lock()
+_writing: threading.Thread | None = None
+
+
+def submit(write: Callable[[], None]) -> None:
+    """Runs `write` in a thread, after the earlier ones. An error is raised at the next step or call.
+
+    Waits until the earlier writes have ended, so that no more than one copy of the arrays exists.
+
+    Raises:
+      PhalanxError: an earlier write has failed.
+    """
+    global _writing  # noqa: PLW0603
+    with _lock:
+        wait()
+        _writing = threading.Thread(target=deferred.guarded(write), name="phalanx-checkpoint")
+        _writing.start()
+
+
+def wait() -> None:
+    """Waits until all writes have ended.
+
+    Raises:
+      PhalanxError: one of them has failed.
+    """
+    if _writing is not None:
+        _writing.join()
+    raise_deferred()
+
+
+@atexit.register
+def _report() -> None:
+    """Ends the process with status 1 if its last checkpoint is not on the disk."""
+    if deferred.failures:
+        print(f"{type(deferred.failures[0]).__name__}: {deferred.failures[0]}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)

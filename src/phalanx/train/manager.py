@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CheckpointManager`: numbered checkpoints in one folder, of which it keeps the last ones."""
+
+import fcntl
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import final
+
+import keras
+
+from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, shown
+from phalanx.train.checkpoint import Checkpoint, CheckpointOptions, of_chief, require_between_steps
+from phalanx.train.store import SUFFIX
+
+_LOCK = ".phalanx-checkpoints.lock"
+_HOUR_S = 3600.0
+
+
+def _numbered(directory: str | os.PathLike[str], name: str | None = None) -> list[tuple[int, Path]]:
+    """Returns the numbers and files of the checkpoints in a folder, oldest first: by number, and by time for other names."""
+    found = []
+    for file in Path(directory).glob(f"{name or '*'}-*{SUFFIX}"):
+        match = re.fullmatch(r"(?P<name>[^.].*)-(?P<number>\d+)", file.name.removesuffix(SUFFIX))
+        if match is not None and (name is None or match["name"] == name):
+            found.append((int(match["number"]), file))
+    return sorted(found)
+
+
+def _path_of(file: Path) -> str:
+    return str(file).removesuffix(SUFFIX)
+
+
+def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: str | None = None) -> str | None:
+    """Returns the path of the checkpoint with the largest number in a folder. May be called in any context.
+
+    Args:
+      checkpoint_dir: the folder.
+      latest_filename: has no effect; for programs of tf.train.
+
+    Returns:
+      The path, or None if there is none.
+
+    Raises:
+      InvalidArgumentError: `checkpoint_dir` is not a path.
+
+    Source: tf.train.latest_checkpoint.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.train.latest_checkpoint("no such folder") is None
+      True
+    """
+    found = _numbered(arguments.path("checkpoint_dir", checkpoint_dir))
+    return _path_of(found[-1][1]) if found else None
+
+
+def checkpoints_iterator(
+    checkpoint_dir: str | os.PathLike[str],
+    min_interval_secs: float = 0,
+    timeout: float | None = None,
+    timeout_fn: Callable[[], bool] | None = None,
+) -> Iterator[str]:
+    """Yields the latest checkpoint of a folder whenever there is a new one. May be called in any context.
+
+    Args:
+      checkpoint_dir: the folder. It may be created later.
+      min_interval_secs: least time in seconds between two checkpoints that it yields.
+      timeout: time in seconds to wait for a new checkpoint. None for no limit.
+      timeout_fn: called after each `timeout`. The iterator ends when it returns True. None to end at the first timeout.
+
+    Yields:
+      Paths for `Checkpoint.restore`.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type.
+
+    Source: tf.train.checkpoints_iterator.
+
+    Example:
+      >>> import phalanx
+      >>> list(phalanx.train.checkpoints_iterator("no such folder", timeout=0.1))
+      []
+    """
+    directory = arguments.path("checkpoint_dir", checkpoint_dir)
+    arguments.seconds("timeout", timeout)
+    if timeout_fn is not None:
+        arguments.function("timeout_fn", timeout_fn, "timeout_fn=lambda: True")
+    return _watch(directory, min_interval_secs, timeout, timeout_fn)
+
+
+_POLL_S = 0.5
+
+
+def _watch(
+    directory: str, min_interval_s: float, timeout_s: float | None, timeout_fn: Callable[[], bool] | None
+) -> Iterator[str]:
+    last: str | None = None
+    while True:
+        since = time.monotonic()
+        while (newest := latest_checkpoint(directory)) in (None, last):
+            waited = time.monotonic() - since
+            if timeout_s is not None and waited >= timeout_s:
+                if timeout_fn is None or timeout_fn():
+                    return
+                since = time.monotonic()
+            time.sleep(_POLL_S if timeout_s is None else min(_POLL_S, timeout_s))
+        last = newest
+        found = time.monotonic()
+        assert last is not None
+        yield last
+        time.sleep(max(0.0, min_interval_s - (time.monotonic() - found)))
+
+
+@final
+class CheckpointManager:
+    """Saves numbered checkpoints in a folder and deletes old ones. May be created outside replica functions.
+
+    Args:
+      checkpoint: the `Checkpoint` to save and restore.
+      directory: the folder, which all processes can read. It is created when needed.
+      max_to_keep: number of checkpoints to keep. None for all.
+      keep_checkpoint_every_n_hours: also keep a checkpoint if so much time has passed since the last one that was kept. In hours.
+      checkpoint_name: the beginning of the file names.
+      step_counter: variable with the number of steps so far, for `checkpoint_interval`.
+      checkpoint_interval: number of steps between two saves. `save` does nothing before so many steps have passed.
+      init_fn: initializes the objects if there is no checkpoint to restore.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+
+    Source: tf.train.CheckpointManager.
+
+    Example:
+      >>> import keras, phalanx, tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     manager = phalanx.train.CheckpointManager(phalanx.train.Checkpoint(step=keras.Variable(0)), folder, max_to_keep=2)
+      ...     saved = [manager.save() for _ in range(3)]
+      ...     manager.sync()
+      ...     manager.checkpoints == saved[1:]
+      True
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        keep_checkpoint_every_n_hours: float | None = None,
+        checkpoint_name: str = "ckpt",
+        step_counter: keras.Variable | None = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], object] | None = None,
+    ) -> None:
+        arguments.instance(
+            "checkpoint",
+            checkpoint,
+            Checkpoint,
+            "CheckpointManager(phalanx.train.Checkpoint(model=model), directory, 5)",
+        )
+        arguments.path("directory", directory)
+        if max_to_keep is not None:
+            arguments.integer(
+                "max_to_keep", max_to_keep, kind="1 or more checkpoints, or None for all", hint="max_to_keep=5"
+            )
+        arguments.seconds(
+            "keep_checkpoint_every_n_hours", keep_checkpoint_every_n_hours, hint="keep_checkpoint_every_n_hours=1.0"
+        )
+        if not isinstance(checkpoint_name, str) or not re.fullmatch(r"[^./][^/]*", checkpoint_name):
+            raise InvalidArgumentError(
+                f"checkpoint_name={shown(checkpoint_name)}",
+                "must be the beginning of a file name.",
+                'checkpoint_name="ckpt"',
+            )
+        if (step_counter is None) != (checkpoint_interval is None):
+            raise InvalidArgumentError(
+                f"checkpoint_interval={shown(checkpoint_interval)} and step_counter={shown(step_counter)}",
+                "either both must be given or none.",
+                "step_counter=optimizer.iterations, checkpoint_interval=100",
+            )
+        if checkpoint_interval is not None:
+            arguments.integer(
+                "checkpoint_interval", checkpoint_interval, kind="1 or more steps", hint="checkpoint_interval=100"
+            )
+            arguments.instance("step_counter", step_counter, keras.Variable, "step_counter=optimizer.iterations")
+        if init_fn is not None:
+            arguments.function("init_fn", init_fn, "init_fn=initialize")
+        self._checkpoint, self._directory, self._name = checkpoint, Path(directory), checkpoint_name
+        self._max_to_keep, self._keep_every_h = max_to_keep, keep_checkpoint_every_n_hours
+        self._step_counter, self._interval, self._init_fn = step_counter, checkpoint_interval, init_fn
+        self._last_step: int | None = None
+        self._since_s = time.time()
+        self._kept: set[Path] = set()
+        self._is_first = True
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The object that saves and restores. May be called in any context."""
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        """The folder. May be called in any context."""
+        return str(self._directory)
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """The number of steps between two saves. May be called in any context."""
+        return self._interval
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of the checkpoints that are on the disk, oldest first. May be called in any context."""
+        return [_path_of(file) for _, file in _numbered(self._directory, self._name)]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The path of the last checkpoint that is on the disk, or None. May be called in any context."""
+        return next(reversed(self.checkpoints), None)
+
+    def save(
+        self,
+        checkpoint_number: int | None = None,
+        check_interval: bool = True,
+        options: CheckpointOptions | None = None,
+    ) -> str | None:
+        """Saves a checkpoint. Call it outside replica functions, in all processes.
+
+        Args:
+          checkpoint_number: the number for the name. None for the next value of `checkpoint.save_counter`.
+          check_interval: whether to save nothing before `checkpoint_interval` steps have passed since the last save.
+          options: None for the default.
+
+        Returns:
+          The path of the checkpoint. None if it saved nothing.
+
+        Raises:
+          CheckpointError: an object cannot be saved, there is a checkpoint of this number, another program saves into the folder,
+            or an earlier save has failed.
+          ContextError: called in a replica function or a traced function.
+          InvalidArgumentError: an argument has the wrong type.
+        """
+        call = f"CheckpointManager.save({'' if checkpoint_number is None else shown(checkpoint_number)})"
+        require_between_steps(call)
+        if checkpoint_number is not None:
+            arguments.integer("checkpoint_number", checkpoint_number, least=0)
+        step = None if self._step_counter is None else int(self._step_counter)
+        if check_interval and not self._is_due(step):
+            return None
+
+        def name(number: int) -> str:
+            return str(self._directory / f"{self._name}-{number if checkpoint_number is None else checkpoint_number}")
+
+        path = self._checkpoint._save(call, name, options, self._occupy, self._delete_old)
+        self._last_step = step
+        return path
+
+    def _is_due(self, step: int | None) -> bool:
+        if step is None or self._last_step is None or self._interval is None:
+            return True
+        return step >= self._last_step + self._interval
+
+    def restore_or_initialize(self) -> str | None:
+        """Restores the latest checkpoint; if there is none, calls `init_fn`. Call it outside replica functions, in all processes.
+
+        Returns:
+          The path of the checkpoint that was restored, or None.
+
+        Raises:
+          CheckpointError, CheckpointMismatchError, ContextError: see `Checkpoint.restore`.
+        """
+        self._checkpoint.sync()
+        # The chief may see a checkpoint before the others do.
+        latest = of_chief(self.latest_checkpoint or "")
+        if not latest:
+            if self._init_fn is not None:
+                self._init_fn()
+            return None
+        self._checkpoint.restore(latest)
+        if self._step_counter is not None:
+            self._last_step = int(self._step_counter)
+        return latest
+
+    def sync(self) -> None:
+        """Waits until the file of the last save is on the disk. May be called in any context.
+
+        Raises:
+          CheckpointError: a save has failed.
+        """
+        self._checkpoint.sync()
+
+    def _occupy(self) -> None:
+        """Makes this process the only one that saves into the folder, and removes what a killed one has left unfinished.
+
+        Raises:
+          CheckpointError: another process saves into the folder, or the folder cannot be written to.
+        """
+        if self._is_first:
+            occupy(self._directory)
+            for unfinished in self._directory.glob(f".{self._name}-*.part"):
+                unfinished.unlink(missing_ok=True)
+            # What is there beyond the last ones was kept on purpose.
+            self._kept = {file for _, file in self._old()}
+            self._is_first = False
+
+    def _old(self) -> list[tuple[float, Path]]:
+        """Returns time and file of all checkpoints but the last `max_to_keep`."""
+        found = _numbered(self._directory, self._name)[: -self._max_to_keep] if self._max_to_keep else []
+        return [(file.stat().st_mtime, file) for _, file in found]
+
+    def _delete_old(self) -> None:
+        """Deletes old checkpoints. Runs after a save, in the thread that writes."""
+        for saved_s, file in self._old():
+            if file in self._kept:
+                continue
+            last_s = max((f.stat().st_mtime for f in self._kept), default=self._since_s)
+            if self._keep_every_h is not None and saved_s - last_s >= self._keep_every_h * _HOUR_S:
+                self._kept.add(file)
+            else:
+                file.unlink(missing_ok=True)
+
+
+_occupied: dict[str, int] = {}
+"""The folders that this process saves into, and the descriptors of their lock files. Open until the process ends."""
+
+
+def occupy(directory: Path) -> None:
+    """Makes this process the only one that saves into a folder.
+
+    Raises:
+      CheckpointError: another process saves into the folder, or the folder cannot be written to.
+    """
+    file = directory / _LOCK
+    lock = _occupied.get(os.path.realpath(directory))
+    if lock is not None and file.exists() and os.path.samestat(os.fstat(lock), file.stat()):
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as e:
+        raise CheckpointError(
+            f"a checkpoint in {directory}",
+            f"the folder cannot be written to: {e}.",
+            "use a folder that this user may write to",
+        ) from e
+    try:
+        # The operating system releases the lock when the process ends, however it ends.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        owner = os.read(lock, 200).decode(errors="replace").strip() or "another process"
+        os.close(lock)
+        raise CheckpointError(
+            f"a checkpoint in {directory}",
+            f"{owner} saves its checkpoints into this folder too, and each program would delete those of the other.",
+            "use another folder for each program; or end the other program",
+        ) from e
+    os.truncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    _occupied[os.path.realpath(directory)] = lock

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matches the objects of a program with the contents of a checkpoint: when saving, when restoring, and when objects get variables later."""
+
+import difflib
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from phalanx import compat
+from phalanx.compat import Variable
+from phalanx.errors import CheckpointMismatchError
+from phalanx.programs.identity import IdentityMap
+from phalanx.train.objects import (
+    REPLICAS,
+    Flat,
+    Part,
+    Snapshot,
+    flatten,
+    part_of,
+    parts_of,
+    refuse_object,
+    under,
+)
+from phalanx.train.store import Stored
+
+_OPEN: "weakref.WeakSet[Restoration]" = weakref.WeakSet()
+"""Restorations for which objects may still get variables."""
+
+
+class Holder:
+    """An object whose public attributes are saved. The attributes of its `_root` are saved as its own."""
+
+    _root: Any = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # A checkpoint that was restored before may contain the new attribute.
+        for restoration in list(_OPEN):
+            restoration.hear(self)
+
+    def names(self) -> list[str]:
+        """Returns the names of the attributes."""
+        return sorted(name for name in vars(self) if not name.startswith("_"))
+
+
+class _Child(NamedTuple):
+    """A value below an object.
+
+    Args:
+      name: its path below the object.
+      value: the value.
+      replace: puts another value in its place. None if the value cannot be replaced.
+    """
+
+    name: str
+    value: Any
+    replace: Callable[[Any], None] | None
+
+
+def _is_owner(value: object) -> bool:
+    return isinstance(value, (Holder, *compat.OWNERS))
+
+
+def _children(owner: Any) -> Iterator[_Child]:
+    """Yields what is saved below an object."""
+    if not isinstance(owner, Holder):
+        yield from (_Child(name, value, None) for name, value in parts_of(owner))
+        return
+    if owner._root is not None:
+        yield from _items("", owner._root, functools.partial(setattr, owner, "_root"))
+    for name in owner.names():
+        yield from _items(name, getattr(owner, name), functools.partial(setattr, owner, name))
+
+
+def _items(name: str, value: Any, replace: Callable[[Any], None]) -> Iterator[_Child]:
+    flat = flatten(value)
+    items = [item for _, item in flat.items]
+    for i, (path, item) in enumerate(flat.items):
+        yield _Child(under(name, path), item, _replacing(flat, items, i, replace))
+
+
+def _replacing(flat: Flat, items: list[Any], index: int, replace: Callable[[Any], None]) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        if value is not items[index]:
+            items[index] = value
+            replace(flat.join(list(items)))
+
+    return put
+
+
+def capture(objects: Holder, snapshot: Snapshot) -> None:
+    """Copies all objects into a snapshot. An object that several paths lead to is saved once, under the shortest of them.
+
+    Raises:
+      CheckpointError: an object cannot be saved.
+    """
+    paths: IdentityMap[str] = IdentityMap()
+    paths[objects] = ""
+    waiting: deque[tuple[Any, str]] = deque([(objects, "")])
+    while waiting:
+        owner, place = waiting.popleft()
+        for name, value, _ in _children(owner):
+            path = under(place, name)
+            is_owner, is_variable = _is_owner(value), isinstance(value, Variable)
+            if is_owner or is_variable:
+                first = paths.get(value)
+                if first is not None:
+                    snapshot.aliases[path] = first
+                    continue
+                paths[value] = path
+            if is_owner:
+                waiting.append((value, path))
+                continue
+            part = part_of(value)
+            if part is None:
+                raise refuse_object(path, value)
+            try:
+                part.save(path, snapshot)
+            except (TypeError, ValueError) as e:
+                raise refuse_object(path, value, e) from e
+
+
+class Restoration:
+    """Restores a checkpoint into objects, also into variables that they get later.
+
+    Args:
+      objects: the objects.
+      stored: the checkpoint.
+
+    Raises:
+      CheckpointMismatchError: a variable or array has another shape or dtype in the checkpoint. Nothing was restored.
+    """
+
+    def __init__(self, objects: Holder, stored: Stored) -> None:
+        self._objects, self.stored = objects, stored
+        values: dict[str, Any] = stored.notes["values"]
+        self._contents = {name.removesuffix(REPLICAS) for name in stored.names} | set(values)
+        self._folders = {
+            "",
+            *(name.rsplit("/", i)[0] for name in self._contents for i in range(1, name.count("/") + 1)),
+        }
+        self._places: IdentityMap[str] = IdentityMap()
+        self._restored: IdentityMap[str] = IdentityMap()
+        self._used: set[str] = set()
+        self._resume([(objects, "")])
+        if self.unused():
+            _OPEN.add(self)
+
+    def _resume(self, start: list[tuple[Any, str]]) -> None:
+        """Restores what was not restored yet, below the objects of `start`."""
+        found, problems = [], []
+        waiting, seen = deque(start), set()
+        while waiting:
+            owner, place = waiting.popleft()
+            if id(owner) in seen or place not in self._folders:
+                continue
+            seen.add(id(owner))
+            self._places[owner] = place
+            for name, value, replace in _children(owner):
+                path = under(place, name)
+                path = self.stored.notes["aliases"].get(path, path)
+                if _is_owner(value):
+                    waiting.append((value, path))
+                elif path not in self._used and (part := part_of(value)) is not None:
+                    try:
+                        names = part.find(path, self.stored)
+                    except ValueError as e:
+                        problems.append(f"{path}: {e}")
+                        continue
+                    if names:
+                        found.append((part, path, names, replace))
+        if problems:
+            raise self._refuse(problems)
+        for part, path, names, replace in found:
+            self._restore(part, path, names, replace)
+
+    def _restore(self, part: Part, path: str, names: set[str], replace: Callable[[Any], None] | None) -> None:
+        is_done, value = part.restore(path, self.stored)
+        if is_done:
+            self._used |= {path, *names}
+            if replace is not None:
+                replace(value)
+
+    def resume(self) -> None:
+        """Restores what became possible since the last call."""
+        self._resume([(self._objects, "")])
+
+    def hear(self, owner: Any) -> None:
+        """Restores the new variables of a Keras object."""
+        place = self._places.get(owner)
+        self._resume([(self._objects, "")] if place is None else [(owner, place)])
+        if not self.unused():
+            _OPEN.discard(self)
+
+    def unused(self) -> list[str]:
+        """Returns what the checkpoint contains and no object has received."""
+        return sorted(self._contents - {name.removesuffix(REPLICAS) for name in self._used})
+
+    def missing(self, *, all_objects: bool) -> list[str]:
+        """Returns the paths of values that exist in this program and were not restored.
+
+        Args:
+          all_objects: also of objects that the checkpoint does not contain at all.
+        """
+        paths, seen = [], set()
+        waiting: deque[tuple[Any, str]] = deque([(self._objects, "")])
+        while waiting:
+            owner, place = waiting.popleft()
+            if id(owner) in seen:
+                continue
+            seen.add(id(owner))
+            for name, value, _ in _children(owner):
+                path = under(place, name)
+                path = self.stored.notes["aliases"].get(path, path)
+                if _is_owner(value):
+                    waiting.append((value, path))
+                elif path not in self._used and (all_objects or path in self._contents):
+                    paths.append(path)
+        return paths
+
+    @property
+    def matched(self) -> bool:
+        """Whether anything was restored."""
+        return bool(self._used)
+
+    def _refuse(self, problems: list[str]) -> CheckpointMismatchError:
+        return CheckpointMismatchError(
+            f"the checkpoint {self.stored.file}",
+            f"it does not fit the objects of this program: {_listed(problems)}. Nothing was restored.",
+            "create the objects as in the program that saved the checkpoint",
+        )
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
+
+
+def with_nearest(names: list[str], others: list[str]) -> str:
+    """Returns names for a message, each with the most similar of `others`."""
+    shown = []
+    for name in names[:5]:
+        near = difflib.get_close_matches(name, others, n=1)
+        shown.append(f"{name} (nearest: {near[0]})" if near else name)
+    return ", ".join(shown) + (f", and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+@compat.on_growth
+def _hear(owner: Any) -> None:
+    for restoration in list(_OPEN):
+        restoration.hear(owner)

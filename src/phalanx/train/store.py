@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint files. Each is one file in the safetensors format, so that a checkpoint is there completely or not at all.
+
+The arrays are the tensors of the file. Everything else is JSON in the metadata of the file. This module alone imports the library
+safetensors.
+"""
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (NumPy knows the names of JAX's dtypes after this import.)
+import numpy as np
+
+from phalanx.errors import CheckpointError, MissingDependencyError
+
+SUFFIX = ".safetensors"
+_FORMAT = "phalanx-checkpoint-1"
+_DIRECT = frozenset(
+    [
+        "bool",
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "bfloat16",
+        "complex64",
+    ]
+)
+"""Dtypes that the format stores and NumPy reads. The others are stored as bytes, with their name in the notes."""
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.numpy
+    except ImportError as e:
+        raise MissingDependencyError(
+            "a checkpoint", "it needs the library safetensors, which is not installed.", 'pip install ".[checkpoint]"'
+        ) from e
+    return safetensors
+
+
+def file_of(path: str | os.PathLike[str]) -> Path:
+    """Returns the file of a checkpoint, from its path with or without the suffix."""
+    name = os.fspath(path)
+    return Path(name if name.endswith(SUFFIX) else name + SUFFIX)
+
+
+def write(file: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]) -> None:
+    """Writes a checkpoint, completely or not at all.
+
+    Args:
+      file: the name of the new file.
+      arrays: contiguous arrays by name.
+      notes: what else to store. Must be convertible to JSON.
+
+    Raises:
+      CheckpointError: the file exists already or cannot be written.
+    """
+    library = _safetensors()
+    refuse_existing(file)
+    beside = file.with_name(f".{file.name}.{os.getpid()}.part")
+    dtypes = {name: array.dtype.name for name, array in arrays.items() if array.dtype.name not in _DIRECT}
+    tensors = {name: _bytes_of(array) if name in dtypes else array for name, array in arrays.items()}
+    metadata = {"format": _FORMAT, "notes": json.dumps({**notes, "dtypes": dtypes})}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        library.numpy.save_file(tensors, beside, metadata)
+        _flush(beside)
+        # Atomic within one file system: readers find the whole file or none.
+        os.replace(beside, file)
+        _flush(file.parent)
+    except (OSError, library.SafetensorError) as e:
+        raise _refuse_write(file, e) from e
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+
+
+def refuse_existing(file: Path) -> None:
+    """Checks that a new checkpoint does not replace another one.
+
+    Raises:
+      CheckpointError: it would.
+    """
+    if file.exists():
+        raise CheckpointError(
+            f"a checkpoint as {file}",
+            "the file exists already.",
+            "use another path or number; or delete the file, if nobody needs it",
+        )
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    """Returns the bytes of each element as a new last dim."""
+    raw = np.frombuffer(array.tobytes(), np.uint8)
+    return raw.reshape(*array.shape, array.dtype.itemsize)
+
+
+def _flush(path: Path) -> None:
+    """Waits until a file or folder is on the disk, so that it survives a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_write(file: Path, error: Exception) -> CheckpointError:
+    number = error.errno if isinstance(error, OSError) else None
+    # The library wraps errors of the system in its own class, and only its message has the number.
+    if number == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error):
+        return CheckpointError(
+            f"a checkpoint as {file}",
+            "the disk is full. Earlier checkpoints are unharmed.",
+            "delete files, or keep fewer checkpoints: CheckpointManager(..., max_to_keep=2)",
+        )
+    return CheckpointError(
+        f"a checkpoint as {file}",
+        f"the file cannot be written: {error}. Earlier checkpoints are unharmed.",
+        "use a folder that this user may write to",
+    )
+
+
+class Stored:
+    """A checkpoint file that is open for reading. Arrays are read one at a time.
+
+    Args:
+      path: path of the checkpoint, with or without the suffix.
+
+    Raises:
+      CheckpointError: there is no such file, or it is not a complete checkpoint of Phalanx.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        library = _safetensors()
+        self.file = file_of(path)
+        if not self.file.is_file():
+            raise CheckpointError(
+                f"the checkpoint {os.fspath(path)!r}",
+                f"there is no file {self.file}.",
+                _nearest(self.file),
+            )
+        try:
+            self._open: Any = library.safe_open(self.file, "numpy")
+            metadata = self._open.metadata() or {}
+        except (OSError, library.SafetensorError) as e:
+            raise CheckpointError(
+                f"the checkpoint {self.file}",
+                f"the file cannot be read: it is incomplete, or not a checkpoint ({e}).",
+                "restore an earlier checkpoint of the folder",
+            ) from e
+        if metadata.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"the checkpoint {self.file}",
+                f"the file is of the safetensors format, but not written by Phalanx (its metadata is {metadata or 'empty'}).",
+                "safetensors.numpy.load_file(path), and assign the arrays",
+            )
+        self.notes: dict[str, Any] = json.loads(metadata["notes"])
+        self.names = frozenset(self._open.keys())
+        self._dtypes: dict[str, str] = self.notes["dtypes"]
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
+        """Returns the shape and the dtype of an array without reading it."""
+        part = self._open.get_slice(name)
+        shape, own = tuple(part.get_shape()), self._dtypes.get(name)
+        return (shape, np.dtype(_DTYPES[part.get_dtype()])) if own is None else (shape[:-1], np.dtype(own))
+
+    def array(self, name: str) -> np.ndarray:
+        """Reads an array."""
+        array: np.ndarray = self._open.get_tensor(name)
+        own = self._dtypes.get(name)
+        return array if own is None else np.frombuffer(array.tobytes(), own).reshape(array.shape[:-1])
+
+    def items(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Reads all arrays, one after the other."""
+        return ((name, self.array(name)) for name in sorted(self.names))
+
+
+_DTYPES = {
+    "BOOL": "bool",
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    **{
+        f"{letter}{bits}": f"{kind}{bits}"
+        for letter, kind in zip("IU", ("int", "uint"), strict=True)
+        for bits in (8, 16, 32, 64)
+    },
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+}
+
+
+def _nearest(file: Path) -> str:
+    """Returns what to restore instead of a file that is not there."""
+    try:
+        others = sorted(str(f.with_suffix("")) for f in file.parent.glob(f"*{SUFFIX}"))
+    except OSError:
+        others = []
+    if not others:
+        return f"the path that save returned; {file.parent} contains no checkpoint"
+    return f"one of {', '.join(others[-3:])}"

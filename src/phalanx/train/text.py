@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python values as JSON: numbers, text, bytes, tuples, dicts with any keys, NumPy generators, and references to arrays."""
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.typing import PyTree
+
+_BYTES, _TUPLE, _ITEMS, _COMPLEX, _ARRAY, _KEY = (
+    f"__{name}__" for name in ("bytes", "tuple", "items", "complex", "array", "key")
+)
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+Put = Callable[[np.ndarray], str]
+"""Stores an array and returns its name."""
+
+
+def is_array(value: object) -> bool:
+    """Returns whether a value is stored as an array: an array of NumPy or JAX, a NumPy scalar, or JAX's random keys."""
+    return isinstance(value, (np.ndarray, np.generic, jax.Array))
+
+
+def is_plain(value: object) -> bool:
+    """Returns whether a value consists of Python's own numbers, text and containers, and needs no array."""
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(k, PLAIN) and is_plain(v) for k, v in value.items())
+    return isinstance(value, PLAIN) and not isinstance(value, np.generic)
+
+
+def encode(value: PyTree, put: Put | None = None) -> Any:
+    """Returns a value as what `json` can write.
+
+    Args:
+      value: what `is_plain` accepts; also with arrays and NumPy scalars in it if there is a `put`.
+      put: stores the arrays.
+
+    Raises:
+      TypeError: the value contains another object.
+    """
+    if isinstance(value, np.generic) or is_array(value):
+        if put is None:
+            raise TypeError(f"{type(value).__name__} is not plain")
+        return encode_array(value, put)
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, complex):
+        return {_COMPLEX: [value.real, value.imag]}
+    if isinstance(value, list):
+        return [encode(item, put) for item in value]
+    if isinstance(value, tuple):
+        return {_TUPLE: [encode(item, put) for item in value]}
+    if isinstance(value, dict):
+        if all(isinstance(k, str) and not k.startswith("__") for k in value):
+            return {k: encode(item, put) for k, item in value.items()}
+        return {_ITEMS: [[encode(k, put), encode(item, put)] for k, item in value.items()]}
+    if isinstance(value, PLAIN):
+        return value
+    raise TypeError(f"{type(value).__name__} can be converted neither to an array nor to JSON")
+
+
+def encode_array(value: Any, put: Put) -> dict[str, Any]:
+    """Stores an array and returns the reference to it, with the kind of random key if it holds such keys.
+
+    Raises:
+      TypeError: the array holds Python objects or text.
+    """
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return {_ARRAY: put(np.array(jax.random.key_data(value))), _KEY: str(jax.random.key_impl(value))}
+    array = np.array(value, order="C")
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(f"an array of dtype {array.dtype} has no fixed format")
+    return {_ARRAY: put(array)}
+
+
+def decode(value: Any, get: Callable[[str], np.ndarray]) -> PyTree:
+    """Returns the value that `encode` was called with. `get` returns the array of a name."""
+    if isinstance(value, list):
+        return [decode(item, get) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _ARRAY in value:
+        array = get(value[_ARRAY])
+        return jax.random.wrap_key_data(jnp.asarray(array), impl=value[_KEY]) if _KEY in value else array
+    if _BYTES in value:
+        return base64.b64decode(value[_BYTES])
+    if _COMPLEX in value:
+        return complex(*value[_COMPLEX])
+    if _TUPLE in value:
+        return tuple(decode(item, get) for item in value[_TUPLE])
+    if _ITEMS in value:
+        return {decode(k, get): decode(item, get) for k, item in value[_ITEMS]}
+    return {k: decode(item, get) for k, item in value.items()}
+
+
+def references(value: Any) -> set[str]:
+    """Returns the names of the arrays that an encoded value refers to."""
+    if isinstance(value, list):
+        return set().union(*map(references, value))
+    if not isinstance(value, dict):
+        return set()
+    return {value[_ARRAY]} if _ARRAY in value else set().union(*map(references, value.values()))

@@ -1,0 +1,81 @@
+"""The parts of Keras's objects, and who hears of new variables."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from phalanx import compat
+
+
+class Block(layers.Layer):
+    """A layer with sublayers in containers, a metric, and plain attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = [layers.Dense(2), {"last": layers.Dense(3)}]
+        self.seen = keras.metrics.Mean()
+        self.size, self.names = 3, ["a", "b"]
+
+
+def paths(owner):
+    """The parts of an object, by name."""
+    return dict(compat.parts_of(owner))
+
+
+def test_attributes_of_users_are_parts():
+    """Those of Keras itself are not."""
+    block = Block()
+    parts = paths(block)
+    assert parts.keys() == {"steps", "seen", "names", "sublayers"}
+    assert parts["steps"][0] is block.steps[0]
+
+
+def test_models_have_layers_optimizer_and_metrics():
+    """By position, whatever their names are."""
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    assert paths(model)["layers"] == model.layers
+    assert paths(model)["optimizer"] is None
+    model.compile("adam", "mse")
+    assert paths(model)["optimizer"] is model.optimizer
+    assert paths(model)["metrics"] == model.metrics
+
+
+def test_own_variables_are_those_of_one_object():
+    """In the order of their creation."""
+    dense = layers.Dense(2)
+    dense.build((None, 3))
+    assert compat.own_variables(dense) == [dense.kernel, dense.bias]
+    assert compat.own_variables(keras.Sequential([keras.Input((3,)), dense])) == []
+    mean, seed, optimizer = keras.metrics.Mean(), keras.random.SeedGenerator(1), keras.optimizers.Adam()
+    assert compat.own_variables(mean) == mean.variables
+    assert compat.own_variables(seed) == [seed.state]
+    optimizer.build(dense.variables)
+    assert compat.own_variables(optimizer) == optimizer.variables
+    assert compat.own_variables(keras.losses.MeanSquaredError()) == []
+
+
+def test_growth_is_told_after_a_build_and_a_slot(monkeypatch):
+    """`Layer._post_build` and `Optimizer._track_variable` of Keras."""
+    told = []
+    monkeypatch.setattr(compat.tracking, "_growth", [told.append])
+    dense, optimizer = layers.Dense(2), keras.optimizers.SGD(0.1, momentum=0.9)
+    told.clear()
+    dense(np.ones((1, 3)))
+    assert told == [dense]
+    optimizer.build(dense.trainable_variables)
+    assert told == [dense, optimizer, optimizer]
+
+
+@pytest.mark.parametrize("value", [5.0, np.array(5.0)])
+def test_first_value_replaces_the_initializer(value):
+    """Of a variable that has no value yet; others are assigned, but not inside a scope."""
+    with keras.StatelessScope():
+        variable = keras.Variable("zeros", shape=())
+        assert compat.set_first_value(variable, value)
+    assert float(variable) == 5
+    assert compat.set_first_value(variable, value + 1)
+    assert float(variable) == 6
+    with keras.StatelessScope():
+        assert not compat.set_first_value(variable, 0.0)
+    assert float(variable) == 6

@@ -1,0 +1,171 @@
+"""How each kind of object is saved and restored."""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+
+import phalanx
+from phalanx.errors import CheckpointError, CheckpointMismatchError
+from phalanx.train import Checkpoint
+
+
+@pytest.fixture
+def moved(tmp_path):
+    """Saves one object and restores the file into another; returns what the checkpoint holds then."""
+
+    def move(saved, target):
+        checkpoint = Checkpoint(value=saved)
+        path = checkpoint.write(tmp_path / str(len(list(tmp_path.iterdir()))))
+        checkpoint.sync()
+        other = Checkpoint(value=target)
+        other.read(path).assert_consumed()
+        return other.value
+
+    return move
+
+
+class Pair(NamedTuple):
+    """A container with names."""
+
+    first: object
+    second: object
+
+
+class Stateful:
+    """An object of a user."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def get_state(self):
+        """What must be saved."""
+        return self.state
+
+    def set_state(self, state):
+        """What was saved."""
+        self.state = state
+
+
+@pytest.mark.parametrize("value", [3, 2**200, 2.5, True, "text", b"bytes", None, 3j, [1, "a"], {"a": [1]}, (1, 2)])
+def test_plain_values_are_replaced(moved, value):
+    """Numbers and text cannot change in place."""
+    assert moved(value, None if value is not None else 1) == value
+
+
+def test_lists_and_dicts_change_in_place(moved):
+    """Whatever their length is: the program may hold them under another name."""
+    history, counts = [0.0], {"old": 1}
+    assert moved([1.0, 2.0, 3.0], history) is history
+    assert history == [1.0, 2.0, 3.0]
+    assert moved({"new": 2}, counts) is counts
+    assert counts == {"new": 2}
+
+
+def test_numpy_arrays_change_in_place(moved):
+    """Also below containers."""
+    own = np.zeros(3)
+    got = moved({"a": [np.arange(3.0), 5]}, {"a": [own, 0]})
+    assert got["a"][0] is own
+    assert own.tolist() == [0, 1, 2]
+    assert got["a"][1] == 5
+
+
+def test_scalars_and_frozen_arrays_are_replaced(moved):
+    """With their dtypes."""
+    assert moved(np.float32(2.5), np.float32(0)).dtype == np.float32
+    frozen = np.zeros(2)
+    frozen.flags.writeable = False
+    assert moved(np.ones(2), frozen).tolist() == [1, 1]
+
+
+def test_jax_arrays_keep_their_devices(moved):
+    """The new array is where the old one was."""
+    target = jax.device_put(jnp.zeros(4), jax.devices()[3])
+    got = moved(jnp.arange(4.0), target)
+    assert got.devices() == {jax.devices()[3]}
+    assert got.tolist() == [0, 1, 2, 3]
+
+
+def test_random_keys_keep_their_kind(moved):
+    """Of any implementation."""
+    key = jax.random.key(7, impl="rbg")
+    got = moved(key, jax.random.key(0, impl="rbg"))
+    assert jax.random.key_impl(got) == jax.random.key_impl(key)
+    assert jax.random.uniform(got) == jax.random.uniform(key)
+
+
+@pytest.mark.parametrize(
+    "make", [np.random.default_rng, np.random.RandomState, lambda s: np.random.Generator(np.random.Philox(s))]
+)
+def test_generators_of_numpy_go_on(moved, make):
+    """With the number that would have come next."""
+    saved, target = make(1), make(2)
+    saved.normal(size=3)
+    moved(saved, target)
+    np.testing.assert_array_equal(target.normal(size=3), saved.normal(size=3))
+
+
+def test_states_of_users_may_contain_arrays(moved):
+    """Anywhere in them."""
+    target = Stateful(None)
+    moved(Stateful({"position": 3, "rows": [np.arange(2), b"x"]}), target)
+    assert target.state["position"] == 3
+    assert target.state["rows"][0].tolist() == [0, 1]
+    assert target.state["rows"][1] == b"x"
+
+
+def test_states_of_flax_and_optax_are_pytrees(moved):
+    """Parameters and slots come back in the same containers."""
+    model, x = nn.Dense(3), jnp.ones((1, 2))
+    first, second = (model.init(jax.random.key(seed), x) for seed in (0, 1))
+    optimizer = optax.adamw(1e-3)
+    _, slots = optimizer.update(jax.tree.map(jnp.ones_like, first), optimizer.init(first), first)
+    got = moved(Pair(first, slots), Pair(second, optimizer.init(second)))
+    assert isinstance(got, Pair)
+    assert jax.tree.structure(got) == jax.tree.structure(Pair(first, slots))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(Pair(first, slots)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_state_of_a_distributed_iterator_is_its_position(moved):
+    """The next batch is the one that would have come."""
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    dataset = strategy.experimental_distribute_dataset(np.arange(24.0), batch_size=4)
+    saved, target = iter(dataset), iter(dataset)
+    next(saved)
+    next(saved)
+    moved(saved, target)
+    assert next(target).values[0].tolist() == next(saved).values[0].tolist() == [8, 9]
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, open, np.array(["text"]), {"a": [lambda: 1]}])
+def test_other_objects_are_named(tmp_path, value):
+    """With their path and type, and nothing is written."""
+    with pytest.raises(
+        CheckpointError,
+        match=r"a checkpoint with the object 'value.*cannot be saved.*\nHINT: give it the methods get_state\(\)",
+    ):
+        Checkpoint(value=value).write(tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "message"),
+    [
+        (np.zeros(3), np.zeros(4), r"value: the array has the shape \(4,\), and \(3,\) in the checkpoint"),
+        (keras.Variable([1.0]), keras.Variable([[1.0]]), r"has the shape \(1, 1\), and \(1,\) in the checkpoint"),
+        (keras.Variable([1.5]), keras.Variable([1]), r"has the dtype int32, and float32 in the checkpoint"),
+    ],
+)
+def test_other_shapes_are_named(moved, saved, target, message):
+    """Both shapes, and nothing is restored."""
+    with pytest.raises(
+        CheckpointMismatchError, match=f"(?s){message}.*Nothing was restored.*HINT: create the objects as in"
+    ):
+        moved(saved, target)

@@ -1,0 +1,170 @@
+"""Which object receives which value."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import phalanx
+from phalanx.errors import CheckpointMismatchError
+from phalanx.train import Checkpoint
+
+X, Y = np.ones((4, 3), "float32"), np.zeros((4, 2), "float32")
+
+
+class Net(keras.Model):
+    """A model whose layers know their shapes only when it is called. One of them is made then."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = layers.Dense(4)
+        self.rest = [layers.BatchNormalization(), layers.Dropout(0.5)]
+
+    def build(self, shape):
+        """Makes a layer."""
+        self.last = layers.Dense(2)
+        self.built = True
+
+    def call(self, x, training=False):
+        """All layers, one after the other."""
+        x = self.first(x)
+        for layer in self.rest:
+            x = layer(x, training=training)
+        return self.last(x)
+
+
+def trained(strategy, steps=2):
+    """A model and an optimizer that have trained in a loop."""
+    with strategy.scope():
+        model, optimizer = Net(), keras.optimizers.Adam(0.1)
+    train(strategy, model, optimizer, steps)
+    return model, optimizer
+
+
+def train(strategy, model, optimizer, steps):
+    """Trains, which makes all variables in the first step."""
+
+    def step(x, y):
+        with phalanx.GradientTape() as tape:
+            loss = keras.ops.mean((model(x, training=True) - y) ** 2)
+        variables = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return loss
+
+    return [float(strategy.reduce("MEAN", strategy.run(step, args=(X, Y)), axis=None)) for _ in range(steps)]
+
+
+def values(*owners):
+    """All variables."""
+    return [v.numpy() for owner in owners for v in owner.variables]
+
+
+@pytest.mark.parametrize("make", [phalanx.get_strategy, lambda: phalanx.MirroredStrategy(["cpu:0", "cpu:1"])])
+def test_variables_of_the_first_step_begin_with_saved_values(tmp_path, make):
+    """The first step after `restore` makes the variables, and computes with the values of the checkpoint."""
+    strategy = make()
+    model, optimizer = trained(strategy)
+    path = Checkpoint(model=model, optimizer=optimizer).save(tmp_path / "c")
+    wanted = train(strategy, model, optimizer, 3)
+    with strategy.scope():
+        keras.utils.set_random_seed(99)
+        layers.Dense(1)  # The names that Keras generates differ.
+        fresh, slots = Net(), keras.optimizers.Adam(0.1)
+    status = Checkpoint(model=fresh, optimizer=slots).restore(path)
+    assert fresh.weights == []
+    assert train(strategy, fresh, slots, 3) == wanted
+    status.assert_consumed()
+    for a, b in zip(values(fresh, slots), values(model, optimizer), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_variables_of_a_model_that_is_called_begin_with_saved_values(tmp_path):
+    """Without a strategy and without a step, too."""
+    model, _ = trained(phalanx.get_strategy())
+    path = Checkpoint(model=model).write(tmp_path / "c")
+    fresh = Net()
+    status = Checkpoint(model=fresh).read(path)
+    np.testing.assert_array_equal(fresh(X), model(X))
+    status.assert_consumed()
+
+
+def test_compiled_model_contains_its_optimizer_and_metrics(tmp_path):
+    """As one object; also when the optimizer is passed beside it."""
+
+    def compiled():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+        return model
+
+    model = compiled()
+    model.fit(X, Y, verbose=0)
+    path = Checkpoint(model=model, optimizer=model.optimizer).save(tmp_path / "c")
+    fresh = compiled()
+    status = Checkpoint(model=fresh).restore(path)
+    fresh.optimizer.build(fresh.trainable_variables)
+    for a, b in zip(values(fresh, fresh.optimizer), values(model, model.optimizer), strict=True):
+        np.testing.assert_array_equal(a, b)
+    status.assert_existing_objects_matched()
+
+
+def test_shared_variable_is_saved_once(tmp_path):
+    """Two paths lead to one object in both programs, or in one of them."""
+    table = layers.Embedding(3, 2)
+    table.build()
+    checkpoint = Checkpoint(a=table, b={"again": table})
+    path = checkpoint.write(tmp_path / "c")
+    checkpoint.sync()
+    assert phalanx.train.store.Stored(path).names == {"a/embeddings"}
+    for names in (("a", "b"), ("b", "a")):
+        fresh = layers.Embedding(3, 2)
+        fresh.build()
+        Checkpoint(**{names[0]: fresh if names[0] == "a" else {"again": fresh}}).read(path).assert_consumed()
+        np.testing.assert_array_equal(fresh.embeddings.numpy(), table.embeddings.numpy())
+
+
+def test_part_of_a_checkpoint_is_restored(tmp_path):
+    """The code of tf.train's guide: only the bias, and the kernel when it is set as an attribute."""
+    dense = layers.Dense(2)
+    dense.build((None, 3))
+    dense.bias.assign([5.0, 6.0])
+    path = Checkpoint(net=Checkpoint(l1=dense), step=keras.Variable(1)).save(tmp_path / "c")
+    bias, kernel = keras.Variable(np.zeros(2)), keras.Variable(np.zeros((3, 2)))
+    layer = Checkpoint(bias=bias)
+    status = Checkpoint(net=Checkpoint(l1=layer)).restore(path)
+    assert bias.numpy().tolist() == [5, 6]
+    layer.kernel = kernel
+    np.testing.assert_array_equal(kernel.numpy(), dense.kernel.numpy())
+    status.assert_existing_objects_matched().assert_nontrivial_match().expect_partial()
+    with pytest.raises(CheckpointMismatchError, match="contains objects that the program does not have: step"):
+        status.assert_consumed()
+
+
+def test_root_has_no_prefix(tmp_path):
+    """What one program saves as the root, another may name by its parts."""
+    dense = layers.Dense(2)
+    dense.build((None, 3))
+    path = Checkpoint(dense).write(tmp_path / "c")
+    kernel = keras.Variable(np.zeros((3, 2)))
+    Checkpoint(kernel=kernel).read(path).assert_existing_objects_matched()
+    np.testing.assert_array_equal(kernel.numpy(), dense.kernel.numpy())
+
+
+def test_missing_objects_are_named_with_the_nearest(tmp_path):
+    """A misspelled name is found by it."""
+    path = Checkpoint(weights=keras.Variable(1.0)).write(tmp_path / "c")
+    status = Checkpoint(weight=keras.Variable(0.0)).read(path)
+    for check in (status.assert_consumed, status.assert_existing_objects_matched):
+        with pytest.raises(CheckpointMismatchError, match=r"does not contain .*: weight \(nearest: weights\)"):
+            check()
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"contains nothing that the program has; it contains: weights \(nearest: weight\)",
+    ):
+        status.assert_nontrivial_match()
+
+
+def test_nothing_was_asked_for(tmp_path):
+    """`restore(None)`, as with `latest_checkpoint` of an empty folder, does nothing."""
+    status = Checkpoint(step=keras.Variable(0)).restore(None).expect_partial()
+    with pytest.raises(CheckpointMismatchError, match=r"assert_consumed\(\) after restore\(None\)"):
+        status.assert_consumed()
