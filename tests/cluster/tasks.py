@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from checkpoint_training import Saved, Training
 from evaluation import BATCH, ROWS, Evaluation, X, Y
 
 # They are found here, by their names.
@@ -306,3 +307,42 @@ def differing(strategy: phalanx.Strategy, case: str) -> Any:
     assert case == "late"
     time.sleep(2 * rank)
     return float(strategy.reduce("SUM", strategy.run(lambda: jnp.ones(11)), axis=0))
+
+
+_trainings: dict[str, Training] = {}
+
+
+def save_checkpoint(strategy: phalanx.Strategy, name: str, path: str) -> Saved:
+    """Trains a model of law 4, saves it and trains on."""
+    return _training(strategy, name).save(path)
+
+
+def load_checkpoint(strategy: phalanx.Strategy, name: str, saved: Saved, by_hand: bool = False) -> Saved:
+    """Goes on from a checkpoint, or from its values."""
+    return _training(strategy, name).load(saved, by_hand=by_hand)
+
+
+def _training(strategy: phalanx.Strategy, name: str) -> Training:
+    if name not in _trainings:
+        _trainings[name] = Training(strategy, name)
+    return _trainings[name]
+
+
+def failing_checkpoints(strategy: phalanx.Strategy, folder: str) -> list[str]:
+    """What each process is told when the processes do not do the same, or one of them cannot do it."""
+    rank = strategy.topology.worker_index
+    checkpoint = phalanx.train.Checkpoint(step=keras.Variable(3))
+    told = []
+    for call in (
+        lambda: checkpoint.write(f"{folder}/{rank}"),
+        lambda: checkpoint.write(f"{folder}/a") if rank else checkpoint.save(f"{folder}/a"),
+        lambda: checkpoint.read(f"{folder}/none"),
+        lambda: checkpoint.write(f"{folder}/file/a") and checkpoint.write(f"{folder}/b"),
+    ):
+        try:
+            call()
+            checkpoint.sync()
+            told.append("")
+        except phalanx.errors.CheckpointError as e:
+            told.append(str(e))
+    return told
