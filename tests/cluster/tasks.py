@@ -346,3 +346,36 @@ def failing_checkpoints(strategy: phalanx.Strategy, folder: str) -> list[str]:
         except phalanx.errors.CheckpointError as e:
             told.append(str(e))
     return told
+
+
+class _Stop(keras.callbacks.Callback):
+    """Ends `fit` after that many batches."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Counts."""
+        self.left -= 1
+        if not self.left:
+            raise StopIteration
+
+
+def backed_up_fit(strategy: phalanx.Strategy, folder: str, **options: Any) -> list[list[np.ndarray]]:
+    """Fits without being disturbed, and fits with two stops; returns what each has trained."""
+    results = []
+    for stops in ([], [7, 12]):
+        for after in [*stops, None]:
+            keras.utils.set_random_seed(3)
+            with strategy.scope():
+                layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dropout(0.2), keras.layers.Dense(3)]
+                model = keras.Sequential([keras.Input((X.shape[1],)), *layers])
+                loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+                model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+            callbacks = [phalanx.keras.BackupAndRestore(folder, **options)] if stops else []
+            callbacks += [] if after is None else [_Stop(after)]
+            with contextlib.suppress(StopIteration):
+                model.fit(X[:160], Y[:160] % 3, batch_size=16, epochs=3, verbose=0, callbacks=callbacks)
+        results.append([v.numpy() for v in [*model.variables, *model.optimizer.variables]])
+    return results

@@ -187,3 +187,12 @@ def test_generators_of_different_lengths(cluster_of, rows, found):
 def test_datasets_of_the_workers_own(cluster_of):
     """They may have as many rows as they like."""
     assert cluster_of(2, 1).call("different_rows", rows=[200, 65], method="fit", source="function") == [None, None]
+
+
+@pytest.mark.parametrize("options", [{"save_freq": 1}, {"save_freq": "epoch"}, {"save_every_s": 1e-9}], ids=str)
+def test_stopped_fit_goes_on_in_all_processes(cluster_of, tmp_path, options):
+    """At the same batch, with the same bits."""
+    for undisturbed, stopped in cluster_of(2, 1).call("backed_up_fit", deadline_s=120, folder=str(tmp_path), **options):
+        for a, b in zip(undisturbed, stopped, strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert not list(tmp_path.glob("backup*"))

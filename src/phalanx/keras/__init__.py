@@ -5,10 +5,19 @@ Importing the package makes models that are created in the scope of a strategy t
 """
 
 from phalanx.keras import bridge as bridge
+from phalanx.keras.backup import BackupAndRestore
 from phalanx.keras.callbacks import SyncCheck, TensorBoard
 from phalanx.keras.data import DatasetCreator
 from phalanx.keras.embedding import ShardedEmbedding
 from phalanx.keras.logits import set_logits_recovery
 from phalanx.keras.sidecar import SidecarEvaluator
 
-__all__ = ["DatasetCreator", "ShardedEmbedding", "SidecarEvaluator", "SyncCheck", "TensorBoard", "set_logits_recovery"]
+__all__ = [
+    "BackupAndRestore",
+    "DatasetCreator",
+    "ShardedEmbedding",
+    "SidecarEvaluator",
+    "SyncCheck",
+    "TensorBoard",
+    "set_logits_recovery",
+]

@@ -7,12 +7,13 @@ from typing import Any, final
 
 import jax
 import keras
+import numpy as np
 
 from phalanx import compat
 from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError, arguments, shown, warn_of_slip
 from phalanx.input.distributed import DistributedDataset
 from phalanx.input.iterator import DistributedIterator
-from phalanx.input.sources.base import UNKNOWN, AbstractRows, Facts
+from phalanx.input.sources.base import UNKNOWN, AbstractRows, Facts, State
 from phalanx.input.sources.batches import BatchStream
 from phalanx.input.sources.functions import InputContext
 from phalanx.mesh.annotated import shape_dtype
@@ -92,6 +93,10 @@ class EpochData:
         self._stacked = group if is_stacked else 1
         self._iterator: DistributedIterator | None = None
         self._adapter: Any = None
+        # For `get_state`: steps of the epoch so far, the iterator they came from, and NumPy's state when it was created.
+        self._reading: DistributedIterator | None = None
+        self._done, self._random = 0, numpy_state()
+        self._restored: State | None = None
         batched = _batched(strategy, x, data)
         self._dataset = self._of_keras(strategy, x, steps, data) if batched is None else batched
         self._dataset.require_same()
@@ -151,34 +156,79 @@ class EpochData:
         if self._adapter is not None:
             self._adapter.on_epoch_begin()
         # With `steps_per_epoch`, an epoch continues where the last one ended, and starts over at the end of the data.
+        restored = self._resume()
         goes_on, self._iterator = self._iterator, None
-        iterator = goes_on or iter(self._dataset)
-        done = 0
+        done = self._done if restored else 0
+        iterator = goes_on or self._new_iterator()
+        self._reading = iterator
         while self._steps is None or done < self._steps:
             wanted = self._group if self._steps is None else min(self._group, self._steps - done)
             parts = list(_parts(iterator, self._stacked, wanted))
             # The last epoch ended exactly at the end of the data.
             if not parts and goes_on and not done:
-                goes_on, iterator = None, iter(self._dataset)
+                goes_on, iterator = None, self._new_iterator()
+                self._reading = iterator
                 continue
             if not parts:
                 break
+            self._done = done + sum(count for _, count in parts)
             yield done, parts
-            done += sum(count for _, count in parts)
+            done = self._done
         if done == self._steps:
             # Keras stops the threads of a `PyDataset` in `on_epoch_end`. A thread of ours that waits for them would hang.
             iterator.stop_reading()
             self._iterator = iterator
         elif self._steps is not None:
             self._warn(done)
+        self._done, self._reading = 0, self._iterator
         if self._adapter is not None:
             self._adapter.on_epoch_end()
+
+    def _new_iterator(self) -> DistributedIterator:
+        self._random = numpy_state()
+        return iter(self._dataset)
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether the next epoch goes on in the middle."""
+        return self._restored is not None and bool(self._restored["done"])
+
+    def get_state(self) -> State:
+        """Returns the position within the epoch: the number of steps, and the position of the iterator, if there is one."""
+        position = None if self._reading is None else self._reading.get_state()
+        return {"done": self._done, "iterator": position, "random": self._random}
+
+    def set_state(self, state: State) -> None:
+        """Makes the next epoch go on from a position."""
+        self._restored = state
+
+    def _resume(self) -> bool:
+        """Goes to the position that `set_state` has set. Returns whether there was one."""
+        state, self._restored = self._restored, None
+        if state is None:
+            return False
+        self._done = state["done"]
+        if state["iterator"] is not None:
+            # Keras draws the order of the rows when it reads the first batch, so draw it again.
+            now = numpy_state()
+            np.random.set_state(state["random"])  # noqa: NPY002
+            self._iterator = self._new_iterator()
+            self._iterator.set_state(state["iterator"])
+            self._iterator.look(0)
+            np.random.set_state(now)  # noqa: NPY002
+        return True
 
     def _warn(self, done: int) -> None:
         warn_of_slip(
             f"The data ended after {done} of {self._steps} steps of an epoch.",
             "dataset.repeat(), or leave out steps_per_epoch",
         )
+
+
+def numpy_state() -> dict[str, Any]:
+    """Returns the state of NumPy's global generator, from which Keras draws the order of rows."""
+    state: dict[str, Any] = np.random.get_state(legacy=False)  # noqa: NPY002
+    return state
 
 
 def _batched(strategy: Strategy, x: PyTree, data: dict[str, Any]) -> DistributedDataset | None:

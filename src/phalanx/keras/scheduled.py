@@ -14,8 +14,10 @@ from typing_extensions import override
 from phalanx import compat
 from phalanx.coordinator import ClusterCoordinator, PerWorkerDataset, RemoteValue, experimental_get_current_worker_index
 from phalanx.errors import InvalidArgumentError
+from phalanx.input.sources.base import State
 from phalanx.input.sources.functions import InputContext
 from phalanx.keras import steps
+from phalanx.keras.backup import refuse_position
 from phalanx.keras.data import DatasetCreator
 from phalanx.keras.training import ModelTrainer, ReplicaStep
 from phalanx.programs.interrupts import Interrupts
@@ -67,6 +69,10 @@ class ScheduledTrainer(ModelTrainer):
             return value
 
         return call
+
+    @override
+    def _settle(self) -> None:
+        self._coordinator.join()
 
     @override
     def _data(self, x: PyTree, num_steps: int | None, **data: PyTree) -> PyTree:
@@ -159,6 +165,7 @@ class WorkersData:
         self._dataset: PerWorkerDataset = dataset_fn if is_made else coordinator.create_per_worker_dataset(own)
         self._coordinator, self.num_batches = coordinator, num_steps
         self._iterator: Any = iter(self._dataset)
+        self._is_within = False
 
     @property
     def element_spec(self) -> PyTree:
@@ -169,10 +176,27 @@ class WorkersData:
         """Makes the next epoch begin with the first batch of each worker."""
         self._iterator = iter(self._dataset)
 
+    is_within_epoch = False
+
+    def get_state(self) -> State:
+        """Returns the position at the end of an epoch: nothing, because each worker reads a dataset of its own.
+
+        Raises:
+          InputError: called within an epoch.
+        """
+        if self._is_within:
+            raise refuse_position()
+        return {}
+
+    def set_state(self, state: State) -> None:
+        """Begins the next epoch with the next batches."""
+
     def epoch(self) -> Iterator[tuple[int, list[tuple[Any, int]]]]:
         """Yields the steps of one epoch. Each has an iterator as its batch, from which the worker takes its next batch."""
+        self._is_within = True
         for step in range(self.num_batches):
             yield step, [(self._iterator, 1)]
+        self._is_within = False
 
 
 def _is_function(x: PyTree) -> bool:

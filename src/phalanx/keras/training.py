@@ -18,6 +18,7 @@ from keras.callbacks import CallbackList
 from phalanx import compat
 from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError
 from phalanx.keras import steps
+from phalanx.keras.backup import BackupAndRestore, Progress
 from phalanx.keras.callbacks import Callbacks, TensorBoard
 from phalanx.keras.data import EpochData
 from phalanx.mesh.topology import Topology
@@ -108,13 +109,19 @@ class ModelTrainer:
             self._build(data, "train")
             with self._calling(callbacks, verbose, epochs, data, add_history=True) as hooks:
                 model.stop_training, logs = False, {}
+                progress = Progress(data, self._topology, self._settle)
+                for callback in keras.tree.flatten(callbacks):
+                    if isinstance(callback, BackupAndRestore):
+                        callback.progress = progress
                 hooks.on_train_begin()
                 # `on_train_begin` has restored the first process only, because the others run no callbacks that use files.
                 if self._has_peers and _any_of(callbacks, keras.callbacks.BackupAndRestore):
                     compat.take_over_state(model, self._topology.from_chief)
                 try:
-                    for epoch in range(compat.first_epoch(model, initial_epoch), _capped(epochs)):
-                        model.reset_metrics()
+                    for epoch in range(progress.epoch or compat.first_epoch(model, initial_epoch), _capped(epochs)):
+                        progress.epoch = epoch
+                        if not data.is_within_epoch:
+                            model.reset_metrics()
                         hooks.on_epoch_begin(epoch)
                         logs = self._epoch(data, self._train, hooks, "train", interrupts)
                         if validation is not None and compat.is_evaluated(model, epoch, validation_freq):
@@ -124,6 +131,7 @@ class ModelTrainer:
                         # handler raises, so hold signals back until the callbacks have run.
                         with interrupts.held():
                             self._read_on_demand()
+                            progress.epoch = epoch + 1
                             hooks.on_epoch_end(epoch, logs)
                         if model.stop_training:
                             break
@@ -228,6 +236,9 @@ class ModelTrainer:
         """Whether other processes train the same model."""
         return self._topology.num_workers > 1
 
+    def _settle(self) -> None:
+        """Waits until all steps so far have ended, so that the variables have their values."""
+
     def _read_on_demand(self) -> None:
         """Aggregates accumulated gradients on all processes.
 
@@ -282,7 +293,9 @@ class ModelTrainer:
         self, data: EpochData, program: Callable[..., Any], callbacks: CallbackList, kind: str, interrupts: Interrupts
     ) -> dict[str, Any]:
         """Runs the steps of one epoch and returns the metrics."""
-        model, logs = self._model, {}
+        model = self._model
+        # A backup at the last step of an epoch leaves no step for the rest of that epoch.
+        logs: dict[str, Any] = model.get_metrics_result() if data.is_within_epoch else {}
         begin, end = compat.batch_hooks(callbacks, kind)
         for first, parts in data.epoch():
             begin(first)

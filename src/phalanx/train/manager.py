@@ -284,6 +284,12 @@ class CheckpointManager:
             self._last_step = int(self._step_counter)
         return latest
 
+    def delete_all(self) -> None:
+        """Deletes all checkpoints of this manager. Call it in all processes, after `sync`; the chief deletes."""
+        of_chief("")  # Nobody reads a file any more.
+        for _, file in _numbered(self._directory, self._name):
+            file.unlink(missing_ok=True)
+
     def sync(self) -> None:
         """Waits until the file of the last save is on the disk. May be called in any context.
 

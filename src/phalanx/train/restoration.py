@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from phalanx import compat
 from phalanx.compat import Variable
-from phalanx.errors import CheckpointMismatchError
+from phalanx.errors import CheckpointMismatchError, PhalanxError
 from phalanx.programs.identity import IdentityMap
 from phalanx.train.objects import (
     REPLICAS,
@@ -118,6 +118,8 @@ def capture(objects: Holder, snapshot: Snapshot) -> None:
                 raise refuse_object(path, value)
             try:
                 part.save(path, snapshot)
+            except PhalanxError:
+                raise
             except (TypeError, ValueError) as e:
                 raise refuse_object(path, value, e) from e
 

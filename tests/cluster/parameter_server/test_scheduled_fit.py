@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InputError, InvalidArgumentError
 
 ROWS, BATCH = 103, 16  # Seven batches, the last one of seven rows.
 RANDOM = np.random.RandomState(7)
@@ -83,6 +83,58 @@ def test_each_row_once_an_epoch(counting):
     assert history["total"] == [y.sum(), y.sum()]
     assert len(history["loss"]) == 2
     assert int(counting.optimizer.iterations.value) == 14
+
+
+class Stop(keras.callbacks.Callback):
+    """Ends `fit` after that many batches."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.left = after
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Counts."""
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("stopped")
+
+
+def test_stopped_fit_goes_on(strategy, tmp_path):
+    """At the same batch: each row still counts once an epoch."""
+    y = np.arange(ROWS, dtype="float32")
+    for after in (4, 5, None):
+        with strategy.scope():
+            model = Counting()
+            model.compile(keras.optimizers.SGD(0.01))
+        backup = phalanx.keras.BackupAndRestore(tmp_path, save_freq=2)
+        if after is not None:
+            with pytest.raises(RuntimeError, match="stopped"):
+                model.fit(X, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[backup, Stop(after)])
+    history = model.fit(X, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[backup]).history
+    assert history["rows"] == [ROWS]
+    assert history["total"] == [y.sum()]
+    assert int(model.optimizer.iterations.value) == 14
+
+
+def test_backup_with_a_dataset_function_is_of_an_epoch(strategy, tmp_path):
+    """Within an epoch, nobody knows the position of the workers' datasets."""
+
+    def dataset_fn(context):
+        while True:
+            yield X[:4], np.ones(4, "float32")
+
+    with strategy.scope():
+        model = Counting()
+        model.compile(keras.optimizers.SGD(0.01))
+    options = {"epochs": 2, "steps_per_epoch": 4, "verbose": 0}
+    with pytest.raises(
+        InputError, match=r"BackupAndRestore\(save_freq=...\) with a dataset function.*\nHINT: save_freq=\"epoch\""
+    ):
+        model.fit(dataset_fn, callbacks=[phalanx.keras.BackupAndRestore(tmp_path, save_freq=2)], **options)
+    with pytest.raises(RuntimeError, match="stopped"):
+        model.fit(dataset_fn, callbacks=[phalanx.keras.BackupAndRestore(tmp_path), Stop(6)], **options)
+    history = model.fit(dataset_fn, callbacks=[phalanx.keras.BackupAndRestore(tmp_path)], **options).history
+    assert history["rows"] == [16]
 
 
 def test_evaluate_and_predict_are_exact(model):

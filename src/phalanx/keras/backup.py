@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`BackupAndRestore`: `fit` goes on at the batch at which it was stopped."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, final
+
+import keras
+import numpy as np
+from typing_extensions import override
+
+from phalanx.errors import ContextError, InputError, InvalidArgumentError, arguments, shown
+from phalanx.input.sources.base import State
+from phalanx.keras.data import numpy_state
+from phalanx.mesh.topology import Topology
+from phalanx.train import Checkpoint, CheckpointManager
+from phalanx.typing import PyTree
+
+
+class Data(Protocol):
+    """The batches of `fit`."""
+
+    def get_state(self) -> State:
+        """Returns the position within the epoch."""
+
+    def set_state(self, state: State) -> None:
+        """Makes the next epoch go on from a position."""
+
+
+@final
+class Progress:
+    """How far a call of `fit` has come. Saved and restored as a part of a checkpoint.
+
+    Args:
+      data: the batches.
+      topology: the devices of all processes.
+      settle: waits until all steps so far have ended.
+    """
+
+    def __init__(self, data: Data, topology: Topology, settle: Callable[[], object]) -> None:
+        self.epoch = 0
+        self.topology, self.settle = topology, settle
+        self._data = data
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns epoch, position in the data and the state of NumPy's global generator, which shuffles the rows."""
+        return {"epoch": self.epoch, "data": self._data.get_state(), "random": numpy_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes back to a state."""
+        self.epoch = state["epoch"]
+        self._data.set_state(state["data"])
+        np.random.set_state(state["random"])  # noqa: NPY002
+
+
+@final
+class BackupAndRestore(keras.callbacks.Callback):
+    """Saves the state of `fit` and, when the program is started again, goes on at the same batch. May be created in any context.
+
+    The state is that of the model, the optimizer and the metrics, the epoch and the position in the data, and NumPy's global
+    generator, which shuffles rows. The program may be started again under another strategy, and with another number of processes. With several
+    processes, all save together, and the chief writes. The state of other callbacks is not saved.
+
+    Args:
+      backup_dir: folder for the backup, which all processes can read. Only one program may use it.
+      save_freq: when to save: "epoch" for the end of each epoch, or a number of batches.
+      save_every_s: time in seconds between two backups, instead of `save_freq`. None for no limit.
+      delete_checkpoint: whether to delete the backup at the end of training.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+
+    Source: keras.callbacks.BackupAndRestore, which goes on at the next epoch.
+
+    Example:
+      >>> import phalanx
+      >>> callbacks = [phalanx.keras.BackupAndRestore("backup", save_freq=500)]
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: str | int = "epoch",
+        *,
+        save_every_s: float | None = None,
+        delete_checkpoint: bool = True,
+    ) -> None:
+        super().__init__()
+        if save_freq != "epoch" and not arguments.is_integer(save_freq, least=1):
+            raise InvalidArgumentError(
+                f"save_freq={shown(save_freq)}", 'must be "epoch" or a positive number of batches.', 'save_freq="epoch"'
+            )
+        self._dir, self._freq = arguments.path("backup_dir", backup_dir), save_freq
+        self._every_s = arguments.seconds("save_every_s", save_every_s)
+        self._deletes = arguments.flag("delete_checkpoint", delete_checkpoint)
+        self.progress: Progress | None = None
+        self._manager: CheckpointManager | None = None
+        self._last = -1
+        self._batches = self._due = 0
+        self._since_s = 0.0
+
+    @override
+    def on_train_begin(self, logs: PyTree = None) -> None:
+        """Restores the last backup, if there is one."""
+        if self.progress is None:
+            raise ContextError(
+                "BackupAndRestore in fit of a model that belongs to no strategy",
+                "Keras's own training loop does not tell the position in the data.",
+                "with strategy.scope(): around the lines that create and compile the model; or keras.callbacks.BackupAndRestore",
+            )
+        checkpoint = Checkpoint(model=self.model, progress=self.progress)
+        self._manager = CheckpointManager(checkpoint, self._dir, max_to_keep=1, checkpoint_name="backup")
+        self._manager.restore_or_initialize()
+        self._batches, self._due = 0, 1 if self._every_s else int(self._freq) if self._freq != "epoch" else 0
+        self._since_s = time.monotonic()
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: PyTree = None) -> None:
+        """Notes that Keras numbers the batches of each epoch from 0."""
+        self._last = -1
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: PyTree = None) -> None:
+        """Saves, if enough batches or seconds have passed."""
+        # With `steps_per_execution`, `batch` advances by several batches per call. After a backup, an epoch begins in the middle.
+        assert self.progress is not None
+        self._batches += 1 if self._last < 0 else batch - self._last
+        self._last = batch
+        if not self._due or self._batches < self._due:
+            return
+        self._save()
+        self._due = self._batches + (self._batches_until_next() if self._every_s else int(self._freq))
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: PyTree = None) -> None:
+        """Saves at the end of each epoch, with `save_freq="epoch"`."""
+        if not self._due:
+            self._save()
+
+    @override
+    def on_train_end(self, logs: PyTree = None) -> None:
+        """Waits for the last backup, and deletes it."""
+        assert self._manager is not None
+        assert self.progress is not None
+        self._manager.sync()
+        if self._deletes:
+            self._manager.delete_all()
+
+    def _save(self) -> None:
+        assert self._manager is not None
+        assert self.progress is not None
+        self.progress.settle()
+        self._manager.save()
+
+    def _batches_until_next(self) -> int:
+        """Returns the number of batches until the next backup: on all processes that of the chief, whose clock counts."""
+        assert self.progress is not None
+        assert self._every_s is not None
+        step_s = (time.monotonic() - self._since_s) / self._batches
+        own = np.array([max(1, round(self._every_s / max(step_s, 1e-6)))])
+        return int(self.progress.topology.exchange(own)[0, 0])
+
+
+def refuse_position() -> InputError:
+    """Returns the error for data whose position is unknown."""
+    return InputError(
+        "BackupAndRestore(save_freq=...) with a dataset function under ParameterServerStrategy",
+        "each worker reads a dataset of its own, so the position is known only at the end of an epoch.",
+        'save_freq="epoch"',
+    )
