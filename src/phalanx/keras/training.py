@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,11 @@ from keras.callbacks import CallbackList
 
 from phalanx import compat
 from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError
-from phalanx.keras import steps
+from phalanx.keras import predictions, steps
 from phalanx.keras.backup import BackupAndRestore, Progress
 from phalanx.keras.callbacks import Callbacks, TensorBoard
 from phalanx.keras.data import EpochData
 from phalanx.mesh.topology import Topology
-from phalanx.mesh.values import differs, is_distributed
 from phalanx.options import RunOptions
 from phalanx.programs.function import Function
 from phalanx.programs.interrupts import Interrupts
@@ -182,15 +181,15 @@ class ModelTrainer:
                 for first, parts in data.epoch():
                     begin(first)
                     with interrupts.held():
-                        found = [_rows(self._predict(batches, n), self._stacked(n)) for batches, n in parts]
-                    outputs.append(_joined(found))
+                        found = [predictions.rows(self._predict(batches, n), self._stacked(n)) for batches, n in parts]
+                    outputs.append(predictions.joined(found))
                     end(first + _num_steps(parts) - 1, {"outputs": outputs[-1]})
                     if model.stop_predicting:
                         break
                 hooks.on_predict_end()
         if not outputs:
             raise InvalidArgumentError("predict without a batch", "the data is empty.", "pass at least one row")
-        return _joined(outputs)
+        return predictions.joined(outputs)
 
     def train_on_batch(
         self,
@@ -225,7 +224,7 @@ class ModelTrainer:
                 compat.build_layers(model, x)
             batch = self._one_batch((x,))
             with interrupts.held():
-                return _rows(self._predict(batch, None), None)
+                return predictions.rows(self._predict(batch, None), None)
 
     @property
     def _topology(self) -> Topology:
@@ -322,7 +321,11 @@ class ModelTrainer:
 
         def run(batches: PyTree, count: jax.Array | None = None) -> PyTree:
             outputs = trace_run(strategy, replica_step, (batches,), {}, steps=count)
-            return strategy.on_all_workers(_apart(outputs)) if step is steps.predict else self._logs(outputs, count)
+            return (
+                strategy.on_all_workers(predictions.apart(outputs))
+                if step is steps.predict
+                else self._logs(outputs, count)
+            )
 
         compiled = Function(run)
 
@@ -336,7 +339,7 @@ class ModelTrainer:
 
     def _eagerly(self, replica_step: Callable[[Any], Any], batches: PyTree, *, is_prediction: bool) -> PyTree:
         outputs = self._strategy.run(replica_step, args=(batches,), options=RunOptions(eager=True))
-        return _apart(outputs) if is_prediction else self._logs(outputs, None)
+        return predictions.apart(outputs) if is_prediction else self._logs(outputs, None)
 
     def _logs(self, outputs: PyTree, count: int | jax.Array | None) -> PyTree:
         """Returns the logs of the last step: the metrics, and the averaged outputs of a custom step.
@@ -458,56 +461,7 @@ def _num_steps(parts: list[tuple[Any, int]]) -> int:
     return sum(count for _, count in parts)
 
 
-def _joined(outputs: list[Any]) -> PyTree:
-    """Concatenates predictions along dim 0."""
-    return outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
-
-
 def _flat(logs: dict[str, Any]) -> dict[str, Any]:
     """Returns logs in which nested dicts, such as those of `CompileMetrics`, are merged into the outer dict, as in Keras."""
     parts = (item if isinstance(item, dict) else {name: item} for name, item in logs.items())
     return {name: value for part in parts for name, value in part.items()}
-
-
-class _Rows(NamedTuple):
-    """The outputs of all replicas.
-
-    Args:
-      data: array (replicas, rows, ...), or (replicas, steps, rows, ...) for stacked steps.
-      mask: bool array of the leading dims of `data`. True for real rows. None if all rows are real.
-    """
-
-    data: PyTree
-    mask: jax.Array | np.ndarray | None
-
-
-def _apart(outputs: PyTree) -> PyTree:
-    """Replaces per-replica outputs by plain arrays (`_Rows`), so that they can be replicated on all processes."""
-    return jax.tree.map(_apart_of, outputs, is_leaf=is_distributed)
-
-
-def _apart_of(output: PyTree) -> PyTree:
-    if not differs(output):
-        return output
-    return _Rows(output.data, None if output.rows is None else output.rows.mask)
-
-
-def _rows(outputs: PyTree, steps: int | None) -> PyTree:
-    """Returns the real rows of predictions as NumPy arrays, in the order of the data.
-
-    Args:
-      outputs: pytree of `_Rows`.
-      steps: number of stacked steps. None for a single step.
-    """
-    return jax.tree.map(lambda x: _rows_of(x, steps), outputs, is_leaf=lambda x: isinstance(x, _Rows))
-
-
-def _rows_of(output: PyTree, steps: int | None) -> np.ndarray:
-    if not isinstance(output, _Rows):
-        return np.asarray(output)
-    data, mask = np.asarray(output.data), None if output.mask is None else np.asarray(output.mask)
-    if steps is not None:
-        # The data is ordered by step first, then by replica.
-        data = np.moveaxis(data, 1, 0)[:steps]
-        mask = None if mask is None else np.moveaxis(mask, 1, 0)[:steps]
-    return data.reshape(-1, *data.shape[2 + (steps is not None) :]) if mask is None else data[mask]
