@@ -5,6 +5,7 @@ import importlib
 import inspect
 
 import bad_cases
+import bad_checkpoints
 import bad_functions
 import bad_servers
 import bad_verbs
@@ -14,7 +15,13 @@ from phalanx.input.iterator import Optional
 from phalanx.input.sources.records import NumpyDataset
 from phalanx.programs.function import Function
 
-GROUPS = {**bad_cases.GROUPS, **bad_verbs.GROUPS, **bad_functions.GROUPS, **bad_servers.GROUPS}
+GROUPS = {
+    **bad_cases.GROUPS,
+    **bad_verbs.GROUPS,
+    **bad_functions.GROUPS,
+    **bad_servers.GROUPS,
+    **bad_checkpoints.GROUPS,
+}
 
 ROOMS = ["phalanx", *(f"phalanx.{room}" for room in phalanx._ROOMS), "phalanx.servers.partitioners"]
 
@@ -66,6 +73,12 @@ EXEMPT = {
     "TPUClusterResolver.connect": _SERVICE,
     "print_on_chief": "it is print, with print's arguments and errors",
     "shutdown_tpu_system": "it would end the system that the other cases use; initialize_tpu_system checks the same argument",
+    "CheckpointStatus": _MADE,
+    "BackupAndRestore.on_epoch_begin": "Keras calls it",
+    "BackupAndRestore.on_epoch_end": "Keras calls it",
+    "BackupAndRestore.on_train_batch_end": "Keras calls it",
+    "BackupAndRestore.on_train_begin": "Keras calls it",
+    "BackupAndRestore.on_train_end": "Keras calls it",
     "SyncCheck.on_epoch_begin": "Keras calls it",
     "SyncCheck.on_train_batch_end": "Keras calls it",
     "SyncCheck.on_train_end": "Keras calls it",

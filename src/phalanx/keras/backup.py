@@ -87,7 +87,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         delete_checkpoint: bool = True,
     ) -> None:
         super().__init__()
-        if save_freq != "epoch" and not arguments.is_integer(save_freq, least=1):
+        is_epoch = isinstance(save_freq, str) and save_freq == "epoch"
+        if not is_epoch and not arguments.is_integer(save_freq, least=1):
             raise InvalidArgumentError(
                 f"save_freq={shown(save_freq)}", 'must be "epoch" or a positive number of batches.', 'save_freq="epoch"'
             )

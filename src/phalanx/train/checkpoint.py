@@ -226,8 +226,8 @@ class Checkpoint(Holder):
         return self._counter
 
     @override
-    def names(self) -> list[str]:
-        return [*super().names(), *(["save_counter"] if self._counter is not None else [])]
+    def _names(self) -> list[str]:
+        return [*super()._names(), *(["save_counter"] if self._counter is not None else [])]
 
     if TYPE_CHECKING:
 

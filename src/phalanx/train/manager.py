@@ -23,7 +23,11 @@ _HOUR_S = 3600.0
 def _numbered(directory: str | os.PathLike[str], name: str | None = None) -> list[tuple[int, Path]]:
     """Returns the numbers and files of the checkpoints in a folder, oldest first: by number, and by time for other names."""
     found = []
-    for file in Path(directory).glob(f"{name or '*'}-*{SUFFIX}"):
+    try:
+        files = list(Path(directory).glob(f"*-*{SUFFIX}"))
+    except OSError:  # The name is too long.
+        files = []
+    for file in files:
         match = re.fullmatch(r"(?P<name>[^.].*)-(?P<number>\d+)", file.name.removesuffix(SUFFIX))
         if match is not None and (name is None or match["name"] == name):
             found.append((int(match["number"]), file))
@@ -87,6 +91,8 @@ def checkpoints_iterator(
     """
     directory = arguments.path("checkpoint_dir", checkpoint_dir)
     arguments.seconds("timeout", timeout)
+    if not (isinstance(min_interval_secs, (int, float)) and min_interval_secs == 0):
+        arguments.seconds("min_interval_secs", min_interval_secs, hint="min_interval_secs=60")
     if timeout_fn is not None:
         arguments.function("timeout_fn", timeout_fn, "timeout_fn=lambda: True")
     return _watch(directory, min_interval_secs, timeout, timeout_fn)
@@ -245,6 +251,7 @@ class CheckpointManager:
         """
         call = f"CheckpointManager.save({'' if checkpoint_number is None else shown(checkpoint_number)})"
         require_between_steps(call)
+        arguments.flag("check_interval", check_interval)
         if checkpoint_number is not None:
             arguments.integer("checkpoint_number", checkpoint_number, least=0)
         step = None if self._step_counter is None else int(self._step_counter)

@@ -40,7 +40,7 @@ class Holder:
         for restoration in list(_OPEN):
             restoration.hear(self)
 
-    def names(self) -> list[str]:
+    def _names(self) -> list[str]:
         """Returns the names of the attributes."""
         return sorted(name for name in vars(self) if not name.startswith("_"))
 
@@ -70,7 +70,7 @@ def _children(owner: Any) -> Iterator[_Child]:
         return
     if owner._root is not None:
         yield from _items("", owner._root, functools.partial(setattr, owner, "_root"))
-    for name in owner.names():
+    for name in owner._names():
         yield from _items(name, getattr(owner, name), functools.partial(setattr, owner, name))
 
 

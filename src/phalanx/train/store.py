@@ -21,6 +21,7 @@ from phalanx.errors import CheckpointError, MissingDependencyError
 
 SUFFIX = ".safetensors"
 _FORMAT = "phalanx-checkpoint-1"
+_SHOWN = 200
 _DIRECT = frozenset(
     [
         "bool",
@@ -95,9 +96,13 @@ def refuse_existing(file: Path) -> None:
     Raises:
       CheckpointError: it would.
     """
-    if file.exists():
+    try:
+        exists = file.exists()
+    except OSError as e:
+        raise _refuse_write(file, e) from e
+    if exists:
         raise CheckpointError(
-            f"a checkpoint as {file}",
+            f"a checkpoint as {_short(file)}",
             "the file exists already.",
             "use another path or number; or delete the file, if nobody needs it",
         )
@@ -123,12 +128,12 @@ def _refuse_write(file: Path, error: Exception) -> CheckpointError:
     # The library wraps errors of the system in its own class, and only its message has the number.
     if number == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error):
         return CheckpointError(
-            f"a checkpoint as {file}",
+            f"a checkpoint as {_short(file)}",
             "the disk is full. Earlier checkpoints are unharmed.",
             "delete files, or keep fewer checkpoints: CheckpointManager(..., max_to_keep=2)",
         )
     return CheckpointError(
-        f"a checkpoint as {file}",
+        f"a checkpoint as {_short(file)}",
         f"the file cannot be written: {error}. Earlier checkpoints are unharmed.",
         "use a folder that this user may write to",
     )
@@ -147,10 +152,10 @@ class Stored:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         library = _safetensors()
         self.file = file_of(path)
-        if not self.file.is_file():
+        if not _is_file(self.file):
             raise CheckpointError(
-                f"the checkpoint {os.fspath(path)!r}",
-                f"there is no file {self.file}.",
+                f"the checkpoint {_short(self.file)}",
+                "there is no such file.",
                 _nearest(self.file),
             )
         try:
@@ -158,13 +163,13 @@ class Stored:
             metadata = self._open.metadata() or {}
         except (OSError, library.SafetensorError) as e:
             raise CheckpointError(
-                f"the checkpoint {self.file}",
+                f"the checkpoint {_short(self.file)}",
                 f"the file cannot be read: it is incomplete, or not a checkpoint ({e}).",
                 "restore an earlier checkpoint of the folder",
             ) from e
         if metadata.get("format") != _FORMAT:
             raise CheckpointError(
-                f"the checkpoint {self.file}",
+                f"the checkpoint {_short(self.file)}",
                 f"the file is of the safetensors format, but not written by Phalanx (its metadata is {metadata or 'empty'}).",
                 "safetensors.numpy.load_file(path), and assign the arrays",
             )
@@ -202,6 +207,19 @@ _DTYPES = {
 }
 
 
+def _short(file: Path) -> str:
+    """Returns a path for a message."""
+    text = str(file)
+    return text if len(text) <= _SHOWN else f"...{text[-_SHOWN:]}"
+
+
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:  # The name is too long.
+        return False
+
+
 def _nearest(file: Path) -> str:
     """Returns what to restore instead of a file that is not there."""
     try:
@@ -209,5 +227,5 @@ def _nearest(file: Path) -> str:
     except OSError:
         others = []
     if not others:
-        return f"the path that save returned; {file.parent} contains no checkpoint"
+        return f"the path that save returned; {_short(file.parent)} contains no checkpoint"
     return f"one of {', '.join(others[-3:])}"

@@ -100,7 +100,7 @@ def test_processes_learn_what_failed_in_another(cluster_of, tmp_path):
         assert "the processes made different calls" in told[0]
         assert "HINT: the same call with the same path in all processes" in told[0]
         assert "the processes made different calls" in told[1]
-        assert "there is no file" in told[2]
+        assert "there is no such file" in told[2]
     assert "the file cannot be written" in first[3]
     assert "failed in other processes. rank 0:" in second[3]
     assert "the file cannot be written" in second[3]

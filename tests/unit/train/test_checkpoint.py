@@ -123,7 +123,7 @@ def test_last_save_that_fails_ends_the_program_with_an_error(tmp_path, run_pytho
     assert run_python(code).startswith("ends with 1\nCheckpointError: a checkpoint as ")
 
 
-@pytest.mark.parametrize("name", ["save", "names", "save_counter"])
+@pytest.mark.parametrize("name", ["save", "sync", "save_counter"])
 def test_names_of_methods_are_refused(name):
     """They would hide the method."""
     with pytest.raises(

@@ -60,7 +60,9 @@ def test_other_programs_read_the_arrays(tmp_path):
 
 def test_missing_file_names_what_is_there(tmp_path):
     """A wrong number is answered with the last ones."""
-    with pytest.raises(CheckpointError, match=r"there is no file .*c-2.safetensors.\nHINT: .* contains no checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"c-2.safetensors: there is no such file.\nHINT: .* contains no checkpoint"
+    ):
         store.Stored(tmp_path / "c-2")
     store.write(tmp_path / "c-1.safetensors", {}, {})
     with pytest.raises(CheckpointError, match=r"HINT: one of .*c-1$"):

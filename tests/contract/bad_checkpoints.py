@@ -1,0 +1,99 @@
+"""Checkpoints with good arguments; bad values replace them one by one."""
+
+import contextlib
+import os
+import tempfile
+
+import keras
+from bad_values import ALL, COUNT, NONE, SECONDS, TEXTS, Case
+
+import phalanx
+from phalanx import train
+
+
+def in_new_folder(call):
+    """Returns the call, made in a folder of its own, and waits until its files are there."""
+
+    def run(**kwargs):
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            checkpoint = train.Checkpoint(step=keras.Variable(1))
+            checkpoint.write("here")
+            try:
+                call(checkpoint, **kwargs)
+            finally:
+                checkpoint.sync()
+
+    return run
+
+
+def manager(checkpoint, **kwargs):
+    """A manager of a checkpoint."""
+    return train.CheckpointManager(checkpoint, os.getcwd(), None, **kwargs)
+
+
+def of_checkpoints():
+    """What `phalanx.train` has, and the callback that uses it."""
+    options = {"options": None}
+    save, restore = {"file_prefix": "path", **options}, {"save_path": "here", **options}
+    # Names that are too long for a file system are refused; texts are names of files that are there or not.
+    taken = {"file_prefix": TEXTS - {"long text"}, "options": NONE}
+    numbers = {"max_to_keep": COUNT | NONE, "keep_checkpoint_every_n_hours": SECONDS}
+    return {
+        "Checkpoint": Case(train.Checkpoint, {"root": None}, takes={"root": ALL}),
+        "Checkpoint.save": Case(in_new_folder(lambda c, **k: c.save(**k)), save, takes=taken),
+        "Checkpoint.write": Case(in_new_folder(lambda c, **k: c.write(**k)), save, takes=taken),
+        "Checkpoint.restore": Case(
+            in_new_folder(lambda c, **k: c.restore(**k)), restore, takes={"save_path": NONE, "options": NONE}
+        ),
+        "Checkpoint.read": Case(in_new_folder(lambda c, **k: c.read(**k)), restore, takes={"options": NONE}),
+        "CheckpointOptions": Case(train.CheckpointOptions, {"enable_async": False}, takes={"enable_async": {"True"}}),
+        "CheckpointManager": Case(
+            train.CheckpointManager,
+            {
+                "checkpoint": train.Checkpoint(),
+                "directory": "folder",
+                "max_to_keep": 1,
+                "keep_checkpoint_every_n_hours": None,
+                "checkpoint_name": "ckpt",
+                "step_counter": None,
+                "checkpoint_interval": None,
+                "init_fn": None,
+            },
+            takes={
+                "directory": TEXTS,
+                **numbers,
+                "checkpoint_name": {"text", "long text"},
+                **dict.fromkeys(("step_counter", "checkpoint_interval", "init_fn"), NONE),
+            },
+            functions=("init_fn",),
+        ),
+        "CheckpointManager.save": Case(
+            in_new_folder(lambda c, **k: manager(c).save(**k)),
+            {"checkpoint_number": None, "check_interval": True, "options": None},
+            takes={"checkpoint_number": {"0"} | COUNT | NONE, "check_interval": {"True"}, "options": NONE},
+        ),
+        "checkpoints_iterator": Case(
+            train.checkpoints_iterator,
+            {"checkpoint_dir": "none", "min_interval_secs": 0, "timeout": 0.1, "timeout_fn": None},
+            takes={
+                "checkpoint_dir": TEXTS,
+                "min_interval_secs": SECONDS | {"0"},
+                "timeout": SECONDS,
+                "timeout_fn": NONE,
+            },
+            functions=("timeout_fn",),
+        ),
+        "latest_checkpoint": Case(
+            train.latest_checkpoint,
+            {"checkpoint_dir": "none", "latest_filename": None},
+            takes={"checkpoint_dir": TEXTS, "latest_filename": ALL},
+        ),
+        "BackupAndRestore": Case(
+            phalanx.keras.BackupAndRestore,
+            {"backup_dir": "backup", "save_freq": "epoch", "save_every_s": None, "delete_checkpoint": True},
+            takes={"backup_dir": TEXTS, "save_freq": COUNT, "save_every_s": SECONDS, "delete_checkpoint": {"True"}},
+        ),
+    }
+
+
+GROUPS = {"checkpoints": of_checkpoints}
