@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from orbax.checkpoint import v1 as ocp
 
 from phalanx.errors import CheckpointError
 from phalanx.train import store
@@ -47,15 +46,19 @@ def test_every_dtype_comes_back(tmp_path, dtype):
         np.testing.assert_array_equal(got, array)
 
 
-def test_other_programs_read_the_arrays(tmp_path):
-    """The library safetensors, and Orbax."""
+def test_other_programs_read_the_arrays(tmp_path, run_python):
+    """The library safetensors, and Orbax, whose threads end with its process."""
     array = np.arange(6, dtype="float32").reshape(2, 3)
-    store.write(tmp_path / "c.safetensors", {"dense/kernel": array}, {})
-    np.testing.assert_array_equal(safetensors.numpy.load_file(tmp_path / "c.safetensors")["dense/kernel"], array)
-    context = ocp.Context()
-    context.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS
-    with context:
-        np.testing.assert_array_equal(ocp.load(tmp_path / "c.safetensors")["dense/kernel"], array)
+    file = tmp_path / "c.safetensors"
+    store.write(file, {"dense/kernel": array}, {})
+    np.testing.assert_array_equal(safetensors.numpy.load_file(file)["dense/kernel"], array)
+    code = (
+        "from orbax.checkpoint import v1 as ocp\n"
+        "context = ocp.Context()\n"
+        "context.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS\n"
+        f"with context:\n    print(ocp.load({str(file)!r})['dense/kernel'].tolist())\n"
+    )
+    assert str(array.tolist()) in run_python(code)
 
 
 def test_missing_file_names_what_is_there(tmp_path):
