@@ -16,6 +16,7 @@ os.environ.setdefault("XLA_FLAGS", _FLAGS)
 os.environ.setdefault("PHALANX_TRACEBACK", "full")
 
 import shutil
+import sys
 import tempfile
 import threading
 
@@ -41,6 +42,11 @@ import keras
 import pytest
 
 from phalanx import errors
+
+# This process is one that tests/startup/sitecustomize.py has started, if pytest has several. Its tests may use both.
+for name in ("matplotlib", "sklearn"):
+    if name in sys.modules and sys.modules[name] is None:
+        del sys.modules[name]
 
 # How long an example takes says nothing: the machine may be busy.
 from phalanx.tracing import context
