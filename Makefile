@@ -93,7 +93,7 @@ docs: $(INSTALLED) ## build the documentation into build/docs/index.html
 $(DEMO_INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing JAX, Keras and matplotlib into .venv takes about a minute, the first time only."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[cli]" matplotlib
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[checkpoint,cli]" matplotlib
 	touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -12,10 +12,10 @@ It saves a checkpoint every few steps. A group that restarts continues from the 
 
 import argparse
 import functools
-import json
 import math
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,74 +52,52 @@ def main() -> None:
         f"{trainer.model.count_params():,} weights, {num_bytes(train_files):,} bytes to train on, "
         f"{num_bytes(held_out_files):,} held out"
     )
-    checkpoint = Checkpoint(args.out / "checkpoint.npz", trainer)
-    train(trainer, train_files, checkpoint, args)
+    manager = train(trainer, train_files, args)
     evaluate(trainer, held_out_files)
 
     if is_chief:
         weights = args.out / "model.weights.h5"
         trainer.model.save_weights(weights)
-        checkpoint.path.unlink(missing_ok=True)
         console.print(f"Saved: {weights}")
+    manager.delete_all()  # The next run begins with the first step.
 
 
-def train(trainer: Trainer, files: Sequence[Path], checkpoint: "Checkpoint", args: argparse.Namespace) -> None:
-    """Trains up to step `args.steps`, starting from the checkpoint if there is one."""
+def train(trainer: Trainer, files: Sequence[Path], args: argparse.Namespace) -> phalanx.train.CheckpointManager:
+    """Trains up to step `args.steps`, starting from the last checkpoint if there is one. Returns what saves."""
     windows = phalanx.data.from_files(files, functools.partial(shuffled_windows, seed=args.seed), interleave=len(files))
     dataset = trainer.strategy.experimental_distribute_dataset(windows, batch_size=args.batch)
     iterator = iter(dataset)
-    first = checkpoint.restore(iterator)
+    checkpoint = phalanx.train.Checkpoint(model=trainer.model, optimizer=trainer.optimizer, iterator=iterator)
+    manager = phalanx.train.CheckpointManager(checkpoint, args.out, max_to_keep=1)
+    restored = manager.restore_or_initialize()
+    first = int(trainer.optimizer.iterations.numpy())
+    if restored:
+        console.print(f"restored step {first} from {restored}")
     losses: list[float] = []
     every = max(1, args.steps // 10)
     with training_progress(tokens_per_step=args.batch * WINDOW) as progress:
         task = progress.add_task("training", total=args.steps, completed=first, loss=math.nan)
         for step in range(first + 1, args.steps + 1):
             if (batch := next(iterator, None)) is None:
-                iterator = iter(dataset)  # The next epoch.
+                iterator = checkpoint.iterator = iter(dataset)  # The next epoch.
                 batch = next(iterator)
             losses.append(float(trainer.train_step(batch)))
             progress.update(task, advance=1, loss=losses[-1])
             if step == 1 or step % every == 0:
                 progress.console.print(f"step {step:5d}   loss {np.mean(losses[-every:]):.4f}")
             if step % args.save_every == 0 or step == args.steps:
-                checkpoint.save(iterator)
+                manager.save()
             if step == args.crash_at:
-                crash(trainer.strategy)
+                crash(trainer.strategy, manager)
+    manager.sync()
+    return manager
 
 
-class Checkpoint:
-    """The weights, the optimizer and the position in the data, in one file that the chief writes and all workers read."""
-
-    def __init__(self, path: Path, trainer: Trainer) -> None:
-        self.path, self.strategy, self.optimizer = path, trainer.strategy, trainer.optimizer
-        with trainer.strategy.scope():
-            self.optimizer.build(trainer.model.trainable_variables)
-        self.variables = [*trainer.model.variables, *self.optimizer.variables]
-
-    def save(self, iterator: phalanx.DistributedIterator) -> None:
-        """Writes the file, completely or not at all. All workers must call it."""
-        position = iterator.get_state()  # On all workers, because each knows only its own position.
-        if not self.strategy.extended.should_checkpoint:
-            return
-        beside = self.path.with_suffix(".part")
-        with beside.open("wb") as file:
-            np.savez(file, *[v.numpy() for v in self.variables], position=json.dumps(position))
-        beside.replace(self.path)
-
-    def restore(self, iterator: phalanx.DistributedIterator) -> int:
-        """Restores the file, and returns the number of steps that it contains. Returns 0 if there is no file."""
-        if self.path.exists():
-            with np.load(self.path) as saved:
-                for number, variable in enumerate(self.variables):
-                    variable.assign(saved[f"arr_{number}"])
-                iterator.set_state(json.loads(saved["position"].item()))
-            console.print(f"restored step {int(self.optimizer.iterations.numpy())} from {self.path}")
-        return int(self.optimizer.iterations.numpy())
-
-
-def crash(strategy: phalanx.Strategy) -> None:
-    """Kills worker 1, unless the group was restarted."""
+def crash(strategy: phalanx.Strategy, manager: phalanx.train.CheckpointManager) -> None:
+    """Kills worker 1 once there is a checkpoint, unless the group was restarted."""
     if strategy.topology.worker_index == 1 and os.environ.get("PHALANX_RESTART", "0") == "0":
+        while manager.latest_checkpoint is None:
+            time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -80,8 +80,9 @@ class CheckpointStatus:
       ...     _ = status.assert_consumed()
     """
 
-    def __init__(self, restoration: Restoration | None) -> None:
-        self._restoration = restoration
+    def __init__(self, restoration: Restoration | None, objects: Holder) -> None:
+        # The restoration itself does not keep the objects alive.
+        self._restoration, self._objects = restoration, objects
 
     def assert_consumed(self) -> Self:
         """Checks that everything in the checkpoint was restored, and that every object of the program was in it.
@@ -373,7 +374,7 @@ class Checkpoint(Holder):
     def _read(self, method: str, path: Any, options: CheckpointOptions | None) -> CheckpointStatus:
         _check_options(options)
         if path is None and method == "restore":
-            return CheckpointStatus(None)
+            return CheckpointStatus(None, self)
         path = arguments.path("save_path", path)
         call = f"Checkpoint.{method}({path!r})"
         with _Call(call):
@@ -381,7 +382,7 @@ class Checkpoint(Holder):
             if method == "restore":
                 _ = self.save_counter  # Created, so that it is restored.
             stored = _together(_topology(), call, path, lambda: Stored(path))
-            return CheckpointStatus(Restoration(self, stored))
+            return CheckpointStatus(Restoration(self, stored), self)
 
 
 def _finish(file: Path, snapshot: Snapshot, after: Callable[[], None]) -> None:

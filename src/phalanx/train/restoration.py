@@ -25,8 +25,8 @@ from phalanx.train.objects import (
 )
 from phalanx.train.store import Stored
 
-_OPEN: "weakref.WeakSet[Restoration]" = weakref.WeakSet()
-"""Restorations for which objects may still get variables."""
+_OPEN: "list[Restoration]" = []
+"""Restorations for which objects may still get variables. They do not keep these objects alive."""
 
 
 class Holder:
@@ -136,7 +136,7 @@ class Restoration:
     """
 
     def __init__(self, objects: Holder, stored: Stored) -> None:
-        self._objects, self.stored = objects, stored
+        self._objects, self.stored = weakref.ref(objects), stored
         values: dict[str, Any] = stored.notes["values"]
         self._contents = {name.removesuffix(REPLICAS) for name in stored.names} | set(values)
         self._folders = {
@@ -148,7 +148,7 @@ class Restoration:
         self._used: set[str] = set()
         self._resume([(objects, "")])
         if self.unused():
-            _OPEN.add(self)
+            _OPEN.append(self)
 
     def _resume(self, start: list[tuple[Any, str]]) -> None:
         """Restores what was not restored yet, below the objects of `start`."""
@@ -187,14 +187,14 @@ class Restoration:
 
     def resume(self) -> None:
         """Restores what became possible since the last call."""
-        self._resume([(self._objects, "")])
+        self._resume(self._places.items())
 
     def hear(self, owner: Any) -> None:
         """Restores the new variables of a Keras object."""
         place = self._places.get(owner)
-        self._resume([(self._objects, "")] if place is None else [(owner, place)])
-        if not self.unused():
-            _OPEN.discard(self)
+        self._resume(self._places.items() if place is None else [(owner, place)])
+        if self in _OPEN and not (self._places.items() and self.unused()):
+            _OPEN.remove(self)
 
     def unused(self) -> list[str]:
         """Returns what the checkpoint contains and no object has received."""
@@ -207,7 +207,7 @@ class Restoration:
           all_objects: also of objects that the checkpoint does not contain at all.
         """
         paths, seen = [], set()
-        waiting: deque[tuple[Any, str]] = deque([(self._objects, "")])
+        waiting: deque[tuple[Any, str]] = deque([(self._objects(), "")])
         while waiting:
             owner, place = waiting.popleft()
             if id(owner) in seen:

@@ -1,5 +1,8 @@
 """Which object receives which value."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -7,7 +10,7 @@ from keras import layers
 
 import phalanx
 from phalanx.errors import CheckpointMismatchError
-from phalanx.train import Checkpoint
+from phalanx.train import Checkpoint, restoration
 
 X, Y = np.ones((4, 3), "float32"), np.zeros((4, 2), "float32")
 
@@ -86,6 +89,29 @@ def test_variables_of_a_model_that_is_called_begin_with_saved_values(tmp_path):
     status = Checkpoint(model=fresh).read(path)
     np.testing.assert_array_equal(fresh(X), model(X))
     status.assert_consumed()
+
+
+def test_variables_begin_with_saved_values_although_nobody_holds_the_checkpoint(tmp_path):
+    """As after `restore_or_initialize`. The objects are not kept alive by what waits for their variables."""
+    model, optimizer = trained(phalanx.get_strategy())
+    path = Checkpoint(model=model, optimizer=optimizer).save(tmp_path / "c")
+    fresh, slots = Net(), keras.optimizers.Adam(0.1)
+    Checkpoint(model=fresh, optimizer=slots).restore(path)
+    gc.collect()
+    train(phalanx.get_strategy(), fresh, slots, 1)
+    train(phalanx.get_strategy(), model, optimizer, 1)
+    for a, b in zip(values(fresh, slots), values(model, optimizer), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert restoration._OPEN == []
+    abandoned = Net()
+    Checkpoint(model=abandoned).restore(path)
+    assert len(restoration._OPEN) == 1
+    gone = weakref.ref(abandoned)
+    del abandoned
+    gc.collect()
+    assert gone() is None
+    layers.Dense(1).build((1, 1))
+    assert restoration._OPEN == []
 
 
 def test_compiled_model_contains_its_optimizer_and_metrics(tmp_path):
