@@ -292,10 +292,13 @@ class CheckpointManager:
         return latest
 
     def delete_all(self) -> None:
-        """Deletes all checkpoints of this manager. Call it in all processes, after `sync`; the chief deletes."""
+        """Deletes all checkpoints of this manager, and leaves the folder to other programs. Call it in all processes."""
+        self.sync()
         of_chief("")  # Nobody reads a file any more.
         for _, file in _numbered(self._directory, self._name):
             file.unlink(missing_ok=True)
+        leave(self._directory)
+        self._is_first = True
 
     def sync(self) -> None:
         """Waits until the file of the last save is on the disk. May be called in any context.
@@ -348,7 +351,7 @@ def occupy(directory: Path) -> None:
     """
     file = directory / _LOCK
     lock = _occupied.get(os.path.realpath(directory))
-    if lock is not None and file.exists() and os.path.samestat(os.fstat(lock), file.stat()):
+    if lock is not None and _is_lock(directory, lock):
         return
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -370,6 +373,26 @@ def occupy(directory: Path) -> None:
             f"{owner} saves its checkpoints into this folder too, and each program would delete those of the other.",
             "use another folder for each program; or end the other program",
         ) from e
+    if not _is_lock(directory, lock):  # Another process has left the folder since this one opened the file.
+        os.close(lock)
+        occupy(directory)
+        return
     os.truncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     _occupied[os.path.realpath(directory)] = lock
+
+
+def leave(directory: Path) -> None:
+    """Lets other processes save into a folder that this process has occupied."""
+    lock = _occupied.pop(os.path.realpath(directory), None)
+    if lock is not None:
+        (directory / _LOCK).unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _is_lock(directory: Path, lock: int) -> bool:
+    """Returns whether a descriptor is that of the lock file that the folder has now."""
+    try:
+        return os.path.samestat(os.fstat(lock), os.stat(directory / _LOCK))
+    except FileNotFoundError:
+        return False

@@ -140,6 +140,22 @@ def test_what_a_killed_program_left_is_removed(tmp_path, checkpoint):
     assert sorted(os.listdir(tmp_path)) == [".phalanx-checkpoints.lock", "ckpt-1.safetensors"]
 
 
+def test_folder_is_left_to_other_programs(tmp_path, checkpoint, run_python):
+    """Once all checkpoints are deleted."""
+    own = CheckpointManager(checkpoint, tmp_path, 5)
+    for _ in range(2):
+        own.save()
+        own.delete_all()
+        assert os.listdir(tmp_path) == []
+    code = (
+        "import phalanx, keras\n"
+        f"manager = phalanx.train.CheckpointManager(phalanx.train.Checkpoint(step=keras.Variable(1)), {str(tmp_path)!r}, 5)\n"
+        "manager.save(7)\n"
+    )
+    assert run_python(code).strip() == ""
+    assert names(tmp_path) == ["ckpt-7.safetensors"]
+
+
 def test_folder_that_cannot_be_made_is_refused(tmp_path, checkpoint):
     """At the call of `save`."""
     (tmp_path / "file").write_text("")
