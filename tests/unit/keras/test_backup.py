@@ -161,8 +161,10 @@ def test_epoch_is_the_default(tmp_path):
     model = made(strategy)
     logs = fit(model)
     model = made(strategy)
+    backup = BackupAndRestore(tmp_path)
     with pytest.raises(Stopped):
-        fit(model, BackupAndRestore(tmp_path), Stop(STEPS + 4))
+        fit(model, backup, Stop(STEPS + 4))
+    backup._manager.sync()
     assert len(list(tmp_path.glob("backup-1.safetensors"))) == 1
     assert fit(made(strategy), BackupAndRestore(tmp_path, delete_checkpoint=False)) == {1: logs[1], 2: logs[2]}
     assert len(list(tmp_path.glob("backup*"))) == 1
