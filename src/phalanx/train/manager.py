@@ -383,7 +383,7 @@ def occupy(directory: Path) -> None:
 
 
 def leave(directory: Path) -> None:
-    """Lets other processes save into a folder that this process has occupied."""
+    """Removes the lock of this process, so that other processes may save into the folder."""
     lock = _occupied.pop(os.path.realpath(directory), None)
     if lock is not None:
         (directory / _LOCK).unlink(missing_ok=True)
