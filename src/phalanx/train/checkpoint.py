@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, final
 
+import jax
 import keras
 from typing_extensions import override
 
@@ -437,8 +438,10 @@ class _Call:
 
 def _topology() -> Topology:
     """Returns the devices of the current strategy; outside all scopes, of the strategy with the most processes."""
-    found = [get_strategy().topology, *(strategy.topology for strategy in living_strategies())]
-    return max(found, key=lambda topology: topology.num_workers)
+    own = get_strategy().topology
+    if jax.process_count() == 1:
+        return own
+    return max([own, *(s.topology for s in living_strategies())], key=lambda topology: topology.num_workers)
 
 
 def of_chief(text: str) -> str:
