@@ -60,15 +60,21 @@ def parts_of(owner: Owner) -> Iterator[tuple[str, Any]]:
 @functools.cache
 def _hidden(kind: type[keras.layers.Layer]) -> frozenset[str]:
     """Returns the attributes that Keras itself uses to keep track of the parts of an object."""
-    bases: list[Any] = [keras.layers.Layer(), keras.metrics.Metric(), BaseOptimizer(learning_rate=0.0)]
-    models: list[Any] = [] if kind is keras.layers.Layer else [keras.Sequential(), _compiled()]
-    return frozenset(name for base in (*bases, *models) for name in vars(base))
+    heard, _growth[:] = _growth[:], []  # Nobody waits for the objects that are made here.
+    try:
+        return frozenset(name for base in _bare_objects(kind) for name in vars(base))
+    finally:
+        _growth[:] = heard
 
 
-def _compiled() -> keras.Model:
-    model = keras.Sequential()
-    model.compile()
-    return model
+def _bare_objects(kind: type[keras.layers.Layer]) -> list[Any]:
+    """Returns objects of Keras without parts. They have names, so that the names that Keras generates for others do not change."""
+    bare = [keras.layers.Layer(name="_"), keras.metrics.Metric(name="_"), BaseOptimizer(learning_rate=0.0, name="_")]
+    if kind is keras.layers.Layer:
+        return bare
+    compiled = keras.Sequential(name="_")
+    compiled.compile(keras.optimizers.SGD(name="_"))
+    return [*bare, keras.Sequential(name="_"), compiled]
 
 
 _growth: list[Callable[[Owner], None]] = []

@@ -41,6 +41,17 @@ def test_models_have_layers_optimizer_and_metrics():
     assert paths(model)["metrics"] == model.metrics
 
 
+def test_generated_names_do_not_change():
+    """Although Keras's own attributes are found on objects that are made for it."""
+    before = keras.Sequential().name, layers.Layer().name, keras.optimizers.SGD().name
+    compat.tracking._hidden.cache_clear()
+    list(compat.parts_of(keras.Sequential()))
+    list(compat.parts_of(layers.Layer()))
+    after = keras.Sequential().name, layers.Layer().name, keras.optimizers.SGD().name
+    numbers = [[int(name.rpartition("_")[2]) if "_" in name else 0 for name in names] for names in (before, after)]
+    assert [b - a for a, b in zip(*numbers, strict=True)] == [2, 2, 1]
+
+
 def test_own_variables_are_those_of_one_object():
     """In the order of their creation."""
     dense = layers.Dense(2)
