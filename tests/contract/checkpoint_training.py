@@ -11,6 +11,18 @@ from keras import layers
 import phalanx
 from phalanx.coordinator import ClusterCoordinator
 
+STRATEGIES = [
+    "default",
+    "one_device",
+    "mirrored_x2",
+    "mirrored_x4",
+    "mirrored_x2_of_2",
+    "sharded_x2",
+    "central_x2",
+    "tpu_x4_of_2",
+]
+"""The rows of the table of strategies that law 4 covers."""
+
 BATCH, BEFORE, AFTER = 24, 4, 5
 RANDOM = np.random.RandomState(3)
 TOKENS = RANDOM.randint(0, 11, (BATCH * (BEFORE + AFTER), 6)).astype("int32")

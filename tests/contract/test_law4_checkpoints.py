@@ -7,19 +7,8 @@ import functools
 import os
 
 import pytest
-from checkpoint_training import MODELS, Training, assert_goes_on, depends_on_replicas
+from checkpoint_training import MODELS, STRATEGIES, Training, assert_goes_on, depends_on_replicas
 from strategy_table import ROWS
-
-STRATEGIES = [
-    "default",
-    "one_device",
-    "mirrored_x2",
-    "mirrored_x4",
-    "mirrored_x2_of_2",
-    "sharded_x2",
-    "central_x2",
-    "tpu_x4_of_2",
-]
 
 
 @functools.cache

@@ -10,23 +10,14 @@ from collections.abc import Callable
 from phalanx.errors import deferred
 from phalanx.errors.deferred import raise_deferred
 
-_lock = threading.Lock()
 _writing: threading.Thread | None = None
 
 
 def submit(write: Callable[[], None]) -> None:
-    """Runs `write` in a thread, after the earlier ones. An error is raised at the next step or call.
-
-    Waits until the earlier writes have ended, so that no more than one copy of the arrays exists.
-
-    Raises:
-      PhalanxError: an earlier write has failed.
-    """
+    """Runs `write` in a thread. Its error is raised at the next step or call. Call `wait` first, so that only one thread writes."""
     global _writing  # noqa: PLW0603
-    with _lock:
-        wait()
-        _writing = threading.Thread(target=deferred.guarded(write), name="phalanx-checkpoint")
-        _writing.start()
+    _writing = threading.Thread(target=deferred.guarded(write), name="phalanx-checkpoint")
+    _writing.start()
 
 
 def wait() -> None:

@@ -96,13 +96,9 @@ class CheckpointStatus:
         Raises:
           CheckpointMismatchError: something in the checkpoint or in the program has no counterpart. The message names it.
         """
-        restoration = self._of_file("assert_consumed")
-        restoration.resume()
-        missing, unused = restoration.missing(all_objects=True), restoration.unused()
-        if missing:
-            raise self._refuse("assert_consumed", "does not contain these objects of the program", missing, unused)
-        if unused:
-            raise self._refuse("assert_consumed", "contains objects that the program does not have", unused, missing)
+        restoration = self._complete("assert_consumed")
+        if unused := restoration.unused():
+            raise self._refuse("assert_consumed", "contains objects that the program does not have", unused, [])
         return self
 
     def assert_existing_objects_matched(self) -> Self:
@@ -114,16 +110,7 @@ class CheckpointStatus:
         Raises:
           CheckpointMismatchError: an object was not in the checkpoint. The message names it.
         """
-        restoration = self._of_file("assert_existing_objects_matched")
-        restoration.resume()
-        missing = restoration.missing(all_objects=True)
-        if missing:
-            raise self._refuse(
-                "assert_existing_objects_matched",
-                "does not contain these objects of the program",
-                missing,
-                restoration.unused(),
-            )
+        self._complete("assert_existing_objects_matched")
         return self
 
     def assert_nontrivial_match(self) -> Self:
@@ -136,13 +123,12 @@ class CheckpointStatus:
           CheckpointMismatchError: nothing was restored.
         """
         restoration = self._of_file("assert_nontrivial_match")
-        restoration.resume()
         if not restoration.matched:
             raise self._refuse(
                 "assert_nontrivial_match",
                 "contains nothing that the program has; it contains",
                 restoration.unused(),
-                restoration.missing(all_objects=True),
+                restoration.missing(),
             )
         return self
 
@@ -156,13 +142,23 @@ class CheckpointStatus:
         """
         return self
 
+    def _complete(self, method: str) -> Restoration:
+        """Returns the restoration, after checking that every object of the program was restored."""
+        restoration = self._of_file(method)
+        if missing := restoration.missing():
+            found = "does not contain these objects of the program"
+            raise self._refuse(method, found, missing, restoration.unused())
+        return restoration
+
     def _of_file(self, method: str) -> Restoration:
+        """Returns the restoration, with what became possible since the last call."""
         if self._restoration is None:
             raise CheckpointMismatchError(
                 f"{method}() after restore(None)",
                 "there was no checkpoint to restore.",
                 "if path: checkpoint.restore(path)",
             )
+        self._restoration.resume()
         return self._restoration
 
     def _refuse(self, method: str, found: str, names: list[str], others: list[str]) -> CheckpointMismatchError:
@@ -178,9 +174,12 @@ class CheckpointStatus:
 class Checkpoint(Holder):
     """Saves objects to a file and restores them, under any strategy. May be created outside replica functions.
 
-    The objects become attributes, and attributes that are set later are saved too. A checkpoint contains the values of all of them: it can be restored under another strategy,
-    with another number of devices and processes. Restoring changes variables, models, optimizers, metrics, iterators, generators, NumPy arrays,
-    lists and dicts in place. It replaces numbers, text, tuples, JAX arrays and pytrees, as attributes of this object. Variables that do not exist yet receive their values when they are created.
+    The objects become attributes, and attributes that are set later are saved too. A checkpoint contains the values of all of
+    them. It can be restored under another strategy, with another number of devices and processes.
+
+    Restoring changes variables, models, optimizers, metrics, iterators, generators, NumPy arrays, lists and dicts in place. It
+    replaces numbers, text, tuples, JAX arrays and pytrees, as attributes of this object. Variables that do not exist yet receive
+    their values when they are created.
 
     With several processes, all must call the methods, and one writes the file, in a folder that all can read.
 

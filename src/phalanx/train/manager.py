@@ -21,7 +21,7 @@ _HOUR_S = 3600.0
 
 
 def _numbered(directory: str | os.PathLike[str], name: str | None = None) -> list[tuple[int, Path]]:
-    """Returns the numbers and files of the checkpoints in a folder, oldest first: by number, and by time for other names."""
+    """Returns the numbers and files of the checkpoints in a folder, by number."""
     found = []
     try:
         files = list(Path(directory).glob(f"*-*{SUFFIX}"))

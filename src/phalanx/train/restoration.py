@@ -144,7 +144,6 @@ class Restoration:
             *(name.rsplit("/", i)[0] for name in self._contents for i in range(1, name.count("/") + 1)),
         }
         self._places: IdentityMap[str] = IdentityMap()
-        self._restored: IdentityMap[str] = IdentityMap()
         self._used: set[str] = set()
         self._resume([(objects, "")])
         if self.unused():
@@ -153,26 +152,17 @@ class Restoration:
     def _resume(self, start: list[tuple[Any, str]]) -> None:
         """Restores what was not restored yet, below the objects of `start`."""
         found, problems = [], []
-        waiting, seen = deque(start), set()
-        while waiting:
-            owner, place = waiting.popleft()
-            if id(owner) in seen or place not in self._folders:
+        for path, child in self._values(start):
+            part = None if path in self._used else part_of(child.value)
+            if part is None:
                 continue
-            seen.add(id(owner))
-            self._places[owner] = place
-            for name, value, replace in _children(owner):
-                path = under(place, name)
-                path = self.stored.notes["aliases"].get(path, path)
-                if _is_owner(value):
-                    waiting.append((value, path))
-                elif path not in self._used and (part := part_of(value)) is not None:
-                    try:
-                        names = part.find(path, self.stored)
-                    except ValueError as e:
-                        problems.append(f"{path}: {e}")
-                        continue
-                    if names:
-                        found.append((part, path, names, replace))
+            try:
+                names = part.find(path, self.stored)
+            except ValueError as e:
+                problems.append(f"{path}: {e}")
+                continue
+            if names:
+                found.append((part, path, names, child.replace))
         if problems:
             raise self._refuse(problems)
         for part, path, names, replace in found:
@@ -200,27 +190,34 @@ class Restoration:
         """Returns what the checkpoint contains and no object has received."""
         return sorted(self._contents - {name.removesuffix(REPLICAS) for name in self._used})
 
-    def missing(self, *, all_objects: bool) -> list[str]:
-        """Returns the paths of values that exist in this program and were not restored.
+    def missing(self) -> list[str]:
+        """Returns the paths of values that exist in this program and were not restored."""
+        found = self._values([(self._objects(), "")], everywhere=True)
+        return [path for path, _ in found if path not in self._used]
+
+    def _values(self, start: list[tuple[Any, str]], *, everywhere: bool = False) -> Iterator[tuple[str, _Child]]:
+        """Yields the values below some objects, with their paths in the checkpoint, and notes the places of the objects.
 
         Args:
-          all_objects: also of objects that the checkpoint does not contain at all.
+          start: objects and their paths in the checkpoint.
+          everywhere: also the values below objects that the checkpoint does not contain.
         """
-        paths, seen = [], set()
-        waiting: deque[tuple[Any, str]] = deque([(self._objects(), "")])
+        waiting, seen = deque(start), set()
         while waiting:
             owner, place = waiting.popleft()
-            if id(owner) in seen:
+            is_stored = place in self._folders
+            if id(owner) in seen or not (is_stored or everywhere):
                 continue
             seen.add(id(owner))
-            for name, value, _ in _children(owner):
-                path = under(place, name)
+            if is_stored:
+                self._places[owner] = place
+            for child in _children(owner):
+                path = under(place, child.name)
                 path = self.stored.notes["aliases"].get(path, path)
-                if _is_owner(value):
-                    waiting.append((value, path))
-                elif path not in self._used and (all_objects or path in self._contents):
-                    paths.append(path)
-        return paths
+                if _is_owner(child.value):
+                    waiting.append((child.value, path))
+                else:
+                    yield path, child
 
     @property
     def matched(self) -> bool:

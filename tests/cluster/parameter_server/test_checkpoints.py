@@ -4,27 +4,25 @@ import functools
 import os
 
 import pytest
-from checkpoint_training import MODELS, ServersTraining, Training, assert_goes_on, assert_state, depends_on_replicas
+from checkpoint_training import (
+    MODELS,
+    STRATEGIES,
+    ServersTraining,
+    Training,
+    assert_goes_on,
+    assert_state,
+    depends_on_replicas,
+)
 from strategy_table import ROWS
 
 import phalanx
 
-OTHERS = [
-    "default",
-    "one_device",
-    "mirrored_x2",
-    "mirrored_x4",
-    "mirrored_x2_of_2",
-    "sharded_x2",
-    "central_x2",
-    "tpu_x4_of_2",
-]
 PROCESSES, SERVERS = "two_processes", "servers"
 PAIRS = [
-    *((PROCESSES, other) for other in OTHERS),
-    *((other, PROCESSES) for other in OTHERS),
-    *((SERVERS, other) for other in OTHERS),
-    *((other, SERVERS) for other in OTHERS),
+    *((PROCESSES, other) for other in STRATEGIES),
+    *((other, PROCESSES) for other in STRATEGIES),
+    *((SERVERS, other) for other in STRATEGIES),
+    *((other, SERVERS) for other in STRATEGIES),
     *((a, b) for a in (PROCESSES, SERVERS) for b in (PROCESSES, SERVERS)),
 ]
 """With those of tests/contract/test_law4_checkpoints.py, all pairs of ten strategies."""
