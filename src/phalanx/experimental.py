@@ -14,6 +14,7 @@ from phalanx.servers.sharded import ShardedVariable
 from phalanx.strategies import multi_worker, tpu
 from phalanx.strategies.central_storage import CentralStorageStrategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.train.preemption import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
 
 CollectiveCommunication = CommunicationImplementation
 CollectiveHints = CommunicationOptions
@@ -86,8 +87,11 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "PreemptionCheckpointHandler",
+    "PreemptionWatcher",
     "ShardedVariable",
     "TPUStrategy",
+    "TerminationConfig",
     "ValueContext",
     "coordinator",
     "partitioners",

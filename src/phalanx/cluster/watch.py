@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -23,6 +23,8 @@ from typing import Any, final
 from typing_extensions import override
 
 from phalanx.cluster.agreement import Difference, Signature, compare, shortened
+from phalanx.cluster.sync_point import SyncPoint
+from phalanx.cluster.verdict import Member, Verdict, judge_presence, judge_progress
 
 STALL_TIMEOUT_S = 600.0
 """Default time without progress in any process, in seconds, after which a waiting cluster counts as stalled.
@@ -30,18 +32,10 @@ STALL_TIMEOUT_S = 600.0
 The caller or PHALANX_STALL_TIMEOUT_S can override it.
 """
 
-SIGTERM = "was ended by SIGTERM"
-"""Describes the end of a process that received SIGTERM."""
-
-_SILENCE_S = 30.0
-_LEFT_S = 3.0
-_TOLD_S = 0.5
 _TICK_S = 1.0
-_KNOWN_S = 5.0
 _GRACE_IN_STEP_S = 5.0
 _GRACE_S = 20.0
 _NO_PROGRESS = 75
-_SAME_STEPS = "call fit, evaluate, predict, run and reduce on all workers, with as many batches on each"
 
 _HOLD = """
 import select, sys, time
@@ -53,131 +47,6 @@ while held and (left_s := end_s - time.monotonic()) > 0:
         poll.unregister(fd)
         held.discard(fd)
 """
-
-
-@dataclass
-class Member:
-    """The known state of one process of the cluster.
-
-    Args:
-      name: its rank and address.
-      heard_s: time of its last message.
-      moved_s: time at which its state last changed.
-      turn: number of collective operations (those that need all processes) that it has begun.
-      step: number of these operations that were steps.
-      is_inside: whether its last collective operation is still running.
-      has_left: whether its program has finished.
-      is_told: whether it left because of SIGTERM.
-      asked: signature of the program that it is about to run for the first time. None unless it waits for agreement.
-      end: how it failed. Empty if it has not failed.
-    """
-
-    name: str
-    heard_s: float
-    moved_s: float
-    turn: int = 0
-    step: int = 0
-    is_inside: bool = False
-    has_left: bool = False
-    is_told: bool = False
-    asked: dict[str, list[str]] | None = None
-    end: str = ""
-
-    def hear(self, message: Mapping[str, Any], now_s: float) -> None:
-        """Updates the state from a message of the process."""
-        self.heard_s = now_s
-        for name in ("turn", "step", "is_inside", "has_left", "is_told", "asked", "end"):
-            if name in message and message[name] != getattr(self, name):
-                setattr(self, name, message[name])
-                self.moved_s = now_s
-
-    def is_waiting(self, turn: int, now_s: float) -> bool:
-        """Returns whether it has been in this turn, or a later one, for so long that it must be waiting for others."""
-        return self.is_inside and self.turn >= turn and now_s - self.moved_s > _KNOWN_S
-
-    def is_cut_off(self) -> None:
-        """Records that the connection to the process is closed."""
-        if not self.has_left:
-            self.end = self.end or "has ended without a word: it was killed, or has crashed"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The reason why a cluster cannot go on.
-
-    Args:
-      text: the process that is the cause, and what happened to it.
-      is_loss: whether a process has died, so that the programs of the others fail by themselves.
-      hint: what to check. Empty if the text suffices.
-    """
-
-    text: str
-    is_loss: bool = False
-    hint: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.text}." + (f"\nHINT: {self.hint}" if self.hint else "")
-
-
-def judge_presence(
-    members: Iterable[Member], now_s: float, stall_s: float, own: Member | None = None
-) -> Verdict | None:
-    """Returns a verdict on a process that has died or gone silent, or None if all are present.
-
-    Args:
-      members: processes of the cluster.
-      now_s: current time.
-      stall_s: time that a process may be silent, in seconds. Applies only if it is shorter than the default.
-      own: this process. Its finished steps are finished elsewhere too, which the others report only once per second.
-    """
-    quiet_s = min(_SILENCE_S, stall_s)
-    for member in members:
-        if member.end:
-            return Verdict(f"{member.name} {member.end}", is_loss=True)
-        if not member.has_left and now_s - member.heard_s > quiet_s:
-            step = max(member.step, own.step - own.is_inside if own else 0)
-            silence = f"has said nothing for {quiet_s:g} s, since step {step}"
-            return Verdict(f"{member.name} {silence}: the process, its machine or the network stands still")
-    return None
-
-
-def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> Verdict | None:
-    """Returns a verdict on a process that makes no progress while others wait, or None if there is none.
-
-    Args:
-      members: all processes of the cluster.
-      now_s: current time.
-      stall_s: time that no process may make progress while one of them waits, in seconds.
-
-    Example:
-      >>> first, second = Member("rank 0", 9, 1, turn=8, step=8, is_inside=True), Member("rank 1", 9, 0, turn=7, step=7)
-      >>> judge_progress([first, second], 9, stall_s=60)
-      >>> judge_progress([first, second], 9, stall_s=5).text
-      'rank 1 stands still after step 7, and rank 0 has waited in step 8 for 8 s'
-    """
-    still_s = now_s - max(m.moved_s for m in members)
-    first = max(members, key=lambda m: (m.turn, m.is_inside))
-    behind = [m for m in members if m.turn < first.turn]
-    waited = f"{first.name} has waited in step {first.step} for {still_s:.0f} s"
-    if (told := [m for m in behind if m.is_told]) and first.is_inside and still_s > min(_TOLD_S, stall_s):
-        # Its end releases the others from the step: the collective fails, and their handlers and `finally` blocks run.
-        return Verdict(f"{told[0].name} {SIGTERM} after step {told[0].step}", is_loss=True)
-    if (left := [m for m in behind if m.has_left]) and still_s > min(_LEFT_S, stall_s):
-        return Verdict(
-            f"{left[0].name} has ended its program after step {left[0].step}, and {waited}", hint=_SAME_STEPS
-        )
-    if still_s <= stall_s:
-        return None
-    if behind:
-        names, stand = ", ".join(m.name for m in behind), "stands" if len(behind) == 1 else "stand"
-        return Verdict(f"{names} {stand} still after step {behind[0].step}, and {waited}", hint=_SAME_STEPS)
-    if inside := [m.name for m in members if m.is_inside]:
-        others = "the others have ended theirs" if len(inside) < len(members) else "all of them are there"
-        return Verdict(
-            f"{', '.join(inside)} cannot end step {first.step} for {still_s:.0f} s, while {others}",
-            hint=f"{_SAME_STEPS}; or a longer stall_timeout_s",
-        )
-    return None
 
 
 @final
@@ -196,6 +65,7 @@ class Watch(threading.Thread):
         now_s = time.monotonic()
         self._members = {r: Member(f"rank {r} ({addresses[r]})", now_s, now_s) for r in {rank, *lines}}
         self._rank, self._stall_s = rank, stall_s
+        self.sync_point = SyncPoint(rank, lines, self._say)
         self._port = int(addresses[0].rpartition(":")[2])
         self._lines = {r: _Line(connection) for r, connection in lines.items()}
         self._tick_s = min(_TICK_S, stall_s / 4)
@@ -212,6 +82,16 @@ class Watch(threading.Thread):
     def rank(self) -> int:
         """The rank of this process."""
         return self._rank
+
+    @property
+    def place(self) -> str:
+        """Rank and address of this process."""
+        return self._members[self._rank].name
+
+    @property
+    def others_have_left(self) -> bool:
+        """Whether the programs of all processes to which this one is connected have ended."""
+        return all(self._members[rank].has_left or self._members[rank].end for rank in self._lines)
 
     def agree(self, signature: Signature) -> Difference | None:
         """Waits until all processes are about to run a program for the first time.
@@ -237,6 +117,17 @@ class Watch(threading.Thread):
             self._asked = None
             self._say({"asked": None})
             self.end(is_step=True, has_failed=True)
+
+    def reaches_sync_point(self) -> str | None:
+        """Passes a point between two steps. Returns the reason why all processes must act there, or None to go on."""
+        if not self.sync_point.is_held:
+            return self.sync_point.is_reached()
+        # Counts as waiting, so that a process that does not answer is named.
+        self.begin(is_step=False)
+        try:
+            return self.sync_point.is_reached()
+        finally:
+            self.end(is_step=False, has_failed=True)
 
     def begin(self, *, is_step: bool) -> None:
         """Records the start of an operation that needs all processes. Calls may be nested."""
@@ -362,10 +253,13 @@ class Watch(threading.Thread):
                 self._verdict = Verdict(message["verdict"], bool(message["is_loss"]), message["hint"])
             elif "agreed" in message:
                 self._answer(Difference(*message["agreed"]) if message["agreed"] else None)
+            elif "sync" in message:
+                self.sync_point.hear(rank, message["sync"])
             else:
                 self._members[rank].hear(message, now_s)
         if not is_open:
             self._members[rank].is_cut_off()
+            self.sync_point.lose(rank)
         return is_open
 
     def _act(self, verdict: Verdict) -> None:

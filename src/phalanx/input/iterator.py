@@ -4,7 +4,8 @@
 import dataclasses
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar, final
 
 import jax
@@ -36,6 +37,17 @@ from phalanx.typing import PyTree
 T = TypeVar("T")
 
 _MOST_STEPS = 2**31 - 1
+_unused: set[int] = set()
+
+
+@contextmanager
+def not_yet_used(values: PyTree) -> Iterator[None]:
+    """Returns a context in which iterators give the position before their last batch, if that batch is among `values`."""
+    _unused.update(map(id, jax.tree.leaves(values, is_leaf=is_distributed)))
+    try:
+        yield
+    finally:
+        _unused.clear()
 
 
 @final
@@ -102,6 +114,8 @@ class DistributedIterator(AbstractIterator):
         self._batches: AbstractBatches
         # Batches in the form `self._form` that `look` has read and no call has returned yet.
         self._seen: deque[Batch] = deque()
+        # The last batch that the user took, with the position before it. See `not_yet_used`.
+        self._last: tuple[PyTree, State] | None = None
         self._open(None)
 
     def __iter__(self) -> "DistributedIterator":
@@ -223,7 +237,10 @@ class DistributedIterator(AbstractIterator):
         Returns:
           A dict of numbers, strings, lists and dicts.
         """
-        state = positions.marked(self._state, self._plan.source.facts)
+        state = self._state
+        if _unused and self._last is not None and _is_unused(self._last[0]):
+            state = self._last[1]
+        state = positions.marked(state, self._plan.source.facts)
         return positions.of_all_workers(state, self._topology.exchange) if self._plan.agreed else state
 
     def set_state(self, state: State) -> None:
@@ -240,6 +257,7 @@ class DistributedIterator(AbstractIterator):
         self._batches.stop()
         self._open(state)
         self._seen.clear()
+        self._last = None
 
     def stop_reading(self) -> None:
         """Stops reading ahead until the next batch is requested. Batches that were read are not lost."""
@@ -297,6 +315,7 @@ class DistributedIterator(AbstractIterator):
     def _next(self, form: Form) -> Batch | None:
         batch = self._read(form)
         if batch is not None:
+            self._last = (batch.value, self._state) if form is self._form else None
             self._state = batch.state or self._state
         return batch
 
@@ -356,6 +375,10 @@ def require_outside_programs(asked: str) -> None:
             f"the loop at {user_place()} would be unrolled: every call would run as many iterations as the trace did.",
             "loop around the step: `for batch in dataset: step(batch)`; or strategy.run_steps(fn, iterator, steps)",
         )
+
+
+def _is_unused(batch: PyTree) -> bool:
+    return any(id(leaf) in _unused for leaf in jax.tree.leaves(batch, is_leaf=is_distributed))
 
 
 def _shapes(batch: PyTree) -> list[tuple[int, ...]]:

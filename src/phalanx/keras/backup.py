@@ -3,7 +3,8 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, final
 
 import keras
@@ -15,6 +16,7 @@ from phalanx.input.sources.base import State
 from phalanx.keras.data import numpy_state
 from phalanx.mesh.topology import Topology
 from phalanx.train import Checkpoint, CheckpointManager
+from phalanx.train.preemption import PreemptionCheckpointHandler, TerminationConfig
 from phalanx.typing import PyTree
 
 
@@ -64,9 +66,12 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     Args:
       backup_dir: folder for the backup, which all processes can read. Only one program may use it.
-      save_freq: when to save: "epoch" for the end of each epoch, or a number of batches.
+      save_freq: when to save: "epoch" for the end of each epoch, or a number of batches. False for never, with
+        `save_before_preemption`.
       save_every_s: time in seconds between two backups, instead of `save_freq`. None for no limit.
       delete_checkpoint: whether to delete the backup at the end of training.
+      save_before_preemption: whether to save when a process receives SIGTERM. All processes then save after the same step and end
+        with exit code 42, so that `phalanx run --max-restarts 3` starts them again. `fit` must run in the main thread.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.
@@ -81,22 +86,28 @@ class BackupAndRestore(keras.callbacks.Callback):
     def __init__(
         self,
         backup_dir: str | os.PathLike[str],
-        save_freq: str | int = "epoch",
+        save_freq: str | int | bool = "epoch",
         *,
         save_every_s: float | None = None,
         delete_checkpoint: bool = True,
+        save_before_preemption: bool = False,
     ) -> None:
         super().__init__()
         is_epoch = isinstance(save_freq, str) and save_freq == "epoch"
-        if not is_epoch and not arguments.is_integer(save_freq, least=1):
+        self._saves_before_preemption = arguments.flag("save_before_preemption", save_before_preemption)
+        is_never = save_freq is False and (save_before_preemption or save_every_s is not None)
+        if not is_epoch and not is_never and not arguments.is_integer(save_freq, least=1):
             raise InvalidArgumentError(
-                f"save_freq={shown(save_freq)}", 'must be "epoch" or a positive number of batches.', 'save_freq="epoch"'
+                f"save_freq={shown(save_freq)}",
+                'must be "epoch", a positive number of batches, or False with save_before_preemption=True.',
+                'save_freq="epoch"',
             )
         self._dir, self._freq = arguments.path("backup_dir", backup_dir), save_freq
         self._every_s = arguments.seconds("save_every_s", save_every_s)
         self._deletes = arguments.flag("delete_checkpoint", delete_checkpoint)
         self.progress: Progress | None = None
         self._manager: CheckpointManager | None = None
+        self._handler: PreemptionCheckpointHandler | None = None
         self._last = -1
         self._batches = self._due = 0
         self._since_s = 0.0
@@ -112,7 +123,11 @@ class BackupAndRestore(keras.callbacks.Callback):
             )
         checkpoint = Checkpoint(model=self.model, progress=self.progress)
         self._manager = CheckpointManager(checkpoint, self._dir, max_to_keep=1, checkpoint_name="backup")
-        self._manager.restore_or_initialize()
+        if self._saves_before_preemption:
+            config = TerminationConfig(save_fn=self._save)
+            self._handler = PreemptionCheckpointHandler(None, self._manager, termination_config=config)
+        else:
+            self._manager.restore_or_initialize()
         self._batches, self._due = 0, 1 if self._every_s else int(self._freq) if self._freq != "epoch" else 0
         self._since_s = time.monotonic()
 
@@ -128,15 +143,16 @@ class BackupAndRestore(keras.callbacks.Callback):
         assert self.progress is not None
         self._batches += 1 if self._last < 0 else batch - self._last
         self._last = batch
-        if not self._due or self._batches < self._due:
-            return
-        self._save()
-        self._due = self._batches + (self._batches_until_next() if self._every_s else int(self._freq))
+        if self._due and self._batches >= self._due:
+            self._save()
+            self._due = self._batches + (self._batches_until_next() if self._every_s else int(self._freq))
+        if self._handler is not None:
+            self._handler.save_checkpoint_if_preempted()
 
     @override
     def on_epoch_end(self, epoch: int, logs: PyTree = None) -> None:
         """Saves at the end of each epoch, with `save_freq="epoch"`."""
-        if not self._due:
+        if self._freq == "epoch" and not self._every_s:
             self._save()
 
     @override
@@ -147,6 +163,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._manager.sync()
         if self._deletes:
             self._manager.delete_all()
+
+    def end(self) -> None:
+        """Ends what it does in a call of `fit`, also after an exception."""
+        self.progress = None
+        if self._handler is not None:
+            self._handler.close()
 
     def _save(self) -> None:
         assert self._manager is not None
@@ -161,6 +183,19 @@ class BackupAndRestore(keras.callbacks.Callback):
         step_s = (time.monotonic() - self._since_s) / self._batches
         own = np.array([max(1, round(self._every_s / max(step_s, 1e-6)))])
         return int(self.progress.topology.exchange(own)[0, 0])
+
+
+@contextmanager
+def informed(callbacks: Sequence[keras.callbacks.Callback], progress: Progress) -> Iterator[None]:
+    """Returns a context in which the backups among some callbacks know the progress of `fit`."""
+    backups = [c for c in callbacks if isinstance(c, BackupAndRestore)]
+    for backup in backups:
+        backup.progress = progress
+    try:
+        yield
+    finally:
+        for backup in backups:
+            backup.end()
 
 
 def refuse_position() -> InputError:

@@ -18,7 +18,7 @@ from keras.callbacks import CallbackList
 from phalanx import compat
 from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError
 from phalanx.keras import predictions, steps
-from phalanx.keras.backup import BackupAndRestore, Progress
+from phalanx.keras.backup import Progress, informed
 from phalanx.keras.callbacks import Callbacks, TensorBoard
 from phalanx.keras.data import EpochData
 from phalanx.mesh.topology import Topology
@@ -106,12 +106,12 @@ class ModelTrainer:
                     validation_data, validation_batch_size or batch_size, validation_steps
                 )
             self._build(data, "train")
-            with self._calling(callbacks, verbose, epochs, data, add_history=True) as hooks:
+            progress = Progress(data, self._topology, self._settle)
+            with (
+                self._calling(callbacks, verbose, epochs, data, add_history=True) as hooks,
+                informed(hooks.callbacks, progress),
+            ):
                 model.stop_training, logs = False, {}
-                progress = Progress(data, self._topology, self._settle)
-                for callback in keras.tree.flatten(callbacks):
-                    if isinstance(callback, BackupAndRestore):
-                        callback.progress = progress
                 hooks.on_train_begin()
                 # `on_train_begin` has restored the first process only, because the others run no callbacks that use files.
                 if self._has_peers and _any_of(callbacks, keras.callbacks.BackupAndRestore):

@@ -18,6 +18,7 @@ _VERDICT = re.compile(r"^Phalanx: (?P<text>rank (?P<rank>\d+) \(.*)")
 _REASONS = {
     -signal.SIGKILL: "from outside; by the kernel, where memory runs out",
     -signal.SIGABRT: "abort: a fatal error in native code",
+    42: "it was told to end, and has saved first",
     75: "it saw no progress",
     128 + signal.SIGTERM: "it was ended by SIGTERM",
 }

@@ -16,7 +16,7 @@ from typing import Any, final
 
 import jax
 
-from phalanx.cluster import watch
+from phalanx.cluster import verdict, watch
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster.rollcall import call_roll
@@ -245,7 +245,7 @@ class _Termination:
         if not self._is_ours:
             self._watch.leave(is_told=self._has_come())
             return
-        self._watch.fail(watch.SIGTERM)
+        self._watch.fail(verdict.SIGTERM)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(128 + signal.SIGTERM)

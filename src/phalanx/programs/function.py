@@ -10,6 +10,7 @@ import jax
 
 from phalanx.errors import InvalidArgumentError, shown
 from phalanx.errors.frames import boundary, hide
+from phalanx.programs.before_steps import hooks
 from phalanx.programs.input_signature import Signature
 from phalanx.programs.program import Programs
 from phalanx.tracing.scope import innermost
@@ -33,6 +34,8 @@ class Function:
         try:
             if innermost() is not None:
                 return self._fn(*args, **kwargs)
+            if hooks:
+                hooks[-1]((args, kwargs))
             if self._signature is not None:
                 args, kwargs = self._signature.bind(args, kwargs), {}
             return self._programs.call(self._fn, self._fn, args, kwargs)

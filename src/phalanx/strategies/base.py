@@ -32,6 +32,7 @@ from phalanx.mesh.values import (
     stacked,
 )
 from phalanx.options import CommunicationOptions, ReduceOp, RunOptions
+from phalanx.programs.before_steps import hooks
 from phalanx.programs.program import Programs
 from phalanx.programs.replicas import trace_run
 from phalanx.strategies.extended import StrategyExtended
@@ -275,6 +276,8 @@ class Strategy(AbstractInputs, AbstractResults):
                 )
                 context.require_not_running("Strategy.run", "strategy.reduce or strategy.extended.update")
             if innermost() is None:
+                if hooks:
+                    hooks[-1]((args, kwargs))
                 return self.execute(fn, tuple(args), kwargs or {}, options or _DEFAULT_OPTIONS)
             if options is not None and options.eager:
                 raise ContextError(
@@ -330,6 +333,8 @@ class Strategy(AbstractInputs, AbstractResults):
         if not self.topology.has_devices or self.updates is not Updates.IN_REPLICAS:
             results = [self.run(fn, args=(batch,)) for batch in iterator.next_alike(steps)]
             return jax.tree.map(stacked, *results, is_leaf=is_distributed)
+        if hooks:
+            hooks[-1](None)
         batches, count = iterator.next_steps(steps)
 
         def program(batches: PyTree, count: jax.Array) -> PyTree:

@@ -13,7 +13,8 @@ from contextlib import suppress
 
 import pytest
 
-from phalanx.cluster.watch import SIGTERM, Member, _connections_at, _Line, judge_presence, judge_progress
+from phalanx.cluster.verdict import SIGTERM, Member, judge_presence, judge_progress
+from phalanx.cluster.watch import _connections_at, _Line
 from phalanx.launch.plan import free_ports
 
 pytestmark = pytest.mark.slow

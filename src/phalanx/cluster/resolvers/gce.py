@@ -1,14 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolver for the running machines of an instance group on Google Compute Engine."""
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, final
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 from typing_extensions import override
 
 from phalanx.cluster.resolvers.base import ClusterResolver, check_port, google_service
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, shown
+
+_METADATA_TIMEOUT_S = 5.0
+_NOTICES = {
+    ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"): "is told by GCE that its host will be shut down",
+    ("preempted", "TRUE"): "is told by GCE that its machine is preempted",
+}
+
+
+def termination_notice() -> str | None:
+    """Asks the metadata server of this machine whether GCE will end the machine.
+
+    Returns:
+      The answer as the end of a sentence about this process. None if the machine stays.
+
+    Raises:
+      ClusterSourceError: the server does not answer.
+
+    Source: https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice
+    """
+    # Google's own libraries read this variable too.
+    host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
+    for (name, answer), notice in _NOTICES.items():
+        url = f"http://{host}/computeMetadata/v1/instance/{name}"
+        try:
+            with urlopen(Request(url, headers={"Metadata-Flavor": "Google"}), timeout=_METADATA_TIMEOUT_S) as reply:
+                if reply.read().decode().strip() == answer:
+                    return notice
+        except (URLError, OSError, ValueError) as e:
+            raise ClusterSourceError(
+                f"GET {url}",
+                f"the metadata server of GCE does not answer: {e}",
+                "run on a machine of GCE, or pass another termination_watcher_fn",
+            ) from e
+    return None
+
+
+def later_notice() -> str | None:
+    """Asks again, like `termination_notice`. A server that does not answer for a while has no news."""
+    with suppress(ClusterSourceError):
+        return termination_notice()
+    return None
 
 
 @final

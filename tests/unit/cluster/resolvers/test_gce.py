@@ -1,10 +1,14 @@
 """The machines of an instance group."""
 
+import http.server
+import socket
 import sys
+import threading
 
 import pytest
 
 from phalanx.cluster.resolvers.base import google_service
+from phalanx.cluster.resolvers.gce import later_notice, termination_notice
 from phalanx.cluster_resolver import ClusterSpec, GCEClusterResolver
 from phalanx.errors import ClusterSourceError, MissingDependencyError
 
@@ -82,3 +86,54 @@ def test_the_real_client_of_google():
     pytest.importorskip("googleapiclient")
     service = google_service("compute", "v1", credentials.AnonymousCredentials())
     assert callable(service.instanceGroups().listInstances_next)
+
+
+@pytest.fixture
+def metadata(monkeypatch):
+    """A server that answers as the metadata server of GCE does, and the answers, which a test may change."""
+    answers = {"maintenance-event": "NONE", "preempted": "FALSE"}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            """Answers only those who send the header that Google requires."""
+            allowed = self.headers["Metadata-Flavor"] == "Google"
+            name = self.path.removeprefix("/computeMetadata/v1/instance/")
+            self.send_response(200 if allowed and name in answers else 403)
+            self.end_headers()
+            self.wfile.write(answers.get(name, "").encode())
+
+        def log_message(self, *_):
+            """Is silent."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
+        yield answers
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "notice"),
+    [
+        ("maintenance-event", "NONE", None),
+        ("maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE", None),
+        ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", "is told by GCE that its host will be shut down"),
+        ("preempted", "TRUE\n", "is told by GCE that its machine is preempted"),
+    ],
+)
+def test_notices_of_the_metadata_server(metadata, name, answer, notice):
+    """What the server says of a machine that stays, moves or ends."""
+    metadata[name] = answer
+    assert termination_notice() == later_notice() == notice
+
+
+def test_server_that_does_not_answer(monkeypatch):
+    """The first question says so; later ones have no news."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{port}")
+    with pytest.raises(ClusterSourceError, match=r"the metadata server of GCE does not answer[^§]*HINT: run on a machine"):
+        termination_notice()
+    assert later_notice() is None

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets all processes of a cluster act after the same step, although each learns at another moment that it must act.
+
+A process cannot simply name a coming step, because others may have passed it. So rank 0 asks all processes to pass no further
+point, collects how many each has passed, and answers with the first point that nobody has passed. The threads of the watch do
+this while the steps run. No step waits for a message unless a process is asked to act. Uses the standard library only.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, final
+
+
+@final
+class SyncPoint:
+    """A point between two steps, on which all processes agree. Each process reports every point that it passes.
+
+    Args:
+      rank: rank of this process.
+      others: ranks of the other processes.
+      say: sends a message: on rank 0 to all others, on any other rank to rank 0.
+
+    Example:
+      >>> point = SyncPoint()
+      >>> point.is_reached()
+      >>> point.request("rank 0 received SIGTERM")
+      >>> point.is_reached(), point.is_reached()
+      ('rank 0 received SIGTERM', None)
+    """
+
+    def __init__(
+        self, rank: int = 0, others: Iterable[int] = (), say: Callable[[Mapping[str, Any]], None] = lambda message: None
+    ) -> None:
+        self._rank, self._others, self._say = rank, set(others), say
+        self._changed = threading.Condition()
+        self._passed = 0
+        self._counts: dict[int, int] = {}
+        self._is_held = False
+        # Points to come, with their reasons. There are two if rank 0 has passed the first and this process has not.
+        self._agreed: deque[tuple[int, str]] = deque()
+        self._first_reason: str | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the next call of `is_reached` waits until the processes have agreed."""
+        return self._is_held
+
+    @property
+    def first_reason(self) -> str | None:
+        """The reason of the first request of any process, or None."""
+        return self._first_reason
+
+    def request(self, reason: str) -> None:
+        """Asks all processes to act after one of the next steps. May be called in any thread, but not in a signal handler.
+
+        Args:
+          reason: what `is_reached` returns then. Of several requests at the same time, one counts.
+        """
+        if self._rank == 0:
+            self._hold(reason)
+        else:
+            self._say({"sync": {"request": reason}})
+
+    def is_reached(self) -> str | None:
+        """Passes a point between two steps. Returns the reason to act there, or None to go on."""
+        with self._changed:
+            while self._is_held:
+                self._changed.wait()
+            self._passed += 1
+            if self._agreed and self._agreed[0][0] == self._passed:
+                return self._agreed.popleft()[1]
+            return None
+
+    def hear(self, rank: int, message: Mapping[str, Any]) -> None:
+        """Handles a message of another process."""
+        if "request" in message:
+            self._hold(message["request"])
+        elif "hold" in message:
+            with self._changed:
+                self._note(message["hold"])
+                self._is_held = True
+                self._say({"sync": {"passed": self._passed}})
+        elif "passed" in message:
+            with self._changed:
+                self._counts[rank] = message["passed"]
+                self._settle()
+        else:
+            with self._changed:
+                self._agree(*message["agreed"])
+
+    def lose(self, rank: int) -> None:
+        """Goes on without a process that has ended."""
+        with self._changed:
+            self._others.discard(rank)
+            if self._rank == 0:
+                self._settle()
+            else:
+                self._is_held = False
+                self._changed.notify_all()
+
+    def _hold(self, reason: str) -> None:
+        """Asks all processes, on rank 0, to pass no further point and to say how many they have passed."""
+        with self._changed:
+            if self._is_held or self._agreed:
+                return
+            self._note(reason)
+            self._is_held, self._counts = True, {}
+            self._say({"sync": {"hold": reason}})
+            self._settle()
+
+    def _note(self, reason: str) -> None:
+        self._reason = reason
+        self._first_reason = self._first_reason or reason
+
+    def _settle(self) -> None:
+        """Chooses the point, on rank 0, once all processes have answered."""
+        if self._is_held and self._others <= set(self._counts):
+            point = max([self._passed, *self._counts.values()]) + 1
+            self._say({"sync": {"agreed": [point, self._reason]}})
+            self._agree(point, self._reason)
+
+    def _agree(self, point: int, reason: str) -> None:
+        self._agreed.append((point, reason))
+        self._is_held = False
+        self._changed.notify_all()

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges from the reports of all processes of a cluster whether it can go on. Uses the standard library only."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SIGTERM = "was ended by SIGTERM"
+"""Describes the end of a process that received SIGTERM."""
+
+_SILENCE_S = 30.0
+_LEFT_S = 3.0
+_TOLD_S = 0.5
+_KNOWN_S = 5.0
+_SAME_STEPS = "call fit, evaluate, predict, run and reduce on all workers, with as many batches on each"
+
+
+@dataclass
+class Member:
+    """The known state of one process of the cluster.
+
+    Args:
+      name: its rank and address.
+      heard_s: time of its last message.
+      moved_s: time at which its state last changed.
+      turn: number of collective operations (those that need all processes) that it has begun.
+      step: number of these operations that were steps.
+      is_inside: whether its last collective operation is still running.
+      has_left: whether its program has finished.
+      is_told: whether it left because of SIGTERM.
+      asked: signature of the program that it is about to run for the first time. None unless it waits for agreement.
+      end: how it failed. Empty if it has not failed.
+    """
+
+    name: str
+    heard_s: float
+    moved_s: float
+    turn: int = 0
+    step: int = 0
+    is_inside: bool = False
+    has_left: bool = False
+    is_told: bool = False
+    asked: dict[str, list[str]] | None = None
+    end: str = ""
+
+    def hear(self, message: Mapping[str, Any], now_s: float) -> None:
+        """Updates the state from a message of the process."""
+        self.heard_s = now_s
+        for name in ("turn", "step", "is_inside", "has_left", "is_told", "asked", "end"):
+            if name in message and message[name] != getattr(self, name):
+                setattr(self, name, message[name])
+                self.moved_s = now_s
+
+    def is_waiting(self, turn: int, now_s: float) -> bool:
+        """Returns whether it has been in this turn, or a later one, for so long that it must be waiting for others."""
+        return self.is_inside and self.turn >= turn and now_s - self.moved_s > _KNOWN_S
+
+    def is_cut_off(self) -> None:
+        """Records that the connection to the process is closed."""
+        if not self.has_left:
+            self.end = self.end or "has ended without a word: it was killed, or has crashed"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The reason why a cluster cannot go on.
+
+    Args:
+      text: the process that is the cause, and what happened to it.
+      is_loss: whether a process has died, so that the programs of the others fail by themselves.
+      hint: what to check. Empty if the text suffices.
+    """
+
+    text: str
+    is_loss: bool = False
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text}." + (f"\nHINT: {self.hint}" if self.hint else "")
+
+
+def judge_presence(
+    members: Iterable[Member], now_s: float, stall_s: float, own: Member | None = None
+) -> Verdict | None:
+    """Returns a verdict on a process that has died or gone silent, or None if all are present.
+
+    Args:
+      members: processes of the cluster.
+      now_s: current time.
+      stall_s: time that a process may be silent, in seconds. Applies only if it is shorter than the default.
+      own: this process. Its finished steps are finished elsewhere too, which the others report only once per second.
+    """
+    quiet_s = min(_SILENCE_S, stall_s)
+    for member in members:
+        if member.end:
+            return Verdict(f"{member.name} {member.end}", is_loss=True)
+        if not member.has_left and now_s - member.heard_s > quiet_s:
+            step = max(member.step, own.step - own.is_inside if own else 0)
+            silence = f"has said nothing for {quiet_s:g} s, since step {step}"
+            return Verdict(f"{member.name} {silence}: the process, its machine or the network stands still")
+    return None
+
+
+def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> Verdict | None:
+    """Returns a verdict on a process that makes no progress while others wait, or None if there is none.
+
+    Args:
+      members: all processes of the cluster.
+      now_s: current time.
+      stall_s: time that no process may make progress while one of them waits, in seconds.
+
+    Example:
+      >>> first, second = Member("rank 0", 9, 1, turn=8, step=8, is_inside=True), Member("rank 1", 9, 0, turn=7, step=7)
+      >>> judge_progress([first, second], 9, stall_s=60)
+      >>> judge_progress([first, second], 9, stall_s=5).text
+      'rank 1 stands still after step 7, and rank 0 has waited in step 8 for 8 s'
+    """
+    still_s = now_s - max(m.moved_s for m in members)
+    first = max(members, key=lambda m: (m.turn, m.is_inside))
+    behind = [m for m in members if m.turn < first.turn]
+    waited = f"{first.name} has waited in step {first.step} for {still_s:.0f} s"
+    if (told := [m for m in behind if m.is_told]) and first.is_inside and still_s > min(_TOLD_S, stall_s):
+        # Its end releases the others from the step: the collective fails, and their handlers and `finally` blocks run.
+        return Verdict(f"{told[0].name} {SIGTERM} after step {told[0].step}", is_loss=True)
+    if (left := [m for m in behind if m.has_left]) and still_s > min(_LEFT_S, stall_s):
+        return Verdict(
+            f"{left[0].name} has ended its program after step {left[0].step}, and {waited}", hint=_SAME_STEPS
+        )
+    if still_s <= stall_s:
+        return None
+    if behind:
+        names, stand = ", ".join(m.name for m in behind), "stands" if len(behind) == 1 else "stand"
+        return Verdict(f"{names} {stand} still after step {behind[0].step}, and {waited}", hint=_SAME_STEPS)
+    if inside := [m.name for m in members if m.is_inside]:
+        others = "the others have ended theirs" if len(inside) < len(members) else "all of them are there"
+        return Verdict(
+            f"{', '.join(inside)} cannot end step {first.step} for {still_s:.0f} s, while {others}",
+            hint=f"{_SAME_STEPS}; or a longer stall_timeout_s",
+        )
+    return None

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is called before each step of a custom loop. Standard library only."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+hooks: list[Callable[[Any], None]] = []
+"""Functions of the arguments of a step, of which the last is called before it. Steps look at it, so it is a plain list."""
+
+
+@contextmanager
+def none() -> Iterator[None]:
+    """Returns a context in which nothing is called before steps."""
+    kept = hooks[:]
+    hooks.clear()
+    try:
+        yield
+    finally:
+        hooks[:] = kept

@@ -1,0 +1,129 @@
+"""What is heard of the end of this process: real signals, a function, and the handlers that were there before."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from phalanx.cluster.notices import Notices
+from phalanx.errors import ContextError
+from phalanx.errors.deferred import failures
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def told():
+    """What was told."""
+    return queue.Queue()
+
+
+def terminate():
+    """Sends SIGTERM to this process, and gives Python a bytecode to handle it."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_each_sigterm_is_told(told):
+    """SIGTERM does not end the process, and the handler from before comes back."""
+    before = signal.getsignal(signal.SIGTERM)
+    notices = Notices("f()", told.put)
+    try:
+        for _ in range(2):
+            terminate()
+            assert told.get(timeout=DEADLINE_S) == "received SIGTERM"
+    finally:
+        notices.close()
+    notices.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not notices.is_alive()
+
+
+def test_function_is_asked_until_it_answers(told):
+    """Its first answer is told, and no other."""
+    answers = [None, None, "is preempted"]
+    notices = Notices("f()", told.put, lambda: answers.pop(0))
+    try:
+        assert told.get(timeout=DEADLINE_S) == "is preempted"
+        terminate()
+        assert told.get(timeout=DEADLINE_S) == "received SIGTERM"
+        assert not answers
+    finally:
+        notices.close()
+
+
+def test_error_of_the_function_is_raised_at_the_next_step(told):
+    """The thread goes on hearing SIGTERM."""
+
+    def ask():
+        raise ValueError("no such machine")
+
+    notices = Notices("f()", told.put, ask)
+    try:
+        while not failures:
+            assert notices.is_alive()
+        assert str(failures.pop()) == "no such machine"
+        terminate()
+        assert told.get(timeout=DEADLINE_S) == "received SIGTERM"
+    finally:
+        notices.close()
+
+
+def test_two_hear_the_same_signal(told):
+    """A second object does not make the first one deaf."""
+    both = [Notices("f()", told.put), Notices("g()", told.put)]
+    try:
+        terminate()
+        assert [told.get(timeout=DEADLINE_S) for _ in both] == ["received SIGTERM"] * 2
+    finally:
+        for notices in reversed(both):
+            notices.close()
+
+
+def test_handler_that_came_later_stays(told):
+    """`close` does not remove the handler of somebody else."""
+    notices = Notices("f()", told.put)
+    before = notices._before
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        notices.close()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_other_threads_are_refused(told):
+    """Python handles signals in the main thread only."""
+    caught = []
+
+    def create():
+        try:
+            Notices("Handler()", told.put)
+        except ContextError as e:
+            caught.append(str(e))
+
+    thread = threading.Thread(target=create, name="mine")
+    thread.start()
+    thread.join()
+    assert caught[0].startswith("Handler() in the thread 'mine': it handles SIGTERM")
+    assert "HINT: create it in the main thread" in caught[0]
+
+
+def test_signals_in_a_row_do_not_lock():
+    """The handler takes no lock, so that a signal inside a handler is harmless."""
+    code = """
+import os, signal, threading
+from phalanx.cluster.notices import Notices
+heard = []
+notices = Notices("f()", heard.append)
+for _ in range(2000):
+    os.kill(os.getpid(), signal.SIGTERM)
+notices.close()
+print(len(heard) > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "True\n", done.stderr
