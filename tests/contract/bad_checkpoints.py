@@ -31,6 +31,20 @@ def manager(checkpoint, **kwargs):
     return train.CheckpointManager(checkpoint, os.getcwd(), None, **kwargs)
 
 
+def preemption_handler(**kwargs):
+    """A handler that no longer listens."""
+    phalanx.experimental.PreemptionCheckpointHandler(**kwargs).close()
+
+
+def run_handler(**kwargs):
+    """A step of a handler."""
+    handler = phalanx.experimental.PreemptionCheckpointHandler(None, train.Checkpoint(), "none")
+    try:
+        handler.run(**kwargs)
+    finally:
+        handler.close()
+
+
 def of_checkpoints():
     """What `phalanx.train` has, and the callback that uses it."""
     options = {"options": None}
@@ -88,10 +102,57 @@ def of_checkpoints():
             {"checkpoint_dir": "none", "latest_filename": None},
             takes={"checkpoint_dir": TEXTS, "latest_filename": ALL},
         ),
+        "load_checkpoint": Case(in_new_folder(lambda c, **k: train.load_checkpoint(**k)), {"ckpt_dir_or_file": "here"}),
+        "list_variables": Case(in_new_folder(lambda c, **k: train.list_variables(**k)), {"ckpt_dir_or_file": "here"}),
+        "load_variable": Case(
+            in_new_folder(lambda c, **k: train.load_variable(**k)), {"ckpt_dir_or_file": "here", "name": "step"}
+        ),
+        "CheckpointReader.get_tensor": Case(
+            in_new_folder(lambda c, **k: train.load_checkpoint("here").get_tensor(**k)), {"tensor_str": "step"}
+        ),
+        "CheckpointReader.has_tensor": Case(
+            in_new_folder(lambda c, **k: train.load_checkpoint("here").has_tensor(**k)),
+            {"tensor_str": "step"},
+            takes={"tensor_str": ALL},
+        ),
         "BackupAndRestore": Case(
             phalanx.keras.BackupAndRestore,
-            {"backup_dir": "backup", "save_freq": "epoch", "save_every_s": None, "delete_checkpoint": True},
-            takes={"backup_dir": TEXTS, "save_freq": COUNT, "save_every_s": SECONDS, "delete_checkpoint": {"True"}},
+            {
+                "backup_dir": "backup",
+                "save_freq": "epoch",
+                "save_every_s": None,
+                "delete_checkpoint": True,
+                "save_before_preemption": False,
+            },
+            takes={
+                "backup_dir": TEXTS,
+                "save_freq": COUNT,
+                "save_every_s": SECONDS,
+                "delete_checkpoint": {"True"},
+                "save_before_preemption": {"True"},
+            },
+        ),
+        "TerminationConfig": Case(
+            phalanx.experimental.TerminationConfig,
+            dict.fromkeys(("termination_watcher_fn", "exit_fn", "grace_period", "save_fn")),
+            takes={
+                "grace_period": SECONDS | NONE | {"0"},
+                **dict.fromkeys(("termination_watcher_fn", "exit_fn", "save_fn"), NONE),
+            },
+            functions=("termination_watcher_fn", "exit_fn", "save_fn"),
+        ),
+        "PreemptionCheckpointHandler": Case(
+            preemption_handler,
+            {
+                "cluster_resolver": None,
+                "checkpoint_or_checkpoint_manager": train.Checkpoint(),
+                "checkpoint_dir": "none",
+                "termination_config": None,
+            },
+            takes={"cluster_resolver": NONE, "checkpoint_dir": TEXTS, "termination_config": NONE},
+        ),
+        "PreemptionCheckpointHandler.run": Case(
+            run_handler, {"distributed_train_function": lambda: None}, functions=("distributed_train_function",)
         ),
     }
 

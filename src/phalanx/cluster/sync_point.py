@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets all processes of a cluster act after the same step, although each learns at another moment that it must act.
+"""Finds a step after which all processes of a cluster can act together, although each learns at another moment that it must.
 
 A process cannot simply name a coming step, because others may have passed it. So rank 0 asks all processes to pass no further
 point, collects how many each has passed, and answers with the first point that nobody has passed. The threads of the watch do

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `phalanx run`, `phalanx cluster`, `phalanx doctor` and `phalanx env`."""
+"""The command line: `phalanx run`, `phalanx cluster`, `phalanx doctor`, `phalanx env` and `phalanx checkpoint`."""
 
 import os
 import subprocess
@@ -29,6 +29,9 @@ _NO_CLUSTER = """Nothing here describes a cluster: this process is alone.
 HINT: phalanx run --workers 2 train.py    starts one on this machine
 HINT: phalanx run --workers 2 --print slurm train.py    writes a script for sbatch (or: --print kubernetes)
 HINT: TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}'"""
+
+
+_CHECKPOINTS = "phalanx.train.command"
 
 
 @final
@@ -136,6 +139,44 @@ def doctor(shared: str | None, timeout_seconds: float) -> None:
 def env(is_json: bool) -> None:
     """Shows versions, system, devices and variables, for a bug report. Hides the values of secrets."""
     sys.exit(_child("phalanx.mesh.environment", ["--json"] if is_json else []))
+
+
+@main.group()
+def checkpoint() -> None:
+    """Lists, shows, compares and exports checkpoints of `phalanx.train`."""
+
+
+@checkpoint.command("ls")
+@click.argument("folder", default=".")
+def list_(folder: str) -> None:
+    """Lists the checkpoints in FOLDER, oldest first."""
+    sys.exit(_child(_CHECKPOINTS, ["ls", folder]))
+
+
+@checkpoint.command("show")
+@click.argument("path")
+def show(path: str) -> None:
+    """Shows names, shapes, dtypes and sizes in PATH: a checkpoint, or a folder for the latest in it."""
+    sys.exit(_child(_CHECKPOINTS, ["show", path]))
+
+
+@checkpoint.command("diff")
+@click.argument("first")
+@click.argument("second")
+def diff(first: str, second: str) -> None:
+    """Shows how two checkpoints differ. The exit code is 0 if they are equal, and 1 if they differ."""
+    sys.exit(_child(_CHECKPOINTS, ["diff", first, second]))
+
+
+@checkpoint.command("export")
+@click.argument("path")
+@click.argument("output")
+@click.option(
+    "--object", "name", default="", metavar="NAME", help="Only what was saved under this name, such as `model`."
+)
+def export(path: str, output: str, name: str) -> None:
+    """Writes the arrays of PATH into OUTPUT, a new file that ends with .npz or .safetensors; or its model, with .keras."""
+    sys.exit(_child(_CHECKPOINTS, ["export", path, output, name]))
 
 
 def _child(module: str, arguments: Sequence[str]) -> int:

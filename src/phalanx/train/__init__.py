@@ -3,12 +3,17 @@
 
 from phalanx.train.checkpoint import Checkpoint, CheckpointOptions, CheckpointStatus
 from phalanx.train.manager import CheckpointManager, checkpoints_iterator, latest_checkpoint
+from phalanx.train.reader import CheckpointReader, list_variables, load_checkpoint, load_variable
 
 __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "CheckpointOptions",
+    "CheckpointReader",
     "CheckpointStatus",
     "checkpoints_iterator",
     "latest_checkpoint",
+    "list_variables",
+    "load_checkpoint",
+    "load_variable",
 ]

@@ -20,7 +20,7 @@ _LOCK = ".phalanx-checkpoints.lock"
 _HOUR_S = 3600.0
 
 
-def _numbered(directory: str | os.PathLike[str], name: str | None = None) -> list[tuple[int, Path]]:
+def numbered(directory: str | os.PathLike[str], name: str | None = None) -> list[tuple[int, Path]]:
     """Returns the numbers and files of the checkpoints in a folder, by number."""
     found = []
     try:
@@ -58,7 +58,7 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: s
       >>> phalanx.train.latest_checkpoint("no such folder") is None
       True
     """
-    found = _numbered(arguments.path("checkpoint_dir", checkpoint_dir))
+    found = numbered(arguments.path("checkpoint_dir", checkpoint_dir))
     return _path_of(found[-1][1]) if found else None
 
 
@@ -220,7 +220,7 @@ class CheckpointManager:
     @property
     def checkpoints(self) -> list[str]:
         """The paths of the checkpoints that are on the disk, oldest first. May be called in any context."""
-        return [_path_of(file) for _, file in _numbered(self._directory, self._name)]
+        return [_path_of(file) for _, file in numbered(self._directory, self._name)]
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -295,7 +295,7 @@ class CheckpointManager:
         """Deletes all checkpoints of this manager, and leaves the folder to other programs. Call it in all processes."""
         self.sync()
         of_chief("")  # Nobody reads a file any more.
-        for _, file in _numbered(self._directory, self._name):
+        for _, file in numbered(self._directory, self._name):
             file.unlink(missing_ok=True)
         leave(self._directory)
         self._is_first = True
@@ -324,7 +324,7 @@ class CheckpointManager:
 
     def _old(self) -> list[tuple[float, Path]]:
         """Returns time and file of all checkpoints but the last `max_to_keep`."""
-        found = _numbered(self._directory, self._name)[: -self._max_to_keep] if self._max_to_keep else []
+        found = numbered(self._directory, self._name)[: -self._max_to_keep] if self._max_to_keep else []
         return [(file.stat().st_mtime, file) for _, file in found]
 
     def _delete_old(self) -> None:

@@ -38,6 +38,7 @@ class Snapshot:
         self.values: dict[str, Any] = {}
         self.names: dict[str, str] = {}
         self.aliases: dict[str, str] = {}
+        self.models: dict[str, str] = {}
 
     def put(self, path: str, array: Any) -> str:
         """Stores a copy of an array as `path`. With several workers, all must call it, and the chief keeps the copy."""
@@ -48,7 +49,7 @@ class Snapshot:
 
     def notes(self) -> dict[str, Any]:
         """Returns everything but the arrays."""
-        return {"values": self.values, "names": self.names, "aliases": self.aliases}
+        return {"values": self.values, "names": self.names, "aliases": self.aliases, "models": self.models}
 
 
 class Part(ABC):

@@ -261,7 +261,8 @@ class PreemptionCheckpointHandler:
             self._save(*args, **kwargs)
         if self._cluster.is_chief:
             what = "exit" if is_last else "train on"
-            print(f"Phalanx: the processes {what}: all have saved after the same step, because {reason}.", file=sys.stderr)
+            text = f"Phalanx: all processes have saved after the same step, because {reason}. They {what}."
+            print(text, file=sys.stderr, flush=True)
         if is_last:
             self._is_extended = False
             (self._config.exit_fn or self._exit)()
@@ -345,7 +346,7 @@ class PreemptionWatcher:
 
     @property
     def preemption_message(self) -> str | None:
-        """Which process will be ended, and how it knows. None if none will. May be called in any context."""
+        """The process that will be ended, and how it knows. None if none will. May be called in any context."""
         return self._cluster.point.first_reason
 
     def block_until_worker_exit(self) -> None:

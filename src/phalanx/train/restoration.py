@@ -3,10 +3,13 @@
 
 import difflib
 import functools
+import json
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+
+import keras
 
 from phalanx import compat
 from phalanx.compat import Variable
@@ -112,6 +115,8 @@ def capture(objects: Holder, snapshot: Snapshot) -> None:
                 paths[value] = path
             if is_owner:
                 waiting.append((value, path))
+                if owner is objects and isinstance(value, keras.Model) and (found := _architecture(value)):
+                    snapshot.models[path] = found
                 continue
             part = part_of(value)
             if part is None:
@@ -122,6 +127,23 @@ def capture(objects: Holder, snapshot: Snapshot) -> None:
                 raise
             except (TypeError, ValueError) as e:
                 raise refuse_object(path, value, e) from e
+
+
+_architectures: "weakref.WeakKeyDictionary[keras.Model, str]" = weakref.WeakKeyDictionary()
+
+
+def _architecture(model: keras.Model) -> str | None:
+    """Returns the configuration of a model as JSON, without its optimizer. None if the model has none, or no variables yet."""
+    if not model.built:
+        return None
+    if model not in _architectures:
+        try:
+            config = json.loads(model.to_json())
+        except Exception:
+            # Whatever `get_config` of a model raises, its variables can be saved.
+            config = None
+        _architectures[model] = "" if config is None else json.dumps(config | {"compile_config": None})
+    return _architectures[model] or None
 
 
 class Restoration:

@@ -194,6 +194,24 @@ class Stored:
         return ((name, self.array(name)) for name in sorted(self.names))
 
 
+def export_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays for other programs: an .npz file, or safetensors without notes. Dtypes that NumPy lacks become float32.
+
+    Raises:
+      CheckpointError: the file cannot be written.
+    """
+    library = _safetensors()
+    plain = _DIRECT if file.suffix == SUFFIX else _DIRECT - {"bfloat16"}
+    own = {n: a if a.dtype.name in plain or a.dtype.kind != "V" else a.astype(np.float32) for n, a in arrays.items()}
+    try:
+        if file.suffix == SUFFIX:
+            library.numpy.save_file(own, file)
+        else:
+            np.savez(file, **own)  # type: ignore[arg-type]
+    except (OSError, library.SafetensorError) as e:
+        raise _refuse_write(file, e) from e
+
+
 _DTYPES = {
     "BOOL": "bool",
     "BF16": "bfloat16",

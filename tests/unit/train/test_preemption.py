@@ -40,6 +40,14 @@ def terminate():
     time.sleep(0.2)
 
 
+def until_exit(step):
+    """Repeats a step until it ends the program."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        step()
+        time.sleep(0.01)
+
+
 class Program:
     """What a program creates each time it starts."""
 
@@ -128,8 +136,7 @@ def test_goes_on_where_it_was_ended(tmp_path, form):
             step()
         terminate()
         with pytest.raises(Exited):
-            for _ in range(2):
-                step()
+            until_exit(step)
     finally:
         program.handler.close()
     first = program
@@ -165,12 +172,9 @@ def test_asks_the_function(tmp_path):
     """A `termination_watcher_fn` that returns True is a notice; what it returned before is none."""
     answers = [False, None, True]
     program = Program(tmp_path, ask=lambda: answers.pop(0))
-    deadline = time.monotonic() + DEADLINE_S
     try:
         with pytest.raises(Exited):
-            while time.monotonic() < deadline:
-                program.handler.save_checkpoint_if_preempted()
-                time.sleep(0.01)
+            until_exit(program.handler.save_checkpoint_if_preempted)
         assert not answers
     finally:
         program.handler.close()
@@ -213,8 +217,11 @@ def test_trains_on_in_the_grace_period(tmp_path, capfd):
         assert latest_checkpoint(tmp_path).endswith("ckpt-2")
         assert exits == [2]
         told = capfd.readouterr().err
-        assert "Phalanx: this process received SIGTERM. All processes have saved after the same step, and train on." in told
-        assert "has trained to the end of its grace period. All processes have saved after the same step, and exit." in told
+        assert (
+            "all processes have saved after the same step, because this process received SIGTERM. They train on."
+            in told
+        )
+        assert "because this process has trained to the end of its grace period. They exit." in told
     finally:
         program.handler.close()
 
@@ -365,7 +372,10 @@ def test_fit_goes_on_after_sigterm(tmp_path):
     assert undisturbed.returncode == 0, undisturbed.stderr
     stopped = fit(tmp_path / "folder", 17)
     assert stopped.returncode == 42, stopped.stderr
-    assert "this process received SIGTERM. All processes have saved after the same step, and exit." in stopped.stderr
+    assert (
+        "all processes have saved after the same step, because this process received SIGTERM. They exit."
+        in stopped.stderr
+    )
     resumed = fit(tmp_path / "folder", 0)
     assert resumed.returncode == 0, resumed.stderr
     want, got = (json.loads(done.stdout.splitlines()[0]) for done in (undisturbed, resumed))

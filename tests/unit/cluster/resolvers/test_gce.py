@@ -134,6 +134,8 @@ def test_server_that_does_not_answer(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{port}")
-    with pytest.raises(ClusterSourceError, match=r"the metadata server of GCE does not answer[^§]*HINT: run on a machine"):
+    with pytest.raises(
+        ClusterSourceError, match=r"the metadata server of GCE does not answer[^§]*HINT: run on a machine"
+    ):
         termination_notice()
     assert later_notice() is None
