@@ -132,6 +132,26 @@ def of_checkpoints():
                 "save_before_preemption": {"True"},
             },
         ),
+        "ModelCheckpoint": Case(
+            phalanx.keras.ModelCheckpoint,
+            {
+                "directory": "best",
+                "monitor": "val_loss",
+                "save_best_only": True,
+                "mode": "auto",
+                "save_freq": "epoch",
+                "max_to_keep": None,
+                "initial_value_threshold": None,
+            },
+            takes={
+                "directory": TEXTS,
+                "monitor": TEXTS,
+                "save_best_only": {"True"},
+                "save_freq": COUNT,
+                "max_to_keep": COUNT | NONE,
+                "initial_value_threshold": {"-1", "0", "1.5", "2**70", "-2**70"} | NONE,
+            },
+        ),
         "TerminationConfig": Case(
             phalanx.experimental.TerminationConfig,
             dict.fromkeys(("termination_watcher_fn", "exit_fn", "grace_period", "save_fn")),

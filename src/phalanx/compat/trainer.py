@@ -211,6 +211,15 @@ def listens(callbacks: Sequence[Any], kind: str, when: str) -> bool:
     return any(not _is_default(getattr(c, name, None)) for c in callbacks for name in names)
 
 
+def better(model: keras.Model, name: str) -> str | None:
+    """Returns "max" if more of a compiled metric is better, "min" if less is, and None if Keras does not know."""
+    for metric in model.metrics:
+        for m in [metric, *getattr(metric, "metrics", [])]:
+            if m.name == name and (direction := getattr(m, "_direction", None)):
+                return "max" if direction == "up" else "min"
+    return None
+
+
 def _nothing(batch: int, logs: PyTree = None) -> None:
     """Replaces a hook that no callback overrides."""
 

@@ -10,11 +10,13 @@ from phalanx.keras.callbacks import SyncCheck, TensorBoard
 from phalanx.keras.data import DatasetCreator
 from phalanx.keras.embedding import ShardedEmbedding
 from phalanx.keras.logits import set_logits_recovery
+from phalanx.keras.model_checkpoint import ModelCheckpoint
 from phalanx.keras.sidecar import SidecarEvaluator
 
 __all__ = [
     "BackupAndRestore",
     "DatasetCreator",
+    "ModelCheckpoint",
     "ShardedEmbedding",
     "SidecarEvaluator",
     "SyncCheck",

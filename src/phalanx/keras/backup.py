@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from phalanx.errors import ContextError, InputError, InvalidArgumentError, arguments, shown
 from phalanx.input.sources.base import State
+from phalanx.keras.callbacks import BatchCounter
 from phalanx.keras.data import numpy_state
 from phalanx.mesh.topology import Topology
 from phalanx.train import Checkpoint, CheckpointManager
@@ -57,7 +58,7 @@ class Progress:
 
 
 @final
-class BackupAndRestore(keras.callbacks.Callback):
+class BackupAndRestore(BatchCounter):
     """Saves the state of `fit` and, when the program is started again, goes on at the same batch. May be created in any context.
 
     The state is that of the model, the optimizer and the metrics, the epoch and the position in the data, and NumPy's global
@@ -108,13 +109,13 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.progress: Progress | None = None
         self._manager: CheckpointManager | None = None
         self._handler: PreemptionCheckpointHandler | None = None
-        self._last = -1
-        self._batches = self._due = 0
+        self._due = 0
         self._since_s = 0.0
 
     @override
     def on_train_begin(self, logs: PyTree = None) -> None:
         """Restores the last backup, if there is one."""
+        super().on_train_begin(logs)
         if self.progress is None:
             raise ContextError(
                 "BackupAndRestore in fit of a model that belongs to no strategy",
@@ -128,24 +129,16 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._handler = PreemptionCheckpointHandler(None, self._manager, termination_config=config)
         else:
             self._manager.restore_or_initialize()
-        self._batches, self._due = 0, 1 if self._every_s else int(self._freq) if self._freq != "epoch" else 0
+        self._due = 1 if self._every_s else int(self._freq) if self._freq != "epoch" else 0
         self._since_s = time.monotonic()
-
-    @override
-    def on_epoch_begin(self, epoch: int, logs: PyTree = None) -> None:
-        """Notes that Keras numbers the batches of each epoch from 0."""
-        self._last = -1
 
     @override
     def on_train_batch_end(self, batch: int, logs: PyTree = None) -> None:
         """Saves, if enough batches or seconds have passed."""
-        # With `steps_per_execution`, `batch` advances by several batches per call. After a backup, an epoch begins in the middle.
-        assert self.progress is not None
-        self._batches += 1 if self._last < 0 else batch - self._last
-        self._last = batch
-        if self._due and self._batches >= self._due:
+        super().on_train_batch_end(batch, logs)
+        if self._due and self.batches >= self._due:
             self._save()
-            self._due = self._batches + (self._batches_until_next() if self._every_s else int(self._freq))
+            self._due = self.batches + (self._batches_until_next() if self._every_s else int(self._freq))
         if self._handler is not None:
             self._handler.save_checkpoint_if_preempted()
 
@@ -180,7 +173,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         """Returns the number of batches until the next backup: on all processes that of the chief, whose clock counts."""
         assert self.progress is not None
         assert self._every_s is not None
-        step_s = (time.monotonic() - self._since_s) / self._batches
+        step_s = (time.monotonic() - self._since_s) / self.batches
         own = np.array([max(1, round(self._every_s / max(step_s, 1e-6)))])
         return int(self.progress.topology.exchange(own)[0, 0])
 

@@ -18,8 +18,31 @@ Callbacks: TypeAlias = (
 """The argument `callbacks` of `fit`, `evaluate` and `predict`."""
 
 
+class BatchCounter(keras.callbacks.Callback):
+    """A callback that counts the batches of `fit`, as one number over all epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = self._first = 0
+
+    @override
+    def on_train_begin(self, logs: PyTree = None) -> None:
+        """Counts from 0."""
+        self.batches = 0
+
+    @override
+    def on_train_batch_begin(self, batch: int, logs: PyTree = None) -> None:
+        """Notes the number of the first batch of a call. With `steps_per_execution`, a call trains on several batches."""
+        self._first = batch
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: PyTree = None) -> None:
+        """Counts the batches of a call, of which `batch` is the last."""
+        self.batches += batch + 1 - self._first
+
+
 @final
-class SyncCheck(keras.callbacks.Callback):
+class SyncCheck(BatchCounter):
     """Checks periodically that all replicas hold the same variables. May be created in any context.
 
     If they differ, training ends with the `DivergenceError` of `phalanx.testing.assert_in_sync`, which names the variable and
@@ -39,21 +62,14 @@ class SyncCheck(keras.callbacks.Callback):
     def __init__(self, every: int = 1000) -> None:
         super().__init__()
         arguments.integer("every", every, kind="1 or more batches", hint="every=1000")
-        self._every, self._batches = every, 0
-        self._last = -1
-
-    @override
-    def on_epoch_begin(self, epoch: int, logs: PyTree = None) -> None:
-        """Resets the batch count, because Keras numbers the batches of each epoch from 0."""
-        self._last = -1
+        self._every = every
 
     @override
     def on_train_batch_end(self, batch: int, logs: PyTree = None) -> None:
         """Checks the replicas if `every` batches have passed since the last check."""
-        # With `steps_per_execution`, `batch` advances by several batches per call.
-        before, self._batches = self._batches, self._batches + batch - self._last
-        self._last = batch
-        if self._batches // self._every > before // self._every:
+        before = self.batches
+        super().on_train_batch_end(batch, logs)
+        if self.batches // self._every > before // self._every:
             assert_in_sync(self.model)
 
     @override

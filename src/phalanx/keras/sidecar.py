@@ -13,19 +13,22 @@ from typing import final
 import keras
 
 from phalanx import compat
-from phalanx.errors import InputError, InvalidArgumentError, arguments
+from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, arguments
 from phalanx.keras.callbacks import Callbacks
+from phalanx.train import Checkpoint, list_variables
+from phalanx.train.store import SUFFIX
 from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx")
-_SUFFIXES = (".keras", ".weights.h5")
+_SUFFIXES = (".keras", ".weights.h5", SUFFIX)
 
 
 @final
 class SidecarEvaluator:
     """Evaluates a model on each new checkpoint in a folder. Run it in its own process, in any context.
 
-    It reads the files that `keras.callbacks.ModelCheckpoint` writes: `*.keras` and `*.weights.h5`. If there are several new
+    It reads the files that `keras.callbacks.ModelCheckpoint` writes, `*.keras` and `*.weights.h5`, and those of
+    `phalanx.train.Checkpoint(model=model, ...)`, `CheckpointManager` and `phalanx.keras.ModelCheckpoint`. If there are several new
     checkpoints, it evaluates the newest. It retries a checkpoint that it cannot read, because the file may be incomplete.
 
     Args:
@@ -136,11 +139,14 @@ class SidecarEvaluator:
         if optimizer is not None and not optimizer.built and self._model.built:
             optimizer.build(self._model.trainable_variables)
         try:
-            self._model.load_weights(os.fspath(path))
+            if name.endswith(SUFFIX):
+                _restore(self._model, path)
+            else:
+                self._model.load_weights(os.fspath(path))
         except (OSError, KeyError, EOFError, zipfile.BadZipFile) as e:
             _log.info("SidecarEvaluator: cannot read %s, will retry (%s)", path, e)
             return False
-        except ValueError as e:
+        except (ValueError, CheckpointError) as e:
             if not path.exists():
                 return False
             raise InputError(
@@ -164,3 +170,20 @@ class SidecarEvaluator:
         numbers = re.findall(r"\d+", name.removesuffix(".weights.h5").removesuffix(".keras"))
         number = int(numbers[-1]) if numbers else len(results)
         return self._max_evaluations is not None and number >= self._max_evaluations
+
+
+def _restore(model: keras.Model, path: Path) -> None:
+    """Restores the model, and its optimizer, from a checkpoint in which it is called `model`.
+
+    Raises:
+      CheckpointError: the checkpoint does not contain such a model.
+    """
+    names = [name for name, _ in list_variables(path)]
+    if not any(name.startswith("model/") for name in names):
+        found = ", ".join(sorted({name.partition("/")[0] for name in names})) or "nothing"
+        raise CheckpointError(
+            f"the checkpoint {path}",
+            f"it contains no object of the name 'model', but {found}.",
+            "phalanx.train.Checkpoint(model=model, ...) in the training program",
+        )
+    Checkpoint(model=model, optimizer=model.optimizer).read(path)

@@ -56,7 +56,7 @@ class CheckpointReader:
           CheckpointError: there is no array of this name.
         """
         if not self.has_tensor(tensor_str):
-            name = str(tensor_str)
+            name = tensor_str if isinstance(tensor_str, str) else shown(tensor_str)
             raise CheckpointError(
                 f"get_tensor({shown(tensor_str)}) of {self._stored.file}",
                 f"it does not contain {with_nearest([name], sorted(self._stored.names))}.",

@@ -45,6 +45,33 @@ def test_results_are_those_of_the_saved_models(evaluator, tmp_path, name):
         same(result, {"accuracy": expected["accuracy"], "loss": expected["loss"], "step": epoch * STEPS})
 
 
+@pytest.mark.parametrize("name", ["manager", "callback"])
+def test_results_are_those_of_phalanx_checkpoints(evaluator, tmp_path, name):
+    """Checkpoints of a manager, with an optimizer of their own, and those of `ModelCheckpoint`."""
+    trained = under(replicas(2), ACCURATE)
+    folder = tmp_path / "saved"
+    checkpoint = phalanx.train.Checkpoint(model=trained, optimizer=trained.optimizer, epoch=0)
+    manager = phalanx.train.CheckpointManager(checkpoint, folder, 1)
+    callbacks = [phalanx.keras.ModelCheckpoint(folder, max_to_keep=1)] if name == "callback" else []
+    for epoch in (1, 2):
+        trained.fit(X, Y, **FIT, initial_epoch=epoch - 1, epochs=epoch, callbacks=callbacks)
+        if not callbacks:
+            manager.save()
+            manager.sync()
+        (result,) = evaluator(max_evaluations=epoch).start()
+        expected = trained.evaluate(X, Y, verbose=0, return_dict=True)
+        same(result, {"accuracy": expected["accuracy"], "loss": expected["loss"], "step": epoch * STEPS})
+
+
+def test_phalanx_checkpoint_without_the_model(evaluator, tmp_path):
+    """The model must have the name that the evaluator looks for."""
+    trained = under(replicas(2), ACCURATE)
+    phalanx.train.Checkpoint(net=trained).save(tmp_path / "saved" / "ckpt")
+    phalanx.train.Checkpoint().sync()
+    with pytest.raises(InputError, match=r"it contains no object of the name 'model', but net, save_counter"):
+        evaluator().start()
+
+
 def test_follows_a_training_program(evaluator, tmp_path):
     """It waits for the folder, and ends after the last file of a training that goes on meanwhile."""
     follower, results = evaluator(max_evaluations=3), []
