@@ -12,6 +12,7 @@ from benchmarks import (
     fit,
     host_time,
     interrupts,
+    kills,
     memory,
     model_parallel,
     multi_worker,
@@ -42,6 +43,7 @@ BENCHMARKS = {
     "parameter_server_soak": parameter_server_soak.run,
     "soak": soak.run,
     "restarts": restarts.run,
+    "kills": kills.run,
     "interrupts": interrupts.run,
     "endurance": endurance.run,
 }

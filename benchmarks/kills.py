@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kill -9` at random moments of a custom loop that saves every 5 steps, again and again; each time it starts again.
+
+Each start must restore the newest checkpoint that is on the disk, and every checkpoint must be whole. Every step, of whatever
+start, must have the rows and the loss, to the last bit, that it has in a training that nothing disturbs.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.numpy
+
+from benchmarks.parent import ROOT
+from benchmarks.report import Report
+
+EVERY = 5
+"""Steps between two saves."""
+
+_LAST_STEPS = 20
+_DEADLINE_S = 300.0
+_OF_THE_PARENT = ("NPROC", "PHALANX_CPU_DEVICES", "PYTHONPATH")
+
+
+@dataclass
+class Job:
+    """A training that is killed and started again.
+
+    Args:
+      workers: how many processes it has.
+      folder: for its checkpoints and its log.
+      starts: how many there were.
+      faults: what was not as it should be.
+    """
+
+    workers: int
+    folder: Path
+    starts: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    def run(self, rng: random.Random | None, until: int | None = None) -> None:
+        """Starts it, and kills it after a random time if there is an `rng`."""
+        newest = self.newest()
+        process = self._start(until)
+        timer = threading.Timer(_DEADLINE_S, process.kill)
+        timer.start()
+        try:
+            if rng is not None:
+                self._kill(process, rng)
+            output, _ = process.communicate()
+        finally:
+            timer.cancel()
+            process.kill()
+            process.wait()
+        restored = {entry["restored"] for entry in self._entries()}
+        self.starts += 1
+        if rng is None and process.returncode:
+            self.faults.append(f"start {self.starts} ended with {process.returncode}: {output[-2000:]}")
+        if restored != {newest}:
+            self.faults.append(
+                f"start {self.starts} restored step {restored}, and the newest checkpoint is of {newest}"
+            )
+
+    def newest(self) -> int:
+        """Returns the step of the newest checkpoint, after reading all of them without Phalanx."""
+        steps = [0]
+        for file in self.folder.glob("*-*.safetensors"):
+            try:
+                steps.append(int(safetensors.numpy.load_file(file)["step"]))
+            except Exception as e:
+                self.faults.append(f"{file.name} cannot be read: {e}")
+        return max(steps)
+
+    def log(self) -> list[dict[str, Any]]:
+        """Returns what all workers wrote after each step."""
+        entries = []
+        for file in sorted(self.folder.glob("log-*")):
+            lines = file.read_text().split("\n")
+            # A killed process may have written a part of its last line.
+            entries += [json.loads(line) for line in lines if line.endswith("}")]
+        return entries
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """Returns what the workers of this start wrote."""
+        return [entry for entry in self.log() if entry["start"] == self.starts]
+
+    def _start(self, until: int | None) -> subprocess.Popen[str]:
+        target = ["-m", "benchmarks.kills_script", str(self.folder), str(self.starts), str(until or 0)]
+        launcher = ["-c", "from phalanx.launch.cli import main; main()", "run", "--workers", str(self.workers)]
+        environment = {k: v for k, v in os.environ.items() if k not in _OF_THE_PARENT} | {"JAX_PLATFORMS": "cpu"}
+        return subprocess.Popen(
+            [sys.executable, *([] if self.workers == 1 else launcher), *target],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def _kill(self, process: subprocess.Popen[str], rng: random.Random) -> None:
+        """Kills one worker, or all, after its first step and a random time."""
+        deadline = time.monotonic() + _DEADLINE_S
+        while len(pids := {e["rank"]: e["pid"] for e in self._entries()}) < self.workers:
+            if process.poll() is not None or time.monotonic() > deadline:
+                self.faults.append(f"start {self.starts + 1} made no step")
+                return
+            time.sleep(0.01)
+        # Between once and some thirty steps, with a save each few: in a step, in a copy, in the writing of a file.
+        time.sleep(rng.uniform(0.0, 0.3))
+        for pid in rng.choice([list(pids.values()), [rng.choice(list(pids.values()))]]):
+            os.kill(pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Played:
+    """What became of a job.
+
+    Args:
+      steps: how many steps it had at its end.
+      repeated: how many steps were trained again, because a kill came before they were saved.
+      faults: what was not as it should be.
+    """
+
+    steps: int
+    repeated: int
+    faults: list[str]
+
+
+def play(workers: int, kills: int, seed: int) -> Played:
+    """Kills a job so many times, ends it, trains another one as far without a kill, and compares them."""
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        job, other = Job(workers, Path(name, "killed")), Job(workers, Path(name, "undisturbed"))
+        for each in (job, other):
+            each.folder.mkdir()
+        for _ in range(kills):
+            job.run(rng)
+        steps = job.newest() + _LAST_STEPS
+        job.run(None, steps)
+        other.run(None, steps)
+        done = [e["step"] for e in job.log() if e["rank"] == 0]
+        faults = [*job.faults, *other.faults, *_differences(job, other, steps)]
+        return Played(steps, len(done) - len(set(done)), faults)
+
+
+def _differences(job: Job, other: Job, until: int) -> Iterator[str]:
+    """Yields where the rows or the loss of a step are others than those of the undisturbed training."""
+    expected = {(e["rank"], e["step"]): (e["rows"], e["loss"]) for e in other.log()}
+    rows = [row for (_, step), (own, _) in expected.items() for row in own if step <= until]
+    if len(rows) != len(set(rows)):
+        yield "the undisturbed training saw a row twice"
+    for e in job.log():
+        # A start may have come further than the end, and been killed before it saved.
+        if e["step"] <= until and (e["rows"], e["loss"]) != expected[e["rank"], e["step"]]:
+            yield f"step {e['step']} of start {e['start'] + 1} in rank {e['rank']} has other rows or another loss"
+    reached = {(e["rank"], e["step"]) for e in job.log() if e["step"] <= until}
+    if reached != set(expected):
+        yield f"{len(set(expected) - reached)} steps were left out"
+
+
+def run(*, quick: bool, rounds: int = 200, seed: int = 0) -> Report:
+    """Kills jobs of one and of two processes, so many times together.
+
+    Raises:
+      SystemExit: something was not as it should be. It comes after the report.
+    """
+    report = Report(
+        "kills",
+        f"kill -9 at random moments of a loop that saves every {EVERY} steps: what the next start restores, and the end",
+        ("processes", "kills", "steps to the end", "steps done twice", "minutes", ""),
+    )
+    faults: list[str] = []
+    for workers in (1, 2):
+        kills = 3 if quick else rounds // 2
+        began_s = time.monotonic()
+        played = play(workers, kills, seed)
+        faults += played.faults
+        verdict = "; ".join(played.faults[:3]) or "newest checkpoint restored each time, all rows and losses the same"
+        row = [workers, kills, played.steps, played.repeated, (time.monotonic() - began_s) / 60, verdict]
+        report.add(row, workers=workers, kills=kills, **asdict(played))
+    report.show()
+    if faults:
+        raise SystemExit(f"{len(faults)} faults: {faults[:5]}")
+    return report
