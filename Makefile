@@ -10,8 +10,8 @@ help: ## list these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
 
 # On CPUs everywhere, so that it is the same everywhere, and because two workers cannot share a GPU.
-demo: $(DEMO_INSTALLED) ## train a small language model on one device and on two, and compare the two
-	JAX_PLATFORMS=cpu $(BIN)/python examples/text_lm.py
+demo: $(DEMO_INSTALLED) ## train a small language model on one device and on two, and compare the two; goes on where it was stopped
+	JAX_PLATFORMS=cpu $(BIN)/python examples/text_lm.py --resume
 
 demo-multi-worker: $(DEMO_INSTALLED) ## train it in two processes
 	JAX_PLATFORMS=cpu $(BIN)/phalanx run --workers 2 examples/multi_worker.py

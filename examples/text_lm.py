@@ -3,6 +3,7 @@
 
   python examples/text_lm.py                  on one device, then on two: virtual CPU devices, or GPUs
   python examples/text_lm.py --devices 2      on two devices only
+  python examples/text_lm.py --resume         goes on where such a run was stopped or killed
 
 The text is the source code of Python's standard library, so nothing is downloaded. The program prints how little the two
 trainings differ, their speed, and a function that the model has written. It saves the loss curves to `--out`.
@@ -12,9 +13,9 @@ import argparse
 import collections
 import dataclasses
 import functools
-import itertools
 import math
 import re
+import shutil
 import sysconfig
 import time
 from collections.abc import Sequence
@@ -91,6 +92,8 @@ def main() -> None:
         held_out_loss = evaluate(trainer, held_out_files)
         trainings.append(Training(count, losses, tokens_per_s, held_out_loss, trainer.model.get_weights()))
 
+    for count in args.devices:
+        shutil.rmtree(args.out / f"checkpoints_{count}", ignore_errors=True)  # The next run begins with the first step.
     console.rule("the same training?")
     compare(trainings)
     plot(trainings, args.out / "loss.png")
@@ -195,24 +198,41 @@ class Block(keras.layers.Layer):
 
 
 def train(trainer: Trainer, files: Sequence[Path], args: argparse.Namespace) -> tuple[list[float], float]:
-    """Trains for `args.steps` steps. Returns the loss of each step, and the tokens per second."""
+    """Trains up to step `args.steps`. Returns the loss of each step, and the tokens per second."""
     windows = np.concatenate([windows_of(str(file)) for file in files])
     windows = np.random.default_rng(args.seed).permutation(windows)
     dataset = trainer.strategy.experimental_distribute_dataset(windows, batch_size=args.batch)
-    epochs = itertools.chain.from_iterable(itertools.repeat(dataset))
+    iterator = iter(dataset)
     losses: list[float] = []
+    state = phalanx.train.Checkpoint(model=trainer.model, optimizer=trainer.optimizer, iterator=iterator, losses=losses)
+    state.timed_steps, state.seconds = 0, 0.0
+    manager = phalanx.train.CheckpointManager(state, checkpoints_of(trainer.strategy, args), max_to_keep=1)
+    if args.resume and (restored := manager.restore_or_initialize()):
+        console.print(f"restored step {len(losses)} from {restored}")
     every = max(1, args.steps // 10)
     with training_progress(tokens_per_step=args.batch * WINDOW) as progress:
-        task = progress.add_task("training", total=args.steps, loss=math.nan)
-        for batch in itertools.islice(epochs, args.steps):
+        task = progress.add_task("training", total=args.steps, completed=len(losses), loss=math.nan)
+        start = None  # The first step compiles the program, and is not timed.
+        while len(losses) < args.steps:
+            if (batch := next(iterator, None)) is None:
+                iterator = state.iterator = iter(dataset)  # The next epoch.
+                batch = next(iterator)
             losses.append(float(trainer.train_step(batch)))
+            now = time.perf_counter()
+            if start is not None:
+                state.timed_steps, state.seconds = state.timed_steps + 1, state.seconds + now - start
             progress.update(task, advance=1, loss=losses[-1])
-            if len(losses) == 1:
-                start = time.perf_counter()  # After the first step, which compiles the program.
             if len(losses) == 1 or len(losses) % every == 0:
                 progress.console.print(f"step {len(losses):5d}   loss {np.mean(losses[-every:]):.4f}")
-    seconds = time.perf_counter() - start
-    return losses, (len(losses) - 1) * args.batch * WINDOW / seconds
+            if args.resume and (len(losses) % args.save_every == 0 or len(losses) == args.steps):
+                manager.save()
+            start = now
+    manager.sync()
+    return losses, state.timed_steps * args.batch * WINDOW / max(state.seconds, 1e-9)
+
+
+def checkpoints_of(strategy: phalanx.Strategy, args: argparse.Namespace) -> Path:
+    return args.out / f"checkpoints_{strategy.num_replicas_in_sync}"
 
 
 def evaluate(trainer: Trainer, files: Sequence[Path]) -> float:
@@ -383,6 +403,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=600, help="(default: %(default)s)")
     add_training_arguments(parser)
+    parser.add_argument(
+        "--resume", action="store_true", help="save regularly, and go on where the last run was stopped"
+    )
+    parser.add_argument("--save-every", type=int, default=20, help="steps between two saves (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="where to save (default: %(default)s)")
     return parser.parse_args()
 

@@ -16,8 +16,16 @@ _writing: threading.Thread | None = None
 def submit(write: Callable[[], None]) -> None:
     """Runs `write` in a thread. Its error is raised at the next step or call. Call `wait` first, so that only one thread writes."""
     global _writing  # noqa: PLW0603
-    _writing = threading.Thread(target=deferred.guarded(write), name="phalanx-checkpoint")
+    go = threading.Event()
+
+    def begin() -> None:
+        # `start` waits for the thread, which must not keep Python's lock then.
+        go.wait()
+        write()
+
+    _writing = threading.Thread(target=deferred.guarded(begin), name="phalanx-checkpoint")
     _writing.start()
+    go.set()
 
 
 def wait() -> None:

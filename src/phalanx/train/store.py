@@ -2,14 +2,18 @@
 """Checkpoint files. Each is one file in the safetensors format, so that a checkpoint is there completely or not at all.
 
 The arrays are the tensors of the file. Everything else is JSON in the metadata of the file. This module alone imports the library
-safetensors.
+safetensors, which reads and exports. Checkpoints are written here, array by array, so that training goes on meanwhile: the library
+copies all arrays into one buffer first, and holds Python's lock. The format is described at
+https://huggingface.co/docs/safetensors/index#format.
 """
 
 import contextlib
 import errno
 import json
 import os
+import struct
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,25 +26,20 @@ from phalanx.errors import CheckpointError, MissingDependencyError
 SUFFIX = ".safetensors"
 _FORMAT = "phalanx-checkpoint-1"
 _SHOWN = 200
-_DIRECT = frozenset(
-    [
-        "bool",
-        "int8",
-        "uint8",
-        "int16",
-        "uint16",
-        "int32",
-        "uint32",
-        "int64",
-        "uint64",
-        "float16",
-        "float32",
-        "float64",
-        "bfloat16",
-        "complex64",
-    ]
-)
-"""Dtypes that the format stores and NumPy reads. The others are stored as bytes, with their name in the notes."""
+_DTYPES = {
+    "BOOL": "bool",
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    **{
+        f"{letter}{bits}": f"{kind}{bits}"
+        for letter, kind in zip("IU", ("int", "uint"), strict=True)
+        for bits in (8, 16, 32, 64)
+    },
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+}
+"""The dtypes of the format that NumPy has. Arrays of other dtypes are stored as bytes, with the name of the dtype in the notes."""
+
+_CODES = {name: code for code, name in _DTYPES.items()}
 
 
 def _safetensors() -> ModuleType:
@@ -70,20 +69,22 @@ def write(file: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]
     Raises:
       CheckpointError: the file exists already or cannot be written.
     """
-    library = _safetensors()
+    _safetensors()  # Nobody could read the file without it.
     refuse_existing(file)
     beside = file.with_name(f".{file.name}.{os.getpid()}.part")
-    dtypes = {name: array.dtype.name for name, array in arrays.items() if array.dtype.name not in _DIRECT}
-    tensors = {name: _bytes_of(array) if name in dtypes else array for name, array in arrays.items()}
+    dtypes = {name: array.dtype.name for name, array in arrays.items() if array.dtype.name not in _CODES}
     metadata = {"format": _FORMAT, "notes": json.dumps({**notes, "dtypes": dtypes})}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        library.numpy.save_file(tensors, beside, metadata)
-        _flush(beside)
+        with open(beside, "wb", buffering=0) as opened:
+            _write_all(opened, _header(arrays, metadata))
+            for array in arrays.values():
+                _write_all(opened, array.reshape(-1).view(np.uint8).data)
+            os.fsync(opened.fileno())
         # Atomic within one file system: readers find the whole file or none.
         os.replace(beside, file)
         _flush(file.parent)
-    except (OSError, library.SafetensorError) as e:
+    except OSError as e:
         raise _refuse_write(file, e) from e
     finally:
         with contextlib.suppress(OSError):
@@ -108,10 +109,25 @@ def refuse_existing(file: Path) -> None:
         )
 
 
-def _bytes_of(array: np.ndarray) -> np.ndarray:
-    """Returns the bytes of each element as a new last dim."""
-    raw = np.frombuffer(array.tobytes(), np.uint8)
-    return raw.reshape(*array.shape, array.dtype.itemsize)
+def _header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    """Returns the first part of a file of the format: its length, and JSON that says where each array is."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        code = _CODES.get(array.dtype.name)
+        shape = [*array.shape, *([] if code else [array.dtype.itemsize])]
+        entries[name] = {"dtype": code or "U8", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_all(opened: FileIO, data: bytes | memoryview) -> None:
+    """Writes all of `data`, of which the operating system may take a part at a time."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[opened.write(rest) :]
 
 
 def _flush(path: Path) -> None:
@@ -201,7 +217,7 @@ def export_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
       CheckpointError: the file cannot be written.
     """
     library = _safetensors()
-    plain = _DIRECT if file.suffix == SUFFIX else _DIRECT - {"bfloat16"}
+    plain = set(_CODES) if file.suffix == SUFFIX else set(_CODES) - {"bfloat16"}
     own = {n: a if a.dtype.name in plain or a.dtype.kind != "V" else a.astype(np.float32) for n, a in arrays.items()}
     try:
         if file.suffix == SUFFIX:
@@ -210,19 +226,6 @@ def export_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
             np.savez(file, **own)  # type: ignore[arg-type]
     except (OSError, library.SafetensorError) as e:
         raise _refuse_write(file, e) from e
-
-
-_DTYPES = {
-    "BOOL": "bool",
-    "BF16": "bfloat16",
-    "C64": "complex64",
-    **{
-        f"{letter}{bits}": f"{kind}{bits}"
-        for letter, kind in zip("IU", ("int", "uint"), strict=True)
-        for bits in (8, 16, 32, 64)
-    },
-    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
-}
 
 
 def _short(file: Path) -> str:
