@@ -14,6 +14,7 @@ from phalanx.coordinator.scheduler import Scheduler
 from phalanx.coordinator.steps import check_call
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerValues, check_function, check_maker
 from phalanx.errors import InvalidArgumentError, shown
+from phalanx.errors.deferred import raise_deferred
 from phalanx.programs.function import Function
 from phalanx.tracing.strategy import AbstractStrategy
 from phalanx.typing import PyTree
@@ -90,9 +91,11 @@ class ClusterCoordinator:
         Raises:
           Exception: the error of an earlier step, raised once. This step is not scheduled, and queued steps are
             cancelled.
+          CheckpointError: a save in the background has failed. This step is not scheduled.
           TraceError: the function cannot be traced.
           InvalidArgumentError: `fn` is not callable, or an argument is a `RemoteValue`.
         """
+        raise_deferred()
         check_function("fn", fn)
         check_call(args, kwargs, RemoteValue)
         return self._scheduler.schedule(fn, tuple(args or ()), kwargs or {})
@@ -110,6 +113,7 @@ class ClusterCoordinator:
         """
         with progress.shown(self.status, self._scheduler.num_done):
             self._scheduler.join()
+        raise_deferred()
 
     def done(self) -> bool:
         """Returns whether all scheduled steps are done, without waiting. May be called outside of scheduled steps.

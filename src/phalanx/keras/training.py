@@ -31,6 +31,7 @@ from phalanx.strategies.base import Strategy
 from phalanx.tracing import context
 from phalanx.tracing.scope import innermost
 from phalanx.tracing.strategy import Updates
+from phalanx.train import background
 from phalanx.typing import PyTree
 
 _WRITERS = (
@@ -139,6 +140,7 @@ class ModelTrainer:
                     if epochs > 0 and model.optimizer is not None:
                         model.optimizer.finalize_variable_values(model.trainable_weights)
                 hooks.on_train_end(logs=logs)
+        background.wait()  # A callback may have saved. Whoever gets the history can rely on it.
         return model.history
 
     def evaluate(

@@ -17,6 +17,7 @@ import phalanx
 from phalanx.coordinator import ClusterCoordinator, RemoteValue, experimental_get_current_worker_index
 from phalanx.errors import (
     CancelledError,
+    CheckpointError,
     ContextError,
     InvalidArgumentError,
     OutOfRangeError,
@@ -559,3 +560,14 @@ def test_logits_of_a_scheduled_step(calm):
         return keras.ops.binary_crossentropy(keras.ops.zeros(1), keras.ops.sigmoid(x))
 
     assert calm.schedule(loss, args=(np.float32([100.0]),)).fetch() == 100
+
+
+@pytest.mark.parametrize("call", [lambda c: c.schedule(lambda: 1), lambda c: c.join()], ids=["schedule", "join"])
+def test_failed_save_is_raised_by_the_next_call(calm, tmp_path, call):
+    """Scheduled steps run elsewhere, so the coordinator raises it."""
+    (tmp_path / "file").write_text("no folder")
+    phalanx.train.Checkpoint(x=1).save(tmp_path / "file" / "c")
+    phalanx.train.background._writing.join()
+    with pytest.raises(CheckpointError, match="file/c-1.safetensors"):
+        call(calm)
+    assert calm.schedule(lambda: 1).fetch() == 1

@@ -142,3 +142,15 @@ def test_wrong_arguments_are_refused(tmp_path):
             call(tmp_path / "c", 1)
     with pytest.raises(InvalidArgumentError, match="enable_async=1"):
         CheckpointOptions(enable_async=1)
+
+
+def test_error_in_the_background_is_raised_at_the_end_of_fit(tmp_path):
+    """A callback saves at the end of the last epoch. `fit` waits for the file."""
+    with phalanx.OneDeviceStrategy("cpu:0").scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    (tmp_path / "file").write_text("no folder")
+    checkpoint = Checkpoint(model=model)
+    saving = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: checkpoint.save(tmp_path / "file" / "c"))
+    with pytest.raises(CheckpointError, match="file/c-1.safetensors"):
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0, callbacks=[saving])
