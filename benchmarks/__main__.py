@@ -7,6 +7,7 @@ import functools
 from benchmarks import (
     against_tensorflow,
     all_reduce,
+    checkpoints,
     compile_time,
     endurance,
     fit,
@@ -41,6 +42,7 @@ BENCHMARKS = {
     "parameter_server": parameter_server.run,
     "parameter_server_memory": parameter_server_memory.run,
     "parameter_server_soak": parameter_server_soak.run,
+    "checkpoints": checkpoints.run,
     "soak": soak.run,
     "restarts": restarts.run,
     "kills": kills.run,
