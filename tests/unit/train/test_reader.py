@@ -71,8 +71,8 @@ def test_reads_a_save_of_this_program(tmp_path):
 
 def test_names_that_are_not_there(folder):
     """The nearest name is shown."""
-    with pytest.raises(CheckpointError, match=r"model/layers/0/kernal \(nearest: model/layers/0/kernel\)"):
-        load_variable(folder, "model/layers/0/kernal")
+    with pytest.raises(CheckpointError, match=r"model/layers/0/Kernel \(nearest: model/layers/0/kernel\)"):
+        load_variable(folder, "model/layers/0/Kernel")
     with pytest.raises(CheckpointError, match="there is no such file"):
         load_checkpoint(f"{folder}/ckpt-9")
 
