@@ -144,9 +144,11 @@ class BackupAndRestore(BatchCounter):
 
     @override
     def on_epoch_end(self, epoch: int, logs: PyTree = None) -> None:
-        """Saves at the end of each epoch, with `save_freq="epoch"`."""
+        """Saves at the end of each epoch, with `save_freq="epoch"`, or if SIGTERM came during validation."""
         if self._freq == "epoch" and not self._every_s:
             self._save()
+        if self._handler is not None:
+            self._handler.save_checkpoint_if_preempted()
 
     @override
     def on_train_end(self, logs: PyTree = None) -> None:

@@ -384,6 +384,21 @@ def test_fit_goes_on_after_sigterm(tmp_path):
     assert resumed.stdout.splitlines()[1] == "True"
 
 
+def test_fit_saves_after_a_notice_in_the_last_validation(tmp_path):
+    """No batch comes after it, and the training is not lost."""
+    with phalanx.MirroredStrategy(["cpu:0"]).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((8, 4), "float32")
+    killing = keras.callbacks.LambdaCallback()
+    killing.on_test_end = lambda logs=None: terminate()
+    backup = BackupAndRestore(tmp_path, save_freq=False, save_before_preemption=True)
+    with pytest.raises(SystemExit) as exited:
+        model.fit(x, x[:, :1], epochs=1, verbose=0, validation_data=(x, x[:, :1]), callbacks=[killing, backup])
+    assert exited.value.code == 42
+    assert latest_checkpoint(tmp_path).endswith("backup-1")
+
+
 def test_fit_in_another_thread(tmp_path):
     """`fit` itself may run in any thread, but not with this option."""
     strategy = phalanx.MirroredStrategy(["cpu:0"])
