@@ -133,7 +133,9 @@ def test_training_goes_on_after_sigterm(tmp_path, undisturbed, victims, mode, wo
         starts = sorted(int(n) for n in re.findall(r"^\[worker \d\] begins at (\d+)", done.stdout, re.M))
         assert starts[:workers] == [0] * workers
         assert len(set(starts[workers:])) == 1
-        assert starts[-1] > 11 + 3 if mode == "grace" else 11 <= starts[-1] <= 14
+        assert starts[-1] >= 11
+        # In the grace period the same processes save a second time.
+        assert [f.name for f in tmp_path.glob("checkpoints/*")] == [f"ckpt-{1 + (mode == 'grace')}.safetensors"]
         rows = [float(row) for file in tmp_path.glob("rows*") for row in file.read_text().split()]
         assert sorted(rows) == list(range(STEPS * BATCH))
 

@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import time
-from contextlib import suppress
 
 import pytest
 
@@ -145,12 +144,6 @@ class Processes:
 
     def __exit__(self, *_):
         for process in self.running:
-            # SIGTERM lets it write down what it has run, if this is being measured; one that was stopped is woken.
-            process.terminate()
-            process.send_signal(signal.SIGCONT)
-        for process in self.running:
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=DEADLINE_S)
             process.kill()
             process.communicate()
 
@@ -167,6 +160,33 @@ class Processes:
 def test_all_end_well():
     """Nobody is ended who has come to the end, one after the other."""
     with Processes("steps(3); own.leave(); time.sleep(0.5)", "steps(3); own.leave()", "steps(3); own.leave()") as three:
+        assert three.ends(0, 1, 2) == [(0, "")] * 3
+
+
+@pytest.mark.parametrize("asking", [0, 2])
+def test_all_act_at_one_point(asking):
+    """A request of any process reaches all, at the same point, while they pass points at different speeds."""
+    code = """
+point = 0
+while True:
+    point += 1
+    if point == 3 and {asks}:
+        own.sync_point.request(f"{{own.place.partition(' (')[0]}} must end")
+    if reason := own.reaches_sync_point():
+        break
+    time.sleep({pause})
+print(point, reason, flush=True)
+own.leave()
+while rank == 0 and not own.others_have_left:
+    time.sleep(0.01)
+print("left", flush=True)
+"""
+    codes = [code.format(asks=rank == asking, pause=0.01 * (rank + 1)) for rank in range(3)]
+    with Processes(*codes) as three:
+        said = [process.stdout.readline() for process in three.running]
+        assert len(set(said)) == 1
+        assert said[0].endswith(f" rank {asking} must end\n")
+        assert [process.stdout.readline() for process in three.running] == ["left\n"] * 3
         assert three.ends(0, 1, 2) == [(0, "")] * 3
 
 

@@ -213,7 +213,6 @@ def test_trains_on_in_the_grace_period(tmp_path, capfd):
             program.handler.save_checkpoint_if_preempted()
             time.sleep(0.01)
             assert time.monotonic() < sent + DEADLINE_S
-        assert 1 < time.monotonic() - sent < 4
         assert latest_checkpoint(tmp_path).endswith("ckpt-2")
         assert exits == [2]
         told = capfd.readouterr().err

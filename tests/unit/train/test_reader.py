@@ -120,7 +120,7 @@ def test_models_that_cannot_be_described_are_saved(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_command_line(folder, tmp_path):
+def test_commands_as_a_user_runs_them(folder, tmp_path):
     """Every command as a user runs it, with its exit code."""
     listed = run("ls", folder)
     assert [line.split()[0] for line in listed.stdout.splitlines()[1:]] == [
@@ -154,7 +154,7 @@ def test_list_of_a_folder(folder, capsys, tmp_path):
         COMMANDS["ls"](str(tmp_path / "none"))
 
 
-def test_contents(folder, capsys):
+def test_contents_of_a_checkpoint(folder, capsys):
     """Each array with shape, dtype and size; then the other values."""
     COMMANDS["show"](f"{folder}/ckpt-1")
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -164,7 +164,7 @@ def test_contents(folder, capsys):
     assert rows[-1][:2] == ["12", "arrays,"]
 
 
-def test_differences(tmp_path, capsys):
+def test_differences_of_two_checkpoints(tmp_path, capsys):
     """What is missing, what has another shape or dtype, and how far values are apart."""
     first = {
         "same": np.ones(2),
@@ -194,7 +194,7 @@ def test_differences(tmp_path, capsys):
     }
 
 
-def test_exports(folder, tmp_path, kernel):
+def test_exports_can_be_loaded(folder, tmp_path, kernel):
     """A model that Keras loads; and arrays that NumPy and safetensors load."""
     for name in ("m.keras", "m.npz", "m.safetensors"):
         assert COMMANDS["export"](folder, str(tmp_path / name), "") == 0
