@@ -1,5 +1,6 @@
 """Processes agree on a point between two steps: any order of messages and steps, and processes that end."""
 
+import threading
 from collections import deque
 
 import pytest
@@ -129,6 +130,21 @@ def test_process_that_ends_holds_nobody(lost):
     net.deliver((0, rest))
     assert not net.points[0].is_held
     assert [net.points[rank].is_reached() for rank in (0, rest)] == [WHY.format(0)] * 2
+
+
+def test_held_process_waits_for_the_answer():
+    """Its thread goes on when the answer comes, and acts at the point."""
+    net, acted = Net(2), []
+    net.points[0].request(WHY.format(0))
+    net.deliver((0, 1))
+    thread = threading.Thread(target=lambda: acted.append(net.points[1].is_reached()))
+    thread.start()
+    thread.join(timeout=0.2)
+    assert thread.is_alive()
+    net.deliver((1, 0))
+    net.deliver((0, 1))
+    thread.join()
+    assert acted == [WHY.format(0)]
 
 
 def test_without_rank_0_nobody_is_held():

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -21,8 +22,9 @@ pytestmark = pytest.mark.slow
 DEADLINE_S = 120.0
 STALL_S = 1.5
 MEMBER = """
-import json, os, sys, time
+import json, os, signal, sys, time
 from phalanx.cluster import watch
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 from phalanx.cluster.rollcall import call_roll
 addresses, rank = json.loads(sys.argv[1]), int(sys.argv[2])
 own = watch.start(addresses, rank, call_roll(addresses, rank, about="us", timeout_s=20), float(sys.argv[3]))
@@ -144,6 +146,12 @@ class Processes:
 
     def __exit__(self, *_):
         for process in self.running:
+            # SIGTERM lets it write down what it has run, if this is being measured; one that was stopped is woken.
+            process.terminate()
+            process.send_signal(signal.SIGCONT)
+        for process in self.running:
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=DEADLINE_S)
             process.kill()
             process.communicate()
 
