@@ -124,6 +124,18 @@ def test_env_without_devices(phalanx, environment):
     assert "\nvariables\n" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("ls", "none"), ("show", "none"), ("diff", "none", "other"), ("export", "none", "out.npz")],
+    ids=lambda a: a[0],
+)
+def test_checkpoint_that_is_not_there(phalanx, arguments):
+    """Every command says so, with the exit code of a wrong call. What they print otherwise is tested in unit/train."""
+    done = phalanx("checkpoint", *arguments)
+    assert done.returncode == 2
+    assert re.search(r"^phalanx: .*none[^§]*HINT: ", done.stderr)
+
+
 def test_doctor_passes_all_checks(phalanx, tmp_path):
     """Two processes of this machine pass all checks, and leave nothing in the shared folder."""
     (tmp_path / "shared").mkdir()
