@@ -88,7 +88,8 @@ def main() -> None:
         strategy = phalanx.MirroredStrategy(devices[:count])
         trainer = Trainer(strategy, args.width, args.layers, args.learning_rate, args.steps)
         phalanx.describe(strategy, console=console)
-        losses, tokens_per_s = train(trainer, train_files, args)
+        folder = args.out / f"checkpoints_{count}" if args.resume else None
+        losses, tokens_per_s = train(trainer, train_files, args, folder)
         held_out_loss = evaluate(trainer, held_out_files)
         trainings.append(Training(count, losses, tokens_per_s, held_out_loss, trainer.model.get_weights()))
 
@@ -197,8 +198,10 @@ class Block(keras.layers.Layer):
 # The loops: ordinary Python over distributed batches.
 
 
-def train(trainer: Trainer, files: Sequence[Path], args: argparse.Namespace) -> tuple[list[float], float]:
-    """Trains up to step `args.steps`. Returns the loss of each step, and the tokens per second."""
+def train(
+    trainer: Trainer, files: Sequence[Path], args: argparse.Namespace, folder: Path | None = None
+) -> tuple[list[float], float]:
+    """Trains up to step `args.steps`, and saves in a folder, if there is one. Returns the loss of each step, and the tokens per second."""
     windows = np.concatenate([windows_of(str(file)) for file in files])
     windows = np.random.default_rng(args.seed).permutation(windows)
     dataset = trainer.strategy.experimental_distribute_dataset(windows, batch_size=args.batch)
@@ -206,8 +209,8 @@ def train(trainer: Trainer, files: Sequence[Path], args: argparse.Namespace) -> 
     losses: list[float] = []
     state = phalanx.train.Checkpoint(model=trainer.model, optimizer=trainer.optimizer, iterator=iterator, losses=losses)
     state.timed_steps, state.seconds = 0, 0.0
-    manager = phalanx.train.CheckpointManager(state, checkpoints_of(trainer.strategy, args), max_to_keep=1)
-    if args.resume and (restored := manager.restore_or_initialize()):
+    manager = None if folder is None else phalanx.train.CheckpointManager(state, folder, max_to_keep=1)
+    if manager and (restored := manager.restore_or_initialize()):
         console.print(f"restored step {len(losses)} from {restored}")
     every = max(1, args.steps // 10)
     with training_progress(tokens_per_step=args.batch * WINDOW) as progress:
@@ -224,15 +227,12 @@ def train(trainer: Trainer, files: Sequence[Path], args: argparse.Namespace) -> 
             progress.update(task, advance=1, loss=losses[-1])
             if len(losses) == 1 or len(losses) % every == 0:
                 progress.console.print(f"step {len(losses):5d}   loss {np.mean(losses[-every:]):.4f}")
-            if args.resume and (len(losses) % args.save_every == 0 or len(losses) == args.steps):
+            if manager and (len(losses) % args.save_every == 0 or len(losses) == args.steps):
                 manager.save()
             start = now
-    manager.sync()
+    if manager:
+        manager.sync()
     return losses, state.timed_steps * args.batch * WINDOW / max(state.seconds, 1e-9)
-
-
-def checkpoints_of(strategy: phalanx.Strategy, args: argparse.Namespace) -> Path:
-    return args.out / f"checkpoints_{strategy.num_replicas_in_sync}"
 
 
 def evaluate(trainer: Trainer, files: Sequence[Path]) -> float:
