@@ -123,7 +123,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Played:
-    """What became of a job.
+    """The result of a job.
 
     Args:
       steps: how many steps it had at its end.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kills` trains in each process: a custom loop that saves every few steps and writes down what each step has seen."""
+"""The training that `kills` starts in each process: a custom loop that saves every few steps and logs the rows of each step."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def main() -> None:
         return strategy.reduce("SUM", strategy.run(replica_step, args=(rows,)), axis=None)
 
     # No row comes twice.
-    order = np.arange(_MOST_ROWS, dtype="int32") * 7919 % _MOST_ROWS
+    order = np.arange(_MOST_ROWS, dtype="int64") * 7919 % _MOST_ROWS
     iterator = iter(strategy.experimental_distribute_dataset(order.astype("float32"), batch_size=_BATCH))
     checkpoint = phalanx.train.Checkpoint(model=model, optimizer=optimizer, step=step, iterator=iterator)
     manager = phalanx.train.CheckpointManager(checkpoint, folder, max_to_keep=3)

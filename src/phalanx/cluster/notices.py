@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hears that this process will soon be ended: from SIGTERM, or from a function. Uses the standard library only."""
+"""Listens for notices that this process will soon be ended: SIGTERM, and the answer of a function. Uses the standard library only."""
 
 import os
 import select

@@ -9,6 +9,7 @@ this while the steps run. No step waits for a message unless a process is asked 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 
@@ -20,6 +21,7 @@ class SyncPoint:
       rank: rank of this process.
       others: ranks of the other processes.
       say: sends a message: on rank 0 to all others, on any other rank to rank 0.
+      waiting: returns a context for the time in which `is_reached` waits for the others.
 
     Example:
       >>> point = SyncPoint()
@@ -30,21 +32,21 @@ class SyncPoint:
     """
 
     def __init__(
-        self, rank: int = 0, others: Iterable[int] = (), say: Callable[[Mapping[str, Any]], None] = lambda message: None
+        self,
+        rank: int = 0,
+        others: Iterable[int] = (),
+        say: Callable[[Mapping[str, Any]], None] = lambda message: None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._rank, self._others, self._say = rank, set(others), say
+        self._rank, self._others, self._say, self._waiting = rank, set(others), say, waiting
         self._changed = threading.Condition()
         self._passed = 0
         self._counts: dict[int, int] = {}
         self._is_held = False
         # Points to come, with their reasons. There are two if rank 0 has passed the first and this process has not.
         self._agreed: deque[tuple[int, str]] = deque()
+        self._reason = ""
         self._first_reason: str | None = None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the next call of `is_reached` waits until the processes have agreed."""
-        return self._is_held
 
     @property
     def first_reason(self) -> str | None:
@@ -65,8 +67,9 @@ class SyncPoint:
     def is_reached(self) -> str | None:
         """Passes a point between two steps. Returns the reason to act there, or None to go on."""
         with self._changed:
-            while self._is_held:
-                self._changed.wait()
+            if self._is_held:
+                with self._waiting():
+                    self._changed.wait_for(lambda: not self._is_held)
             self._passed += 1
             if self._agreed and self._agreed[0][0] == self._passed:
                 return self._agreed.popleft()[1]

@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -65,7 +65,7 @@ class Watch(threading.Thread):
         now_s = time.monotonic()
         self._members = {r: Member(f"rank {r} ({addresses[r]})", now_s, now_s) for r in {rank, *lines}}
         self._rank, self._stall_s = rank, stall_s
-        self.sync_point = SyncPoint(rank, lines, self._say)
+        self.sync_point = SyncPoint(rank, lines, self._say, self._waiting)
         self._port = int(addresses[0].rpartition(":")[2])
         self._lines = {r: _Line(connection) for r, connection in lines.items()}
         self._tick_s = min(_TICK_S, stall_s / 4)
@@ -118,14 +118,12 @@ class Watch(threading.Thread):
             self._say({"asked": None})
             self.end(is_step=True, has_failed=True)
 
-    def reaches_sync_point(self) -> str | None:
-        """Passes a point between two steps. Returns the reason why all processes must act there, or None to go on."""
-        if not self.sync_point.is_held:
-            return self.sync_point.is_reached()
-        # Counts as waiting, so that a process that does not answer is named.
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Returns a context that counts as waiting for the others, so that a process that does not answer is named."""
         self.begin(is_step=False)
         try:
-            return self.sync_point.is_reached()
+            yield
         finally:
             self.end(is_step=False, has_failed=True)
 

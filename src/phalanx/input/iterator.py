@@ -43,7 +43,7 @@ _unused: set[int] = set()
 @contextmanager
 def not_yet_used(values: PyTree) -> Iterator[None]:
     """Returns a context in which iterators give the position before their last batch, if that batch is among `values`."""
-    _unused.update(map(id, jax.tree.leaves(values, is_leaf=is_distributed)))
+    _unused.update(_ids(values))
     try:
         yield
     finally:
@@ -238,7 +238,7 @@ class DistributedIterator(AbstractIterator):
           A dict of numbers, strings, lists and dicts.
         """
         state = self._state
-        if _unused and self._last is not None and _is_unused(self._last[0]):
+        if _unused and self._last is not None and _unused & _ids(self._last[0]):
             state = self._last[1]
         state = positions.marked(state, self._plan.source.facts)
         return positions.of_all_workers(state, self._topology.exchange) if self._plan.agreed else state
@@ -377,8 +377,8 @@ def require_outside_programs(asked: str) -> None:
         )
 
 
-def _is_unused(batch: PyTree) -> bool:
-    return any(id(leaf) in _unused for leaf in jax.tree.leaves(batch, is_leaf=is_distributed))
+def _ids(values: PyTree) -> set[int]:
+    return set(map(id, jax.tree.leaves(values, is_leaf=is_distributed)))
 
 
 def _shapes(batch: PyTree) -> list[tuple[int, ...]]:

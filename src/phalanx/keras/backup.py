@@ -152,10 +152,8 @@ class BackupAndRestore(BatchCounter):
 
     @override
     def on_train_end(self, logs: PyTree = None) -> None:
-        """Waits for the last backup, and deletes it."""
+        """Deletes the backup. `fit` waits for it otherwise."""
         assert self._manager is not None
-        assert self.progress is not None
-        self._manager.sync()
         if self._deletes:
             self._manager.delete_all()
 

@@ -23,7 +23,7 @@ class BatchCounter(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batches = self._first = 0
+        self.batches = self._before = self._first = 0
 
     @override
     def on_train_begin(self, logs: PyTree = None) -> None:
@@ -38,7 +38,11 @@ class BatchCounter(keras.callbacks.Callback):
     @override
     def on_train_batch_end(self, batch: int, logs: PyTree = None) -> None:
         """Counts the batches of a call, of which `batch` is the last."""
-        self.batches += batch + 1 - self._first
+        self._before, self.batches = self.batches, self.batches + batch + 1 - self._first
+
+    def _has_passed(self, every: int) -> bool:
+        """Returns whether the last call has reached or passed a multiple of `every` batches."""
+        return self.batches // every > self._before // every
 
 
 @final
@@ -67,9 +71,8 @@ class SyncCheck(BatchCounter):
     @override
     def on_train_batch_end(self, batch: int, logs: PyTree = None) -> None:
         """Checks the replicas if `every` batches have passed since the last check."""
-        before = self.batches
         super().on_train_batch_end(batch, logs)
-        if self.batches // self._every > before // self._every:
+        if self._has_passed(self._every):
             assert_in_sync(self.model)
 
     @override

@@ -12,7 +12,6 @@ from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.keras.callbacks import BatchCounter
 from phalanx.train import Checkpoint, CheckpointManager, load_checkpoint
 from phalanx.train.checkpoint import of_chief
-from phalanx.train.manager import numbered
 from phalanx.typing import PyTree
 
 
@@ -101,15 +100,14 @@ class ModelCheckpoint(BatchCounter):
         self._manager = CheckpointManager(self._checkpoint, self._dir, self._most, checkpoint_name="model")
         latest = of_chief(self._manager.latest_checkpoint or "")
         if latest:
-            self._checkpoint.save_counter.assign(numbered(self._dir, "model")[-1][0])
+            self._checkpoint.save_counter.assign(int(latest.rpartition("-")[2]))
             self.best = load_checkpoint(latest).values.get("best", self.best)
 
     @override
     def on_train_batch_end(self, batch: int, logs: PyTree = None) -> None:
         """Saves, if enough batches have passed."""
-        before = self.batches
         super().on_train_batch_end(batch, logs)
-        if self._every and self.batches // self._every > before // self._every:
+        if self._every and self._has_passed(self._every):
             self._save(logs or {})
 
     @override

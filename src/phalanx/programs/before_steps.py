@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is called before each step of a custom loop. Standard library only."""
+"""Functions that are called before each step of a custom loop. Uses the standard library only."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import keras
 import numpy as np
@@ -62,10 +62,10 @@ def show(path: str) -> int:
 
 def diff(first: str, second: str) -> int:
     """Prints how two checkpoints differ. Returns 1 if they do, else 0."""
-    a, b = load_checkpoint(first), load_checkpoint(second)
+    sides = [_Side(load_checkpoint(path)) for path in (first, second)]
     table = Table("name", first, second, "", box=None)
-    for name in sorted(_names(a) | _names(b)):
-        if (row := _difference(name, a, b)) is not None:
+    for name in sorted(set().union(*(side.names for side in sides))):
+        if (row := _difference(*(side.value(name) for side in sides))) is not None:
             table.add_row(name, *row)
     if not table.row_count:
         print("They are equal.")
@@ -133,48 +133,50 @@ def _export_model(call: str, path: str, reader: CheckpointReader, file: Path, na
     model.save(file)
 
 
-def _names(reader: CheckpointReader) -> set[str]:
-    return set(reader.get_variable_to_shape_map()) | set(reader.values)
+_MISSING = object()
 
 
-def _difference(name: str, a: CheckpointReader, b: CheckpointReader) -> tuple[str, str, str] | None:
+@final
+class _Side:
+    """One of two checkpoints that are compared. Its arrays are read one by one."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader, self._values = reader, reader.values
+        self.names = {*reader.get_variable_to_shape_map(), *self._values}
+
+    def value(self, name: str) -> Any:
+        """Returns an array or another value, or `_MISSING`."""
+        return self._reader.get_tensor(name) if self._reader.has_tensor(name) else self._values.get(name, _MISSING)
+
+
+def _difference(first: Any, second: Any) -> tuple[str, str, str] | None:
     """Returns what stands in the columns of the two checkpoints, and how far apart they are. None if nothing differs."""
-    first, second = _value(name, a), _value(name, b)
-    if first is None or second is None:
-        return _about(first), _about(second), "missing"
-    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        if first.shape != second.shape or first.dtype != second.dtype:
-            return _about(first), _about(second), "shape" if first.shape != second.shape else "dtype"
-        if first.tobytes() == second.tobytes():
-            return None
-        apart = np.abs(first.astype(np.float64) - second.astype(np.float64))
-        differ = int(np.count_nonzero(first != second))
-        return _about(first), _about(second), f"{differ} of {first.size} values, by up to {np.max(apart):.3g}"
-    return (
-        None if _short(first) == _short(second) and repr(first) == repr(second) else (_short(first), _short(second), "")
-    )
-
-
-def _value(name: str, reader: CheckpointReader) -> Any:
-    """Returns an array, or another value in a tuple, or None if there is neither."""
-    if reader.has_tensor(name):
-        return reader.get_tensor(name)
-    return (reader.values[name],) if name in reader.values else None
+    about = _about(first), _about(second)
+    if first is _MISSING or second is _MISSING:
+        return *about, "missing"
+    if not (isinstance(first, np.ndarray) and isinstance(second, np.ndarray)):
+        return None if repr(first) == repr(second) else (*about, "")
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return *about, "shape" if first.shape != second.shape else "dtype"
+    if first.tobytes() == second.tobytes():
+        return None
+    apart = np.abs(first.astype(np.float64) - second.astype(np.float64))
+    differ = int(np.count_nonzero(first != second))
+    return *about, f"{differ} of {first.size} values, by up to {np.max(apart):.3g}"
 
 
 def _about(value: PyTree) -> str:
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {value.shape}"
-    return "" if value is None else _short(value)
+    return "" if value is _MISSING else _short(value)
 
 
 def _short(value: PyTree) -> str:
     """Returns a value for a table."""
-    content = value[0] if isinstance(value, tuple) and len(value) == 1 else value
     try:
-        shown = json.dumps(content)
+        shown = json.dumps(value)
     except TypeError:
-        shown = repr(content)
+        shown = repr(value)
     return shown if len(shown) <= _WIDTH else f"{shown[: _WIDTH - 3]}..."
 
 

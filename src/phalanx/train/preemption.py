@@ -37,7 +37,6 @@ class _Cluster:
     def __init__(self) -> None:
         self._watch = watch.own()
         self.point = SyncPoint() if self._watch is None else self._watch.sync_point
-        self.pass_point = self.point.is_reached if self._watch is None else self._watch.reaches_sync_point
 
     @property
     def is_chief(self) -> bool:
@@ -57,7 +56,7 @@ class _Cluster:
 @final
 @dataclass(frozen=True)
 class TerminationConfig:
-    """What a `PreemptionCheckpointHandler` listens to and does. May be created in any context.
+    """Options of a `PreemptionCheckpointHandler`: the notices that it listens to, and what it does then. May be created in any context.
 
     Args:
       termination_watcher_fn: function without arguments that returns True if this process will be ended. A thread calls it once
@@ -249,7 +248,7 @@ class PreemptionCheckpointHandler:
         """
         self._began_s = self._began_s or time.monotonic()
         self._points += 1
-        reason = self._cluster.pass_point()
+        reason = self._cluster.point.is_reached()
         if reason is None:
             return
         require_between_steps("PreemptionCheckpointHandler")
@@ -323,7 +322,7 @@ def _manager_of(given: Checkpoint | CheckpointManager, directory: str | os.PathL
 
 @final
 class PreemptionWatcher:
-    """Hears that a process of the cluster will be ended, and keeps the message. Created in the main thread, outside all scopes.
+    """Listens for a notice that a process of the cluster will be ended, and keeps the message. Created in the main thread, outside all scopes.
 
     SIGTERM then no longer ends this process. It needs no `PreemptionCheckpointHandler`, which saves too.
 

@@ -66,7 +66,7 @@ class CheckpointReader:
 
     @property
     def values(self) -> dict[str, PyTree]:
-        """What is not an array, by name: numbers, text, positions in data, states of generators."""
+        """The values that are not arrays, by name: numbers, text, positions in data, states of generators."""
         values: dict[str, Any] = self._stored.notes["values"]
         return {name: text.decode(values[name], self._stored.array) for name in sorted(values)}
 

@@ -41,7 +41,7 @@ class Net:
 
     def step(self, rank):
         """Passes a point, if the process may, but no process is more than one step ahead of another: steps are collective."""
-        if not self.points[rank].is_held and self.passed[rank] <= min(self.passed):
+        if not self.points[rank]._is_held and self.passed[rank] <= min(self.passed):
             self.passed[rank] += 1
             reason = self.points[rank].is_reached()
             if reason:
@@ -77,7 +77,7 @@ def test_all_act_at_the_same_points(actions):
         else:
             {"step": net.step, "deliver": net.deliver}[action](what)
     net.settle()
-    assert not any(point.is_held for point in net.points)
+    assert not any(point._is_held for point in net.points)
     assert net.acted[0] == net.acted[1] == net.acted[2]
     assert bool(requests) == bool(net.acted[0])
     assert len(net.acted[0]) <= requests
@@ -105,14 +105,14 @@ def test_no_point_is_passed_before_the_answer():
         net.step(rank)
     net.points[2].request(WHY.format(2))
     net.deliver((2, 0))
-    assert net.points[0].is_held
+    assert net.points[0]._is_held
     net.deliver((0, 1))
     net.deliver((0, 2))
     net.deliver((1, 0))
-    assert net.points[0].is_held
+    assert net.points[0]._is_held
     net.deliver((2, 0))
-    assert not net.points[0].is_held
-    assert net.points[1].is_held
+    assert not net.points[0]._is_held
+    assert net.points[1]._is_held
     net.settle()
     assert net.acted == [[(3, WHY.format(2))]] * PROCESSES
 
@@ -125,10 +125,10 @@ def test_process_that_ends_holds_nobody(lost):
     rest = 3 - lost
     net.deliver((0, rest))
     net.deliver((rest, 0))
-    assert net.points[0].is_held
+    assert net.points[0]._is_held
     net.points[0].lose(lost)
     net.deliver((0, rest))
-    assert not net.points[0].is_held
+    assert not net.points[0]._is_held
     assert [net.points[rank].is_reached() for rank in (0, rest)] == [WHY.format(0)] * 2
 
 
@@ -152,6 +152,6 @@ def test_without_rank_0_nobody_is_held():
     net = Net()
     net.points[0].request(WHY.format(0))
     net.deliver((0, 1))
-    assert net.points[1].is_held
+    assert net.points[1]._is_held
     net.points[1].lose(0)
-    assert not net.points[1].is_held
+    assert not net.points[1]._is_held

@@ -180,7 +180,7 @@ while True:
     point += 1
     if point == 3 and {asks}:
         own.sync_point.request(f"{{own.place.partition(' (')[0]}} must end")
-    if reason := own.reaches_sync_point():
+    if reason := own.sync_point.is_reached():
         break
     time.sleep({pause})
 print(point, reason, flush=True)
