@@ -325,6 +325,23 @@ def test_metric_subclasses_still_reach_their_mixins():
     assert seen == ["mine"]
 
 
+def test_metrics_say_in_which_direction_they_are_better():
+    """Keras's `_direction`, also of the metrics inside of `CompileMetrics`."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(
+        "sgd",
+        "mse",
+        metrics=[
+            "accuracy",
+            "mean_absolute_error",
+            keras.metrics.MeanMetricWrapper(keras.losses.mean_squared_error, name="mine"),
+        ],
+    )
+    model.fit(np.ones((2, 2)), np.ones((2, 1)), verbose=0)
+    names = ("accuracy", "mean_absolute_error", "mine", "none")
+    assert [compat.better(model, name) for name in names] == ["max", "min", None, None]
+
+
 def test_own_metrics_weigh_padded_rows():
     """Also a metric that is defined after phalanx was imported."""
 
