@@ -326,7 +326,16 @@ def test_metric_subclasses_still_reach_their_mixins():
 
 
 def test_metrics_say_in_which_direction_they_are_better():
-    """Keras's `_direction`, also of the metrics inside of `CompileMetrics`."""
+    """Keras's `_direction`, also of the metrics inside of `CompileMetrics`; a metric of the user may have none."""
+
+    class Mine(keras.metrics.Metric):
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            """Counts nothing."""
+
+        def result(self):
+            """Always the same."""
+            return 0.0
+
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(
         "sgd",
@@ -334,7 +343,7 @@ def test_metrics_say_in_which_direction_they_are_better():
         metrics=[
             "accuracy",
             "mean_absolute_error",
-            keras.metrics.MeanMetricWrapper(keras.losses.mean_squared_error, name="mine"),
+            Mine(name="mine"),
         ],
     )
     model.fit(np.ones((2, 2)), np.ones((2, 1)), verbose=0)
