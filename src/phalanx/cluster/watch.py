@@ -74,6 +74,7 @@ class Watch(threading.Thread):
         self._verdict: Verdict | None = None
         self._is_told = threading.Event()
         self._settling = threading.Lock()
+        self._reporting = threading.RLock()
         self._agreed: set[str] = set()
         self._asked: Signature | None = None
         self._is_answered, self._difference = threading.Event(), None  # type: threading.Event, Difference | None
@@ -108,7 +109,7 @@ class Watch(threading.Thread):
         self._difference, self._asked = None, shortened(signature)
         self.begin(is_step=True)
         try:
-            self._say(self._progress() | {"asked": self._asked})
+            self._report(asked=self._asked)
             self._settle()
             while not self._is_answered.wait(self._tick_s) and self._verdict is None:
                 pass
@@ -152,12 +153,12 @@ class Watch(threading.Thread):
     def leave(self, *, is_told: bool = False) -> None:
         """Announces that the program of this process has finished. `is_told` says whether SIGTERM caused it."""
         self._has_left, self._is_told_to_end = True, is_told
-        self._say(self._progress())
+        self._report()
 
     def fail(self, end: str) -> None:
         """Announces that this process is about to end because of the error that `end` describes."""
         self._has_failed = True
-        self._say(self._progress() | {"end": end})
+        self._report(end=end)
         for line in self._lines.values():
             line.hang_up()
         self._hold_service()
@@ -179,7 +180,7 @@ class Watch(threading.Thread):
                 if now_s >= due_s:
                     due_s = now_s + self._tick_s
                     self._members[self._rank].hear(self._progress(), now_s)
-                    self._say(self._progress())
+                    self._report()
                 self._settle()
                 self._verdict = self._verdict or self._judged(began_s)
         self._act(self._verdict)
@@ -238,6 +239,11 @@ class Watch(threading.Thread):
             "has_left": self._has_left,
             "is_told": self._is_told_to_end,
         }
+
+    def _report(self, **more: Any) -> None:
+        """Sends the progress of this process. Two threads do, and an older report must not undo that it has left."""
+        with self._reporting:
+            self._say(self._progress() | more)
 
     def _say(self, message: Mapping[str, Any]) -> None:
         for line in self._lines.values():
@@ -348,6 +354,9 @@ class _Line:
 
     def __post_init__(self) -> None:
         self.connection.setblocking(False)
+        # A closing socket with unread data drops what Nagle's algorithm still holds back: a process that had just said
+        # that it leaves would count as killed (RFC 896; RFC 1122, section 4.2.2.13).
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def say(self, message: Mapping[str, Any]) -> None:
         # `hear` notices a closed connection. A stalled process accepts no more data.

@@ -8,13 +8,14 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 
 import pytest
 
 from phalanx.cluster.verdict import SIGTERM, Member, judge_presence, judge_progress
-from phalanx.cluster.watch import _connections_at, _Line
+from phalanx.cluster.watch import Watch, _connections_at, _Line
 from phalanx.launch.plan import free_ports
 
 pytestmark = pytest.mark.slow
@@ -418,3 +419,61 @@ def test_reset_connection_is_heard_as_closed():
         assert line.hear() == ([], False)
         line.hang_up()
         accepted.close()
+
+
+def test_last_word_arrives():
+    """What a process says right before it ends arrives, even if it has not read what it was told."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        own, (others, _) = socket.create_connection(server.getsockname()), server.accept()
+        leaving, staying = _Line(own), _Line(others)
+        for _ in range(20):
+            for sender, reader in ((leaving, staying), (staying, leaving)):
+                sender.say({"step": 1})
+                select.select([reader.connection], [], [], DEADLINE_S)
+                reader.hear()
+        staying.say({"step": 2})
+        select.select([own], [], [], DEADLINE_S)
+        for step in (3, 4, 5):
+            leaving.say({"step": step})
+        own.close()
+        heard, is_open = [], True
+        while is_open:
+            select.select([others], [], [], DEADLINE_S)
+            messages, is_open = staying.hear()
+            heard += messages
+        assert heard == [{"step": 3}, {"step": 4}, {"step": 5}]
+        others.close()
+
+
+def test_an_older_report_does_not_undo_that_a_process_has_left():
+    """The thread that reports each tick says nothing older than what `leave` has said, however late it comes to run."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        own, (others, _) = socket.create_connection(server.getsockname()), server.accept()
+        watch, heard = Watch(["127.0.0.1:1", "127.0.0.1:2"], 1, {0: own}, STALL_S), _Line(others)
+        is_between, may_go_on = threading.Event(), threading.Event()
+        say = watch._say
+
+        def late(message):
+            is_between.set()
+            may_go_on.wait(DEADLINE_S)
+            say(message)
+
+        watch._say = late
+        reporting = threading.Thread(target=watch._report)
+        reporting.start()
+        is_between.wait(DEADLINE_S)
+        watch._say = say
+        leaving = threading.Thread(target=watch.leave)
+        leaving.start()
+        leaving.join(0.2)
+        may_go_on.set()
+        for thread in (reporting, leaving):
+            thread.join(DEADLINE_S)
+        own.close()
+        messages, is_open = [], True
+        while is_open:
+            select.select([others], [], [], DEADLINE_S)
+            new, is_open = heard.hear()
+            messages += new
+        assert [message["has_left"] for message in messages] == [False, True]
+        others.close()
