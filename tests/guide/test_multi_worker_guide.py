@@ -4,12 +4,15 @@ This file is also the program of the workers, each of which leaves what the call
 """
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import phalanx  # isort: skip  (before Keras, whose backend it chooses)
@@ -32,7 +35,18 @@ Y = X.sum(axis=1, keepdims=True)
 def worker(folder):
     """Calls all snippets, and leaves in the folder what they return."""
     strategy = strategy_of_guide()
-    snippets = (whose_task, train_epoch, batch_sizes, dataset_of_function, losses_of_loop, fit, save, backed_up)
+    snippets = (
+        whose_task,
+        train_epoch,
+        batch_sizes,
+        dataset_of_function,
+        losses_of_loop,
+        fit,
+        save,
+        backed_up,
+        checkpointed,
+        preempted,
+    )
     found = {snippet.__name__: snippet(strategy, folder) for snippet in snippets}
     number = strategy.cluster_resolver.task_id
     (folder / f"{number}.pickle").write_bytes(pickle.dumps(found))
@@ -166,6 +180,99 @@ def backed_up(strategy, folder):
     return model.get_weights()
 
 
+NUM_EPOCHS, NUM_STEPS_PER_EPOCH = 3, 4
+
+
+class Ended(Exception):
+    """Stands for the end of the program, as the exit function of the handler raises it here."""
+
+
+def epochs(strategy, folder, *, handles_preemption=False):
+    """The tutorial of a custom loop on several workers: counters of epochs and steps are in the checkpoint too.
+
+    Args:
+      strategy: the strategy.
+      folder: where the chief saves.
+      handles_preemption: whether a handler calls the steps, instead of a save after each epoch.
+
+    Yields:
+      Loss, epoch and step of each step.
+    """
+    resolver = strategy.cluster_resolver
+    is_chief = resolver.task_type == "worker" and resolver.task_id == 0
+    write_dir = folder if is_chief else folder / f"workertemp_{resolver.task_id}"
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.set_weights([np.full((4, 1), 0.1), np.zeros(1)])
+        optimizer = keras.optimizers.Adam(0.05)
+        epoch = phalanx.Variable(0, trainable=False, dtype="int32", name="epoch")
+        step_in_epoch = phalanx.Variable(0, trainable=False, dtype="int32", name="step_in_epoch")
+
+    @phalanx.function
+    def train_step(iterator):
+        def step_fn(inputs):
+            with phalanx.GradientTape() as tape:
+                loss = phalanx.nn.compute_average_loss((model(inputs[0], training=True) - inputs[1]) ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return loss
+
+        return strategy.reduce(phalanx.ReduceOp.SUM, strategy.run(step_fn, args=(next(iterator),)), axis=None)
+
+    dataset = strategy.experimental_distribute_dataset([(X[i : i + 10], Y[i : i + 10]) for i in (0, 10, 20, 30)])
+    checkpoint = phalanx.train.Checkpoint(model=model, optimizer=optimizer, epoch=epoch, step_in_epoch=step_in_epoch)
+    if handles_preemption:
+        config = phalanx.experimental.TerminationConfig(exit_fn=end)
+        handler = phalanx.experimental.PreemptionCheckpointHandler(resolver, checkpoint, folder, config)
+        run = handler.run
+    else:
+        checkpoint_manager = phalanx.train.CheckpointManager(checkpoint, directory=write_dir, max_to_keep=1)
+        if latest_checkpoint := phalanx.train.latest_checkpoint(folder):
+            checkpoint.restore(latest_checkpoint)
+    while epoch.numpy() < NUM_EPOCHS:
+        iterator = iter(dataset)
+        for _ in range(int(step_in_epoch.numpy())):
+            next(iterator)
+        while step_in_epoch.numpy() < NUM_STEPS_PER_EPOCH:
+            loss = run(train_step, iterator) if handles_preemption else train_step(iterator)
+            yield float(loss), int(epoch), int(step_in_epoch)
+            step_in_epoch.assign_add(1)
+        epoch.assign_add(1)
+        step_in_epoch.assign(0)
+        if not handles_preemption:
+            checkpoint_manager.save()
+            checkpoint_manager.sync()
+            if not is_chief:
+                shutil.rmtree(write_dir, ignore_errors=True)
+    if handles_preemption:
+        handler.close()
+
+
+def end():
+    """What the handler calls after its save, instead of ending the process."""
+    raise Ended
+
+
+def checkpointed(strategy, folder):
+    """Stopped in the second epoch, and started again."""
+    folder = folder / "epochs"
+    first = list(itertools.islice(epochs(strategy, folder), NUM_STEPS_PER_EPOCH + 2))
+    return first, list(epochs(strategy, folder))
+
+
+def preempted(strategy, folder):
+    """SIGTERM reaches the second worker in the second epoch; both save at the same step, and are started again."""
+    first, folder = [], folder / "preempted"
+    with contextlib.suppress(Ended):
+        for loss, epoch, step in epochs(strategy, folder, handles_preemption=True):
+            first.append((loss, epoch, step))
+            if (epoch, step) == (1, 0) and strategy.cluster_resolver.task_id == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            # The notice travels while the others train on. This training would be over before it has arrived.
+            time.sleep(0.2)
+    return first, list(epochs(strategy, folder, handles_preemption=True))
+
+
 # What the test does: start the workers, and compare.
 
 
@@ -254,6 +361,36 @@ def test_backup_and_restore(found):
     model.fit(X, Y, epochs=3, batch_size=20, shuffle=False, verbose=0)
     for ours, theirs in zip(same_everywhere(found, "backed_up"), model.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "again"), [("checkpointed", 2), ("preempted", 0)])
+def test_counters_of_epochs_and_steps_are_restored(found, folder, name, again):
+    """A second start does again what was not saved, and nothing else, with the losses of one device."""
+    first, second = same_everywhere(found, name)
+    places = [(epoch, step) for epoch in range(NUM_EPOCHS) for step in range(NUM_STEPS_PER_EPOCH)]
+    expected = losses_of_adam(len(places))
+    assert 0 < len(second) < len(places), "it was not interrupted"
+    for steps, start in ((first, 0), (second, len(first) - again)):
+        assert [tuple(place) for _, *place in steps] == places[start : start + len(steps)]
+        np.testing.assert_allclose([loss for loss, *_ in steps], expected[start : start + len(steps)], rtol=1e-4)
+    assert len(first) - again + len(second) == len(places)
+    assert list(folder.rglob("workertemp_*")) == []
+
+
+def losses_of_adam(steps):
+    """The losses of the training above, computed with NumPy."""
+    weights, moments = np.array([[0.1]] * 4 + [[0.0]]), [0.0, 0.0]
+    losses = []
+    for number in range(steps):
+        rows = slice(number % 4 * 10, number % 4 * 10 + 10)
+        inputs = np.hstack([X[rows], np.ones((10, 1))])
+        errors = inputs @ weights - Y[rows]
+        losses.append(float(np.mean(errors**2)))
+        gradient = 2 * inputs.T @ errors / 10
+        moments = [0.9 * moments[0] + 0.1 * gradient, 0.999 * moments[1] + 0.001 * gradient**2]
+        rate = 0.05 * np.sqrt(1 - 0.999 ** (number + 1)) / (1 - 0.9 ** (number + 1))
+        weights = weights - rate * moments[0] / (np.sqrt(moments[1]) + 1e-7)
+    return losses
 
 
 def test_strategy_without_cluster_uses_local_devices():

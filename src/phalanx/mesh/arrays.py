@@ -17,6 +17,9 @@ from phalanx.typing import PyTree
 
 _ALIGNMENT = 64
 _SMALL_BYTES = 1 << 14
+_NARROW_BYTES = 4
+"""Numbers of this size fit, and need not be looked at."""
+
 _FLOAT32_MAX, _FLOAT64_MAX = float(np.finfo(np.float32).max), float(np.finfo(np.float64).max)
 # The smallest and largest number of each kind of dtype that JAX arrays can hold, without and with jax_enable_x64. With
 # it, only Python numbers can be too large.
@@ -233,7 +236,7 @@ def _too_large(value: Any) -> Any:
     """Returns a number that does not fit, or None."""
     kind = value.dtype.kind if hasattr(value, "dtype") else "i" if isinstance(value, int) else "f"
     limits = _LIMITS[_is_wide()].get(kind)
-    if limits is None or (isinstance(value, np.ndarray) and not value.size):
+    if limits is None or (isinstance(value, np.ndarray) and (not value.size or value.real.itemsize <= _NARROW_BYTES)):
         return None
     if not isinstance(value, np.ndarray):
         number = value.item() if isinstance(value, np.generic) else value

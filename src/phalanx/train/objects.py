@@ -108,7 +108,7 @@ class VariablePart(Part):
 
     @override
     def restore(self, path: str, stored: Stored) -> tuple[bool, Any]:
-        value = stored.array(path).astype(compat.dtype_of(self.variable))
+        value = stored.array(path).astype(compat.dtype_of(self.variable), copy=False)
         done = compat.set_first_value(self.variable, value)
         if done and path + REPLICAS in stored.names and policy_of(self.variable).on_read:
             keep_components(self.variable, stored.array(path + REPLICAS))
