@@ -86,7 +86,7 @@ def test_manager_keeps_three(trained):
     assert manager.latest_checkpoint == train.latest_checkpoint(folder) == manager.checkpoints[-1]
 
 
-def test_deferred_restoration(trained):
+def test_parts_are_restored_when_they_are_made(trained):
     """A part of the objects is restored with other objects around it, and one that comes later at once."""
     folder, _, _ = trained
     bias = phalanx.Variable(np.zeros(5, "float32"))
