@@ -152,7 +152,7 @@ class SidecarEvaluator:
             raise InputError(
                 f"SidecarEvaluator of {self._model.name!r} with {path}",
                 f"the checkpoint belongs to another model: {e}",
-                "create the model in the same way as the training program",
+                "create the model as in the training program, and compile it with the same optimizer, or with optimizer=None",
             ) from e
         return True
 

@@ -39,7 +39,7 @@ T = TypeVar("T")
 _busy = threading.Lock()
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass
 
 
@@ -322,7 +322,7 @@ class Checkpoint(Holder):
         call: str,
         name: Callable[[int], str],
         options: CheckpointOptions | None,
-        before: Callable[[], None] = _nothing,
+        before: Callable[[Path], None] = _nothing,
         after: Callable[[], None] = _nothing,
     ) -> str:
         """Saves the objects, with one more save in the counter.
@@ -331,7 +331,7 @@ class Checkpoint(Holder):
           call: the call of the user, for messages.
           name: returns the path for the number of this save.
           options: see `save`.
-          before: called on the chief before anything is saved.
+          before: called on the chief with the new file, before anything is saved.
           after: called in the background when the file is on the disk.
         """
         require_between_steps(call)
@@ -348,7 +348,7 @@ class Checkpoint(Holder):
         call: str,
         path: str,
         options: CheckpointOptions | None,
-        before: Callable[[], None] = _nothing,
+        before: Callable[[Path], None] = _nothing,
         after: Callable[[], None] = _nothing,
     ) -> str:
         _check_options(options)
@@ -358,7 +358,7 @@ class Checkpoint(Holder):
         def prepare() -> None:
             if is_chief:
                 background.wait()
-                before()
+                before(file)
                 refuse_existing(file)
 
         with _Call(call):

@@ -2,6 +2,7 @@
 """`CheckpointManager`: numbered checkpoints in one folder, of which it keeps the last ones."""
 
 import fcntl
+import functools
 import os
 import re
 import socket
@@ -244,8 +245,8 @@ class CheckpointManager:
           The path of the checkpoint. None if it saved nothing.
 
         Raises:
-          CheckpointError: an object cannot be saved, there is a checkpoint of this number, another program saves into the folder,
-            or an earlier save has failed.
+          CheckpointError: an object cannot be saved, there is a checkpoint of this number or a later one, another program saves into
+            the folder, or an earlier save has failed.
           ContextError: called in a replica function or a traced function.
           InvalidArgumentError: an argument has the wrong type.
         """
@@ -261,7 +262,7 @@ class CheckpointManager:
         def name(number: int) -> str:
             return str(self._directory / f"{self._name}-{number if checkpoint_number is None else checkpoint_number}")
 
-        path = self._checkpoint._save(call, name, options, self._occupy, self._delete_old)
+        path = self._checkpoint._save(call, name, options, functools.partial(self._prepare, call), self._delete_old)
         self._last_step = step
         return path
 
@@ -308,12 +309,20 @@ class CheckpointManager:
         """
         self._checkpoint.sync()
 
-    def _occupy(self) -> None:
+    def _prepare(self, call: str, new: Path) -> None:
         """Makes this process the only one that saves into the folder, and removes what a killed one has left unfinished.
 
         Raises:
-          CheckpointError: another process saves into the folder, or the folder cannot be written to.
+          CheckpointError: another process saves into the folder, the folder cannot be written to, or it has a later checkpoint.
         """
+        latest = next(reversed(numbered(self._directory, self._name)), None)
+        if latest is not None and int(_path_of(new).rpartition("-")[2]) < latest[0]:
+            raise CheckpointError(
+                f"{call} of {_path_of(new)}",
+                f"the folder contains {_path_of(latest[1])}, which would stay the latest checkpoint, and the new one would be the "
+                "first to be deleted.",
+                f"manager.restore_or_initialize() before the first save; or use another folder; or save({latest[0] + 1})",
+            )
         if self._is_first:
             occupy(self._directory)
             for unfinished in self._directory.glob(f".{self._name}-*.part"):

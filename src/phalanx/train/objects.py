@@ -5,6 +5,7 @@ The path of a part depends only on the program that creates the objects: on argu
 and on the names that layers give their own variables. It depends neither on the strategy nor on names that Keras generates.
 """
 
+import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -53,7 +54,13 @@ class Snapshot:
 
 
 class Part(ABC):
-    """A part of a checkpoint that has a value."""
+    """A part of a checkpoint that has a value.
+
+    Attributes:
+      changes: the object that `restore` changes in place. None if it returns another one.
+    """
+
+    changes: Any = None
 
     @abstractmethod
     def save(self, path: str, snapshot: Snapshot) -> None:
@@ -81,7 +88,7 @@ class VariablePart(Part):
     """A Keras variable."""
 
     def __init__(self, variable: Variable) -> None:
-        self.variable = variable
+        self.variable = self.changes = variable
 
     @override
     def save(self, path: str, snapshot: Snapshot) -> None:
@@ -121,6 +128,7 @@ class ArrayPart(Part):
 
     def __init__(self, array: Any) -> None:
         self.array = array
+        self.changes = array if isinstance(array, np.ndarray) and array.flags.writeable else None
 
     @override
     def save(self, path: str, snapshot: Snapshot) -> None:
@@ -146,7 +154,7 @@ class ArrayPart(Part):
             return True, jax.device_put(value, own.sharding) if isinstance(value, jax.Array) else jax.device_put(
                 value.astype(own.dtype), own.sharding
             )
-        if isinstance(own, np.ndarray) and own.flags.writeable:
+        if self.changes is not None:
             own[...] = value
             return True, own
         return True, own.dtype.type(value) if isinstance(own, np.generic) else value
@@ -158,6 +166,7 @@ class PlainPart(Part):
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        self.changes = value if isinstance(value, (list, dict)) else None
 
     @override
     def save(self, path: str, snapshot: Snapshot) -> None:
@@ -185,7 +194,7 @@ class StatePart(Part):
     """An object with `get_state` and `set_state`, such as an iterator. The state may contain arrays."""
 
     def __init__(self, get: Callable[[], Any], set_: Callable[[Any], object], owner: object) -> None:
-        self._get, self._set, self.owner = get, set_, owner
+        self._get, self._set, self.changes = get, set_, owner
 
     @override
     def save(self, path: str, snapshot: Snapshot) -> None:
@@ -200,7 +209,7 @@ class StatePart(Part):
     @override
     def restore(self, path: str, stored: Stored) -> tuple[bool, Any]:
         self._set(text.decode(stored.notes["values"][path], stored.array))
-        return True, self.owner
+        return True, self.changes
 
 
 def _kind(dtype: np.dtype) -> int:
@@ -231,20 +240,26 @@ class Flat(NamedTuple):
 
     Args:
       items: the path of each item within the value, and the item.
-      join: returns the value from its items. Lists and dicts are changed in place.
+      join: returns the value from its items. Lists and dicts are changed in place, unless they were met before.
     """
 
     items: list[tuple[str, Any]]
     join: Callable[[list[Any]], Any]
 
 
-def flatten(value: PyTree) -> Flat:
-    """Flattens lists, tuples, dicts and registered pytrees. Containers of plain values stay whole."""
-    children = None if text.is_plain(value) else _children(value)
+def flatten(value: PyTree, met: set[int]) -> Flat:
+    """Flattens lists, tuples, dicts and registered pytrees. Containers of plain values stay whole.
+
+    Args:
+      value: the value.
+      met: ids of the containers that were flattened before. One that was met gets a copy for its new items: in the program that
+        saved them, they may have become two, as the average of the weights that begins as the weights.
+    """
+    children = None if text.is_plain(value) else _children(value, met)
     if children is None:
         return Flat([("", value)], lambda items: items[0])
     names, values, join = children
-    parts = [flatten(v) for v in values]
+    parts = [flatten(v, met) for v in values]
 
     def joined(items: list[Any]) -> Any:
         rest = iter(items)
@@ -257,20 +272,23 @@ def flatten(value: PyTree) -> Flat:
 _Children = tuple[list[str], list[Any], Callable[[list[Any]], Any]]
 
 
-def _children(value: Any) -> _Children | None:
+def _children(value: Any, met: set[int]) -> _Children | None:
     """Returns names and values of the children of a container, and a function that puts other children in their place."""
+    if isinstance(value, (dict, list)):
+        own: Any = copy.copy(value) if id(value) in met else value
+        met.add(id(value))
     if isinstance(value, dict):
 
         def fill_dict(items: list[Any]) -> Any:
-            value.update(zip(list(value), items, strict=True))
-            return value
+            own.update(zip(list(own), items, strict=True))
+            return own
 
         return [quoted(k) for k in value], list(value.values()), fill_dict
     if isinstance(value, list):
 
         def fill_list(items: list[Any]) -> Any:
-            value[:] = items
-            return value
+            own[:] = items
+            return own
 
         return [str(i) for i in range(len(value))], list(value), fill_list
     if isinstance(value, tuple):

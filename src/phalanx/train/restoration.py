@@ -13,7 +13,7 @@ import keras
 
 from phalanx import compat
 from phalanx.compat import Variable
-from phalanx.errors import CheckpointMismatchError, PhalanxError
+from phalanx.errors import CheckpointMismatchError, InputError, PhalanxError
 from phalanx.programs.identity import IdentityMap
 from phalanx.train.objects import (
     REPLICAS,
@@ -71,14 +71,18 @@ def _children(owner: Any) -> Iterator[_Child]:
     if not isinstance(owner, Holder):
         yield from (_Child(name, value, None) for name, value in parts_of(owner))
         return
+    met: set[int] = set()
     if owner._root is not None:
-        yield from _items("", owner._root, functools.partial(setattr, owner, "_root"))
+        yield from _items("", owner._root, functools.partial(setattr, owner, "_root"), met)
     for name in owner._names():
-        yield from _items(name, getattr(owner, name), functools.partial(setattr, owner, name))
+        yield from _items(name, getattr(owner, name), functools.partial(setattr, owner, name), met)
 
 
-def _items(name: str, value: Any, replace: Callable[[Any], None]) -> Iterator[_Child]:
-    flat = flatten(value)
+def _items(name: str, value: Any, replace: Callable[[Any], None], met: set[int]) -> Iterator[_Child]:
+    try:
+        flat = flatten(value, met)
+    except RecursionError as e:
+        raise refuse_object(name, value, TypeError("it contains itself")) from e
     items = [item for _, item in flat.items]
     for i, (path, item) in enumerate(flat.items):
         yield _Child(under(name, path), item, _replacing(flat, items, i, replace))
@@ -185,13 +189,37 @@ class Restoration:
                 continue
             if names:
                 found.append((part, path, names, child.replace))
+        problems += self._one_for_several([(part, path) for part, path, *_ in found])
         if problems:
             raise self._refuse(problems)
         for part, path, names, replace in found:
             self._restore(part, path, names, replace)
 
+    def _one_for_several(self, found: list[tuple[Part, str]]) -> list[str]:
+        """Returns a problem for each object of the program that stands for several objects with different values."""
+        first: dict[int, str] = {}
+        problems = []
+        for part, path in found:
+            other = path if part.changes is None else first.setdefault(id(part.changes), path)
+            if other != path and self._contents_of(other) != self._contents_of(path):
+                problems.append(f"{other} and {path} are one object, and have different values in the checkpoint")
+        return problems
+
+    def _contents_of(self, path: str) -> tuple[str, list[bytes]]:
+        """Returns all that a checkpoint contains of one value, for a comparison."""
+        names = [n for n in self.stored.names if n == path or n.startswith((path + REPLICAS, f"{path}#"))]
+        value = json.dumps(self.stored.notes["values"].get(path))
+        return value.replace(json.dumps(path)[1:-1] + "#", "#"), [self.stored.array(n).tobytes() for n in sorted(names)]
+
     def _restore(self, part: Part, path: str, names: set[str], replace: Callable[[Any], None] | None) -> None:
-        is_done, value = part.restore(path, self.stored)
+        try:
+            is_done, value = part.restore(path, self.stored)
+        except InputError as e:  # The position of an iterator over other data.
+            raise CheckpointMismatchError(
+                f"the checkpoint {self.stored.file}",
+                f"{path} does not fit this program: {e.found}",
+                "use the data and the batch size of the program that saved it; or delete the checkpoint, to begin again",
+            ) from e
         if is_done:
             self._used |= {path, *names}
             if replace is not None:
@@ -204,7 +232,12 @@ class Restoration:
     def hear(self, owner: Any) -> None:
         """Restores the new variables of a Keras object."""
         place = self._places.get(owner)
-        self._resume(self._places.items() if place is None else [(owner, place)])
+        try:
+            self._resume(self._places.items() if place is None else [(owner, place)])
+        except BaseException:
+            # It would fail again whenever another object gets a variable.
+            _OPEN.remove(self)
+            raise
         if self in _OPEN and not (self._places.items() and self.unused()):
             _OPEN.remove(self)
 

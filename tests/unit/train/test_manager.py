@@ -111,9 +111,23 @@ def test_number_may_be_chosen(tmp_path, checkpoint):
 def test_numbers_sort_as_numbers(tmp_path, checkpoint):
     """10 comes after 9."""
     kept = CheckpointManager(checkpoint, tmp_path, None)
-    for number in (9, 10, 2):
+    for number in (2, 9, 10):
         kept.save(number, options=NOW)
     assert [path.rpartition("-")[2] for path in kept.checkpoints] == ["2", "9", "10"]
+
+
+def test_first_save_into_the_folder_of_a_longer_training(tmp_path, checkpoint):
+    """It would be deleted at once, or be older than what is there. Nothing is lost, and the counter stays."""
+    kept = CheckpointManager(checkpoint, tmp_path, 3)
+    for _ in range(5):
+        kept.save(options=NOW)
+    fresh = CheckpointManager(Checkpoint(step=keras.Variable(42)), tmp_path, 3)
+    with pytest.raises(CheckpointError, match=r"contains .*ckpt-5, which would stay.*\nHINT: manager.restore_or_init"):
+        fresh.save()
+    assert int(fresh.checkpoint.save_counter) == 0
+    assert [path.rpartition("-")[2] for path in kept.checkpoints] == ["3", "4", "5"]
+    fresh.restore_or_initialize()
+    assert fresh.save(options=NOW).endswith("ckpt-6")
 
 
 def test_two_programs_cannot_save_into_a_folder(tmp_path, checkpoint, run_python):
@@ -126,11 +140,11 @@ def test_two_programs_cannot_save_into_a_folder(tmp_path, checkpoint, run_python
     assert run_python(code).strip() == ""
     own = CheckpointManager(checkpoint, tmp_path, 5)
     own.restore_or_initialize()
-    own.save(options=NOW)
-    told = run_python(code.replace("(7)", "(8)"))
+    own.save(8, options=NOW)
+    told = run_python(code.replace("(7)", "(9)"))
     assert f"process {os.getpid()} on " in told
     assert "HINT: use another folder for each program" in told
-    assert names(tmp_path) == ["ckpt-2.safetensors", "ckpt-7.safetensors"]
+    assert names(tmp_path) == ["ckpt-7.safetensors", "ckpt-8.safetensors"]
 
 
 def test_what_a_killed_program_left_is_removed(tmp_path, checkpoint):

@@ -3,6 +3,8 @@
 import gc
 import weakref
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -194,3 +196,67 @@ def test_nothing_was_asked_for(tmp_path):
     status = Checkpoint(step=keras.Variable(0)).restore(None).expect_partial()
     with pytest.raises(CheckpointMismatchError, match=r"assert_consumed\(\) after restore\(None\)"):
         status.assert_consumed()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [lambda p: Checkpoint(params=p, ema=p), lambda p: Checkpoint(params=(p, [p]), ema=[p])],
+    ids=["attributes", "nested"],
+)
+def test_average_that_begins_as_the_weights(tmp_path, start):
+    """One dict of JAX arrays that has become two is two after a restore as well."""
+    make = lambda: start({"w": jnp.zeros(2)})  # noqa: E731
+    checkpoint = make()
+    checkpoint.ema = jax.tree.map(lambda w: w + 0.25, checkpoint.ema)
+    checkpoint.params = jax.tree.map(lambda w: w + 1, checkpoint.params)
+    path = checkpoint.write(tmp_path / "a")
+    restored = make()
+    restored.read(path).assert_consumed()
+    for name in ("params", "ema"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(restored, name), getattr(checkpoint, name))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: np.full(2, x),
+        lambda x: keras.Variable(float(x)),
+        lambda x: [x, x],
+        lambda x: np.random.default_rng(x),
+    ],
+    ids=["array", "variable", "list", "generator"],
+)
+def test_one_object_for_two_values_is_refused(tmp_path, make):
+    """An object that is changed in place cannot have both values. If they are equal, it can."""
+    one = make(3)
+    path = Checkpoint(first=make(1), second=make(2)).write(tmp_path / "a")
+    with pytest.raises(CheckpointMismatchError, match=r"first and second are one object.*Nothing was restored"):
+        Checkpoint(first=one, second=one).read(path)
+    path = Checkpoint(first=make(4), second=make(4)).write(tmp_path / "b")
+    Checkpoint(first=one, second=one).read(path).assert_consumed()
+
+
+def test_failed_restoration_of_later_variables_ends(tmp_path):
+    """The layer that does not fit is named once. Others can be made, and other checkpoints be written."""
+    built = layers.Dense(2)
+    built.build((None, 3))
+    path = Checkpoint(layer=built).write(tmp_path / "a")
+    other = layers.Dense(2)
+    checkpoint = Checkpoint(layer=other)
+    checkpoint.read(path)
+    with pytest.raises(CheckpointMismatchError, match="has the shape"):
+        other.build((None, 5))
+    layers.Dense(1).build((None, 2))
+    checkpoint.write(tmp_path / "b")
+    Checkpoint(layer=built).read(path).assert_consumed()
+
+
+def test_position_in_other_data_names_the_checkpoint(tmp_path):
+    """The batch size has changed since the checkpoint."""
+    strategy = phalanx.OneDeviceStrategy("cpu:0")
+    datasets = [np.split(np.arange(12.0), parts) for parts in (3, 4)]
+    first, second = (iter(strategy.experimental_distribute_dataset(d)) for d in datasets)
+    next(first)
+    path = Checkpoint(data=first).write(tmp_path / "a")
+    with pytest.raises(CheckpointMismatchError, match=r"data does not fit this program: the position belongs to other"):
+        Checkpoint(data=second).read(path)

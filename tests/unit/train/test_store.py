@@ -84,6 +84,27 @@ def test_truncated_file_is_refused(tmp_path, length):
         store.Stored(file)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_damaged_array_is_refused(tmp_path, dtype):
+    """One bit that has changed is enough."""
+    file = store.file_of(tmp_path / "a")
+    store.write(file, {"sound": np.ones(3), "damaged": np.ones(101, jnp.dtype(dtype))}, {"values": {}})
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 0x40
+    file.write_bytes(content)
+    stored = store.Stored(file)
+    np.testing.assert_array_equal(stored.array("sound"), np.ones(3))
+    with pytest.raises(CheckpointError, match=r"is damaged: damaged is not what was saved.\nHINT: restore an earlier"):
+        stored.array("damaged")
+
+
+def test_folder_instead_of_a_checkpoint(tmp_path):
+    """The hint is the line to write."""
+    store.write(store.file_of(tmp_path / "folder" / "ckpt-1"), {}, {"values": {}})
+    with pytest.raises(CheckpointError, match=r"HINT: it is a folder: phalanx.train.latest_checkpoint\('.*folder'\)"):
+        store.Stored(tmp_path / "folder")
+
+
 def test_foreign_files_are_refused(tmp_path):
     """Text, and arrays that Phalanx did not write."""
     (tmp_path / "text.safetensors").write_text("not a checkpoint, but a long text")
