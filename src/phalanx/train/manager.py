@@ -14,6 +14,7 @@ from typing import final
 import keras
 
 from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, shown
+from phalanx.train import background
 from phalanx.train.checkpoint import Checkpoint, CheckpointOptions, of_chief, require_between_steps
 from phalanx.train.store import SUFFIX
 
@@ -42,6 +43,8 @@ def _path_of(file: Path) -> str:
 def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: str | None = None) -> str | None:
     """Returns the path of the checkpoint with the largest number in a folder. May be called in any context.
 
+    A save of this process that is under way ends first.
+
     Args:
       checkpoint_dir: the folder.
       latest_filename: has no effect; for programs of tf.train.
@@ -50,6 +53,7 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: s
       The path, or None if there is none.
 
     Raises:
+      CheckpointError: a save has failed.
       InvalidArgumentError: `checkpoint_dir` is not a path.
 
     Source: tf.train.latest_checkpoint.
@@ -59,7 +63,9 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: s
       >>> phalanx.train.latest_checkpoint("no such folder") is None
       True
     """
-    found = numbered(arguments.path("checkpoint_dir", checkpoint_dir))
+    path = arguments.path("checkpoint_dir", checkpoint_dir)
+    background.wait()
+    found = numbered(path)
     return _path_of(found[-1][1]) if found else None
 
 
@@ -220,12 +226,13 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of the checkpoints that are on the disk, oldest first. May be called in any context."""
+        """The paths of the checkpoints, oldest first. May be called in any context. Waits until the last save is on the disk."""
+        self.sync()
         return [_path_of(file) for _, file in numbered(self._directory, self._name)]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the last checkpoint that is on the disk, or None. May be called in any context."""
+        """The path of the last checkpoint, or None. May be called in any context. Waits until the last save is on the disk."""
         return next(reversed(self.checkpoints), None)
 
     def save(

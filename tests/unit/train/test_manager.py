@@ -6,6 +6,7 @@ import threading
 import time
 
 import keras
+import numpy as np
 import pytest
 
 from phalanx import train
@@ -114,6 +115,18 @@ def test_numbers_sort_as_numbers(tmp_path, checkpoint):
     for number in (2, 9, 10):
         kept.save(number, options=NOW)
     assert [path.rpartition("-")[2] for path in kept.checkpoints] == ["2", "9", "10"]
+
+
+def test_latest_checkpoint_is_that_of_the_save_before(tmp_path):
+    """As in programs of tf.train, whose saves end before they return."""
+    checkpoint = Checkpoint(large=np.ones(5_000_000))
+    kept = CheckpointManager(checkpoint, tmp_path, 3)
+    for latest in (
+        lambda: kept.latest_checkpoint,
+        lambda: train.latest_checkpoint(tmp_path),
+        lambda: kept.checkpoints[-1],
+    ):
+        assert kept.save() == latest()
 
 
 def test_first_save_into_the_folder_of_a_longer_training(tmp_path, checkpoint):
