@@ -39,7 +39,7 @@ def train_step(net, example, optimizer):
 
 
 class Training:
-    """The objects of the guide's training, made anew by each start of the program."""
+    """The objects of the guide's training, created by each start of the program."""
 
     def __init__(self, folder):
         keras.utils.set_random_seed(7)

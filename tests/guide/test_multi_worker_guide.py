@@ -226,6 +226,7 @@ def epochs(strategy, folder, *, handles_preemption=False):
         handler = phalanx.experimental.PreemptionCheckpointHandler(resolver, checkpoint, folder, config)
         run = handler.run
     else:
+        run = lambda step, *args: step(*args)  # noqa: E731
         checkpoint_manager = phalanx.train.CheckpointManager(checkpoint, directory=write_dir, max_to_keep=1)
         if latest_checkpoint := phalanx.train.latest_checkpoint(folder):
             checkpoint.restore(latest_checkpoint)
@@ -234,7 +235,7 @@ def epochs(strategy, folder, *, handles_preemption=False):
         for _ in range(int(step_in_epoch.numpy())):
             next(iterator)
         while step_in_epoch.numpy() < NUM_STEPS_PER_EPOCH:
-            loss = run(train_step, iterator) if handles_preemption else train_step(iterator)
+            loss = run(train_step, iterator)
             yield float(loss), int(epoch), int(step_in_epoch)
             step_in_epoch.assign_add(1)
         epoch.assign_add(1)
@@ -249,7 +250,7 @@ def epochs(strategy, folder, *, handles_preemption=False):
 
 
 def end():
-    """What the handler calls after its save, instead of ending the process."""
+    """The handler calls this after its save, so that the process does not exit."""
     raise Ended
 
 

@@ -12,6 +12,7 @@ from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.keras.callbacks import BatchCounter
 from phalanx.train import Checkpoint, CheckpointManager, load_checkpoint
 from phalanx.train.checkpoint import of_chief
+from phalanx.train.manager import number_of
 from phalanx.typing import PyTree
 
 
@@ -100,7 +101,7 @@ class ModelCheckpoint(BatchCounter):
         self._manager = CheckpointManager(self._checkpoint, self._dir, self._most, checkpoint_name="model")
         latest = of_chief(self._manager.latest_checkpoint or "")
         if latest:
-            self._checkpoint.save_counter.assign(int(latest.rpartition("-")[2]))
+            self._checkpoint.save_counter.assign(number_of(latest))
             self.best = load_checkpoint(latest).values.get("best", self.best)
 
     @override

@@ -16,7 +16,7 @@ import keras
 from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, shown
 from phalanx.train import background
 from phalanx.train.checkpoint import Checkpoint, CheckpointOptions, of_chief, require_between_steps
-from phalanx.train.store import SUFFIX
+from phalanx.train.store import SUFFIX, path_of
 
 _LOCK = ".phalanx-checkpoints.lock"
 _HOUR_S = 3600.0
@@ -36,8 +36,9 @@ def numbered(directory: str | os.PathLike[str], name: str | None = None) -> list
     return sorted(found)
 
 
-def _path_of(file: Path) -> str:
-    return str(file).removesuffix(SUFFIX)
+def number_of(path: str) -> int:
+    """Returns the number at the end of the path of a checkpoint."""
+    return int(path.rpartition("-")[2])
 
 
 def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: str | None = None) -> str | None:
@@ -66,7 +67,7 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: s
     path = arguments.path("checkpoint_dir", checkpoint_dir)
     background.wait()
     found = numbered(path)
-    return _path_of(found[-1][1]) if found else None
+    return path_of(found[-1][1]) if found else None
 
 
 def checkpoints_iterator(
@@ -228,7 +229,7 @@ class CheckpointManager:
     def checkpoints(self) -> list[str]:
         """The paths of the checkpoints, oldest first. May be called in any context. Waits until the last save is on the disk."""
         self.sync()
-        return [_path_of(file) for _, file in numbered(self._directory, self._name)]
+        return [path_of(file) for _, file in numbered(self._directory, self._name)]
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -287,7 +288,6 @@ class CheckpointManager:
         Raises:
           CheckpointError, CheckpointMismatchError, ContextError: see `Checkpoint.restore`.
         """
-        self._checkpoint.sync()
         # The chief may see a checkpoint before the others do.
         latest = of_chief(self.latest_checkpoint or "")
         if not latest:
@@ -323,10 +323,10 @@ class CheckpointManager:
           CheckpointError: another process saves into the folder, the folder cannot be written to, or it has a later checkpoint.
         """
         latest = next(reversed(numbered(self._directory, self._name)), None)
-        if latest is not None and int(_path_of(new).rpartition("-")[2]) < latest[0]:
+        if latest is not None and number_of(path_of(new)) < latest[0]:
             raise CheckpointError(
-                f"{call} of {_path_of(new)}",
-                f"the folder contains {_path_of(latest[1])}, which would stay the latest checkpoint, and the new one would be the "
+                f"{call} of {path_of(new)}",
+                f"the folder contains {path_of(latest[1])}, which would stay the latest checkpoint, and the new one would be the "
                 "first to be deleted.",
                 f"manager.restore_or_initialize() before the first save; or use another folder; or save({latest[0] + 1})",
             )

@@ -7,7 +7,7 @@ from typing import Any, final
 import numpy as np
 
 from phalanx.errors import CheckpointError, arguments, shown
-from phalanx.train import background, text
+from phalanx.train import text
 from phalanx.train.manager import latest_checkpoint
 from phalanx.train.restoration import with_nearest
 from phalanx.train.store import Stored
@@ -96,7 +96,6 @@ def load_checkpoint(ckpt_dir_or_file: str | os.PathLike[str]) -> CheckpointReade
       {'epoch': 3}
     """
     path = arguments.path("ckpt_dir_or_file", ckpt_dir_or_file)
-    background.wait()
     return CheckpointReader(Stored(latest_checkpoint(path) or path))
 
 

@@ -234,11 +234,16 @@ class Restoration:
         place = self._places.get(owner)
         try:
             self._resume(self._places.items() if place is None else [(owner, place)])
-        except BaseException:
-            # It would fail again whenever another object gets a variable.
-            _OPEN.remove(self)
+        except PhalanxError:
+            # It would fail again whenever another object gets a variable. After Ctrl-C it may still succeed.
+            self._close()
             raise
-        if self in _OPEN and not (self._places.items() and self.unused()):
+        if not (self._places.items() and self.unused()):
+            self._close()
+
+    def _close(self) -> None:
+        """Stops waiting for new variables. `hear` may have been called within `hear`, and have done it already."""
+        if self in _OPEN:
             _OPEN.remove(self)
 
     def unused(self) -> list[str]:

@@ -421,8 +421,18 @@ def test_reset_connection_is_heard_as_closed():
         accepted.close()
 
 
+def heard_to_the_end(line):
+    """All messages of a connection, up to its end."""
+    heard, is_open = [], True
+    while is_open:
+        select.select([line.connection], [], [], DEADLINE_S)
+        messages, is_open = line.hear()
+        heard += messages
+    return heard
+
+
 def test_last_word_arrives():
-    """What a process says right before it ends arrives, even if it has not read what it was told."""
+    """The last messages of a process arrive, even if it closes the connection with unread messages."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         own, (others, _) = socket.create_connection(server.getsockname()), server.accept()
         leaving, staying = _Line(own), _Line(others)
@@ -436,12 +446,7 @@ def test_last_word_arrives():
         for step in (3, 4, 5):
             leaving.say({"step": step})
         own.close()
-        heard, is_open = [], True
-        while is_open:
-            select.select([others], [], [], DEADLINE_S)
-            messages, is_open = staying.hear()
-            heard += messages
-        assert heard == [{"step": 3}, {"step": 4}, {"step": 5}]
+        assert heard_to_the_end(staying) == [{"step": 3}, {"step": 4}, {"step": 5}]
         others.close()
 
 
@@ -470,10 +475,5 @@ def test_an_older_report_does_not_undo_that_a_process_has_left():
         for thread in (reporting, leaving):
             thread.join(DEADLINE_S)
         own.close()
-        messages, is_open = [], True
-        while is_open:
-            select.select([others], [], [], DEADLINE_S)
-            new, is_open = heard.hear()
-            messages += new
-        assert [message["has_left"] for message in messages] == [False, True]
+        assert [message["has_left"] for message in heard_to_the_end(heard)] == [False, True]
         others.close()

@@ -251,6 +251,44 @@ def test_failed_restoration_of_later_variables_ends(tmp_path):
     Checkpoint(layer=built).read(path).assert_consumed()
 
 
+class Fails:
+    """An object whose state cannot be restored the first time."""
+
+    def __init__(self, error):
+        self.error, self.state = error, 1
+
+    def get_state(self):
+        """A number."""
+        return self.state
+
+    def set_state(self, state):
+        """Fails once."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        self.state = state
+
+
+def test_restoration_goes_on_after_an_interrupt(tmp_path):
+    """Ctrl-C while a later object is restored does not make the rest forgotten."""
+    path = Checkpoint(a=Fails(None), w=keras.Variable(3.0)).write(tmp_path / "a")
+    checkpoint, later = Checkpoint(), keras.Variable(0.0)
+    checkpoint.read(path)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.a = Fails(KeyboardInterrupt())
+    checkpoint.w = later
+    assert float(later) == 3.0
+
+
+def test_failure_within_another_restoration_keeps_its_message(tmp_path):
+    """Restoring the number sets the attribute again, which restores the object beside it, which fails."""
+    path = Checkpoint(d={"a": 1, "b": Fails(None)}).write(tmp_path / "a")
+    checkpoint = Checkpoint()
+    checkpoint.read(path)
+    with pytest.raises(CheckpointMismatchError, match="b: fails"):
+        checkpoint.d = {"a": 0, "b": Fails(CheckpointMismatchError("b", "fails"))}
+
+
 def test_position_in_other_data_names_the_checkpoint(tmp_path):
     """The batch size has changed since the checkpoint."""
     strategy = phalanx.OneDeviceStrategy("cpu:0")
