@@ -115,7 +115,8 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
       >>> judge_progress([first, second], 9, stall_s=5).text
       'rank 1 stands still after step 7, and rank 0 has waited in step 8 for 8 s'
     """
-    still_s = now_s - max(m.moved_s for m in members)
+    moved_s = max(m.moved_s for m in members)
+    still_s = now_s - moved_s
     first = max(members, key=lambda m: (m.turn, m.is_inside))
     behind = [m for m in members if m.turn < first.turn]
     waited = f"{first.name} has waited in step {first.step} for {still_s:.0f} s"
@@ -126,7 +127,9 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
         return Verdict(
             f"{left[0].name} has ended its program after step {left[0].step}, and {waited}", hint=_SAME_STEPS
         )
-    if still_s <= stall_s:
+    # Nobody knows what a silent process has done since its last message: it must be named for its silence.
+    known_s = min([now_s, *(m.heard_s for m in members if not m.has_left)])
+    if known_s - moved_s <= stall_s:
         return None
     if behind:
         names, stand = ", ".join(m.name for m in behind), "stands" if len(behind) == 1 else "stand"

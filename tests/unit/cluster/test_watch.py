@@ -21,7 +21,7 @@ from phalanx.launch.plan import free_ports
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 120.0
-STALL_S = 1.5
+STALL_S = 3.0
 MEMBER = """
 import json, os, signal, sys, time
 from phalanx.cluster import watch
@@ -113,6 +113,15 @@ def test_progress_names_who_stands_still(known, said):
     verdict = judge_progress([member(rank, **each) for rank, each in enumerate(known)], 100.0, stall_s=60.0)
     assert (verdict and verdict.text.startswith(said)) if said else verdict is None
     assert verdict is None or not verdict.is_loss
+
+
+def test_a_silent_process_does_not_stand_still():
+    """What it has done since its last message is not known, so that nobody says that it makes no progress."""
+    members = [member(rank, turn=2, step=2, is_inside=True) for rank in range(3)]
+    members[1].heard_s = 59.0
+    assert judge_progress(members, 100.0, stall_s=60.0) is None
+    members[1].has_left = True
+    assert judge_progress(members, 100.0, stall_s=60.0).text.startswith("rank 0, rank 1, rank 2 cannot end step 2")
 
 
 def test_one_that_was_told_to_end_is_lost():
@@ -226,7 +235,7 @@ def test_one_is_stopped(culprit):
         for status, text in three.ends(*others):
             assert status == 75
             assert f"Phalanx: rank {culprit} (127.0.0.1:" in text
-            assert f"has said nothing for {STALL_S} s" in text
+            assert f"has said nothing for {STALL_S:g} s" in text
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -269,15 +278,6 @@ def test_one_leaves_early():
             assert status == 75
             assert "has ended its program after step 3, and rank 0 (127.0.0.1:" in text
             assert "\nHINT: call fit, evaluate, predict, run and reduce on all workers, with as many" in text
-
-
-def test_the_chief_was_held_up():
-    """After it was stopped itself it does not take the others for silent."""
-    with Processes("time.sleep(1.2); steps(1); own.leave()", *["steps(1); own.leave(); time.sleep(1)"] * 2) as three:
-        three.running[0].send_signal(signal.SIGSTOP)
-        time.sleep(0.5 * STALL_S)
-        three.running[0].send_signal(signal.SIGCONT)
-        assert [status for status, _ in three.ends(0, 1, 2)] == [0, 0, 0]
 
 
 AGREE = "print(own.agree({'argument': [%s]}), flush=True); own.leave(); time.sleep(1)"
@@ -348,13 +348,14 @@ def test_watch_uses_little_processor_time():
 
 def test_one_that_was_stopped_accuses_nobody():
     """Awake again, it hears what was said meanwhile before it judges."""
-    short = MEMBER.replace("float(sys.argv[3])", "60.0 if rank else 3.0")
-    ours, theirs = "time.sleep(9); own.leave()", "time.sleep(9); own.leave()"
-    with Processes(ours, theirs, member=short) as two:
+    ours, theirs = f"time.sleep({3 * STALL_S}); own.leave()", "own.leave(); print('left', flush=True); time.sleep(600)"
+    with Processes(ours, theirs, member=MEMBER.replace("float(sys.argv[3])", f"600.0 if rank else {STALL_S}")) as two:
         two.running[0].send_signal(signal.SIGSTOP)
-        time.sleep(5)
+        # Nothing that the other one says from here on depends on the load of the machine: it has left.
+        assert two.running[1].stdout.readline() == "left\n"
+        time.sleep(1.5 * STALL_S)
         two.running[0].send_signal(signal.SIGCONT)
-        assert two.ends(0, 1) == [(0, ""), (0, "")]
+        assert two.ends(0) == [(0, "")]
 
 
 def test_a_death_is_told_at_once():
