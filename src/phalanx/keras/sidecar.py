@@ -8,14 +8,17 @@ import threading
 import time
 import zipfile
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import keras
+from typing_extensions import override
 
 from phalanx import compat
 from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, arguments
 from phalanx.keras.callbacks import Callbacks
 from phalanx.train import Checkpoint, list_variables
+from phalanx.train.objects import parts_of
+from phalanx.train.restoration import Holder
 from phalanx.train.store import SUFFIX
 from phalanx.typing import PyTree
 
@@ -32,7 +35,7 @@ class SidecarEvaluator:
     checkpoints, it evaluates the newest. It retries a checkpoint that it cannot read, because the file may be incomplete.
 
     Args:
-      model: a compiled model with the structure of the trained one, of any strategy or none.
+      model: a compiled model with the structure of the trained one, of any strategy or none. Its optimizer does not matter.
       data: validation data as in `fit`: `(x, y)`, `(x, y, sample_weight)`, or a dataset.
       checkpoint_dir: folder of the checkpoints. It may be created later.
       steps: number of batches to evaluate. None for all.
@@ -90,6 +93,7 @@ class SidecarEvaluator:
         self._max_evaluations, self._stop_at_step = max_evaluations, stop_at_step
         self._callbacks, self._poll_s, self._timeout_s = callbacks, poll_s, timeout_s
         self._stopped = threading.Event()
+        self._step = 0
 
     def start(self) -> list[dict[str, float]]:
         """Evaluates new checkpoints until a limit is reached or `stop` is called.
@@ -140,9 +144,10 @@ class SidecarEvaluator:
             optimizer.build(self._model.trainable_variables)
         try:
             if name.endswith(SUFFIX):
-                _restore(self._model, path)
+                self._step = _restore(self._model, path)
             else:
                 self._model.load_weights(os.fspath(path))
+                self._step = 0 if optimizer is None else int(optimizer.iterations)
         except (OSError, KeyError, EOFError, zipfile.BadZipFile) as e:
             _log.info("SidecarEvaluator: cannot read %s, will retry (%s)", path, e)
             return False
@@ -152,7 +157,7 @@ class SidecarEvaluator:
             raise InputError(
                 f"SidecarEvaluator of {self._model.name!r} with {path}",
                 f"the checkpoint belongs to another model: {e}",
-                "create the model as in the training program, and compile it with the same optimizer, or with optimizer=None",
+                "create the model as in the training program",
             ) from e
         return True
 
@@ -160,9 +165,8 @@ class SidecarEvaluator:
         x, y, sample_weight = compat.unpacked(self._data)
         given = {"y": y, "sample_weight": sample_weight, "steps": self._steps, "callbacks": self._callbacks}
         logs = self._model.evaluate(x, **given, verbose=0, return_dict=True)
-        step = 0 if self._model.optimizer is None else int(self._model.optimizer.iterations)
-        _log.info("SidecarEvaluator: %s, step %d: %s", name, step, logs)
-        return {"step": step, **{key: float(value) for key, value in logs.items()}}
+        _log.info("SidecarEvaluator: %s, step %d: %s", name, self._step, logs)
+        return {"step": self._step, **{key: float(value) for key, value in logs.items()}}
 
     def _is_last(self, name: str, results: list[dict[str, float]]) -> bool:
         if self._stop_at_step is not None and results[-1]["step"] >= self._stop_at_step:
@@ -172,8 +176,11 @@ class SidecarEvaluator:
         return self._max_evaluations is not None and number >= self._max_evaluations
 
 
-def _restore(model: keras.Model, path: Path) -> None:
-    """Restores the model, and its optimizer, from a checkpoint in which it is called `model`.
+def _restore(model: keras.Model, path: Path) -> int:
+    """Restores the model, without the slots of its optimizer, from a checkpoint in which it is called `model`.
+
+    Returns:
+      The number of steps of the optimizer, or 0 if the checkpoint contains none.
 
     Raises:
       CheckpointError: the checkpoint does not contain such a model.
@@ -186,4 +193,27 @@ def _restore(model: keras.Model, path: Path) -> None:
             f"it contains no object of the name 'model', but {found}.",
             "phalanx.train.Checkpoint(model=model, ...) in the training program",
         )
-    Checkpoint(model=model, optimizer=model.optimizer).read(path)
+    # Another optimizer has other slots, and evaluation needs none. Of an optimizer with a loss scale, the one within counts the steps.
+    outer, inner = keras.Variable(0, dtype="int32"), keras.Variable(0, dtype="int32")
+    optimizer = _Parts({"variables/0": outer, "inner_optimizer": _Parts({"variables/0": inner})})
+    weights = _Parts({**dict(parts_of(model)), "optimizer": optimizer})
+    Checkpoint(model=weights, optimizer=optimizer).read(path)
+    step = max(int(outer), int(inner))
+    if model.optimizer is not None:
+        model.optimizer.iterations.assign(step)  # TensorBoard reads it.
+    return step
+
+
+class _Parts(Holder):
+    """What is restored of an object.
+
+    Args:
+      parts: the parts by their paths in the checkpoint.
+    """
+
+    def __init__(self, parts: dict[str, Any]) -> None:
+        vars(self).update(parts)
+
+    @override
+    def _names(self) -> list[str]:
+        return list(vars(self))

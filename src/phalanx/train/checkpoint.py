@@ -216,6 +216,7 @@ class Checkpoint(Holder):
             )
         self._root = root
         self._counter: keras.Variable | None = None
+        self._path: str | None = None  # Of the last save or restoration.
         for name, value in objects.items():
             setattr(self, name, value)
 
@@ -369,6 +370,7 @@ class Checkpoint(Holder):
                 background.submit(functools.partial(_finish, file, snapshot, after))
                 if options is not None and not options.enable_async:
                     background.wait()
+        self._path = path
         return path
 
     def _read(self, method: str, path: Any, options: CheckpointOptions | None) -> CheckpointStatus:
@@ -382,7 +384,9 @@ class Checkpoint(Holder):
             if method == "restore":
                 _ = self.save_counter  # Created, so that it is restored.
             stored = _together(_topology(), call, path, lambda: Stored(path))
-            return CheckpointStatus(Restoration(self, stored), self)
+            status = CheckpointStatus(Restoration(self, stored), self)
+            self._path = path
+            return status
 
 
 def _finish(file: Path, snapshot: Snapshot, after: Callable[[], None]) -> None:

@@ -26,6 +26,14 @@ _KIND = {".npz": "arrays", ".safetensors": "arrays", ".keras": "model"}
 
 def ls(folder: str) -> int:
     """Prints the checkpoints of a folder, oldest first. Returns the exit code."""
+    call, hint = f"phalanx checkpoint ls {folder}", "the folder of a CheckpointManager"
+    if not Path(folder).is_dir():
+        is_file = Path(folder).exists()
+        raise CheckpointError(
+            call,
+            "it is a file." if is_file else "there is no such folder.",
+            f"phalanx checkpoint show {folder}" if is_file else hint,
+        )
     table = Table("checkpoint", "saved", "size", "arrays", box=None)
     found = numbered(folder)
     for _, file in found:
@@ -37,9 +45,7 @@ def ls(folder: str) -> int:
             arrays = "cannot be read"
         table.add_row(str(file), saved, _size(status.st_size), arrays)
     if not found:
-        raise CheckpointError(
-            f"phalanx checkpoint ls {folder}", "the folder contains no checkpoint.", "the folder of a CheckpointManager"
-        )
+        raise CheckpointError(call, "the folder contains no checkpoint.", hint)
     _print(table)
     return 0
 
@@ -49,7 +55,7 @@ def show(path: str) -> int:
     reader = load_checkpoint(path)
     dtypes, total = reader.get_variable_to_dtype_map(), 0
     table = Table("name", "shape", "dtype", "size", box=None)
-    for name, shape in reader.get_variable_to_shape_map().items():
+    for name, shape in sorted(reader.get_variable_to_shape_map().items(), key=lambda item: _order(item[0])):
         size = int(np.prod(shape, dtype=np.int64)) * dtypes[name].itemsize
         total += size
         table.add_row(name, str(tuple(shape)), str(dtypes[name]), _size(size))
@@ -64,7 +70,7 @@ def diff(first: str, second: str) -> int:
     """Prints how two checkpoints differ. Returns 1 if they do, else 0."""
     sides = [_Side(load_checkpoint(path)) for path in (first, second)]
     table = Table("name", first, second, "", box=None)
-    for name in sorted(set().union(*(side.names for side in sides))):
+    for name in sorted(set().union(*(side.names for side in sides)), key=_order):
         if (row := _difference(*(side.value(name) for side in sides))) is not None:
             table.add_row(name, *row)
     if not table.row_count:
@@ -89,9 +95,13 @@ def export(path: str, output: str, name: str) -> int:
     reader, file = load_checkpoint(path), Path(output)
     call = f"phalanx checkpoint export {path} {output}"
     if file.suffix not in _KIND:
-        raise InvalidArgumentError(call, "the name must end with .npz, .safetensors or .keras.", f"{output}.npz")
+        raise InvalidArgumentError(
+            call, "the name must end with .npz, .safetensors or .keras.", str(file.with_suffix(".npz"))
+        )
     if file.exists():
         raise CheckpointError(call, "the file exists already.", "another name, or delete the file")
+    if not file.parent.is_dir():
+        raise CheckpointError(call, f"there is no folder {file.parent}.", f"mkdir -p {file.parent}")
     if _KIND[file.suffix] == "model":
         _export_model(call, path, reader, file, name)
     else:
@@ -163,6 +173,11 @@ def _difference(first: Any, second: Any) -> tuple[str, str, str] | None:
     apart = np.abs(first.astype(np.float64) - second.astype(np.float64))
     differ = int(np.count_nonzero(first != second))
     return *about, f"{differ} of {first.size} values, by up to {np.max(apart):.3g}"
+
+
+def _order(name: str) -> list[tuple[int, str]]:
+    """Returns what names are sorted by: `variables/2` comes before `variables/10`."""
+    return [(int(part) if part.isdigit() else -1, part) for part in name.split("/")]
 
 
 def _about(value: PyTree) -> str:

@@ -245,7 +245,8 @@ class CheckpointManager:
         """Saves a checkpoint. Call it outside replica functions, in all processes.
 
         Args:
-          checkpoint_number: the number for the name. None for the next value of `checkpoint.save_counter`.
+          checkpoint_number: the number for the name. None for the next value of `checkpoint.save_counter`; or, if the checkpoint that was
+            last saved here or restored from here has a larger number, for the number after it.
           check_interval: whether to save nothing before `checkpoint_interval` steps have passed since the last save.
           options: None for the default.
 
@@ -267,12 +268,20 @@ class CheckpointManager:
         if check_interval and not self._is_due(step):
             return None
 
-        def name(number: int) -> str:
-            return str(self._directory / f"{self._name}-{number if checkpoint_number is None else checkpoint_number}")
+        def name(count: int) -> str:
+            number = max(count, self._last_number() + 1) if checkpoint_number is None else checkpoint_number
+            return str(self._directory / f"{self._name}-{number}")
 
         path = self._checkpoint._save(call, name, options, functools.partial(self._prepare, call), self._delete_old)
         self._last_step = step
         return path
+
+    def _last_number(self) -> int:
+        """Returns the number of the checkpoint that was last saved or restored, if it is one of this manager; else 0."""
+        # All processes made the same calls, so they agree without looking into the folder, where a save may be under way.
+        path = Path(self._checkpoint._path or "")
+        match = re.fullmatch(rf"{re.escape(self._name)}-(\d+)", path.name.removesuffix(SUFFIX))
+        return int(match[1]) if match is not None and path.parent == self._directory else 0
 
     def _is_due(self, step: int | None) -> bool:
         if step is None or self._last_step is None or self._interval is None:

@@ -219,7 +219,7 @@ class PreemptionCheckpointHandler:
             before_steps.hooks.remove(self._pass)
 
     def close(self) -> None:
-        """Stops listening, so that SIGTERM ends this process as before. May be called in the main thread."""
+        """Stops listening, so that SIGTERM ends this process as before. `run` then only calls its function. May be called in the main thread."""
         self._notices.close()
         if self._timer is not None:
             self._timer.cancel()

@@ -63,6 +63,29 @@ def test_results_are_those_of_phalanx_checkpoints(evaluator, tmp_path, name):
         same(result, {"accuracy": expected["accuracy"], "loss": expected["loss"], "step": epoch * STEPS})
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop", None])
+def test_optimizer_of_the_evaluator_does_not_matter(evaluator, tmp_path, optimizer, wrapped):
+    """`compile` without one takes another. The step is that of the training, also within a loss scale."""
+    adam = keras.optimizers.Adam(0.05)
+    chosen = keras.optimizers.LossScaleOptimizer(adam) if wrapped else adam
+    trained = under(replicas(2), compiled(metrics=["accuracy"], optimizer=lambda: chosen))
+    trained.fit(X, Y, **FIT, callbacks=[phalanx.keras.ModelCheckpoint(tmp_path / "saved")])
+    model = under(replicas(3), compiled(metrics=["accuracy"], optimizer=lambda: optimizer))
+    (result,) = phalanx.keras.SidecarEvaluator(model, (X, Y), tmp_path / "saved", max_evaluations=1, **QUICK).start()
+    same(result, {**trained.evaluate(X, Y, verbose=0, return_dict=True), "step": STEPS})
+    assert optimizer is None or int(model.optimizer.iterations) == STEPS
+
+
+def test_phalanx_checkpoint_of_another_model(evaluator, tmp_path):
+    """The error names the variable."""
+    other = keras.Sequential([keras.Input((9,)), keras.layers.Dense(2)])
+    phalanx.train.Checkpoint(model=other).save(tmp_path / "saved" / "ckpt")
+    phalanx.train.Checkpoint().sync()
+    with pytest.raises(InputError, match=r"another model: [^§]*model/layers/0/kernel"):
+        evaluator().start()
+
+
 def test_phalanx_checkpoint_without_the_model(evaluator, tmp_path):
     """The model must have the name that the evaluator looks for."""
     trained = under(replicas(2), ACCURATE)

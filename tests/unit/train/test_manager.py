@@ -109,6 +109,35 @@ def test_number_may_be_chosen(tmp_path, checkpoint):
     assert int(checkpoint.save_counter) == 1
 
 
+def test_number_follows_a_chosen_one(tmp_path, checkpoint):
+    """As a handler saves, after the program has saved with the numbers of its steps. Also after a restart, however it restores."""
+    kept = CheckpointManager(checkpoint, tmp_path, None)
+    kept.save(100, options=NOW)
+    assert kept.save(options=NOW) == str(tmp_path / "ckpt-101")
+    again = CheckpointManager(Checkpoint(step=keras.Variable(0)), tmp_path, None)
+    again.restore_or_initialize()
+    assert again.save(options=NOW) == str(tmp_path / "ckpt-102")
+    by_hand = CheckpointManager(Checkpoint(step=keras.Variable(0)), tmp_path, None)
+    by_hand.checkpoint.restore(by_hand.latest_checkpoint)
+    assert by_hand.save(options=NOW) == str(tmp_path / "ckpt-103")
+    other = CheckpointManager(by_hand.checkpoint, tmp_path, None, checkpoint_name="other")
+    assert other.save(options=NOW) == str(tmp_path / "other-5")
+
+
+def test_damaged_checkpoint_names_the_one_before(tmp_path, checkpoint):
+    """The HINT is the line to write."""
+    kept = CheckpointManager(checkpoint, tmp_path, None)
+    for _ in range(3):
+        kept.save(options=NOW)
+    (tmp_path / "ckpt-3.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=r"HINT: checkpoint.restore\('.*ckpt-2'\), or delete the damaged file"):
+        kept.restore_or_initialize()
+    for number in (1, 2):
+        (tmp_path / f"ckpt-{number}.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="HINT: delete it, to begin again; the folder contains no other"):
+        kept.restore_or_initialize()
+
+
 def test_numbers_sort_as_numbers(tmp_path, checkpoint):
     """10 comes after 9."""
     kept = CheckpointManager(checkpoint, tmp_path, None)

@@ -151,8 +151,24 @@ def test_list_of_a_folder(folder, capsys, tmp_path):
     (tmp_path / "ckpt-1.safetensors").write_bytes(b"torn")
     COMMANDS["ls"](str(tmp_path))
     assert "cannot be read" in capsys.readouterr().out
+    for path, message in (
+        (tmp_path / "none", "there is no such folder"),
+        (tmp_path / "ckpt-1.safetensors", r"it is a file.\nHINT: phalanx checkpoint show "),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            COMMANDS["ls"](str(path))
+    (tmp_path / "ckpt-1.safetensors").unlink()
     with pytest.raises(CheckpointError, match="contains no checkpoint"):
-        COMMANDS["ls"](str(tmp_path / "none"))
+        COMMANDS["ls"](str(tmp_path))
+
+
+def test_names_are_sorted_by_number(tmp_path, capsys):
+    """Where there are more than ten."""
+    path = Checkpoint(v=[np.ones(1)] * 12).write(tmp_path / "a")
+    COMMANDS["show"](path)
+    COMMANDS["diff"](path, Checkpoint().write(tmp_path / "b"))
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert [row for row in rows if row.startswith("v/")] == [f"v/{i}" for i in range(12)] * 2
 
 
 def test_contents_of_a_checkpoint(folder, capsys):
@@ -212,10 +228,10 @@ def test_exports_can_be_loaded(folder, tmp_path, kernel):
 @pytest.mark.parametrize(
     ("output", "name", "message"),
     [
-        ("m.h5", "", r"must end with .npz, .safetensors or .keras"),
+        ("m.h5", "", r"must end with .npz, .safetensors or .keras.\nHINT: .*/m\.npz$"),
         ("m.npz", "net", r"it contains only half, model, save_counter"),
         ("m.keras", "net", r"the models whose architecture it contains are: model[^§]*HINT: --object model"),
-        ("no/m.npz", "", r"the file cannot be written"),
+        ("no/m.npz", "", r"there is no folder .*/no.\nHINT: mkdir -p .*/no"),
     ],
 )
 def test_exports_that_cannot_be(folder, tmp_path, output, name, message):
