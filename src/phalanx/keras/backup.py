@@ -72,7 +72,8 @@ class BackupAndRestore(BatchCounter):
       save_every_s: time in seconds between two backups, instead of `save_freq`. None for no limit.
       delete_checkpoint: whether to delete the backup at the end of training.
       save_before_preemption: whether to save when a process receives SIGTERM. All processes then save after the same step and end
-        with exit code 42, so that `phalanx run --max-restarts 3` starts them again. `fit` must run in the main thread.
+        with exit code 42, so that `phalanx run --max-restarts 3` starts them again. `fit` must run in the main thread. It calls this
+        callback after all others, so that they see the last step.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.
@@ -95,7 +96,7 @@ class BackupAndRestore(BatchCounter):
     ) -> None:
         super().__init__()
         is_epoch = isinstance(save_freq, str) and save_freq == "epoch"
-        self._saves_before_preemption = arguments.flag("save_before_preemption", save_before_preemption)
+        self.saves_before_preemption = arguments.flag("save_before_preemption", save_before_preemption)
         is_never = save_freq is False and (save_before_preemption or save_every_s is not None)
         if not is_epoch and not is_never and not arguments.is_integer(save_freq, least=1):
             raise InvalidArgumentError(
@@ -124,7 +125,7 @@ class BackupAndRestore(BatchCounter):
             )
         checkpoint = Checkpoint(model=self.model, progress=self.progress)
         self._manager = CheckpointManager(checkpoint, self._dir, max_to_keep=1, checkpoint_name="backup")
-        if self._saves_before_preemption:
+        if self.saves_before_preemption:
             config = TerminationConfig(save_fn=self._save)
             self._handler = PreemptionCheckpointHandler(None, self._manager, termination_config=config)
         else:

@@ -18,7 +18,7 @@ from keras.callbacks import CallbackList
 from phalanx import compat
 from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError
 from phalanx.keras import predictions, steps
-from phalanx.keras.backup import Progress, informed
+from phalanx.keras.backup import BackupAndRestore, Progress, informed
 from phalanx.keras.callbacks import Callbacks, TensorBoard
 from phalanx.keras.data import EpochData
 from phalanx.mesh.topology import Topology
@@ -407,7 +407,9 @@ class ModelTrainer:
 
         With several processes, only the first one writes to the terminal and to files.
         """
-        given = [c for c in keras.tree.flatten(callbacks) if c is not None]
+        flat = [c for c in keras.tree.flatten(callbacks) if c is not None]
+        # It may end the program after a batch, which the others must have seen.
+        given = sorted(flat, key=lambda c: isinstance(c, BackupAndRestore) and c.saves_before_preemption)
         if _any_of(given, keras.callbacks.TensorBoard) and importlib.util.find_spec("tensorflow") is None:
             raise MissingDependencyError(
                 "keras.callbacks.TensorBoard",
@@ -418,13 +420,13 @@ class ModelTrainer:
         # because it decides about a collective call.
         self._hears_batches = compat.listens(given, "train", "end")
         if self._has_peers and self._topology.worker_index:
-            callbacks, verbose = [c for c in given if not isinstance(c, _WRITERS)], 0
+            given, verbose = [c for c in given if not isinstance(c, _WRITERS)], 0
         if self._has_peers and verbose == "auto" and not sys.stdout.isatty():
             # A progress bar would fill a log file. 2 prints one line per epoch.
             verbose = 2
         if not isinstance(callbacks, CallbackList):
             callbacks = CallbackList(
-                callbacks,
+                given,
                 add_history=add_history,
                 add_progbar=verbose != 0,
                 verbose=verbose,

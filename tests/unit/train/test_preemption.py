@@ -398,6 +398,23 @@ def test_fit_saves_after_a_notice_in_the_last_validation(tmp_path):
     assert latest_checkpoint(tmp_path).endswith("backup-1")
 
 
+def test_all_callbacks_see_the_last_batch(tmp_path):
+    """Wherever the backup stands in their list. After the next start they see the batches that come after it."""
+    with phalanx.MirroredStrategy(["cpu:0"]).scope():
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, seen = np.ones((32, 4), "float32"), []
+    seeing, killing = keras.callbacks.LambdaCallback(), keras.callbacks.LambdaCallback()
+    seeing.on_train_batch_end = lambda batch, logs=None: seen.append(batch)
+    killing.on_train_batch_end = lambda batch, logs=None: terminate() if batch == 1 else None
+    backup = BackupAndRestore(tmp_path, save_freq=False, save_before_preemption=True)
+    with pytest.raises(SystemExit):
+        model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[backup, killing, seeing])
+    assert seen == [0, 1]
+    model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=[backup, seeing])
+    assert seen == [0, 1, 2, 3]
+
+
 def test_fit_in_another_thread(tmp_path):
     """`fit` itself may run in any thread, but not with this option."""
     strategy = phalanx.MirroredStrategy(["cpu:0"])
