@@ -8,18 +8,16 @@ import threading
 import time
 import zipfile
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import keras
-from typing_extensions import override
 
 from phalanx import compat
 from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, arguments
 from phalanx.keras.callbacks import Callbacks
-from phalanx.train import Checkpoint, list_variables
-from phalanx.train.objects import parts_of
-from phalanx.train.restoration import Holder
-from phalanx.train.store import SUFFIX
+from phalanx.train import Checkpoint
+from phalanx.train.restoration import Restoration
+from phalanx.train.store import SUFFIX, Stored
 from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx")
@@ -93,7 +91,6 @@ class SidecarEvaluator:
         self._max_evaluations, self._stop_at_step = max_evaluations, stop_at_step
         self._callbacks, self._poll_s, self._timeout_s = callbacks, poll_s, timeout_s
         self._stopped = threading.Event()
-        self._step = 0
 
     def start(self) -> list[dict[str, float]]:
         """Evaluates new checkpoints until a limit is reached or `stop` is called.
@@ -111,13 +108,13 @@ class SidecarEvaluator:
             newest, before = self._newest(), seen
             seen = newest
             # A file that changed since the last look may still be incomplete, so wait until it stays the same.
-            if newest is None or newest != before or newest == done or not self._load(newest[1]):
+            if newest is None or newest != before or newest == done or (step := self._load(newest[1])) is None:
                 if self._timeout_s is not None and time.monotonic() - since > self._timeout_s:
                     _log.info("SidecarEvaluator: no new checkpoint in %s for %s s", self._dir, self._timeout_s)
                     break
                 self._stopped.wait(self._poll_s)
                 continue
-            results.append(self._evaluate(newest[1]))
+            results.append(self._evaluate(newest[1], step))
             done, since = newest, time.monotonic()
             if self._is_last(newest[1], results):
                 break
@@ -135,38 +132,29 @@ class SidecarEvaluator:
         except FileNotFoundError:  # The folder does not exist yet, or a file was removed between listing and `stat`.
             return None
 
-    def _load(self, name: str) -> bool:
-        """Loads a checkpoint into the model. Returns whether it could be read."""
+    def _load(self, name: str) -> int | None:
+        """Loads a checkpoint into the model. Returns its training step, or None if it cannot be read."""
         path = self._dir / name
-        optimizer = self._model.optimizer
-        # Keras restores the state of an optimizer only if its variables exist. `_evaluate` needs its step.
-        if optimizer is not None and not optimizer.built and self._model.built:
-            optimizer.build(self._model.trainable_variables)
         try:
-            if name.endswith(SUFFIX):
-                self._step = _restore(self._model, path)
-            else:
-                self._model.load_weights(os.fspath(path))
-                self._step = 0 if optimizer is None else int(optimizer.iterations)
+            return _restore(self._model, path) if name.endswith(SUFFIX) else _load_weights(self._model, path)
         except (OSError, KeyError, EOFError, zipfile.BadZipFile) as e:
             _log.info("SidecarEvaluator: cannot read %s, will retry (%s)", path, e)
-            return False
+            return None
         except (ValueError, CheckpointError) as e:
             if not path.exists():
-                return False
+                return None
             raise InputError(
                 f"SidecarEvaluator of {self._model.name!r} with {path}",
                 f"the checkpoint belongs to another model: {e}",
                 "create the model as in the training program",
             ) from e
-        return True
 
-    def _evaluate(self, name: str) -> dict[str, float]:
+    def _evaluate(self, name: str, step: int) -> dict[str, float]:
         x, y, sample_weight = compat.unpacked(self._data)
         given = {"y": y, "sample_weight": sample_weight, "steps": self._steps, "callbacks": self._callbacks}
         logs = self._model.evaluate(x, **given, verbose=0, return_dict=True)
-        _log.info("SidecarEvaluator: %s, step %d: %s", name, self._step, logs)
-        return {"step": self._step, **{key: float(value) for key, value in logs.items()}}
+        _log.info("SidecarEvaluator: %s, step %d: %s", name, step, logs)
+        return {"step": step, **{key: float(value) for key, value in logs.items()}}
 
     def _is_last(self, name: str, results: list[dict[str, float]]) -> bool:
         if self._stop_at_step is not None and results[-1]["step"] >= self._stop_at_step:
@@ -176,44 +164,46 @@ class SidecarEvaluator:
         return self._max_evaluations is not None and number >= self._max_evaluations
 
 
+def _load_weights(model: keras.Model, path: Path) -> int:
+    """Loads a file that Keras has written. Returns the number of steps of the optimizer, or 0 if there is none."""
+    optimizer = model.optimizer
+    # Keras restores the state of an optimizer only if its variables exist.
+    if optimizer is not None and not optimizer.built and model.built:
+        optimizer.build(model.trainable_variables)
+    model.load_weights(os.fspath(path))
+    return 0 if optimizer is None else int(optimizer.iterations)
+
+
 def _restore(model: keras.Model, path: Path) -> int:
-    """Restores the model, without the slots of its optimizer, from a checkpoint in which it is called `model`.
+    """Restores the model, without its optimizer, from a checkpoint in which it is called `model`.
 
     Returns:
-      The number of steps of the optimizer, or 0 if the checkpoint contains none.
+      The number of steps of the optimizer that was saved, or 0 if the checkpoint contains none.
 
     Raises:
       CheckpointError: the checkpoint does not contain such a model.
     """
-    names = [name for name, _ in list_variables(path)]
-    if not any(name.startswith("model/") for name in names):
-        found = ", ".join(sorted({name.partition("/")[0] for name in names})) or "nothing"
+    stored = Stored(path)
+    if not any(name.startswith("model/") for name in stored.names):
+        found = ", ".join(sorted({name.partition("/")[0] for name in stored.names})) or "nothing"
         raise CheckpointError(
             f"the checkpoint {path}",
             f"it contains no object of the name 'model', but {found}.",
             "phalanx.train.Checkpoint(model=model, ...) in the training program",
         )
-    # Another optimizer has other slots, and evaluation needs none. Of an optimizer with a loss scale, the one within counts the steps.
-    outer, inner = keras.Variable(0, dtype="int32"), keras.Variable(0, dtype="int32")
-    optimizer = _Parts({"variables/0": outer, "inner_optimizer": _Parts({"variables/0": inner})})
-    weights = _Parts({**dict(parts_of(model)), "optimizer": optimizer})
-    Checkpoint(model=weights, optimizer=optimizer).read(path)
-    step = max(int(outer), int(inner))
+    # Another optimizer has other slots, and evaluation needs none.
+    Restoration(Checkpoint(model=model), stored, without=model.optimizer)
+    step = _steps_of(stored)
     if model.optimizer is not None:
         model.optimizer.iterations.assign(step)  # TensorBoard reads it.
     return step
 
 
-class _Parts(Holder):
-    """What is restored of an object.
-
-    Args:
-      parts: the parts by their paths in the checkpoint.
-    """
-
-    def __init__(self, parts: dict[str, Any]) -> None:
-        vars(self).update(parts)
-
-    @override
-    def _names(self) -> list[str]:
-        return list(vars(self))
+def _steps_of(stored: Stored) -> int:
+    """Returns the number of steps of the optimizer in a checkpoint, or 0 if the checkpoint contains none."""
+    aliases = stored.notes["aliases"]
+    outer = [aliases.get(path, path) for path in ("model/optimizer", "optimizer")]
+    # Of an optimizer with a loss scale, the optimizer inside counts the steps.
+    inner = [aliases.get(path, path) for path in (f"{place}/inner_optimizer" for place in outer)]
+    counters = [f"{place}/variables/0" for place in (*outer, *inner)]
+    return max((int(stored.array(name)) for name in counters if name in stored.names), default=0)

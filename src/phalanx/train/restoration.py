@@ -156,13 +156,15 @@ class Restoration:
     Args:
       objects: the objects.
       stored: the checkpoint.
+      without: a Keras object among them that stays as it is, with all that it consists of. None for none.
 
     Raises:
       CheckpointMismatchError: a variable or array has another shape or dtype in the checkpoint. Nothing was restored.
     """
 
-    def __init__(self, objects: Holder, stored: Stored) -> None:
+    def __init__(self, objects: Holder, stored: Stored, without: object | None = None) -> None:
         self._objects, self.stored = weakref.ref(objects), stored
+        self._without = None if without is None else weakref.ref(without)
         values: dict[str, Any] = stored.notes["values"]
         self._contents = {name.removesuffix(REPLICAS) for name in stored.names} | set(values)
         self._folders = {
@@ -275,7 +277,8 @@ class Restoration:
                 path = under(place, child.name)
                 path = self.stored.notes["aliases"].get(path, path)
                 if _is_owner(child.value):
-                    waiting.append((child.value, path))
+                    if self._without is None or child.value is not self._without():
+                        waiting.append((child.value, path))
                 else:
                     yield path, child
 

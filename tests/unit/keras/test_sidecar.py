@@ -77,6 +77,28 @@ def test_optimizer_of_the_evaluator_does_not_matter(evaluator, tmp_path, optimiz
     assert optimizer is None or int(model.optimizer.iterations) == STEPS
 
 
+def test_model_that_is_not_built_yet(tmp_path):
+    """Its variables, and the layers that it creates with them, receive their values when `evaluate` builds it."""
+
+    class Late(keras.Model):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(1,), name="scale")
+            self.dense = keras.layers.Dense(2)
+            self.dense.build(shape)
+
+        def call(self, x):
+            return self.dense(x) * self.scale
+
+    trained, fresh = Late(), Late()
+    for model, optimizer in ((trained, keras.optimizers.Adam(0.1)), (fresh, "sgd")):
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    trained.fit(X, Y % 2, verbose=0)
+    phalanx.train.Checkpoint(model=trained).save(tmp_path / "ckpt")
+    phalanx.train.Checkpoint().sync()
+    (result,) = phalanx.keras.SidecarEvaluator(fresh, (X, Y % 2), tmp_path, max_evaluations=1, **QUICK).start()
+    same(result["loss"], trained.evaluate(X, Y % 2, verbose=0))
+
+
 def test_phalanx_checkpoint_of_another_model(evaluator, tmp_path):
     """The error names the variable."""
     other = keras.Sequential([keras.Input((9,)), keras.layers.Dense(2)])
