@@ -408,7 +408,7 @@ class ModelTrainer:
         With several processes, only the first one writes to the terminal and to files.
         """
         flat = [c for c in keras.tree.flatten(callbacks) if c is not None]
-        # It may end the program after a batch, which the others must have seen.
+        # This backup may end the program after a batch, which the other callbacks must have seen.
         given = sorted(flat, key=lambda c: isinstance(c, BackupAndRestore) and c.saves_before_preemption)
         if _any_of(given, keras.callbacks.TensorBoard) and importlib.util.find_spec("tensorflow") is None:
             raise MissingDependencyError(

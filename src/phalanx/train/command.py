@@ -2,6 +2,7 @@
 """Implements `phalanx checkpoint`, which runs `python -m phalanx.train.command`."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -27,13 +28,11 @@ _KIND = {".npz": "arrays", ".safetensors": "arrays", ".keras": "model"}
 def ls(folder: str) -> int:
     """Prints the checkpoints of a folder, oldest first. Returns the exit code."""
     call, hint = f"phalanx checkpoint ls {folder}", "the folder of a CheckpointManager"
-    if not Path(folder).is_dir():
-        is_file = Path(folder).exists()
-        raise CheckpointError(
-            call,
-            "it is a file." if is_file else "there is no such folder.",
-            f"phalanx checkpoint show {folder}" if is_file else hint,
-        )
+    # Unlike the methods of `Path`, these functions accept a name that is too long.
+    if os.path.isfile(folder):
+        raise CheckpointError(call, "it is a file.", f"phalanx checkpoint show {folder}")
+    if not os.path.isdir(folder):
+        raise CheckpointError(call, "there is no such folder.", hint)
     table = Table("checkpoint", "saved", "size", "arrays", box=None)
     found = numbered(folder)
     for _, file in found:

@@ -30,10 +30,16 @@ def numbered(directory: str | os.PathLike[str], name: str | None = None) -> list
     except OSError:  # The name is too long.
         files = []
     for file in files:
-        match = re.fullmatch(r"(?P<name>[^.].*)-(?P<number>\d+)", file.name.removesuffix(SUFFIX))
-        if match is not None and (name is None or match["name"] == name):
-            found.append((int(match["number"]), file))
+        parts = _name_and_number(file)
+        if parts is not None and name in (None, parts[0]):
+            found.append((parts[1], file))
     return sorted(found)
+
+
+def _name_and_number(path: Path) -> tuple[str, int] | None:
+    """Returns the parts of the name of a numbered checkpoint, with or without the suffix. None for another file."""
+    match = re.fullmatch(r"([^.].*)-(\d+)", path.name.removesuffix(SUFFIX))
+    return None if match is None else (match[1], int(match[2]))
 
 
 def number_of(path: str) -> int:
@@ -280,8 +286,8 @@ class CheckpointManager:
         """Returns the number of the checkpoint that was last saved or restored, if it is one of this manager; else 0."""
         # All processes made the same calls, so they agree without looking into the folder, where a save may be under way.
         path = Path(self._checkpoint._path or "")
-        match = re.fullmatch(rf"{re.escape(self._name)}-(\d+)", path.name.removesuffix(SUFFIX))
-        return int(match[1]) if match is not None and path.parent == self._directory else 0
+        parts = _name_and_number(path)
+        return parts[1] if parts is not None and (path.parent, parts[0]) == (self._directory, self._name) else 0
 
     def _is_due(self, step: int | None) -> bool:
         if step is None or self._last_step is None or self._interval is None:

@@ -197,7 +197,7 @@ class Stored:
             raise CheckpointError(
                 f"the checkpoint {_short(self.file)}",
                 f"the file cannot be read: it is incomplete, or not a checkpoint ({e}).",
-                _before(self.file),
+                _newest_other(self.file),
             ) from e
         if metadata.get("format") != _FORMAT:
             raise CheckpointError(
@@ -226,7 +226,7 @@ class Stored:
             raise CheckpointError(
                 f"the checkpoint {_short(self.file)}",
                 f"the file is damaged: {name} is not what was saved.",
-                f"{_before(self.file)}; and check the disk",
+                f"{_newest_other(self.file)}; and check the disk",
             )
         own = self._dtypes.get(name)
         return array if own is None else np.frombuffer(array.tobytes(), own).reshape(array.shape[:-1])
@@ -278,12 +278,12 @@ def _nearest(file: Path) -> str:
     return f"one of {', '.join(path for _, path in others[-3:])}"
 
 
-def _before(file: Path) -> str:
-    """Returns what to restore instead of a file that cannot be read."""
-    others = [path for _, path in sorted(_checkpoints(file.parent)) if path != path_of(file)]
-    if not others:
+def _newest_other(file: Path) -> str:
+    """Returns what to restore instead of a file that cannot be read: the newest other one."""
+    _, newest = max((found for found in _checkpoints(file.parent) if found[1] != path_of(file)), default=(0.0, None))
+    if newest is None:
         return "delete it, to begin again; the folder contains no other checkpoint"
-    return f"checkpoint.restore({others[-1]!r}), or delete the damaged file, so that this one is the latest"
+    return f"checkpoint.restore({newest!r}), or delete the damaged file, so that this one is the latest"
 
 
 def _checkpoints(folder: Path) -> Iterator[tuple[float, str]]:

@@ -116,7 +116,7 @@ def test_progress_names_who_stands_still(known, said):
 
 
 def test_a_silent_process_does_not_stand_still():
-    """What it has done since its last message is not known, so that nobody says that it makes no progress."""
+    """Nobody knows what it has done since its last message, so it is not said to make no progress."""
     members = [member(rank, turn=2, step=2, is_inside=True) for rank in range(3)]
     members[1].heard_s = 59.0
     assert judge_progress(members, 100.0, stall_s=60.0) is None

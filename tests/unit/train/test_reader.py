@@ -153,6 +153,7 @@ def test_list_of_a_folder(folder, capsys, tmp_path):
     assert "cannot be read" in capsys.readouterr().out
     for path, message in (
         (tmp_path / "none", "there is no such folder"),
+        (tmp_path / ("x" * 300), "there is no such folder"),
         (tmp_path / "ckpt-1.safetensors", r"it is a file.\nHINT: phalanx checkpoint show "),
     ):
         with pytest.raises(CheckpointError, match=message):
@@ -163,7 +164,7 @@ def test_list_of_a_folder(folder, capsys, tmp_path):
 
 
 def test_names_are_sorted_by_number(tmp_path, capsys):
-    """Where there are more than ten."""
+    """`v/2` comes before `v/10`."""
     path = Checkpoint(v=[np.ones(1)] * 12).write(tmp_path / "a")
     COMMANDS["show"](path)
     COMMANDS["diff"](path, Checkpoint().write(tmp_path / "b"))
