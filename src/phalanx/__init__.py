@@ -75,6 +75,8 @@ _ROOMS = (
     "data",
     "lax",
     "nn",
+    "summary",
+    "summary.experimental",
     "tpu",
     "train",
     "tpu.experimental",

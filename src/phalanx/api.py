@@ -9,6 +9,7 @@ from phalanx import errors
 from phalanx import experimental
 from phalanx import lax
 from phalanx import nn
+from phalanx import summary
 from phalanx import tpu
 from phalanx import train
 from phalanx.mesh.bootstrap import print_on_chief
@@ -109,6 +110,7 @@ __all__ = [
     "remat",
     "scan",
     "set_virtual_cpu_devices",
+    "summary",
     "tpu",
     "train",
     "value_and_grad",

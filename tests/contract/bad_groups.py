@@ -8,6 +8,7 @@ import bad_cases
 import bad_checkpoints
 import bad_functions
 import bad_servers
+import bad_summaries
 import bad_verbs
 
 import phalanx
@@ -21,6 +22,7 @@ GROUPS = {
     **bad_functions.GROUPS,
     **bad_servers.GROUPS,
     **bad_checkpoints.GROUPS,
+    **bad_summaries.GROUPS,
 }
 
 ROOMS = ["phalanx", *(f"phalanx.{room}" for room in phalanx._ROOMS), "phalanx.servers.partitioners"]
@@ -43,6 +45,7 @@ EXEMPT = {
     "Strategy.in_program": _INNER,
     "Strategy.merged": _INNER,
     "Strategy.on_all_workers": _INNER,
+    "SummaryWriter.write": _INNER,
     "DistributedValues.first_steps": _INNER,
     "DistributedValues.stacked": _INNER,
     "DistributedIterator.advance": _INNER,

@@ -23,6 +23,7 @@ PAGES = (
     "docs/notebooks.md",
     "docs/side_by_side.md",
     "docs/saving.md",
+    "docs/summaries.md",
     "docs/stopping.md",
 )
 DEADLINE_S = 300  # On a busy machine; alone, each takes less than a tenth of it.

@@ -28,6 +28,7 @@
     ├── CancelledError (RuntimeError)         a scheduled step that will not finish
     ├── CheckpointError (RuntimeError)        a checkpoint that cannot be written or read
     │   └── CheckpointMismatchError (AssertionError)  a checkpoint of other objects than those that it is restored into
+    ├── SummaryError (RuntimeError)           summaries that cannot be written
     └── DivergenceError (AssertionError)      replicas that hold different values of the same variable
 
 Every message has three parts: the request, the reason why it fails, and a hint that shows what to write instead.
@@ -66,6 +67,7 @@ __all__ = [
     "SlipWarning",
     "StartupError",
     "StateLostError",
+    "SummaryError",
     "TapeError",
     "TraceError",
     "VariableError",
@@ -197,6 +199,10 @@ class CheckpointError(PhalanxError, RuntimeError):
 
 class CheckpointMismatchError(CheckpointError, AssertionError):
     """A checkpoint contains other objects than those that it is restored into."""
+
+
+class SummaryError(PhalanxError, RuntimeError):
+    """Summaries cannot be written."""
 
 
 class DivergenceError(PhalanxError, AssertionError):

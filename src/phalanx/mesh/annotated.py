@@ -36,6 +36,12 @@ shape_dtype: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
 partition_spec: Callable[..., PartitionSpec] = PartitionSpec
 """Returns the sharding of an array, from one axis, tuple of axes or None per dim."""
 
+pmin: Callable[[jax.Array, str], jax.Array] = lax.pmin
+"""Returns the smallest of an array's values over a mesh axis."""
+
+pmax: Callable[[jax.Array, str], jax.Array] = lax.pmax
+"""Returns the largest of an array's values over a mesh axis."""
+
 psum: _Sum = lax.psum
 """Returns the sum of each array of a pytree over a mesh axis."""
 

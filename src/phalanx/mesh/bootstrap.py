@@ -106,11 +106,12 @@ def print_on_chief(*args: PyTree, **kwargs: PyTree) -> None:
       >>> phalanx.print_on_chief("loss:", 0.25)
       loss: 0.25
     """
-    if _is_chief():
+    if is_this_chief():
         print(*args, **kwargs)
 
 
-def _is_chief() -> bool:
+def is_this_chief() -> bool:
+    """Returns whether this process is the chief of its cluster. A process without a cluster is."""
     if own := watch.own():
         return own.rank == 0
     resolver = resolver_of_environment()

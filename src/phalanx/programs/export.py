@@ -20,6 +20,7 @@ from phalanx.programs.trace import trace_program
 from phalanx.tracing.discovery import Discovery
 from phalanx.tracing.draws import refuse_draw
 from phalanx.tracing.policy import describe
+from phalanx.tracing.records import recording_key
 from phalanx.tracing.strategy import Update
 from phalanx.tracing.structure import Parts, Structure
 from phalanx.typing import PyTree
@@ -132,6 +133,7 @@ def _traced(
       ContextError: the step draws a batch.
     """
     rows: list[tuple[Variable, tuple[int, ...]]] = []
+    recording_key()
     while True:
         with explained(prints=False), compat.shapes(rows):
             found = trace_program(call, specs)
@@ -149,6 +151,12 @@ def _traced(
         rows = looked_up
     if found.draws:
         raise refuse_draw()
+    if found.outputs.records:
+        raise TraceError(
+            f"the summary {found.outputs.records[0].tag!r} in a scheduled step",
+            "workers get the step as a compiled program, and they have no writer.",
+            "return the value from the step, and record it at the coordinator",
+        )
     if found.has_callback:
         raise TraceError(
             "a scheduled step that calls back to Python (jax.debug.print, io_callback, pure_callback)",

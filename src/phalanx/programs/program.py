@@ -27,6 +27,7 @@ from phalanx.programs.trace import execute_program, trace_program
 from phalanx.tracing import context
 from phalanx.tracing.discovery import Discovery, used_differently
 from phalanx.tracing.draws import Draws
+from phalanx.tracing.records import Record, deliver, recording_key
 from phalanx.tracing.scope import program_scope
 from phalanx.tracing.strategy import AbstractStrategy, Updates
 from phalanx.tracing.structure import (
@@ -102,7 +103,8 @@ class Program:
         run = self._run_as_one_step if self._updates or self.draws else self._run
         outputs = run(fn, arguments, batches)
         rows = arguments.rows if not batches else [r for given in (arguments, *batches) for r in given.rows]
-        structure = outputs[4] if self._eager else self._output
+        deliver(outputs[4])
+        structure = outputs[5] if self._eager else self._output
         return structure.join(outputs[2], rows, arguments.streams)
 
     def _run_as_one_step(
@@ -195,8 +197,8 @@ class Program:
 
     def _traced(
         self, donated: Group, kept: Group, inputs: list[Any]
-    ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        """Maps state and inputs to new state, results, and gradients of updates. This is the function that JAX compiles."""
+    ) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Record]]:
+        """Maps state and inputs to new state, results, gradients of updates, and records. JAX compiles this function."""
         values, parts = self._merged(donated, kept)
         inputs, batches = inputs[: self._num_arrays], inputs[self._num_arrays :]
         outputs = self._taken_trace(inputs).evaluate([*values, *batches], parts, inputs)
@@ -206,8 +208,12 @@ class Program:
                 x if x is None else with_sharding_constraint(x, home)
                 for x, home in zip(values, self._homes, strict=True)
             ]
+        records = outputs.records
+        if not self._topology.is_single:
+            # The chief writes them, so it needs the whole of each.
+            records = jax.tree.map(lambda x: with_sharding_constraint(x, self._topology.replicated), records)
         # State first: XLA assigns donated buffers to outputs of their size in order, and a variable should keep its own buffer.
-        return values, outputs.parts, outputs.result, outputs.gradients
+        return values, outputs.parts, outputs.result, outputs.gradients, records
 
     def _execute_eagerly(self, donated: Group, kept: Group, inputs: list[Any]) -> tuple[Any, ...]:
         """Executes the Python code of the program operation by operation."""
@@ -216,7 +222,14 @@ class Program:
             values, parts = self._merged(donated, kept)
             inputs = list(map(jnp.asarray, inputs[: self._num_arrays]))
             outputs = execute_program(self._call, inputs, self._trace_made, values, parts)
-        return outputs.values, outputs.parts, outputs.result, outputs.gradients, outputs.structure
+        return (
+            outputs.values,
+            outputs.parts,
+            outputs.result,
+            outputs.gradients,
+            outputs.records,
+            outputs.structure,
+        )
 
     def _merged(self, donated: Group, kept: Group) -> Group:
         """Returns values and components of all variables, in order."""
@@ -289,7 +302,8 @@ class Programs:
         arguments = Arguments(args, kwargs)
         try:
             mode = context.current()
-            full_key = (key, arguments.key, mode.strategy, mode.replica is None, eager, checks_numbers())
+            settings = (mode.strategy, mode.replica is None, eager, checks_numbers(), recording_key())
+            full_key = (key, arguments.key, settings)
             known = self._cache.known(function, full_key)
             for program in known:
                 if program.settings.hold():

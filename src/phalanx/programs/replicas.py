@@ -24,6 +24,7 @@ from phalanx.tracing.boundary import combine, first_component
 from phalanx.tracing.context import Mode, ReplicaContext
 from phalanx.tracing.discovery import Discovery, Entry
 from phalanx.tracing.policy import policy_of
+from phalanx.tracing.records import Record
 from phalanx.tracing.scope import LiftScope, program_scope
 from phalanx.tracing.strategy import AbstractStrategy, Updates
 from phalanx.tracing.structure import add_once
@@ -101,6 +102,7 @@ class _ReplicaOutputs(NamedTuple):
       values: new values of the variables that the program writes, in order. None for variables that are combined on demand.
       parts: new components of the on-read variables among them, (1, ...) each.
       gradients: one list per update that is applied after the program.
+      records: what the function records for summaries, equal on all replicas.
       nest: what the function returned, without its arrays.
     """
 
@@ -109,6 +111,7 @@ class _ReplicaOutputs(NamedTuple):
     values: Any
     parts: Any
     gradients: Any
+    records: Any
     nest: Any
 
 
@@ -167,6 +170,8 @@ class _Run:
                 scope.defer_update(left)
             else:
                 scope.apply_update(self._strategy, left)
+        assert scope.records is not None
+        scope.records.extend(outputs.records)
         rows = self._rows[0] if self._rows else None
         masks = [rows.repeated(each) if rows and each else None for each in found.rows_each]
         wrapped = (self._wrapped(x, mask) for x, mask in zip(results, masks, strict=True))
@@ -277,7 +282,8 @@ class _Run:
             own, stacked = carry
             outputs: _ReplicaOutputs = found.evaluate(own, [], *at(i))
             put = lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, i, 0)  # noqa: E731
-            stacked = jax.tree.map(put, stacked, ([x[0] for x in outputs.results], outputs.mirrored))
+            records = list(map(_always, outputs.records))
+            stacked = jax.tree.map(put, stacked, ([x[0] for x in outputs.results], outputs.mirrored, records))
             mine = iter(outputs.parts)
             pairs = zip(written, outputs.values, strict=True)
             new = iter([next(mine)[0] if policy_of(v).on_read else x for v, x in pairs])
@@ -290,13 +296,15 @@ class _Run:
         stacked = (
             [room(shape_dtype(x.shape[1:], x.dtype)) for x in one.results],
             jax.tree.map(room, one.mirrored),
+            # The conditions of steps that do not run stay False, so they record nothing.
+            jax.tree.map(room, jax.eval_shape(lambda x: list(map(_always, x)), one.records)),
         )
-        own, (results, mirrored) = lax.fori_loop(0, count, body, (own, stacked))
+        own, (results, mirrored, records) = lax.fori_loop(0, count, body, (own, stacked))
         ends = [x for w, x in zip(found.written, own, strict=True) if w]
         entries = [Entry(v, x, x) for v, x in zip(written, ends, strict=True)]
         values = _combine_at_boundary(entries, self._padding_at(count - 1, sharded, whole))
         parts = [e.value[None] for e in entries if e.policy.on_read]
-        return _ReplicaOutputs([x[None] for x in results], mirrored, values, parts, [], one.nest)
+        return _ReplicaOutputs([x[None] for x in results], mirrored, values, parts, [], records, one.nest)
 
     def _padding_at(self, step: jax.Array, sharded: list[Any], whole: list[Any]) -> RowMask | None:
         """Returns which rows of this replica are real at step number `step`."""
@@ -318,7 +326,7 @@ class _Run:
         values = [combined.get(id(e)) for e in written]
         gradients = [u.gradients for u in scope.updates]
         results = [x[None] for x in returned.results]
-        return _ReplicaOutputs(results, returned.mirrored, values, parts, gradients, returned.nest)
+        return _ReplicaOutputs(results, returned.mirrored, values, parts, gradients, scope.records, returned.nest)
 
     def _call(self, sharded: list[Any], whole: list[Any], replica_id: jax.Array) -> _Returned:
         """Calls the user's function with the arguments of one replica."""
@@ -369,7 +377,12 @@ def _specs_of_outputs(found: Discovery) -> _ReplicaOutputs:
     """Returns the specs of the outputs of the replicas' programs."""
     gradients = [[partition_spec() if d is None else _along(d) for d in u.dims] for u in found.updates]
     each, same = _along(0), partition_spec()
-    return _ReplicaOutputs(each, same, same, each, gradients, nest=same)
+    return _ReplicaOutputs(each, same, same, each, gradients, records=same, nest=same)
+
+
+def _always(record: Record) -> Record:
+    """Returns a record with an explicit condition."""
+    return record if record.condition is not None else dataclasses.replace(record, condition=jnp.bool_(True))
 
 
 def _combine_at_boundary(entries: list[Entry], padding: RowMask | None) -> list[Any]:

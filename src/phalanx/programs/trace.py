@@ -13,6 +13,7 @@ import keras
 from phalanx import compat
 from phalanx.tracing import markers, slips
 from phalanx.tracing.discovery import Discovery, DiscoveryMismatch, Entry, Executing, Tracing
+from phalanx.tracing.records import Record
 from phalanx.tracing.scope import LiftScope
 from phalanx.tracing.structure import Parts, Structure
 from phalanx.typing import PyTree
@@ -66,6 +67,7 @@ class ProgramOutputs(NamedTuple):
       gradients: one list per update that is applied after the program.
       increments: the sum of what was added to each written variable. None if the variable was assigned.
       ids: the ids of the table rows that the program looks up, in order.
+      records: what the program records for summaries.
     """
 
     result: list[Any]
@@ -75,6 +77,7 @@ class ProgramOutputs(NamedTuple):
     gradients: list[list[Any]]
     increments: list[Any]
     ids: list[Any]
+    records: list[Record]
 
 
 def execute_program(
@@ -92,7 +95,14 @@ def _program(fn: Callable[[PyTree], Parts], scope: LiftScope, inputs: PyTree) ->
     values, parts = [e.value for e in written], [e.components for e in written]
     ids = scope.pass_.ids if isinstance(scope.pass_, Tracing) else []
     return ProgramOutputs(
-        returned.arrays, returned.structure, values, parts, gradients, [e.increment for e in written], ids
+        returned.arrays,
+        returned.structure,
+        values,
+        parts,
+        gradients,
+        [e.increment for e in written],
+        ids,
+        scope.records or [],
     )
 
 

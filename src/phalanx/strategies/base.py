@@ -42,6 +42,7 @@ from phalanx.strategies.scope import Scope
 from phalanx.tracing import context
 from phalanx.tracing.context import Mode
 from phalanx.tracing.policy import check_variable
+from phalanx.tracing.records import counting_from
 from phalanx.tracing.scope import innermost
 from phalanx.tracing.strategy import Update, Updates
 from phalanx.typing import PyTree
@@ -331,7 +332,10 @@ class Strategy(AbstractInputs, AbstractResults):
         arguments.function("fn", fn, "strategy.run_steps(step, iterator, 16)")
         check_steps(steps)
         if not self.topology.has_devices or self.updates is not Updates.IN_REPLICAS:
-            results = [self.run(fn, args=(batch,)) for batch in iterator.next_alike(steps)]
+            results = []
+            for i, batch in enumerate(iterator.next_alike(steps)):
+                with counting_from(i):
+                    results.append(self.run(fn, args=(batch,)))
             return jax.tree.map(stacked, *results, is_leaf=is_distributed)
         if hooks:
             hooks[-1](None)

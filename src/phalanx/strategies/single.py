@@ -21,6 +21,7 @@ from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.tracing import context
 from phalanx.tracing.context import ReplicaContext
 from phalanx.tracing.discovery import NeedsProgram
+from phalanx.tracing.records import held
 from phalanx.typing import PyTree
 
 
@@ -53,7 +54,7 @@ class DefaultStrategy(Strategy):
         code = getattr(fn, "__code__", None)
         if code in self._with_tape:
             return super().execute(fn, args, kwargs, options)
-        with suppress(NeedsProgram), compat.transaction():
+        with suppress(NeedsProgram), compat.transaction(), held():
             args, kwargs = map_leaves(_plain, (args, kwargs))
             return explain.call(fn, args, kwargs)
         if code is not None:

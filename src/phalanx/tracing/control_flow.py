@@ -25,6 +25,7 @@ from phalanx.mesh.annotated import shape_dtype
 from phalanx.tracing import context
 from phalanx.tracing.discovery import AbstractPass, Discovery, Entry
 from phalanx.tracing.policy import describe
+from phalanx.tracing.records import Record, deliver
 from phalanx.tracing.scope import LiftScope
 from phalanx.tracing.strategy import Update
 from phalanx.typing import PyTree
@@ -125,14 +126,17 @@ class _Surroundings:
             )
         return self._scope.pass_.look_up(table, ids)
 
-    def body(self, values: dict[int, Any] | None = None) -> BodyScope:
+    def body(self, values: dict[int, Any] | None = None, *, is_once: bool = False) -> BodyScope:
         """Returns a scope for one trace of a body.
 
         Args:
           values: initial values of variables, by id. Other variables start from their values outside the body.
+          is_once: whether the body runs once, so that what it records can leave it.
         """
         outer = self._scope if isinstance(self._scope, LiftScope) else None
         scope = BodyScope(_Body(self, values or {}), mapped=outer is not None and outer.mapped)
+        if not is_once or (outer is not None and outer.records is None):
+            scope.records = None
         if outer is not None:
             # A program must know every generator and optimizer that it uses, in bodies too.
             scope.pass_.notes = outer.pass_.notes
@@ -195,8 +199,12 @@ class _Surroundings:
 
         return branch
 
-    def commit(self, values: list[Any]) -> None:
-        """Assigns new values to the variables that the body writes."""
+    def commit(self, values: list[Any], records: Sequence[Record] = ()) -> None:
+        """Assigns new values to the variables that the body writes, and passes on what it recorded."""
+        if isinstance(self._scope, LiftScope) and self._scope.records is not None:
+            self._scope.records.extend(records)
+        else:
+            deliver(records)
         for entry, value in zip(self._written_entries, values, strict=True):
             entry.value = value
             if isinstance(self._scope, LiftScope):
@@ -409,13 +417,13 @@ def remat(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
             args, kwargs = primitives.checked_arrays((args, kwargs))
 
         # Unlike a loop, `jax.checkpoint` needs no state of equal structure before and after, so one trace is enough.
-        def pure(*args: PyTree, **kwargs: PyTree) -> tuple[Any, list[Any]]:
-            with outer.body() as scope:
+        def pure(*args: PyTree, **kwargs: PyTree) -> tuple[Any, list[Any], list[Record] | None]:
+            with outer.body(is_once=True) as scope:
                 result = fn(*args, **kwargs)
-            return result, outer.written_values(scope)
+            return result, outer.written_values(scope), scope.records
 
-        result, values = jax.checkpoint(pure, **options)(*args, **kwargs)
-        outer.commit(values)
+        result, values, records = jax.checkpoint(pure, **options)(*args, **kwargs)
+        outer.commit(values, records or ())
         return result
 
     return wrapped

@@ -28,6 +28,7 @@ from phalanx.tracing.boundary import combine, first_component
 from phalanx.tracing.discovery import AbstractPass, Entry
 from phalanx.tracing.draws import AbstractIterator
 from phalanx.tracing.policy import Combine, Write, describe, refuse_write
+from phalanx.tracing.records import Record
 from phalanx.tracing.strategy import AbstractStrategy, Update, Updates
 from phalanx.tracing.structure import add_once
 from phalanx.typing import PyTree
@@ -56,6 +57,7 @@ class LiftScope(compat.AbstractLiftScope):
       tapes: one function per gradient tape that records. It watches variables that are used for the first time.
       updates: optimizer updates that run after the program.
       aggregations: number of times that gradients were aggregated.
+      records: what the function has recorded for summaries. None if records cannot leave it.
     """
 
     def __init__(self, current_pass: AbstractPass, *, mapped: bool = False) -> None:
@@ -65,6 +67,7 @@ class LiftScope(compat.AbstractLiftScope):
         self.entries: dict[int, Entry] = {}
         self.tapes: list[Callable[[Sequence[Entry]], None]] = []
         self.updates: list[Update] = []
+        self.records: list[Record] | None = []
         self._deferred: set[int] = set()
         self._free_writes = 0
         self.aggregations = 0
@@ -272,6 +275,22 @@ class LiftScope(compat.AbstractLiftScope):
         )
         self.updates.append(update)
         self._deferred.update(id(v) for v in (*update.variables, *update.optimizer.variables))
+
+    def record(self, record: Record) -> None:
+        """Adds a record to the outputs of the function.
+
+        Raises:
+          NestedWriteError: called in an inner trace, which the value cannot leave.
+        """
+        call, hint = f"phalanx.summary.{record.kind}({record.tag!r}, ...)", "return the value, and record it outside"
+        self._require_innermost(call, hint)
+        if self.records is None:
+            raise NestedWriteError(
+                f"{call} at {user_place()}",
+                "the call is inside a body of phalanx.scan, cond or while_loop, and a record cannot leave it.",
+                hint,
+            )
+        self.records.append(record)
 
     def _require_current(self, variable: Variable) -> None:
         """Raises if a deferred update will change `variable`, because its new value does not exist yet."""

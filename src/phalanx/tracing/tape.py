@@ -18,6 +18,7 @@ from phalanx.tracing import markers
 from phalanx.tracing.control_flow import BodyScope
 from phalanx.tracing.discovery import Entry, NeedsProgram
 from phalanx.tracing.policy import check_variable, describe
+from phalanx.tracing.records import Record
 from phalanx.tracing.scope import LiftScope, innermost
 from phalanx.typing import PyTree
 
@@ -361,13 +362,15 @@ def value_and_grad(
     def wrapped(*args: PyTree, **kwargs: PyTree) -> tuple[Any, list[Any]]:
         outer = BodyScope.around()
 
-        def pure(values: list[Any]) -> tuple[Any, tuple[Any, list[Any]]]:
-            with outer.body(dict(zip(map(id, variables), values, strict=True))) as scope:
+        def pure(values: list[Any]) -> tuple[Any, tuple[Any, list[Any], list[Record] | None]]:
+            with outer.body(dict(zip(map(id, variables), values, strict=True)), is_once=True) as scope:
                 result = fn(*args, **kwargs)
-            return _loss_of(result, has_aux=has_aux), (result, outer.written_values(scope))
+            return _loss_of(result, has_aux=has_aux), (result, outer.written_values(scope), scope.records)
 
-        (_, (result, new_values)), grads = jax.value_and_grad(pure, has_aux=True)([outer.value(v) for v in variables])
-        outer.commit(new_values)
+        (_, (result, new_values, records)), grads = jax.value_and_grad(pure, has_aux=True)(
+            [outer.value(v) for v in variables]
+        )
+        outer.commit(new_values, records or ())
         return result, grads
 
     return wrapped

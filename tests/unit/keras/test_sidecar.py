@@ -5,6 +5,7 @@ import threading
 
 import keras
 import pytest
+from event_files import records
 from tensorboardX.proto.event_pb2 import Event
 from twins import FIT, X, Y, alone, compiled, mlp, replicas, same, under
 
@@ -197,15 +198,6 @@ def written(folder):
             for value in event.summary.value:
                 found.setdefault(value.tag, []).append((event.step, value.simple_value))
     return found
-
-
-def records(path):
-    """Yields the records of an event file: a length of 8 bytes, its checksum of 4, the data, and their checksum."""
-    data, at = path.read_bytes(), 0
-    while at < len(data):
-        size = int.from_bytes(data[at : at + 8], "little")
-        yield data[at + 12 : at + 12 + size]
-        at += size + 16
 
 
 def test_tensorboard_gets_values_of_history(strategy, tmp_path):

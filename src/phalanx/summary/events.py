@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The event files of TensorBoard, with values in the form of tf.summary."""
+
+import importlib.util
+import io
+import os
+import time
+import wave
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from phalanx.tracing.records import Record
+
+_TYPES = {"float32": 1, "float64": 2, "int32": 3, "uint8": 4, "int16": 5, "int8": 6, "int64": 9, "bool": 10}
+"""Numbers of `tensorflow/core/framework/types.proto`. Other types are written as float32."""
+
+_STRING = 7
+_WAV = b"\x10\x0b"
+"""The field `encoding` of TensorBoard's `AudioPluginData`, with the value WAV."""
+
+
+def is_installed() -> bool:
+    """Returns whether the libraries that write event files are installed."""
+    try:
+        return all(map(importlib.util.find_spec, ("tensorboardX", "PIL")))
+    except ValueError:  # A module whose import was forbidden.
+        return False
+
+
+class EventFile:
+    """One event file.
+
+    Args:
+      log_dir: the folder.
+      suffix: end of the file's name.
+
+    Raises:
+      OSError: the file cannot be created.
+    """
+
+    def __init__(self, log_dir: str, suffix: str = "") -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+
+        os.makedirs(log_dir, exist_ok=True)
+        # Two files of one process, created in one second, need names of their own.
+        name = f"events.{time.time_ns() % 10**9:09d}.{os.getpid()}"
+        self._file = EventsWriter(os.path.join(log_dir, name), suffix)
+        self.flush()
+
+    def write(self, record: Record, default_step: Any) -> None:
+        """Waits until the arrays of a record are computed, and writes them."""
+        value, step, condition = jax.tree.map(np.asarray, (record.value, record.step, record.condition))
+        if condition is None or not condition.shape:
+            if condition is None or condition:
+                self._write(record, value, default_step if step is None else step)
+            return
+        # `run_steps` stacks the records of its steps.
+        for i in np.flatnonzero(condition):
+            at = int(default_step) + int(i) if step is None else step[i]
+            self._write(record, None if value is None else value[i], at)
+
+    def _write(self, record: Record, value: Any, step: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
+
+        plugin, content, convert = _KINDS[record.kind]
+        metadata = SummaryMetadata()
+        if record.kind == "write":
+            metadata.ParseFromString(record.notes or b"")
+        else:
+            metadata.plugin_data.plugin_name, metadata.plugin_data.content = plugin, content
+            metadata.summary_description = record.notes[0] or ""  # type: ignore[index]
+        event = Event(wall_time=time.time(), step=int(step))
+        event.summary.CopyFrom(Summary(value=[Summary.Value(tag=record.tag, metadata=metadata)]))
+        event.summary.value[0].tensor.CopyFrom(convert(value, record.notes))
+        self._file.write_event(event)
+
+    def flush(self) -> None:
+        """Writes buffered events to the disk."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _tensor(value: Any, notes: Any = None) -> Any:
+    from tensorboardX.proto.tensor_pb2 import TensorProto
+
+    value = np.asarray(value)
+    if value.dtype.name not in _TYPES:
+        value = value.astype(np.float32)
+    tensor = TensorProto(dtype=_TYPES[value.dtype.name], tensor_content=value.tobytes())
+    for size in value.shape:
+        tensor.tensor_shape.dim.add().size = size
+    return tensor
+
+
+def _strings(values: list[bytes], shape: tuple[int, ...]) -> Any:
+    from tensorboardX.proto.tensor_pb2 import TensorProto
+
+    tensor = TensorProto(dtype=_STRING, string_val=values)
+    for size in shape:
+        tensor.tensor_shape.dim.add().size = size
+    return tensor
+
+
+def _scalar(value: Any, notes: Any) -> Any:
+    return _tensor(np.asarray(value, np.float32))
+
+
+def _histogram(value: Any, notes: Any) -> Any:
+    return _tensor(np.asarray(value, np.float64))
+
+
+def _text(value: Any, notes: Any) -> Any:
+    texts, shape = notes[1], notes[2]
+    return _strings([t.encode() for t in texts], shape)
+
+
+def _image(value: Any, notes: Any) -> Any:
+    from PIL import Image
+
+    if value.dtype != np.uint8:
+        value = np.round(np.clip(np.nan_to_num(np.asarray(value, np.float32)), 0, 1) * 255).astype(np.uint8)
+    encoded = []
+    for pixels in value:
+        file = io.BytesIO()
+        Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(file, "png")
+        encoded.append(file.getvalue())
+    height, width = value.shape[1:3]
+    return _strings([str(width).encode(), str(height).encode(), *encoded], (2 + len(encoded),))
+
+
+def _audio(value: Any, notes: Any) -> Any:
+    strings: list[bytes] = []
+    for clip in np.clip(np.nan_to_num(np.asarray(value, np.float32)), -1, 1):
+        file = io.BytesIO()
+        with wave.open(file, "wb") as out:
+            out.setnchannels(clip.shape[1])
+            out.setsampwidth(2)
+            out.setframerate(notes[1])
+            out.writeframes(np.round(clip * 32767).astype("<i2").tobytes())
+        strings += [file.getvalue(), b""]
+    return _strings(strings, (len(strings) // 2, 2))
+
+
+_KINDS: dict[str, tuple[str, bytes, Callable[[Any, Any], Any]]] = {
+    "scalar": ("scalars", b"", _scalar),
+    "histogram": ("histograms", b"", _histogram),
+    "image": ("images", b"", _image),
+    "audio": ("audio", _WAV, _audio),
+    "text": ("text", b"", _text),
+    "write": ("", b"", _tensor),
+}

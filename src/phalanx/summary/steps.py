@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks steps of summaries."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from phalanx.errors import InvalidArgumentError, arguments, shown
+
+
+def checked_step(step: Any) -> Any:
+    """Returns a step: None, an int, or a scalar integer array or variable.
+
+    Raises:
+      InvalidArgumentError: `step` is something else.
+    """
+    if step is None or isinstance(step, keras.Variable):
+        is_step = step is None or (not step.shape and jnp.issubdtype(jnp.dtype(step.dtype), jnp.integer))
+    elif arguments.is_integer(step):
+        return int(step)
+    else:
+        is_step = hasattr(step, "dtype") and not np.shape(step) and jnp.issubdtype(step.dtype, jnp.integer)
+    if not is_step:
+        raise InvalidArgumentError(f"step={shown(step)}", "must be an integer.", "step=int(optimizer.iterations)")
+    return step

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writers: queues whose threads write event files of TensorBoard."""
+
+import atexit
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from typing_extensions import override
+
+from phalanx import compat
+from phalanx.errors import (
+    ContextError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    PhalanxError,
+    SummaryError,
+    arguments,
+    shown,
+)
+from phalanx.mesh.bootstrap import is_this_chief
+from phalanx.summary import events
+from phalanx.summary.steps import checked_step
+from phalanx.tracing.records import AbstractWriter, Record, defaults
+
+_CLOSE, _FLUSH_MILLIS, _MAX_QUEUE = None, 120_000, 10
+
+
+class SummaryWriter(AbstractWriter):
+    """Writes summaries. `create_file_writer` creates it. May be used in any context.
+
+    Source: tf.summary.SummaryWriter.
+
+    Example:
+      >>> import phalanx
+      >>> with phalanx.summary.create_file_writer("logs").as_default(step=1):
+      ...     phalanx.summary.scalar("loss", 0.5)
+      True
+    """
+
+    @contextmanager
+    def as_default(self, step: Any = None) -> Iterator["SummaryWriter"]:
+        """Makes this the default writer of this thread inside the `with` block, and flushes it at the end.
+
+        Args:
+          step: the default step inside the block: see `summary.experimental.set_step`. Inside a compiled function it may also be
+            a traced integer. None keeps the default step.
+
+        Raises:
+          InvalidArgumentError: `step` is not an integer.
+        """
+        step = checked_step(step)
+        before = defaults.writer, defaults.step, defaults.is_own
+        defaults.writer, defaults.is_own = self, compat.is_lifting()
+        defaults.step = before[1] if step is None else step
+        try:
+            yield self
+            if not defaults.is_own:
+                self.flush()
+        finally:
+            defaults.writer, defaults.step, defaults.is_own = before
+
+    def set_as_default(self, step: Any = None) -> None:
+        """Makes this the default writer of this thread. Call it outside compiled functions.
+
+        Args:
+          step: the default step from now on: see `summary.experimental.set_step`. None keeps the default step.
+
+        Raises:
+          ContextError: called in a function that is being traced.
+          InvalidArgumentError: `step` is not an integer.
+        """
+        if compat.is_lifting():
+            raise ContextError(
+                "SummaryWriter.set_as_default was called in a function that is being traced",
+                "it would set the default writer when the function is traced, not when it runs.",
+                "with writer.as_default(): in the function, or set_as_default() before it is called",
+            )
+        step = checked_step(step)
+        defaults.writer = self
+        defaults.step = defaults.step if step is None else step
+
+    def init(self) -> None:
+        """Creates the file now instead of with the first summary.
+
+        Raises:
+          SummaryError: the file cannot be written.
+        """
+
+    def flush(self) -> None:
+        """Waits until everything that was recorded is in the file.
+
+        Raises:
+          SummaryError: the file cannot be written.
+        """
+
+    def close(self) -> None:
+        """Writes what was recorded and closes the file. Later summaries raise an error.
+
+        Raises:
+          SummaryError: the file cannot be written.
+        """
+
+    @override
+    def write(self, record: Record, step: Any) -> None:
+        """Writes nothing."""
+
+
+class _FileWriter(SummaryWriter):
+    """Writes an event file from a thread, so that a step need not wait until its values are computed and written."""
+
+    def __init__(self, log_dir: str, max_queue: int, flush_millis: int, suffix: str) -> None:
+        self._log_dir, self._flush_s, self._suffix = log_dir, flush_millis / 1000, suffix
+        self._items: queue.Queue[tuple[Record, Any] | threading.Event | None] = queue.Queue(max_queue)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"SummaryWriter({self._log_dir!r})"
+
+    @override
+    def init(self) -> None:
+        with self._lock:
+            self._require_open()
+            # Only the chief writes, and only once it has something to write does it create the file and the thread.
+            if self._thread is not None or not is_this_chief():
+                return
+            try:
+                file = events.EventFile(self._log_dir, self._suffix)
+            except OSError as e:
+                raise self._lost(e) from e
+            self._thread = threading.Thread(target=self._work, args=(file,), name="phalanx-summary", daemon=True)
+            self._thread.start()
+            _open_writers.add(self)
+
+    @override
+    def write(self, record: Record, step: Any) -> None:
+        self.init()
+        if self._thread is None:
+            return
+        self._raise_error()
+        self._items.put((record, step))
+
+    @override
+    def flush(self) -> None:
+        if self._thread is not None and not self._is_closed:
+            done = threading.Event()
+            self._items.put(done)
+            done.wait()
+        self._raise_error()
+
+    @override
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            _open_writers.discard(self)
+            if self._thread is not None:
+                self._items.put(_CLOSE)
+                self._thread.join()
+        self._raise_error()
+
+    def _work(self, file: events.EventFile) -> None:
+        flushed = time.monotonic()
+        while True:
+            try:
+                item = self._items.get(timeout=self._flush_s)
+            except queue.Empty:
+                item = threading.Event()
+            # After an error the thread goes on to empty the queue, so that nobody waits for it.
+            try:
+                if isinstance(item, tuple):
+                    if self._error is None:
+                        file.write(*item)
+                    if time.monotonic() - flushed < self._flush_s:
+                        continue
+                if item is _CLOSE:
+                    file.close()
+                    return
+                file.flush()
+                flushed = time.monotonic()
+            except Exception as e:
+                self._error = self._error or e
+                if item is _CLOSE:
+                    return
+            finally:
+                if isinstance(item, threading.Event):
+                    item.set()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise InvalidArgumentError(
+                f"a summary for {self!r}", "the writer was closed.", "phalanx.summary.create_file_writer(log_dir)"
+            )
+
+    def _raise_error(self) -> None:
+        """Raises the thread's error, once."""
+        error, self._error = self._error, None
+        if isinstance(error, PhalanxError):
+            raise error
+        if error is not None:
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> SummaryError:
+        return SummaryError(
+            f"summaries in {self._log_dir!r}",
+            f"the file cannot be written: {error}",
+            "create_file_writer of a folder that can be written, with room on its disk",
+        )
+
+
+class _NoopWriter(SummaryWriter):
+    """Writes nothing."""
+
+
+_open_writers: "weakref.WeakSet[_FileWriter]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Writes what is in the queues when the process ends."""
+    for writer in list(_open_writers):
+        writer.close()
+
+
+def create_file_writer(
+    logdir: str | os.PathLike[str],
+    max_queue: int = _MAX_QUEUE,
+    flush_millis: int = _FLUSH_MILLIS,
+    filename_suffix: str = "",
+) -> SummaryWriter:
+    """Creates a writer of an event file that TensorBoard reads. May be called in any context.
+
+    Only the chief of a cluster writes. The file is created with the first summary. A thread writes it.
+
+    Args:
+      logdir: the folder. It is created if it does not exist.
+      max_queue: number of summaries that may wait for the thread. After that, a step waits.
+      flush_millis: milliseconds after which the thread flushes the file.
+      filename_suffix: end of the file's name.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type, or a number is not positive.
+      MissingDependencyError: tensorboardX is not installed.
+
+    Source: tf.summary.create_file_writer.
+
+    Example:
+      >>> import phalanx
+      >>> writer = phalanx.summary.create_file_writer("logs")
+      >>> with writer.as_default():
+      ...     for step in range(3):
+      ...         _ = phalanx.summary.scalar("loss", 1 / (step + 1), step=step)
+      >>> writer.close()
+    """
+    if not isinstance(filename_suffix, str):
+        raise InvalidArgumentError(f"filename_suffix={shown(filename_suffix)}", "must be a str.", 'filename_suffix=""')
+    log_dir = arguments.path("logdir", logdir)
+    max_queue = arguments.integer("max_queue", max_queue)
+    flush_millis = arguments.integer("flush_millis", flush_millis)
+    if not events.is_installed():
+        raise MissingDependencyError(
+            "phalanx.summary.create_file_writer(...)",
+            "it needs the libraries tensorboardX and pillow, and one of them is not installed.",
+            'pip install ".[tensorboard]" in a clone of Phalanx',
+        )
+    return _FileWriter(log_dir, max_queue, flush_millis, filename_suffix)
+
+
+def create_noop_writer() -> SummaryWriter:
+    """Creates a writer that writes nothing. May be called in any context.
+
+    Source: tf.summary.create_noop_writer.
+
+    Example:
+      >>> import phalanx
+      >>> with phalanx.summary.create_noop_writer().as_default(step=0):
+      ...     phalanx.summary.scalar("loss", 0.5)
+      True
+    """
+    return _NoopWriter()
+
+
+def flush(writer: SummaryWriter | None = None) -> None:
+    """Waits until everything that was recorded is in the file. Call it outside compiled functions.
+
+    Args:
+      writer: the writer. None for the default writer, if there is one.
+
+    Raises:
+      InvalidArgumentError: `writer` is not a writer.
+      SummaryError: the file cannot be written.
+
+    Source: tf.summary.flush.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.summary.flush()
+    """
+    writer = defaults.writer if writer is None else writer  # type: ignore[assignment]
+    if writer is None:
+        return
+    arguments.instance("writer", writer, SummaryWriter, "phalanx.summary.create_file_writer(log_dir)").flush()
