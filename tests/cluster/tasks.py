@@ -29,6 +29,7 @@ from training import (  # noqa: F401
     loop_on_pairs,
     one_step,
     shuffled,
+    summaries,
     verbs,
     writing,
 )

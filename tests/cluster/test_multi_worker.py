@@ -5,6 +5,7 @@ import keras
 import numpy as np
 import pytest
 import training
+from event_files import written
 from reference_training import train_on_one_device
 
 SIZES = [(2, 1), (2, 2), (4, 1)]
@@ -130,6 +131,27 @@ def test_only_one_worker_writes_files(cluster_of, tmp_path, verbose):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1.keras", "2.keras", "board", "log.csv"]
     assert len((tmp_path / "log.csv").read_text().splitlines()) == 3
     assert len(list((tmp_path / "board" / "train").iterdir())) == 1
+
+
+@EVERYWHERE
+def test_summaries_are_written_by_the_chief(cluster_of, tmp_path, size):
+    """One file, with the values of the replicas of all processes, as NumPy computes them."""
+    cluster_of(*size).call("summaries", deadline_s=60.0, folder=str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 1
+    found, n = written(tmp_path), size[0] * size[1]
+    values = np.arange(3) + 10 * np.arange(n)[:, None]
+    counts, edges = np.histogram(values, bins=4)
+    wanted = {
+        "mean": values[:, 0].mean(),
+        "values": np.stack([edges[:-1], edges[1:], counts], 1),
+        "first": values[0],
+        "everything": values.ravel(),
+    }
+    assert found.keys() == wanted.keys()
+    for tag, of_tag in found.items():
+        assert [step for step, _ in of_tag] == [0, 1]
+        for _, value in of_tag:
+            np.testing.assert_allclose(value, wanted[tag], rtol=1e-5)
 
 
 @pytest.mark.parametrize("shared", [True, False])

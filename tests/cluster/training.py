@@ -192,6 +192,30 @@ def writing(strategy: phalanx.Strategy, folder: str, verbose: int) -> str:
     return printed.getvalue()
 
 
+def summaries(strategy: phalanx.Strategy, folder: str) -> None:
+    """Records values of replicas and of a whole batch, in two steps."""
+    strategy_batch = strategy.experimental_distribute_values_from_function(
+        lambda c: np.arange(3, dtype="float32") + 10 * c.replica_id_in_sync_group
+    )
+
+    def replica(x: Any) -> Any:
+        phalanx.summary.scalar("mean", x[0])
+        phalanx.summary.histogram("values", x, buckets=4)
+        phalanx.summary.write("first", x)
+        return x
+
+    @phalanx.function
+    def step(x: Any) -> None:
+        everything = strategy.gather(strategy.run(replica, args=(x,)), axis=0)
+        phalanx.summary.write("everything", everything)
+
+    writer = phalanx.summary.create_file_writer(folder)
+    for number in range(2):
+        with writer.as_default(step=number):
+            step(strategy_batch)
+    writer.close()
+
+
 def interrupted(strategy: phalanx.Strategy, folder: str, shared: bool) -> list[np.ndarray]:
     """Fits until the second epoch has failed, then anew from what is backed up; returns the weights."""
     if not shared:

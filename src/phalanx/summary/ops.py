@@ -23,6 +23,7 @@ from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.options import ReduceOp
 from phalanx.summary.steps import checked_step
 from phalanx.tracing import context
+from phalanx.tracing.control_flow import BodyScope
 from phalanx.tracing.records import Record, defaults, deliver
 from phalanx.tracing.scope import LiftScope
 
@@ -306,10 +307,11 @@ def should_record_summaries() -> Any:
     """
     if defaults.writer is None:
         return False
-    if compat.is_lifting() and not defaults.is_traced:
-        return defaults.is_on
     condition = defaults.condition
-    condition = _checked_condition(condition()) if callable(condition) else condition
+    if callable(condition):
+        # A program asks once per run. Another answer while it is traced would not fit the program that was chosen.
+        is_decided = not defaults.is_traced and _in_program()
+        condition = defaults.is_on if is_decided else _checked_condition(condition())
     return condition if isinstance(condition, jax.core.Tracer) else bool(condition)
 
 
@@ -331,6 +333,15 @@ def _starts(kind: str, name: object, description: object) -> Any:
     if description is not None and not isinstance(description, str):
         raise InvalidArgumentError(f"description={shown(description)}", "must be a str or None.", "description=None")
     return not _is_symbolic() and _agreed(should_record_summaries())
+
+
+def _in_program() -> bool:
+    """Returns whether a whole program is being traced, not only a function in eager code."""
+    scope = outermost = compat.active_scope()
+    while scope is not None:
+        outermost = scope if isinstance(scope, LiftScope) else outermost
+        scope = scope.original_scope
+    return isinstance(outermost, LiftScope) and not isinstance(outermost, BodyScope)
 
 
 def _is_list_of_texts(data: object) -> bool:

@@ -415,6 +415,21 @@ def test_conditions_as_functions(writer, tmp_path):
     assert [s for s, _ in found["eager"]] == [9]
 
 
+def test_conditions_of_earlier_programs_do_not_stay(writer, tmp_path):
+    """What was decided for a program does not count for a gradient in eager code."""
+    v = keras.Variable(2.0)
+    gradient = phalanx.value_and_grad(lambda: (summary.scalar("v", v, step=1), v * v)[1], [v])
+    with summary.record_if(lambda: False):
+        phalanx.function(lambda: summary.scalar("v", 1.0, step=0))()
+    gradient()
+    with summary.record_if(lambda: True):
+        gradient()
+    with summary.record_if(lambda: False):
+        gradient()
+    writer.close()
+    assert [s for s, _ in written(tmp_path)["v"]] == [1, 1]
+
+
 def test_queue_holds_a_step_back(tmp_path):
     """More summaries than the queue holds are all written."""
     writer = summary.create_file_writer(tmp_path, max_queue=1, flush_millis=1)
