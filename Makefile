@@ -107,7 +107,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-sources
 	grep -v '^h5py==' constraints.txt > .venv-sources/constraints.txt
 	.venv-sources/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-sources/constraints.txt \
-		--editable ".[data,test]" torch==2.13.0 datasets==5.2.0 tensorflow-cpu==2.21.0
+		--editable ".[data,test]" torch==2.13.0 datasets==5.2.0 tensorflow-cpu==2.21.0 tensorboard==2.21.0
 	touch $@
 
 clean: ## remove the environments and what demos have written

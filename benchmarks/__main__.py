@@ -24,6 +24,7 @@ from benchmarks import (
     run_steps,
     soak,
     step,
+    summaries,
 )
 from benchmarks import input as reading
 
@@ -43,6 +44,7 @@ BENCHMARKS = {
     "parameter_server_memory": parameter_server_memory.run,
     "parameter_server_soak": parameter_server_soak.run,
     "checkpoints": checkpoints.run,
+    "summaries": summaries.run,
     "soak": soak.run,
     "restarts": restarts.run,
     "kills": kills.run,
