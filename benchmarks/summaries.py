@@ -104,6 +104,8 @@ def measure(case: str, rounds: int, steps: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         writer = phalanx.summary.create_file_writer(folder)
+        without()
+        off()
         found: dict[str, Any] = {}
         for key, with_summaries in {"every": every, "traced": traced}.items():
             with writer.as_default(step=0):

@@ -27,7 +27,7 @@ from phalanx.programs.trace import execute_program, trace_program
 from phalanx.tracing import context
 from phalanx.tracing.discovery import Discovery, used_differently
 from phalanx.tracing.draws import Draws
-from phalanx.tracing.records import Record, deliver, recording_key
+from phalanx.tracing.records import Record, defaults, deliver, recording_key
 from phalanx.tracing.scope import program_scope
 from phalanx.tracing.strategy import AbstractStrategy, Updates
 from phalanx.tracing.structure import (
@@ -103,7 +103,8 @@ class Program:
         run = self._run_as_one_step if self._updates or self.draws else self._run
         outputs = run(fn, arguments, batches)
         rows = arguments.rows if not batches else [r for given in (arguments, *batches) for r in given.rows]
-        deliver(outputs[4])
+        if outputs[4]:
+            deliver(outputs[4])
         structure = outputs[5] if self._eager else self._output
         return structure.join(outputs[2], rows, arguments.streams)
 
@@ -302,7 +303,9 @@ class Programs:
         arguments = Arguments(args, kwargs)
         try:
             mode = context.current()
-            settings = (mode.strategy, mode.replica is None, eager, checks_numbers(), recording_key())
+            is_recording = defaults.writer is not None or defaults.condition is not True
+            recording = recording_key() if is_recording else None  # This runs at every step.
+            settings = (mode.strategy, mode.replica is None, eager, checks_numbers(), recording)
             full_key = (key, arguments.key, settings)
             known = self._cache.known(function, full_key)
             for program in known:
