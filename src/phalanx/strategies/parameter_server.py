@@ -91,7 +91,6 @@ class ParameterServerStrategy(Strategy):
         worker_timeout_s: float = 30.0,
         dashboard: bool = False,
     ) -> None:
-        super().__init__()
         for name, count in (("workers", workers), ("ps", ps)):
             arguments.integer(name, count, kind="an integer of at least 1", hint=f"{name}=2")
         if max_staleness is not None:
@@ -125,6 +124,8 @@ class ParameterServerStrategy(Strategy):
         except BaseException:
             self.cluster.close()
             raise
+        # At the end, because the base class counts a strategy among the living ones.
+        super().__init__()
         self._scheduler: Scheduler | None = None
         self._starting = threading.Lock()
         self._close = weakref.finalize(self, _closed, self.cluster, self.homes)

@@ -14,6 +14,7 @@ from replica_values import per_replica, replica_id
 import phalanx
 from phalanx import Mirrored, PerReplica, RunOptions
 from phalanx.errors import ContextError, InvalidArgumentError
+from phalanx.strategies.base import living_strategies
 from phalanx.tracing.strategy import Updates
 
 # ---- run
@@ -521,3 +522,11 @@ def test_a_topology_that_is_made_anew():
 
     assert strategy.updates is Updates.IN_REPLICAS
     assert [float(strategy.run(step)) for _ in range(2)] == [2.5, 2.0]
+
+
+def test_strategy_that_cannot_be_made_is_not_among_the_living():
+    """`fit` outside a scope looks at all strategies, also while the error of one's constructor is still known."""
+    with pytest.raises(phalanx.errors.PhalanxError) as kept:
+        phalanx.ParameterServerStrategy(workers=0)
+    assert kept.tb is not None
+    assert not [s for s in living_strategies() if isinstance(s, phalanx.ParameterServerStrategy)]
