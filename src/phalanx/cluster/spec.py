@@ -158,9 +158,26 @@ def check(spec: ClusterSpec, task: Task | None = None) -> None:
         if spec.num_tasks(job) > 1:
             hint = f'"{job}": ["{spec.job_tasks(job)[0]}"]'
             raise ClusterError(f"{spec.num_tasks(job)} tasks of job {job!r}", "a cluster has at most one.", hint)
-    # The other tasks need no address of the evaluator, so the cluster may leave it out.
-    if task and not (task.type == "evaluator" and "evaluator" not in spec.jobs):
+    if task and is_unlisted(spec, task):
+        _check_only(task)
+    elif task:
         _check_member(spec, task)
+
+
+def is_unlisted(spec: ClusterSpec, task: Task) -> bool:
+    """Returns whether `task` is an evaluator without an address. The other tasks need none, so the cluster may leave it out.
+
+    Example:
+      >>> is_unlisted(ClusterSpec({"worker": ["host0:12345"]}), Task("evaluator", 0))
+      True
+    """
+    return task.type == "evaluator" and task.type not in spec.jobs
+
+
+def _check_only(evaluator: Task) -> None:
+    if evaluator.index:
+        hint = '"task": {"type": "evaluator", "index": 0}'
+        raise ClusterError(f"task {evaluator}", "a cluster has at most one evaluator.", hint)
 
 
 def _check_member(spec: ClusterSpec, task: Task) -> None:

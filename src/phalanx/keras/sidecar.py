@@ -13,6 +13,7 @@ from typing import final
 import keras
 
 from phalanx import compat
+from phalanx.cluster import training
 from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, arguments
 from phalanx.keras.callbacks import Callbacks
 from phalanx.train import Checkpoint
@@ -31,6 +32,7 @@ class SidecarEvaluator:
     It reads the files that `keras.callbacks.ModelCheckpoint` writes, `*.keras` and `*.weights.h5`, and those of
     `phalanx.train.Checkpoint(model=model, ...)`, `CheckpointManager` and `phalanx.keras.ModelCheckpoint`. If there are several new
     checkpoints, it evaluates the newest. It retries a checkpoint that it cannot read, because the file may be incomplete.
+    Under `phalanx run --evaluator`, it stops once the training has ended and the last checkpoint has been evaluated.
 
     Args:
       model: a compiled model with the structure of the trained one, of any strategy or none. Its optimizer does not matter.
@@ -93,7 +95,7 @@ class SidecarEvaluator:
         self._stopped = threading.Event()
 
     def start(self) -> list[dict[str, float]]:
-        """Evaluates new checkpoints until a limit is reached or `stop` is called.
+        """Evaluates new checkpoints until a limit is reached, the training has ended or `stop` is called.
 
         Returns:
           One dict per evaluation: the metrics, and the training step of the checkpoint as `step`.
@@ -105,10 +107,14 @@ class SidecarEvaluator:
         seen = done = None
         since = time.monotonic()
         while not self._stopped.is_set():
+            has_ended = training.has_ended()
             newest, before = self._newest(), seen
             seen = newest
             # A file that changed since the last look may still be incomplete, so wait until it stays the same.
             if newest is None or newest != before or newest == done or (step := self._load(newest[1])) is None:
+                if has_ended and newest == before:
+                    _log.info("SidecarEvaluator: the training has ended; evaluated last: %s", done and done[1])
+                    break
                 if self._timeout_s is not None and time.monotonic() - since > self._timeout_s:
                     _log.info("SidecarEvaluator: no new checkpoint in %s for %s s", self._dir, self._timeout_s)
                     break

@@ -33,7 +33,8 @@ _A_DAY_S = 24 * 60 * 60
 def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeout_s: float | None = None) -> None:
     """Connects this process with the other processes of its cluster.
 
-    Does nothing if there are no others, or if they are connected already.
+    Does nothing if there are no others, or if they are connected already. An evaluator does not join: it reads what the
+    others save.
 
     Args:
       resolver: describes the cluster, and the task of this process.
@@ -51,6 +52,8 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
     task = _own_task(resolver)
     addresses = addresses_of_workers(spec)
     rank = id_in_cluster(spec, task)
+    if task.type == "evaluator":
+        return
     if jax.distributed.is_initialized():
         _require_same(len(addresses), rank)
         return
@@ -111,7 +114,7 @@ def print_on_chief(*args: PyTree, **kwargs: PyTree) -> None:
 
 
 def is_this_chief() -> bool:
-    """Returns whether this process is the chief of its cluster. A process without a cluster is."""
+    """Returns whether this process writes the files of its cluster: the chief, an evaluator, or a process without a cluster."""
     if own := watch.own():
         return own.rank == 0
     resolver = resolver_of_environment()

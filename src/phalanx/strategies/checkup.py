@@ -149,7 +149,8 @@ def main(arguments: Sequence[str]) -> int:
         print(Check("roll call", False, f"{e.asked}: {e.found}", e.hint), flush=True)
         return 1
     workers = strategy.topology.num_workers
-    print_on_chief(Check("roll call", True, f"{workers} processes have met."), flush=True)
+    met = "this is an evaluator, which joins nobody." if _is_evaluator(resolver) else f"{workers} processes have met."
+    print_on_chief(Check("roll call", True, met), flush=True)
     checks = [_all_reduce(strategy), *_together(strategy, args.shared)]
     print_on_chief(*checks, sep="\n", flush=True)
     # Only the chief fails: the launcher ends all processes after a failure, perhaps before the chief has printed.
@@ -159,10 +160,14 @@ def main(arguments: Sequence[str]) -> int:
 def _port_of_chief(resolver: ClusterResolver) -> Check | None:
     """Checks in the first process that it can listen at its address. Returns None in the other processes."""
     spec = resolver.cluster_spec()
-    if not spec or resolver.task_type is None or resolver.task_id is None:
+    if not spec or resolver.task_type is None or resolver.task_id is None or _is_evaluator(resolver):
         return None
     rank = id_in_cluster(spec, Task(resolver.task_type, resolver.task_id))
     return None if rank else check_port(addresses_of_workers(spec)[0])
+
+
+def _is_evaluator(resolver: ClusterResolver) -> bool:
+    return resolver.task_type == "evaluator"
 
 
 def _all_reduce(strategy: MultiWorkerMirroredStrategy) -> Check:

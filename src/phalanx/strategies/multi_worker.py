@@ -21,7 +21,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
 
     Every process runs the same program and creates the strategy at the top, outside all scopes and before JAX uses a
     device. The constructor returns when all processes have connected. Variables get the initial values of the first
-    worker. Without a cluster, the strategy uses only the devices of this process.
+    worker. Without a cluster, and in the evaluator of a cluster, the strategy uses only the devices of this process.
 
     If the process has no SIGTERM handler, SIGTERM then raises `SystemExit(143)` in the main thread, so that `finally`
     blocks run.

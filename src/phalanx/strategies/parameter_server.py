@@ -42,7 +42,8 @@ class ParameterServerStrategy(Strategy):
 
     Args:
       cluster_resolver: describes a cluster with a chief (this process), workers and parameter servers, on which
-        `phalanx.Server` runs. None reads TF_CONFIG. Without TF_CONFIG, the processes start on this machine.
+        `phalanx.Server` runs. None reads TF_CONFIG. Without TF_CONFIG, the processes start on this machine. So they do
+        in the evaluator of a cluster, which does not join the others.
       variable_partitioner: a function from shape and dtype of a variable to the number of shards along each dim, such
         as those in `phalanx.experimental.partitioners`. A server gets at most one shard of a variable.
       workers: number of workers to start on this machine.
@@ -220,7 +221,7 @@ class WorkerSide:
 
 
 def _cluster_of(resolver: ClusterResolver | None) -> ClusterSpec | None:
-    """Returns the cluster that the resolver or TF_CONFIG describes, or None.
+    """Returns the cluster that the resolver or TF_CONFIG describes, or None without a cluster and in an evaluator.
 
     Raises:
       InvalidArgumentError: `resolver` is not a resolver.
@@ -236,6 +237,8 @@ def _cluster_of(resolver: ClusterResolver | None) -> ClusterSpec | None:
             "must be a ClusterResolver.",
             "cluster_resolver=phalanx.cluster_resolver.TFConfigClusterResolver()",
         )
+    if resolver.task_type == "evaluator":
+        return None
     spec = resolver.cluster_spec()
     hint = '{"chief": ["host0:12345"], "worker": ["host1:12345"], "ps": ["host2:12345"]}'
     for job, name in (("chief", "chief"), ("worker", "worker"), ("ps", "parameter server")):

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.cluster.spec import MAX_PORT, ClusterSpec, Task
+from phalanx.cluster.spec import MAX_PORT, ClusterSpec, Task, is_unlisted
 from phalanx.errors import ClusterSourceError, ClusterTypeError, MissingDependencyError, arguments, shown
 
 
@@ -41,7 +41,7 @@ class ClusterResolver(ABC):
 
     @arguments.typed(ClusterTypeError)
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Returns the address of a task, or an empty string if the task is unknown.
+        """Returns the address of a task, or an empty string if the task is unknown or an evaluator without an address.
 
         Args:
           task_type: job of the task; by default the job of this process.
@@ -55,7 +55,10 @@ class ClusterResolver(ABC):
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
             return ""
-        return self._with_layer(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
+        spec = self.cluster_spec()
+        if is_unlisted(spec, Task(task_type, task_id)):
+            return ""
+        return self._with_layer(spec.task_address(task_type, task_id), rpc_layer)
 
     @arguments.typed(ClusterTypeError)
     def num_accelerators(
