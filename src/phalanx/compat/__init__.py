@@ -37,3 +37,6 @@ from phalanx.compat.tables import *  # noqa: E402
 from phalanx.compat.tracking import *  # noqa: E402
 from phalanx.compat.trainer import *  # noqa: E402
 from phalanx.compat.variables import *  # noqa: E402
+
+# Last, because it wraps what the others have wrapped: nothing happens to a variable that exists already.
+from phalanx.compat.reuse import *  # noqa: E402  # isort: skip

@@ -60,7 +60,8 @@ def is_last_accumulated(optimizer: keras.optimizers.Optimizer) -> jax.Array:
 def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Any) -> None:
     """Creates the variables of an optimizer if they do not exist yet."""
     if not optimizer.built:
-        with keras.name_scope(optimizer.name):
+        # As Keras does in `apply`, so that the slots get the same names.
+        with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(list(variables))
 
 

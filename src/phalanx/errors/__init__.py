@@ -29,6 +29,7 @@
     ├── CheckpointError (RuntimeError)        a checkpoint that cannot be written or read
     │   └── CheckpointMismatchError (AssertionError)  a checkpoint of other objects than those that it is restored into
     ├── SummaryError (RuntimeError)           summaries that cannot be written
+    ├── NanLossDuringTrainingError (RuntimeError)  a loss that is NaN
     └── DivergenceError (AssertionError)      replicas that hold different values of the same variable
 
 Every message has three parts: the request, the reason why it fails, and a hint that shows what to write instead.
@@ -57,6 +58,7 @@ __all__ = [
     "InvalidArgumentError",
     "MissingDependencyError",
     "MixedStrategyError",
+    "NanLossDuringTrainingError",
     "NestedWriteError",
     "OutOfRangeError",
     "PeerLostError",
@@ -203,6 +205,10 @@ class CheckpointMismatchError(CheckpointError, AssertionError):
 
 class SummaryError(PhalanxError, RuntimeError):
     """Summaries cannot be written."""
+
+
+class NanLossDuringTrainingError(PhalanxError, RuntimeError):
+    """The loss of a training step is NaN."""
 
 
 class DivergenceError(PhalanxError, AssertionError):

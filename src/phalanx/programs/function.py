@@ -44,6 +44,21 @@ class Function:
             raise
 
     @boundary
+    def prepare(self, *args: PyTree, **kwargs: PyTree) -> None:
+        """Traces the step for these arguments without running it. The next call with such arguments only runs it.
+
+        Variables that the step creates exist after this call, so that a checkpoint can be restored before the first step.
+
+        Example:
+          >>> import phalanx
+          >>> step = phalanx.function(lambda x: x * 2)
+          >>> step.prepare(1.0)
+          >>> float(step(3.0))
+          6.0
+        """
+        self._programs.call(self._fn, self._fn, args, kwargs, runs=False)
+
+    @boundary
     def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """Returns the program for these arguments without running it, to inspect its text, cost and memory.
 

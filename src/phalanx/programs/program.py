@@ -286,6 +286,7 @@ class Programs:
         *,
         key: Hashable = None,
         eager: bool = False,
+        runs: bool = True,
     ) -> PyTree:
         """Calls `fn(*args, **kwargs)` as a program.
 
@@ -296,6 +297,7 @@ class Programs:
           kwargs: keyword arguments of `fn`.
           key: selects the program, besides `function` and the shapes and dtypes of the arguments.
           eager: whether to execute the Python code instead of compiling it.
+          runs: False to trace the program without running it, so that the next such call only runs it.
 
         Raises:
           InputError: an argument is a deleted array, or JAX cannot hold it.
@@ -312,13 +314,13 @@ class Programs:
                 if program.settings.hold():
                     batches = program.draws.look(arguments) if program.draws else ()
                     if batches is not None:
-                        return program(fn, arguments, batches)
+                        return program(fn, arguments, batches) if runs else None
             with without_collections(), explained():
                 program = Program(fn, arguments, eager=eager)
                 batches = program.draws.look(arguments) if program.draws else ()
                 assert batches is not None
                 program.require_equal((arguments, *batches))
-                result = program(fn, arguments, batches)
+                result = program(fn, arguments, batches) if runs else None
             known.append(program)
             return result
         except RuntimeError:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The event files of TensorBoard, with values in the form of tf.summary."""
 
+import glob
 import importlib.util
 import io
 import os
 import time
 import wave
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -156,3 +158,28 @@ _KINDS: dict[str, tuple[str, bytes, Callable[[Any, Any], Any]]] = {
     "text": ("text", b"", _text),
     "write": ("", b"", _tensor),
 }
+
+
+def scalars_in(pattern: str) -> dict[int, dict[str, float]]:
+    """Returns the scalars of the event files that match a pattern, by step and tag. Ignores a record that is not complete yet."""
+    found: dict[int, dict[str, float]] = {}
+    for path in sorted(glob.glob(pattern)):
+        for event in _events_of(Path(path).read_bytes()):
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "scalars":
+                    (number,) = np.frombuffer(value.tensor.tensor_content, np.float32)
+                    found.setdefault(event.step, {})[value.tag] = float(number)
+    return dict(sorted(found.items()))
+
+
+def _events_of(data: bytes) -> Iterator[Any]:
+    """Yields the events of a file: a length of 8 bytes, its checksum of 4, the event, and the checksum of 4 of the event."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    at = 0
+    while at + 12 <= len(data):
+        size = int.from_bytes(data[at : at + 8], "little")
+        if at + size + 16 > len(data):
+            return
+        yield Event.FromString(data[at + 12 : at + 12 + size])
+        at += size + 16

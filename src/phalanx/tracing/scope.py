@@ -254,6 +254,9 @@ class LiftScope(compat.AbstractLiftScope):
         variables: Any,
     ) -> None:
         """Aggregates gradients, and defers the update of their variables."""
+        if compat.store() is not None:
+            # Slots that are found by name must exist while the store is open. The update runs later.
+            compat.build_optimizer(optimizer, variables)
         trained = compat.trained_by(optimizer, variables)
         if len(grads) != len(trained):
             raise InvalidArgumentError(

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RunConfig`: where and how an Estimator runs."""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, final
+
+from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
+from phalanx.cluster.spec import ClusterSpec
+from phalanx.errors import InvalidArgumentError, arguments, shown
+from phalanx.strategies.base import Strategy
+
+
+@final
+class TaskType:
+    """The types of tasks in a cluster. May be used in any context.
+
+    Source: tf.estimator.TaskType.
+
+    Example:
+      >>> from phalanx.estimator.config import TaskType
+      >>> TaskType.EVALUATOR
+      'evaluator'
+    """
+
+    MASTER = "master"
+    PS = "ps"
+    WORKER = "worker"
+    CHIEF = "chief"
+    EVALUATOR = "evaluator"
+
+
+_REFUSED = {
+    "session_config": "a program of JAX has no session.",
+    "device_fn": "the strategy places variables.",
+    "protocol": "Phalanx chooses the protocol.",
+    "experimental_distribute": "the options of both strategies are train_distribute and eval_distribute.",
+}
+
+
+@final
+@dataclass(frozen=True)
+class RunConfig:
+    """Options of an Estimator. May be created in any context.
+
+    The properties about the cluster come from the environment variable TF_CONFIG.
+
+    Args:
+      model_dir: folder for checkpoints and summaries. All processes must see it. None for a temporary folder.
+      tf_random_seed: seed of all initializers and random layers without a seed of their own.
+      save_summary_steps: number of steps between two summaries. None for none.
+      session_config: refused.
+      save_checkpoints_steps: number of steps between two checkpoints. None if `save_checkpoints_secs` is used.
+      save_checkpoints_secs: seconds between two checkpoints. By default 600, if `save_checkpoints_steps` is not given.
+      keep_checkpoint_max: number of checkpoints to keep. None or 0 for all.
+      keep_checkpoint_every_n_hours: also keep a checkpoint if so many hours have passed since the last one that was kept.
+      log_step_count_steps: number of steps between two log lines with loss and steps per second. None for none.
+      train_distribute: strategy of `train`. None for the first device; in a cluster, for the strategy that its tasks suggest.
+      device_fn: refused.
+      protocol: refused.
+      eval_distribute: strategy of `evaluate`. None for the first device.
+      experimental_distribute: refused.
+      experimental_max_worker_delay_secs: accepted and ignored, because the workers start together.
+      session_creation_timeout_secs: accepted and ignored. `phalanx.cluster` has its own limit for the start.
+      checkpoint_save_graph_def: must be True, the default. No graph is saved in any case.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value, or cannot be honoured.
+
+    Source: tf.estimator.RunConfig.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> config = estimator.RunConfig(model_dir="model", save_checkpoints_steps=100)
+      >>> config.replace(save_checkpoints_steps=200).save_checkpoints_steps
+      200
+    """
+
+    model_dir: str | os.PathLike[str] | None = None
+    tf_random_seed: int | None = None
+    save_summary_steps: int | None = 100
+    save_checkpoints_steps: int | None = None
+    save_checkpoints_secs: float | None = None
+    session_config: None = None
+    keep_checkpoint_max: int | None = 5
+    keep_checkpoint_every_n_hours: float = 10000
+    log_step_count_steps: int | None = 100
+    train_distribute: Strategy | None = None
+    device_fn: None = None
+    protocol: None = None
+    eval_distribute: Strategy | None = None
+    experimental_distribute: None = None
+    experimental_max_worker_delay_secs: float | None = None
+    session_creation_timeout_secs: float = 7200
+    checkpoint_save_graph_def: bool = True
+
+    def __post_init__(self) -> None:
+        for name, reason in _REFUSED.items():
+            if getattr(self, name) is not None:
+                raise InvalidArgumentError(f"RunConfig({name}={shown(getattr(self, name))})", reason, f"leave {name} out")
+        if self.checkpoint_save_graph_def is not True:
+            raise InvalidArgumentError(
+                f"checkpoint_save_graph_def={shown(self.checkpoint_save_graph_def)}",
+                "no graph is saved in any case.",
+                "leave checkpoint_save_graph_def out",
+            )
+        if self.model_dir is not None:
+            object.__setattr__(self, "model_dir", arguments.path("model_dir", self.model_dir))
+        for name in ("save_summary_steps", "save_checkpoints_steps", "log_step_count_steps"):
+            _check_count(name, getattr(self, name), least=1)
+        _check_count("keep_checkpoint_max", self.keep_checkpoint_max, least=0)
+        _check_count("tf_random_seed", self.tf_random_seed, least=0)
+        self._check_intervals()
+        for name in ("train_distribute", "eval_distribute"):
+            if not isinstance(getattr(self, name), (Strategy, NoneType)):
+                raise InvalidArgumentError(
+                    f"{name}={shown(getattr(self, name))}", "must be a strategy.", f"{name}=phalanx.MirroredStrategy()"
+                )
+
+    def _check_intervals(self) -> None:
+        arguments.seconds("keep_checkpoint_every_n_hours", self.keep_checkpoint_every_n_hours)
+        if self.save_checkpoints_secs is not None:
+            if self.save_checkpoints_steps is not None:
+                raise InvalidArgumentError(
+                    f"save_checkpoints_steps={self.save_checkpoints_steps} and "
+                    f"save_checkpoints_secs={self.save_checkpoints_secs}",
+                    "only one of them can decide when to save.",
+                    "save_checkpoints_secs=None",
+                )
+            arguments.seconds("save_checkpoints_secs", self.save_checkpoints_secs)
+
+    def replace(self, **options: Any) -> "RunConfig":
+        """Returns a copy with other options.
+
+        Args:
+          **options: arguments of `RunConfig`.
+
+        Raises:
+          InvalidArgumentError: there is no such option, or its value is invalid.
+        """
+        known = {f.name for f in dataclasses.fields(self)}
+        for name in options:
+            if name not in known:
+                raise InvalidArgumentError(f"replace({name}=...)", "RunConfig has no such option.", "RunConfig(...)")
+        # As in tf.estimator, one of the two replaces the other.
+        if options.get("save_checkpoints_steps") is not None:
+            options.setdefault("save_checkpoints_secs", None)
+        if options.get("save_checkpoints_secs") is not None:
+            options.setdefault("save_checkpoints_steps", None)
+        return dataclasses.replace(self, **options)
+
+    @property
+    def save_secs(self) -> float | None:
+        """Seconds between two checkpoints, with the default. None if steps decide."""
+        default = 600 if self.save_checkpoints_steps is None else None
+        return default if self.save_checkpoints_secs is None else self.save_checkpoints_secs
+
+    @property
+    def cluster_spec(self) -> ClusterSpec:
+        """The tasks that train, without the evaluator. Empty without a cluster, and in the evaluator."""
+        if self.task_type == TaskType.EVALUATOR:
+            return ClusterSpec({})
+        return TFConfigClusterResolver().cluster_spec()
+
+    @property
+    def task_type(self) -> str:
+        """The type of this task: `"worker"` without a cluster."""
+        return TFConfigClusterResolver().task_type or TaskType.WORKER
+
+    @property
+    def task_id(self) -> int:
+        """The index of this task among those of its type."""
+        return TFConfigClusterResolver().task_id or 0
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this task saves checkpoints and summaries of the training."""
+        if self.task_type in (TaskType.CHIEF, TaskType.MASTER):
+            return True
+        has_chief = {TaskType.CHIEF, TaskType.MASTER} & set(self.cluster_spec.jobs)
+        return self.task_type == TaskType.WORKER and self.task_id == 0 and not has_chief
+
+    @property
+    def num_worker_replicas(self) -> int:
+        """The number of tasks that train, the chief included. 0 in the evaluator."""
+        if self.task_type == TaskType.EVALUATOR:
+            return 0
+        spec = self.cluster_spec
+        jobs = (TaskType.CHIEF, TaskType.MASTER, TaskType.WORKER)
+        return sum(spec.num_tasks(job) for job in jobs if job in spec.jobs) or 1
+
+    @property
+    def num_ps_replicas(self) -> int:
+        """The number of parameter servers."""
+        spec = self.cluster_spec
+        return spec.num_tasks(TaskType.PS) if TaskType.PS in spec.jobs else 0
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if value is not None and not arguments.is_integer(value, least=least):
+        raise InvalidArgumentError(
+            f"{name}={shown(value)}", f"must be an integer of at least {least}, or None.", f"{name}=100"
+        )

@@ -1,0 +1,531 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Estimator`: trains, evaluates, predicts and exports a model function."""
+
+import copy
+import inspect
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from phalanx import summary
+from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, shown
+from phalanx.estimator import inputs
+from phalanx.estimator.config import RunConfig, TaskType
+from phalanx.estimator.graph import GLOBAL_STEP, Graph
+from phalanx.estimator.hooks.basic import LoggingTensorHook, NanTensorHook, StepCounterHook, StopAtStepHook
+from phalanx.estimator.hooks.saving import (
+    CheckpointSaverHook,
+    CheckpointSaverListener,
+    SummarySaverHook,
+    checked_listeners,
+)
+from phalanx.estimator.loop import AbstractSteps, GraphSession, ScheduledSteps, SynchronousSteps, run_loop
+from phalanx.estimator.recorder import Recorder
+from phalanx.estimator.saver import Saver, names_in, restore
+from phalanx.estimator.session import SessionRunHook, checked_hooks
+from phalanx.estimator.spec import EstimatorSpec, ModeKeys
+from phalanx.estimator.strategies import default_strategy, local_strategy
+from phalanx.estimator.warm_start import WarmStartSettings
+from phalanx.input.sources.functions import InputContext
+from phalanx.strategies.base import Strategy
+from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.summary import SummaryWriter
+from phalanx.train import latest_checkpoint, load_checkpoint
+from phalanx.typing import PyTree
+
+_log = logging.getLogger("phalanx")
+
+_PARAMETERS = ("features", "labels", "mode", "params", "config")
+
+
+class Estimator:
+    """Trains, evaluates, predicts and exports a model function, under any strategy. May be created outside all scopes.
+
+    The model function creates layers, losses and an optimizer of Keras, and returns an `EstimatorSpec`. It is traced: its
+    Python code runs a few times per mode, and its variables are found by their names.
+
+    A training continues from the latest checkpoint in `model_dir`. Evaluation and prediction read it.
+
+    Args:
+      model_fn: function with the parameters `features` and, as needed, `labels`, `mode`, `params` and `config`.
+      model_dir: folder for checkpoints and summaries. None for that of `config`, or a temporary folder.
+      config: options.
+      params: dict that the model function receives. Feature columns in it compute the numbers of categories.
+      warm_start_from: a checkpoint, or `WarmStartSettings`, for the first values of variables.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type, or `model_fn` has other parameters.
+
+    Source: tf.estimator.Estimator.
+
+    Example:
+      >>> import keras, numpy as np, tempfile
+      >>> import phalanx.estimator as estimator
+      >>> def model_fn(features, labels, mode):
+      ...     predictions = keras.layers.Dense(1)(features)
+      ...     if mode == estimator.ModeKeys.PREDICT:
+      ...         return estimator.EstimatorSpec(mode, predictions={"y": predictions})
+      ...     loss = keras.losses.MeanSquaredError()(labels, predictions)
+      ...     train_op = estimator.minimize(keras.optimizers.SGD(0.1), loss)
+      ...     return estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+      >>> x = np.ones((8, 2), "float32")
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     model = estimator.Estimator(model_fn, folder)
+      ...     _ = model.train(lambda: [(x, x[:, :1])] * 10)
+      ...     int(model.evaluate(lambda: [(x, x[:, :1])])["global_step"])
+      10
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[..., EstimatorSpec],
+        model_dir: str | os.PathLike[str] | None = None,
+        config: RunConfig | None = None,
+        params: Mapping[str, Any] | None = None,
+        warm_start_from: str | WarmStartSettings | None = None,
+    ) -> None:
+        arguments.function("model_fn", model_fn, "Estimator(model_fn)")
+        config = RunConfig() if config is None else arguments.instance("config", config, RunConfig, "config=RunConfig()")
+        if params is not None and not isinstance(params, Mapping):
+            raise InvalidArgumentError(f"params={shown(params)}", "must be a dict.", 'params={"units": 10}')
+        self._parameters = _parameters_of(model_fn, params)
+        self._model_fn, self._params = model_fn, dict(params or {})
+        self._config = config.replace(model_dir=_model_dir(model_dir, config))
+        self._labels_fn: Callable[[PyTree], PyTree] | None = None
+        self._warm_start = _settings_of(warm_start_from)
+        self._columns = inputs.columns_in(self._params)
+        self._train_strategy = config.train_distribute or default_strategy(config)
+        self._graphs: dict[str, Graph] = {}
+        self._writers: dict[str, SummaryWriter] = {}
+
+    @property
+    def model_dir(self) -> str:
+        """The folder of checkpoints and summaries."""
+        return str(self._config.model_dir)
+
+    @property
+    def config(self) -> RunConfig:
+        """The options."""
+        return self._config
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """A copy of the dict that the model function receives."""
+        return copy.deepcopy(self._params)
+
+    @property
+    def model_fn(self) -> Callable[..., EstimatorSpec]:
+        """The model function, as a function of `features`, `labels`, `mode` and `config`."""
+
+        def public_model_fn(features: PyTree, labels: PyTree, mode: str, config: RunConfig) -> EstimatorSpec:
+            return self._call_model_fn(features, labels, mode)
+
+        return public_model_fn
+
+    def train(
+        self,
+        input_fn: Callable[..., Any],
+        hooks: Iterable[SessionRunHook] | None = None,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        saving_listeners: Iterable[CheckpointSaverListener] | None = None,
+    ) -> "Estimator":
+        """Trains, from the latest checkpoint on. Call it outside all scopes, in all processes that train.
+
+        Args:
+          input_fn: function that returns a dataset of batches `(features, labels)`: one batch per replica and step. It may have
+            parameters `input_context`, `mode`, `params` and `config`.
+          hooks: code that runs between steps.
+          steps: number of steps of this call. None for the length of the dataset.
+          max_steps: number of steps of the whole training. If there were as many, the call does nothing.
+          saving_listeners: code that runs around each checkpoint.
+
+        Returns:
+          This object.
+
+        Raises:
+          InvalidArgumentError: both `steps` and `max_steps` are given, or an argument has the wrong type.
+          InputError: there is no data, or its batches differ.
+          CheckpointMismatchError: the latest checkpoint does not fit the model function.
+          NanLossDuringTrainingError: a loss is NaN.
+        """
+        self._require_trainer()
+        inputs.check_input_fn(input_fn)
+        given, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
+        if steps is not None and max_steps is not None:
+            raise InvalidArgumentError(
+                f"train(steps={shown(steps)}, max_steps={shown(max_steps)})",
+                "only one of them can be given.",
+                "train(input_fn, max_steps=1000)",
+            )
+        inputs.require_steps("steps", steps)
+        inputs.require_steps("max_steps", max_steps)
+        if max_steps is not None and self._saved_step() >= max_steps:
+            _log.info("Skipping training, because the latest checkpoint has %d steps.", self._saved_step())
+            return self
+        stops = [StopAtStepHook(steps, max_steps)] if steps or max_steps else []
+        graph = self._graph(ModeKeys.TRAIN)
+        with graph.as_default():
+            session = GraphSession(graph, self._steps_of(graph, input_fn))
+            writer = self._writer("") if self._config.save_summary_steps else None
+            is_scheduled = isinstance(graph.strategy, ParameterServerStrategy)
+            recorder = Recorder(None if is_scheduled else writer, self._config.save_summary_steps, graph)
+            with recorder.step(0):
+                session.prepare()
+            all_hooks = [*given, *stops, *self._train_hooks(graph, writer, listeners, given)]
+            self._begin(graph, session, all_hooks, self.latest_checkpoint())
+            for _ in run_loop(session, all_hooks, recorder=recorder):
+                pass
+        if writer is not None:
+            writer.flush()
+        return self
+
+    def evaluate(
+        self,
+        input_fn: Callable[..., Any],
+        steps: int | None = None,
+        hooks: Iterable[SessionRunHook] | None = None,
+        checkpoint_path: str | None = None,
+        name: str | None = None,
+    ) -> dict[str, Any]:
+        """Evaluates the latest checkpoint, or a new model if there is none. Call it outside all scopes.
+
+        Args:
+          input_fn: function that returns a dataset of batches `(features, labels)`, as for `train`.
+          steps: number of batches per replica. None for all.
+          hooks: code that runs between batches.
+          checkpoint_path: another checkpoint.
+          name: name of the evaluation, if there are several. Its summaries are in `eval_<name>`.
+
+        Returns:
+          The metrics by name, `loss` (the mean over the batches) and `global_step`.
+
+        Raises:
+          InvalidArgumentError: an argument has the wrong type.
+          InputError: there is no data, or its batches differ.
+          CheckpointMismatchError: the checkpoint does not fit the model function.
+        """
+        inputs.check_input_fn(input_fn)
+        inputs.require_steps("steps", steps)
+        given = checked_hooks("hooks", hooks)
+        path = self._checkpoint(checkpoint_path)
+        graph = self._graph(ModeKeys.EVAL, path)
+        losses = []
+        with graph.as_default():
+            session = GraphSession(graph, self._steps_of(graph, input_fn))
+            session.prepare()
+            for metric in graph.trace.metrics.values():
+                metric.reset_state()
+            all_hooks = [*given, *(graph.spec.evaluation_hooks or ())]
+            self._begin(graph, session, all_hooks, path)
+            for outputs in run_loop(session, all_hooks, steps):
+                losses.append(outputs[0])
+            found = {key: np.asarray(metric.result()) for key, metric in graph.trace.metrics.items()}
+            # Of a dict of metrics, each has a name of its own.
+            results = {key: value[()] for key, value in found.items()}
+            results.setdefault("loss", np.mean(np.asarray(losses), dtype=np.float32))
+            results[GLOBAL_STEP] = np.int64(graph.global_step)
+        self._write_results(results, name, path)
+        return results
+
+    def predict(
+        self,
+        input_fn: Callable[..., Any],
+        predict_keys: Sequence[str] | str | None = None,
+        hooks: Iterable[SessionRunHook] | None = None,
+        checkpoint_path: str | None = None,
+        yield_single_examples: bool = True,
+    ) -> Iterator[Any]:
+        """Yields the predictions for each row, with the latest checkpoint, on one device. Iterate outside all scopes.
+
+        Args:
+          input_fn: function that returns a dataset of batches of features, or of pairs `(features, labels)`.
+          predict_keys: names of the predictions to yield. None for all.
+          hooks: code that runs between batches.
+          checkpoint_path: another checkpoint.
+          yield_single_examples: whether to yield one row at a time instead of whole batches.
+
+        Yields:
+          Dicts of NumPy arrays; or arrays, if the model function returns an array.
+
+        Raises:
+          InvalidArgumentError: a name is unknown, a prediction has another number of rows, or an argument has the wrong type.
+          InputError: there is no data, or its batches differ.
+          CheckpointMismatchError: the checkpoint does not fit the model function.
+        """
+        inputs.check_input_fn(input_fn)
+        arguments.flag("yield_single_examples", yield_single_examples)
+        given = checked_hooks("hooks", hooks)
+        path = self._checkpoint(checkpoint_path)
+        keys = [predict_keys] if isinstance(predict_keys, str) else predict_keys
+        return self._predictions(input_fn, keys, given, path, is_single=yield_single_examples)
+
+    def latest_checkpoint(self) -> str | None:
+        """Returns the path of the latest checkpoint, or None. May be called in any context."""
+        return latest_checkpoint(self.model_dir)
+
+    def get_variable_names(self) -> list[str]:
+        """Returns the names of the variables in the latest checkpoint. May be called in any context.
+
+        Raises:
+          CheckpointError: there is no checkpoint.
+        """
+        return names_in(self._require_checkpoint("get_variable_names()"))
+
+    def get_variable_value(self, name: str) -> np.ndarray:
+        """Returns the value of a variable in the latest checkpoint. May be called in any context.
+
+        Args:
+          name: one of `get_variable_names()`.
+
+        Raises:
+          CheckpointError: there is no checkpoint, or no such variable.
+        """
+        return load_checkpoint(self._require_checkpoint(f"get_variable_value({shown(name)})")).get_tensor(name)
+
+    def eval_dir(self, name: str | None = None) -> str:
+        """Returns the folder of the summaries of an evaluation. May be called in any context."""
+        return os.path.join(self.model_dir, "eval" if not name else f"eval_{name}")
+
+    def extended(self, model_fn: Callable[..., EstimatorSpec]) -> "Estimator":
+        """Returns an Estimator like this one with another model function. May be called outside all scopes.
+
+        Args:
+          model_fn: function with the parameters `features`, `labels`, `mode` and `config`.
+        """
+        other = Estimator(model_fn, config=self._config, warm_start_from=self._warm_start)
+        other._columns, other._labels_fn = self._columns, self._labels_fn
+        return other
+
+    def _call_model_fn(self, features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
+        if labels is not None and "labels" not in self._parameters:
+            raise InvalidArgumentError(
+                "a model_fn without the parameter labels", "the input_fn returns labels.", "def model_fn(features, labels, mode)"
+            )
+        given = {"labels": labels, "mode": mode, "params": self.params, "config": self._config}
+        return self._model_fn(features, **{k: v for k, v in given.items() if k in self._parameters})
+
+    def _graph(self, mode: str, path: str | None = "") -> Graph:
+        """Returns the graph of a mode. Without a checkpoint, a new one."""
+        path = self.latest_checkpoint() if path == "" else path
+        known = self._graphs.get(mode)
+        if known is not None and path is not None:
+            return known
+        strategies: dict[str, Strategy | None] = {
+            ModeKeys.TRAIN: self._train_strategy,
+            ModeKeys.EVAL: self._config.eval_distribute,
+            ModeKeys.PREDICT: None,
+        }
+        strategy = strategies[mode] or local_strategy()
+        self._graphs[mode] = Graph(
+            lambda features, labels: self._call_model_fn(features, labels, mode), mode, strategy, self._config.tf_random_seed
+        )
+        return self._graphs[mode]
+
+    def _dataset_fn(self, input_fn: Callable[..., Any], mode: str) -> Callable[[InputContext], Any]:
+        given = {"mode": mode, "params": self.params, "config": self._config}
+        columns, labels_fn = self._columns, self._labels_fn
+
+        def dataset_fn(input_context: InputContext) -> inputs.Batches:
+            return inputs.dataset_of(input_fn, {**given, "input_context": input_context}, columns, labels_fn)
+
+        return dataset_fn
+
+    def _steps_of(self, graph: Graph, input_fn: Callable[..., Any]) -> AbstractSteps:
+        dataset_fn = self._dataset_fn(input_fn, graph.mode)
+        if isinstance(graph.strategy, ParameterServerStrategy):
+            return ScheduledSteps(graph, dataset_fn)
+        if graph.mode == ModeKeys.PREDICT:
+            return SynchronousSteps(graph, iter(dataset_fn(InputContext())))
+        return SynchronousSteps(graph, iter(graph.strategy.distribute_datasets_from_function(dataset_fn)))
+
+    def _begin(self, graph: Graph, session: GraphSession, hooks: Sequence[SessionRunHook], path: str | None) -> None:
+        """Calls `begin` of hooks, and gives the variables their values."""
+        for hook in hooks:
+            hook.begin()
+        if path is not None:
+            restore(graph, path)
+        elif self._warm_start is not None:
+            self._warm_start.warm_start(graph)
+        session.start()
+
+    def _train_hooks(
+        self,
+        graph: Graph,
+        writer: SummaryWriter | None,
+        listeners: Sequence[CheckpointSaverListener],
+        given: Sequence[SessionRunHook],
+    ) -> list[SessionRunHook]:
+        config, spec = self._config, graph.spec
+        hooks: list[SessionRunHook] = [NanTensorHook("loss")]
+        if every := config.log_step_count_steps:
+            hooks.append(LoggingTensorHook({"loss": "loss", "step": GLOBAL_STEP}, every_n_iter=every))
+            hooks.append(StepCounterHook(every, summary_writer=writer))
+        hooks.extend(spec.training_hooks or ())
+        if config.is_chief:
+            hooks.extend(spec.training_chief_hooks or ())
+        if writer is not None:
+            hooks.append(SummarySaverHook(config.save_summary_steps, summary_writer=writer, summary_op={"loss": "loss"}))
+        # A hook of the user that saves replaces that of the Estimator.
+        if not any(isinstance(hook, CheckpointSaverHook) for hook in (*given, *hooks)):
+            saver = Saver(graph, self.model_dir, config.keep_checkpoint_max, config.keep_checkpoint_every_n_hours)
+            hooks.append(
+                CheckpointSaverHook(
+                    self.model_dir, config.save_secs, config.save_checkpoints_steps, saver, listeners=listeners
+                )
+            )
+        return hooks
+
+    def _predictions(
+        self,
+        input_fn: Callable[..., Any],
+        keys: Sequence[str] | None,
+        hooks: Sequence[SessionRunHook],
+        path: str | None,
+        *,
+        is_single: bool,
+    ) -> Iterator[Any]:
+        graph = self._graph(ModeKeys.PREDICT, path)
+        with graph.as_default():
+            session = GraphSession(graph, self._steps_of(graph, input_fn))
+            session.prepare()
+            all_hooks = [*hooks, *(graph.spec.prediction_hooks or ())]
+            self._begin(graph, session, all_hooks, path)
+            loop = run_loop(session, all_hooks)
+        while True:
+            # The graph is not current while the caller has the predictions.
+            with graph.as_default():
+                outputs = next(loop, None)
+            if outputs is None:
+                return
+            found = jax.tree.map(np.asarray, _chosen(outputs[2], keys))
+            yield from _rows_of(found) if is_single else [found]
+
+    def _write_results(self, results: Mapping[str, Any], name: str | None, path: str | None) -> None:
+        step = int(results[GLOBAL_STEP])
+        _log.info("Evaluation of step %d: %s", step, {key: value for key, value in results.items() if key != GLOBAL_STEP})
+        writer = self._writer(self.eval_dir(name))
+        with writer.as_default(step):
+            for key, value in results.items():
+                if key != GLOBAL_STEP and np.ndim(value) == 0:
+                    summary.scalar(key, float(value))
+            if path is not None:
+                summary.text(f"checkpoint_path/{step}", path)
+
+    def _writer(self, folder: str) -> SummaryWriter:
+        folder = folder or self.model_dir
+        if folder not in self._writers:
+            self._writers[folder] = summary.create_file_writer(folder)
+        return self._writers[folder]
+
+    def _checkpoint(self, checkpoint_path: str | None) -> str | None:
+        if checkpoint_path is not None:
+            return arguments.path("checkpoint_path", checkpoint_path)
+        path = self.latest_checkpoint()
+        if path is None:
+            _log.info("There is no checkpoint in %s: the variables have their initial values.", self.model_dir)
+        return path
+
+    def _saved_step(self) -> int:
+        path = self.latest_checkpoint()
+        reader = None if path is None else load_checkpoint(path)
+        return int(reader.get_tensor(GLOBAL_STEP)) if reader is not None and reader.has_tensor(GLOBAL_STEP) else 0
+
+    def _require_checkpoint(self, call: str) -> str:
+        path = self.latest_checkpoint()
+        if path is None:
+            raise CheckpointError(f"{call} of {self.model_dir}", "there is no checkpoint.", "estimator.train(input_fn) first")
+        return path
+
+    def _require_trainer(self) -> None:
+        task_type = self._config.task_type
+        if task_type in (TaskType.EVALUATOR, TaskType.PS):
+            raise InvalidArgumentError(
+                f"train in the task {task_type!r}",
+                "this process does not train.",
+                "estimator.train_and_evaluate(model, train_spec, eval_spec) in all processes",
+            )
+
+
+def _parameters_of(model_fn: Callable[..., Any], params: Any) -> set[str]:
+    """Returns the names of the parameters of a model function.
+
+    Raises:
+      InvalidArgumentError: one is unknown, or one is missing.
+    """
+    names = [p.name for p in inspect.signature(model_fn).parameters.values()]
+    unknown = [name for name in names if name not in _PARAMETERS]
+    needed = ["features", *(["params"] if params is not None else [])]
+    missing = [name for name in needed if name not in names]
+    if unknown or missing:
+        found = f"it has the parameter {unknown[0]!r}" if unknown else f"it lacks the parameter {missing[0]!r}"
+        raise InvalidArgumentError(
+            f"model_fn={shown(model_fn)} with the parameters {names}",
+            f"{found}; the parameters are {_PARAMETERS}.",
+            "def model_fn(features, labels, mode, params)",
+        )
+    return set(names)
+
+
+def _model_dir(given: Any, config: RunConfig) -> str:
+    if given is not None:
+        path = arguments.path("model_dir", given)
+        if config.model_dir is not None and str(config.model_dir) != path:
+            raise InvalidArgumentError(
+                f"model_dir={path!r}", f"the config has model_dir={str(config.model_dir)!r}.", "only one of them"
+            )
+        return path
+    if config.model_dir is not None:
+        return str(config.model_dir)
+    if config.num_worker_replicas != 1 or config.num_ps_replicas:
+        raise InvalidArgumentError(
+            "an Estimator without model_dir in a cluster", "all processes need the same folder.", 'model_dir="shared/model"'
+        )
+    folder = tempfile.mkdtemp()
+    _log.warning("Using a temporary folder as model directory: %s", folder)
+    return folder
+
+
+def _settings_of(warm_start_from: Any) -> WarmStartSettings | None:
+    if warm_start_from is None or isinstance(warm_start_from, WarmStartSettings):
+        return warm_start_from
+    return WarmStartSettings(arguments.path("warm_start_from", warm_start_from))
+
+
+def _chosen(predictions: PyTree, keys: Sequence[str] | None) -> PyTree:
+    """Returns the predictions of these names.
+
+    Raises:
+      InvalidArgumentError: there is no prediction of one of the names.
+    """
+    if keys is None:
+        return predictions
+    if not isinstance(predictions, Mapping) or not set(keys) <= set(predictions):
+        raise InvalidArgumentError(
+            f"predict_keys={shown(keys)}",
+            f"the predictions are {sorted(predictions) if isinstance(predictions, Mapping) else 'an array'}.",
+            "predict_keys=None",
+        )
+    return {key: predictions[key] for key in keys}
+
+
+def _rows_of(predictions: PyTree) -> Iterator[Any]:
+    """Yields the predictions of each row.
+
+    Raises:
+      InvalidArgumentError: the predictions have different numbers of rows.
+    """
+    sizes = {len(x) if np.ndim(x) else -1 for x in jax.tree.leaves(predictions)}
+    if len(sizes) != 1 or -1 in sizes:
+        raise InvalidArgumentError(
+            f"predictions of the shapes {jax.tree.map(np.shape, predictions)}",
+            "they must have one entry per row of the batch.",
+            "predict(input_fn, yield_single_examples=False)",
+        )
+    for i in range(sizes.pop()):
+        yield jax.tree.map(lambda x, i=i: x[i], predictions)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`add_metrics`: an Estimator with further metrics."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from phalanx.errors import InvalidArgumentError, arguments, shown
+from phalanx.estimator.estimator import Estimator
+from phalanx.estimator.spec import EstimatorSpec, ModeKeys
+from phalanx.typing import PyTree
+
+_PARAMETERS = ("features", "labels", "predictions", "config")
+
+
+def add_metrics(estimator: Estimator, metric_fn: Callable[..., dict[str, Any]]) -> Estimator:
+    """Returns an Estimator that also computes other metrics. May be called outside all scopes.
+
+    Args:
+      estimator: the Estimator. It does not change.
+      metric_fn: function with some of the parameters `features`, `labels`, `predictions` and `config`. Returns a dict like
+        `eval_metric_ops`.
+
+    Raises:
+      InvalidArgumentError: `estimator` is not an Estimator, or `metric_fn` has another parameter.
+
+    Source: tf.estimator.add_metrics.
+
+    Example:
+      >>> import keras
+      >>> import phalanx.estimator as estimator
+      >>> def mean_error(labels, predictions):
+      ...     metric = keras.metrics.MeanAbsoluteError()
+      ...     metric.update_state(labels, predictions["predictions"])
+      ...     return {"mean_error": metric}
+      >>> def extended(model):
+      ...     return estimator.add_metrics(model, mean_error)
+    """
+    arguments.instance("estimator", estimator, Estimator, "add_metrics(estimator, metric_fn)")
+    arguments.function("metric_fn", metric_fn, "def metric_fn(labels, predictions)")
+    names = list(inspect.signature(metric_fn).parameters)
+    if not set(names) <= set(_PARAMETERS):
+        raise InvalidArgumentError(
+            f"metric_fn={shown(metric_fn)} with the parameters {names}",
+            f"the parameters are {_PARAMETERS}.",
+            "def metric_fn(labels, predictions)",
+        )
+    inner = estimator.model_fn
+
+    def model_fn(features: PyTree, labels: PyTree, mode: str, config: Any) -> EstimatorSpec:
+        spec = inner(features, labels, mode, config)
+        if mode != ModeKeys.EVAL:
+            return spec
+        given = {"features": features, "labels": labels, "predictions": spec.predictions, "config": config}
+        return replace(spec, eval_metric_ops={**spec.metrics, **metric_fn(**{name: given[name] for name in names})})
+
+    return estimator.extended(model_fn)

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graph of a mode: the variables that a model function creates, and the program of its step.
+
+A model function creates its layers and its optimizer at each call, as in TensorFlow 1. Phalanx traces a function several times, so
+the variables are found by their names: each trace uses those of the first.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from phalanx import compat
+from phalanx.errors import ContextError, InvalidArgumentError, TraceError, shown
+from phalanx.estimator.session import SessionRunHook
+from phalanx.estimator.spec import EstimatorSpec, ModeKeys
+from phalanx.programs.function import function
+from phalanx.strategies.base import Strategy
+from phalanx.tracing import context
+from phalanx.tracing.scope import innermost
+from phalanx.tracing.tape import GradientTape
+from phalanx.typing import PyTree
+
+GLOBAL_STEP = "global_step"
+
+_current: ContextVar["Graph | None"] = ContextVar("phalanx_estimator_graph", default=None)
+
+
+@dataclass
+class Trace:
+    """What one trace of a model function has created.
+
+    Args:
+      spec: what the model function returned. None while it runs.
+      tape: the tape that records the model function. None if the mode is not training.
+      metrics: metrics of an evaluation, by name.
+      named: arrays that the model function has named with `identity`.
+      counts_itself: whether the model function has changed the number of steps.
+      has_records: whether the model function records summaries.
+      arrays: arrays that hooks ask for, in the order in which the step returns them.
+    """
+
+    spec: EstimatorSpec | None = None
+    tape: GradientTape | None = None
+    metrics: dict[str, keras.metrics.Metric] = field(default_factory=dict)
+    named: dict[str, Any] = field(default_factory=dict)
+    counts_itself: bool = False
+    has_records: bool = False
+    arrays: list[Any] = field(default_factory=list)
+
+
+class Graph:
+    """The variables and the step of one mode of an Estimator under one strategy.
+
+    Args:
+      model_fn: function of features and labels. Returns an `EstimatorSpec`.
+      mode: a value of `ModeKeys`.
+      strategy: the strategy that holds the variables and runs the step.
+      seed: seed of all initializers and random layers without a seed of their own. None for another one in each graph.
+
+    Attributes:
+      checkpoint: path of the checkpoint that was last saved or restored here, or None.
+    """
+
+    def __init__(
+        self, model_fn: Callable[[PyTree, PyTree], EstimatorSpec], mode: str, strategy: Strategy, seed: int | None
+    ) -> None:
+        self._model_fn, self.mode, self.strategy = model_fn, mode, strategy
+        self._store = compat.VariableStore(seed)
+        with strategy.scope(), self._store.reusing():
+            self.global_step = _new_step()
+        self.checkpoint: str | None = None
+        self._pinned: Trace | None = None
+        self._latest = Trace()
+        self.program = function(self._run)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the model function was called."""
+        return self._pinned is not None
+
+    @property
+    def trace(self) -> Trace:
+        """The first trace, whose hooks run.
+
+        Raises:
+          ContextError: the model function was not traced yet.
+        """
+        if self._pinned is None:
+            raise ContextError("the graph of an Estimator", "the model function was not called yet.", "estimator.train(...)")
+        return self._pinned
+
+    @property
+    def spec(self) -> EstimatorSpec:
+        """What the model function returned in the first trace."""
+        assert self.trace.spec is not None
+        return self.trace.spec
+
+    @property
+    def variables(self) -> dict[str, keras.Variable]:
+        """All variables by name, without those of metrics."""
+        hidden = {id(v) for metric in self.trace.metrics.values() for v in metric.variables}
+        return {name: v for name, v in self._store.variables.items() if id(v) not in hidden}
+
+    @property
+    def trainable_variables(self) -> list[keras.Variable]:
+        """The trainable variables, in the order of their creation."""
+        return [v for v in self._store.variables.values() if v.trainable]
+
+    @contextmanager
+    def as_default(self) -> Iterator[None]:
+        """Makes this the current graph inside the `with` block."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def prepare(self, batch: PyTree) -> None:
+        """Traces the step for a batch, so that all variables exist."""
+        with self.strategy.scope():
+            self.program.prepare(batch)
+        if self._pinned is None:
+            self._pinned = self._latest
+
+    def find(self, name: str) -> keras.Variable | None:
+        """Returns the variable of a name, which may end with an output number as in TensorFlow. None if there is none."""
+        return self._store.variables.get(name.partition(":")[0])
+
+    def place_of(self, fetch: Any) -> int | None:
+        """Returns the place of an array, or of a name, among the arrays that the step returns. None if it is not there."""
+        if isinstance(fetch, str):
+            named = self.trace.named.get(fetch.partition(":")[0])
+            return None if named is None else self.place_of(named)
+        return next((i for i, x in enumerate(self.trace.arrays) if x is fetch), None)
+
+    def identity(self, value: Any, name: str | None) -> Any:
+        """Names an array of the model function."""
+        if name is not None:
+            self._latest.named[name] = value
+        return value
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the mode is training."""
+        return self.mode == ModeKeys.TRAIN
+
+    @property
+    def tape(self) -> GradientTape:
+        """The tape that records the model function that is being traced.
+
+        Raises:
+          ContextError: no model function is being traced.
+        """
+        if self._latest.tape is None:
+            raise ContextError(
+                "gradients outside a model function", "only a model function is recorded.", "minimize(...) in the model_fn"
+            )
+        return self._latest.tape
+
+    def _run(self, batch: PyTree) -> PyTree:
+        """Runs one step on all replicas. Returns the loss over the global batch, and what hooks and callers ask for."""
+        loss, *others = self.strategy.run(self.replica_step, args=(batch,))
+        return (loss if loss is None else self.strategy.reduce("SUM", loss, axis=None), *others)
+
+    def replica_step(self, batch: PyTree) -> PyTree:
+        """Runs one step on one replica. Returns its share of the loss, the arrays for hooks, and the predictions."""
+        features, labels = batch
+        self._latest = Trace()
+        with self.as_default(), self._store.reusing():
+            if self.is_training:
+                return self._train(features, labels)
+            with context.averaging():
+                spec = self._call(features, labels)
+                outputs = spec.predictions if self.mode == ModeKeys.PREDICT else None
+                return self._share(spec.loss), self._arrays(spec), outputs
+
+    def _train(self, features: PyTree, labels: PyTree) -> PyTree:
+        before = self.global_step.value
+        with context.averaging():
+            with GradientTape(persistent=True) as self._latest.tape:
+                spec = self._call(features, labels)
+            loss, arrays = self._share(spec.loss), self._arrays(spec)
+        _apply(spec.train_op)
+        self._latest.counts_itself = self.global_step.value is not before
+        if not self._latest.counts_itself:
+            self.global_step.assign_add(1)
+        return loss, arrays, None
+
+    def _call(self, features: PyTree, labels: PyTree) -> EstimatorSpec:
+        spec = self._model_fn(features, labels)
+        if not isinstance(spec, EstimatorSpec):
+            raise InvalidArgumentError(
+                f"a model_fn that returns {shown(spec)}", "must return an EstimatorSpec.", "return estimator.EstimatorSpec(...)"
+            )
+        if spec.mode != self.mode:
+            raise InvalidArgumentError(
+                f"a model_fn that returns EstimatorSpec(mode={spec.mode!r})",
+                f"it was called with mode={self.mode!r}.",
+                "estimator.EstimatorSpec(mode, ...)",
+            )
+        self._latest.spec = spec
+        scope = innermost()
+        self._latest.has_records = scope is not None and bool(scope.records)
+        self._latest.metrics = {name: _metric_of(name, metric) for name, metric in spec.metrics.items()}
+        return spec
+
+    def _share(self, loss: Any) -> Any:
+        """Returns a replica's share of a loss. The sum of the shares is the loss of the global batch."""
+        return None if loss is None else loss * jnp.asarray(context.require_replica().weight, loss.dtype)
+
+    def _arrays(self, spec: EstimatorSpec) -> list[Any]:
+        """Returns the arrays that hooks of the model function hold, and the named ones."""
+        held = [*self._latest.named.values(), *(x for hook in hooks_of(spec) for x in jax.tree.leaves(vars(hook)))]
+        arrays: list[Any] = []
+        for x in held:
+            if isinstance(x, jax.core.Tracer) and not any(x is known for known in arrays):
+                arrays.append(x)
+        if self._pinned is not None and len(arrays) != len(self._pinned.arrays):
+            raise TraceError(
+                f"a model_fn whose hooks hold {len(arrays)} arrays",
+                f"they held {len(self._pinned.arrays)} arrays when the function was called for another batch.",
+                "do not branch on Python state in the model_fn",
+            )
+        self._latest.arrays = arrays
+        return arrays
+
+
+def hooks_of(spec: EstimatorSpec) -> list[SessionRunHook]:
+    """Returns all hooks of a model function."""
+    groups = (spec.training_hooks, spec.training_chief_hooks, spec.evaluation_hooks, spec.prediction_hooks)
+    return [hook for group in groups for hook in group or ()]
+
+
+def _metric_of(name: str, metric: Any) -> keras.metrics.Metric:
+    """Returns a metric. For a pair of a value and its update, the mean of the value over all batches."""
+    if isinstance(metric, keras.metrics.Metric):
+        return metric
+    mean = keras.metrics.Mean(name=name.replace("/", "_"))
+    mean.update_state(metric[0])
+    return mean
+
+
+def _apply(train_op: Any) -> None:
+    """Runs what a model function has left for the end of the step."""
+    for op in train_op if isinstance(train_op, (list, tuple)) else [train_op]:
+        if isinstance(op, (list, tuple)):
+            _apply(op)
+        elif callable(op) and not isinstance(op, (keras.Variable, jax.Array)):
+            op()
+
+
+def _new_step() -> keras.Variable:
+    # JAX counts in 32 bits unless it is told otherwise.
+    return keras.Variable(0, dtype="int32", trainable=False, aggregation="only_first_replica", name=GLOBAL_STEP)
+
+
+def current_graph() -> Graph | None:
+    """Returns the graph of the model function or the hook that runs, or None outside an Estimator."""
+    return _current.get()
+
+
+def require_graph(call: str) -> Graph:
+    """Returns the current graph.
+
+    Raises:
+      ContextError: no model function runs.
+    """
+    graph = current_graph()
+    if graph is None:
+        raise ContextError(f"{call} outside a model function", "it belongs to a graph of an Estimator.", "call it in the model_fn")
+    return graph
+
+
+def get_global_step(graph: None = None) -> keras.Variable | None:
+    """Returns the number of training steps so far. Call it in a model function or a hook.
+
+    Args:
+      graph: must be None; for programs of TensorFlow 1.
+
+    Returns:
+      A scalar integer variable, or None outside an Estimator.
+
+    Source: tf.compat.v1.train.get_global_step.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> estimator.get_global_step() is None
+      True
+    """
+    current = current_graph()
+    return None if current is None else current.global_step
+
+
+def get_or_create_global_step(graph: None = None) -> keras.Variable:
+    """Returns the number of training steps so far. May be called in any context.
+
+    Args:
+      graph: must be None; for programs of TensorFlow 1.
+
+    Returns:
+      A scalar integer variable. Outside an Estimator, a new one.
+
+    Source: tf.compat.v1.train.get_or_create_global_step.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> int(estimator.get_or_create_global_step())
+      0
+    """
+    current = get_global_step()
+    return _new_step() if current is None else current
+
+
+def identity(value: Any, name: str | None = None) -> Any:
+    """Names an array of a model function, so that hooks can fetch it by its name. Call it in a model function.
+
+    Args:
+      value: array that the model function has computed.
+      name: the name. None gives none.
+
+    Returns:
+      `value`.
+
+    Raises:
+      ContextError: called outside a model function.
+
+    Source: tf.identity.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> def model_fn(features, labels, mode):
+      ...     loss = estimator.identity((features - labels).mean(), name="difference")
+    """
+    return require_graph("estimator.identity").identity(value, name)

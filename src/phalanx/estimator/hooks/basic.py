@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks that stop, log and watch."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+from typing_extensions import override
+
+from phalanx import summary
+from phalanx.errors import InvalidArgumentError, NanLossDuringTrainingError, arguments, shown
+from phalanx.estimator.graph import GLOBAL_STEP
+from phalanx.estimator.hooks.timer import SecondOrStepTimer
+from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from phalanx.summary import SummaryWriter
+
+_log = logging.getLogger("phalanx")
+
+
+class StepHook(SessionRunHook):
+    """A hook that knows the number of steps so far, without asking the devices at each step."""
+
+    @override
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        """Asks for nothing."""
+        return None
+
+    @staticmethod
+    def step_of(run_context: SessionRunContext) -> int:
+        """Returns the number of steps so far."""
+        return int(run_context.session.step)
+
+
+@final
+class StopAtStepHook(StepHook):
+    """Stops after a number of steps, or at a step. May be created in any context.
+
+    Args:
+      num_steps: number of steps from the beginning of this call.
+      last_step: number of steps of the whole training.
+
+    Raises:
+      InvalidArgumentError: both or none are given, or one is not a positive integer.
+
+    Source: tf.estimator.StopAtStepHook.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> hook = estimator.StopAtStepHook(num_steps=100)
+    """
+
+    def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
+        if (num_steps is None) == (last_step is None):
+            raise InvalidArgumentError(
+                f"StopAtStepHook(num_steps={shown(num_steps)}, last_step={shown(last_step)})",
+                "exactly one of them must be given.",
+                "StopAtStepHook(last_step=100)",
+            )
+        for name, value in (("num_steps", num_steps), ("last_step", last_step)):
+            if value is not None:
+                arguments.integer(name, value)
+        self._num_steps, self._last_step = num_steps, last_step
+        self._end = 0
+
+    @override
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Computes the last step."""
+        self._end = session.step + self._num_steps if self._last_step is None else self._last_step
+
+    @override
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        """Stops at the last step."""
+        if self.step_of(run_context) >= self._end:
+            run_context.request_stop()
+
+
+@final
+class StepCounterHook(StepHook):
+    """Writes steps per second, as the summary `global_step/sec` and to the log. May be created in any context.
+
+    Args:
+      every_n_steps: number of steps between two values. None if `every_n_secs` decides.
+      every_n_secs: seconds between two values, or None.
+      output_dir: folder for the summaries. Ignored if there is a writer.
+      summary_writer: writer of the summaries. None for the log only, if there is no folder either.
+
+    Raises:
+      InvalidArgumentError: both or none of the intervals are given.
+
+    Source: tf.estimator.StepCounterHook.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> hook = estimator.StepCounterHook(every_n_steps=10)
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = 100,
+        every_n_secs: float | None = None,
+        output_dir: str | None = None,
+        summary_writer: SummaryWriter | None = None,
+    ) -> None:
+        self._timer = SecondOrStepTimer(every_n_secs, every_n_steps)
+        self._output_dir, self._writer = output_dir, summary_writer
+
+    @override
+    def begin(self) -> None:
+        """Opens the file."""
+        if self._writer is None and self._output_dir is not None:
+            self._writer = summary.create_file_writer(self._output_dir)
+
+    @override
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Begins to measure."""
+        self._timer.reset()
+        self._timer.update_last_triggered_step(session.step)
+
+    @override
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        """Writes the speed if it is time."""
+        step = self.step_of(run_context)
+        if not self._timer.should_trigger_for_step(step):
+            return
+        elapsed_s, steps = self._timer.update_last_triggered_step(step)
+        if elapsed_s and steps:
+            rate = steps / elapsed_s
+            _log.info("%s/sec: %g", GLOBAL_STEP, rate)
+            if self._writer is not None:
+                with self._writer.as_default(step):
+                    summary.scalar(f"{GLOBAL_STEP}/sec", rate)
+
+
+@final
+class LoggingTensorHook(StepHook):
+    """Logs the values of arrays and variables. May be created in a model function, or in any context.
+
+    Args:
+      tensors: dict from names to fetches, or list of fetches: variables, names, and arrays of the model function.
+      every_n_iter: number of steps between two lines, from the first. None if another argument decides.
+      every_n_secs: seconds between two lines, or None.
+      at_end: whether to log at the end. If no interval is given, only there.
+      formatter: function of the dict of values. Returns the line. None for `name = value, ...`.
+
+    Raises:
+      InvalidArgumentError: the intervals contradict each other, or none is given.
+
+    Source: tf.estimator.LoggingTensorHook.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> hook = estimator.LoggingTensorHook({"loss": "loss"}, every_n_iter=100)
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any] | Sequence[Any],
+        every_n_iter: int | None = None,
+        every_n_secs: float | None = None,
+        at_end: bool = False,
+        formatter: Callable[[dict[str, Any]], str] | None = None,
+    ) -> None:
+        only_at_end = at_end and every_n_iter is None and every_n_secs is None
+        self._timer = None if only_at_end else SecondOrStepTimer(every_n_secs, every_n_iter)
+        if not isinstance(tensors, (Mapping, list, tuple)):
+            raise InvalidArgumentError(f"tensors={shown(tensors)}", "must be a dict or a list.", '{"loss": loss}')
+        named = tensors if isinstance(tensors, Mapping) else {_name_of(x): x for x in tensors}
+        self._tensors = dict(named)
+        self._at_end, self._formatter = at_end, formatter
+        self._iteration, self._is_due = 0, False
+
+    @override
+    def begin(self) -> None:
+        """Begins to count."""
+        self._iteration = 0
+        if self._timer is not None:
+            self._timer.reset()
+
+    @override
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        """Asks for the values if it is time."""
+        self._is_due = self._timer is not None and self._timer.should_trigger_for_step(self._iteration)
+        return SessionRunArgs(self._tensors) if self._is_due else None
+
+    @override
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        """Logs the values."""
+        if self._is_due:
+            self._write(run_values.results)
+        self._iteration += 1
+
+    @override
+    def end(self, session: Any) -> None:
+        """Logs the last values."""
+        if self._at_end:
+            self._write(session.run(self._tensors))
+
+    def _write(self, values: dict[str, Any]) -> None:
+        elapsed_s = None if self._timer is None else self._timer.update_last_triggered_step(self._iteration)[0]
+        values = {name: np.asarray(value) for name, value in values.items()}
+        if self._formatter is not None:
+            _log.info("%s", self._formatter(values))
+            return
+        text = ", ".join(f"{name} = {value}" for name, value in values.items())
+        _log.info("%s%s", text, "" if elapsed_s is None else f" ({elapsed_s:.3f} sec)")
+
+
+def _name_of(tensor: Any) -> str:
+    return tensor if isinstance(tensor, str) else getattr(tensor, "path", None) or f"array {list(np.shape(tensor))}"
+
+
+@final
+class NanTensorHook(SessionRunHook):
+    """Ends the training if a loss is NaN. May be created in a model function, or in any context.
+
+    It looks at the loss of a step while the next step runs, so that the devices need not wait.
+
+    Args:
+      loss_tensor: the loss: an array of the model function, or `"loss"`.
+      fail_on_nan_loss: whether to raise an error; else it only stops.
+
+    Raises:
+      InvalidArgumentError: `fail_on_nan_loss` is not a bool.
+
+    Source: tf.estimator.NanTensorHook.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> hook = estimator.NanTensorHook("loss", fail_on_nan_loss=False)
+    """
+
+    def __init__(self, loss_tensor: Any, fail_on_nan_loss: bool = True) -> None:
+        arguments.flag("fail_on_nan_loss", fail_on_nan_loss)
+        self._loss, self._fails = loss_tensor, fail_on_nan_loss
+        self._last: Any = None
+
+    @override
+    def begin(self) -> None:
+        """Forgets the loss of an earlier training."""
+        self._last = None
+
+    @override
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        """Asks for the loss."""
+        return SessionRunArgs(self._loss)
+
+    @override
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        """Checks the loss of the step before."""
+        last, self._last = self._last, run_values.results
+        if self._is_nan(last):
+            run_context.request_stop()
+
+    @override
+    def end(self, session: Any) -> None:
+        """Checks the loss of the last step."""
+        self._is_nan(self._last)
+
+    def _is_nan(self, loss: Any) -> bool:
+        if loss is None or not np.isnan(np.asarray(loss)).any():
+            return False
+        if self._fails:
+            raise NanLossDuringTrainingError(
+                "the loss of a training step",
+                "is NaN.",
+                "a smaller learning rate, or clipnorm=1.0 in the optimizer; NanTensorHook(loss, fail_on_nan_loss=False) only stops",
+            )
+        _log.warning("The loss is NaN: the training stops.")
+        return True

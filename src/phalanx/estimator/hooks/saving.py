@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks that save checkpoints and summaries."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from typing_extensions import override
+
+from phalanx import summary
+from phalanx.errors import InvalidArgumentError, arguments, shown
+from phalanx.estimator.hooks.basic import StepHook
+from phalanx.estimator.hooks.timer import SecondOrStepTimer
+from phalanx.estimator.saver import Saver
+from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunValues
+from phalanx.summary import SummaryWriter
+
+
+class CheckpointSaverListener:
+    """Code that runs around each checkpoint. A base class; may be created in any context.
+
+    Source: tf.estimator.CheckpointSaverListener.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> class Told(estimator.CheckpointSaverListener):
+      ...     def after_save(self, session, global_step_value):
+      ...         print(f"saved step {global_step_value}")
+    """
+
+    def begin(self) -> None:
+        """Called once, before the training."""
+
+    def before_save(self, session: Any, global_step_value: int) -> None:
+        """Called before each checkpoint.
+
+        Args:
+          session: evaluates variables, names and arrays: `session.run(fetches)`.
+          global_step_value: number of steps so far.
+        """
+
+    def after_save(self, session: Any, global_step_value: int) -> bool | None:
+        """Called after each checkpoint.
+
+        Args:
+          session: evaluates variables, names and arrays: `session.run(fetches)`.
+          global_step_value: number of steps so far.
+
+        Returns:
+          True to end the training.
+        """
+        return None
+
+    def end(self, session: Any, global_step_value: int) -> None:
+        """Called once, after the training.
+
+        Args:
+          session: evaluates variables, names and arrays: `session.run(fetches)`.
+          global_step_value: number of steps so far.
+        """
+
+
+def checked_listeners(listeners: Any) -> tuple[CheckpointSaverListener, ...]:
+    """Returns listeners as a tuple.
+
+    Raises:
+      InvalidArgumentError: one of them is not a `CheckpointSaverListener`.
+    """
+    found = tuple(listeners or ())
+    for listener in found:
+        arguments.instance(
+            "a saving listener", listener, CheckpointSaverListener, "class Told(estimator.CheckpointSaverListener)"
+        )
+    return found
+
+
+@final
+class CheckpointSaverHook(StepHook):
+    """Saves checkpoints during a training, at its beginning and at its end. May be created in any context.
+
+    Args:
+      checkpoint_dir: the folder.
+      save_secs: seconds between two checkpoints. None if `save_steps` decides.
+      save_steps: number of steps between two checkpoints, or None.
+      saver: what saves. None for all variables of the model function, by name.
+      checkpoint_basename: the beginning of the file names.
+      scaffold: must be None; `EstimatorSpec(scaffold=...)` has it.
+      listeners: code that runs around each checkpoint.
+
+    Raises:
+      InvalidArgumentError: both or none of the intervals are given, or another argument has the wrong type.
+
+    Source: tf.estimator.CheckpointSaverHook.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> hook = estimator.CheckpointSaverHook("checkpoints", save_steps=100)
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        save_secs: float | None = None,
+        save_steps: int | None = None,
+        saver: Saver | None = None,
+        checkpoint_basename: str = "model.ckpt",
+        scaffold: None = None,
+        listeners: Sequence[CheckpointSaverListener] | None = None,
+    ) -> None:
+        if scaffold is not None:
+            raise InvalidArgumentError(
+                f"scaffold={shown(scaffold)}", "the hook saves what the graph has.", "EstimatorSpec(mode, scaffold=scaffold)"
+            )
+        self._dir = arguments.path("checkpoint_dir", checkpoint_dir)
+        self._timer = SecondOrStepTimer(save_secs, save_steps)
+        self._saver, self._basename = saver, checkpoint_basename
+        self._listeners = checked_listeners(listeners)
+
+    @override
+    def begin(self) -> None:
+        """Tells the listeners."""
+        self._timer.reset()
+        for listener in self._listeners:
+            listener.begin()
+
+    @override
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Saves before the first step."""
+        if self._saver is None:
+            self._saver = Saver(session.graph, self._dir, name=self._basename)
+        self._save(session)
+
+    @override
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        """Saves if it is time."""
+        if self._timer.should_trigger_for_step(self.step_of(run_context)) and self._save(run_context.session):
+            run_context.request_stop()
+
+    @override
+    def end(self, session: Any) -> None:
+        """Saves after the last step, if that was not done yet."""
+        if session.step != self._timer.last_triggered_step():
+            self._save(session)
+        assert self._saver is not None
+        self._saver.sync()
+        for listener in self._listeners:
+            listener.end(session, session.step)
+
+    def _save(self, session: Any) -> bool:
+        """Saves. Returns whether a listener ends the training."""
+        session.settle()
+        step = session.step
+        self._timer.update_last_triggered_step(step)
+        for listener in self._listeners:
+            listener.before_save(session, step)
+        assert self._saver is not None
+        self._saver.save(step)
+        asked = [listener.after_save(session, step) for listener in self._listeners]
+        return any(asked)
+
+
+@final
+class SummarySaverHook(StepHook):
+    """Writes the loss and other scalars of a training as summaries. May be created in a model function, or in any context.
+
+    Summaries that the model function records with `phalanx.summary` are written by the Estimator and need no hook.
+
+    Args:
+      save_steps: number of steps between two summaries. None if `save_secs` decides.
+      save_secs: seconds between two summaries, or None.
+      output_dir: folder. Ignored if there is a writer.
+      summary_writer: writer of the summaries.
+      scaffold: must be None.
+      summary_op: dict from tags to fetches of scalars.
+
+    Raises:
+      InvalidArgumentError: an argument is missing, or has the wrong type.
+
+    Source: tf.estimator.SummarySaverHook. Unlike there, `summary_op` is a dict, because summaries are no operations of a graph.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> hook = estimator.SummarySaverHook(save_steps=10, output_dir="logs", summary_op={"loss": "loss"})
+    """
+
+    def __init__(
+        self,
+        save_steps: int | None = None,
+        save_secs: float | None = None,
+        output_dir: str | None = None,
+        summary_writer: SummaryWriter | None = None,
+        scaffold: None = None,
+        summary_op: dict[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(summary_op, dict) or not summary_op:
+            raise InvalidArgumentError(
+                f"summary_op={shown(summary_op)}", "must be a dict from tags to scalars.", 'summary_op={"loss": loss}'
+            )
+        if output_dir is None and summary_writer is None:
+            raise InvalidArgumentError(
+                "SummarySaverHook without a writer", "there is no folder either.", 'SummarySaverHook(output_dir="logs", ...)'
+            )
+        if scaffold is not None:
+            raise InvalidArgumentError(f"scaffold={shown(scaffold)}", "has no summaries.", "leave scaffold out")
+        self._timer = SecondOrStepTimer(save_secs, save_steps)
+        self._output_dir, self._writer, self._fetches = output_dir, summary_writer, summary_op
+        self._is_due = False
+
+    @override
+    def begin(self) -> None:
+        """Opens the file."""
+        self._timer.reset()
+        if self._writer is None and self._output_dir is not None:
+            self._writer = summary.create_file_writer(self._output_dir)
+
+    @override
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        """Asks for the values if it is time."""
+        self._is_due = self._timer.should_trigger_for_step(run_context.session.step + 1)
+        return SessionRunArgs(self._fetches) if self._is_due else None
+
+    @override
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        """Writes the values."""
+        if not self._is_due:
+            return
+        step = self.step_of(run_context)
+        self._timer.update_last_triggered_step(step)
+        assert self._writer is not None
+        with self._writer.as_default(step):
+            for tag, value in run_values.results.items():
+                summary.scalar(tag, value)
+
+    @override
+    def end(self, session: Any) -> None:
+        """Writes what is in the queue."""
+        if self._writer is not None:
+            self._writer.flush()

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks that end a training early: the names of `tf.estimator.experimental`."""
+
+import logging
+import operator
+import os
+from collections.abc import Callable
+from typing import Any, final
+
+from typing_extensions import override
+
+from phalanx.errors import InvalidArgumentError, arguments, shown
+from phalanx.estimator.estimator import Estimator
+from phalanx.estimator.hooks.basic import StepHook
+from phalanx.estimator.hooks.timer import SecondOrStepTimer, agreed_by_chief
+from phalanx.estimator.session import SessionRunContext, SessionRunHook, SessionRunValues
+from phalanx.summary import events
+
+_log = logging.getLogger("phalanx")
+
+
+@final
+class EarlyStoppingHook(StepHook):
+    """Ends a training if a function says so. `make_early_stopping_hook` creates it.
+
+    Args:
+      should_stop_fn: function without arguments. Returns whether to stop. With several processes, that of the chief decides.
+      every_secs: seconds between two calls. None if `every_steps` decides.
+      every_steps: number of steps between two calls, or None.
+    """
+
+    def __init__(
+        self, should_stop_fn: Callable[[], bool], every_secs: float | None, every_steps: int | None
+    ) -> None:
+        self._should_stop, self._timer = should_stop_fn, SecondOrStepTimer(every_secs, every_steps)
+
+    @override
+    def begin(self) -> None:
+        """Forgets an earlier training."""
+        self._timer.reset()
+
+    @override
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        """Calls the function if it is time."""
+        step = self.step_of(run_context)
+        if self._timer.should_trigger_for_step(step):
+            self._timer.update_last_triggered_step(step)
+            if agreed_by_chief(self._should_stop):
+                _log.info("Early stopping at step %d.", step)
+                run_context.request_stop()
+
+
+def make_early_stopping_hook(
+    estimator: Estimator,
+    should_stop_fn: Callable[[], bool],
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """Returns a hook that ends a training if a function says so. May be called in any context.
+
+    Args:
+      estimator: the Estimator that trains.
+      should_stop_fn: function without arguments. Returns whether to stop.
+      run_every_secs: seconds between two calls of the function. None if `run_every_steps` decides.
+      run_every_steps: number of steps between two calls, or None.
+
+    Raises:
+      InvalidArgumentError: both or none of the intervals are given, or an argument has the wrong type.
+
+    Source: tf.estimator.experimental.make_early_stopping_hook.
+
+    Example:
+      >>> import time
+      >>> import phalanx.estimator as estimator
+      >>> end_s = time.monotonic() + 20
+      >>> def hook_of(model):
+      ...     return estimator.experimental.make_early_stopping_hook(model, lambda: time.monotonic() > end_s, run_every_secs=1)
+    """
+    arguments.instance("estimator", estimator, Estimator, "make_early_stopping_hook(estimator, should_stop_fn)")
+    arguments.function("should_stop_fn", should_stop_fn, "lambda: time.monotonic() > end_s")
+    return EarlyStoppingHook(should_stop_fn, run_every_secs, run_every_steps)
+
+
+def stop_if_higher_hook(
+    estimator: Estimator,
+    metric_name: str,
+    threshold: float,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """Returns a hook that ends a training once a metric of an evaluation is above a threshold. May be called in any context.
+
+    Args:
+      estimator: the Estimator that trains.
+      metric_name: name of the metric.
+      threshold: the threshold.
+      eval_dir: folder of the summaries of the evaluations. None for that of the Estimator.
+      min_steps: evaluations of earlier steps do not count.
+      run_every_secs: seconds between two looks. None if `run_every_steps` decides.
+      run_every_steps: number of steps between two looks, or None.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type.
+
+    Source: tf.estimator.experimental.stop_if_higher_hook.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> def hook_of(model):
+      ...     return estimator.experimental.stop_if_higher_hook(model, "accuracy", 0.9)
+    """
+    results = _Results(estimator, metric_name, eval_dir, min_steps)
+    return make_early_stopping_hook(estimator, lambda: results.cross(operator.gt, threshold), run_every_secs, run_every_steps)
+
+
+def stop_if_lower_hook(
+    estimator: Estimator,
+    metric_name: str,
+    threshold: float,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """Returns a hook that ends a training once a metric of an evaluation is below a threshold. May be called in any context.
+
+    Args:
+      estimator: the Estimator that trains.
+      metric_name: name of the metric.
+      threshold: the threshold.
+      eval_dir: folder of the summaries of the evaluations. None for that of the Estimator.
+      min_steps: evaluations of earlier steps do not count.
+      run_every_secs: seconds between two looks. None if `run_every_steps` decides.
+      run_every_steps: number of steps between two looks, or None.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type.
+
+    Source: tf.estimator.experimental.stop_if_lower_hook.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> def hook_of(model):
+      ...     return estimator.experimental.stop_if_lower_hook(model, "loss", 0.1)
+    """
+    results = _Results(estimator, metric_name, eval_dir, min_steps)
+    return make_early_stopping_hook(estimator, lambda: results.cross(operator.lt, threshold), run_every_secs, run_every_steps)
+
+
+def stop_if_no_increase_hook(
+    estimator: Estimator,
+    metric_name: str,
+    max_steps_without_increase: int,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """Returns a hook that ends a training once a metric of evaluations no longer increases. May be called in any context.
+
+    Args:
+      estimator: the Estimator that trains.
+      metric_name: name of the metric.
+      max_steps_without_increase: number of training steps without an increase after which it stops.
+      eval_dir: folder of the summaries of the evaluations. None for that of the Estimator.
+      min_steps: evaluations of earlier steps do not count.
+      run_every_secs: seconds between two looks. None if `run_every_steps` decides.
+      run_every_steps: number of steps between two looks, or None.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type.
+
+    Source: tf.estimator.experimental.stop_if_no_increase_hook.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> def hook_of(model):
+      ...     return estimator.experimental.stop_if_no_increase_hook(model, "accuracy", max_steps_without_increase=1000)
+    """
+    arguments.integer("max_steps_without_increase", max_steps_without_increase)
+    results = _Results(estimator, metric_name, eval_dir, min_steps)
+    return make_early_stopping_hook(
+        estimator, lambda: results.stall(operator.gt, max_steps_without_increase), run_every_secs, run_every_steps
+    )
+
+
+def stop_if_no_decrease_hook(
+    estimator: Estimator,
+    metric_name: str,
+    max_steps_without_decrease: int,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """Returns a hook that ends a training once a metric of evaluations no longer decreases. May be called in any context.
+
+    Args:
+      estimator: the Estimator that trains.
+      metric_name: name of the metric.
+      max_steps_without_decrease: number of training steps without a decrease after which it stops.
+      eval_dir: folder of the summaries of the evaluations. None for that of the Estimator.
+      min_steps: evaluations of earlier steps do not count.
+      run_every_secs: seconds between two looks. None if `run_every_steps` decides.
+      run_every_steps: number of steps between two looks, or None.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type.
+
+    Source: tf.estimator.experimental.stop_if_no_decrease_hook.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> def hook_of(model):
+      ...     return estimator.experimental.stop_if_no_decrease_hook(model, "loss", max_steps_without_decrease=1000)
+    """
+    arguments.integer("max_steps_without_decrease", max_steps_without_decrease)
+    results = _Results(estimator, metric_name, eval_dir, min_steps)
+    return make_early_stopping_hook(
+        estimator, lambda: results.stall(operator.lt, max_steps_without_decrease), run_every_secs, run_every_steps
+    )
+
+
+@final
+class _Results:
+    """One metric of the evaluations so far, from their summaries."""
+
+    def __init__(self, estimator: Estimator, metric: str, eval_dir: str | None, min_steps: int) -> None:
+        arguments.instance("estimator", estimator, Estimator, "stop_if_higher_hook(estimator, metric_name, threshold)")
+        if not isinstance(metric, str):
+            raise InvalidArgumentError(f"metric_name={shown(metric)}", "must be a str.", 'metric_name="loss"')
+        arguments.integer("min_steps", min_steps, least=0)
+        self._dir = estimator.eval_dir() if eval_dir is None else arguments.path("eval_dir", eval_dir)
+        self._metric, self._min_steps = metric, min_steps
+
+    def cross(self, is_better: Callable[[Any, Any], bool], threshold: float) -> bool:
+        """Returns whether the metric was better than a threshold."""
+        return any(is_better(value, threshold) for _, value in self._values())
+
+    def stall(self, is_better: Callable[[Any, Any], bool], most: int) -> bool:
+        """Returns whether the metric has not become better for a number of steps."""
+        best: float | None = None
+        best_step = 0
+        for step, value in self._values():
+            if best is None or is_better(value, best):
+                best, best_step = value, step
+            if step - best_step >= most:
+                return True
+        return False
+
+    def _values(self) -> list[tuple[int, float]]:
+        values = []
+        for step, metrics in read_eval_metrics(self._dir).items():
+            if step >= self._min_steps:
+                if self._metric not in metrics:
+                    raise InvalidArgumentError(
+                        f"metric_name={self._metric!r}", f"the evaluations have {sorted(metrics)}.", 'metric_name="loss"'
+                    )
+                values.append((step, metrics[self._metric]))
+        return values
+
+
+def read_eval_metrics(eval_dir: str) -> dict[int, dict[str, float]]:
+    """Returns the metrics of the evaluations in a folder, by step. May be called in any context.
+
+    Args:
+      eval_dir: folder of the summaries of evaluations, as `Estimator.eval_dir()` returns it.
+
+    Raises:
+      InvalidArgumentError: `eval_dir` is not a path.
+
+    Source: tf.estimator.experimental.read_eval_metrics.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> estimator.experimental.read_eval_metrics("no such folder")
+      {}
+    """
+    return events.scalars_in(os.path.join(arguments.path("eval_dir", eval_dir), "*.tfevents.*"))

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop that runs the steps of a graph, with hooks between them."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, final
+
+import jax
+import keras
+import numpy as np
+from typing_extensions import override
+
+from phalanx.coordinator import ClusterCoordinator, RemoteValue, experimental_get_current_worker_index
+from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError, shown
+from phalanx.estimator.graph import Graph
+from phalanx.estimator.recorder import Recorder
+from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from phalanx.input.sources.functions import InputContext
+from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.typing import PyTree
+
+_AHEAD = 16
+"""Number of scheduled steps per worker that may wait or run."""
+
+Outputs = Any
+"""What a step returns: the loss, the arrays for hooks, and the predictions; or a `RemoteValue` of these."""
+
+
+class AbstractSteps(ABC):
+    """The steps of a graph over the batches of an input function."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Traces the step for the first batch.
+
+        Raises:
+          InputError: there is no batch.
+        """
+
+    @abstractmethod
+    def run(self) -> Outputs | None:
+        """Runs a step, or returns None at the end of the data."""
+
+    def settle(self) -> None:
+        """Waits until all steps so far have ended, so that the variables have their values."""
+
+
+@final
+class SynchronousSteps(AbstractSteps):
+    """Steps that this process runs with its replicas.
+
+    Args:
+      graph: the graph.
+      batches: batches of features and labels, distributed by the strategy of the graph if it has several replicas.
+    """
+
+    def __init__(self, graph: Graph, batches: Iterator[PyTree]) -> None:
+        self._graph, self._batches = graph, batches
+        self._next = next(self._batches, None)
+
+    @override
+    def prepare(self) -> None:
+        if self._next is None:
+            raise _no_batch()
+        self._graph.prepare(self._next)
+
+    @override
+    def run(self) -> Outputs | None:
+        if self._next is None:
+            return None
+        outputs: Outputs = self._graph.program(self._next)
+        self._next = next(self._batches, None)
+        return outputs
+
+
+@final
+class ScheduledSteps(AbstractSteps):
+    """Steps that the workers of a `ParameterServerStrategy` run, each on its own data.
+
+    Args:
+      graph: the graph.
+      dataset_fn: function of an `InputContext`. Each worker calls it.
+    """
+
+    def __init__(self, graph: Graph, dataset_fn: Callable[[InputContext], Any]) -> None:
+        assert isinstance(graph.strategy, ParameterServerStrategy)
+        strategy, step = graph.strategy, graph.replica_step
+        self._graph, self._coordinator = graph, ClusterCoordinator(strategy)
+        self._workers = workers = strategy.cluster.workers
+
+        def own_dataset() -> Any:
+            return dataset_fn(InputContext(workers, experimental_get_current_worker_index(), 1))
+
+        def scheduled(iterator: Iterator[Any]) -> Outputs:
+            outputs: Outputs = strategy.run(step, args=(next(iterator),))
+            return outputs
+
+        self._step = scheduled
+        self._iterator = iter(self._coordinator.create_per_worker_dataset(own_dataset))
+        self._running: deque[Any] = deque()
+
+    @override
+    def prepare(self) -> None:
+        spec = self._coordinator.spec_of(self._iterator)
+        self._graph.prepare(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), spec))
+
+    @override
+    def run(self) -> Outputs | None:
+        try:
+            value = self._coordinator.schedule(self._step, args=(self._iterator,))
+            self._running.append(value)
+            while len(self._running) > _AHEAD * self._workers:
+                self._running.popleft().get()
+        except OutOfRangeError:
+            self._running.clear()
+            return None
+        return value
+
+    @override
+    def settle(self) -> None:
+        self._running.clear()
+        with suppress(OutOfRangeError):
+            self._coordinator.join()
+
+
+def _no_batch() -> InputError:
+    return InputError("an input_fn without a batch", "the dataset is empty.", "return at least one batch, in the input_fn")
+
+
+@final
+class GraphSession:
+    """Evaluates variables, and what the last step has returned. Hooks receive it as their session.
+
+    Args:
+      graph: the graph.
+      steps: its steps.
+    """
+
+    def __init__(self, graph: Graph, steps: AbstractSteps) -> None:
+        self.graph, self._steps = graph, steps
+        self._start = self._count = 0
+        self._outputs: Outputs | None = None
+
+    def prepare(self) -> None:
+        """Traces the step for the first batch."""
+        self._steps.prepare()
+
+    @property
+    def step(self) -> int:
+        """The number of training steps so far."""
+        if self.graph.trace.counts_itself:
+            self.settle()
+            return int(self.graph.global_step)
+        # Asking the devices would wait for the step that runs.
+        return self._start + self._count * self.graph.is_training
+
+    def start(self) -> None:
+        """Counts from the number of steps that the variables have now."""
+        self._start, self._count = int(self.graph.global_step), 0
+
+    def advance(self) -> Outputs | None:
+        """Runs a step. Returns None at the end of the data."""
+        outputs = self._steps.run()
+        if outputs is not None:
+            self._outputs = outputs
+            self._count += 1
+        return outputs
+
+    def settle(self) -> None:
+        """Waits until all scheduled steps have ended."""
+        self._steps.settle()
+
+    def wait(self) -> None:
+        """Waits until the last step has ended."""
+        self.settle()
+        if not isinstance(self._outputs, RemoteValue):
+            jax.block_until_ready(jax.tree.leaves(self._outputs))
+
+    def run(self, fetches: Any, feed_dict: None = None) -> Any:
+        """Returns the values of fetches.
+
+        Args:
+          fetches: nest of variables, names of variables, names given by `identity`, `"loss"`, and arrays of the model function.
+          feed_dict: must be None.
+
+        Returns:
+          Nest like `fetches` of arrays. An array of the model function has its value of the last step, on the first replica of
+          this process.
+
+        Raises:
+          InvalidArgumentError: a fetch is none of these, or the last step has not computed it.
+        """
+        SessionRunArgs(fetches, feed_dict)
+        return jax.tree.map(self._value, fetches, is_leaf=lambda x: isinstance(x, keras.Variable))
+
+    def _value(self, fetch: Any) -> Any:
+        if isinstance(fetch, keras.Variable):
+            return np.asarray(fetch.value)
+        if isinstance(fetch, (np.ndarray, np.generic, int, float)) or _is_concrete(fetch):
+            return fetch
+        loss, arrays, _ = self._last(fetch)
+        if isinstance(fetch, str) and fetch.partition(":")[0] == "loss":
+            return loss
+        place = self.graph.place_of(fetch)
+        if place is not None:
+            return self.graph.strategy.experimental_local_results(arrays[place])[0]
+        variable = self.graph.find(fetch) if isinstance(fetch, str) else None
+        if variable is None:
+            raise InvalidArgumentError(
+                f"fetches={shown(fetch)}",
+                "it is neither a variable, nor an array that the hook got in the model_fn, nor a name of one.",
+                "estimator.identity(array, name) in the model_fn, and this name in the hook",
+            )
+        return np.asarray(variable.value)
+
+    def _last(self, fetch: Any) -> tuple[Any, Any, Any]:
+        if self._outputs is None:
+            if isinstance(fetch, str) and self.graph.find(fetch) is not None:
+                return None, [], None
+            raise InvalidArgumentError(f"fetches={shown(fetch)}", "no step has run yet.", "fetch it in before_run")
+        loss, arrays, predictions = (
+            self._outputs.get() if isinstance(self._outputs, RemoteValue) else self._outputs
+        )
+        return loss, arrays, predictions
+
+
+def _is_concrete(fetch: Any) -> bool:
+    return isinstance(fetch, jax.Array) and not isinstance(fetch, jax.core.Tracer)
+
+
+def run_loop(
+    session: GraphSession, hooks: Sequence[SessionRunHook], most: int | None = None, recorder: Recorder | None = None
+) -> Iterator[Outputs]:
+    """Runs steps until the data end or a hook requests a stop. Yields what each step has returned.
+
+    The hooks have begun, and the variables have their values.
+
+    Args:
+      session: runs the steps.
+      hooks: the hooks, in order.
+      most: number of steps after which it stops. None for no limit.
+      recorder: records summaries. None for none.
+    """
+    recorder = recorder or Recorder(None, None)
+    own, count = SessionRunArgs(["loss", session.graph.global_step]), 0
+    for hook in hooks:
+        hook.after_create_session(session, None)
+    while most is None or count < most:
+        run_context = SessionRunContext(own, session)
+        asked = [hook.before_run(run_context) for hook in hooks]
+        with recorder.step(session.step):
+            outputs = session.advance()
+        if outputs is None:
+            break
+        count += 1
+        for hook, args in zip(hooks, asked, strict=True):
+            results = None if args is None else session.run(_fetches_of(hook, args))
+            hook.after_run(run_context, SessionRunValues(results))
+        yield outputs
+        if run_context.stop_requested:
+            break
+    session.settle()
+    for hook in hooks:
+        hook.end(session)
+
+
+def _fetches_of(hook: SessionRunHook, args: Any) -> Any:
+    if not isinstance(args, SessionRunArgs):
+        raise InvalidArgumentError(
+            f"{type(hook).__name__}.before_run, which returns {shown(args)}",
+            "it must return SessionRunArgs or None.",
+            "return estimator.SessionRunArgs(fetches)",
+        )
+    return args.fetches

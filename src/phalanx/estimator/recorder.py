@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which steps record the summaries of a model function, and where to."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import final
+
+from phalanx import summary
+from phalanx.estimator.graph import Graph
+from phalanx.summary import SummaryWriter
+from phalanx.tracing.records import defaults
+
+
+@final
+class Recorder:
+    """Records the summaries of a model function at every so many steps, from the first.
+
+    Args:
+      writer: writes them. None records nothing.
+      every: number of steps between two summaries. None records nothing.
+      graph: the graph of the model function.
+    """
+
+    def __init__(self, writer: SummaryWriter | None, every: int | None, graph: Graph | None = None) -> None:
+        self._writer, self._every, self._graph = writer if every else None, every, graph
+        self._first: int | None = None
+
+    @contextmanager
+    def step(self, done: int) -> Iterator[None]:
+        """Records the step inside the `with` block if it is due.
+
+        Args:
+          done: number of steps before this one.
+        """
+        self._first = done if self._first is None else self._first
+        before = defaults.writer, defaults.step
+        defaults.writer, defaults.step = self._writer, done + 1
+        try:
+            with summary.record_if(self._is_due(done)) if self._writer is not None else nullcontext():
+                yield
+        finally:
+            defaults.writer, defaults.step = before
+
+    def _is_due(self, done: int) -> bool:
+        assert self._first is not None and self._every is not None
+        # The program without summaries is another one, so a model function that records none keeps the first.
+        is_plain = self._graph is not None and self._graph.is_traced and not self._graph.trace.has_records
+        return is_plain or (done - self._first) % self._every == 0

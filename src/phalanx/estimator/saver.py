@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of a graph: `model.ckpt-<step>` with the variables by name."""
+
+import os
+from typing import final
+
+from phalanx.errors import CheckpointMismatchError
+from phalanx.estimator.graph import Graph
+from phalanx.train import Checkpoint, CheckpointManager, load_checkpoint
+
+NAME = "model.ckpt"
+
+
+@final
+class Saver:
+    """Saves the variables of a graph in numbered files of a folder. The number is that of the step.
+
+    Args:
+      graph: the graph.
+      directory: the folder.
+      max_to_keep: number of checkpoints to keep. None or 0 for all.
+      keep_every_n_hours: also keep a checkpoint if so many hours have passed since the last one that was kept.
+      name: the beginning of the file names.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        directory: str,
+        max_to_keep: int | None = 5,
+        keep_every_n_hours: float | None = None,
+        name: str = NAME,
+    ) -> None:
+        self._graph, checkpoint = graph, checkpoint_of(graph)
+        self._manager = CheckpointManager(
+            checkpoint, directory, max_to_keep or None, keep_every_n_hours, checkpoint_name=name
+        )
+        self._directory, self._name = directory, name
+
+    def save(self, step: int) -> None:
+        """Saves the variables, unless they are those of the checkpoint of this step."""
+        path = os.path.join(self._directory, f"{self._name}-{step}")
+        if path != self._graph.checkpoint:
+            with self._graph.strategy.scope():
+                self._manager.save(step)
+            self._graph.checkpoint = path
+
+    def sync(self) -> None:
+        """Waits until the file of the last save is on the disk."""
+        self._manager.sync()
+
+
+def checkpoint_of(graph: Graph) -> Checkpoint:
+    """Returns the object that saves and restores the variables of a graph."""
+    scaffold = graph.spec.scaffold
+    if scaffold is not None and scaffold.saver is not None:
+        return scaffold.saver
+    return Checkpoint(**graph.variables)
+
+
+def restore(graph: Graph, path: str) -> None:
+    """Restores the variables of a graph from a checkpoint.
+
+    Raises:
+      CheckpointMismatchError: the checkpoint lacks a variable of the graph.
+    """
+    with graph.strategy.scope():
+        status = checkpoint_of(graph).restore(path)
+    try:
+        status.assert_existing_objects_matched()
+    except CheckpointMismatchError as e:
+        raise CheckpointMismatchError(
+            f"the checkpoint {path} in mode {graph.mode!r}",
+            f"it lacks variables that the model_fn creates. {e.found}",
+            "the model_fn that has saved it; or another model_dir",
+        ) from e
+    graph.checkpoint = path
+
+
+def names_in(path: str) -> list[str]:
+    """Returns the names of the variables in a checkpoint."""
+    return sorted(set(load_checkpoint(path).get_variable_to_shape_map()) - {"save_counter"})

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks, and what they see of a step: the names of `tf.estimator.SessionRunHook` and its like."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from phalanx.errors import InvalidArgumentError, shown
+
+
+
+@final
+@dataclass(frozen=True)
+class SessionRunArgs:
+    """What a hook wants to know of the next step. `SessionRunHook.before_run` returns it.
+
+    Args:
+      fetches: nest of variables, names, and arrays that the model function has computed.
+      feed_dict: must be None, because a step has no placeholders.
+      options: has no effect.
+
+    Raises:
+      InvalidArgumentError: `feed_dict` is not None.
+
+    Source: tf.estimator.SessionRunArgs.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> estimator.SessionRunArgs("loss").fetches
+      'loss'
+    """
+
+    fetches: Any
+    feed_dict: None = None
+    options: Any = None
+
+    def __post_init__(self) -> None:
+        if self.feed_dict is not None:
+            raise InvalidArgumentError(
+                f"feed_dict={shown(self.feed_dict)}", "a step has no placeholders.", "put the values into the dataset"
+            )
+
+
+@final
+@dataclass(frozen=True)
+class SessionRunValues:
+    """What a hook learns of a step. `SessionRunHook.after_run` receives it.
+
+    Args:
+      results: nest like `SessionRunArgs.fetches`, of arrays. Values of variables are those after the step.
+      options: None.
+      run_metadata: None.
+
+    Source: tf.estimator.SessionRunValues.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> estimator.SessionRunValues(results=0.5).results
+      0.5
+    """
+
+    results: Any
+    options: Any = None
+    run_metadata: Any = None
+
+
+@final
+@dataclass
+class SessionRunContext:
+    """The step that is about to run or has run. Hooks receive it.
+
+    Args:
+      original_args: what the loop itself fetches: the loss and the step.
+      session: evaluates variables, names and arrays: `session.run(fetches)`.
+
+    Source: tf.estimator.SessionRunContext.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> context = estimator.SessionRunContext(estimator.SessionRunArgs("loss"), session=None)
+      >>> context.request_stop()
+      >>> context.stop_requested
+      True
+    """
+
+    original_args: SessionRunArgs
+    session: Any
+    _stops: bool = field(default=False, init=False, repr=False)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a hook has called `request_stop`."""
+        return self._stops
+
+    def request_stop(self) -> None:
+        """Ends the loop after this step."""
+        self._stops = True
+
+
+class SessionRunHook:
+    """Code that runs between the steps of a training, an evaluation or a prediction. A base class; may be created in any context.
+
+    Source: tf.estimator.SessionRunHook.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> class Counter(estimator.SessionRunHook):
+      ...     def begin(self):
+      ...         self.steps = 0
+      ...     def after_run(self, run_context, run_values):
+      ...         self.steps += 1
+    """
+
+    def begin(self) -> None:
+        """Called once, after the model function was traced and before variables are restored."""
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Called once, after variables were restored.
+
+        Args:
+          session: evaluates variables, names and arrays: `session.run(fetches)`.
+          coord: None.
+        """
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        """Called before each step.
+
+        Args:
+          run_context: the step.
+
+        Returns:
+          What to fetch in this step, or None for nothing.
+        """
+        return None
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        """Called after each step.
+
+        Args:
+          run_context: the step.
+          run_values: what `before_run` has asked for.
+        """
+
+    def end(self, session: Any) -> None:
+        """Called once, after the last step. Not called if a step, or a hook, has raised an error.
+
+        Args:
+          session: evaluates variables, names and arrays: `session.run(fetches)`.
+        """
+
+
+def checked_hooks(name: str, hooks: Any) -> tuple[SessionRunHook, ...]:
+    """Returns hooks as a tuple.
+
+    Raises:
+      InvalidArgumentError: one of them is not a `SessionRunHook`.
+    """
+    found = tuple(hooks or ()) if isinstance(hooks, Iterable) or hooks is None else (hooks,)
+    for hook in found:
+        if not isinstance(hook, SessionRunHook):
+            raise InvalidArgumentError(
+                f"{name}={shown(hooks)}",
+                f"{shown(hook)} is not a SessionRunHook.",
+                f"{name}=[estimator.StopAtStepHook(last_step=100)]",
+            )
+    return found

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model function returns: `EstimatorSpec`."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax.numpy as jnp
+import keras
+
+from phalanx.collectives import primitives
+from phalanx.errors import InvalidArgumentError, ReduceOpError, arguments, shown
+from phalanx.estimator.session import SessionRunHook, checked_hooks
+from phalanx.train import Checkpoint
+
+
+@final
+class ModeKeys:
+    """The modes of a model function. May be used in any context.
+
+    Source: tf.estimator.ModeKeys.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> estimator.ModeKeys.PREDICT
+      'infer'
+    """
+
+    TRAIN = "train"
+    EVAL = "eval"
+    PREDICT = "infer"
+
+
+_MODES = (ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.PREDICT)
+
+
+@final
+@dataclass(frozen=True)
+class Scaffold:
+    """Objects that a model function saves by attributes instead of by names. May be created in any context.
+
+    Args:
+      saver: a `phalanx.train.Checkpoint`. The Estimator saves and restores it instead of its variables by name.
+
+    Raises:
+      InvalidArgumentError: `saver` is something else.
+
+    Source: tf.compat.v1.train.Scaffold.
+
+    Example:
+      >>> import phalanx
+      >>> import phalanx.estimator as estimator
+      >>> scaffold = estimator.Scaffold(saver=phalanx.train.Checkpoint(step=estimator.get_or_create_global_step()))
+    """
+
+    saver: Checkpoint | None = None
+
+    def __post_init__(self) -> None:
+        if self.saver is not None:
+            arguments.instance("saver", self.saver, Checkpoint, "saver=phalanx.train.Checkpoint(model=model)")
+
+
+@final
+@dataclass(frozen=True)
+class EstimatorSpec:
+    """The operations that a model function defines for one mode. Create it in a model function.
+
+    Args:
+      mode: a value of `ModeKeys`.
+      predictions: array, or dict of arrays (per_replica_batch, ...).
+      loss: scalar. A mean over the rows of this replica.
+      train_op: what `optimizer.minimize` or `optimizer.apply_gradients` returned; a function without arguments that applies the
+        optimizer; or a list of these.
+      eval_metric_ops: dict from names to Keras metrics that the model function has updated, or to pairs `(value, update_op)`.
+      export_outputs: dict from the names of signatures to dicts of arrays.
+      training_chief_hooks: hooks that run on the chief during training.
+      training_hooks: hooks that run during training.
+      scaffold: objects to save by attributes.
+      evaluation_hooks: hooks that run during evaluation.
+      prediction_hooks: hooks that run during prediction.
+
+    Raises:
+      InvalidArgumentError: something that the mode needs is missing, or has the wrong type.
+
+    Source: tf.estimator.EstimatorSpec.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import phalanx.estimator as estimator
+      >>> spec = estimator.EstimatorSpec(estimator.ModeKeys.EVAL, loss=jnp.float32(0.5))
+    """
+
+    mode: str
+    predictions: Any = None
+    loss: Any = None
+    train_op: Any = None
+    eval_metric_ops: Mapping[str, Any] | None = None
+    export_outputs: Mapping[str, Any] | None = None
+    training_chief_hooks: Iterable[SessionRunHook] | None = ()
+    training_hooks: Iterable[SessionRunHook] | None = ()
+    scaffold: Scaffold | None = None
+    evaluation_hooks: Iterable[SessionRunHook] | None = ()
+    prediction_hooks: Iterable[SessionRunHook] | None = ()
+
+    def __post_init__(self) -> None:
+        if self.mode not in _MODES:
+            raise InvalidArgumentError(
+                f"EstimatorSpec(mode={shown(self.mode)})", f"must be one of {_MODES}.", "mode=estimator.ModeKeys.TRAIN"
+            )
+        needed = {ModeKeys.TRAIN: ("loss", "train_op"), ModeKeys.EVAL: ("loss",), ModeKeys.PREDICT: ("predictions",)}
+        for name in needed[self.mode]:
+            if getattr(self, name) is None:
+                raise InvalidArgumentError(
+                    f"EstimatorSpec(mode={self.mode!r}) without {name}",
+                    f"the mode needs {name}.",
+                    _HINTS[name],
+                )
+        if self.loss is not None:
+            object.__setattr__(self, "loss", _scalar(self.loss))
+        for name in ("training_chief_hooks", "training_hooks", "evaluation_hooks", "prediction_hooks"):
+            object.__setattr__(self, name, checked_hooks(name, getattr(self, name)))
+        if self.scaffold is not None:
+            arguments.instance("scaffold", self.scaffold, Scaffold, "scaffold=estimator.Scaffold(saver=checkpoint)")
+        _check_metrics(self.eval_metric_ops)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The evaluation metrics, by name."""
+        return dict(self.eval_metric_ops or {})
+
+
+_HINTS = {
+    "loss": "estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)",
+    "train_op": "train_op=estimator.minimize(keras.optimizers.Adam(), loss)",
+    "predictions": 'predictions={"logits": logits}',
+}
+
+
+def _scalar(loss: Any) -> Any:
+    """Returns a loss as a scalar."""
+    try:
+        value = primitives.as_array(loss)
+    except ReduceOpError as e:
+        raise InvalidArgumentError(f"loss={shown(loss)}", "is not an array of numbers.", "loss=keras.ops.mean(x)") from e
+    if value.size != 1 or not jnp.issubdtype(value.dtype, jnp.floating):
+        raise InvalidArgumentError(
+            f"a loss of {value.dtype}{list(value.shape)}", "must be a floating scalar.", "loss=keras.ops.mean(losses)"
+        )
+    return value.reshape(())
+
+
+def _check_metrics(metrics: Any) -> None:
+    hint = 'eval_metric_ops={"accuracy": metric}, after metric.update_state(labels, predictions)'
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise InvalidArgumentError(f"eval_metric_ops={shown(metrics)}", "must be a dict.", hint)
+    for name, metric in (metrics or {}).items():
+        is_pair = isinstance(metric, tuple) and len(metric) == 2
+        if not isinstance(name, str) or not (isinstance(metric, keras.metrics.Metric) or is_pair):
+            raise InvalidArgumentError(
+                f"eval_metric_ops={{{shown(name)}: {shown(metric)}}}",
+                "must map names to Keras metrics, or to pairs (value, update_op).",
+                hint,
+            )

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategies of an Estimator whose `RunConfig` names none."""
+
+import jax
+
+from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
+from phalanx.estimator.config import RunConfig, TaskType
+from phalanx.mesh.devices import device_name
+from phalanx.strategies.base import Strategy
+from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
+from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.strategies.single import OneDeviceStrategy
+
+
+def default_strategy(config: RunConfig) -> Strategy | None:
+    """Returns the strategy that the tasks of a cluster suggest, or None for one device.
+
+    Parameter servers suggest asynchronous training, which the chief coordinates. Several workers suggest synchronous training.
+    """
+    if config.task_type == TaskType.EVALUATOR:
+        return None
+    if config.num_ps_replicas:
+        return ParameterServerStrategy(TFConfigClusterResolver()) if config.is_chief else None
+    return MultiWorkerMirroredStrategy() if config.num_worker_replicas > 1 else None
+
+
+def local_strategy() -> OneDeviceStrategy:
+    """Returns a strategy for the first device of this process."""
+    return OneDeviceStrategy(device_name(jax.local_devices()[0]))
