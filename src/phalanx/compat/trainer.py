@@ -184,6 +184,12 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
     return model._loss_tracker
 
 
+def compiled_metrics(model: keras.Model) -> dict[str, keras.metrics.Metric]:
+    """Returns the metrics that `compile` got, by the names of their results. Empty before the first update."""
+    container = model._compile_metrics
+    return {} if container is None else dict(zip(container.result(), container.metrics, strict=True))
+
+
 def logs_or_metrics(model: keras.Model, logs: PyTree) -> dict[str, Any]:
     """Returns the results of a model's metrics if `logs` has exactly their names, else `logs`."""
     return dict(model._get_metrics_result_or_logs(logs))

@@ -3,18 +3,28 @@
 
 from phalanx.errors import NanLossDuringTrainingError
 from phalanx.estimator import experimental, export
+from phalanx.estimator.baselines import BaselineClassifier, BaselineEstimator, BaselineRegressor
 from phalanx.estimator.config import RunConfig, TaskType
+from phalanx.estimator.deep import DNNClassifier, DNNEstimator, DNNRegressor
 from phalanx.estimator.estimator import Estimator
 from phalanx.estimator.exporters import BestExporter, Exporter, FinalExporter, LatestExporter
 from phalanx.estimator.extenders import add_metrics
 from phalanx.estimator.graph import get_global_step, get_or_create_global_step, identity
+from phalanx.estimator.heads import BinaryClassHead, Head, MultiClassHead, RegressionHead
 from phalanx.estimator.hooks.basic import LoggingTensorHook, NanTensorHook, StepCounterHook, StopAtStepHook
 from phalanx.estimator.hooks.others import FinalOpsHook, GlobalStepWaiterHook, ProfilerHook
 from phalanx.estimator.hooks.saving import CheckpointSaverHook, CheckpointSaverListener, SummarySaverHook
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
+from phalanx.estimator.keras_model import model_to_estimator
+from phalanx.estimator.linear import LinearClassifier, LinearEstimator, LinearRegressor
 from phalanx.estimator.optimizing import minimize
 from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys, Scaffold
 from phalanx.estimator.training import EvalSpec, TrainSpec, train_and_evaluate
 from phalanx.estimator.warm_start import WarmStartSettings
+from phalanx.estimator.wide_and_deep import (
+    DNNLinearCombinedClassifier,
+    DNNLinearCombinedEstimator,
+    DNNLinearCombinedRegressor,
+)
 from phalanx.input.sources.functions import InputContext

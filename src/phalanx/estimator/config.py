@@ -99,7 +99,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name, reason in _REFUSED.items():
             if getattr(self, name) is not None:
-                raise InvalidArgumentError(f"RunConfig({name}={shown(getattr(self, name))})", reason, f"leave {name} out")
+                raise InvalidArgumentError(
+                    f"RunConfig({name}={shown(getattr(self, name))})", reason, f"leave {name} out"
+                )
         if self.checkpoint_save_graph_def is not True:
             raise InvalidArgumentError(
                 f"checkpoint_save_graph_def={shown(self.checkpoint_save_graph_def)}",

@@ -90,13 +90,17 @@ class Estimator:
         warm_start_from: str | WarmStartSettings | None = None,
     ) -> None:
         arguments.function("model_fn", model_fn, "Estimator(model_fn)")
-        config = RunConfig() if config is None else arguments.instance("config", config, RunConfig, "config=RunConfig()")
+        config = (
+            RunConfig() if config is None else arguments.instance("config", config, RunConfig, "config=RunConfig()")
+        )
         if params is not None and not isinstance(params, Mapping):
             raise InvalidArgumentError(f"params={shown(params)}", "must be a dict.", 'params={"units": 10}')
         self._parameters = _parameters_of(model_fn, params)
         self._model_fn, self._params = model_fn, dict(params or {})
         self._config = config.replace(model_dir=_model_dir(model_dir, config))
         self._labels_fn: Callable[[PyTree], PyTree] | None = None
+        self._predictions_fn: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        self._first_values: Callable[[Graph], None] | None = None
         self._warm_start = _settings_of(warm_start_from)
         self._columns = inputs.columns_in(self._params)
         self._train_strategy = config.train_distribute or default_strategy(config)
@@ -300,12 +304,15 @@ class Estimator:
         """
         other = Estimator(model_fn, config=self._config, warm_start_from=self._warm_start)
         other._columns, other._labels_fn = self._columns, self._labels_fn
+        other._predictions_fn = self._predictions_fn
         return other
 
     def _call_model_fn(self, features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
         if labels is not None and "labels" not in self._parameters:
             raise InvalidArgumentError(
-                "a model_fn without the parameter labels", "the input_fn returns labels.", "def model_fn(features, labels, mode)"
+                "a model_fn without the parameter labels",
+                "the input_fn returns labels.",
+                "def model_fn(features, labels, mode)",
             )
         given = {"labels": labels, "mode": mode, "params": self.params, "config": self._config}
         return self._model_fn(features, **{k: v for k, v in given.items() if k in self._parameters})
@@ -323,7 +330,10 @@ class Estimator:
         }
         strategy = strategies[mode] or local_strategy()
         self._graphs[mode] = Graph(
-            lambda features, labels: self._call_model_fn(features, labels, mode), mode, strategy, self._config.tf_random_seed
+            lambda features, labels: self._call_model_fn(features, labels, mode),
+            mode,
+            strategy,
+            self._config.tf_random_seed,
         )
         return self._graphs[mode]
 
@@ -350,8 +360,10 @@ class Estimator:
             hook.begin()
         if path is not None:
             restore(graph, path)
-        elif self._warm_start is not None:
-            self._warm_start.warm_start(graph)
+        else:
+            for give_values in (self._first_values, self._warm_start and self._warm_start.warm_start):
+                if give_values is not None:
+                    give_values(graph)
         session.start()
 
     def _train_hooks(
@@ -370,7 +382,9 @@ class Estimator:
         if config.is_chief:
             hooks.extend(spec.training_chief_hooks or ())
         if writer is not None:
-            hooks.append(SummarySaverHook(config.save_summary_steps, summary_writer=writer, summary_op={"loss": "loss"}))
+            hooks.append(
+                SummarySaverHook(config.save_summary_steps, summary_writer=writer, summary_op={"loss": "loss"})
+            )
         # A hook of the user that saves replaces that of the Estimator.
         if not any(isinstance(hook, CheckpointSaverHook) for hook in (*given, *hooks)):
             saver = Saver(graph, self.model_dir, config.keep_checkpoint_max, config.keep_checkpoint_every_n_hours)
@@ -403,12 +417,15 @@ class Estimator:
                 outputs = next(loop, None)
             if outputs is None:
                 return
-            found = jax.tree.map(np.asarray, _chosen(outputs[2], keys))
+            found = jax.tree.map(np.asarray, outputs[2])
+            found = _chosen(found if self._predictions_fn is None else self._predictions_fn(found), keys)
             yield from _rows_of(found) if is_single else [found]
 
     def _write_results(self, results: Mapping[str, Any], name: str | None, path: str | None) -> None:
         step = int(results[GLOBAL_STEP])
-        _log.info("Evaluation of step %d: %s", step, {key: value for key, value in results.items() if key != GLOBAL_STEP})
+        _log.info(
+            "Evaluation of step %d: %s", step, {key: value for key, value in results.items() if key != GLOBAL_STEP}
+        )
         writer = self._writer(self.eval_dir(name))
         with writer.as_default(step):
             for key, value in results.items():
@@ -439,7 +456,9 @@ class Estimator:
     def _require_checkpoint(self, call: str) -> str:
         path = self.latest_checkpoint()
         if path is None:
-            raise CheckpointError(f"{call} of {self.model_dir}", "there is no checkpoint.", "estimator.train(input_fn) first")
+            raise CheckpointError(
+                f"{call} of {self.model_dir}", "there is no checkpoint.", "estimator.train(input_fn) first"
+            )
         return path
 
     def _require_trainer(self) -> None:
@@ -484,7 +503,9 @@ def _model_dir(given: Any, config: RunConfig) -> str:
         return str(config.model_dir)
     if config.num_worker_replicas != 1 or config.num_ps_replicas:
         raise InvalidArgumentError(
-            "an Estimator without model_dir in a cluster", "all processes need the same folder.", 'model_dir="shared/model"'
+            "an Estimator without model_dir in a cluster",
+            "all processes need the same folder.",
+            'model_dir="shared/model"',
         )
     folder = tempfile.mkdtemp()
     _log.warning("Using a temporary folder as model directory: %s", folder)

@@ -92,7 +92,9 @@ class Graph:
           ContextError: the model function was not traced yet.
         """
         if self._pinned is None:
-            raise ContextError("the graph of an Estimator", "the model function was not called yet.", "estimator.train(...)")
+            raise ContextError(
+                "the graph of an Estimator", "the model function was not called yet.", "estimator.train(...)"
+            )
         return self._pinned
 
     @property
@@ -159,7 +161,9 @@ class Graph:
         """
         if self._latest.tape is None:
             raise ContextError(
-                "gradients outside a model function", "only a model function is recorded.", "minimize(...) in the model_fn"
+                "gradients outside a model function",
+                "only a model function is recorded.",
+                "minimize(...) in the model_fn",
             )
         return self._latest.tape
 
@@ -196,7 +200,9 @@ class Graph:
         spec = self._model_fn(features, labels)
         if not isinstance(spec, EstimatorSpec):
             raise InvalidArgumentError(
-                f"a model_fn that returns {shown(spec)}", "must return an EstimatorSpec.", "return estimator.EstimatorSpec(...)"
+                f"a model_fn that returns {shown(spec)}",
+                "must return an EstimatorSpec.",
+                "return estimator.EstimatorSpec(...)",
             )
         if spec.mode != self.mode:
             raise InvalidArgumentError(
@@ -273,7 +279,9 @@ def require_graph(call: str) -> Graph:
     """
     graph = current_graph()
     if graph is None:
-        raise ContextError(f"{call} outside a model function", "it belongs to a graph of an Estimator.", "call it in the model_fn")
+        raise ContextError(
+            f"{call} outside a model function", "it belongs to a graph of an Estimator.", "call it in the model_fn"
+        )
     return graph
 
 

@@ -64,9 +64,7 @@ class Batches:
       labels_fn: function that replaces the classes of labels by their numbers. None if there are none.
     """
 
-    def __init__(
-        self, dataset: Any, columns: Sequence[Any], labels_fn: Callable[[PyTree], PyTree] | None
-    ) -> None:
+    def __init__(self, dataset: Any, columns: Sequence[Any], labels_fn: Callable[[PyTree], PyTree] | None) -> None:
         self._dataset, self._columns, self._labels_fn = dataset, list(columns), labels_fn
 
     def __iter__(self) -> Iterator[PyTree]:
@@ -163,4 +161,6 @@ def require_steps(name: str, value: Any) -> None:
       InvalidArgumentError: it is neither None nor a positive integer.
     """
     if value is not None and not arguments.is_integer(value, least=1):
-        raise InvalidArgumentError(f"{name}={shown(value)}", "must be positive, and an integer; or None.", f"{name}=100")
+        raise InvalidArgumentError(
+            f"{name}={shown(value)}", "must be positive, and an integer; or None.", f"{name}=100"
+        )

@@ -126,7 +126,9 @@ class ScheduledSteps(AbstractSteps):
 
 
 def _no_batch() -> InputError:
-    return InputError("an input_fn without a batch", "the dataset is empty.", "return at least one batch, in the input_fn")
+    return InputError(
+        "an input_fn without a batch", "the dataset is empty.", "return at least one batch, in the input_fn"
+    )
 
 
 @final
@@ -220,9 +222,7 @@ class GraphSession:
             if isinstance(fetch, str) and self.graph.find(fetch) is not None:
                 return None, [], None
             raise InvalidArgumentError(f"fetches={shown(fetch)}", "no step has run yet.", "fetch it in before_run")
-        loss, arrays, predictions = (
-            self._outputs.get() if isinstance(self._outputs, RemoteValue) else self._outputs
-        )
+        loss, arrays, predictions = self._outputs.get() if isinstance(self._outputs, RemoteValue) else self._outputs
         return loss, arrays, predictions
 
 

@@ -8,7 +8,6 @@ from typing import Any, final
 from phalanx.errors import InvalidArgumentError, shown
 
 
-
 @final
 @dataclass(frozen=True)
 class SessionRunArgs:

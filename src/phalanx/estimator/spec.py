@@ -141,7 +141,9 @@ def _scalar(loss: Any) -> Any:
     try:
         value = primitives.as_array(loss)
     except ReduceOpError as e:
-        raise InvalidArgumentError(f"loss={shown(loss)}", "is not an array of numbers.", "loss=keras.ops.mean(x)") from e
+        raise InvalidArgumentError(
+            f"loss={shown(loss)}", "is not an array of numbers.", "loss=keras.ops.mean(x)"
+        ) from e
     if value.size != 1 or not jnp.issubdtype(value.dtype, jnp.floating):
         raise InvalidArgumentError(
             f"a loss of {value.dtype}{list(value.shape)}", "must be a floating scalar.", "loss=keras.ops.mean(losses)"

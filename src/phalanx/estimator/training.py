@@ -100,10 +100,14 @@ class EvalSpec:
         object.__setattr__(self, "hooks", checked_hooks("hooks", self.hooks))
         exporters = [self.exporters] if isinstance(self.exporters, Exporter) else list(self.exporters or ())
         for exporter in exporters:
-            arguments.instance("an exporter", exporter, Exporter, "estimator.FinalExporter(name, serving_input_receiver_fn)")
+            arguments.instance(
+                "an exporter", exporter, Exporter, "estimator.FinalExporter(name, serving_input_receiver_fn)"
+            )
         names = [exporter.name for exporter in exporters]
         if len(set(names)) < len(names):
-            raise InvalidArgumentError(f"exporters of the names {names}", "each needs a name of its own.", 'name="best"')
+            raise InvalidArgumentError(
+                f"exporters of the names {names}", "each needs a name of its own.", 'name="best"'
+            )
         object.__setattr__(self, "exporters", tuple(exporters))
         for name in ("start_delay_secs", "throttle_secs"):
             if getattr(self, name) != 0:

@@ -108,7 +108,9 @@ class CheckpointSaverHook(StepHook):
     ) -> None:
         if scaffold is not None:
             raise InvalidArgumentError(
-                f"scaffold={shown(scaffold)}", "the hook saves what the graph has.", "EstimatorSpec(mode, scaffold=scaffold)"
+                f"scaffold={shown(scaffold)}",
+                "the hook saves what the graph has.",
+                "EstimatorSpec(mode, scaffold=scaffold)",
             )
         self._dir = arguments.path("checkpoint_dir", checkpoint_dir)
         self._timer = SecondOrStepTimer(save_secs, save_steps)
@@ -197,7 +199,9 @@ class SummarySaverHook(StepHook):
             )
         if output_dir is None and summary_writer is None:
             raise InvalidArgumentError(
-                "SummarySaverHook without a writer", "there is no folder either.", 'SummarySaverHook(output_dir="logs", ...)'
+                "SummarySaverHook without a writer",
+                "there is no folder either.",
+                'SummarySaverHook(output_dir="logs", ...)',
             )
         if scaffold is not None:
             raise InvalidArgumentError(f"scaffold={shown(scaffold)}", "has no summaries.", "leave scaffold out")

@@ -29,9 +29,7 @@ class EarlyStoppingHook(StepHook):
       every_steps: number of steps between two calls, or None.
     """
 
-    def __init__(
-        self, should_stop_fn: Callable[[], bool], every_secs: float | None, every_steps: int | None
-    ) -> None:
+    def __init__(self, should_stop_fn: Callable[[], bool], every_secs: float | None, every_steps: int | None) -> None:
         self._should_stop, self._timer = should_stop_fn, SecondOrStepTimer(every_secs, every_steps)
 
     @override
@@ -112,7 +110,9 @@ def stop_if_higher_hook(
       ...     return estimator.experimental.stop_if_higher_hook(model, "accuracy", 0.9)
     """
     results = _Results(estimator, metric_name, eval_dir, min_steps)
-    return make_early_stopping_hook(estimator, lambda: results.cross(operator.gt, threshold), run_every_secs, run_every_steps)
+    return make_early_stopping_hook(
+        estimator, lambda: results.cross(operator.gt, threshold), run_every_secs, run_every_steps
+    )
 
 
 def stop_if_lower_hook(
@@ -146,7 +146,9 @@ def stop_if_lower_hook(
       ...     return estimator.experimental.stop_if_lower_hook(model, "loss", 0.1)
     """
     results = _Results(estimator, metric_name, eval_dir, min_steps)
-    return make_early_stopping_hook(estimator, lambda: results.cross(operator.lt, threshold), run_every_secs, run_every_steps)
+    return make_early_stopping_hook(
+        estimator, lambda: results.cross(operator.lt, threshold), run_every_secs, run_every_steps
+    )
 
 
 def stop_if_no_increase_hook(
@@ -256,7 +258,9 @@ class _Results:
             if step >= self._min_steps:
                 if self._metric not in metrics:
                     raise InvalidArgumentError(
-                        f"metric_name={self._metric!r}", f"the evaluations have {sorted(metrics)}.", 'metric_name="loss"'
+                        f"metric_name={self._metric!r}",
+                        f"the evaluations have {sorted(metrics)}.",
+                        'metric_name="loss"',
                     )
                 values.append((step, metrics[self._metric]))
         return values

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DNNClassifier` and its like."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, final
+
+from phalanx.estimator.config import RunConfig
+from phalanx.estimator.heads import Head, RegressionHead
+from phalanx.estimator.premade import HeadEstimator, Optimizer, checked_columns, class_head, dnn_logits
+from phalanx.estimator.warm_start import WarmStartSettings
+
+
+@final
+class DNNClassifier(HeadEstimator):
+    """A deep network for classes. May be created outside all scopes.
+
+    Args:
+      hidden_units: number of units of each hidden layer.
+      feature_columns: feature columns, whose features the model takes.
+      model_dir: see `Estimator`.
+      n_classes: number of classes.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      label_vocabulary: the classes, if labels are texts.
+      optimizer: an optimizer, its name, or a function that creates it.
+      activation_fn: function between the layers.
+      dropout: fraction of units that are dropped in each step. None for none.
+      config: see `Estimator`.
+      warm_start_from: see `Estimator`.
+      loss_reduction: `"sum_over_batch_size"` or `"sum"`.
+      batch_norm: whether hidden layers are followed by BatchNormalization.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+
+    Source: tf.estimator.DNNClassifier.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> from phalanx import feature_column
+      >>> model = estimator.DNNClassifier([8], [feature_column.numeric_column("x")], n_classes=3)
+    """
+
+    def __init__(
+        self,
+        hidden_units: Sequence[int],
+        feature_columns: Any,
+        model_dir: str | os.PathLike[str] | None = None,
+        n_classes: int = 2,
+        weight_column: Any = None,
+        label_vocabulary: Sequence[str] | None = None,
+        optimizer: Optimizer = "Adagrad",
+        activation_fn: Any = "relu",
+        dropout: float | None = None,
+        config: RunConfig | None = None,
+        warm_start_from: str | WarmStartSettings | None = None,
+        loss_reduction: str = "sum_over_batch_size",
+        batch_norm: bool = False,
+    ) -> None:
+        head = class_head(n_classes, weight_column, label_vocabulary, loss_reduction)
+        columns = checked_columns("feature_columns", feature_columns)
+        logits_fn = dnn_logits(head, hidden_units, columns, optimizer, activation_fn, dropout, batch_norm)
+        super().__init__(head, logits_fn, columns, model_dir, config, warm_start_from)
+
+
+@final
+class DNNRegressor(HeadEstimator):
+    """A deep network for numbers. May be created outside all scopes.
+
+    Args:
+      hidden_units: number of units of each hidden layer.
+      feature_columns: feature columns, whose features the model takes.
+      model_dir: see `Estimator`.
+      label_dimension: number of values per row.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      optimizer: an optimizer, its name, or a function that creates it.
+      activation_fn: function between the layers.
+      dropout: fraction of units that are dropped in each step. None for none.
+      config: see `Estimator`.
+      warm_start_from: see `Estimator`.
+      loss_reduction: `"sum_over_batch_size"` or `"sum"`.
+      batch_norm: whether hidden layers are followed by BatchNormalization.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+
+    Source: tf.estimator.DNNRegressor.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> from phalanx import feature_column
+      >>> model = estimator.DNNRegressor([8], [feature_column.numeric_column("x")])
+    """
+
+    def __init__(
+        self,
+        hidden_units: Sequence[int],
+        feature_columns: Any,
+        model_dir: str | os.PathLike[str] | None = None,
+        label_dimension: int = 1,
+        weight_column: Any = None,
+        optimizer: Optimizer = "Adagrad",
+        activation_fn: Any = "relu",
+        dropout: float | None = None,
+        config: RunConfig | None = None,
+        warm_start_from: str | WarmStartSettings | None = None,
+        loss_reduction: str = "sum_over_batch_size",
+        batch_norm: bool = False,
+    ) -> None:
+        head = RegressionHead(label_dimension, weight_column, loss_reduction)
+        columns = checked_columns("feature_columns", feature_columns)
+        logits_fn = dnn_logits(head, hidden_units, columns, optimizer, activation_fn, dropout, batch_norm)
+        super().__init__(head, logits_fn, columns, model_dir, config, warm_start_from)
+
+
+@final
+class DNNEstimator(HeadEstimator):
+    """A deep network with a head of the user's choice. May be created outside all scopes.
+
+    Args:
+      head: the loss, the metrics and the predictions.
+      hidden_units: number of units of each hidden layer.
+      feature_columns: feature columns, whose features the model takes.
+      model_dir: see `Estimator`.
+      optimizer: an optimizer, its name, or a function that creates it.
+      activation_fn: function between the layers.
+      dropout: fraction of units that are dropped in each step. None for none.
+      config: see `Estimator`.
+      warm_start_from: see `Estimator`.
+      batch_norm: whether hidden layers are followed by BatchNormalization.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+
+    Source: tf.estimator.DNNEstimator.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> from phalanx import feature_column
+      >>> model = estimator.DNNEstimator(estimator.BinaryClassHead(), [8], [feature_column.numeric_column("x")])
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        hidden_units: Sequence[int],
+        feature_columns: Any,
+        model_dir: str | os.PathLike[str] | None = None,
+        optimizer: Optimizer = "Adagrad",
+        activation_fn: Any = "relu",
+        dropout: float | None = None,
+        config: RunConfig | None = None,
+        warm_start_from: str | WarmStartSettings | None = None,
+        batch_norm: bool = False,
+    ) -> None:
+        columns = checked_columns("feature_columns", feature_columns)
+        logits_fn = dnn_logits(head, hidden_units, columns, optimizer, activation_fn, dropout, batch_norm)
+        super().__init__(head, logits_fn, columns, model_dir, config, warm_start_from)

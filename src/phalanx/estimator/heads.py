@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads: the loss, the metrics and the predictions of ready-made models."""
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from typing_extensions import override
+
+from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
+from phalanx.estimator.optimizing import minimize
+from phalanx.estimator.spec import EstimatorSpec, ModeKeys
+from phalanx.typing import PyTree
+
+_REDUCTIONS = ("sum_over_batch_size", "sum")
+
+
+class Head(ABC):
+    """Computes loss, metrics and predictions from logits. The base class of all heads.
+
+    Args:
+      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      loss_reduction: `"sum_over_batch_size"`, the sum of the weighted losses over the number of rows; or `"sum"`.
+      loss_fn: function of `labels` and `logits`. Returns losses (rows,) or (rows, dims). None for the loss of the head.
+      name: suffix of the names of metrics. None for none.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+    """
+
+    def __init__(
+        self, weight_column: Any, loss_reduction: str, loss_fn: Callable[[Any, Any], Any] | None, name: str | None
+    ) -> None:
+        reduction = str(loss_reduction).lower()
+        if reduction not in _REDUCTIONS:
+            raise InvalidArgumentError(
+                f"loss_reduction={shown(loss_reduction)}", f"must be one of {_REDUCTIONS}.", 'loss_reduction="sum"'
+            )
+        if loss_fn is not None:
+            arguments.function("loss_fn", loss_fn, "def loss_fn(labels, logits)")
+        self._weight_column = getattr(weight_column, "key", weight_column)
+        if self._weight_column is not None and not isinstance(self._weight_column, str):
+            raise InvalidArgumentError(
+                f"weight_column={shown(weight_column)}", "must be a name or a numeric column.", 'weight_column="weight"'
+            )
+        self._reduction, self._loss_fn, self._name = reduction, loss_fn, name
+
+    @property
+    def name(self) -> str | None:
+        """The suffix of the names of metrics."""
+        return self._name
+
+    @property
+    @abstractmethod
+    def logits_dimension(self) -> int:
+        """The number of logits per row."""
+
+    @abstractmethod
+    def host_labels(self, labels: PyTree) -> PyTree:
+        """Returns the labels of a batch as numbers, before they go to the devices.
+
+        Raises:
+          InputError: a label is not one of the classes.
+        """
+
+    @abstractmethod
+    def host_predictions(self, predictions: dict[str, Any]) -> dict[str, Any]:
+        """Returns predictions with the names of classes, after they have come from the devices."""
+
+    @abstractmethod
+    def predictions(self, logits: jax.Array) -> dict[str, Any]:
+        """Returns the predictions.
+
+        Args:
+          logits: array (rows, logits_dimension).
+        """
+
+    @abstractmethod
+    def _losses(self, labels: Any, logits: Any) -> Any:
+        """Returns one loss per row."""
+
+    @abstractmethod
+    def _metrics(self, labels: Any, logits: Any, weights: Any) -> dict[str, keras.metrics.Metric]:
+        """Returns the metrics, updated."""
+
+    def loss(self, labels: Any, logits: Any, features: PyTree = None) -> Any:
+        """Returns the loss over the rows of this replica, a scalar. Call it in a model function."""
+        loss = _RowLoss(self._row_losses, self._reduction)
+        return loss(labels, logits, sample_weight=self._weights(features))
+
+    def create_estimator_spec(
+        self,
+        features: PyTree,
+        mode: str,
+        logits: Any,
+        labels: Any = None,
+        optimizer: keras.optimizers.Optimizer | None = None,
+        trainable_variables: Sequence[keras.Variable] | None = None,
+        train_op_fn: Callable[[Any], Any] | None = None,
+        update_ops: Any = None,
+        regularization_losses: Sequence[Any] | None = None,
+    ) -> EstimatorSpec:
+        """Returns what a model function returns. Call it in a model function.
+
+        Args:
+          features: the features of the model function.
+          mode: a value of `ModeKeys`.
+          logits: array (rows, logits_dimension).
+          labels: the labels of the model function.
+          optimizer: trains the variables. None if `train_op_fn` does.
+          trainable_variables: variables to train. None for all.
+          train_op_fn: function of the loss. Returns a `train_op`.
+          update_ops: must be None, because layers update their statistics themselves.
+          regularization_losses: scalars to add to the loss.
+
+        Raises:
+          InvalidArgumentError: the logits have another shape, or both or none of `optimizer` and `train_op_fn` are given.
+
+        Source: tf.estimator.Head.create_estimator_spec.
+        """
+        self._check_logits(logits)
+        predictions = self.predictions(logits)
+        if mode == ModeKeys.PREDICT:
+            return EstimatorSpec(mode, predictions=predictions)
+        loss = self.loss(labels, logits, features)
+        extra = sum(map(jnp.asarray, regularization_losses or ()), start=jnp.zeros((), loss.dtype))
+        if mode == ModeKeys.EVAL:
+            weights = self._weights(features)
+            metrics = {"average_loss": self._mean("average_loss", self._row_losses(labels, logits), weights)}
+            metrics |= self._metrics(labels, logits, weights)
+            named = {f"{key}/{self._name}" if self._name else key: metric for key, metric in metrics.items()}
+            return EstimatorSpec(mode, predictions=predictions, loss=loss + extra, eval_metric_ops=named)
+        if (optimizer is None) == (train_op_fn is None):
+            raise InvalidArgumentError(
+                f"create_estimator_spec(optimizer={shown(optimizer)}, train_op_fn={shown(train_op_fn)})",
+                "exactly one of them must be given.",
+                "optimizer=keras.optimizers.Adam()",
+            )
+        if train_op_fn is not None:
+            train_op = train_op_fn(loss + extra)
+        else:
+            train_op = minimize(optimizer, loss + extra, trainable_variables)
+        return EstimatorSpec(mode, predictions=predictions, loss=loss + extra, train_op=train_op)
+
+    def _row_losses(self, labels: Any, logits: Any) -> Any:
+        if self._loss_fn is None:
+            return self._losses(labels, logits)
+        losses = jnp.asarray(self._loss_fn(labels, logits))
+        return losses if losses.ndim == 1 else losses.reshape(losses.shape[0], -1).mean(axis=1)
+
+    def _weights(self, features: PyTree) -> Any:
+        if self._weight_column is None:
+            return None
+        if not isinstance(features, Mapping) or self._weight_column not in features:
+            raise InputError(
+                f"weight_column={self._weight_column!r}",
+                f"the features are {sorted(features) if isinstance(features, Mapping) else 'an array'}.",
+                "a feature of this name, in the input_fn",
+            )
+        return jnp.asarray(features[self._weight_column], jnp.float32).reshape(-1)
+
+    def _check_logits(self, logits: Any) -> None:
+        if jnp.ndim(logits) != 2 or logits.shape[1] != self.logits_dimension:
+            raise InvalidArgumentError(
+                f"logits of the shape {jnp.shape(logits)}",
+                f"the head needs the shape (rows, {self.logits_dimension}).",
+                f"keras.layers.Dense({self.logits_dimension})",
+            )
+
+    @staticmethod
+    def _mean(name: str, values: Any, weights: Any) -> keras.metrics.Metric:
+        metric = keras.metrics.Mean(name=name.replace("/", "_"))
+        metric.update_state(values, sample_weight=weights)
+        return metric
+
+
+@final
+class _RowLoss(keras.losses.Loss):
+    """A loss of Keras, so that padded rows do not count."""
+
+    def __init__(self, fn: Callable[[Any, Any], Any], reduction: str) -> None:
+        super().__init__(name="head", reduction=reduction, dtype="float32")
+        self._fn = fn
+
+    @override
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Returns the losses of rows."""
+        return self._fn(y_true, y_pred)
+
+
+def _column(labels: Any) -> Any:
+    """Returns labels as (rows, 1)."""
+    labels = jnp.asarray(labels)
+    return labels[:, None] if labels.ndim == 1 else labels
+
+
+class _ClassHead(Head):
+    """A head of classes."""
+
+    def __init__(
+        self,
+        n_classes: int,
+        weight_column: Any,
+        label_vocabulary: Sequence[str] | None,
+        loss_reduction: str,
+        loss_fn: Callable[[Any, Any], Any] | None,
+        name: str | None,
+    ) -> None:
+        super().__init__(weight_column, loss_reduction, loss_fn, name)
+        self._n_classes = n_classes
+        if label_vocabulary is not None and (
+            not isinstance(label_vocabulary, (list, tuple)) or len(label_vocabulary) != n_classes
+        ):
+            raise InvalidArgumentError(
+                f"label_vocabulary={shown(label_vocabulary)}",
+                f"must be a list of the {n_classes} classes.",
+                'label_vocabulary=["no", "yes"]',
+            )
+        self._vocabulary = None if label_vocabulary is None else [str(word) for word in label_vocabulary]
+
+    @override
+    def host_labels(self, labels: PyTree) -> PyTree:
+        """Returns the numbers of classes. See `Head.host_labels`."""
+        array = np.asarray(labels)
+        if self._vocabulary is not None:
+            return _numbers_of(array, self._vocabulary)
+        if array.dtype.kind not in "iufb":
+            raise InputError(
+                f"labels of {array.dtype}", "classes are numbers from 0 on.", "label_vocabulary=[...], with the classes"
+            )
+        wrong = array[(array < 0) | (array >= self._n_classes)]
+        if wrong.size:
+            raise InputError(
+                f"the label {wrong.flat[0]}",
+                f"labels are numbers from 0 to {self._n_classes - 1}.",
+                f"n_classes={int(np.max(array)) + 1}",
+            )
+        return array.astype(np.int32)
+
+    @override
+    def host_predictions(self, predictions: dict[str, Any]) -> dict[str, Any]:
+        """Returns predictions with the names of classes. See `Head.host_predictions`."""
+        names = np.array([word.encode() for word in self._words], object)
+        rows = len(next(iter(predictions.values())))
+        found = dict(predictions)
+        found["classes"] = names[predictions["class_ids"]]
+        found["all_class_ids"] = np.tile(np.arange(self._n_classes, dtype=np.int32), (rows, 1))
+        found["all_classes"] = np.tile(names, (rows, 1))
+        return found
+
+    @property
+    def _words(self) -> list[str]:
+        return self._vocabulary or [str(i) for i in range(self._n_classes)]
+
+
+def _numbers_of(labels: np.ndarray, vocabulary: Sequence[str]) -> np.ndarray:
+    places = {word: i for i, word in enumerate(vocabulary)}
+    words = [x.decode() if isinstance(x, bytes) else str(x) for x in labels.ravel()]
+    unknown = next((word for word in words if word not in places), None)
+    if unknown is not None:
+        raise InputError(f"the label {unknown!r}", f"label_vocabulary is {shown(vocabulary)}.", "add the label to it")
+    return np.array([places[word] for word in words], np.int32).reshape(labels.shape)
+
+
+@final
+class BinaryClassHead(_ClassHead):
+    """A head for two classes, with one logit. May be created in any context.
+
+    Args:
+      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      thresholds: further thresholds between 0 and 1 for accuracy, precision and recall.
+      label_vocabulary: the two classes, if labels are texts.
+      loss_reduction: `"sum_over_batch_size"` or `"sum"`.
+      loss_fn: function of `labels` and `logits`. Returns losses. None for the cross-entropy.
+      name: suffix of the names of metrics. None for none.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+
+    Source: tf.estimator.BinaryClassHead.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> estimator.BinaryClassHead(label_vocabulary=["no", "yes"]).logits_dimension
+      1
+    """
+
+    def __init__(
+        self,
+        weight_column: Any = None,
+        thresholds: Iterable[float] | None = None,
+        label_vocabulary: Sequence[str] | None = None,
+        loss_reduction: str = "sum_over_batch_size",
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(2, weight_column, label_vocabulary, loss_reduction, loss_fn, name)
+        self._thresholds = tuple(thresholds or ())
+        for threshold in self._thresholds:
+            if not 0 < threshold < 1:
+                raise InvalidArgumentError(
+                    f"thresholds={shown(thresholds)}", "must be between 0 and 1.", "thresholds=[0.5]"
+                )
+
+    @property
+    @override
+    def logits_dimension(self) -> int:
+        """The number of logits per row."""
+        return 1
+
+    @override
+    def predictions(self, logits: jax.Array) -> dict[str, Any]:
+        """Returns the predictions. See `Head.predictions`."""
+        both = jnp.concatenate([jnp.zeros_like(logits), logits], axis=-1)
+        return {
+            "logits": logits,
+            "logistic": jax.nn.sigmoid(logits),
+            "probabilities": jax.nn.softmax(both),
+            "class_ids": jnp.argmax(both, axis=-1)[:, None],
+        }
+
+    @override
+    def _losses(self, labels: Any, logits: Any) -> Any:
+        labels = _column(labels).astype(logits.dtype)
+        return (jax.nn.softplus(logits) - labels * logits)[:, 0]
+
+    @override
+    def _metrics(self, labels: Any, logits: Any, weights: Any) -> dict[str, keras.metrics.Metric]:
+        y = _column(labels)[:, 0].astype(jnp.float32)
+        found = self.predictions(logits)
+        ids, probability = found["class_ids"][:, 0], found["logistic"][:, 0]
+        update = functools.partial(_updated, weights=weights)
+        metrics = {
+            "accuracy": update(keras.metrics.Accuracy(name="accuracy"), y, ids),
+            "precision": update(keras.metrics.Precision(name="precision"), y, ids),
+            "recall": update(keras.metrics.Recall(name="recall"), y, ids),
+            "prediction/mean": self._mean("prediction/mean", probability, weights),
+            "label/mean": self._mean("label/mean", y, weights),
+            "accuracy_baseline": _Baseline(name="accuracy_baseline"),
+            "auc": update(keras.metrics.AUC(name="auc"), y, probability),
+            "auc_precision_recall": update(keras.metrics.AUC(curve="PR", name="auc_precision_recall"), y, probability),
+        }
+        metrics["accuracy_baseline"].update_state(y, sample_weight=weights)
+        for t in self._thresholds:
+            at = f"positive_threshold_{t:g}"
+            accuracy = keras.metrics.BinaryAccuracy(name=f"accuracy_{at}", threshold=t)
+            metrics[f"accuracy/{at}_mean"] = update(accuracy, y[:, None], probability[:, None])
+            metrics[f"precision/{at}"] = update(keras.metrics.Precision(t, name=f"precision_{at}"), y, probability)
+            metrics[f"recall/{at}"] = update(keras.metrics.Recall(t, name=f"recall_{at}"), y, probability)
+        return metrics
+
+
+@final
+class _Baseline(keras.metrics.Mean):
+    """The accuracy of always predicting the more frequent of two classes."""
+
+    @override
+    def result(self) -> Any:
+        """Returns the accuracy."""
+        mean = super().result()
+        return jnp.maximum(mean, 1 - mean)
+
+
+def _updated(metric: keras.metrics.Metric, y_true: Any, y_pred: Any, weights: Any) -> keras.metrics.Metric:
+    metric.update_state(y_true, y_pred, sample_weight=weights)
+    return metric
+
+
+@final
+class MultiClassHead(_ClassHead):
+    """A head for more than two classes, with one logit per class. May be created in any context.
+
+    Args:
+      n_classes: number of classes, more than 2.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      label_vocabulary: the classes, if labels are texts.
+      loss_reduction: `"sum_over_batch_size"` or `"sum"`.
+      loss_fn: function of `labels` and `logits`. Returns losses. None for the cross-entropy.
+      name: suffix of the names of metrics. None for none.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+
+    Source: tf.estimator.MultiClassHead.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> estimator.MultiClassHead(n_classes=3).logits_dimension
+      3
+    """
+
+    def __init__(
+        self,
+        n_classes: int,
+        weight_column: Any = None,
+        label_vocabulary: Sequence[str] | None = None,
+        loss_reduction: str = "sum_over_batch_size",
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        arguments.integer("n_classes", n_classes, least=3, kind="more than 2 classes", hint="BinaryClassHead()")
+        super().__init__(n_classes, weight_column, label_vocabulary, loss_reduction, loss_fn, name)
+
+    @property
+    @override
+    def logits_dimension(self) -> int:
+        """The number of logits per row."""
+        return self._n_classes
+
+    @override
+    def predictions(self, logits: jax.Array) -> dict[str, Any]:
+        """Returns the predictions. See `Head.predictions`."""
+        ids = jnp.argmax(logits, axis=-1)[:, None]
+        return {"logits": logits, "probabilities": jax.nn.softmax(logits), "class_ids": ids}
+
+    @override
+    def _losses(self, labels: Any, logits: Any) -> Any:
+        ids = _column(labels).astype(jnp.int32)
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), ids, axis=-1)[:, 0]
+
+    @override
+    def _metrics(self, labels: Any, logits: Any, weights: Any) -> dict[str, keras.metrics.Metric]:
+        ids = self.predictions(logits)["class_ids"][:, 0]
+        return {"accuracy": _updated(keras.metrics.Accuracy(name="accuracy"), _column(labels)[:, 0], ids, weights)}
+
+
+@final
+class RegressionHead(Head):
+    """A head for numbers, with the squared error as its loss. May be created in any context.
+
+    Args:
+      label_dimension: number of values per row.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      loss_reduction: `"sum_over_batch_size"` or `"sum"`.
+      loss_fn: function of `labels` and `logits`. Returns losses. None for the squared error.
+      inverse_link_fn: function of the logits that returns the predictions. None for the logits themselves.
+      name: suffix of the names of metrics. None for none.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+
+    Source: tf.estimator.RegressionHead.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> estimator.RegressionHead(label_dimension=2).logits_dimension
+      2
+    """
+
+    def __init__(
+        self,
+        label_dimension: int = 1,
+        weight_column: Any = None,
+        loss_reduction: str = "sum_over_batch_size",
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        inverse_link_fn: Callable[[Any], Any] | None = None,
+        name: str | None = None,
+    ) -> None:
+        self._dimension = arguments.integer("label_dimension", label_dimension)
+        if inverse_link_fn is not None:
+            arguments.function("inverse_link_fn", inverse_link_fn, "inverse_link_fn=jnp.exp")
+        self._link = inverse_link_fn
+        super().__init__(weight_column, loss_reduction, loss_fn, name)
+
+    @property
+    @override
+    def logits_dimension(self) -> int:
+        """The number of logits per row."""
+        return self._dimension
+
+    @override
+    def host_labels(self, labels: PyTree) -> PyTree:
+        """Returns labels as floats. See `Head.host_labels`."""
+        array = np.asarray(labels)
+        width = 1 if array.ndim == 1 else array.shape[-1]
+        if array.dtype.kind not in "iufb" or array.ndim > 2 or width != self._dimension:
+            raise InputError(
+                f"labels of {array.dtype}{list(array.shape)}",
+                f"a row has {self._dimension} numbers.",
+                f"label_dimension={width}",
+            )
+        return array.astype(np.float32)
+
+    @override
+    def host_predictions(self, predictions: dict[str, Any]) -> dict[str, Any]:
+        """Returns the predictions. See `Head.host_predictions`."""
+        return predictions
+
+    @override
+    def predictions(self, logits: jax.Array) -> dict[str, Any]:
+        """Returns the predictions. See `Head.predictions`."""
+        if self._link is None:
+            return {"predictions": logits}
+        return {"predictions": self._link(logits), "logits": logits}
+
+    @override
+    def _losses(self, labels: Any, logits: Any) -> Any:
+        return jnp.square(logits - _column(labels).astype(logits.dtype)).mean(axis=-1)
+
+    @override
+    def _metrics(self, labels: Any, logits: Any, weights: Any) -> dict[str, keras.metrics.Metric]:
+        predicted = self.predictions(logits)["predictions"]
+        return {
+            "prediction/mean": self._mean("prediction/mean", predicted.mean(axis=-1), weights),
+            "label/mean": self._mean("label/mean", _column(labels).mean(axis=-1), weights),
+        }

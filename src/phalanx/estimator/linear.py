@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LinearClassifier` and its like."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, final
+
+from phalanx.estimator.config import RunConfig
+from phalanx.estimator.heads import Head, RegressionHead
+from phalanx.estimator.premade import HeadEstimator, Optimizer, checked_columns, class_head, linear_logits
+from phalanx.estimator.warm_start import WarmStartSettings
+
+
+@final
+class LinearClassifier(HeadEstimator):
+    """A linear model for classes. May be created outside all scopes.
+
+    Args:
+      feature_columns: feature columns, whose features the model takes.
+      model_dir: see `Estimator`.
+      n_classes: number of classes.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      label_vocabulary: the classes, if labels are texts.
+      optimizer: an optimizer, its name, or a function that creates it.
+      config: see `Estimator`.
+      warm_start_from: see `Estimator`.
+      loss_reduction: `"sum_over_batch_size"` or `"sum"`.
+      sparse_combiner: how several categories of one feature are combined: `"sum"`, `"mean"` or `"sqrtn"`.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+
+    Source: tf.estimator.LinearClassifier.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> from phalanx import feature_column
+      >>> model = estimator.LinearClassifier([feature_column.numeric_column("x")])
+    """
+
+    def __init__(
+        self,
+        feature_columns: Any,
+        model_dir: str | os.PathLike[str] | None = None,
+        n_classes: int = 2,
+        weight_column: Any = None,
+        label_vocabulary: Sequence[str] | None = None,
+        optimizer: Optimizer = "Ftrl",
+        config: RunConfig | None = None,
+        warm_start_from: str | WarmStartSettings | None = None,
+        loss_reduction: str = "sum_over_batch_size",
+        sparse_combiner: str = "sum",
+    ) -> None:
+        head = class_head(n_classes, weight_column, label_vocabulary, loss_reduction)
+        columns = checked_columns("feature_columns", feature_columns)
+        logits_fn = linear_logits(head, columns, optimizer, sparse_combiner)
+        super().__init__(head, logits_fn, columns, model_dir, config, warm_start_from)
+
+
+@final
+class LinearRegressor(HeadEstimator):
+    """A linear model for numbers. May be created outside all scopes.
+
+    Args:
+      feature_columns: feature columns, whose features the model takes.
+      model_dir: see `Estimator`.
+      label_dimension: number of values per row.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      optimizer: an optimizer, its name, or a function that creates it.
+      config: see `Estimator`.
+      warm_start_from: see `Estimator`.
+      loss_reduction: `"sum_over_batch_size"` or `"sum"`.
+      sparse_combiner: how several categories of one feature are combined: `"sum"`, `"mean"` or `"sqrtn"`.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+
+    Source: tf.estimator.LinearRegressor.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> from phalanx import feature_column
+      >>> model = estimator.LinearRegressor([feature_column.numeric_column("x")])
+    """
+
+    def __init__(
+        self,
+        feature_columns: Any,
+        model_dir: str | os.PathLike[str] | None = None,
+        label_dimension: int = 1,
+        weight_column: Any = None,
+        optimizer: Optimizer = "Ftrl",
+        config: RunConfig | None = None,
+        warm_start_from: str | WarmStartSettings | None = None,
+        loss_reduction: str = "sum_over_batch_size",
+        sparse_combiner: str = "sum",
+    ) -> None:
+        head = RegressionHead(label_dimension, weight_column, loss_reduction)
+        columns = checked_columns("feature_columns", feature_columns)
+        logits_fn = linear_logits(head, columns, optimizer, sparse_combiner)
+        super().__init__(head, logits_fn, columns, model_dir, config, warm_start_from)
+
+
+@final
+class LinearEstimator(HeadEstimator):
+    """A linear model with a head of the user's choice. May be created outside all scopes.
+
+    Args:
+      head: the loss, the metrics and the predictions.
+      feature_columns: feature columns, whose features the model takes.
+      model_dir: see `Estimator`.
+      optimizer: an optimizer, its name, or a function that creates it.
+      config: see `Estimator`.
+      sparse_combiner: how several categories of one feature are combined: `"sum"`, `"mean"` or `"sqrtn"`.
+      warm_start_from: see `Estimator`.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+
+    Source: tf.estimator.LinearEstimator.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> from phalanx import feature_column
+      >>> model = estimator.LinearEstimator(estimator.RegressionHead(), [feature_column.numeric_column("x")])
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        feature_columns: Any,
+        model_dir: str | os.PathLike[str] | None = None,
+        optimizer: Optimizer = "Ftrl",
+        config: RunConfig | None = None,
+        sparse_combiner: str = "sum",
+        warm_start_from: str | WarmStartSettings | None = None,
+    ) -> None:
+        columns = checked_columns("feature_columns", feature_columns)
+        logits_fn = linear_logits(head, columns, optimizer, sparse_combiner)
+        super().__init__(head, logits_fn, columns, model_dir, config, warm_start_from)

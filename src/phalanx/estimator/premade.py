@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ready-made models: linear, deep, wide and deep, and baselines."""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from phalanx import compat, feature_column, summary
+from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
+from phalanx.estimator.config import RunConfig
+from phalanx.estimator.estimator import Estimator
+from phalanx.estimator.heads import BinaryClassHead, Head, MultiClassHead, RegressionHead
+from phalanx.estimator.optimizing import minimize
+from phalanx.estimator.spec import EstimatorSpec, ModeKeys
+from phalanx.estimator.warm_start import WarmStartSettings
+from phalanx.typing import PyTree
+
+Optimizer = str | keras.optimizers.Optimizer | Callable[[], Any]
+"""A name of an optimizer, an optimizer, or a function that creates one."""
+
+_NAMES = ("Adagrad", "Adam", "Ftrl", "RMSProp", "SGD")
+_LINEAR_RATE, _DNN_RATE, _BASELINE_RATE = 0.2, 0.05, 0.3
+Logits = Callable[[PyTree, str], Any]
+
+
+class HeadEstimator(Estimator):
+    """An Estimator of a head and a function that computes its logits.
+
+    Args:
+      head: the head.
+      logits_fn: function of features and mode. Returns the logits and a function that creates the `train_op` of a loss.
+      columns: feature columns of the model.
+      model_dir: see `Estimator`.
+      config: see `Estimator`.
+      warm_start_from: see `Estimator`.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        logits_fn: Callable[[PyTree, str], tuple[Any, Callable[[Any], Any]]],
+        columns: Sequence[Any],
+        model_dir: str | os.PathLike[str] | None,
+        config: RunConfig | None,
+        warm_start_from: str | WarmStartSettings | None = None,
+    ) -> None:
+        arguments.instance("head", head, Head, "head=estimator.BinaryClassHead()")
+        for column in columns:
+            if not feature_column.is_column(column):
+                raise InvalidArgumentError(
+                    f"feature_columns={shown(columns)}",
+                    f"{shown(column)} is not a feature column.",
+                    'feature_columns=[phalanx.feature_column.numeric_column("age")]',
+                )
+
+        def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
+            logits, train_op_fn = logits_fn(features, mode)
+            return head.create_estimator_spec(features, mode, logits, labels, train_op_fn=train_op_fn)
+
+        super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
+        self._columns, self._labels_fn, self._predictions_fn = list(columns), head.host_labels, head.host_predictions
+
+
+def optimizer_of(optimizer: Optimizer, learning_rate: float | None = None) -> keras.optimizers.Optimizer:
+    """Returns a new optimizer with the options of another one, or of a name. Call it in a model function.
+
+    Args:
+      optimizer: a name, an optimizer, or a function without arguments that creates one.
+      learning_rate: learning rate if `optimizer` is a name. None for the default of the optimizer.
+
+    Raises:
+      InvalidArgumentError: `optimizer` is something else.
+    """
+    if isinstance(optimizer, str) and optimizer in _NAMES:
+        kind = {"RMSProp": keras.optimizers.RMSprop}.get(optimizer) or getattr(keras.optimizers, optimizer)
+        return kind() if learning_rate is None else kind(learning_rate=learning_rate)
+    if isinstance(optimizer, compat.BaseOptimizer):
+        # The variables of the given one belong to no graph.
+        return type(optimizer).from_config(optimizer.get_config())
+    if callable(getattr(optimizer, "create", None)):
+        return optimizer.create()  # type: ignore[union-attr]
+    if callable(optimizer):
+        made = optimizer()
+        if isinstance(made, compat.BaseOptimizer):
+            return made
+    raise InvalidArgumentError(
+        f"optimizer={shown(optimizer)}",
+        f"must be an optimizer of Keras, a function that creates one, or one of {_NAMES}.",
+        'optimizer="Adam"',
+    )
+
+
+def class_head(n_classes: int, weight_column: Any, label_vocabulary: Sequence[str] | None, loss_reduction: str) -> Head:
+    arguments.integer("n_classes", n_classes, least=2)
+    options: dict[str, Any] = {
+        "weight_column": weight_column,
+        "label_vocabulary": label_vocabulary,
+        "loss_reduction": loss_reduction,
+    }
+    return BinaryClassHead(**options) if n_classes == 2 else MultiClassHead(n_classes, **options)
+
+
+def checked_columns(name: str, columns: Any) -> list[Any]:
+    if feature_column.is_column(columns):
+        return [columns]
+    if not isinstance(columns, (list, tuple, set)) or not columns:
+        raise InvalidArgumentError(
+            f"{name}={shown(columns)}", "must be a list of feature columns.", f'{name}=[numeric_column("age")]'
+        )
+    return list(columns)
+
+
+def _units(hidden_units: Any) -> list[int]:
+    units = list(hidden_units) if isinstance(hidden_units, (list, tuple)) else [None]
+    if not all(arguments.is_integer(n, least=1) for n in units):
+        raise InvalidArgumentError(
+            f"hidden_units={shown(hidden_units)}", "must be a list of numbers of units.", "hidden_units=[64, 32]"
+        )
+    return units
+
+
+def _require_dict(features: PyTree) -> None:
+    if not isinstance(features, dict):
+        raise InputError(f"features={shown(features)}", "must be a dict from names to arrays.", '{"age": ages}, labels')
+
+
+def _deep_part(
+    head: Head,
+    hidden_units: Sequence[int],
+    columns: Sequence[Any],
+    activation: Any,
+    dropout: float | None,
+    batch_norm: bool,
+) -> Logits:
+    """Returns a function of features and mode that computes the logits of a deep network."""
+
+    def logits_of(features: PyTree, mode: str) -> tuple[Any, list[keras.Variable]]:
+        _require_dict(features)
+        is_training = mode == ModeKeys.TRAIN
+        layers: list[keras.layers.Layer] = []
+
+        def apply(layer: keras.layers.Layer, x: Any, **options: Any) -> Any:
+            layers.append(layer)
+            return layer(x, **options)
+
+        with keras.name_scope("dnn"):
+            net = apply(feature_column.DenseFeatures(columns, name="input_from_feature_columns"), features)
+            for i, units in enumerate(hidden_units):
+                net = apply(keras.layers.Dense(units, activation=activation, name=f"hiddenlayer_{i}"), net)
+                if dropout is not None and is_training:
+                    net = apply(keras.layers.Dropout(dropout), net, training=True)
+                if batch_norm:
+                    normalize = keras.layers.BatchNormalization(momentum=0.999, name=f"batchnorm_{i}")
+                    net = apply(normalize, net, training=is_training)
+                _summarize(net, f"dnn/hiddenlayer_{i}", mode)
+            logits = apply(keras.layers.Dense(head.logits_dimension, name="logits"), net)
+            _summarize(logits, "dnn/logits", mode)
+        return logits, [v for layer in layers for v in layer.trainable_variables]
+
+    return logits_of
+
+
+def _summarize(values: Any, name: str, mode: str) -> None:
+    if mode == ModeKeys.TRAIN:
+        summary.scalar(f"{name}/fraction_of_zero_values", jnp.mean(values == 0))
+        summary.histogram(f"{name}/activation", values)
+
+
+def _linear_part(head: Head, columns: Sequence[Any], sparse_combiner: str) -> Logits:
+    def logits_of(features: PyTree, mode: str) -> tuple[Any, list[keras.Variable]]:
+        _require_dict(features)
+        layer = feature_column.LinearFeatures(
+            columns, head.logits_dimension, sparse_combiner=sparse_combiner, name="linear_model"
+        )
+        with keras.name_scope("linear"):
+            logits = layer(features)
+        return logits, layer.trainable_variables
+
+    return logits_of
+
+
+def _linear_rate(columns: Sequence[Any]) -> float:
+    """Returns the learning rate of Ftrl in tf.estimator."""
+    return min(_LINEAR_RATE, 1 / math.sqrt(len(columns)))
+
+
+def _trained(logits_of: Logits, create: Callable[[], keras.optimizers.Optimizer]) -> Any:
+    """Returns a function of features and mode that computes logits, and a function that creates their `train_op`."""
+
+    def fn(features: PyTree, mode: str) -> tuple[Any, Callable[[Any], Any]]:
+        logits, variables = logits_of(features, mode)
+        return logits, lambda loss: minimize(create(), loss, variables)
+
+    return fn
+
+
+def dnn_logits(
+    head: Head, hidden_units: Any, columns: Any, optimizer: Any, activation: Any, dropout: Any, norm: Any
+) -> Any:
+    logits_of = _deep_part(head, _units(hidden_units), columns, activation, dropout, norm)
+    return _trained(logits_of, lambda: optimizer_of(optimizer))
+
+
+def linear_logits(head: Head, columns: Sequence[Any], optimizer: Any, combiner: str) -> Any:
+    default = ("Ftrl", _linear_rate(columns)) if optimizer is None else (optimizer, _LINEAR_RATE)
+    return _trained(_linear_part(head, columns, combiner), lambda: optimizer_of(*default))
+
+
+def combined_logits(
+    head: Head, linear: tuple[list[Any], Any, str], deep: tuple[list[Any], Any, Any, Any, Any, Any]
+) -> Any:
+    """Returns the logits of a wide and a deep model, each with an optimizer of its own."""
+    linear_columns, linear_optimizer, combiner = linear
+    deep_columns, deep_optimizer, hidden_units, activation, dropout, norm = deep
+    if not linear_columns and not deep_columns:
+        raise InvalidArgumentError(
+            "linear_feature_columns=None and dnn_feature_columns=None",
+            "the model has no features.",
+            'linear_feature_columns=[numeric_column("age")]',
+        )
+    parts: list[tuple[Logits, Callable[[], keras.optimizers.Optimizer]]] = []
+    if deep_columns:
+        logits_of = _deep_part(head, _units(hidden_units), deep_columns, activation, dropout, norm)
+        parts.append((logits_of, lambda: optimizer_of(deep_optimizer, _DNN_RATE)))
+    if linear_columns:
+        rate = _linear_rate(linear_columns)
+        parts.append((_linear_part(head, linear_columns, combiner), lambda: optimizer_of(linear_optimizer, rate)))
+
+    def fn(features: PyTree, mode: str) -> tuple[Any, Callable[[Any], Any]]:
+        found = [(*logits_of(features, mode), create) for logits_of, create in parts]
+        logits = sum((logits for logits, _, _ in found[1:]), start=found[0][0])
+        return logits, lambda loss: [minimize(create(), loss, variables) for _, variables, create in found]
+
+    return fn
+
+
+def baseline_logits(head: Head, optimizer: Optimizer) -> Any:
+    def logits_of(features: PyTree, mode: str) -> tuple[Any, list[keras.Variable]]:
+        rows = jax.tree.leaves(features)[0].shape[0]
+        with keras.name_scope("baseline"):
+            bias = keras.Variable("zeros", shape=(head.logits_dimension,), name="bias")
+        return jnp.broadcast_to(bias.value, (rows, head.logits_dimension)), [bias]
+
+    return _trained(logits_of, lambda: optimizer_of(optimizer, _BASELINE_RATE))

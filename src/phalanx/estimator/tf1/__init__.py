@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of TensorFlow 1 that model functions use, so that a program changes only its imports: `from phalanx.estimator import tf1`.
+
+The functions work on arrays of JAX. Layers are those of Keras.
+"""
+
+import phalanx.api as distribute
+from phalanx import estimator, feature_column, summary
+from phalanx.estimator.graph import identity
+from phalanx.estimator.tf1 import data, inputs, layers, losses, metrics, nn, train
+from phalanx.typing import PyTree
+
+__all__ = [
+    "data",
+    "distribute",
+    "estimator",
+    "feature_column",
+    "group",
+    "identity",
+    "inputs",
+    "layers",
+    "losses",
+    "metrics",
+    "nn",
+    "summary",
+    "train",
+]
+
+
+def group(*inputs: PyTree) -> list[PyTree]:
+    """Returns several updates as one `train_op`. Call it in a model function.
+
+    Source: tf.group.
+
+    Example:
+      >>> from phalanx.estimator import tf1
+      >>> tf1.group("first", "second")
+      ['first', 'second']
+    """
+    return list(inputs)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Dataset`: the methods of `tf.data.Dataset` that input functions use, over Grain."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
+
+__all__ = ["AUTOTUNE", "Dataset"]
+
+AUTOTUNE = -1
+
+
+@final
+class Dataset:
+    """A sequence of rows or batches. May be created in any context.
+
+    Args:
+      dataset: a `grain.MapDataset`.
+
+    Source: tf.data.Dataset.
+
+    Example:
+      >>> from phalanx.estimator import tf1
+      >>> dataset = tf1.data.Dataset.from_tensor_slices(([1, 2, 3], [4, 5, 6])).repeat(2).batch(2)
+      >>> [x.tolist() for x, y in dataset]
+      [[1, 2], [3, 1], [2, 3]]
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    @staticmethod
+    def from_tensor_slices(tensors: Any, name: str | None = None) -> "Dataset":
+        """Returns the rows of arrays: a nest of arrays and lists (rows, ...).
+
+        Raises:
+          InvalidArgumentError: the arrays have different numbers of rows.
+        """
+        arrays = jax.tree.map(_array, tensors, is_leaf=lambda x: isinstance(x, list))
+        sizes = {len(x) if x.ndim else 0 for x in jax.tree.leaves(arrays)}
+        if len(sizes) != 1 or 0 in sizes:
+            raise InvalidArgumentError(
+                f"from_tensor_slices({shown(tensors)})", "the arrays need the same number of rows.", "([1, 2], [3, 4])"
+            )
+        return Dataset(_source(_Rows(arrays, sizes.pop())))
+
+    @staticmethod
+    def from_tensors(tensors: Any, name: str | None = None) -> "Dataset":
+        """Returns a dataset of one element."""
+        return Dataset(_source([jax.tree.map(_array, tensors, is_leaf=lambda x: isinstance(x, list))]))
+
+    def shuffle(
+        self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool | None = None
+    ) -> "Dataset":
+        """Returns the elements in a random order. All of them are shuffled, whatever the size of the buffer."""
+        seed = int(np.random.default_rng().integers(2**31)) if seed is None else seed
+        return Dataset(self._dataset.shuffle(seed=seed))
+
+    def repeat(self, count: int | None = None) -> "Dataset":
+        """Returns the elements several times; with None or -1, forever. A shuffled dataset gets another order each time."""
+        return Dataset(self._dataset.repeat(None if count in (None, -1) else count))
+
+    def batch(self, batch_size: int, drop_remainder: bool = False, num_parallel_calls: int | None = None) -> "Dataset":
+        """Returns batches of elements."""
+        arguments.integer("batch_size", batch_size)
+        return Dataset(self._dataset.batch(batch_size, drop_remainder=drop_remainder))
+
+    def map(self, map_func: Callable[..., Any], num_parallel_calls: int | None = None) -> "Dataset":
+        """Returns what a function makes of each element. Of a pair, it gets both parts as arguments."""
+        return Dataset(self._dataset.map(lambda x: map_func(*x) if isinstance(x, tuple) else map_func(x)))
+
+    def take(self, count: int) -> "Dataset":
+        """Returns the first elements."""
+        return Dataset(self._dataset[:count])
+
+    def skip(self, count: int) -> "Dataset":
+        """Returns the elements after the first ones."""
+        return Dataset(self._dataset[count:])
+
+    def shard(self, num_shards: int, index: int) -> "Dataset":
+        """Returns every `num_shards`-th element, from `index` on."""
+        return Dataset(self._dataset[index::num_shards])
+
+    def prefetch(self, buffer_size: int) -> "Dataset":
+        """Returns the dataset, because Phalanx reads ahead in any case."""
+        return self
+
+    def cache(self, filename: str = "") -> "Dataset":
+        """Returns the dataset, because its arrays are in memory."""
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._dataset)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+
+class _Rows:
+    """Random access to the rows of arrays."""
+
+    def __init__(self, arrays: Any, size: int) -> None:
+        self._arrays, self._size = arrays, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Any:
+        return jax.tree.map(lambda x: x[index], self._arrays)
+
+
+def _array(x: Any) -> np.ndarray:
+    array = np.asarray(x)
+    # TensorFlow's floats are single, unless a program says otherwise.
+    return array.astype(np.float32) if array.dtype == np.float64 and isinstance(x, list) else array
+
+
+def _source(rows: Any) -> Any:
+    try:
+        import grain
+    except ImportError as e:
+        raise MissingDependencyError(
+            "tf1.data.Dataset",
+            "it needs the library grain, which is not installed.",
+            'pip install ".[data]" in a clone of Phalanx',
+        ) from e
+    return grain.MapDataset.source(rows)

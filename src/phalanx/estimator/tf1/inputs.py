@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Input functions of `tf.compat.v1.estimator.inputs`."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from phalanx.errors import InvalidArgumentError, arguments, shown
+
+__all__ = ["numpy_input_fn", "pandas_input_fn"]
+
+
+def numpy_input_fn(
+    x: Any,
+    y: Any = None,
+    batch_size: int = 128,
+    num_epochs: int | None = 1,
+    shuffle: bool | None = None,
+    queue_capacity: int = 1000,
+    num_threads: int = 1,
+) -> Callable[[], Any]:
+    """Returns an input function that yields batches of NumPy arrays. May be called in any context.
+
+    As in TensorFlow, batches go on across the ends of epochs, so only the last batch may be short.
+
+    Args:
+      x: array, or dict of arrays (rows, ...).
+      y: array, or dict of arrays, of labels. None for none.
+      batch_size: rows per batch.
+      num_epochs: number of times that each row is yielded. None for no limit.
+      shuffle: whether to shuffle the rows of each epoch.
+      queue_capacity: has no effect.
+      num_threads: has no effect.
+
+    Raises:
+      InvalidArgumentError: the arrays have different numbers of rows, or an argument has the wrong type.
+
+    Source: tf.compat.v1.estimator.inputs.numpy_input_fn.
+
+    Example:
+      >>> import numpy as np
+      >>> from phalanx.estimator import tf1
+      >>> input_fn = tf1.inputs.numpy_input_fn({"x": np.arange(5.0)}, np.arange(5), batch_size=2, shuffle=False)
+      >>> [features["x"].tolist() for features, labels in input_fn()]
+      [[0.0, 1.0], [2.0, 3.0], [4.0]]
+    """
+    arguments.integer("batch_size", batch_size)
+    if num_epochs is not None:
+        arguments.integer("num_epochs", num_epochs)
+    if not isinstance(shuffle, bool):
+        raise InvalidArgumentError(f"shuffle={shown(shuffle)}", "must be a bool.", "shuffle=True")
+    data = jax.tree.map(np.asarray, x if y is None else (x, y))
+    sizes = {len(array) for array in jax.tree.leaves(data)}
+    if len(sizes) != 1:
+        raise InvalidArgumentError(
+            f"x and y with {sorted(sizes)} rows", "all arrays need the same number of rows.", "y with one label per row"
+        )
+    (size,) = sizes
+    return lambda: _Batches(data, size, batch_size, num_epochs, shuffle)
+
+
+class _Batches:
+    """Batches of arrays, again and again."""
+
+    def __init__(self, data: Any, size: int, batch_size: int, epochs: int | None, shuffle: bool) -> None:
+        self._data, self._size, self._batch_size = data, size, batch_size
+        self._epochs, self._shuffle = epochs, shuffle
+
+    def __iter__(self) -> Iterator[Any]:
+        waiting = np.zeros(0, np.int64)
+        for rows in self._orders():
+            waiting = np.concatenate([waiting, rows])
+            while len(waiting) >= self._batch_size:
+                yield self._rows(waiting[: self._batch_size])
+                waiting = waiting[self._batch_size :]
+        if len(waiting):
+            yield self._rows(waiting)
+
+    def _orders(self) -> Iterator[np.ndarray]:
+        rng = np.random.default_rng()
+        epoch = 0
+        while self._epochs is None or epoch < self._epochs:
+            yield rng.permutation(self._size) if self._shuffle else np.arange(self._size)
+            epoch += 1
+
+    def _rows(self, rows: np.ndarray) -> Any:
+        return jax.tree.map(lambda array: array[rows], self._data)
+
+
+def pandas_input_fn(x: Any, y: Any = None, **options: Any) -> Callable[[], Any]:
+    """Returns an input function that yields batches of a table of pandas. May be called in any context.
+
+    Args:
+      x: a `pandas.DataFrame`, whose columns are the features.
+      y: a `pandas.Series` of labels. None for none.
+      **options: as for `numpy_input_fn`.
+
+    Raises:
+      InvalidArgumentError: `x` is no table, or see `numpy_input_fn`.
+
+    Source: tf.compat.v1.estimator.inputs.pandas_input_fn.
+    """
+    if not hasattr(x, "columns"):
+        raise InvalidArgumentError(f"x={shown(x)}", "must be a pandas.DataFrame.", "numpy_input_fn(x, y)")
+    features = {str(name): x[name].to_numpy() for name in x.columns}
+    return numpy_input_fn(features, None if y is None else y.to_numpy(), **options)

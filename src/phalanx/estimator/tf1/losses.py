@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses of `tf.compat.v1.losses`: means over the rows of a replica."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from typing_extensions import override
+
+from phalanx.errors import InvalidArgumentError, shown
+
+__all__ = [
+    "Reduction",
+    "absolute_difference",
+    "mean_squared_error",
+    "sigmoid_cross_entropy",
+    "softmax_cross_entropy",
+    "sparse_softmax_cross_entropy",
+]
+
+
+@final
+class Reduction:
+    """How losses of rows become one number.
+
+    Source: tf.compat.v1.losses.Reduction.
+    """
+
+    SUM = "weighted_sum"
+    MEAN = "weighted_mean"
+    SUM_OVER_BATCH_SIZE = "weighted_sum_over_batch_size"
+    SUM_BY_NONZERO_WEIGHTS = "weighted_sum_by_nonzero_weights"
+
+
+_NAMES = {
+    Reduction.SUM: "sum",
+    Reduction.MEAN: "sum_over_batch_size",
+    Reduction.SUM_OVER_BATCH_SIZE: "sum_over_batch_size",
+    Reduction.SUM_BY_NONZERO_WEIGHTS: "sum_over_batch_size",
+}
+
+
+@final
+class _Losses(keras.losses.Loss):
+    """A loss of Keras, so that padded rows do not count."""
+
+    def __init__(self, fn: Callable[[Any, Any], Any], reduction: str) -> None:
+        super().__init__(reduction=reduction, dtype="float32")
+        self._fn = fn
+
+    @override
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Returns the losses."""
+        return self._fn(y_true, y_pred)
+
+
+def _loss(fn: Callable[[Any, Any], Any], labels: Any, predictions: Any, weights: Any, reduction: str) -> Any:
+    if not isinstance(weights, (int, float, np.number)):
+        raise InvalidArgumentError(
+            f"weights={shown(weights)}",
+            "only a number is supported.",
+            "keras.losses.MeanSquaredError()(labels, predictions, sample_weight=weights)",
+        )
+    if reduction not in _NAMES:
+        raise InvalidArgumentError(
+            f"reduction={shown(reduction)}", f"must be one of {tuple(_NAMES)}.", "leave reduction out"
+        )
+    return _Losses(fn, _NAMES[reduction])(labels, predictions) * float(weights)
+
+
+def mean_squared_error(
+    labels: Any, predictions: Any, weights: float = 1.0, reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS
+) -> Any:
+    """Returns the mean squared error. Call it in a model function. Source: tf.compat.v1.losses.mean_squared_error."""
+    return _loss(lambda y, p: jnp.square(p - y), labels, predictions, weights, reduction)
+
+
+def absolute_difference(
+    labels: Any, predictions: Any, weights: float = 1.0, reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS
+) -> Any:
+    """Returns the mean absolute error. Call it in a model function. Source: tf.compat.v1.losses.absolute_difference."""
+    return _loss(lambda y, p: jnp.abs(p - y), labels, predictions, weights, reduction)
+
+
+def sigmoid_cross_entropy(
+    multi_class_labels: Any, logits: Any, weights: float = 1.0, reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS
+) -> Any:
+    """Returns the mean cross-entropy of independent classes. Call it in a model function.
+
+    Source: tf.compat.v1.losses.sigmoid_cross_entropy.
+    """
+    return _loss(lambda y, x: jax.nn.softplus(x) - y * x, multi_class_labels, logits, weights, reduction)
+
+
+def softmax_cross_entropy(
+    onehot_labels: Any, logits: Any, weights: float = 1.0, reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS
+) -> Any:
+    """Returns the mean cross-entropy of classes. Call it in a model function.
+
+    Source: tf.compat.v1.losses.softmax_cross_entropy.
+    """
+    return _loss(lambda y, x: -(y * jax.nn.log_softmax(x)).sum(axis=-1), onehot_labels, logits, weights, reduction)
+
+
+def sparse_softmax_cross_entropy(
+    labels: Any, logits: Any, weights: float = 1.0, reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS
+) -> Any:
+    """Returns the mean cross-entropy of numbers of classes. Call it in a model function.
+
+    Source: tf.compat.v1.losses.sparse_softmax_cross_entropy.
+    """
+    ids = jnp.asarray(labels)
+    ids = ids[..., 0] if ids.ndim == jnp.ndim(logits) else ids
+    return softmax_cross_entropy(jax.nn.one_hot(ids, logits.shape[-1]), logits, weights, reduction)

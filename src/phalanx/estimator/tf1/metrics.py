@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of `tf.compat.v1.metrics`: each creates a metric of Keras and updates it. Call them in a model function."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+
+__all__ = [
+    "accuracy",
+    "auc",
+    "mean",
+    "mean_absolute_error",
+    "mean_squared_error",
+    "precision",
+    "recall",
+    "root_mean_squared_error",
+]
+
+
+def _updated(metric: keras.metrics.Metric, labels: Any, predictions: Any, weights: Any) -> keras.metrics.Metric:
+    metric.update_state(labels, predictions, sample_weight=weights)
+    return metric
+
+
+def accuracy(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> keras.metrics.Metric:
+    """Returns how often predictions equal labels. Source: tf.compat.v1.metrics.accuracy."""
+    labels, predictions = jnp.asarray(labels), jnp.asarray(predictions)
+    return _updated(
+        keras.metrics.Accuracy(name=name or "accuracy"), labels.reshape(predictions.shape), predictions, weights
+    )
+
+
+def auc(
+    labels: Any,
+    predictions: Any,
+    weights: Any = None,
+    num_thresholds: int = 200,
+    curve: str = "ROC",
+    name: str | None = None,
+) -> keras.metrics.Metric:
+    """Returns the area under a curve. Source: tf.compat.v1.metrics.auc."""
+    metric = keras.metrics.AUC(num_thresholds, curve, name=name or "auc")
+    return _updated(metric, labels, predictions, weights)
+
+
+def mean(values: Any, weights: Any = None, name: str | None = None) -> keras.metrics.Metric:
+    """Returns the mean of values. Source: tf.compat.v1.metrics.mean."""
+    metric = keras.metrics.Mean(name=name or "mean")
+    metric.update_state(values, sample_weight=weights)
+    return metric
+
+
+def mean_absolute_error(
+    labels: Any, predictions: Any, weights: Any = None, name: str | None = None
+) -> keras.metrics.Metric:
+    """Returns the mean absolute error. Source: tf.compat.v1.metrics.mean_absolute_error."""
+    return _updated(keras.metrics.MeanAbsoluteError(name=name or "mean_absolute_error"), labels, predictions, weights)
+
+
+def mean_squared_error(
+    labels: Any, predictions: Any, weights: Any = None, name: str | None = None
+) -> keras.metrics.Metric:
+    """Returns the mean squared error. Source: tf.compat.v1.metrics.mean_squared_error."""
+    return _updated(keras.metrics.MeanSquaredError(name=name or "mean_squared_error"), labels, predictions, weights)
+
+
+def root_mean_squared_error(
+    labels: Any, predictions: Any, weights: Any = None, name: str | None = None
+) -> keras.metrics.Metric:
+    """Returns the root of the mean squared error. Source: tf.compat.v1.metrics.root_mean_squared_error."""
+    metric = keras.metrics.RootMeanSquaredError(name=name or "root_mean_squared_error")
+    return _updated(metric, labels, predictions, weights)
+
+
+def precision(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> keras.metrics.Metric:
+    """Returns the precision. Source: tf.compat.v1.metrics.precision."""
+    return _updated(keras.metrics.Precision(name=name or "precision"), labels, predictions, weights)
+
+
+def recall(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> keras.metrics.Metric:
+    """Returns the recall. Source: tf.compat.v1.metrics.recall."""
+    return _updated(keras.metrics.Recall(name=name or "recall"), labels, predictions, weights)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DNNLinearCombinedClassifier` and its like."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, final
+
+from phalanx.estimator.config import RunConfig
+from phalanx.estimator.heads import Head, RegressionHead
+from phalanx.estimator.premade import HeadEstimator, Optimizer, checked_columns, class_head, combined_logits
+from phalanx.estimator.warm_start import WarmStartSettings
+
+
+@final
+class DNNLinearCombinedClassifier(HeadEstimator):
+    """A linear model and a deep network for classes, trained together. May be created outside all scopes.
+
+    Args:
+      model_dir: see `Estimator`.
+      linear_feature_columns: feature columns of the linear part.
+      linear_optimizer: optimizer of the linear part.
+      dnn_feature_columns: feature columns of the deep part.
+      dnn_optimizer: optimizer of the deep part.
+      dnn_hidden_units: number of units of each hidden layer.
+      dnn_activation_fn: function between the layers.
+      dnn_dropout: fraction of units that are dropped in each step. None for none.
+      n_classes: number of classes.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      label_vocabulary: the classes, if labels are texts.
+      config: see `Estimator`.
+      warm_start_from: see `Estimator`.
+      loss_reduction: `"sum_over_batch_size"` or `"sum"`.
+      batch_norm: whether hidden layers are followed by BatchNormalization.
+      linear_sparse_combiner: how several categories of one feature are combined.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+
+    Source: tf.estimator.DNNLinearCombinedClassifier.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> from phalanx import feature_column
+      >>> model = estimator.DNNLinearCombinedClassifier(linear_feature_columns=[feature_column.numeric_column("x")])
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str] | None = None,
+        linear_feature_columns: Any = None,
+        linear_optimizer: Optimizer = "Ftrl",
+        dnn_feature_columns: Any = None,
+        dnn_optimizer: Optimizer = "Adagrad",
+        dnn_hidden_units: Sequence[int] | None = None,
+        dnn_activation_fn: Any = "relu",
+        dnn_dropout: float | None = None,
+        n_classes: int = 2,
+        weight_column: Any = None,
+        label_vocabulary: Sequence[str] | None = None,
+        config: RunConfig | None = None,
+        warm_start_from: str | WarmStartSettings | None = None,
+        loss_reduction: str = "sum_over_batch_size",
+        batch_norm: bool = False,
+        linear_sparse_combiner: str = "sum",
+    ) -> None:
+        head = class_head(n_classes, weight_column, label_vocabulary, loss_reduction)
+        wide = checked_columns("linear_feature_columns", linear_feature_columns) if linear_feature_columns else []
+        deep = checked_columns("dnn_feature_columns", dnn_feature_columns) if dnn_feature_columns else []
+        logits_fn = combined_logits(
+            head,
+            (wide, linear_optimizer, linear_sparse_combiner),
+            (deep, dnn_optimizer, dnn_hidden_units, dnn_activation_fn, dnn_dropout, batch_norm),
+        )
+        super().__init__(head, logits_fn, [*wide, *deep], model_dir, config, warm_start_from)
+
+
+@final
+class DNNLinearCombinedRegressor(HeadEstimator):
+    """A linear model and a deep network for numbers, trained together. May be created outside all scopes.
+
+    Args:
+      model_dir: see `Estimator`.
+      linear_feature_columns: feature columns of the linear part.
+      linear_optimizer: optimizer of the linear part.
+      dnn_feature_columns: feature columns of the deep part.
+      dnn_optimizer: optimizer of the deep part.
+      dnn_hidden_units: number of units of each hidden layer.
+      dnn_activation_fn: function between the layers.
+      dnn_dropout: fraction of units that are dropped in each step. None for none.
+      label_dimension: number of values per row.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      config: see `Estimator`.
+      warm_start_from: see `Estimator`.
+      loss_reduction: `"sum_over_batch_size"` or `"sum"`.
+      batch_norm: whether hidden layers are followed by BatchNormalization.
+      linear_sparse_combiner: how several categories of one feature are combined.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+
+    Source: tf.estimator.DNNLinearCombinedRegressor.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> from phalanx import feature_column
+      >>> model = estimator.DNNLinearCombinedRegressor(linear_feature_columns=[feature_column.numeric_column("x")])
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str] | None = None,
+        linear_feature_columns: Any = None,
+        linear_optimizer: Optimizer = "Ftrl",
+        dnn_feature_columns: Any = None,
+        dnn_optimizer: Optimizer = "Adagrad",
+        dnn_hidden_units: Sequence[int] | None = None,
+        dnn_activation_fn: Any = "relu",
+        dnn_dropout: float | None = None,
+        label_dimension: int = 1,
+        weight_column: Any = None,
+        config: RunConfig | None = None,
+        warm_start_from: str | WarmStartSettings | None = None,
+        loss_reduction: str = "sum_over_batch_size",
+        batch_norm: bool = False,
+        linear_sparse_combiner: str = "sum",
+    ) -> None:
+        head = RegressionHead(label_dimension, weight_column, loss_reduction)
+        wide = checked_columns("linear_feature_columns", linear_feature_columns) if linear_feature_columns else []
+        deep = checked_columns("dnn_feature_columns", dnn_feature_columns) if dnn_feature_columns else []
+        logits_fn = combined_logits(
+            head,
+            (wide, linear_optimizer, linear_sparse_combiner),
+            (deep, dnn_optimizer, dnn_hidden_units, dnn_activation_fn, dnn_dropout, batch_norm),
+        )
+        super().__init__(head, logits_fn, [*wide, *deep], model_dir, config, warm_start_from)
+
+
+@final
+class DNNLinearCombinedEstimator(HeadEstimator):
+    """A linear model and a deep network with a head of the user's choice. May be created outside all scopes.
+
+    Args:
+      head: the loss, the metrics and the predictions.
+      model_dir: see `Estimator`.
+      linear_feature_columns: feature columns of the linear part.
+      linear_optimizer: optimizer of the linear part.
+      dnn_feature_columns: feature columns of the deep part.
+      dnn_optimizer: optimizer of the deep part.
+      dnn_hidden_units: number of units of each hidden layer.
+      dnn_activation_fn: function between the layers.
+      dnn_dropout: fraction of units that are dropped in each step. None for none.
+      config: see `Estimator`.
+      batch_norm: whether hidden layers are followed by BatchNormalization.
+      linear_sparse_combiner: how several categories of one feature are combined.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+
+    Source: tf.estimator.DNNLinearCombinedEstimator.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> from phalanx import feature_column
+      >>> model = estimator.DNNLinearCombinedEstimator(
+      ...     estimator.BinaryClassHead(), linear_feature_columns=[feature_column.numeric_column("x")]
+      ... )
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        model_dir: str | os.PathLike[str] | None = None,
+        linear_feature_columns: Any = None,
+        linear_optimizer: Optimizer = "Ftrl",
+        dnn_feature_columns: Any = None,
+        dnn_optimizer: Optimizer = "Adagrad",
+        dnn_hidden_units: Sequence[int] | None = None,
+        dnn_activation_fn: Any = "relu",
+        dnn_dropout: float | None = None,
+        config: RunConfig | None = None,
+        batch_norm: bool = False,
+        linear_sparse_combiner: str = "sum",
+    ) -> None:
+        wide = checked_columns("linear_feature_columns", linear_feature_columns) if linear_feature_columns else []
+        deep = checked_columns("dnn_feature_columns", dnn_feature_columns) if dnn_feature_columns else []
+        logits_fn = combined_logits(
+            head,
+            (wide, linear_optimizer, linear_sparse_combiner),
+            (deep, dnn_optimizer, dnn_hidden_units, dnn_activation_fn, dnn_dropout, batch_norm),
+        )
+        super().__init__(head, logits_fn, [*wide, *deep], model_dir, config)
