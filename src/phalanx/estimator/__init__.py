@@ -18,6 +18,7 @@ from phalanx.estimator.hooks.timer import SecondOrStepTimer
 from phalanx.estimator.keras_model import model_to_estimator
 from phalanx.estimator.linear import LinearClassifier, LinearEstimator, LinearRegressor
 from phalanx.estimator.optimizing import minimize
+from phalanx.estimator.saved_model import SavedModel, load_saved_model
 from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys, Scaffold
 from phalanx.estimator.training import EvalSpec, TrainSpec, train_and_evaluate
@@ -28,3 +29,63 @@ from phalanx.estimator.wide_and_deep import (
     DNNLinearCombinedRegressor,
 )
 from phalanx.input.sources.functions import InputContext
+
+__all__ = [
+    "BaselineClassifier",
+    "BaselineEstimator",
+    "BaselineRegressor",
+    "BestExporter",
+    "BinaryClassHead",
+    "CheckpointSaverHook",
+    "CheckpointSaverListener",
+    "DNNClassifier",
+    "DNNEstimator",
+    "DNNLinearCombinedClassifier",
+    "DNNLinearCombinedEstimator",
+    "DNNLinearCombinedRegressor",
+    "DNNRegressor",
+    "Estimator",
+    "EstimatorSpec",
+    "EvalSpec",
+    "Exporter",
+    "FinalExporter",
+    "FinalOpsHook",
+    "GlobalStepWaiterHook",
+    "Head",
+    "InputContext",
+    "LatestExporter",
+    "LinearClassifier",
+    "LinearEstimator",
+    "LinearRegressor",
+    "LoggingTensorHook",
+    "ModeKeys",
+    "MultiClassHead",
+    "NanLossDuringTrainingError",
+    "NanTensorHook",
+    "ProfilerHook",
+    "RegressionHead",
+    "RunConfig",
+    "SavedModel",
+    "Scaffold",
+    "SecondOrStepTimer",
+    "SessionRunArgs",
+    "SessionRunContext",
+    "SessionRunHook",
+    "SessionRunValues",
+    "StepCounterHook",
+    "StopAtStepHook",
+    "SummarySaverHook",
+    "TaskType",
+    "TrainSpec",
+    "WarmStartSettings",
+    "add_metrics",
+    "experimental",
+    "export",
+    "get_global_step",
+    "get_or_create_global_step",
+    "identity",
+    "load_saved_model",
+    "minimize",
+    "model_to_estimator",
+    "train_and_evaluate",
+]

@@ -27,6 +27,7 @@ from phalanx.estimator.hooks.saving import (
 from phalanx.estimator.loop import AbstractSteps, GraphSession, ScheduledSteps, SynchronousSteps, run_loop
 from phalanx.estimator.recorder import Recorder
 from phalanx.estimator.saver import Saver, names_in, restore
+from phalanx.estimator.saved_model import export_graph
 from phalanx.estimator.session import SessionRunHook, checked_hooks
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys
 from phalanx.estimator.strategies import default_strategy, local_strategy
@@ -100,6 +101,7 @@ class Estimator:
         self._config = config.replace(model_dir=_model_dir(model_dir, config))
         self._labels_fn: Callable[[PyTree], PyTree] | None = None
         self._predictions_fn: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        self._classes: list[str] | None = None
         self._first_values: Callable[[Graph], None] | None = None
         self._warm_start = _settings_of(warm_start_from)
         self._columns = inputs.columns_in(self._params)
@@ -268,6 +270,57 @@ class Estimator:
         path = self._checkpoint(checkpoint_path)
         keys = [predict_keys] if isinstance(predict_keys, str) else predict_keys
         return self._predictions(input_fn, keys, given, path, is_single=yield_single_examples)
+
+    def export_saved_model(
+        self,
+        export_dir_base: str | os.PathLike[str],
+        serving_input_receiver_fn: Callable[[], Any],
+        assets_extra: Mapping[str, str] | None = None,
+        as_text: bool = False,
+        checkpoint_path: str | None = None,
+        experimental_mode: str = ModeKeys.PREDICT,
+    ) -> str:
+        """Exports the program of the predictions with its variables. Call it outside all scopes.
+
+        Args:
+          export_dir_base: folder. The export is in a new folder inside, named by the time in seconds.
+          serving_input_receiver_fn: function that returns a `ServingInputReceiver`.
+          assets_extra: dict from paths in `assets.extra` to files to copy there.
+          as_text: whether to write the text of the program too, as `program.txt`.
+          checkpoint_path: another checkpoint.
+          experimental_mode: must be `ModeKeys.PREDICT`.
+
+        Returns:
+          The path of the export, for `phalanx.estimator.load_saved_model`.
+
+        Raises:
+          CheckpointError: there is no checkpoint.
+          InvalidArgumentError: an argument has the wrong type.
+        """
+        base = arguments.path("export_dir_base", export_dir_base)
+        arguments.function("serving_input_receiver_fn", serving_input_receiver_fn, "a function without arguments")
+        arguments.flag("as_text", as_text)
+        if experimental_mode != ModeKeys.PREDICT:
+            raise InvalidArgumentError(
+                f"experimental_mode={shown(experimental_mode)}", "only predictions are exported.", "leave it out"
+            )
+        path = self._checkpoint(checkpoint_path)
+        if path is None:
+            raise CheckpointError(
+                f"export_saved_model of {self.model_dir}", "there is no checkpoint.", "estimator.train(input_fn) first"
+            )
+        graph = self._graph(ModeKeys.PREDICT, path)
+        with graph.as_default():
+            return export_graph(
+                graph,
+                base,
+                serving_input_receiver_fn(),
+                lambda: restore(graph, path),
+                columns=self._columns,
+                classes=self._classes,
+                assets=assets_extra,
+                as_text=as_text,
+            )
 
     def latest_checkpoint(self) -> str | None:
         """Returns the path of the latest checkpoint, or None. May be called in any context."""

@@ -184,6 +184,11 @@ class Graph:
                 outputs = spec.predictions if self.mode == ModeKeys.PREDICT else None
                 return self._share(spec.loss), self._arrays(spec), outputs
 
+    def predictions(self, features: PyTree) -> PyTree:
+        """Returns the predictions of the model function, in the scope of the caller."""
+        with self.as_default(), self._store.reusing():
+            return self._call(features, None).predictions
+
     def _train(self, features: PyTree, labels: PyTree) -> PyTree:
         before = self.global_step.value
         with context.averaging():

@@ -56,6 +56,11 @@ class Head(ABC):
         return self._name
 
     @property
+    def classes(self) -> list[str] | None:
+        """The names of the classes. None if there are none."""
+        return None
+
+    @property
     @abstractmethod
     def logits_dimension(self) -> int:
         """The number of logits per row."""
@@ -68,9 +73,9 @@ class Head(ABC):
           InputError: a label is not one of the classes.
         """
 
-    @abstractmethod
     def host_predictions(self, predictions: dict[str, Any]) -> dict[str, Any]:
         """Returns predictions with the names of classes, after they have come from the devices."""
+        return predictions if self.classes is None else with_classes(predictions, self.classes)
 
     @abstractmethod
     def predictions(self, logits: jax.Array) -> dict[str, Any]:
@@ -242,20 +247,23 @@ class _ClassHead(Head):
             )
         return array.astype(np.int32)
 
-    @override
-    def host_predictions(self, predictions: dict[str, Any]) -> dict[str, Any]:
-        """Returns predictions with the names of classes. See `Head.host_predictions`."""
-        names = np.array([word.encode() for word in self._words], object)
-        rows = len(next(iter(predictions.values())))
-        found = dict(predictions)
-        found["classes"] = names[predictions["class_ids"]]
-        found["all_class_ids"] = np.tile(np.arange(self._n_classes, dtype=np.int32), (rows, 1))
-        found["all_classes"] = np.tile(names, (rows, 1))
-        return found
-
     @property
-    def _words(self) -> list[str]:
+    @override
+    def classes(self) -> list[str]:
+        """The names of the classes."""
         return self._vocabulary or [str(i) for i in range(self._n_classes)]
+
+
+def with_classes(predictions: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    """Returns predictions, with the names of classes as bytes."""
+    names = np.array([word.encode() for word in classes], object)
+    ids = predictions["class_ids"]
+    return {
+        **predictions,
+        "classes": names[ids],
+        "all_class_ids": np.tile(np.arange(len(classes), dtype=np.int32), (len(ids), 1)),
+        "all_classes": np.tile(names, (len(ids), 1)),
+    }
 
 
 def _numbers_of(labels: np.ndarray, vocabulary: Sequence[str]) -> np.ndarray:
@@ -331,25 +339,25 @@ class BinaryClassHead(_ClassHead):
 
     @override
     def _metrics(self, labels: Any, logits: Any, weights: Any) -> dict[str, keras.metrics.Metric]:
-        y = _column(labels)[:, 0].astype(jnp.float32)
+        y = _column(labels).astype(jnp.float32)
         found = self.predictions(logits)
-        ids, probability = found["class_ids"][:, 0], found["logistic"][:, 0]
+        ids, probability = found["class_ids"], found["logistic"]
         update = functools.partial(_updated, weights=weights)
         metrics = {
             "accuracy": update(keras.metrics.Accuracy(name="accuracy"), y, ids),
             "precision": update(keras.metrics.Precision(name="precision"), y, ids),
             "recall": update(keras.metrics.Recall(name="recall"), y, ids),
-            "prediction/mean": self._mean("prediction/mean", probability, weights),
-            "label/mean": self._mean("label/mean", y, weights),
+            "prediction/mean": self._mean("prediction/mean", probability[:, 0], weights),
+            "label/mean": self._mean("label/mean", y[:, 0], weights),
             "accuracy_baseline": _Baseline(name="accuracy_baseline"),
             "auc": update(keras.metrics.AUC(name="auc"), y, probability),
             "auc_precision_recall": update(keras.metrics.AUC(curve="PR", name="auc_precision_recall"), y, probability),
         }
-        metrics["accuracy_baseline"].update_state(y, sample_weight=weights)
+        metrics["accuracy_baseline"].update_state(y[:, 0], sample_weight=weights)
         for t in self._thresholds:
             at = f"positive_threshold_{t:g}"
             accuracy = keras.metrics.BinaryAccuracy(name=f"accuracy_{at}", threshold=t)
-            metrics[f"accuracy/{at}_mean"] = update(accuracy, y[:, None], probability[:, None])
+            metrics[f"accuracy/{at}_mean"] = update(accuracy, y, probability)
             metrics[f"precision/{at}"] = update(keras.metrics.Precision(t, name=f"precision_{at}"), y, probability)
             metrics[f"recall/{at}"] = update(keras.metrics.Recall(t, name=f"recall_{at}"), y, probability)
         return metrics
@@ -425,8 +433,8 @@ class MultiClassHead(_ClassHead):
 
     @override
     def _metrics(self, labels: Any, logits: Any, weights: Any) -> dict[str, keras.metrics.Metric]:
-        ids = self.predictions(logits)["class_ids"][:, 0]
-        return {"accuracy": _updated(keras.metrics.Accuracy(name="accuracy"), _column(labels)[:, 0], ids, weights)}
+        ids = self.predictions(logits)["class_ids"]
+        return {"accuracy": _updated(keras.metrics.Accuracy(name="accuracy"), _column(labels), ids, weights)}
 
 
 @final
@@ -485,11 +493,6 @@ class RegressionHead(Head):
                 f"label_dimension={width}",
             )
         return array.astype(np.float32)
-
-    @override
-    def host_predictions(self, predictions: dict[str, Any]) -> dict[str, Any]:
-        """Returns the predictions. See `Head.host_predictions`."""
-        return predictions
 
     @override
     def predictions(self, logits: jax.Array) -> dict[str, Any]:

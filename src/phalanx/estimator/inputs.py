@@ -11,6 +11,7 @@ import numpy as np
 
 from phalanx import feature_column
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
+from phalanx.feature_column.base import AbstractColumn
 from phalanx.input.sources.functions import InputContext
 from phalanx.mesh.arrays import is_array
 from phalanx.typing import PyTree
@@ -85,12 +86,17 @@ class Batches:
         return _numbers(features, "features")
 
 
+def is_column(value: object) -> bool:
+    """Returns whether a value is a feature column."""
+    return isinstance(value, AbstractColumn)
+
+
 def columns_in(params: Any) -> list[Any]:
     """Returns the feature columns among the parameters of a model function."""
-    leaves = jax.tree.leaves(params, is_leaf=feature_column.is_column)
+    leaves = jax.tree.leaves(params, is_leaf=is_column)
     found: list[Any] = []
     for leaf in leaves:
-        if feature_column.is_column(leaf) and leaf not in found:
+        if is_column(leaf) and leaf not in found:
             found.append(leaf)
     return found
 

@@ -4,7 +4,7 @@
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,13 @@ from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
 from phalanx.estimator.config import RunConfig
 from phalanx.estimator.estimator import Estimator
 from phalanx.estimator.heads import BinaryClassHead, Head, MultiClassHead, RegressionHead
+from phalanx.estimator.inputs import is_column
 from phalanx.estimator.optimizing import minimize
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys
 from phalanx.estimator.warm_start import WarmStartSettings
 from phalanx.typing import PyTree
 
-Optimizer = str | keras.optimizers.Optimizer | Callable[[], Any]
+Optimizer: TypeAlias = str | keras.optimizers.Optimizer | Callable[[], Any]
 """A name of an optimizer, an optimizer, or a function that creates one."""
 
 _NAMES = ("Adagrad", "Adam", "Ftrl", "RMSProp", "SGD")
@@ -51,7 +52,7 @@ class HeadEstimator(Estimator):
     ) -> None:
         arguments.instance("head", head, Head, "head=estimator.BinaryClassHead()")
         for column in columns:
-            if not feature_column.is_column(column):
+            if not is_column(column):
                 raise InvalidArgumentError(
                     f"feature_columns={shown(columns)}",
                     f"{shown(column)} is not a feature column.",
@@ -64,6 +65,7 @@ class HeadEstimator(Estimator):
 
         super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
         self._columns, self._labels_fn, self._predictions_fn = list(columns), head.host_labels, head.host_predictions
+        self._classes = head.classes
 
 
 def optimizer_of(optimizer: Optimizer, learning_rate: float | None = None) -> keras.optimizers.Optimizer:
@@ -106,7 +108,7 @@ def class_head(n_classes: int, weight_column: Any, label_vocabulary: Sequence[st
 
 
 def checked_columns(name: str, columns: Any) -> list[Any]:
-    if feature_column.is_column(columns):
+    if is_column(columns):
         return [columns]
     if not isinstance(columns, (list, tuple, set)) or not columns:
         raise InvalidArgumentError(
@@ -116,12 +118,12 @@ def checked_columns(name: str, columns: Any) -> list[Any]:
 
 
 def _units(hidden_units: Any) -> list[int]:
-    units = list(hidden_units) if isinstance(hidden_units, (list, tuple)) else [None]
-    if not all(arguments.is_integer(n, least=1) for n in units):
+    is_list = isinstance(hidden_units, (list, tuple))
+    if not is_list or not all(arguments.is_integer(n, least=1) for n in hidden_units):
         raise InvalidArgumentError(
             f"hidden_units={shown(hidden_units)}", "must be a list of numbers of units.", "hidden_units=[64, 32]"
         )
-    return units
+    return list(hidden_units)
 
 
 def _require_dict(features: PyTree) -> None:

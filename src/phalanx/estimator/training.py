@@ -11,7 +11,6 @@ from typing import Any, final
 from typing_extensions import override
 
 from phalanx.cluster import training as cluster_training
-from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.estimator import inputs
 from phalanx.estimator.config import TaskType
@@ -164,7 +163,7 @@ def train_and_evaluate(
     is_alone = config.num_worker_replicas == 1 and not config.num_ps_replicas
     if not is_alone and config.num_ps_replicas and not config.is_chief:
         # Workers and parameter servers do what the chief asks them to.
-        Server(TFConfigClusterResolver()).join()
+        Server(config.cluster_spec, config.task_type, config.task_id).join()
         return None
     local = _EvaluatesSaved(evaluator, eval_spec.throttle_secs)
     estimator.train(

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exported models: the program of the predictions, its variables, and the shapes of its features."""
+
+import importlib.util
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import jax
+import keras
+import numpy as np
+
+from phalanx import feature_column
+from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, MissingDependencyError, arguments, shown
+from phalanx.estimator.export import ServingInputReceiver
+from phalanx.estimator.graph import Graph
+from phalanx.estimator.heads import with_classes
+from phalanx.typing import PyTree
+
+_PROGRAM, _VARIABLES, _SIGNATURE, _TEXT = "program.bin", "variables.safetensors", "signature.json", "program.txt"
+
+
+def export_graph(
+    graph: Graph,
+    base: str,
+    receiver: Any,
+    restore: Callable[[], None],
+    *,
+    columns: Sequence[Any],
+    classes: Sequence[str] | None,
+    assets: Mapping[str, str] | None,
+    as_text: bool,
+) -> str:
+    """Writes an exported model. Returns its folder.
+
+    Args:
+      graph: the graph of the predictions.
+      base: folder of the exports.
+      receiver: a `ServingInputReceiver`.
+      restore: gives the variables their values, once they exist.
+      columns: feature columns, for which categories are replaced by their numbers.
+      classes: names of the classes. None if the model predicts none.
+      assets: dict from paths in `assets.extra` to files to copy there.
+      as_text: whether to write the text of the program.
+
+    Raises:
+      InvalidArgumentError: the program depends on the number of rows, or a file is missing.
+      MissingDependencyError: flatbuffers or safetensors is not installed.
+    """
+    _require_libraries()
+    from safetensors.numpy import save_file
+
+    hint = "serving_input_receiver_fn=estimator.export.build_raw_serving_input_receiver_fn(features)"
+    arguments.instance("the result of serving_input_receiver_fn", receiver, ServingInputReceiver, hint)
+    raw = jax.tree.map(np.asarray, receiver.features)
+    batch = feature_column.prepare(raw, columns) if columns else raw
+    graph.prepare((batch, None))
+    restore()
+    exported = _exported(graph, batch)
+    folder = _new_folder(Path(base))
+    part = folder.with_name(f".{folder.name}.part")
+    part.mkdir(parents=True)
+    (part / _PROGRAM).write_bytes(exported.serialize())
+    save_file({name: np.array(v.value) for name, v in graph.variables.items()}, part / _VARIABLES)
+    signature = {
+        "features": {name: [str(x.dtype), list(x.shape[1:])] for name, x in _named(raw).items()},
+        "is_dict": isinstance(raw, Mapping),
+        "columns": [keras.saving.serialize_keras_object(column) for column in columns],
+        "classes": classes,
+        "platforms": list(exported.platforms),
+    }
+    (part / _SIGNATURE).write_text(json.dumps(signature, indent=1))
+    if as_text:
+        (part / _TEXT).write_text(exported.mlir_module())
+    _copy_assets(assets, part)
+    part.rename(folder)
+    return os.fspath(folder)
+
+
+@final
+class SavedModel:
+    """An exported model. `load_saved_model` returns it; may be used in any context.
+
+    Args:
+      folder: the folder of the export.
+
+    Raises:
+      CheckpointError: the folder is no export, or is incomplete.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> def predict(path, features):
+      ...     return estimator.load_saved_model(path).predict(features)
+    """
+
+    def __init__(self, folder: str) -> None:
+        _require_libraries()
+        from jax import export
+        from safetensors.numpy import load_file
+
+        path = Path(folder)
+        try:
+            self.signature: dict[str, Any] = json.loads((path / _SIGNATURE).read_text())
+            self._variables = load_file(path / _VARIABLES)
+            self._call = jax.jit(export.deserialize(bytearray((path / _PROGRAM).read_bytes())).call)
+        except (OSError, ValueError) as e:
+            raise CheckpointError(
+                f"load_saved_model({folder!r})",
+                f"it is no exported model, or an incomplete one: {e}.",
+                "the folder that estimator.export_saved_model has returned",
+            ) from e
+        self._columns = [keras.saving.deserialize_keras_object(column) for column in self.signature["columns"]]
+
+    def predict(self, features: PyTree) -> Any:
+        """Returns the predictions.
+
+        Args:
+          features: array, or dict of arrays and lists (rows, ...), as the model was exported for.
+
+        Returns:
+          Dict of NumPy arrays, or an array, (rows, ...).
+
+        Raises:
+          InputError: the features have other names, shapes or dtypes.
+        """
+        raw = {name: self._checked(name, x) for name, x in self._by_name(features).items()}
+        named: Any = feature_column.prepare(raw, self._columns) if self._columns else raw
+        found = self._call(self._variables, named if self.signature["is_dict"] else named[""])
+        found = jax.tree.map(np.asarray, found)
+        classes = self.signature["classes"]
+        return found if classes is None else with_classes(found, classes)
+
+    def _by_name(self, features: PyTree) -> dict[str, Any]:
+        wanted = self.signature["features"]
+        given = dict(features) if isinstance(features, Mapping) else {"": features}
+        if set(given) != set(wanted):
+            raise InputError(
+                f"features of the names {sorted(given)}", f"the model takes {sorted(wanted)}.", "all of them, as arrays"
+            )
+        return given
+
+    def _checked(self, name: str, feature: Any) -> np.ndarray:
+        dtype, shape = self.signature["features"][name]
+        is_text = np.dtype(dtype).kind in "OSU"
+        array = np.asarray(feature) if is_text else np.asarray(feature, dtype)
+        if array.ndim == 0 or list(array.shape[1:]) != shape:
+            raise InputError(
+                f"the feature {name!r} of the shape {array.shape}",
+                f"a row has the shape {shape}.",
+                "one row per example",
+            )
+        return array
+
+
+def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
+    """Loads an exported model, without the program that has trained it. May be called in any context.
+
+    Args:
+      path: what `Estimator.export_saved_model` has returned.
+
+    Raises:
+      CheckpointError: the folder is no export, or is incomplete.
+      InvalidArgumentError: `path` is not a path.
+      MissingDependencyError: flatbuffers or safetensors is not installed.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> def predict(path, features):
+      ...     return estimator.load_saved_model(path).predict(features)
+    """
+    return SavedModel(arguments.path("path", path))
+
+
+def _exported(graph: Graph, batch: PyTree) -> Any:
+    """Returns the program for any number of rows."""
+    from jax import export
+
+    (rows,) = export.symbolic_shape("rows")
+    variables = graph.variables
+
+    def predict(values: dict[str, Any], features: PyTree) -> Any:
+        mapping = [(variable, values[name]) for name, variable in variables.items()]
+        with keras.StatelessScope(state_mapping=mapping):
+            return graph.predictions(features)
+
+    given = {name: jax.ShapeDtypeStruct(v.shape, np.asarray(v.value).dtype) for name, v in variables.items()}
+    specs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)), batch
+    )
+    try:
+        return export.export(jax.jit(predict))(given, specs)
+    except Exception as e:
+        raise InvalidArgumentError(
+            "export_saved_model of this model_fn",
+            f"its program cannot be exported for any number of rows: {str(e).partition(chr(10))[0]}",
+            "keras.ops.reshape(x, (-1, ...)) instead of x.shape[0] in the model_fn",
+        ) from e
+
+
+def _named(features: PyTree) -> dict[str, Any]:
+    return dict(features) if isinstance(features, Mapping) else {"": features}
+
+
+def _new_folder(base: Path) -> Path:
+    """Returns a folder that does not exist yet, named by the time in seconds."""
+    number = int(time.time())
+    while (base / str(number)).exists():
+        number += 1
+    return base / str(number)
+
+
+def _copy_assets(assets: Mapping[str, str] | None, folder: Path) -> None:
+    for name, source in (assets or {}).items():
+        target = folder / "assets.extra" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.copy(source, target)
+        except OSError as e:
+            raise InvalidArgumentError(
+                f"assets_extra={{{name!r}: {shown(source)}}}", f"the file cannot be copied: {e}.", "paths of files"
+            ) from e
+
+
+def _require_libraries() -> None:
+    for name in ("flatbuffers", "safetensors"):
+        if importlib.util.find_spec(name) is None:
+            raise MissingDependencyError(
+                "an exported model",
+                f"it needs the library {name}, which is not installed.",
+                'pip install ".[estimator]" in a clone of Phalanx',
+            )
