@@ -19,6 +19,7 @@ from phalanx.mesh.annotated import block_until_ready, with_sharding_constraint
 from phalanx.mesh.dispatch import calling_back, process_dispatching
 from phalanx.mesh.topology import Topology
 from phalanx.programs import signature
+from phalanx.programs.before_steps import watchers
 from phalanx.programs.cache import ProgramCache, Settings
 from phalanx.programs.explain import explained
 from phalanx.programs.interrupts import deferred
@@ -98,6 +99,8 @@ class Program:
           arguments: the arguments of this call.
           batches: the batches that the program takes from iterators.
         """
+        if watchers and not self._eager:
+            self._show_to(watchers, fn, arguments, batches)
         for state in self._global_seeds:
             compat.continue_global_seed(state)
         run = self._run_as_one_step if self._updates or self.draws else self._run
@@ -182,6 +185,11 @@ class Program:
                 return self._compiled.lower(*self._state.take(), inputs)
             finally:
                 self._called = None
+
+    def _show_to(self, watching: list[Any], fn: Callable[..., Any], arguments: Arguments, batches: Any) -> None:
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        for watch in watching:
+            watch(self, name, functools.partial(self.lower, fn, arguments, batches))
 
     def _inputs(self, arguments: Arguments) -> list[Any]:
         inputs, topology = list(arguments.arrays), self._topology

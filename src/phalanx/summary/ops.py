@@ -212,8 +212,8 @@ def text(name: str, data: Any, step: Any = None, description: str | None = None)
       >>> phalanx.summary.text("notes", "*started*", step=1)  # There is no default writer.
       False
     """
-    texts = np.asarray(data) if isinstance(data, (str, np.ndarray)) or _is_list_of_texts(data) else None
-    if texts is None or texts.dtype.kind != "U":
+    texts = _texts(data)
+    if texts is None:
         raise InvalidArgumentError(
             f"summary.text(data={shown(data)})",
             "must be a str, or a list of strs or of lists of the same length.",
@@ -221,7 +221,7 @@ def text(name: str, data: Any, step: Any = None, description: str | None = None)
         )
     if (is_on := _starts("text", name, description)) is False:
         return False
-    return _record("text", name, lambda: None, step, (description, tuple(map(str, texts.flat)), texts.shape), is_on)
+    return _record("text", name, lambda: None, step, (description, *texts), is_on)
 
 
 def write(tag: str, tensor: Any, step: Any = None, metadata: Any = None) -> Any:
@@ -231,7 +231,7 @@ def write(tag: str, tensor: Any, step: Any = None, metadata: Any = None) -> Any:
 
     Args:
       tag: the tag in TensorBoard.
-      tensor: array of numbers.
+      tensor: array of numbers, or texts as `text` takes them.
       step: integer. None for the default step.
       metadata: a protocol buffer `SummaryMetadata` that names the plugin, or None.
 
@@ -255,9 +255,11 @@ def write(tag: str, tensor: Any, step: Any = None, metadata: Any = None) -> Any:
         )
     if (is_on := _starts("write", tag, None)) is False:
         return False
-    notes = None if metadata is None else metadata.SerializeToString()
+    serialized = b"" if metadata is None else metadata.SerializeToString()
+    if (texts := _texts(tensor)) is not None:
+        return _record("write", tag, lambda: None, step, (serialized, *texts), is_on)
     value = _array("write", tensor)
-    return _record("write", tag, lambda: _first_replica(value), step, notes, is_on)
+    return _record("write", tag, lambda: _first_replica(value), step, (serialized,), is_on)
 
 
 @contextmanager
@@ -342,6 +344,12 @@ def _in_program() -> bool:
         outermost = scope if isinstance(scope, LiftScope) else outermost
         scope = scope.original_scope
     return isinstance(outermost, LiftScope) and not isinstance(outermost, BodyScope)
+
+
+def _texts(data: Any) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
+    """Returns texts, flattened, and their shape. None if `data` is something else."""
+    texts = np.asarray(data) if isinstance(data, (str, np.ndarray)) or _is_list_of_texts(data) else None
+    return None if texts is None or texts.dtype.kind != "U" else (tuple(map(str, texts.flat)), texts.shape)
 
 
 def _is_list_of_texts(data: object) -> bool:

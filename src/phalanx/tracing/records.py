@@ -110,6 +110,16 @@ def deliver(records: Iterable[Record]) -> None:
 
 
 @contextmanager
+def restored() -> Iterator[None]:
+    """Restores the default writer, step and condition of this thread at the end."""
+    before = defaults.writer, defaults.step, defaults.condition, defaults.is_traced, defaults.is_own
+    try:
+        yield
+    finally:
+        defaults.writer, defaults.step, defaults.condition, defaults.is_traced, defaults.is_own = before
+
+
+@contextmanager
 def counting_from(offset: int) -> Iterator[None]:
     """Adds `offset` to the default step, for one step of `Strategy.run_steps`."""
     before, defaults.offset = defaults.offset, offset
