@@ -307,6 +307,7 @@ def should_record_summaries() -> Any:
       >>> phalanx.summary.should_record_summaries()  # There is no default writer.
       False
     """
+    defaults.is_asked = True
     if defaults.writer is None:
         return False
     condition = defaults.condition

@@ -11,6 +11,7 @@ import jax
 
 from phalanx import compat
 from phalanx.errors import ContextError, InvalidArgumentError, arguments, shown
+from phalanx.mesh.annotated import stop_profile
 from phalanx.mesh.bootstrap import is_this_chief
 from phalanx.programs.before_steps import watchers
 from phalanx.summary.ops import text
@@ -90,7 +91,7 @@ def trace_on(graph: bool = True, profiler: bool = False, profiler_outdir: Any = 
     """Starts to collect the programs that are called, and to profile. Call it outside compiled functions.
 
     `trace_export` stops and writes, and `trace_off` stops. A program is collected at its first call after `trace_on`, on any
-    thread: compiled functions, `Strategy.run` and the steps of `fit`.
+    thread: compiled functions, `Strategy.run` and the steps of `fit`. In a cluster, all processes call it.
 
     Args:
       graph: whether to collect programs.
@@ -178,7 +179,7 @@ def _stop(trace: _Trace, out_dir: str | None) -> None:
         trace.programs.stop()
     if trace.profile is not None:
         with trace.profile as folder:
-            jax.profiler.stop_trace()
+            stop_profile()
             if out_dir is not None and is_this_chief():
                 shutil.copytree(folder, out_dir, dirs_exist_ok=True)
 

@@ -61,7 +61,7 @@ class Tracker(ABC):
           step: the training step, or the epoch of values of epochs.
         """
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027  (A tracker may have nothing to end.)
         """Ends the run, after the last `log`."""
 
 

@@ -336,7 +336,7 @@ def create_tracker_writer(
     if not trackers:
         raise InvalidArgumentError("create_tracker_writer()", "it needs a tracker.", hint)
     for tracker in trackers:
-        arguments.instance("tracker", tracker, Tracker, hint)
+        arguments.instance("tracker", tracker, Tracker, hint)  # type: ignore[type-abstract]
     if config is not None and not (isinstance(config, Mapping) and all(isinstance(key, str) for key in config)):
         raise InvalidArgumentError(
             f"config={shown(config)}", "must be a dict with names as keys, or None.", 'config={"learning_rate": 0.1}'
