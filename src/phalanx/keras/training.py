@@ -329,6 +329,7 @@ class ModelTrainer:
                 else self._logs(outputs, count)
             )
 
+        run.__qualname__ = f"{self._model.name}.{step.__name__}"  # The heading of its text in TensorBoard.
         compiled = Function(run)
 
         def call(batches: PyTree, count: int | None) -> PyTree:

@@ -33,7 +33,8 @@ def model(keras):
             layers.Conv1D(3, 2, name="convolution"),
             layers.Flatten(),
             layers.Dense(1, name="dense"),
-        ]
+        ],
+        name="sequential",
     )
     made.set_weights([np.sin(np.arange(w.size, dtype="float32")).reshape(w.shape) for w in made.get_weights()])
     rate = keras.optimizers.schedules.ExponentialDecay(0.1, 4, 0.5)

@@ -100,6 +100,7 @@ def test_program_of_the_first_step_is_written(twin):
     """Once, as a text."""
     ((_, (text,)),) = written(twin / "train")["graph"]
     assert text.count(b"module @") == 1
+    assert text.startswith(b"### sequential.train\n")
 
 
 def test_embeddings_can_be_read_again(twin):
