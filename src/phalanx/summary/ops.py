@@ -368,8 +368,10 @@ def _is_symbolic() -> bool:
 
 def _agreed(condition: Any) -> Any:
     """Returns a condition that is equal on all replicas, because a summary communicates inside its branch."""
+    if not isinstance(condition, jax.core.Tracer):
+        return condition
     replica = context.get_replica_context()
-    if not isinstance(condition, jax.core.Tracer) or replica is None or replica.num_replicas_in_sync == 1:
+    if replica is None or replica.num_replicas_in_sync == 1:
         return condition
     return primitives.broadcast(condition, replica.num_replicas_in_sync)
 
@@ -436,17 +438,22 @@ def _record(kind: str, tag: str, make: Callable[[], Any], step: Any, notes: Any,
     return is_on
 
 
+def _traced_replica() -> Any:
+    """Returns the replica context of the function that is being traced, or None."""
+    return context.get_replica_context() if compat.is_lifting() else None
+
+
 def _reduced(op: ReduceOp, value: jax.Array) -> jax.Array:
-    replica = context.get_replica_context()
-    if replica is None or not compat.is_lifting():
+    replica = _traced_replica()
+    if replica is None:
         return value
     reduced: jax.Array = replica.all_reduce(op, value)
     return reduced
 
 
 def _first_replica(value: jax.Array) -> jax.Array:
-    replica = context.get_replica_context()
-    if replica is None or not compat.is_lifting():
+    replica = _traced_replica()
+    if replica is None:
         return value
     return primitives.broadcast(value, replica.num_replicas_in_sync)
 
@@ -457,8 +464,8 @@ def _counted(data: jax.Array, count: int) -> jax.Array:
     is_finite = jnp.isfinite(values)
     low = jnp.min(values, initial=jnp.inf, where=is_finite)
     high = jnp.max(values, initial=-jnp.inf, where=is_finite)
-    replica = context.get_replica_context()
-    num_replicas = 1 if replica is None or not compat.is_lifting() else replica.num_replicas_in_sync
+    replica = _traced_replica()
+    num_replicas = 1 if replica is None else replica.num_replicas_in_sync
     if num_replicas > 1:
         low, high = pmin(low, REPLICA_AXIS), pmax(high, REPLICA_AXIS)
     # As in TensorFlow, one value is the middle of a bucket of width 1, and no value gives empty buckets.
