@@ -77,6 +77,7 @@ _ROOMS = (
     "nn",
     "summary",
     "summary.experimental",
+    "summary.trackers",
     "tpu",
     "train",
     "tpu.experimental",

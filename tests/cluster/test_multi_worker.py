@@ -130,7 +130,8 @@ def test_only_one_worker_writes_files(cluster_of, tmp_path, verbose):
     assert other == ""
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1.keras", "2.keras", "board", "log.csv"]
     assert len((tmp_path / "log.csv").read_text().splitlines()) == 3
-    assert len(list((tmp_path / "board" / "train").iterdir())) == 1
+    assert len([p for p in (tmp_path / "board" / "train").iterdir() if p.is_file()]) == 1
+    assert len(list((tmp_path / "board" / "train" / "plugins").rglob("*.xplane.pb"))) == 1
 
 
 @EVERYWHERE

@@ -185,7 +185,9 @@ def writing(strategy: phalanx.Strategy, folder: str, verbose: int) -> str:
     callbacks = [
         keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.keras"),
         keras.callbacks.CSVLogger(f"{folder}/log.csv"),
-        phalanx.keras.TensorBoard(f"{folder}/board"),
+        phalanx.keras.TensorBoard(
+            f"{folder}/board", histogram_freq=1, write_images=True, update_freq=2, profile_batch=2
+        ),
     ]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=verbose, callbacks=callbacks)

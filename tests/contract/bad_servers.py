@@ -197,8 +197,33 @@ def of_keras():
         "SyncCheck": Case(phalanx.keras.SyncCheck, {"every": 1000}, takes={"every": COUNT}),
         "TensorBoard": Case(
             phalanx.keras.TensorBoard,
-            {"log_dir": "logs", "update_freq": "epoch"},
-            takes={"log_dir": TEXTS, "update_freq": COUNT},
+            {
+                "log_dir": "logs",
+                "histogram_freq": 1,
+                "write_graph": True,
+                "write_images": True,
+                "write_steps_per_second": True,
+                "update_freq": "epoch",
+                "profile_batch": 0,
+                "embeddings_freq": 1,
+                "embeddings_metadata": None,
+            },
+            takes={
+                "log_dir": TEXTS,
+                **dict.fromkeys(("histogram_freq", "embeddings_freq", "profile_batch"), INDEX),
+                **dict.fromkeys(("write_graph", "write_images", "write_steps_per_second"), {"True"}),
+                "update_freq": COUNT,
+                "embeddings_metadata": TEXTS | NONE | {"empty dict"},
+            },
+        ),
+        "Tracking": Case(
+            phalanx.keras.Tracking,
+            {
+                "writer": phalanx.summary.create_noop_writer(),
+                "update_freq": "epoch",
+                "write_steps_per_second": False,
+            },
+            takes={"update_freq": COUNT, "write_steps_per_second": {"True"}},
         ),
         "set_logits_recovery": Case(recover, {"enabled": True}, takes={"enabled": {"True"}}),
     }

@@ -39,6 +39,29 @@ def file_writer(**kwargs):
         summary.create_file_writer(**kwargs).close()
 
 
+def tracing(call):
+    """Returns the call, after which no trace is on."""
+
+    def run(**kwargs):
+        try:
+            return call(**kwargs)
+        finally:
+            summary.trace_off()
+
+    return run
+
+
+def export(**kwargs):
+    """A trace that is exported at once."""
+    summary.trace_on()
+    recording(summary.trace_export)(**kwargs)
+
+
+def tracker_writer(**kwargs):
+    """A writer of a tracker. It starts it with the first summary only."""
+    summary.create_tracker_writer(summary.trackers.CSVTracker("unused.csv"), **kwargs).close()
+
+
 def condition(**kwargs):
     """A block with a condition."""
     with recording(lambda: summary.record_if(**kwargs))():
@@ -81,7 +104,12 @@ def of_summaries():
         "write": Case(
             recording(summary.write),
             {"tag": "x", "tensor": 1.0, "step": 1, "metadata": None},
-            takes={"tag": TEXTS - {"no text"}, "tensor": numbers, "step": INTEGER, "metadata": NONE},
+            takes={
+                "tag": TEXTS - {"no text"},
+                "tensor": numbers | TEXTS | {"text array"},
+                "step": INTEGER,
+                "metadata": NONE,
+            },
         ),
         "record_if": Case(condition, {"condition": True}, takes={"condition": {"True"}}, functions=("condition",)),
         "flush": Case(summary.flush, {"writer": noop}, takes={"writer": NONE}),
@@ -89,6 +117,27 @@ def of_summaries():
             file_writer,
             {"logdir": "logs", "max_queue": 1, "flush_millis": 1, "filename_suffix": ""},
             takes={"logdir": TEXTS, "max_queue": COUNT, "flush_millis": COUNT, "filename_suffix": TEXTS},
+        ),
+        "create_tracker_writer": Case(
+            tracker_writer,
+            {"config": None, "max_queue": 1},
+            takes={"config": NONE | {"empty dict"}, "max_queue": COUNT},
+        ),
+        "CSVTracker": Case(summary.trackers.CSVTracker, {"path": "scalars.csv"}, takes={"path": TEXTS}),
+        "graph": Case(
+            recording(summary.graph),
+            {"graph_data": "text", "name": "x"},
+            takes={"graph_data": TEXTS, "name": TEXTS - {"no text"}},
+        ),
+        "trace_on": Case(
+            tracing(summary.trace_on),
+            {"graph": True, "profiler": False, "profiler_outdir": None},
+            takes={"graph": {"True"}, "profiler": {"True"}, "profiler_outdir": TEXTS | NONE},
+        ),
+        "trace_export": Case(
+            tracing(export),
+            {"name": "x", "step": 1, "profiler_outdir": None},
+            takes={"name": TEXTS - {"no text"}, "step": INTEGER, "profiler_outdir": TEXTS | NONE},
         ),
         "set_step": Case(restoring(summary.experimental.set_step), {"step": 1}, takes={"step": INTEGER | NONE}),
         "SummaryWriter.as_default": Case(default, {"step": 1}, takes={"step": INTEGER | NONE}),

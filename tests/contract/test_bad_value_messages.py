@@ -197,7 +197,7 @@ HELPERS = {
     r"context=1: must be an InputContext": lambda: phalanx.keras.DatasetCreator(abs)(1),
     r"every=0: must be 1 or more batches": lambda: phalanx.keras.SyncCheck(0),
     r"log_dir=1: must be a path": lambda: phalanx.keras.TensorBoard(1),
-    r"update_freq=True: must be .epoch.": lambda: phalanx.keras.TensorBoard("logs", True),
+    r"update_freq=True: must be .epoch.": lambda: phalanx.keras.TensorBoard("logs", update_freq=True),
     r"model=None: must be a Model": lambda: phalanx.keras.SidecarEvaluator(None, **SIDECAR),
     r"steps=0: must be positive": lambda: phalanx.keras.SidecarEvaluator(model(), **SIDECAR, steps=0),
     r"poll_s=None: must be a number of seconds": lambda: phalanx.keras.SidecarEvaluator(

@@ -1,6 +1,13 @@
-"""TensorBoard reads what `phalanx.summary` writes, and finds there what `tf.summary` writes of the same values."""
+"""TensorBoard reads what Phalanx writes, and finds there what TensorFlow, or Keras's callback, writes of the same values."""
 
+import json
+import time
+import urllib.request
+import warnings
+
+import board_twin
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 import tensorboardX  # noqa: F401  (It sets a variable of the environment, which no test may.)
@@ -8,6 +15,7 @@ import tensorboardX  # noqa: F401  (It sets a variable of the environment, which
 tf = pytest.importorskip("tensorflow")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
+import phalanx  # noqa: E402
 from phalanx import function, summary  # noqa: E402
 
 RANDOM = np.random.default_rng(0)
@@ -83,3 +91,88 @@ def compare(tag, own, array):
         np.testing.assert_array_equal(own, array)
     else:
         np.testing.assert_allclose(own, array, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def board(tmp_path_factory):
+    """The folder that our callback fills, on two replicas, and a function that asks TensorBoard about it."""
+    folder = tmp_path_factory.mktemp("board")
+    with phalanx.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        made = board_twin.model(keras)
+    board_twin.fit(made, phalanx.keras.TensorBoard(folder, **board_twin.OPTIONS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Of a library inside TensorBoard.
+        from tensorboard import program
+
+        server = program.TensorBoard()
+    server.configure([None, "--logdir", str(folder), "--port", "0", "--host", "localhost", "--load_fast", "false"])
+    address = server.launch()
+
+    def ask(path):
+        with urllib.request.urlopen(f"{address}data/{path}", timeout=60) as answer:
+            return answer.read()
+
+    deadline = time.monotonic() + 60
+    while json.loads(ask("runs")) != ["train", "validation"]:
+        assert time.monotonic() < deadline, "TensorBoard does not find the files"
+        time.sleep(0.2)
+    return folder, made, ask
+
+
+def test_callback_writes_what_that_of_keras_writes(board, tmp_path):
+    """Tags, plugins, steps and values. Speeds differ, and ours has the program besides."""
+    board_twin.fit(board_twin.model(keras), keras.callbacks.TensorBoard(str(tmp_path), **board_twin.OPTIONS))
+    for part in ("train", "validation"):
+        found, wanted = read(board[0] / part), read(tmp_path / part)
+        found.pop("graph", None)
+        assert found.keys() == wanted.keys()
+        for tag, (*names, arrays) in wanted.items():
+            *own_names, own_arrays = found[tag]
+            assert own_names == names, tag
+            assert own_arrays.keys() == arrays.keys(), tag
+            for i, array in arrays.items():
+                compare_twins(tag, own_arrays[i], array)
+
+
+def compare_twins(tag, own, array):
+    """Two devices and one train with different rounding."""
+    if tag.endswith("/image"):
+        for ours, theirs in zip(own[2:], array[2:], strict=True):
+            np.testing.assert_allclose(*(tf.io.decode_png(x).numpy().astype(int) for x in (ours, theirs)), atol=1)
+    elif tag == "sequential/dense/bias/histogram":
+        assert own[:, 2].sum() == array[:, 2].sum()
+    elif tag == "keras":
+        assert json.loads(own.item())["class_name"] == json.loads(array.item())["class_name"]
+    elif "per_second" not in tag:
+        np.testing.assert_allclose(own, array, rtol=1e-3, atol=1e-5)
+
+
+def test_projector_shows_the_embedding(board):
+    """TensorBoard finds the list, the labels and the rows of the last epoch."""
+    _, made, ask = board
+    (entry,) = json.loads(ask("plugin/projector/info?run=."))["embeddings"]
+    assert (entry["tensorShape"], entry["metadataPath"]) == ([5, 4], "words.tsv")
+    rows = np.frombuffer(ask("plugin/projector/tensor?run=.&name=embedding"), np.float32).reshape(5, 4)
+    np.testing.assert_allclose(rows, np.asarray(made.layers[0].embeddings), rtol=1e-6)
+
+
+def test_graph_shows_the_layers(board):
+    """TensorBoard draws them, and shows the program among the texts."""
+    graph = board[2]("plugin/graphs/graph?run=train&tag=keras&conceptual=true").decode()
+    assert all(f'name: "sequential/{layer.name}"' in graph for layer in board[1].layers)
+    (text,) = json.loads(board[2]("plugin/text/text?run=train&tag=graph"))
+    assert "<h3>sequential.train</h3>" in text["text"]
+    assert "stablehlo" in text["text"]
+
+
+def test_traces_can_be_read(tmp_path):
+    """The program that was called between `trace_on` and `trace_export`."""
+    summary.trace_on()
+    function(lambda x: x * 2)(1.0)
+    writer = summary.create_file_writer(tmp_path)
+    with writer.as_default():
+        summary.trace_export("step", step=4)
+    writer.close()
+    ((plugin, _, _, arrays),) = read(tmp_path).values()
+    assert plugin == "text"
+    assert b"stablehlo.multiply" in arrays[4].item()

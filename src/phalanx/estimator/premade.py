@@ -25,7 +25,8 @@ Optimizer: TypeAlias = str | keras.optimizers.Optimizer | Callable[[], Any]
 """A name of an optimizer, an optimizer, or a function that creates one."""
 
 _NAMES = ("Adagrad", "Adam", "Ftrl", "RMSProp", "SGD")
-_LINEAR_RATE, _DNN_RATE, _BASELINE_RATE = 0.2, 0.05, 0.3
+_LINEAR_RATE, _BASELINE_RATE = 0.2, 0.3
+_WIDE_RATE, _DEEP_RATE = 0.005, 0.001
 Logits = Callable[[PyTree, str], Any]
 
 
@@ -186,9 +187,9 @@ def _linear_part(head: Head, columns: Sequence[Any], sparse_combiner: str) -> Lo
     return logits_of
 
 
-def _linear_rate(columns: Sequence[Any]) -> float:
+def _linear_rate(columns: Sequence[Any], most: float = _LINEAR_RATE) -> float:
     """Returns the learning rate of Ftrl in tf.estimator."""
-    return min(_LINEAR_RATE, 1 / math.sqrt(len(columns)))
+    return min(most, 1 / math.sqrt(len(columns)))
 
 
 def _trained(logits_of: Logits, create: Callable[[], keras.optimizers.Optimizer]) -> Any:
@@ -228,9 +229,9 @@ def combined_logits(
     parts: list[tuple[Logits, Callable[[], keras.optimizers.Optimizer]]] = []
     if deep_columns:
         logits_of = _deep_part(head, _units(hidden_units), deep_columns, activation, dropout, norm)
-        parts.append((logits_of, lambda: optimizer_of(deep_optimizer, _DNN_RATE)))
+        parts.append((logits_of, lambda: optimizer_of(deep_optimizer, _DEEP_RATE)))
     if linear_columns:
-        rate = _linear_rate(linear_columns)
+        rate = _linear_rate(linear_columns, _WIDE_RATE)
         parts.append((_linear_part(head, linear_columns, combiner), lambda: optimizer_of(linear_optimizer, rate)))
 
     def fn(features: PyTree, mode: str) -> tuple[Any, Callable[[Any], Any]]:

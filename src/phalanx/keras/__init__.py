@@ -6,12 +6,14 @@ Importing the package makes models that are created in the scope of a strategy t
 
 from phalanx.keras import bridge as bridge
 from phalanx.keras.backup import BackupAndRestore
-from phalanx.keras.callbacks import SyncCheck, TensorBoard
+from phalanx.keras.callbacks import SyncCheck
 from phalanx.keras.data import DatasetCreator
 from phalanx.keras.embedding import ShardedEmbedding
 from phalanx.keras.logits import set_logits_recovery
 from phalanx.keras.model_checkpoint import ModelCheckpoint
 from phalanx.keras.sidecar import SidecarEvaluator
+from phalanx.keras.tensorboard import TensorBoard
+from phalanx.keras.tracking import Tracking
 
 __all__ = [
     "BackupAndRestore",
@@ -21,5 +23,6 @@ __all__ = [
     "SidecarEvaluator",
     "SyncCheck",
     "TensorBoard",
+    "Tracking",
     "set_logits_recovery",
 ]

@@ -19,8 +19,9 @@ from phalanx import compat
 from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError
 from phalanx.keras import predictions, steps
 from phalanx.keras.backup import BackupAndRestore, Progress, informed
-from phalanx.keras.callbacks import Callbacks, TensorBoard
+from phalanx.keras.callbacks import Callbacks
 from phalanx.keras.data import EpochData
+from phalanx.keras.tensorboard import writing
 from phalanx.mesh.topology import Topology
 from phalanx.options import RunOptions
 from phalanx.programs.function import Function
@@ -35,7 +36,6 @@ from phalanx.train import background
 from phalanx.typing import PyTree
 
 _WRITERS = (
-    TensorBoard,
     keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
     keras.callbacks.ModelCheckpoint,
@@ -329,6 +329,7 @@ class ModelTrainer:
                 else self._logs(outputs, count)
             )
 
+        run.__qualname__ = f"{self._model.name}.{step.__name__}"  # The heading of its text in TensorBoard.
         compiled = Function(run)
 
         def call(batches: PyTree, count: int | None) -> PyTree:
@@ -424,8 +425,9 @@ class ModelTrainer:
         if self._has_peers and verbose == "auto" and not sys.stdout.isatty():
             # A progress bar would fill a log file. 2 prints one line per epoch.
             verbose = 2
-        if not isinstance(callbacks, CallbackList):
-            callbacks = CallbackList(
+        hooks = callbacks
+        if not isinstance(hooks, CallbackList):
+            hooks = CallbackList(
                 given,
                 add_history=add_history,
                 add_progbar=verbose != 0,
@@ -435,9 +437,10 @@ class ModelTrainer:
                 model=self._model,
             )
         try:
-            yield callbacks
+            with writing(hooks.callbacks):
+                yield hooks
         except BaseException:
-            compat.stop_callbacks(callbacks)
+            compat.stop_callbacks(hooks)
             raise
 
 

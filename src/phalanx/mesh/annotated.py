@@ -63,6 +63,9 @@ with_sharding_constraint: _Constrain = lax.with_sharding_constraint
 block_until_ready: _Wait = jax.block_until_ready
 """Waits for the arrays of a pytree, and returns it."""
 
+stop_profile: Callable[[], None] = jax.profiler.stop_trace
+"""Ends the profile of `jax.profiler.start_trace`, and writes it."""
+
 set_current_trace: Callable[[object], AbstractContextManager[None]] = jex.set_current_trace
 """Makes a trace of JAX the current one inside a context."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that are called before each step of a custom loop. Uses the standard library only."""
+"""Functions that are called before each step of a custom loop, or before each program. Uses the standard library only."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,6 +7,10 @@ from typing import Any
 
 hooks: list[Callable[[Any], None]] = []
 """Functions of the arguments of a step, of which the last is called before it. Steps look at it, so it is a plain list."""
+
+watchers: list[Callable[[object, str, Callable[[], Any]], None]] = []
+"""Functions that are called before each compiled program runs: of the program, the name of its function, and a function that
+returns the program's `jax.stages.Lowered`. Programs look at it, so it is a plain list."""
 
 
 @contextmanager

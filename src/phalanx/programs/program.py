@@ -19,6 +19,7 @@ from phalanx.mesh.annotated import block_until_ready, with_sharding_constraint
 from phalanx.mesh.dispatch import calling_back, process_dispatching
 from phalanx.mesh.topology import Topology
 from phalanx.programs import signature
+from phalanx.programs.before_steps import watchers
 from phalanx.programs.cache import ProgramCache, Settings
 from phalanx.programs.explain import explained
 from phalanx.programs.interrupts import deferred
@@ -27,7 +28,7 @@ from phalanx.programs.trace import execute_program, trace_program
 from phalanx.tracing import context
 from phalanx.tracing.discovery import Discovery, used_differently
 from phalanx.tracing.draws import Draws
-from phalanx.tracing.records import Record, defaults, deliver, recording_key
+from phalanx.tracing.records import EITHER_WAY, Record, defaults, deliver, noting_questions, recording_key
 from phalanx.tracing.scope import program_scope
 from phalanx.tracing.strategy import AbstractStrategy, Updates
 from phalanx.tracing.structure import (
@@ -49,9 +50,12 @@ class Program:
       fn: the function to compile.
       arguments: the arguments of the first call.
       eager: whether to execute the Python code at each call instead of compiling it.
+      recording: the recording key, which says what the program does with summaries.
     """
 
-    def __init__(self, fn: Callable[..., Any], arguments: Arguments, *, eager: bool) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], arguments: Arguments, *, eager: bool, recording: Hashable = None
+    ) -> None:
         self._eager = eager
         self._structure, self._num_rows, self._num_arrays = (
             arguments.structure,
@@ -61,7 +65,9 @@ class Program:
         # What JAX calls if it compiles the program again. Only kept while the program runs: the function lives for as long as
         # its owner wants, and its programs for as long as the function.
         self._called: _Call | None = _Call(fn, arguments.streams)
-        found = self._trace(arguments.arrays)
+        with noting_questions() as are_asked:
+            found = self._trace(arguments.arrays)
+            self._recording = recording if are_asked() else EITHER_WAY
         self._trace_made: Discovery | None = found
         # An empty tuple for most programs, so that a call need not look for batches.
         self.draws = Draws(found.draws, arguments.streams) if found.draws else ()
@@ -73,7 +79,7 @@ class Program:
         storage = self._strategy.storage if self._strategy.updates is Updates.AFTER_PROGRAM else self._topology
         self._homes = [] if self._topology.is_single else _homes(found, self._topology)
         self._state = State(found.variables, found.written, self._topology, storage)
-        self.settings = Settings(found.variables, found.optimizers)
+        self._settings = Settings(found.variables, found.optimizers)
         self._global_seeds = list(filter(compat.is_global_seed, found.seeds))
         # JAX runs a program again to find the operation that made a NaN, and a callback that raises must leave the state unchanged.
         # Neither works with donated arrays.
@@ -98,6 +104,8 @@ class Program:
           arguments: the arguments of this call.
           batches: the batches that the program takes from iterators.
         """
+        if watchers and not self._eager:
+            self._show_to(watchers, fn, arguments, batches)
         for state in self._global_seeds:
             compat.continue_global_seed(state)
         run = self._run_as_one_step if self._updates or self.draws else self._run
@@ -164,6 +172,10 @@ class Program:
         self._has_run = True
         return outputs
 
+    def fits(self, recording: Hashable) -> bool:
+        """Returns whether the program does with summaries what `recording` says, and no setting has changed since its trace."""
+        return (self._recording is EITHER_WAY or self._recording == recording) and self._settings.hold()
+
     def require_equal(self, inputs: Sequence[Arguments]) -> None:
         """Waits until the other processes are about to run the same program.
 
@@ -182,6 +194,11 @@ class Program:
                 return self._compiled.lower(*self._state.take(), inputs)
             finally:
                 self._called = None
+
+    def _show_to(self, watching: list[Any], fn: Callable[..., Any], arguments: Arguments, batches: Any) -> None:
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        for watch in watching:
+            watch(self, name, functools.partial(self.lower, fn, arguments, batches))
 
     def _inputs(self, arguments: Arguments) -> list[Any]:
         inputs, topology = list(arguments.arrays), self._topology
@@ -307,16 +324,16 @@ class Programs:
             mode = context.current()
             is_recording = defaults.writer is not None or defaults.condition is not True
             recording = recording_key() if is_recording else None  # This runs at every step.
-            settings = (mode.strategy, mode.replica is None, eager, checks_numbers(), recording)
+            settings = (mode.strategy, mode.replica is None, eager, checks_numbers())
             full_key = (key, arguments.key, settings)
             known = self._cache.known(function, full_key)
             for program in known:
-                if program.settings.hold():
+                if program.fits(recording):
                     batches = program.draws.look(arguments) if program.draws else ()
                     if batches is not None:
                         return program(fn, arguments, batches) if runs else None
             with without_collections(), explained():
-                program = Program(fn, arguments, eager=eager)
+                program = Program(fn, arguments, eager=eager, recording=recording)
                 batches = program.draws.look(arguments) if program.draws else ()
                 assert batches is not None
                 program.require_equal((arguments, *batches))

@@ -24,12 +24,30 @@ _WAV = b"\x10\x0b"
 """The field `encoding` of TensorBoard's `AudioPluginData`, with the value WAV."""
 
 
-def is_installed() -> bool:
-    """Returns whether the libraries that write event files are installed."""
+def is_installed(*libraries: str) -> bool:
+    """Returns whether libraries are installed."""
     try:
-        return all(map(importlib.util.find_spec, ("tensorboardX", "PIL")))
+        return all(map(importlib.util.find_spec, libraries))
     except ValueError:  # A module whose import was forbidden.
         return False
+
+
+def computed(record: Record, default_step: Any) -> Iterator[tuple[Any, int]]:
+    """Waits until the arrays of a record are computed, and yields each value that counts, with its step.
+
+    Args:
+      record: the record.
+      default_step: the step, if the record has none.
+    """
+    value, step, condition = jax.tree.map(np.asarray, (record.value, record.step, record.condition))
+    if condition is None or not condition.shape:
+        if condition is None or condition:
+            yield value, int(default_step if step is None else step)
+        return
+    # `run_steps` stacks the records of its steps.
+    for i in np.flatnonzero(condition):
+        at = int(default_step) + int(i) if step is None else int(step[i])
+        yield None if value is None else value[i], at
 
 
 class EventFile:
@@ -54,28 +72,21 @@ class EventFile:
 
     def write(self, record: Record, default_step: Any) -> None:
         """Waits until the arrays of a record are computed, and writes them."""
-        value, step, condition = jax.tree.map(np.asarray, (record.value, record.step, record.condition))
-        if condition is None or not condition.shape:
-            if condition is None or condition:
-                self._write(record, value, default_step if step is None else step)
-            return
-        # `run_steps` stacks the records of its steps.
-        for i in np.flatnonzero(condition):
-            at = int(default_step) + int(i) if step is None else step[i]
-            self._write(record, None if value is None else value[i], at)
+        for value, step in computed(record, default_step):
+            self._write(record, value, step)
 
-    def _write(self, record: Record, value: Any, step: Any) -> None:
+    def _write(self, record: Record, value: Any, step: int) -> None:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
 
         plugin, content, convert = _KINDS[record.kind]
         metadata = SummaryMetadata()
         if record.kind == "write":
-            metadata.ParseFromString(record.notes or b"")
+            metadata.ParseFromString(record.notes[0])  # type: ignore[index]
         else:
             metadata.plugin_data.plugin_name, metadata.plugin_data.content = plugin, content
             metadata.summary_description = record.notes[0] or ""  # type: ignore[index]
-        event = Event(wall_time=time.time(), step=int(step))
+        event = Event(wall_time=time.time(), step=step)
         event.summary.CopyFrom(Summary(value=[Summary.Value(tag=record.tag, metadata=metadata)]))
         event.summary.value[0].tensor.CopyFrom(convert(value, record.notes))
         self._file.write_event(event)
@@ -89,7 +100,7 @@ class EventFile:
         self._file.close()
 
 
-def _tensor(value: Any, notes: Any = None) -> Any:
+def _tensor(value: Any) -> Any:
     from tensorboardX.proto.tensor_pb2 import TensorProto
 
     value = np.asarray(value)
@@ -119,15 +130,20 @@ def _histogram(value: Any, notes: Any) -> Any:
 
 
 def _text(value: Any, notes: Any) -> Any:
-    texts, shape = notes[1], notes[2]
+    _, texts, shape = notes
     return _strings([t.encode() for t in texts], shape)
+
+
+def _written(value: Any, notes: Any) -> Any:
+    return _tensor(value) if value is not None else _text(value, notes)
 
 
 def _image(value: Any, notes: Any) -> Any:
     from PIL import Image
 
     if value.dtype != np.uint8:
-        value = np.round(np.clip(np.nan_to_num(np.asarray(value, np.float32)), 0, 1) * 255).astype(np.uint8)
+        # The rounding of `tf.image.convert_image_dtype`.
+        value = np.clip(np.nan_to_num(np.asarray(value, np.float32)) * 255.5, 0, 255).astype(np.uint8)
     encoded = []
     for pixels in value:
         file = io.BytesIO()
@@ -156,7 +172,7 @@ _KINDS: dict[str, tuple[str, bytes, Callable[[Any, Any], Any]]] = {
     "image": ("images", b"", _image),
     "audio": ("audio", _WAV, _audio),
     "text": ("text", b"", _text),
-    "write": ("", b"", _tensor),
+    "write": ("", b"", _written),
 }
 
 

@@ -212,8 +212,8 @@ def text(name: str, data: Any, step: Any = None, description: str | None = None)
       >>> phalanx.summary.text("notes", "*started*", step=1)  # There is no default writer.
       False
     """
-    texts = np.asarray(data) if isinstance(data, (str, np.ndarray)) or _is_list_of_texts(data) else None
-    if texts is None or texts.dtype.kind != "U":
+    texts = _texts(data)
+    if texts is None:
         raise InvalidArgumentError(
             f"summary.text(data={shown(data)})",
             "must be a str, or a list of strs or of lists of the same length.",
@@ -221,7 +221,7 @@ def text(name: str, data: Any, step: Any = None, description: str | None = None)
         )
     if (is_on := _starts("text", name, description)) is False:
         return False
-    return _record("text", name, lambda: None, step, (description, tuple(map(str, texts.flat)), texts.shape), is_on)
+    return _record("text", name, lambda: None, step, (description, *texts), is_on)
 
 
 def write(tag: str, tensor: Any, step: Any = None, metadata: Any = None) -> Any:
@@ -231,7 +231,7 @@ def write(tag: str, tensor: Any, step: Any = None, metadata: Any = None) -> Any:
 
     Args:
       tag: the tag in TensorBoard.
-      tensor: array of numbers.
+      tensor: array of numbers, or texts as `text` takes them.
       step: integer. None for the default step.
       metadata: a protocol buffer `SummaryMetadata` that names the plugin, or None.
 
@@ -255,9 +255,11 @@ def write(tag: str, tensor: Any, step: Any = None, metadata: Any = None) -> Any:
         )
     if (is_on := _starts("write", tag, None)) is False:
         return False
-    notes = None if metadata is None else metadata.SerializeToString()
+    serialized = b"" if metadata is None else metadata.SerializeToString()
+    if (texts := _texts(tensor)) is not None:
+        return _record("write", tag, lambda: None, step, (serialized, *texts), is_on)
     value = _array("write", tensor)
-    return _record("write", tag, lambda: _first_replica(value), step, notes, is_on)
+    return _record("write", tag, lambda: _first_replica(value), step, (serialized,), is_on)
 
 
 @contextmanager
@@ -305,6 +307,7 @@ def should_record_summaries() -> Any:
       >>> phalanx.summary.should_record_summaries()  # There is no default writer.
       False
     """
+    defaults.is_asked = True
     if defaults.writer is None:
         return False
     condition = defaults.condition
@@ -344,6 +347,12 @@ def _in_program() -> bool:
     return isinstance(outermost, LiftScope) and not isinstance(outermost, BodyScope)
 
 
+def _texts(data: Any) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
+    """Returns texts, flattened, and their shape. None if `data` is something else."""
+    texts = np.asarray(data) if isinstance(data, (str, np.ndarray)) or _is_list_of_texts(data) else None
+    return None if texts is None or texts.dtype.kind != "U" else (tuple(map(str, texts.flat)), texts.shape)
+
+
 def _is_list_of_texts(data: object) -> bool:
     rows = data if isinstance(data, (list, tuple)) else ()
     sizes = {len(row) if isinstance(row, (list, tuple)) else -1 for row in rows}
@@ -359,8 +368,10 @@ def _is_symbolic() -> bool:
 
 def _agreed(condition: Any) -> Any:
     """Returns a condition that is equal on all replicas, because a summary communicates inside its branch."""
+    if not isinstance(condition, jax.core.Tracer):
+        return condition
     replica = context.get_replica_context()
-    if not isinstance(condition, jax.core.Tracer) or replica is None or replica.num_replicas_in_sync == 1:
+    if replica is None or replica.num_replicas_in_sync == 1:
         return condition
     return primitives.broadcast(condition, replica.num_replicas_in_sync)
 
@@ -427,17 +438,22 @@ def _record(kind: str, tag: str, make: Callable[[], Any], step: Any, notes: Any,
     return is_on
 
 
+def _traced_replica() -> Any:
+    """Returns the replica context of the function that is being traced, or None."""
+    return context.get_replica_context() if compat.is_lifting() else None
+
+
 def _reduced(op: ReduceOp, value: jax.Array) -> jax.Array:
-    replica = context.get_replica_context()
-    if replica is None or not compat.is_lifting():
+    replica = _traced_replica()
+    if replica is None:
         return value
     reduced: jax.Array = replica.all_reduce(op, value)
     return reduced
 
 
 def _first_replica(value: jax.Array) -> jax.Array:
-    replica = context.get_replica_context()
-    if replica is None or not compat.is_lifting():
+    replica = _traced_replica()
+    if replica is None:
         return value
     return primitives.broadcast(value, replica.num_replicas_in_sync)
 
@@ -448,8 +464,8 @@ def _counted(data: jax.Array, count: int) -> jax.Array:
     is_finite = jnp.isfinite(values)
     low = jnp.min(values, initial=jnp.inf, where=is_finite)
     high = jnp.max(values, initial=-jnp.inf, where=is_finite)
-    replica = context.get_replica_context()
-    num_replicas = 1 if replica is None or not compat.is_lifting() else replica.num_replicas_in_sync
+    replica = _traced_replica()
+    num_replicas = 1 if replica is None else replica.num_replicas_in_sync
     if num_replicas > 1:
         low, high = pmin(low, REPLICA_AXIS), pmax(high, REPLICA_AXIS)
     # As in TensorFlow, one value is the middle of a bucket of width 1, and no value gives empty buckets.

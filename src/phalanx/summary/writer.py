@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writers: queues whose threads write event files of TensorBoard."""
+"""Writers: queues whose threads write event files of TensorBoard, or call trackers of experiments."""
 
 import atexit
 import os
@@ -7,9 +7,9 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from typing_extensions import override
 
@@ -26,13 +26,14 @@ from phalanx.errors import (
 from phalanx.mesh.bootstrap import is_this_chief
 from phalanx.summary import events
 from phalanx.summary.steps import checked_step
+from phalanx.summary.trackers import Tracker, Trackers
 from phalanx.tracing.records import AbstractWriter, Record, defaults
 
 _CLOSE, _FLUSH_MILLIS, _MAX_QUEUE = None, 120_000, 10
 
 
 class SummaryWriter(AbstractWriter):
-    """Writes summaries. `create_file_writer` creates it. May be used in any context.
+    """Writes summaries. `create_file_writer` or `create_tracker_writer` creates it. May be used in any context.
 
     Source: tf.summary.SummaryWriter.
 
@@ -111,11 +112,34 @@ class SummaryWriter(AbstractWriter):
         """Writes nothing."""
 
 
-class _FileWriter(SummaryWriter):
-    """Writes an event file from a thread, so that a step need not wait until its values are computed and written."""
+class _Sink(Protocol):
+    """What a writer's thread writes to."""
 
-    def __init__(self, log_dir: str, max_queue: int, flush_millis: int, suffix: str) -> None:
-        self._log_dir, self._flush_s, self._suffix = log_dir, flush_millis / 1000, suffix
+    def write(self, record: Record, default_step: Any) -> None:
+        """Writes a record."""
+
+    def flush(self) -> None:
+        """Writes buffered records."""
+
+    def close(self) -> None:
+        """Ends writing."""
+
+
+class _QueueWriter(SummaryWriter):
+    """Writes from a thread, so that a step need not wait until its values are computed and written.
+
+    Args:
+      place: what it writes to, for messages.
+      hint: what to write if that is impossible.
+      opening: opens what it writes to, with the first summary.
+      max_queue: number of records that may wait for the thread.
+      flush_millis: milliseconds after which the thread flushes.
+    """
+
+    def __init__(
+        self, place: str, hint: str, opening: Callable[[], _Sink], max_queue: int, flush_millis: int = _FLUSH_MILLIS
+    ) -> None:
+        self._place, self._hint, self._opening, self._flush_s = place, hint, opening, flush_millis / 1000
         self._items: queue.Queue[tuple[Record, Any] | threading.Event | None] = queue.Queue(max_queue)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -123,7 +147,7 @@ class _FileWriter(SummaryWriter):
         self._is_closed = False
 
     def __repr__(self) -> str:
-        return f"SummaryWriter({self._log_dir!r})"
+        return f"SummaryWriter({self._place})"
 
     @override
     def init(self) -> None:
@@ -133,10 +157,12 @@ class _FileWriter(SummaryWriter):
             if self._thread is not None or not is_this_chief():
                 return
             try:
-                file = events.EventFile(self._log_dir, self._suffix)
-            except OSError as e:
+                sink = self._opening()
+            except PhalanxError:
+                raise
+            except Exception as e:
                 raise self._lost(e) from e
-            self._thread = threading.Thread(target=self._work, args=(file,), name="phalanx-summary", daemon=True)
+            self._thread = threading.Thread(target=self._work, args=(sink,), name="phalanx-summary", daemon=True)
             self._thread.start()
             _open_writers.add(self)
 
@@ -168,7 +194,7 @@ class _FileWriter(SummaryWriter):
                 self._thread.join()
         self._raise_error()
 
-    def _work(self, file: events.EventFile) -> None:
+    def _work(self, sink: _Sink) -> None:
         flushed = time.monotonic()
         while True:
             try:
@@ -179,13 +205,13 @@ class _FileWriter(SummaryWriter):
             try:
                 if isinstance(item, tuple):
                     if self._error is None:
-                        file.write(*item)
+                        sink.write(*item)
                     if time.monotonic() - flushed < self._flush_s:
                         continue
                 if item is _CLOSE:
-                    file.close()
+                    sink.close()
                     return
-                file.flush()
+                sink.flush()
                 flushed = time.monotonic()
             except Exception as e:
                 self._error = self._error or e
@@ -210,18 +236,14 @@ class _FileWriter(SummaryWriter):
             raise self._lost(error) from error
 
     def _lost(self, error: Exception) -> SummaryError:
-        return SummaryError(
-            f"summaries in {self._log_dir!r}",
-            f"the file cannot be written: {error}",
-            "create_file_writer of a folder that can be written, with room on its disk",
-        )
+        return SummaryError(f"summaries in {self._place}", f"they cannot be written: {error}", self._hint)
 
 
 class _NoopWriter(SummaryWriter):
     """Writes nothing."""
 
 
-_open_writers: "weakref.WeakSet[_FileWriter]" = weakref.WeakSet()
+_open_writers: "weakref.WeakSet[_QueueWriter]" = weakref.WeakSet()
 
 
 @atexit.register
@@ -266,13 +288,63 @@ def create_file_writer(
     log_dir = arguments.path("logdir", logdir)
     max_queue = arguments.integer("max_queue", max_queue)
     flush_millis = arguments.integer("flush_millis", flush_millis)
-    if not events.is_installed():
+    if not events.is_installed("tensorboardX", "PIL"):
         raise MissingDependencyError(
             "phalanx.summary.create_file_writer(...)",
             "it needs the libraries tensorboardX and pillow, and one of them is not installed.",
             'pip install ".[tensorboard]" in a clone of Phalanx',
         )
-    return _FileWriter(log_dir, max_queue, flush_millis, filename_suffix)
+    return _QueueWriter(
+        repr(log_dir),
+        "create_file_writer of a folder that can be written, with room on its disk",
+        lambda: events.EventFile(log_dir, filename_suffix),
+        max_queue,
+        flush_millis,
+    )
+
+
+def create_tracker_writer(
+    *trackers: Tracker, config: Mapping[str, Any] | None = None, max_queue: int = _MAX_QUEUE
+) -> SummaryWriter:
+    """Creates a writer that gives scalars to trackers of experiments. May be called in any context.
+
+    Only the chief of a cluster calls them: `start` with the first summary, `log` from a thread, and `finish` when the writer is
+    closed or the process ends. Summaries of other kinds are left out.
+
+    Args:
+      *trackers: one or more trackers.
+      config: what the training was started with, such as its hyperparameters. Each tracker gets it.
+      max_queue: number of summaries that may wait for the thread. After that, a step waits.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type, or there is no tracker.
+
+    Source: Accelerator.log of Hugging Face Accelerate.
+
+    Example:
+      >>> import pathlib, phalanx, tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = pathlib.Path(folder, "scalars.csv")
+      ...     writer = phalanx.summary.create_tracker_writer(phalanx.summary.trackers.CSVTracker(path))
+      ...     with writer.as_default(step=1):
+      ...         _ = phalanx.summary.scalar("loss", 0.5)
+      ...     writer.close()
+      ...     print(path.read_text().splitlines())
+      ['step,name,value', '1,loss,0.5']
+    """
+    hint = 'create_tracker_writer(phalanx.summary.trackers.CSVTracker("scalars.csv"))'
+    if not trackers:
+        raise InvalidArgumentError("create_tracker_writer()", "it needs a tracker.", hint)
+    for tracker in trackers:
+        arguments.instance("tracker", tracker, Tracker, hint)  # type: ignore[type-abstract]
+    if config is not None and not (isinstance(config, Mapping) and all(isinstance(key, str) for key in config)):
+        raise InvalidArgumentError(
+            f"config={shown(config)}", "must be a dict with names as keys, or None.", 'config={"learning_rate": 0.1}'
+        )
+    max_queue, config = arguments.integer("max_queue", max_queue), dict(config or {})
+    names = ", ".join(tracker.name for tracker in trackers)
+    hint = "create_tracker_writer of trackers whose start, log and finish raise no errors"
+    return _QueueWriter(names, hint, lambda: Trackers(trackers, config), max_queue)
 
 
 def create_noop_writer() -> SummaryWriter:

@@ -4,7 +4,7 @@
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +67,7 @@ class Defaults(threading.local):
       is_traced: whether `condition` was set by a function that is being traced.
       is_own: whether a function that is being traced has set `writer`.
       is_on: whether programs record, as decided before the program that is being called.
+      is_asked: whether a function that is being traced has asked whether to record.
       held: records that are not delivered before an eager step has succeeded. None outside such a step.
     """
 
@@ -78,6 +79,7 @@ class Defaults(threading.local):
         self.is_traced = False
         self.is_own = False
         self.is_on = True
+        self.is_asked = False
         self.held: list[Record] | None = None
 
 
@@ -107,6 +109,30 @@ def deliver(records: Iterable[Record]) -> None:
             # A default step that counts may be a variable, and the record then has its value.
             step = defaults.step
             writer.write(record, step if record.step is not None or step is None else int(step) + defaults.offset)
+
+
+EITHER_WAY = "either way"
+"""Stands for the recording key of a program that contains the same whether it records or not."""
+
+
+@contextmanager
+def noting_questions() -> Iterator[Callable[[], bool]]:
+    """Yields a function that returns whether anything inside the context has asked whether to record."""
+    before, defaults.is_asked = defaults.is_asked, False
+    try:
+        yield lambda: defaults.is_asked
+    finally:
+        defaults.is_asked |= before
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Restores the default writer, step and condition of this thread at the end."""
+    before = defaults.writer, defaults.step, defaults.condition, defaults.is_traced, defaults.is_own
+    try:
+        yield
+    finally:
+        defaults.writer, defaults.step, defaults.condition, defaults.is_traced, defaults.is_own = before
 
 
 @contextmanager

@@ -1,16 +1,13 @@
-"""Evaluation beside training, and what TensorBoard gets to see."""
+"""Evaluation beside training."""
 
-import sys
 import threading
 
 import keras
 import pytest
-from event_files import records
-from tensorboardX.proto.event_pb2 import Event
 from twins import FIT, X, Y, alone, compiled, mlp, replicas, same, under
 
 import phalanx
-from phalanx.errors import InputError, InvalidArgumentError, MissingDependencyError
+from phalanx.errors import InputError, InvalidArgumentError
 
 pytestmark = pytest.mark.slow
 
@@ -188,58 +185,3 @@ def test_numbers_that_are_not_positive(evaluator, name):
     """They are found out before anything is waited for."""
     with pytest.raises(InvalidArgumentError, match=f"{name}=0"):
         evaluator(**{name: 0})
-
-
-def written(folder):
-    """Returns `{tag: [(step, value)]}` of the files that TensorBoard reads in a folder."""
-    found = {}
-    for path in sorted(folder.iterdir()):
-        for event in map(Event.FromString, records(path)):
-            for value in event.summary.value:
-                found.setdefault(value.tag, []).append((event.step, value.simple_value))
-    return found
-
-
-def test_tensorboard_gets_values_of_history(strategy, tmp_path):
-    """The values of the history, of validation and of the learning rate, under Keras's names."""
-    model = under(strategy, ACCURATE)
-    board = phalanx.keras.TensorBoard(tmp_path)
-    history = model.fit(X, Y, **FIT, epochs=2, validation_data=(X[:9], Y[:9]), callbacks=[board]).history
-    train, validation = written(tmp_path / "train"), written(tmp_path / "validation")
-    same([v for _, v in train["epoch_loss"]], history["loss"])
-    same([v for _, v in train["epoch_accuracy"]], history["accuracy"])
-    same([v for _, v in train["epoch_learning_rate"]], [0.05, 0.05])
-    same([v for _, v in validation["epoch_loss"]], history["val_loss"])
-    assert [s for s, _ in train["epoch_loss"]] == [0, 1]
-    assert [s for s, _ in validation["evaluation_loss_vs_iterations"]] == [STEPS, 2 * STEPS]
-
-
-def test_tensorboard_of_batches(strategy, tmp_path):
-    """Every third batch of all."""
-    board = phalanx.keras.TensorBoard(tmp_path, update_freq=3)
-    under(strategy, ACCURATE).fit(X, Y, **FIT, epochs=2, callbacks=[board])
-    assert [s for s, _ in written(tmp_path / "train")["batch_loss"]] == [3, 6, 9, 12]
-
-
-def test_tensorboard_of_evaluate(strategy, tmp_path):
-    """`evaluate` alone writes too."""
-    model = under(strategy, ACCURATE)
-    model.fit(X, Y, **FIT)
-    loss, _ = model.evaluate(X, Y, verbose=0, callbacks=[phalanx.keras.TensorBoard(tmp_path)])
-    ((step, value),) = written(tmp_path / "validation")["evaluation_loss_vs_iterations"]
-    assert step == STEPS
-    same(value, loss)
-
-
-@pytest.mark.parametrize("frequency", ["step", 0, 1.5])
-def test_frequencies_that_are_none(frequency):
-    """They are named."""
-    with pytest.raises(InvalidArgumentError, match="update_freq="):
-        phalanx.keras.TensorBoard(update_freq=frequency)
-
-
-def test_missing_tensorboardx_names_the_package(monkeypatch):
-    """The error says what to install."""
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(MissingDependencyError, match=r'HINT: pip install "\.\[tensorboard\]"'):
-        phalanx.keras.TensorBoard()

@@ -459,6 +459,19 @@ def test_end_of_the_process_writes_what_waits(run_python, tmp_path):
     assert [(s, float(v)) for s, v in written(tmp_path)["x"]] == [(2, 1.5)]
 
 
+def test_summaries_need_nothing_else_of_phalanx(run_python, tmp_path):
+    """A program may use nothing but `phalanx.summary`."""
+    output = run_python(
+        "import phalanx\n"
+        f"with phalanx.summary.create_file_writer({str(tmp_path)!r}).as_default(step=2):\n"
+        "    phalanx.summary.scalar('x', 1.5)\n"
+        "    phalanx.summary.histogram('y', [1.0, 2.0])\n"
+        "    phalanx.summary.image('z', [[[[0.5]]]])\n"
+    )
+    assert output == ""
+    assert sorted(written(tmp_path)) == ["x", "y", "z"]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trackers of experiments, which take the scalars of a training. `phalanx.summary.create_tracker_writer` connects them."""
+
+import csv
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, TextIO
+
+from typing_extensions import override
+
+from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
+from phalanx.summary.events import computed, is_installed
+from phalanx.tracing.records import Record
+
+__all__ = ["AimTracker", "CSVTracker", "MLflowTracker", "Tracker", "WandbTracker"]
+
+
+class Tracker(ABC):
+    """Takes the scalars of a training. Subclass it for a library that Phalanx does not know. May be created in any context.
+
+    Only the chief of a cluster calls the methods. `log` is called from a thread.
+
+    Attributes:
+      name: the tracker's name, for messages.
+
+    Source: GeneralTracker of Hugging Face Accelerate.
+
+    Example:
+      >>> import phalanx
+      >>> class Printer(phalanx.summary.trackers.Tracker):
+      ...     name = "printer"
+      ...     def start(self, config): print(config)
+      ...     def log(self, values, step): print(step, values)
+      >>> writer = phalanx.summary.create_tracker_writer(Printer(), config={"batch_size": 8})
+      >>> with writer.as_default(step=1):
+      ...     _ = phalanx.summary.scalar("loss", 0.5)
+      {'batch_size': 8}
+      1 {'loss': 0.5}
+      >>> writer.close()
+    """
+
+    name = "tracker"
+
+    @abstractmethod
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Starts a run, before the first `log`.
+
+        Args:
+          config: what the training was started with. Empty if unknown.
+        """
+
+    @abstractmethod
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Takes values.
+
+        Args:
+          values: the values, by name.
+          step: the training step, or the epoch of values of epochs.
+        """
+
+    def finish(self) -> None:  # noqa: B027  (A tracker may have nothing to end.)
+        """Ends the run, after the last `log`."""
+
+
+class Trackers:
+    """What the thread of a writer gives its records to.
+
+    Args:
+      trackers: the trackers. They are started.
+      config: what the training was started with.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker], config: Mapping[str, Any]) -> None:
+        self._trackers = trackers
+        with ExitStack() as started:
+            for tracker in trackers:
+                tracker.start(config)
+                started.callback(tracker.finish)
+            self._started = started.pop_all()
+
+    def write(self, record: Record, default_step: Any) -> None:
+        """Waits until a scalar is computed, and gives it to the trackers."""
+        for value, step in computed(record, default_step) if record.kind == "scalar" else ():
+            for tracker in self._trackers:
+                tracker.log({record.tag: float(value)}, step)
+
+    def flush(self) -> None:
+        """Does nothing: trackers have what they were given."""
+
+    def close(self) -> None:
+        """Finishes all trackers."""
+        self._started.close()
+
+
+class CSVTracker(Tracker):
+    """Writes a line with step, name and value per scalar. Needs no other library. May be created in any context.
+
+    A file that exists is continued. If there is a config, it is written beside the file, with the suffix ".config.json".
+
+    Args:
+      path: the file. Its folder is created.
+
+    Raises:
+      InvalidArgumentError: `path` is not a path.
+
+    Source: keras.callbacks.CSVLogger.
+
+    Example:
+      >>> import phalanx
+      >>> tracker = phalanx.summary.trackers.CSVTracker("logs/scalars.csv")
+    """
+
+    name = "csv"
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = arguments.path("path", path)
+        self._file: TextIO | None = None
+
+    @override
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Opens the file."""
+        os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
+        if config:
+            with open(f"{self._path}.config.json", "w", encoding="utf-8") as file:
+                json.dump(dict(config), file, default=str, indent=2)
+        self._file = open(self._path, "a", buffering=1, newline="", encoding="utf-8")  # noqa: SIM115
+        if not self._file.tell():
+            self._write("step", "name", "value")
+
+    @override
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Writes a line per value."""
+        for name, value in values.items():
+            self._write(step, name, value)
+
+    @override
+    def finish(self) -> None:
+        """Closes the file."""
+        assert self._file is not None
+        self._file.close()
+
+    def _write(self, *row: object) -> None:
+        csv.writer(self._file, lineterminator="\n").writerow(row)  # type: ignore[arg-type]
+
+
+class MLflowTracker(Tracker):
+    """Logs to a run of MLflow. May be created in any context.
+
+    Args:
+      experiment: name of the experiment. It is created if it does not exist.
+      tracking_uri: the server, database or folder. None for what MLflow is set to.
+      run_name: name of the run. None for one that MLflow makes.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type.
+      MissingDependencyError: MLflow is not installed.
+
+    Source: mlflow.MlflowClient.
+
+    Example:
+      >>> import phalanx
+      >>> tracker = phalanx.summary.trackers.MLflowTracker("digits")  # doctest: +SKIP
+    """
+
+    name = "mlflow"
+
+    def __init__(self, experiment: str, tracking_uri: str | None = None, run_name: str | None = None) -> None:
+        self._experiment = _text("experiment", experiment)
+        self._uri, self._run_name = (
+            None if text is None else _text(name, text)
+            for name, text in (("tracking_uri", tracking_uri), ("run_name", run_name))
+        )
+        _require("mlflow", "MLflowTracker")
+        self._client: Any = None
+        self._run = ""
+
+    @override
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Creates the run, with the config as its parameters."""
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=self._uri)
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
+        self._run = self._client.create_run(experiment, run_name=self._run_name).info.run_id
+        for key, value in config.items():
+            self._client.log_param(self._run, key, value)
+
+    @override
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Logs metrics."""
+        for name, value in values.items():
+            self._client.log_metric(self._run, name, value, step=step)
+
+    @override
+    def finish(self) -> None:
+        """Marks the run as finished."""
+        self._client.set_terminated(self._run)
+
+
+class WandbTracker(Tracker):
+    """Logs to a run of Weights & Biases. May be created in any context.
+
+    Weights & Biases refuses a step before the last one, and values of epochs and batches alternate. The step is therefore a
+    value of its own, which is the x-axis of the others.
+
+    Args:
+      project: name of the project.
+      **options: other arguments of `wandb.init`.
+
+    Raises:
+      InvalidArgumentError: `project` is not a str.
+      MissingDependencyError: wandb is not installed.
+
+    Source: wandb.init and wandb.Run.log.
+
+    Example:
+      >>> import phalanx
+      >>> tracker = phalanx.summary.trackers.WandbTracker("digits", mode="offline")  # doctest: +SKIP
+    """
+
+    name = "wandb"
+
+    def __init__(self, project: str, **options: Any) -> None:
+        self._project, self._options = _text("project", project), options
+        _require("wandb", "WandbTracker")
+        self._run: Any = None
+
+    @override
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Starts the run."""
+        import wandb
+
+        self._run = wandb.init(project=self._project, config=dict(config), **self._options)
+        self._run.define_metric("*", step_metric="step")
+
+    @override
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Logs the values and their step."""
+        self._run.log({**values, "step": step})
+
+    @override
+    def finish(self) -> None:
+        """Ends the run."""
+        self._run.finish()
+
+
+class AimTracker(Tracker):
+    """Logs to a run of Aim. May be created in any context.
+
+    Args:
+      experiment: name of the experiment.
+      repo: folder or address of the repository. None for the folder in which the program runs.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type.
+      MissingDependencyError: aim is not installed.
+
+    Source: aim.Run.
+
+    Example:
+      >>> import phalanx
+      >>> tracker = phalanx.summary.trackers.AimTracker("digits")  # doctest: +SKIP
+    """
+
+    name = "aim"
+
+    def __init__(self, experiment: str, repo: str | os.PathLike[str] | None = None) -> None:
+        self._experiment = _text("experiment", experiment)
+        self._repo = None if repo is None else arguments.path("repo", repo)
+        _require("aim", "AimTracker")
+        self._run: Any = None
+
+    @override
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Starts the run."""
+        import aim
+
+        self._run = aim.Run(repo=self._repo, experiment=self._experiment)
+        self._run["config"] = dict(config)
+
+    @override
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Tracks the values."""
+        for name, value in values.items():
+            self._run.track(value, name=name, step=step)
+
+    @override
+    def finish(self) -> None:
+        """Ends the run."""
+        self._run.close()
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a str, not empty.", f'{name}="digits"')
+    return value
+
+
+def _require(library: str, tracker: str) -> None:
+    if not is_installed(library):
+        raise MissingDependencyError(
+            f"{tracker}(...)", f"it needs the library {library}, which is not installed.", f"pip install {library}"
+        )

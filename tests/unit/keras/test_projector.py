@@ -1,0 +1,18 @@
+"""The files that TensorBoard's projector reads."""
+
+import numpy as np
+
+from phalanx.keras import projector
+
+
+def test_files_of_several_embeddings(tmp_path):
+    """Each with its labels, or without; names are quoted, and an earlier epoch is replaced."""
+    rows = {"a": np.arange(6.0).reshape(3, 2), 'b "ß"': np.full((1, 2), 1 / 3, np.float32)}
+    for factor in (1, 2):
+        projector.write(str(tmp_path), {name: x * factor for name, x in rows.items()}, {"a": "a.tsv"})
+    assert (tmp_path / "projector_config.pbtxt").read_text(encoding="utf-8") == (
+        'embeddings {\n  tensor_name: "a"\n  tensor_path: "embeddings/a.tsv"\n  metadata_path: "a.tsv"\n}\n'
+        'embeddings {\n  tensor_name: "b \\"ß\\""\n  tensor_path: "embeddings/b \\"ß\\".tsv"\n}\n'
+    )
+    assert (tmp_path / "embeddings" / "a.tsv").read_text() == "0\t2\n4\t6\n8\t10\n"
+    assert sorted(p.name for p in (tmp_path / "embeddings").iterdir()) == ["a.tsv", 'b "ß".tsv']

@@ -1,0 +1,197 @@
+"""Trackers get the scalars of compiled steps, from a thread of the writer."""
+
+import importlib.util
+import json
+import sys
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import phalanx
+from phalanx import summary
+from phalanx.errors import InvalidArgumentError, MissingDependencyError, SummaryError
+from phalanx.summary import trackers
+
+
+class Listed(trackers.Tracker):
+    """Keeps what it gets."""
+
+    def __init__(self, name="listed", failing=()):
+        self.name, self._failing, self.calls = name, failing, []
+
+    def start(self, config):
+        """Notes the config."""
+        self._note("start", config)
+
+    def log(self, values, step):
+        """Notes the values."""
+        self._note("log", values, step, threading.current_thread().name)
+
+    def finish(self):
+        """Notes the end."""
+        self._note("finish")
+
+    def _note(self, kind, *what):
+        if kind in self._failing:
+            raise OSError(f"{kind} of {self.name}")
+        self.calls.append((kind, *what))
+
+
+def test_scalars_of_a_compiled_step_reach_all_trackers():
+    """Once each, with step and config, from the thread; values of other kinds are left out."""
+    both = [Listed(), Listed("second")]
+    writer = summary.create_tracker_writer(*both, config={"rate": 0.5})
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    values = strategy.experimental_distribute_values_from_function(lambda c: jnp.float32(c.replica_id_in_sync_group))
+
+    def step(x):
+        summary.scalar("mean", x)
+        summary.histogram("all", x)
+
+    for number in range(2):
+        with writer.as_default(step=number):
+            strategy.run(step, args=(values,))
+    writer.close()
+    logged = [("log", {"mean": 0.5}, number, "phalanx-summary") for number in range(2)]
+    for tracker in both:
+        assert tracker.calls == [("start", {"rate": 0.5}), *logged, ("finish",)]
+
+
+def test_steps_of_a_loop_reach_trackers():
+    """`run_steps` stacks its values; a traced condition chooses among them."""
+    tracker = Listed()
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    data = iter(strategy.experimental_distribute_dataset([np.full((4,), i, np.float32) for i in range(4)]))
+
+    def step(x):
+        with summary.record_if(x[0] != 1):
+            summary.scalar("x", x[0])
+
+    writer = summary.create_tracker_writer(tracker)
+    with writer.as_default(step=10):
+        strategy.run_steps(step, data, steps=4)
+    writer.close()
+    assert [(values["x"], step) for _, values, step, _ in tracker.calls[1:-1]] == [(0.0, 10), (2.0, 12), (3.0, 13)]
+
+
+def test_writer_without_scalars_starts_nothing():
+    """A tracker is started with the first summary."""
+    tracker = Listed()
+    writer = summary.create_tracker_writer(tracker)
+    writer.flush()
+    writer.close()
+    assert tracker.calls == []
+
+
+def test_end_of_the_process_finishes_trackers(run_python, tmp_path):
+    """A program that never closes the writer loses nothing."""
+    path = tmp_path / "scalars.csv"
+    output = run_python(
+        "import phalanx\n"
+        f"tracker = phalanx.summary.trackers.CSVTracker({str(path)!r})\n"
+        "phalanx.summary.create_tracker_writer(tracker).set_as_default(step=2)\n"
+        "phalanx.function(lambda x: phalanx.summary.scalar('x', x))(1.5)\n"
+    )
+    assert output == ""
+    assert path.read_text() == "step,name,value\n2,x,1.5\n"
+
+
+@pytest.mark.parametrize(("failing", "calls"), [("start", ["start", "finish"]), ("log", ["start", "log", "finish"])])
+def test_errors_of_trackers_are_raised(failing, calls):
+    """With the names of the trackers. Those that were started are finished."""
+    good, bad = Listed("good"), Listed("bad", failing=[failing])
+    writer = summary.create_tracker_writer(good, bad)
+    with pytest.raises(SummaryError, match=f"summaries in good, bad: .* {failing} of bad\nHINT"), writer.as_default():
+        summary.scalar("x", 1.0, step=0)
+    writer.close()
+    assert [kind for kind, *_ in good.calls] == calls
+
+
+def test_finish_that_fails_lets_others_finish():
+    """All are finished, and `close` raises the error."""
+    good, bad = Listed("good"), Listed("bad", failing=["finish"])
+    writer = summary.create_tracker_writer(good, bad)
+    with writer.as_default():
+        summary.scalar("x", 1.0, step=0)
+    with pytest.raises(SummaryError, match="finish of bad"):
+        writer.close()
+    assert good.calls[-1] == ("finish",)
+
+
+def test_csv_file_is_continued(tmp_path):
+    """With one header, and the config beside it."""
+    path = tmp_path / "deep" / "scalars.csv"
+    for step in (1, 2):
+        writer = summary.create_tracker_writer(trackers.CSVTracker(path), config={"rate": 0.5, "path": tmp_path})
+        with writer.as_default(step=step):
+            summary.scalar('a, "b"', 0.25)
+        writer.close()
+    assert path.read_text() == 'step,name,value\n1,"a, ""b""",0.25\n2,"a, ""b""",0.25\n'
+    config = json.loads((tmp_path / "deep" / "scalars.csv.config.json").read_text())
+    assert config == {"rate": 0.5, "path": str(tmp_path)}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed: pip install mlflow-skinny"
+)
+def test_mlflow_keeps_steps_and_config(tmp_path, monkeypatch):
+    """In its store of files, read with its own client."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+
+    uri = tmp_path.as_uri()
+    for run in ("first", "second"):
+        tracker = trackers.MLflowTracker("digits", tracking_uri=uri, run_name=run)
+        writer = summary.create_tracker_writer(tracker, config={"rate": 0.5})
+        with writer.as_default():
+            for step in (0, 5):
+                summary.scalar("train/loss", 1 / (step + 1), step=step)
+        writer.close()
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("digits")
+    runs = client.search_runs([experiment.experiment_id])
+    assert sorted(run.info.run_name for run in runs) == ["first", "second"]
+    for run in runs:
+        assert (run.info.status, run.data.params) == ("FINISHED", {"rate": "0.5"})
+        history = client.get_metric_history(run.info.run_id, "train/loss")
+        assert [(m.step, m.value) for m in history] == [(0, 1.0), (5, pytest.approx(1 / 6))]
+
+
+@pytest.mark.parametrize(
+    ("make", "library"),
+    [
+        (trackers.MLflowTracker, "mlflow"),
+        (trackers.WandbTracker, "wandb"),
+        (trackers.AimTracker, "aim"),
+    ],
+)
+def test_missing_libraries_are_named(monkeypatch, make, library):
+    """With the command that installs them, before training starts."""
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(MissingDependencyError, match=f"library {library}, .*\nHINT: pip install {library}"):
+        make("digits")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: summary.create_tracker_writer(), "it needs a tracker"),
+        (lambda: summary.create_tracker_writer("mlflow"), "tracker='mlflow'"),
+        (lambda: summary.create_tracker_writer(Listed(), config=3), "config=3"),
+        (lambda: summary.create_tracker_writer(Listed(), config={3: 4}), "config="),
+        (lambda: summary.create_tracker_writer(Listed(), max_queue=0), "max_queue=0"),
+        (lambda: trackers.CSVTracker(3), "path=3"),
+        (lambda: trackers.MLflowTracker(3), "experiment=3"),
+        (lambda: trackers.MLflowTracker("digits", tracking_uri=3), "tracking_uri=3"),
+        (lambda: trackers.MLflowTracker("digits", run_name=""), "run_name=''"),
+        (lambda: trackers.WandbTracker(None), "project=None"),
+        (lambda: trackers.AimTracker(""), "experiment=''"),
+        (lambda: trackers.AimTracker("digits", repo=3), "repo=3"),
+    ],
+)
+def test_arguments_that_are_wrong(call, message):
+    """They are named, with a hint."""
+    with pytest.raises(InvalidArgumentError, match=f"(?s){message}.*HINT"):
+        call()
