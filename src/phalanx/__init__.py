@@ -73,6 +73,7 @@ _ROOMS = (
     "cluster_resolver",
     "keras",
     "data",
+    "feature_column",
     "lax",
     "nn",
     "summary",

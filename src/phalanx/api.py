@@ -7,6 +7,7 @@ from phalanx import coordinator
 from phalanx import data
 from phalanx import errors
 from phalanx import experimental
+from phalanx import feature_column
 from phalanx import lax
 from phalanx import nn
 from phalanx import summary
@@ -97,6 +98,7 @@ __all__ = [
     "experimental",
     "experimental_set_strategy",
     "explain_sharding",
+    "feature_column",
     "fully_sharded",
     "function",
     "get_replica_context",

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns of combinations of categories: `crossed_column`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import keras
+import numpy as np
+from typing_extensions import override
+
+from phalanx.errors import InvalidArgumentError, arguments, shown
+from phalanx.feature_column.base import AbstractCategoricalColumn, AbstractHostColumn, Occurrences
+from phalanx.feature_column.categorical import HashedColumn
+from phalanx.feature_column.fingerprint import concatenated, fingerprint64
+from phalanx.feature_column.names import checked_buckets
+from phalanx.feature_column.raw import by_unique, categories_of, encoded, is_text
+from phalanx.feature_column.weighted import WeightedColumn
+
+_HASH_KEY = 0xDECAFCAFFE
+Key = str | AbstractCategoricalColumn
+
+
+@keras.saving.register_keras_serializable(package="phalanx")
+@dataclass(frozen=True)
+class CrossedColumn(AbstractHostColumn):
+    """Hashes of all combinations of the values of features and columns."""
+
+    crossed: tuple[Key, ...]
+    hash_bucket_size: int
+    hash_key: int
+
+    kind: ClassVar[str] = "crossed"
+
+    @property
+    @override
+    def name(self) -> str:
+        return "_X_".join(sorted(key if isinstance(key, str) else key.name for key in self._leaves()))
+
+    @property
+    @override
+    def keys(self) -> tuple[str, ...]:
+        columns = (key.inputs() for key in self._leaves() if not isinstance(key, str))
+        of_columns = (key for inputs in columns for one in inputs for key in one.keys)
+        return (*(key for key in self._leaves() if isinstance(key, str)), *of_columns)
+
+    @property
+    @override
+    def num_buckets(self) -> int:
+        return self.hash_bucket_size
+
+    @override
+    def occurrences(self, features: Mapping[str, Any]) -> Occurrences:
+        # TensorFlow crosses the ids of columns before raw features, and takes every raw value for present.
+        leaves = sorted(self._leaves(), key=lambda key: isinstance(key, str))
+        parts = [_part(key, features) for key in leaves]
+        batch = len(parts[0].values)
+        hashes, is_present = np.full((batch, 1), self.hash_key % 2**64, np.uint64), np.ones((batch, 1), bool)
+        for values, exists in parts:
+            hashes = concatenated(hashes[:, :, None], values[:, None, :]).reshape(batch, -1)
+            is_present = (is_present[:, :, None] & exists[:, None, :]).reshape(batch, -1)
+        return Occurrences((hashes % self.hash_bucket_size).astype(np.int64), is_present)
+
+    def _leaves(self) -> Iterator[Key]:
+        for key in self.crossed:
+            if isinstance(key, CrossedColumn):
+                yield from key._leaves()
+            else:
+                yield key
+
+
+def _part(key: Key, features: Mapping[str, Any]) -> Occurrences:
+    """Returns what is hashed: fingerprints of strings, and integers and ids themselves."""
+    if not isinstance(key, str):
+        ids, is_present = key.occurrences(features)
+        return Occurrences(ids.view(np.uint64), is_present)
+    values = categories_of(features, key, None)
+    integers = by_unique(values, _fingerprints) if is_text(values) else values
+    return Occurrences(integers.view(np.uint64), np.ones(values.shape, bool))
+
+
+def _fingerprints(words: list[str]) -> Sequence[int]:
+    return cast(Sequence[int], fingerprint64([encoded(word) for word in words]).view(np.int64).tolist())
+
+
+def crossed_column(keys: Sequence[Key], hash_bucket_size: int, hash_key: int | None = None) -> CrossedColumn:
+    """Returns a column of hashes of all combinations of categories. May be called in any context.
+
+    The hashes are TensorFlow's.
+
+    Args:
+      keys: names of features of strings or integers, and categorical columns, two or more.
+      hash_bucket_size: number of ids.
+      hash_key: integer that is hashed first. None for the one that TensorFlow uses.
+
+    Raises:
+      InvalidArgumentError: there are fewer than two keys, or one is a hashed or weighted column or none at all, or
+        `hash_bucket_size` is not positive.
+
+    Source: tf.feature_column.crossed_column.
+
+    Example:
+      >>> from phalanx import feature_column
+      >>> cross = feature_column.crossed_column(["town", "size"], 5)
+      >>> layer = feature_column.DenseFeatures([feature_column.indicator_column(cross)])
+      >>> layer({"town": ["Cherbourg"], "size": ["small"]}).shape
+      (1, 5)
+    """
+    hint = f"crossed_column(['town', 'size'], {shown(hash_bucket_size)})"
+    if not isinstance(keys, (list, tuple)) or len(keys) < 2:
+        raise InvalidArgumentError(f"keys={shown(keys)}", "must be a list of two keys or more.", hint)
+    for key in keys:
+        if isinstance(key, HashedColumn):
+            raise InvalidArgumentError(
+                f"a cross of {shown(key)}",
+                "hashes of hashes would collide.",
+                f"crossed_column([{key.key!r}, ...], ...)",
+            )
+        if not isinstance(key, (str, AbstractCategoricalColumn)) or isinstance(key, WeightedColumn):
+            raise InvalidArgumentError(
+                f"a cross of {shown(key)}",
+                "must be the name of a feature, or a categorical column without weights.",
+                hint,
+            )
+    size = checked_buckets("hash_bucket_size", hash_bucket_size)
+    if hash_key is not None:
+        hash_key = arguments.integer("hash_key", hash_key, least=0, most=2**64 - 1, kind="an integer below 2**64")
+    return CrossedColumn(tuple(keys), size, _HASH_KEY if hash_key is None else hash_key)

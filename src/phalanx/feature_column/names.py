@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the names, dtypes and columns that the builders of columns take."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import InvalidArgumentError, arguments, shown
+from phalanx.feature_column.base import AbstractCategoricalColumn, AbstractColumn
+from phalanx.feature_column.raw import INTEGER, TEXT
+
+_COMBINERS = ("mean", "sqrtn", "sum")
+
+
+def checked_key(key: object, name: str = "key") -> str:
+    """Returns the name of a feature.
+
+    Raises:
+      InvalidArgumentError: it is not a string.
+    """
+    if not isinstance(key, str):
+        raise InvalidArgumentError(f"{name}={shown(key)}", "must be the name of a feature.", f'{name}="age"')
+    return key
+
+
+def checked_buckets(name: str, value: object, least: int = 1) -> int:
+    """Returns a number of ids, which are int32.
+
+    Raises:
+      InvalidArgumentError: it is not an integer, or out of range.
+    """
+    kind = f"an integer from {least} to 2**31 - 1"
+    return arguments.integer(name, value, least=least, most=2**31 - 1, kind=kind, hint=f"{name}=100")
+
+
+def dtype_name(dtype: Any) -> str:
+    """Returns the name of a dtype of NumPy, or of another library: "float32", "int64", "string".
+
+    Raises:
+      InvalidArgumentError: it is not a dtype.
+    """
+    try:
+        kind = np.dtype(getattr(dtype, "name", dtype) if not isinstance(dtype, (np.dtype, type)) else dtype)
+    except TypeError as e:
+        if dtype == TEXT or getattr(dtype, "name", None) == TEXT:
+            return "str"
+        raise InvalidArgumentError(f"dtype={shown(dtype)}", "is not a dtype.", 'dtype="float32"') from e
+    return "str" if kind.kind in "OSTU" else kind.name
+
+
+def kind_of(dtype: Any, key: str) -> str:
+    """Returns `INTEGER` or `TEXT`.
+
+    Raises:
+      InvalidArgumentError: the dtype is another one.
+    """
+    kind = np.dtype(dtype_name(dtype)).kind
+    if kind not in "iuU":
+        raise InvalidArgumentError(
+            f"dtype={shown(dtype)} of the column of {key!r}", "must be a string or an integer.", 'dtype="int64"'
+        )
+    return TEXT if kind == "U" else INTEGER
+
+
+def checked_combiner(combiner: object, name: str = "combiner") -> str:
+    """Returns the name of a combiner.
+
+    Raises:
+      InvalidArgumentError: there is no such combiner.
+    """
+    if combiner not in _COMBINERS:
+        raise InvalidArgumentError(f"{name}={shown(combiner)}", 'must be "mean", "sqrtn" or "sum".', f'{name}="mean"')
+    return str(combiner)
+
+
+def checked_categorical(column: object) -> AbstractCategoricalColumn:
+    """Returns a categorical column.
+
+    Raises:
+      InvalidArgumentError: it is not one.
+    """
+    if not isinstance(column, AbstractCategoricalColumn):
+        raise InvalidArgumentError(
+            f"categorical_column={shown(column)}",
+            "must be a categorical column.",
+            'categorical_column_with_vocabulary_list("size", ["small", "large"])',
+        )
+    return column
+
+
+def checked_columns(columns: object) -> list[AbstractColumn]:
+    """Returns columns as a list.
+
+    Args:
+      columns: a column, or an iterable of columns.
+
+    Raises:
+      InvalidArgumentError: an item is not a column, or there is none.
+    """
+    hint = 'feature_columns=[phalanx.feature_column.numeric_column("age")]'
+    if isinstance(columns, AbstractColumn):
+        return [columns]
+    if isinstance(columns, (str, bytes, dict)) or not isinstance(columns, Iterable):
+        raise InvalidArgumentError(f"feature_columns={shown(columns)}", "must be a list of columns.", hint)
+    found = list(columns)
+    wrong = [column for column in found if not isinstance(column, AbstractColumn)]
+    if wrong or not found:
+        item = shown(wrong[0]) if wrong else "[]"
+        raise InvalidArgumentError(f"feature_columns with {item}", "must be a list of columns, not empty.", hint)
+    return found
+
+
+def sorted_columns(columns: object) -> list[AbstractColumn]:
+    """Returns columns in the order of their names.
+
+    Raises:
+      InvalidArgumentError: an item is not a column, there is none, or two have one name.
+    """
+    found = sorted(checked_columns(columns), key=lambda column: column.name)
+    for one, other in zip(found, found[1:], strict=False):
+        if one.name == other.name:
+            raise InvalidArgumentError(
+                f"two columns with the name {one.name!r}",
+                "the names of columns must differ.",
+                "one of them, or a copy of the feature with another name",
+            )
+    return found

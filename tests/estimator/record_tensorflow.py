@@ -1,0 +1,57 @@
+"""Records what tensorflow-estimator 2.15 really does, for the tests that compare Phalanx with it.
+
+It runs only in an environment of its own, with Python 3.11, which the tests do not need:
+
+    python3.11 -m venv tf215
+    tf215/bin/pip install tensorflow-cpu==2.15.1 tensorflow-estimator==2.15.0
+    tf215/bin/python tests/estimator/record_tensorflow.py              # every item
+    tf215/bin/python tests/estimator/record_tensorflow.py dnn hooks    # these items; the others stay as they are
+
+It writes `recorded_columns.json` and `recorded.json`, beside it. Each says in "about" what its entries are.
+"""
+
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+ITEMS = {"columns": "recorded_columns.json"}
+VERSIONS = {"tensorflow-estimator": "2.15.0", "keras": "2.15.0"}
+
+
+def main(items):
+    """Records the items, each in the file in which it belongs."""
+    os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "TF_ENABLE_ONEDNN_OPTS": "0"}
+    versions = {name: importlib.metadata.version(name) for name in VERSIONS}
+    if versions != VERSIONS:
+        raise SystemExit(f"This records {VERSIONS}, and here are {versions}.")
+    for item in items or ITEMS:
+        recorder = importlib.import_module(f"recorders.{item}")
+        save(item, recorder.record())
+        print("recorded", item)
+
+
+def save(item, record):
+    """Replaces the entry of an item in its file; a column file has just this one item."""
+    path = FOLDER / ITEMS[item]
+    if item == "columns":
+        path.write_text(lines(record) + "\n", encoding="utf-8")
+        return
+    records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    known = records | {item: record}
+    path.write_text(lines({name: known[name] for name in ITEMS if name in known}) + "\n", encoding="utf-8")
+
+
+def lines(record, depth=2):
+    """Returns JSON whose first levels have a line per entry."""
+    if depth == 0 or not isinstance(record, dict) or not record:
+        return json.dumps(record, separators=(",", ":"), ensure_ascii=False)
+    entries = (f"{json.dumps(name, ensure_ascii=False)}: {lines(item, depth - 1)}" for name, item in record.items())
+    return "{\n" + ",\n".join(entries) + "\n}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
