@@ -76,9 +76,12 @@ def run(folder, source, *words, **variables):
     hidden = ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS", "TF_CONFIG")
     environment = {k: v for k, v in os.environ.items() if k not in hidden} | variables
     command = [str(script) if word == "SCRIPT" else word for word in words]
-    return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    try:
+        return subprocess.run(
+            [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"{late}\n{(late.stdout or b'').decode()}\n{(late.stderr or b'').decode()}")
 
 
 def launch(folder, mode):
