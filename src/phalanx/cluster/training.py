@@ -14,7 +14,7 @@ def has_ended() -> bool | None:
     Look for new checkpoints after this call, not before, because the last checkpoint is written before the end.
 
     Returns:
-      None if nothing tells this process: it is not an evaluator of `phalanx run`.
+      None if it is unknown: this process is not an evaluator of `phalanx run`.
 
     Example:
       >>> print(has_ended())

@@ -113,7 +113,8 @@ class SidecarEvaluator:
             # A file that changed since the last look may still be incomplete, so wait until it stays the same.
             if newest is None or newest != before or newest == done or (step := self._load(newest[1])) is None:
                 if has_ended and newest == before:
-                    _log.info("SidecarEvaluator: the training has ended; evaluated last: %s", done and done[1])
+                    if newest not in (None, done):
+                        _log.warning("SidecarEvaluator: the training has ended, but %s cannot be read", newest)
                     break
                 if self._timeout_s is not None and time.monotonic() - since > self._timeout_s:
                     _log.info("SidecarEvaluator: no new checkpoint in %s for %s s", self._dir, self._timeout_s)

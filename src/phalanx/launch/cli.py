@@ -2,6 +2,7 @@
 """The command line: `phalanx run`, `phalanx cluster`, `phalanx doctor`, `phalanx env` and `phalanx checkpoint`."""
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,8 +20,9 @@ except ImportError as e:
 
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.environment import resolver_of_environment
-from phalanx.cluster.spec import ClusterSpec, Task, leader
-from phalanx.errors import PhalanxError
+from phalanx.cluster.spec import ClusterSpec, Task, is_unlisted, leader
+from phalanx.errors import InvalidArgumentError, PhalanxError
+from phalanx.launch.evaluator import Patience
 from phalanx.launch.plan import Machine, Request, free_ports, plan
 from phalanx.launch.supervise import run_group
 from phalanx.launch.templates import TEMPLATES
@@ -62,11 +64,19 @@ def main() -> None:
 @main.command(context_settings={"allow_interspersed_args": False})
 @click.option("--workers", default=1, show_default=True, help="Number of processes.")
 @click.option("--devices-per-worker", type=int, help="Devices per process.  [default: 1; its share of the GPUs]")
+@click.option("--evaluator", is_flag=True, help="Start one more process, which evaluates what the workers save.")
 @click.option(
     "--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="How often to restart after a failure."
 )
 @click.option(
     "--grace-seconds", type=click.FloatRange(0), default=5.0, show_default=True, help="Time from SIGTERM to SIGKILL."
+)
+@click.option(
+    "--evaluator-grace-seconds",
+    type=click.FloatRange(0),
+    default=600.0,
+    show_default=True,
+    help="Time that the evaluator has to finish after the workers.",
 )
 @click.option("-m", "is_module", is_flag=True, help="Treat SCRIPT as the name of a module, like `python -m`.")
 @click.option(
@@ -74,15 +84,21 @@ def main() -> None:
 )
 @click.argument("target", metavar="SCRIPT")
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
-def run(max_restarts: int, grace_seconds: float, template: str | None, **asked: Any) -> None:
+def run(
+    max_restarts: int, grace_seconds: float, evaluator_grace_seconds: float, template: str | None, **asked: Any
+) -> None:
     """Runs SCRIPT in every worker of a cluster on this machine, and stops all workers as soon as one fails.
 
     Each worker gets TF_CONFIG, its devices and its share of the cores. The exit code is 0 if all workers succeed,
     otherwise that of the first worker that failed.
+
+    With --evaluator, one more process runs SCRIPT as task 0 of the job `evaluator`, with one device. If it fails, it
+    starts again alone, up to 10 times. If it has failed for good and all workers succeed, the exit code is its own.
     """
     with _errors_told():
         request = Request(**asked)
         if template:
+            _require_no_evaluator(request, template)
             click.echo(TEMPLATES[template](request, max_restarts), nl=False)
             return
         request.check_script()
@@ -91,6 +107,7 @@ def run(max_restarts: int, grace_seconds: float, template: str | None, **asked: 
             lambda restart: plan(request, machine, os.environ, free_ports(request.workers), restart=restart),
             max_restarts=max_restarts,
             grace_s=grace_seconds,
+            patience=Patience(evaluator_grace_seconds),
             say=lambda text: click.echo(text, err=True),
         )
     sys.exit(outcome.exit_code)
@@ -179,6 +196,15 @@ def export(path: str, output: str, name: str) -> None:
     sys.exit(_child(_CHECKPOINTS, ["export", path, output, name]))
 
 
+def _require_no_evaluator(request: Request, template: str) -> None:
+    if request.evaluator:
+        raise InvalidArgumentError(
+            f"--evaluator with --print {template}",
+            "the template starts only the processes that train. An evaluator is a job of its own.",
+            f"""TF_CONFIG='{{"task": {{"type": "evaluator", "index": 0}}}}' {shlex.join(request.command("python"))}""",
+        )
+
+
 def _child(module: str, arguments: Sequence[str]) -> int:
     """Runs a module in a child process, because the launcher does not import JAX. Returns its exit code."""
     return subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode
@@ -194,4 +220,6 @@ def _show(resolver: ClusterResolver, spec: ClusterSpec) -> None:
         notes = [("chief", task == chief), ("this process", (task.type, task.index) == own)]
         said = ", ".join(note for note, is_so in notes if is_so)
         table.add_row(task.type, str(task.index), spec.task_address(task.type, task.index), said)
+    if resolver.task_type == "evaluator" and is_unlisted(spec, Task("evaluator", 0)):
+        table.add_row("evaluator", str(resolver.task_id), "", "this process")
     Console().print(table)

@@ -60,8 +60,9 @@ class Outcome:
     """The end of a group of processes.
 
     Args:
-      endings: the endings of all processes, by rank.
+      endings: the endings of all processes that train, by rank.
       signal: the signal that ended the launcher, or None.
+      evaluator: the last ending of the evaluator, if there is one.
 
     Example:
       >>> outcome = Outcome((Ending("worker 0", -15, 1.3, is_told=True), Ending("worker 1", -9, 1.2)))
@@ -71,6 +72,7 @@ class Outcome:
 
     endings: tuple[Ending, ...]
     signal: int | None = None
+    evaluator: Ending | None = None
 
     @property
     def first_failure(self) -> Ending | None:
@@ -90,12 +92,20 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the launcher: 0 if all processes succeeded, otherwise that of the first failure, as in a shell."""
+        """The exit code of the launcher: 0 if all processes succeeded, otherwise that of the first failure, as in a shell.
+
+        That of the evaluator counts only if the training has succeeded.
+        """
         if self.signal is not None:
             return 128 + self.signal
-        if self.first_failure is None:
+        if (failure := self.first_failure or self.failed_evaluator) is None:
             return 0
-        return self.first_failure.code if self.first_failure.code > 0 else 128 - self.first_failure.code
+        return failure.code if failure.code > 0 else 128 - failure.code
+
+    @property
+    def failed_evaluator(self) -> Ending | None:
+        """The evaluator, if it has failed for good."""
+        return self.evaluator if self.evaluator and self.evaluator.is_failure else None
 
 
 def report(outcome: Outcome) -> str:
@@ -103,12 +113,12 @@ def report(outcome: Outcome) -> str:
     culprit, verdict = outcome.culprit, outcome.verdict
     lines = [f"The cluster could not go on: {verdict['text']}"] if verdict else []
     if culprit:
-        how = _became(culprit) if verdict else f"failed first: it {in_words(culprit.code)}"
+        how = became(culprit) if verdict else f"failed first: it {in_words(culprit.code)}"
         lines += [f"{culprit.name} {how}, {culprit.after_s:.1f} s after the start.", *_words_of(culprit)]
     if outcome.signal is not None:
         lines.append(f"The launcher was ended by {signal_name(outcome.signal)}.")
     if lines:
-        lines += [f"  {e.name} {_became(e)}" for e in outcome.endings if e is not culprit]
+        lines += [f"  {e.name} {became(e)}" for e in outcome.endings if e is not culprit]
     return "\n".join(lines)
 
 
@@ -121,6 +131,16 @@ def in_words(code: int) -> str:
     """
     words = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
     return f"{words} ({_REASONS[code]})" if code in _REASONS else words
+
+
+def became(ending: Ending) -> str:
+    """Returns how a process ended, and whether the launcher had told it to."""
+    stood = "stood still (SIGSTOP) and " if ending.is_stopped else ""
+    # A worker whose `finally` blocks ran after SIGTERM exits with 143.
+    code = -signal.SIGTERM if ending.code == 128 + signal.SIGTERM else ending.code
+    if ending.is_told and code in (-signal.SIGTERM, -signal.SIGKILL):
+        return f"{stood}was ended by the launcher ({signal_name(-code)})"
+    return f"{stood}{in_words(ending.code)}" + (" after it was told to end" if ending.is_told else "")
 
 
 def signal_name(number: int) -> str:
@@ -150,15 +170,6 @@ def _words_of(ending: Ending) -> list[str]:
 
 def _quoted(title: str, lines: list[str]) -> list[str]:
     return [title, *(f"  | {line}" for line in lines)] if lines else []
-
-
-def _became(ending: Ending) -> str:
-    stood = "stood still (SIGSTOP) and " if ending.is_stopped else ""
-    # A worker whose `finally` blocks ran after SIGTERM exits with 143.
-    code = -signal.SIGTERM if ending.code == 128 + signal.SIGTERM else ending.code
-    if ending.is_told and code in (-signal.SIGTERM, -signal.SIGKILL):
-        return f"{stood}was ended by the launcher ({signal_name(-code)})"
-    return f"{stood}{in_words(ending.code)}" + (" after it was told to end" if ending.is_told else "")
 
 
 def _start_of_stack(texts: list[str]) -> int | None:

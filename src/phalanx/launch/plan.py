@@ -15,6 +15,8 @@ from phalanx.errors import InvalidArgumentError
 
 LOOPBACK = "127.0.0.1"
 JOB = "worker"
+EVALUATOR = Task("evaluator", 0)
+"""The process that does not train, and evaluates what the others save."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Request:
       is_module: whether `target` is a module, as after `python -m`.
       workers: number of processes.
       devices_per_worker: number of devices per process. With None, the machine and the environment decide.
+      evaluator: whether to start an evaluator beside the workers.
 
     Raises:
       InvalidArgumentError: there is less than one worker, or less than one device per worker.
@@ -41,6 +44,7 @@ class Request:
     is_module: bool = False
     workers: int = 1
     devices_per_worker: int | None = None
+    evaluator: bool = False
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -51,6 +55,11 @@ class Request:
                 "a worker must have at least one device.",
                 "--devices-per-worker 1",
             )
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that share the cores."""
+        return self.workers + self.evaluator
 
     def command(self, python: str) -> tuple[str, ...]:
         """Returns the command line that runs the script."""
@@ -98,13 +107,11 @@ class ProcessSpec:
     """One process to start.
 
     Args:
-      rank: rank of the process, from 0.
       task: its task in the cluster.
       argv: its command line.
       environment: its complete environment.
     """
 
-    rank: int
     task: Task
     argv: tuple[str, ...]
     environment: Mapping[str, str]
@@ -118,9 +125,10 @@ class ProcessSpec:
 def plan(
     request: Request, machine: Machine, environment: Mapping[str, str], ports: Sequence[int], *, restart: int = 0
 ) -> list[ProcessSpec]:
-    """Returns the processes to start.
+    """Returns the processes to start: the workers and, if the request has one, the evaluator.
 
-    Variables in `environment` win, except for TF_CONFIG, PHALANX_RESTART and the share of the GPUs.
+    Variables in `environment` win, except for TF_CONFIG, PHALANX_RESTART and the share of the GPUs. The evaluator has one
+    device, whatever the environment says. It is no member of the cluster, but TF_CONFIG tells it the addresses of the workers.
 
     Args:
       request: the script to run and the number of processes.
@@ -141,12 +149,14 @@ def plan(
     """
     spec = ClusterSpec({JOB: [f"{LOOPBACK}:{port}" for port in ports]})
     devices = _device_settings(request, machine, environment)
+    settings = [({**own, **environment, **_gpus_of(own)}, Task(JOB, rank)) for rank, own in enumerate(devices)]
+    if request.evaluator:
+        settings.append((_evaluator_settings(request, machine, environment), EVALUATOR))
     processes = []
-    for rank in range(request.workers):
-        task = Task(JOB, rank)
+    for own, task in settings:
         cluster = {"TF_CONFIG": tf_config(spec, task), "PHALANX_RESTART": str(restart)}
-        variables = {**_readable_output(), **devices[rank], **environment, **_gpus_of(devices[rank]), **cluster}
-        processes.append(ProcessSpec(rank, task, request.command(sys.executable), variables))
+        variables = {**_readable_output(), **own, **cluster}
+        processes.append(ProcessSpec(task, request.command(sys.executable), variables))
     return processes
 
 
@@ -181,8 +191,18 @@ def _device_settings(request: Request, machine: Machine, environment: Mapping[st
     if machine.gpus:
         return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in _shares_of_gpus(request, machine.gpus)]
     devices = _cpu_devices(request, environment)
-    threads = thread_pool(devices, machine.cores, request.workers)
+    threads = thread_pool(devices, machine.cores, request.processes)
     return [{"PHALANX_CPU_DEVICES": str(devices), "NPROC": str(threads)}] * request.workers
+
+
+def _evaluator_settings(request: Request, machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of the evaluator: one GPU that no worker has, or else one CPU device."""
+    shares = _shares_of_gpus(request, machine.gpus) if machine.gpus else []
+    if left := machine.gpus[sum(map(len, shares)) :]:
+        return {**environment, "CUDA_VISIBLE_DEVICES": left[0]}
+    threads = thread_pool(1, machine.cores, request.processes)
+    no_gpu = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""} if machine.gpus else {}
+    return {"NPROC": str(threads), **environment, **no_gpu, "PHALANX_CPU_DEVICES": "1"}
 
 
 def _gpus_of(settings: dict[str, str]) -> dict[str, str]:

@@ -155,6 +155,8 @@ def test_nobody_leads_parameter_servers_alone():
         ({"master": ["a:1"]}, None, 'HINT: "chief": '),
         (DENSE, Task("trainer", 0), "job 'trainer': the roles are"),
         ({"chief": ["a:1", "b:1"]}, None, "2 tasks of job 'chief': a cluster has at most one"),
+        (DENSE, Task("evaluator", 1), "task evaluator:1: a cluster has at most one evaluator"),
+        ({"evaluator": ["a:1"]}, Task("evaluator", 1), "task evaluator:1: the indices of 'evaluator' are 0"),
         ({"evaluator": ["a:1", "b:1"]}, None, "2 tasks of job 'evaluator': a cluster has at most one"),
         (DENSE, Task("chief", 0), "task chief:0: the cluster has the jobs ps, worker"),
         ({}, Task("worker", 0), "task worker:0: the cluster is empty"),

@@ -7,6 +7,7 @@ import pytest
 from twins import FIT, X, Y, alone, compiled, mlp, replicas, same, under
 
 import phalanx
+from phalanx.cluster import training
 from phalanx.errors import InputError, InvalidArgumentError
 
 pytestmark = pytest.mark.slow
@@ -126,6 +127,38 @@ def test_follows_a_training_program(evaluator, tmp_path):
     assert not thread.is_alive()
     assert results[-1]["step"] == 3 * STEPS
     same(results[-1]["loss"], model.evaluate(X, Y, verbose=0)[0])
+
+
+def test_ends_with_the_training(evaluator, tmp_path, monkeypatch):
+    """It evaluates what is saved before the launcher tells the end, and does not wait for more."""
+    path = tmp_path / "training.ended"
+    monkeypatch.setenv(training.ENDED, str(path))
+    model = alone(ACCURATE)
+    save = saving(tmp_path / "saved" / "model-{epoch}.keras")
+
+    class Trains(keras.callbacks.Callback):
+        def on_test_end(self, logs=None):
+            if not path.exists():
+                model.fit(X, Y, **FIT, initial_epoch=1, epochs=2, callbacks=[save])
+                training.note_end(path, "succeeded")
+
+    model.fit(X, Y, **FIT, callbacks=[save])
+    results = evaluator(timeout_s=None, callbacks=[Trains()]).start()
+    assert [result["step"] for result in results] == [STEPS, 2 * STEPS]
+    same(results[-1]["loss"], model.evaluate(X, Y, verbose=0)[0])
+
+
+@pytest.mark.parametrize(("data", "warnings"), [(None, 0), (b"PK\x03\x04", 1)], ids=["no file", "half a file"])
+def test_training_that_ends_without_a_checkpoint(evaluator, tmp_path, monkeypatch, caplog, data, warnings):
+    """Nothing is waited for; a last checkpoint that cannot be read is a warning."""
+    monkeypatch.setenv(training.ENDED, str(tmp_path / "training.ended"))
+    training.note_end(tmp_path / "training.ended", "failed")
+    if data:
+        (tmp_path / "saved").mkdir()
+        (tmp_path / "saved" / "model-1.keras").write_bytes(data)
+    with caplog.at_level("WARNING"):
+        assert evaluator(timeout_s=None).start() == []
+    assert caplog.text.count("the training has ended, but") == caplog.text.count("model-1.keras") == warnings
 
 
 def test_stops_at_a_step(evaluator, tmp_path):

@@ -23,7 +23,7 @@ _PRELUDE = """\
 import json, os, signal, socket, subprocess, sys, time
 from pathlib import Path
 here = Path(__file__).parent
-rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+job, rank = json.loads(os.environ["TF_CONFIG"])["task"].values()
 addresses = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
 restart = int(os.environ["PHALANX_RESTART"])
 def wait_for(name):
@@ -40,9 +40,9 @@ class Launched:
     outcome: Outcome
     reports: list[str] = field(default_factory=list)
 
-    def lines_of(self, rank: int) -> list[str]:
-        """What one worker has printed."""
-        prefix = f"[worker {rank}] "
+    def lines_of(self, rank: int, job: str = "worker") -> list[str]:
+        """What one worker has printed, or the task of another job."""
+        prefix = f"[{job} {rank}] "
         lines = self.output.decode().splitlines()
         return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
 
@@ -54,19 +54,26 @@ class Launch:
         self.folder, self.environment = folder, environment
 
     def script(self, source: str) -> str:
-        """Writes a script; it knows its `rank`, `restart`, `addresses`, and may `wait_for` a file `here`."""
+        """Writes a script; it knows its `job`, `rank`, `restart`, `addresses`, and may `wait_for` a file `here`."""
         path = self.folder / "script.py"
         path.write_text(_PRELUDE + source)
         return str(path)
 
-    def __call__(self, source: str, *, workers: int = 2, sink: Sink | None = None, **options: object) -> Launched:
-        """Runs a script as so many workers."""
-        request, reports = Request(self.script(source), workers=workers), []
+    def __call__(
+        self, source: str, *, workers: int = 2, evaluator: bool = False, sink: Sink | None = None, **options: object
+    ) -> Launched:
+        """Runs a script as so many workers, and an evaluator if asked. After its first report there is the file `said1`."""
+        request, reports = Request(self.script(source), workers=workers, evaluator=evaluator), []
+
+        def say(text: str) -> None:
+            reports.append(text)
+            (self.folder / f"said{len(reports)}").touch()
+
         with (self.folder / "output").open("wb+") as file:
             outcome = run_group(
                 lambda n: plan(request, Machine(cores=2), self.environment, free_ports(workers), restart=n),
                 sink=sink or Sink(file.fileno()),
-                say=reports.append,
+                say=say,
                 **options,
             )
             file.seek(0)

@@ -196,6 +196,7 @@ def test_script_that_is_not_there():
         (["--workers", "two", "train.py"], "'two' is not a valid integer"),
         (["--max-restarts", "-1", "train.py"], "-1 is not in the range x>=0"),
         (["--grace-seconds", "-1", "train.py"], "-1.0 is not in the range x>=0"),
+        (["--evaluator-grace-seconds", "-1", "train.py"], "-1.0 is not in the range x>=0"),
         (["--print", "mesos", "train.py"], "'mesos' is not one of 'slurm', 'kubernetes'"),
         (["--wrokers", "2", "train.py"], "No such option"),
         ([], "Missing argument 'SCRIPT'"),
@@ -223,6 +224,67 @@ def test_print_writes_template_without_running(scheduler, start):
     assert done.exit_code == 0
     assert done.stdout.startswith(start)
     assert "no.py" in done.stdout
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
+def test_template_with_an_evaluator_is_refused(scheduler):
+    """The evaluator is a job of its own, which the message writes."""
+    done = invoke("run", "--workers", "2", "--evaluator", "--print", scheduler, "train.py", "--lr", "1")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"phalanx: --evaluator with --print {scheduler}: the template starts only the processes that train. "
+        "An evaluator is a job of its own.\n"
+        """HINT: TF_CONFIG='{"task": {"type": "evaluator", "index": 0}}' python train.py --lr 1\n"""
+    )
+
+
+def test_run_with_an_evaluator(phalanx, launch):
+    """One more process has the prefix and the task of an evaluator, and a limited time after the workers."""
+    script = launch.script(
+        "print(job, rank, len(addresses))\n(here / job).touch()\nwait_for('evaluator')\n"
+        "if job == 'evaluator':\n    time.sleep(300)"
+    )
+    done = phalanx("run", "--workers", "2", "--evaluator", "--evaluator-grace-seconds", "0.2", script)
+    assert done.returncode == 0
+    wanted = ["[evaluator 0] evaluator 0 2", "[worker 0] worker 0 2", "[worker 1] worker 1 2"]
+    assert sorted(done.stdout.splitlines()) == wanted
+    assert done.stderr.splitlines() == [
+        "The workers have ended. evaluator 0 has 0.2 s to finish.",
+        "evaluator 0 has not finished after 0.2 s.",
+        "evaluator 0 was ended by the launcher (SIGTERM).",
+    ]
+
+
+@pytest.mark.parametrize(("listed", "row"), [(True, ["evaluator", "0", "e:1"]), (False, ["evaluator", "0", ""])])
+def test_cluster_shows_its_evaluator(listed, row):
+    """The evaluator is this process, with an address or without, and worker 0 is the chief."""
+    cluster = {"worker": ["a:1", "b:1"], **({"evaluator": ["e:1"]} if listed else {})}
+    done = invoke("cluster", TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}}))
+    assert done.exit_code == 0
+    rows = [[cell.strip() for cell in re.split("[│|]", line)[1:-1]] for line in done.stdout.splitlines()]
+    assert [*row, "this process"] in rows
+    assert ["worker", "0", "a:1", "chief"] in rows
+
+
+def test_cluster_with_two_evaluators():
+    """A second evaluator is an error, wherever it is counted."""
+    for cluster, index in [({"worker": ["a:1"]}, 1), ({"worker": ["a:1"], "evaluator": ["e:1", "f:1"]}, 0)]:
+        task = {"type": "evaluator", "index": index}
+        done = invoke("cluster", TF_CONFIG=json.dumps({"cluster": cluster, "task": task}))
+        assert done.exit_code == 2
+        assert re.search(r"^phalanx: .* a cluster has at most one.*\nHINT: ", done.stderr)
+
+
+def test_doctor_of_an_evaluator(phalanx, environment, tmp_path):
+    """It checks its own device and folder, waits for no worker, and takes no worker's port."""
+    with socket.create_server(("127.0.0.1", 0)) as worker:
+        addresses = [f"127.0.0.1:{worker.getsockname()[1]}", "127.0.0.1:1"]
+        config = {"cluster": {"worker": addresses}, "task": {"type": "evaluator", "index": 0}}
+        done = phalanx("doctor", "--shared", str(tmp_path), env={**environment, "TF_CONFIG": json.dumps(config)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = ["roll call", "all-reduce", "versions", "clocks", "shared folder"]
+    assert re.findall(r"^PASS (.*?):", done.stdout, re.M) == names
+    assert done.stdout.startswith("PASS roll call: this is an evaluator, which joins nobody.\n")
 
 
 def test_cluster_lists_tasks_and_chief():

@@ -29,7 +29,7 @@ def test_ranks_and_tasks():
     processes = plan(Request("train.py", workers=3), Machine(8), {}, PORTS[:3])
     addresses = ["127.0.0.1:4001", "127.0.0.1:4002", "127.0.0.1:4003"]
     for rank, process in enumerate(processes):
-        assert (process.rank, process.name) == (rank, f"worker {rank}")
+        assert process.name == f"worker {rank}"
         assert json.loads(process.environment["TF_CONFIG"]) == {
             "cluster": {"worker": addresses},
             "task": {"type": "worker", "index": rank},
@@ -96,6 +96,47 @@ def test_shares_of_gpus(gpus, workers, devices, shares):
     found = environments({"CUDA_VISIBLE_DEVICES": ",".join(gpus)}, workers=workers, devices=devices, gpus=tuple(gpus))
     assert [e["CUDA_VISIBLE_DEVICES"] for e in found] == shares
     assert not {"NPROC", "PHALANX_CPU_DEVICES"} & set(found[0])
+
+
+def evaluator_of(environment=None, **options):
+    """The environment of the planned evaluator, and those of two workers."""
+    machine = Machine(options.pop("cores", 9), options.pop("gpus", ()))
+    request = Request("train.py", ("--lr", "1"), workers=2, evaluator=True, **options)
+    *workers, evaluator = plan(request, machine, environment or {}, PORTS[:2], restart=3)
+    assert (evaluator.name, evaluator.argv) == ("evaluator 0", workers[0].argv)
+    return evaluator.environment, [worker.environment for worker in workers]
+
+
+def test_evaluator_sees_the_workers_and_is_none():
+    """The evaluator runs the same command; its task is outside the cluster of the workers, which do not know of it."""
+    evaluator, workers = evaluator_of()
+    cluster = {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}
+    assert json.loads(evaluator["TF_CONFIG"]) == {"cluster": cluster, "task": {"type": "evaluator", "index": 0}}
+    assert [json.loads(worker["TF_CONFIG"])["cluster"] for worker in workers] == [cluster] * 2
+    assert evaluator["PYTHONUNBUFFERED"] == "1"
+    assert evaluator["PHALANX_RESTART"] == "3"
+
+
+def test_evaluator_has_one_device_and_its_share_of_the_cores():
+    """Three processes share nine cores; with two devices per worker, the evaluator still has one."""
+    evaluator, workers = evaluator_of()
+    assert [(e["PHALANX_CPU_DEVICES"], e["NPROC"]) for e in (evaluator, *workers)] == [("1", "3")] * 3
+    for options in ({"devices_per_worker": 2}, {"environment": {"PHALANX_CPU_DEVICES": "2"}}):
+        evaluator, workers = evaluator_of(**options)
+        assert (evaluator["PHALANX_CPU_DEVICES"], evaluator["NPROC"]) == ("1", "3")
+        assert [worker["PHALANX_CPU_DEVICES"] for worker in workers] == ["2", "2"]
+    assert evaluator_of({"NPROC": "7", "HOME": "/x"})[0].items() >= {"NPROC": "7", "HOME": "/x"}.items()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "each", "own"), [("01", None, None), ("0123", 2, None), ("012", None, "2"), ("0123", 1, "2")]
+)
+def test_evaluator_takes_a_gpu_that_is_left(gpus, each, own):
+    """One GPU that no worker has, or none at all."""
+    evaluator, workers = evaluator_of({"JAX_PLATFORMS": "cuda"}, gpus=tuple(gpus), devices_per_worker=each)
+    found = (evaluator["CUDA_VISIBLE_DEVICES"], evaluator["JAX_PLATFORMS"], evaluator.get("PHALANX_CPU_DEVICES"))
+    assert found == ((own, "cuda", None) if own else ("", "cpu", "1"))
+    assert all(worker["JAX_PLATFORMS"] == "cuda" and worker["CUDA_VISIBLE_DEVICES"] for worker in workers)
 
 
 @pytest.mark.parametrize(

@@ -406,8 +406,8 @@ def test_command_that_cannot_be_started(environment, tmp_path, mode):
         command.write_text("")
         command.chmod(mode)
     specs = [
-        ProcessSpec(0, Task("worker", 0), (sys.executable, "-c", "import time; time.sleep(300)"), environment),
-        ProcessSpec(1, Task("worker", 1), (str(command), "--lr"), environment),
+        ProcessSpec(Task("worker", 0), (sys.executable, "-c", "import time; time.sleep(300)"), environment),
+        ProcessSpec(Task("worker", 1), (str(command), "--lr"), environment),
     ]
     with pytest.raises(StartupError, match=rf"the command of worker 1: {command} --lr: cannot be started: .*{command}"):
         run_group(lambda _: specs)

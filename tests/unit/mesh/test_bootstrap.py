@@ -9,7 +9,8 @@ import warnings
 import pytest
 
 import phalanx
-from phalanx.errors import SlipWarning
+from phalanx.cluster import watch
+from phalanx.errors import ClusterError, SlipWarning
 from phalanx.mesh import bootstrap
 
 pytestmark = pytest.mark.slow
@@ -30,6 +31,8 @@ def config(kind="worker", index=1, **jobs):
         (config(index=1), ""),
         (config(index=0, chief=["127.0.0.1:4003"]), ""),
         (config("chief", 0, chief=["127.0.0.1:4003"]), "a-1\n"),
+        (config("evaluator", 0), "a-1\n"),
+        (config("evaluator", 0, evaluator=["127.0.0.1:4003"]), "a-1\n"),
     ],
 )
 def test_print_on_chief_before_the_start(monkeypatch, capsys, tf_config, printed):
@@ -68,6 +71,25 @@ def test_strategy_of_one_process_that_is_meant(monkeypatch, tf_config):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+@pytest.mark.parametrize("jobs", [{}, {"evaluator": ["127.0.0.1:4003"]}], ids=["unlisted", "listed"])
+def test_evaluator_joins_nobody(monkeypatch, jobs):
+    """The strategy of several workers is local there: no worker is waited for, and it writes its own files."""
+    monkeypatch.setenv("TF_CONFIG", config("evaluator", 0, **jobs))
+    strategy = phalanx.MultiWorkerMirroredStrategy()
+    assert strategy.topology.num_workers == 1
+    assert strategy.extended.should_checkpoint
+    assert strategy.cluster_resolver.task_type == "evaluator"
+    assert watch.own() is None
+    assert bootstrap.is_this_chief()
+
+
+def test_second_evaluator_is_refused(monkeypatch):
+    """A cluster has one evaluator."""
+    monkeypatch.setenv("TF_CONFIG", config("evaluator", 1))
+    with pytest.raises(ClusterError, match="task evaluator:1: a cluster has at most one evaluator(.|\n)*HINT: "):
+        phalanx.MultiWorkerMirroredStrategy()
 
 
 def test_lines_of_gloo_are_left_out(capfd):

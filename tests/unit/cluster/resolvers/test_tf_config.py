@@ -71,6 +71,17 @@ def test_master_of_an_evaluator_alone():
     assert TFConfigClusterResolver(environ=environ).master() == ""
 
 
+@pytest.mark.parametrize(("evaluators", "master"), [([], ""), (["e:1"], "e:1")])
+def test_evaluator_of_a_cluster(evaluators, master):
+    """It knows its task and the addresses of the others; its own may be missing."""
+    cluster = {"worker": ["a:1", "b:1"], **({"evaluator": evaluators} if evaluators else {})}
+    text = json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}})
+    resolver = TFConfigClusterResolver(environ={"TF_CONFIG": text})
+    assert (resolver.task_type, resolver.task_id, resolver.master()) == ("evaluator", 0, master)
+    assert resolver.master("worker", 1) == "b:1"
+    assert resolver.cluster_spec().as_dict() == cluster
+
+
 @pytest.mark.parametrize("ask", ["cluster_spec", "master"])
 def test_malformed_tf_config(ask):
     """Every question ends in the error."""
