@@ -18,7 +18,14 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-ITEMS = {"columns": "recorded_columns.json"}
+ITEMS = {
+    "columns": "columns.record",
+    "data": "data.record",
+    "defaults": "premade.defaults",
+    "dnn": "premade.dnn",
+    "linear": "premade.linear_classifier",
+    "others": "premade.others",
+}
 VERSIONS = {"tensorflow-estimator": "2.15.0", "keras": "2.15.0"}
 
 
@@ -29,20 +36,20 @@ def main(items):
     if versions != VERSIONS:
         raise SystemExit(f"This records {VERSIONS}, and here are {versions}.")
     for item in items or ITEMS:
-        recorder = importlib.import_module(f"recorders.{item}")
-        save(item, recorder.record())
+        module, function = ITEMS[item].split(".")
+        save(item, getattr(importlib.import_module(f"recorders.{module}"), function)())
         print("recorded", item)
 
 
 def save(item, record):
-    """Replaces the entry of an item in its file; a column file has just this one item."""
-    path = FOLDER / ITEMS[item]
+    """Replaces the record of an item; columns have a file of their own."""
     if item == "columns":
-        path.write_text(lines(record) + "\n", encoding="utf-8")
+        (FOLDER / "recorded_columns.json").write_text(lines(record) + "\n", encoding="utf-8")
         return
+    path = FOLDER / "recorded.json"
     records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    known = records | {item: record}
-    path.write_text(lines({name: known[name] for name in ITEMS if name in known}) + "\n", encoding="utf-8")
+    records[item] = record
+    path.write_text(lines({name: records[name] for name in ITEMS if name in records}) + "\n", encoding="utf-8")
 
 
 def lines(record, depth=2):
