@@ -25,6 +25,7 @@ ITEMS = {
     "dnn": "premade.dnn",
     "linear": "premade.linear_classifier",
     "others": "premade.others",
+    "custom": "custom.record",
 }
 VERSIONS = {"tensorflow-estimator": "2.15.0", "keras": "2.15.0"}
 
@@ -35,10 +36,19 @@ def main(items):
     versions = {name: importlib.metadata.version(name) for name in VERSIONS}
     if versions != VERSIONS:
         raise SystemExit(f"This records {VERSIONS}, and here are {versions}.")
+    two_devices()
     for item in items or ITEMS:
         module, function = ITEMS[item].split(".")
         save(item, getattr(importlib.import_module(f"recorders.{module}"), function)())
         print("recorded", item)
+
+
+def two_devices():
+    """Splits the CPU into two logical devices, for strategies."""
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 
 
 def save(item, record):
