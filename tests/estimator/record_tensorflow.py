@@ -26,6 +26,9 @@ ITEMS = {
     "linear": "premade.linear_classifier",
     "others": "premade.others",
     "custom": "custom.record",
+    "semantics": "semantics.record",
+    "files": "files.record",
+    "train_and_evaluate": "evaluation.record",
 }
 VERSIONS = {"tensorflow-estimator": "2.15.0", "keras": "2.15.0"}
 

@@ -58,6 +58,11 @@ def message_of(error):
     """Returns the message of an exception without stack traces and without names of folders."""
     text = re.sub(r"^Graph execution error:.*?\nNode: '[^']*'\n", "", str(error), flags=re.DOTALL)
     text = re.sub(r"\n\t? *\[\[.*", "", text, flags=re.DOTALL)
+    return shortened(text)
+
+
+def shortened(text):
+    """Returns a text without the names of folders and without addresses."""
     return re.sub(r"0x[0-9a-f]{6,}", "ADDRESS", re.sub(r"/tmp/\w+", "FOLDER", text))
 
 
