@@ -18,7 +18,18 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-ITEMS = {"columns": "recorded_columns.json"}
+ITEMS = {
+    "columns": "columns.record",
+    "data": "data.record",
+    "defaults": "premade.defaults",
+    "dnn": "premade.dnn",
+    "linear": "premade.linear_classifier",
+    "others": "premade.others",
+    "custom": "custom.record",
+    "semantics": "semantics.record",
+    "files": "files.record",
+    "train_and_evaluate": "evaluation.record",
+}
 VERSIONS = {"tensorflow-estimator": "2.15.0", "keras": "2.15.0"}
 
 
@@ -28,21 +39,30 @@ def main(items):
     versions = {name: importlib.metadata.version(name) for name in VERSIONS}
     if versions != VERSIONS:
         raise SystemExit(f"This records {VERSIONS}, and here are {versions}.")
+    two_devices()
     for item in items or ITEMS:
-        recorder = importlib.import_module(f"recorders.{item}")
-        save(item, recorder.record())
+        module, function = ITEMS[item].split(".")
+        save(item, getattr(importlib.import_module(f"recorders.{module}"), function)())
         print("recorded", item)
 
 
+def two_devices():
+    """Splits the CPU into two logical devices, for strategies."""
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+
 def save(item, record):
-    """Replaces the entry of an item in its file; a column file has just this one item."""
-    path = FOLDER / ITEMS[item]
+    """Replaces the record of an item; columns have a file of their own."""
     if item == "columns":
-        path.write_text(lines(record) + "\n", encoding="utf-8")
+        (FOLDER / "recorded_columns.json").write_text(lines(record) + "\n", encoding="utf-8")
         return
+    path = FOLDER / "recorded.json"
     records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    known = records | {item: record}
-    path.write_text(lines({name: known[name] for name in ITEMS if name in known}) + "\n", encoding="utf-8")
+    records[item] = record
+    path.write_text(lines({name: records[name] for name in ITEMS if name in records}) + "\n", encoding="utf-8")
 
 
 def lines(record, depth=2):

@@ -21,7 +21,7 @@ def plain(value):
     if isinstance(value, tf.compat.v1.SparseTensorValue):
         return {"indices": plain(value.indices), "values": plain(value.values), "dense_shape": plain(value.dense_shape)}
     if isinstance(value, np.ndarray):
-        return [plain(item) for item in value]
+        return scalar(value[()]) if value.ndim == 0 else [plain(item) for item in value]
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return scalar(value)
@@ -58,7 +58,12 @@ def message_of(error):
     """Returns the message of an exception without stack traces and without names of folders."""
     text = re.sub(r"^Graph execution error:.*?\nNode: '[^']*'\n", "", str(error), flags=re.DOTALL)
     text = re.sub(r"\n\t? *\[\[.*", "", text, flags=re.DOTALL)
-    return re.sub(r"/tmp/\w+", "FOLDER", text)
+    return shortened(text)
+
+
+def shortened(text):
+    """Returns a text without the names of folders and without addresses."""
+    return re.sub(r"0x[0-9a-f]{6,}", "ADDRESS", re.sub(r"/tmp/\w+", "FOLDER", text))
 
 
 def outcome(action):
