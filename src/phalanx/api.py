@@ -6,6 +6,7 @@ from phalanx import cluster_resolver
 from phalanx import coordinator
 from phalanx import data
 from phalanx import errors
+from phalanx import estimator
 from phalanx import experimental
 from phalanx import feature_column
 from phalanx import lax
@@ -95,6 +96,7 @@ __all__ = [
     "data",
     "describe",
     "errors",
+    "estimator",
     "experimental",
     "experimental_set_strategy",
     "explain_sharding",

@@ -119,7 +119,9 @@ def test_replicas_without_rows_change_nothing(strategy, tmp_path):
     weights = [first.get_tensor(name) for name in NAMES]
     moments, size = [np.zeros_like(w) for w in weights], 8 * strategy.num_replicas_in_sync
     for start in range(0, 24, size):
-        _, weights, moments = by_hand(weights, moments, X[start : min(start + size, 24)], Y[start : min(start + size, 24)])
+        _, weights, moments = by_hand(
+            weights, moments, X[start : min(start + size, 24)], Y[start : min(start + size, 24)]
+        )
     for name, weight in zip(NAMES, weights, strict=True):
         np.testing.assert_allclose(model.get_variable_value(name), weight, rtol=1e-5, atol=1e-6, err_msg=name)
     found = model.evaluate(lambda: batches)

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-
-from tests.estimator.recorded import DATA, RECORDED, Watch, array, batches, made
+from tests.estimator.recorded import RECORDED, Watch, array, batches, made
 
 PREMADE = {
     f"{part}: {name}": case

@@ -32,6 +32,7 @@ class TaskType:
     EVALUATOR = "evaluator"
 
 
+_DEFAULT_SECS = 600
 _REFUSED = {
     "session_config": "a program of JAX has no session.",
     "device_fn": "the strategy places variables.",
@@ -50,13 +51,13 @@ class RunConfig:
     Args:
       model_dir: folder for checkpoints and summaries. All processes must see it. None for a temporary folder.
       tf_random_seed: seed of all initializers and random layers without a seed of their own.
-      save_summary_steps: number of steps between two summaries. None for none.
+      save_summary_steps: number of steps between two summaries. None or 0 for none.
       session_config: refused.
       save_checkpoints_steps: number of steps between two checkpoints. None if `save_checkpoints_secs` is used.
       save_checkpoints_secs: seconds between two checkpoints. By default 600, if `save_checkpoints_steps` is not given.
       keep_checkpoint_max: number of checkpoints to keep. None or 0 for all.
       keep_checkpoint_every_n_hours: also keep a checkpoint if so many hours have passed since the last one that was kept.
-      log_step_count_steps: number of steps between two log lines with loss and steps per second. None for none.
+      log_step_count_steps: number of steps between two log lines with loss and steps per second. None or 0 for none.
       train_distribute: strategy of `train`. None for the first device; in a cluster, for the strategy that its tasks suggest.
       device_fn: refused.
       protocol: refused.
@@ -110,9 +111,9 @@ class RunConfig:
             )
         if self.model_dir is not None:
             object.__setattr__(self, "model_dir", arguments.path("model_dir", self.model_dir))
-        for name in ("save_summary_steps", "save_checkpoints_steps", "log_step_count_steps"):
-            _check_count(name, getattr(self, name), least=1)
-        _check_count("keep_checkpoint_max", self.keep_checkpoint_max, least=0)
+        _check_count("save_checkpoints_steps", self.save_checkpoints_steps, least=1)
+        for name in ("save_summary_steps", "log_step_count_steps", "keep_checkpoint_max"):
+            _check_count(name, getattr(self, name), least=0)
         _check_count("tf_random_seed", self.tf_random_seed, least=0)
         self._check_intervals()
         for name in ("train_distribute", "eval_distribute"):
@@ -132,6 +133,8 @@ class RunConfig:
                     "save_checkpoints_secs=None",
                 )
             arguments.seconds("save_checkpoints_secs", self.save_checkpoints_secs)
+        elif self.save_checkpoints_steps is None:
+            object.__setattr__(self, "save_checkpoints_secs", _DEFAULT_SECS)
 
     def replace(self, **options: Any) -> "RunConfig":
         """Returns a copy with other options.
@@ -152,12 +155,6 @@ class RunConfig:
         if options.get("save_checkpoints_secs") is not None:
             options.setdefault("save_checkpoints_steps", None)
         return dataclasses.replace(self, **options)
-
-    @property
-    def save_secs(self) -> float | None:
-        """Seconds between two checkpoints, with the default. None if steps decide."""
-        default = 600 if self.save_checkpoints_steps is None else None
-        return default if self.save_checkpoints_secs is None else self.save_checkpoints_secs
 
     @property
     def cluster_spec(self) -> ClusterSpec:

@@ -26,8 +26,8 @@ from phalanx.estimator.hooks.saving import (
 )
 from phalanx.estimator.loop import AbstractSteps, GraphSession, ScheduledSteps, SynchronousSteps, run_loop
 from phalanx.estimator.recorder import Recorder
-from phalanx.estimator.saver import Saver, names_in, restore
 from phalanx.estimator.saved_model import export_graph
+from phalanx.estimator.saver import Saver, names_in, restore
 from phalanx.estimator.session import SessionRunHook, checked_hooks
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys
 from phalanx.estimator.strategies import default_strategy, local_strategy
@@ -233,7 +233,7 @@ class Estimator:
                 losses.append(outputs[0])
             found = {key: np.asarray(metric.result()) for key, metric in graph.trace.metrics.items()}
             # Of a dict of metrics, each has a name of its own.
-            results = {key: value[()] for key, value in found.items()}
+            results: dict[str, Any] = {key: value[()] for key, value in found.items()}
             results.setdefault("loss", np.mean(np.asarray(losses), dtype=np.float32))
             results[GLOBAL_STEP] = np.int64(graph.global_step)
         self._write_results(results, name, path)
@@ -403,8 +403,6 @@ class Estimator:
         dataset_fn = self._dataset_fn(input_fn, graph.mode)
         if isinstance(graph.strategy, ParameterServerStrategy):
             return ScheduledSteps(graph, dataset_fn)
-        if graph.mode == ModeKeys.PREDICT:
-            return SynchronousSteps(graph, iter(dataset_fn(InputContext())))
         return SynchronousSteps(graph, iter(graph.strategy.distribute_datasets_from_function(dataset_fn)))
 
     def _begin(self, graph: Graph, session: GraphSession, hooks: Sequence[SessionRunHook], path: str | None) -> None:
@@ -443,7 +441,11 @@ class Estimator:
             saver = Saver(graph, self.model_dir, config.keep_checkpoint_max, config.keep_checkpoint_every_n_hours)
             hooks.append(
                 CheckpointSaverHook(
-                    self.model_dir, config.save_secs, config.save_checkpoints_steps, saver, listeners=listeners
+                    self.model_dir,
+                    config.save_checkpoints_secs,
+                    config.save_checkpoints_steps,
+                    saver,
+                    listeners=listeners,
                 )
             )
         return hooks
@@ -459,7 +461,10 @@ class Estimator:
     ) -> Iterator[Any]:
         graph = self._graph(ModeKeys.PREDICT, path)
         with graph.as_default():
-            session = GraphSession(graph, self._steps_of(graph, input_fn))
+            steps = SynchronousSteps(graph, iter(self._dataset_fn(input_fn, graph.mode)(InputContext())))
+            if steps.is_empty:
+                return
+            session = GraphSession(graph, steps)
             session.prepare()
             all_hooks = [*hooks, *(graph.spec.prediction_hooks or ())]
             self._begin(graph, session, all_hooks, path)
@@ -485,7 +490,7 @@ class Estimator:
                 if key != GLOBAL_STEP and np.ndim(value) == 0:
                     summary.scalar(key, float(value))
             if path is not None:
-                summary.text(f"checkpoint_path/{step}", path)
+                summary.text("checkpoint_path", path)
 
     def _writer(self, folder: str) -> SummaryWriter:
         folder = folder or self.model_dir

@@ -19,7 +19,7 @@ from phalanx import compat
 from phalanx.errors import ContextError, InvalidArgumentError, TraceError, shown
 from phalanx.estimator.session import SessionRunHook
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys
-from phalanx.programs.function import function
+from phalanx.programs.function import Function
 from phalanx.strategies.base import Strategy
 from phalanx.tracing import context
 from phalanx.tracing.scope import innermost
@@ -77,7 +77,7 @@ class Graph:
         self.checkpoint: str | None = None
         self._pinned: Trace | None = None
         self._latest = Trace()
-        self.program = function(self._run)
+        self.program = Function(self._run)
 
     @property
     def is_traced(self) -> bool:

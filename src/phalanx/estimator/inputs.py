@@ -12,7 +12,6 @@ import numpy as np
 from phalanx import feature_column
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
 from phalanx.feature_column.base import AbstractColumn
-from phalanx.input.sources.functions import InputContext
 from phalanx.mesh.arrays import is_array
 from phalanx.typing import PyTree
 

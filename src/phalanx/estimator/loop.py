@@ -18,6 +18,7 @@ from phalanx.estimator.graph import Graph
 from phalanx.estimator.recorder import Recorder
 from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from phalanx.input.sources.functions import InputContext
+from phalanx.mesh.annotated import block_until_ready
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.typing import PyTree
 
@@ -43,7 +44,7 @@ class AbstractSteps(ABC):
     def run(self) -> Outputs | None:
         """Runs a step, or returns None at the end of the data."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027  (only scheduled steps wait)
         """Waits until all steps so far have ended, so that the variables have their values."""
 
 
@@ -59,6 +60,11 @@ class SynchronousSteps(AbstractSteps):
     def __init__(self, graph: Graph, batches: Iterator[PyTree]) -> None:
         self._graph, self._batches = graph, batches
         self._next = next(self._batches, None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no batch."""
+        return self._next is None
 
     @override
     def prepare(self) -> None:
@@ -98,7 +104,7 @@ class ScheduledSteps(AbstractSteps):
             return outputs
 
         self._step = scheduled
-        self._iterator = iter(self._coordinator.create_per_worker_dataset(own_dataset))
+        self._iterator: Any = iter(self._coordinator.create_per_worker_dataset(own_dataset))
         self._running: deque[Any] = deque()
 
     @override
@@ -178,7 +184,7 @@ class GraphSession:
         """Waits until the last step has ended."""
         self.settle()
         if not isinstance(self._outputs, RemoteValue):
-            jax.block_until_ready(jax.tree.leaves(self._outputs))
+            block_until_ready(jax.tree.leaves(self._outputs))
 
     def run(self, fetches: Any, feed_dict: None = None) -> Any:
         """Returns the values of fetches.

@@ -26,6 +26,7 @@ class TrainOp:
         self._optimizer, self._pairs = optimizer, list(pairs)
 
     def __call__(self) -> None:
+        """Applies the gradients."""
         gradients, variables = zip(*self._pairs, strict=True)
         self._optimizer.apply(list(gradients), list(variables))
 

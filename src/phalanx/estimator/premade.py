@@ -14,7 +14,7 @@ from phalanx import compat, feature_column, summary
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
 from phalanx.estimator.config import RunConfig
 from phalanx.estimator.estimator import Estimator
-from phalanx.estimator.heads import BinaryClassHead, Head, MultiClassHead, RegressionHead
+from phalanx.estimator.heads import BinaryClassHead, Head, MultiClassHead
 from phalanx.estimator.inputs import is_column
 from phalanx.estimator.optimizing import minimize
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys
@@ -51,7 +51,8 @@ class HeadEstimator(Estimator):
         config: RunConfig | None,
         warm_start_from: str | WarmStartSettings | None = None,
     ) -> None:
-        arguments.instance("head", head, Head, "head=estimator.BinaryClassHead()")
+        if not isinstance(head, Head):
+            raise InvalidArgumentError(f"head={shown(head)}", "must be a head.", "head=estimator.BinaryClassHead()")
         for column in columns:
             if not is_column(column):
                 raise InvalidArgumentError(
@@ -99,6 +100,7 @@ def optimizer_of(optimizer: Optimizer, learning_rate: float | None = None) -> ke
 
 
 def class_head(n_classes: int, weight_column: Any, label_vocabulary: Sequence[str] | None, loss_reduction: str) -> Head:
+    """Returns the head of so many classes."""
     arguments.integer("n_classes", n_classes, least=2)
     options: dict[str, Any] = {
         "weight_column": weight_column,
@@ -109,6 +111,11 @@ def class_head(n_classes: int, weight_column: Any, label_vocabulary: Sequence[st
 
 
 def checked_columns(name: str, columns: Any) -> list[Any]:
+    """Returns feature columns as a list.
+
+    Raises:
+      InvalidArgumentError: one of them is not a feature column, or there is none.
+    """
     if is_column(columns):
         return [columns]
     if not isinstance(columns, (list, tuple, set)) or not columns:
@@ -205,11 +212,13 @@ def _trained(logits_of: Logits, create: Callable[[], keras.optimizers.Optimizer]
 def dnn_logits(
     head: Head, hidden_units: Any, columns: Any, optimizer: Any, activation: Any, dropout: Any, norm: Any
 ) -> Any:
+    """Returns the logits of a deep network, and their `train_op`."""
     logits_of = _deep_part(head, _units(hidden_units), columns, activation, dropout, norm)
     return _trained(logits_of, lambda: optimizer_of(optimizer))
 
 
 def linear_logits(head: Head, columns: Sequence[Any], optimizer: Any, combiner: str) -> Any:
+    """Returns the logits of a linear model, and their `train_op`."""
     default = ("Ftrl", _linear_rate(columns)) if optimizer is None else (optimizer, _LINEAR_RATE)
     return _trained(_linear_part(head, columns, combiner), lambda: optimizer_of(*default))
 
@@ -243,6 +252,8 @@ def combined_logits(
 
 
 def baseline_logits(head: Head, optimizer: Optimizer) -> Any:
+    """Returns the logits of a constant, and their `train_op`."""
+
     def logits_of(features: PyTree, mode: str) -> tuple[Any, list[keras.Variable]]:
         rows = jax.tree.leaves(features)[0].shape[0]
         with keras.name_scope("baseline"):

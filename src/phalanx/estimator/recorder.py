@@ -42,7 +42,8 @@ class Recorder:
             defaults.writer, defaults.step = before
 
     def _is_due(self, done: int) -> bool:
-        assert self._first is not None and self._every is not None
+        assert self._first is not None
+        assert self._every is not None
         # The program without summaries is another one, so a model function that records none keeps the first.
         is_plain = self._graph is not None and self._graph.is_traced and not self._graph.trace.has_records
         return is_plain or (done - self._first) % self._every == 0

@@ -19,6 +19,7 @@ from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, Mi
 from phalanx.estimator.export import ServingInputReceiver
 from phalanx.estimator.graph import Graph
 from phalanx.estimator.heads import with_classes
+from phalanx.mesh.annotated import shape_dtype
 from phalanx.typing import PyTree
 
 _PROGRAM, _VARIABLES, _SIGNATURE, _TEXT = "program.bin", "variables.safetensors", "signature.json", "program.txt"
@@ -187,10 +188,8 @@ def _exported(graph: Graph, batch: PyTree) -> Any:
         with keras.StatelessScope(state_mapping=mapping):
             return graph.predictions(features)
 
-    given = {name: jax.ShapeDtypeStruct(v.shape, np.asarray(v.value).dtype) for name, v in variables.items()}
-    specs = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)), batch
-    )
+    given = {name: shape_dtype(v.shape, np.asarray(v.value).dtype) for name, v in variables.items()}
+    specs = jax.tree.map(lambda x: shape_dtype((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     try:
         return export.export(jax.jit(predict))(given, specs)
     except Exception as e:

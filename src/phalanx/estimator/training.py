@@ -99,9 +99,12 @@ class EvalSpec:
         object.__setattr__(self, "hooks", checked_hooks("hooks", self.hooks))
         exporters = [self.exporters] if isinstance(self.exporters, Exporter) else list(self.exporters or ())
         for exporter in exporters:
-            arguments.instance(
-                "an exporter", exporter, Exporter, "estimator.FinalExporter(name, serving_input_receiver_fn)"
-            )
+            if not isinstance(exporter, Exporter):
+                raise InvalidArgumentError(
+                    f"exporters={shown(self.exporters)}",
+                    f"{shown(exporter)} is not an exporter.",
+                    "exporters=[estimator.FinalExporter(name, serving_input_receiver_fn)]",
+                )
         names = [exporter.name for exporter in exporters]
         if len(set(names)) < len(names):
             raise InvalidArgumentError(

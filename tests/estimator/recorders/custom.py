@@ -6,6 +6,7 @@ import re
 import tempfile
 
 import tensorflow as tf
+
 from recorders import data, premade
 from recorders.plain import arrays, plain
 from recorders.training import STEPS, Watch, attempt, configuration, predictions

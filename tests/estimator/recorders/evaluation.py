@@ -3,6 +3,7 @@
 import tempfile
 
 import tensorflow as tf
+
 from recorders import data, premade
 from recorders.columns import build
 from recorders.files import names_in

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import tensorflow as tf
+
 from recorders import data, premade
 from recorders.plain import plain, shortened
 from recorders.training import configuration

@@ -113,9 +113,8 @@ class StepCounterHook(StepHook):
 
     @override
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Begins to measure."""
+        """Forgets an earlier training. The first step, which compiles, is not measured."""
         self._timer.reset()
-        self._timer.update_last_triggered_step(session.step)
 
     @override
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
@@ -123,7 +122,7 @@ class StepCounterHook(StepHook):
         step = self.step_of(run_context)
         if not self._timer.should_trigger_for_step(step):
             return
-        elapsed_s, steps = self._timer.update_last_triggered_step(step)
+        elapsed_s, steps = self._timer.update_last_triggered_step(step)  # Two Nones at the first step.
         if elapsed_s and steps:
             rate = steps / elapsed_s
             _log.info("%s/sec: %g", GLOBAL_STEP, rate)

@@ -13,6 +13,7 @@ from phalanx.errors import arguments
 from phalanx.estimator.hooks.basic import StepHook
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
 from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from phalanx.mesh.annotated import stop_profile
 from phalanx.mesh.bootstrap import is_this_chief
 
 _log = logging.getLogger("phalanx")
@@ -76,7 +77,7 @@ class ProfilerHook(StepHook):
         """Writes the profile."""
         if self._is_profiling:
             run_context.session.wait()
-            jax.profiler.stop_trace()
+            stop_profile()
             self._is_profiling = False
             _log.info("Profiled step %d into %s.", run_context.session.step, os.path.join(self._dir, "plugins/profile"))
 

@@ -4,10 +4,9 @@
 The functions work on arrays of JAX. Layers are those of Keras.
 """
 
-import phalanx.api as distribute
 from phalanx import estimator, feature_column, summary
 from phalanx.estimator.graph import identity
-from phalanx.estimator.tf1 import data, inputs, layers, losses, metrics, nn, train
+from phalanx.estimator.tf1 import data, distribute, inputs, layers, losses, metrics, nn, train
 from phalanx.typing import PyTree
 
 __all__ = [

@@ -121,7 +121,7 @@ def _array(x: Any) -> np.ndarray:
 
 def _source(rows: Any) -> Any:
     try:
-        import grain
+        import grain  # type: ignore[import-untyped]
     except ImportError as e:
         raise MissingDependencyError(
             "tf1.data.Dataset",
