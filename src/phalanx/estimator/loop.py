@@ -13,7 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from phalanx.coordinator import ClusterCoordinator, RemoteValue, experimental_get_current_worker_index
-from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError, shown
+from phalanx.errors import CancelledError, InputError, InvalidArgumentError, OutOfRangeError, shown
 from phalanx.estimator.graph import Graph
 from phalanx.estimator.recorder import Recorder
 from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
@@ -25,12 +25,21 @@ from phalanx.typing import PyTree
 _AHEAD = 16
 """Number of scheduled steps per worker that may wait or run."""
 
+_ENDS = (OutOfRangeError, CancelledError)
+"""What a scheduled step raises at the end of the data, and what those after it raise."""
+
 Outputs = Any
 """What a step returns: the loss, the arrays for hooks, and the predictions; or a `RemoteValue` of these."""
 
 
 class AbstractSteps(ABC):
-    """The steps of a graph over the batches of an input function."""
+    """The steps of a graph over the batches of an input function.
+
+    Attributes:
+      ahead: number of steps that may run while the loop goes on.
+    """
+
+    ahead = 1
 
     @abstractmethod
     def prepare(self) -> None:
@@ -94,7 +103,8 @@ class ScheduledSteps(AbstractSteps):
         assert isinstance(graph.strategy, ParameterServerStrategy)
         strategy, step = graph.strategy, graph.replica_step
         self._graph, self._coordinator = graph, ClusterCoordinator(strategy)
-        self._workers = workers = strategy.cluster.workers
+        workers = strategy.cluster.workers
+        self.ahead = _AHEAD * workers
 
         def own_dataset() -> Any:
             return dataset_fn(InputContext(workers, experimental_get_current_worker_index(), 1))
@@ -117,17 +127,16 @@ class ScheduledSteps(AbstractSteps):
         try:
             value = self._coordinator.schedule(self._step, args=(self._iterator,))
             self._running.append(value)
-            while len(self._running) > _AHEAD * self._workers:
+            while len(self._running) > self.ahead:
                 self._running.popleft().get()
-        except OutOfRangeError:
-            self._running.clear()
+        except _ENDS:
             return None
         return value
 
     @override
     def settle(self) -> None:
         self._running.clear()
-        with suppress(OutOfRangeError):
+        with suppress(*_ENDS):
             self._coordinator.join()
 
 
@@ -177,8 +186,33 @@ class GraphSession:
         return outputs
 
     def settle(self) -> None:
-        """Waits until all scheduled steps have ended."""
+        """Waits until all scheduled steps have ended. Those that found no data are not counted."""
         self._steps.settle()
+        if isinstance(self._outputs, RemoteValue):
+            self._count = int(self.graph.global_step) - self._start
+
+    @property
+    def ahead(self) -> int:
+        """The number of steps that may run while the loop goes on."""
+        return self._steps.ahead
+
+    def later(self, fetch: Any) -> Callable[[], Any]:
+        """Returns a function that returns the value of a fetch after the last step, without waiting for it now.
+
+        The function returns None if the step found no data.
+        """
+        outputs = self._outputs
+
+        def value() -> Any:
+            before, self._outputs = self._outputs, outputs
+            try:
+                return self.run(fetch)
+            except _ENDS:
+                return None
+            finally:
+                self._outputs = before
+
+        return value
 
     def wait(self) -> None:
         """Waits until the last step has ended."""
@@ -261,9 +295,12 @@ def run_loop(
         if outputs is None:
             break
         count += 1
-        for hook, args in zip(hooks, asked, strict=True):
-            results = None if args is None else session.run(_fetches_of(hook, args))
-            hook.after_run(run_context, SessionRunValues(results))
+        try:
+            results = [x if x is None else session.run(_fetches_of(h, x)) for h, x in zip(hooks, asked, strict=True)]
+        except _ENDS:  # A scheduled step found no data.
+            break
+        for hook, result in zip(hooks, results, strict=True):
+            hook.after_run(run_context, SessionRunValues(result))
         yield outputs
         if run_context.stop_requested:
             break

@@ -2,6 +2,7 @@
 """Hooks that stop, log and watch."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -213,7 +214,7 @@ def _name_of(tensor: Any) -> str:
 class NanTensorHook(SessionRunHook):
     """Ends the training if a loss is NaN. May be created in a model function, or in any context.
 
-    It looks at the loss of a step while the next step runs, so that the devices need not wait.
+    It looks at the loss of a step while later steps run, so that the devices need not wait.
 
     Args:
       loss_tensor: the loss: an array of the model function, or `"loss"`.
@@ -232,29 +233,26 @@ class NanTensorHook(SessionRunHook):
     def __init__(self, loss_tensor: Any, fail_on_nan_loss: bool = True) -> None:
         arguments.flag("fail_on_nan_loss", fail_on_nan_loss)
         self._loss, self._fails = loss_tensor, fail_on_nan_loss
-        self._last: Any = None
+        self._waiting: deque[Callable[[], Any]] = deque()
 
     @override
     def begin(self) -> None:
-        """Forgets the loss of an earlier training."""
-        self._last = None
-
-    @override
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Asks for the loss."""
-        return SessionRunArgs(self._loss)
+        """Forgets the losses of an earlier training."""
+        self._waiting.clear()
 
     @override
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        """Checks the loss of the step before."""
-        last, self._last = self._last, run_values.results
-        if self._is_nan(last):
+        """Checks the loss of an earlier step, which has ended."""
+        session = run_context.session
+        self._waiting.append(session.later(self._loss))
+        if len(self._waiting) > session.ahead and self._is_nan(self._waiting.popleft()()):
             run_context.request_stop()
 
     @override
     def end(self, session: Any) -> None:
-        """Checks the loss of the last step."""
-        self._is_nan(self._last)
+        """Checks the losses of the last steps."""
+        while self._waiting:
+            self._is_nan(self._waiting.popleft()())
 
     def _is_nan(self, loss: Any) -> bool:
         if loss is None or not np.isnan(np.asarray(loss)).any():
