@@ -15,8 +15,8 @@ def prepare(features: Mapping[str, PyTree], feature_columns: PyTree) -> dict[str
     """Returns the features of a batch as arrays that a program can read. May be called in any context, best on the host.
 
     Each categorical column has an int32 array (batch, k) of ids, whose name is that of the column and its kind, such as
-    "size:vocabulary". The id -1 is a missing value. Each numeric column has its feature, (batch, *shape). Features that
-    were prepared before stay as they are. Other features stay too, except strings.
+    "size:vocabulary". The id -1 is a missing value. Each numeric column has its feature, with the shape of its rows.
+    Features that were prepared before stay as they are. Other features stay too, except strings.
 
     Args:
       features: dict from names to lists or arrays, (batch,) or (batch, k). "" and -1 are missing values of categories.

@@ -61,7 +61,8 @@ def test_compiled_layer_computes_what_the_eager_one_does():
     eager = layer(FEATURES)
     prepared = feature_column.prepare(FEATURES, DENSE)
     np.testing.assert_allclose(jax.jit(layer)(prepared), eager, rtol=1e-6)
-    assert eager.shape == (24, 1 + 3 + 3 + 4 + 2)
+    assert [column.width for column in DENSE] == [1, 3, 3, 4, 2]
+    assert eager.shape == (24, 13)
 
 
 def trained(make_columns_layer, prepared, strategy=None):
