@@ -22,6 +22,7 @@ PAGES = (
     "docs/reinforcement_learning.md",
     "docs/notebooks.md",
     "docs/side_by_side.md",
+    "docs/feature_columns.md",
     "docs/saving.md",
     "docs/summaries.md",
     "docs/stopping.md",

@@ -16,7 +16,16 @@ from phalanx.errors import InvalidArgumentError, arguments
 from phalanx.feature_column.base import MISSING, AbstractHostColumn, Occurrences
 from phalanx.feature_column.fingerprint import fingerprint64
 from phalanx.feature_column.names import checked_buckets, checked_key, kind_of
-from phalanx.feature_column.raw import INTEGER, TEXT, by_unique, categories_of, encoded, is_integer, is_symbolic
+from phalanx.feature_column.raw import (
+    INTEGER,
+    TEXT,
+    by_unique,
+    categories_of,
+    encoded,
+    in_columns,
+    is_integer,
+    is_symbolic,
+)
 from phalanx.typing import PyTree
 
 
@@ -84,8 +93,7 @@ class IdentityColumn(AbstractKeyedColumn):
         if self.prepared_key in prepared:
             return super().ids(prepared)
         # A program cannot raise an error for an id that is too large, so that such an id is missing.
-        raw = jnp.asarray(prepared[self.key])
-        values = raw.reshape(raw.shape[0], -1)
+        values = in_columns(jnp.asarray(prepared[self.key]))
         default = MISSING if self.default_value is None else self.default_value
         is_kept = ((values >= 0) & (values < self.num_buckets)) | (values == MISSING)
         return jnp.where(is_kept, values, default).astype(jnp.int32)

@@ -14,7 +14,7 @@ from phalanx.feature_column.base import AbstractCategoricalColumn, AbstractHostC
 from phalanx.feature_column.categorical import HashedColumn
 from phalanx.feature_column.fingerprint import concatenated, fingerprint64
 from phalanx.feature_column.names import checked_buckets
-from phalanx.feature_column.raw import by_unique, categories_of, encoded, is_text
+from phalanx.feature_column.raw import by_unique, categories_of, encoded, is_text, require_one_batch
 from phalanx.feature_column.weighted import WeightedColumn
 
 _HASH_KEY = 0xDECAFCAFFE
@@ -54,11 +54,14 @@ class CrossedColumn(AbstractHostColumn):
         # TensorFlow crosses the ids of columns before raw features, and takes every raw value for present.
         leaves = sorted(self._leaves(), key=lambda key: isinstance(key, str))
         parts = [_part(key, features) for key in leaves]
+        names = (key if isinstance(key, str) else key.name for key in leaves)
+        require_one_batch({name: len(part.values) for name, part in zip(names, parts, strict=True)})
         batch = len(parts[0].values)
         hashes, is_present = np.full((batch, 1), self.hash_key % 2**64, np.uint64), np.ones((batch, 1), bool)
         for values, exists in parts:
-            hashes = concatenated(hashes[:, :, None], values[:, None, :]).reshape(batch, -1)
-            is_present = (is_present[:, :, None] & exists[:, None, :]).reshape(batch, -1)
+            shape = batch, hashes.shape[1] * values.shape[1]
+            hashes = concatenated(hashes[:, :, None], values[:, None, :]).reshape(shape)
+            is_present = (is_present[:, :, None] & exists[:, None, :]).reshape(shape)
         return Occurrences((hashes % self.hash_bucket_size).astype(np.int64), is_present)
 
     def _leaves(self) -> Iterator[Key]:

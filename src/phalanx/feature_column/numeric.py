@@ -21,7 +21,7 @@ from phalanx.feature_column.base import (
     Table,
 )
 from phalanx.feature_column.names import checked_key, dtype_name
-from phalanx.feature_column.raw import numbers_of
+from phalanx.feature_column.raw import numbers_of, on_host
 from phalanx.typing import PyTree
 
 
@@ -120,7 +120,7 @@ class BucketizedColumn(AbstractDenseColumn, AbstractCategoricalColumn):
     @override
     def occurrences(self, features: Mapping[str, Any]) -> Occurrences:
         column = self.source_column
-        numbers = np.asarray(column.normalized(np.asarray(column.array(features))), np.float32)
+        numbers = np.asarray(column.normalized(on_host(column.array(features), column.key)), np.float32)
         ids = self._ids(numbers.reshape(len(numbers), column.width), np)
         return Occurrences(ids.astype(np.int64), np.ones(ids.shape, bool))
 

@@ -7,7 +7,7 @@ from typing import Any
 from phalanx.errors import InvalidArgumentError, shown
 from phalanx.feature_column.base import AbstractColumn, AbstractHostColumn, AbstractInput
 from phalanx.feature_column.names import checked_columns
-from phalanx.feature_column.raw import is_text
+from phalanx.feature_column.raw import array_of, is_text, require_one_batch
 from phalanx.typing import PyTree
 
 
@@ -15,8 +15,8 @@ def prepare(features: Mapping[str, PyTree], feature_columns: PyTree) -> dict[str
     """Returns the features of a batch as arrays that a program can read. May be called in any context, best on the host.
 
     Each categorical column has an int32 array (batch, k) of ids, whose name is that of the column and its kind, such as
-    "size:vocabulary". The id -1 is a missing value. Each numeric column has its feature, (batch, *shape). Features that
-    were prepared before stay as they are. Other features stay too, except strings.
+    "size:vocabulary". The id -1 is a missing value. Each numeric column has its feature, with the shape of its rows.
+    Features that were prepared before stay as they are. Other features stay too, except strings.
 
     Args:
       features: dict from names to lists or arrays, (batch,) or (batch, k). "" and -1 are missing values of categories.
@@ -36,8 +36,8 @@ def prepare(features: Mapping[str, PyTree], feature_columns: PyTree) -> dict[str
     columns = checked_columns(feature_columns)
     prepared = prepared_inputs(features, columns)
     used = {key for column in columns for one in column.inputs() for key in one.keys}
-    rest = {key: value for key, value in features.items() if key not in used and not is_text(value)}
-    return rest | prepared
+    others = {key: array_of(value, key) for key, value in features.items() if key not in used}
+    return {key: value for key, value in others.items() if not is_text(value)} | prepared
 
 
 def prepared_inputs(features: Mapping[str, PyTree], columns: Iterable[AbstractColumn]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def prepared_inputs(features: Mapping[str, PyTree], columns: Iterable[AbstractCo
             _require_same_array(owner, one)
             owners[one.prepared_key] = one
             one.add_to(prepared, features)
-    _require_one_batch(prepared)
+    require_one_batch({key: value.shape[0] for key, value in prepared.items()})
     return prepared
 
 
@@ -70,12 +70,4 @@ def _require_same_array(owner: AbstractInput | None, other: AbstractInput) -> No
             f"two columns whose ids are named {owner.prepared_key!r}: {shown(owner)} and {shown(other)}",
             "a program could read only one of them.",
             "a copy of the feature with another name for one of the columns",
-        )
-
-
-def _require_one_batch(prepared: Mapping[str, Any]) -> None:
-    sizes = {key: value.shape[0] for key, value in prepared.items()}
-    if len(set(sizes.values())) > 1:
-        raise InvalidArgumentError(
-            f"features with {shown(sizes, 120)} rows", "all features of a batch have one number of rows.", "x[:batch]"
         )

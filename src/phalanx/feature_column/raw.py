@@ -30,6 +30,22 @@ def is_text(feature: object) -> bool:
     return isinstance(feature, np.ndarray) and feature.dtype.kind in "OSTU"
 
 
+def array_of(feature: Any, key: str) -> Any:
+    """Returns a device array or a symbol unchanged, everything else as a NumPy array.
+
+    Raises:
+      InvalidArgumentError: its rows differ in length.
+    """
+    if isinstance(feature, (jax.Array, keras.KerasTensor)):
+        return feature
+    try:
+        return np.asarray(feature)
+    except ValueError as e:
+        raise InvalidArgumentError(
+            f"the feature {key!r}", "its rows differ in length.", 'rows of one length, padded with "" or -1'
+        ) from e
+
+
 def feature_of(features: Mapping[str, Any], key: str) -> Any:
     """Returns a feature: a device array or a symbol unchanged, everything else as a NumPy array.
 
@@ -39,17 +55,10 @@ def feature_of(features: Mapping[str, Any], key: str) -> Any:
     if key not in features:
         raise InvalidArgumentError(
             f"the feature {key!r} of a column",
-            f"the features are {shown(sorted(features))}.",
+            f"the features are {shown(sorted(map(str, features)))}.",
             f"features = {{{key!r}: ..., **features}}, or a column whose key is the name of a feature",
         )
-    feature = features[key]
-    if not isinstance(feature, (jax.Array, keras.KerasTensor)):
-        try:
-            feature = np.asarray(feature)
-        except ValueError as e:
-            raise InvalidArgumentError(
-                f"the feature {key!r}", "its rows differ in length.", 'rows of one length, padded with "" or -1'
-            ) from e
+    feature = array_of(features[key], key)
     if not feature.ndim:
         raise InvalidArgumentError(
             f"the feature {key!r} with the value {shown(feature)}", "it must have a batch dim.", f"{{{key!r}: [x]}}"
@@ -79,6 +88,21 @@ def numbers_of(features: Mapping[str, Any], key: str, dtype: str) -> Any:
     return feature.astype(dtype)
 
 
+def on_host(feature: Any, key: str) -> NDArray[Any]:
+    """Returns a feature as a NumPy array.
+
+    Raises:
+      ContextError: the feature has no value yet.
+    """
+    if is_symbolic(feature):
+        raise ContextError(
+            f"the raw feature {key!r} in a function that is being traced, or as an input of a Keras model",
+            "its column computes ids on the host, before the program runs.",
+            "features = phalanx.feature_column.prepare(features, columns) for each batch",
+        )
+    return np.asarray(feature)
+
+
 def categories_of(features: Mapping[str, Any], key: str, kind: str | None) -> NDArray[Any]:
     """Returns a feature of categories, (batch, k): an array of int64, or of `str` objects in which "" is missing.
 
@@ -91,14 +115,7 @@ def categories_of(features: Mapping[str, Any], key: str, kind: str | None) -> ND
       ContextError: the feature has no value yet.
       InvalidArgumentError: the feature is missing, or has other values, or more than two dims.
     """
-    feature = feature_of(features, key)
-    if is_symbolic(feature):
-        raise ContextError(
-            f"the raw feature {key!r} in a function that is being traced, or as an input of a Keras model",
-            "its column computes ids on the host, before the program runs.",
-            "features = phalanx.feature_column.prepare(features, columns) for each batch",
-        )
-    feature = np.asarray(feature)
+    feature = on_host(feature_of(features, key), key)
     if feature.ndim > 2:
         raise InvalidArgumentError(
             f"the feature {key!r} of shape {feature.shape}", "categories have at most two dims.", "x.reshape(batch, -1)"
@@ -111,7 +128,13 @@ def categories_of(features: Mapping[str, Any], key: str, kind: str | None) -> ND
             f"np.asarray(x, {_HINTS[kind or INTEGER]}), or a column for the dtype of the feature",
         )
     values = feature.astype(np.int64) if found == INTEGER else _texts(feature, key)
-    return values.reshape(len(values), -1)
+    columns: NDArray[Any] = in_columns(values)
+    return columns
+
+
+def in_columns(values: Any) -> Any:
+    """Returns an array (batch, k) of one (batch, k) or (batch,), whose k is then 1. Other arrays stay as they are."""
+    return values[:, None] if values.ndim == 1 else values
 
 
 def _texts(feature: NDArray[Any], key: str) -> NDArray[np.object_]:
@@ -143,3 +166,15 @@ def by_unique(values: NDArray[Any], compute: Callable[[list[Any]], Sequence[Any]
     unique = list(dict.fromkeys(flat))
     found = dict(zip(unique, compute(unique), strict=True))
     return np.array([found[value] for value in flat], np.int64).reshape(values.shape)
+
+
+def require_one_batch(sizes: Mapping[str, int]) -> None:
+    """Refuses features that differ in the number of rows.
+
+    Raises:
+      InvalidArgumentError: they do.
+    """
+    if len(set(sizes.values())) > 1:
+        raise InvalidArgumentError(
+            f"features with {shown(sizes, 120)} rows", "all features of a batch have one number of rows.", "x[:batch]"
+        )

@@ -2,6 +2,7 @@
 """Columns of the words of a vocabulary, in a list or a file."""
 
 import os
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,14 +31,14 @@ class _VocabularyColumn(AbstractKeyedColumn):
     kind: ClassVar[str] = "vocabulary"
 
     @property
+    @abstractmethod
     def vocabulary_size(self) -> int:
         """The number of words."""
-        raise NotImplementedError
 
-    @cached_property
+    @property
+    @abstractmethod
     def table(self) -> dict[Any, int]:
         """The id of each word."""
-        raise NotImplementedError
 
     @property
     @override

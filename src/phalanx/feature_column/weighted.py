@@ -14,7 +14,7 @@ from typing_extensions import override
 from phalanx.errors import InvalidArgumentError
 from phalanx.feature_column.base import AbstractCategoricalColumn, AbstractInput, Occurrences
 from phalanx.feature_column.names import checked_categorical, checked_key
-from phalanx.feature_column.raw import numbers_of
+from phalanx.feature_column.raw import in_columns, numbers_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Weights(AbstractInput):
     @override
     def array(self, features: Mapping[str, Any]) -> Any:
         weights = numbers_of(features, self.key, "float32")
-        return weights.reshape(len(weights), -1) if isinstance(weights, np.ndarray) else weights
+        return in_columns(weights) if isinstance(weights, np.ndarray) else weights
 
 
 @keras.saving.register_keras_serializable(package="phalanx")
@@ -76,8 +76,7 @@ class WeightedColumn(AbstractCategoricalColumn):
 
     @override
     def weights(self, prepared: Mapping[str, Any]) -> jax.Array | None:
-        weights = jnp.asarray(prepared[self.weight_feature_key], jnp.float32)
-        weights = weights.reshape(weights.shape[0], -1)
+        weights: jax.Array = in_columns(jnp.asarray(prepared[self.weight_feature_key], jnp.float32))
         if weights.shape != (shape := self.ids(prepared).shape):
             raise InvalidArgumentError(
                 f"the weights {self.weight_feature_key!r} of shape {weights.shape}",
