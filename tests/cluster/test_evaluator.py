@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -116,7 +117,8 @@ def test_training_that_dies_ends_its_evaluator(tmp_path):
     done = launch(tmp_path, "die")
     printed = done.stdout + done.stderr
     assert done.returncode == 1, printed
-    assert "worker 1 failed first: it exited with code 1" in done.stderr, printed
+    # If worker 0 is quicker to end, its watch still names worker 1.
+    assert re.search(r"^worker 1 (failed first: it )?exited with code 1, ", done.stderr, re.MULTILINE), printed
     assert done.stderr.endswith("evaluator 0 was ended by the launcher (SIGTERM).\n"), printed
     assert not (tmp_path / "results").exists()
 
