@@ -5,10 +5,11 @@ import tempfile
 
 import numpy as np
 import tensorflow as tf
-from recorders import column_cases
-from recorders.plain import array, failure, plain
 from tensorflow.python.feature_column import feature_column_v2 as internal
 from tensorflow_estimator.python.estimator.canned.linear import LinearModel
+
+from recorders import column_cases
+from recorders.plain import array, failure, plain
 
 
 def build(description, folder):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import tensorflow as tf
+
 from recorders.plain import arrays
 
 ROWS = 20

@@ -3,12 +3,12 @@
 import tempfile
 
 import tensorflow as tf
-from recorders import data
+from tensorflow_estimator.python.estimator.canned import linear, optimizers
+
 from recorders.column_cases import bucketized, crossed, hashed, indicator, numeric, vocabulary
 from recorders.columns import build
-from recorders.plain import array, plain
+from recorders.plain import plain
 from recorders.training import attempt, configuration, record_estimator
-from tensorflow_estimator.python.estimator.canned import linear, optimizers
 
 ABOUT = [
     "Each case: estimator is its class, arguments its constructor's arguments, columns as in recorded_columns.json.",

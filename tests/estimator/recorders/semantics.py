@@ -4,6 +4,7 @@ import tempfile
 
 import numpy as np
 import tensorflow as tf
+
 from recorders.plain import array, failure, plain
 
 tf1 = tf.compat.v1

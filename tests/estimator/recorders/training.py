@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import tensorflow as tf
+
 from recorders import data
 from recorders.plain import array, arrays, failure, plain
 
