@@ -40,7 +40,7 @@ class Log(logging.Handler):
 
     def emit(self, record):
         """Keeps one message."""
-        if "deprecated" in record.getMessage() or record.getMessage().startswith("Using config"):
+        if re.match("Using config|It seems that global step|.*deprecated", record.getMessage()):
             return
         text = re.sub(r"\(?\d+(\.\d+)?(e-\d+)? sec\)?", "(SECONDS sec)", record.getMessage())
         text = re.sub(r"global_step/sec: \S+", "global_step/sec: RATE", text)
