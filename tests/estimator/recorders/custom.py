@@ -18,6 +18,8 @@ ABOUT = [
     "loss 'mean' is tf1.losses.mean_squared_error; 'sum' is the same with Reduction.SUM.",
     "optimizer: GradientDescentOptimizer(0.01) or AdamOptimizer(0.01), and minimize(loss, global_step).",
     "losses: the loss that train() sees in each step, and that it logs. logged: the lines that it logs.",
+    "What these numbers say: with 'mean', gradients and reported losses are means over the replicas; with 'sum', sums."
+    " Premade estimators apply the mean of the gradients, and report the sum of the losses.",
     "evaluate reads the first four batches: in 4 steps, or in 2 steps of 2 replicas. With five batches on 2 replicas,"
     " which rows count differs from run to run. The premade estimators evaluate without eval_distribute, all five.",
     "replicas 2: MirroredStrategy(['/cpu:0', '/cpu:1'], ReductionToOneDevice()) as train_distribute and eval_distribute;"
