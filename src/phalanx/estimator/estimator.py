@@ -357,7 +357,8 @@ class Estimator:
         """
         other = Estimator(model_fn, config=self._config, warm_start_from=self._warm_start)
         other._columns, other._labels_fn = self._columns, self._labels_fn
-        other._predictions_fn = self._predictions_fn
+        other._predictions_fn, other._classes = self._predictions_fn, self._classes
+        other._first_values, other._params = self._first_values, self._params
         return other
 
     def _call_model_fn(self, features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
@@ -584,7 +585,7 @@ def _chosen(predictions: PyTree, keys: Sequence[str] | None) -> PyTree:
     """
     if keys is None:
         return predictions
-    if not isinstance(predictions, Mapping) or not set(keys) <= set(predictions):
+    if not isinstance(predictions, Mapping) or not isinstance(keys, Iterable) or not set(keys) <= set(predictions):
         raise InvalidArgumentError(
             f"predict_keys={shown(keys)}",
             f"the predictions are {sorted(predictions) if isinstance(predictions, Mapping) else 'an array'}.",

@@ -103,6 +103,8 @@ class StepCounterHook(StepHook):
         summary_writer: SummaryWriter | None = None,
     ) -> None:
         self._timer = SecondOrStepTimer(every_n_secs, every_n_steps)
+        if output_dir is not None:
+            arguments.path("output_dir", output_dir)
         self._output_dir, self._writer = output_dir, summary_writer
 
     @override
@@ -164,6 +166,8 @@ class LoggingTensorHook(StepHook):
         self._timer = None if only_at_end else SecondOrStepTimer(every_n_secs, every_n_iter)
         if not isinstance(tensors, (Mapping, list, tuple)):
             raise InvalidArgumentError(f"tensors={shown(tensors)}", "must be a dict or a list.", '{"loss": loss}')
+        if formatter is not None:
+            arguments.function("formatter", formatter, "formatter=lambda values: str(values)")
         named = tensors if isinstance(tensors, Mapping) else {_name_of(x): x for x in tensors}
         self._tensors = dict(named)
         self._at_end, self._formatter = at_end, formatter
