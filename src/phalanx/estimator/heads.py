@@ -14,6 +14,7 @@ import numpy as np
 from typing_extensions import override
 
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
+from phalanx.estimator.graph import of_batch
 from phalanx.estimator.optimizing import minimize
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys
 from phalanx.typing import PyTree
@@ -96,8 +97,8 @@ class Head(ABC):
 
     def loss(self, labels: Any, logits: Any, features: PyTree = None) -> Any:
         """Returns the loss over the rows of this replica, a scalar. Call it in a model function."""
-        loss = _RowLoss(self._row_losses, self._reduction)
-        return loss(labels, logits, sample_weight=self._weights(features))
+        loss = _RowLoss(self._row_losses, self._reduction)(labels, logits, sample_weight=self._weights(features))
+        return of_batch(loss) if self._reduction == "sum" else loss
 
     def create_estimator_spec(
         self,
