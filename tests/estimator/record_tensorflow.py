@@ -29,6 +29,8 @@ ITEMS = {
     "semantics": "semantics.record",
     "files": "files.record",
     "train_and_evaluate": "evaluation.record",
+    "hooks": "hooks.record",
+    "keras": "keras_model.record",
 }
 VERSIONS = {"tensorflow-estimator": "2.15.0", "keras": "2.15.0"}
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from recorders import data, premade
 from recorders.columns import build
-from recorders.files import names_in
+from recorders.files import names_in, timeless
 from recorders.plain import plain
 from recorders.training import attempt, configuration
 
@@ -14,7 +14,7 @@ ABOUT = [
     "train_and_evaluate of DNNClassifier 'two classes', max_steps=20, throttle_secs=0 and save_checkpoints_steps=5.",
     "calls: in order: the begin and end of training (global_step at that time), the end of each evaluation,"
     " and each call of an exporter's export: its step (of checkpoint_path) and is_the_final_export.",
-    "returned: what train_and_evaluate returned. files: all files of model_dir afterwards.",
+    "returned: what train_and_evaluate returned. checkpoints: the steps of the checkpoints that are left; files: the other files of model_dir.",
 ]
 NAMES = ["x", "z"]
 
@@ -51,7 +51,7 @@ class Noting(tf.estimator.Exporter):
         result = self.exporter.export(*arguments)
         step = int(checkpoint_path.rsplit("-", 1)[1])
         written = "a folder" if result else result
-        self.calls.append([f"export {self.name}", step, is_the_final_export, written])
+        self.calls.append([f"export {self.name}", step, bool(is_the_final_export), written])
         return result
 
 
@@ -90,7 +90,23 @@ def record_run(with_exporters=True, batches=None, train=None, evaluate=None, bef
             **({"throttle_secs": 0} | (evaluate or {})),
         )
         result = attempt(lambda: plain(tf.estimator.train_and_evaluate(estimator, train_spec, eval_spec)))
-        return {"calls": calls, "returned": result, "files": names_in(estimator.model_dir)}
+        return {"calls": calls, "returned": relative(result, estimator.model_dir)} | files_of(estimator)
+
+
+def relative(result, folder):
+    """Returns what train_and_evaluate returned, with the paths of exports relative to model_dir and without times."""
+    if isinstance(result, dict) or result[1] is None:
+        return result
+    return [result[0], [path and timeless(path.removeprefix(f"{folder}/")) for path in result[1]]]
+
+
+def files_of(estimator):
+    """Returns the steps of an Estimator's checkpoints, and its other files."""
+    names = names_in(estimator.model_dir)
+    steps = sorted(
+        int(name.split("-")[1].split(".")[0]) for name in names if name.endswith(".index") and "ckpt" in name
+    )
+    return {"checkpoints": steps, "files": [name for name in names if not name.startswith("model.ckpt")]}
 
 
 def record():

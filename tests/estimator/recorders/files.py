@@ -14,7 +14,7 @@ from recorders.training import configuration
 tf1 = tf.compat.v1
 ABOUT = [
     "Each case trains for 20 steps with save_checkpoints_steps=5, save_summary_steps=5 and log_step_count_steps=5,",
-    "then evaluates, evaluates with name='x', and predicts. 'after ...' has the files of model_dir at that time.",
+    "then evaluates, evaluates with name='x', and predicts. 'after train' has the files of model_dir; the next ones have those that were added.",
     "checkpoint: the text of the file of that name. TIME stands for a time and HOST for the rest of an events file's name.",
     "events: per folder, the events in order: step, and kind (file_version, graph_def, ...) or values: tag, plugin, value.",
     "A value is a number if it is a scalar, else its type.",
@@ -86,6 +86,7 @@ def value_of(value):
 
 def record_files(make, names, labels, **settings):
     """Returns the files and events of one Estimator."""
+    tf.keras.utils.set_random_seed(3)
     with tempfile.TemporaryDirectory() as folder:
         estimator = make(f"{folder}/model", SETTINGS | settings)
         record = {}
@@ -93,13 +94,19 @@ def record_files(make, names, labels, **settings):
         record["after train"] = names_in(estimator.model_dir)
         record["checkpoint"] = Path(estimator.model_dir, "checkpoint").read_text()
         estimator.evaluate(data.input_fn(names, labels))
-        record["after evaluate"] = names_in(estimator.model_dir)
+        record["after evaluate"] = added(estimator, record)
         estimator.evaluate(data.input_fn(names, labels), name="x")
-        record["after evaluate with a name"] = names_in(estimator.model_dir)
+        record["after evaluate with a name"] = added(estimator, record)
         list(estimator.predict(data.first_rows(names)))
-        record["after predict"] = names_in(estimator.model_dir)
+        record["after predict"] = added(estimator, record)
         record["events"] = {name: events_in(f"{estimator.model_dir}/{name}") for name in (".", "eval", "eval_x")}
         return record
+
+
+def added(estimator, record):
+    """Returns the files of an Estimator that no earlier entry has."""
+    known = {name for key, names in record.items() if key.startswith("after") for name in names}
+    return [name for name in names_in(estimator.model_dir) if name not in known]
 
 
 def custom(folder, settings):
