@@ -260,7 +260,10 @@ def _metric_of(name: str, metric: Any) -> keras.metrics.Metric:
 def _mean_of(name: str, value: Any) -> keras.metrics.Metric:
     """Returns the mean of a value over all batches. Each batch of each replica counts as much as the others."""
     mean = keras.metrics.Mean(name=name.replace("/", "_"))
-    mean.update_state(value, sample_weight=1.0)
+    has_rows = jnp.asarray(context.require_replica().weight) > 0
+    # `update_state` would count a batch by its rows.
+    mean.total.assign_add(jnp.where(has_rows, jnp.asarray(value, mean.dtype), 0))
+    mean.count.assign_add(has_rows.astype(mean.dtype))
     return mean
 
 
