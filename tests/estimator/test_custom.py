@@ -10,7 +10,11 @@ from phalanx.estimator import tf1
 CUSTOM = {name: case for name, case in RECORDED["custom"].items() if isinstance(case, dict)}
 OWN = [name for name, case in CUSTOM.items() if "optimizer" in case]
 PREMADE = [name for name in CUSTOM if name not in OWN]
-COVER = ("GradientDescentOptimizer, mean, 2 replicas", "AdamOptimizer, sum, no strategy", "AdamOptimizer, sum, 2 replicas")
+COVER = (
+    "GradientDescentOptimizer, mean, 2 replicas",
+    "AdamOptimizer, sum, no strategy",
+    "AdamOptimizer, sum, 2 replicas",
+)
 STEPS = 20
 REDUCTIONS = {"mean": tf1.losses.Reduction.SUM_BY_NONZERO_WEIGHTS, "sum": tf1.losses.Reduction.SUM}
 
@@ -33,7 +37,11 @@ def configuration(case, folder):
     """The options of a case."""
     strategy = tf1.distribute.MirroredStrategy(["cpu:0", "cpu:1"]) if case["replicas"] else None
     return estimator.RunConfig(
-        str(folder), train_distribute=strategy, eval_distribute=strategy, save_summary_steps=None, log_step_count_steps=5
+        str(folder),
+        train_distribute=strategy,
+        eval_distribute=strategy,
+        save_summary_steps=None,
+        log_step_count_steps=5,
     )
 
 

@@ -147,7 +147,9 @@ def test_logged_lines_of_logging_hooks(tmp_path, caplog):
     for number, (name, (tensors, options)) in enumerate(LOGGING.items()):
         caplog.clear()
         counting(tmp_path / str(number)).train(rows(), [estimator.LoggingTensorHook(tensors, **options)], steps=5)
-        found = [re.sub(r"[\d.]+ sec", "SECONDS sec", m) for m in caplog.messages if m.startswith(("value", "a =", "it"))]
+        found = [
+            re.sub(r"[\d.]+ sec", "SECONDS sec", m) for m in caplog.messages if m.startswith(("value", "a =", "it"))
+        ]
         wanted = list(READY[name]["logged"])
         if options.get("at_end"):
             wanted[-1] = wanted[-1].replace("6.0", "5.0")

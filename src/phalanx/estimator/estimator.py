@@ -178,7 +178,8 @@ class Estimator:
         graph = self._graph(ModeKeys.TRAIN)
         with graph.as_default():
             session = GraphSession(graph, self._steps_of(graph, input_fn))
-            writer = self._writer("") if self._config.save_summary_steps else None
+            writes = self._config.save_summary_steps or self._config.log_step_count_steps
+            writer = self._writer("") if writes else None
             is_scheduled = isinstance(graph.strategy, ParameterServerStrategy)
             recorder = Recorder(None if is_scheduled else writer, self._config.save_summary_steps, graph)
             with recorder.step(0):
@@ -433,7 +434,7 @@ class Estimator:
         hooks.extend(spec.training_hooks or ())
         if config.is_chief:
             hooks.extend(spec.training_chief_hooks or ())
-        if writer is not None:
+        if config.save_summary_steps:
             hooks.append(
                 SummarySaverHook(config.save_summary_steps, summary_writer=writer, summary_op={"loss": "loss"})
             )

@@ -86,8 +86,7 @@ def build_parsing_serving_input_receiver_fn(
     The exported model receives a dict of arrays, and not serialized examples.
 
     Args:
-      feature_spec: dict from names to objects with `shape` (of one row) and `dtype`, as `feature_column.make_parse_example_spec`
-        returns it.
+      feature_spec: dict from names to objects with `shape` (of one row) and `dtype`, such as `jax.ShapeDtypeStruct`.
       default_batch_size: has no effect, because an exported model takes any number of rows.
 
     Raises:
