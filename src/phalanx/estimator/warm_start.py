@@ -20,7 +20,7 @@ _log = logging.getLogger("phalanx")
 @final
 @dataclass(frozen=True)
 class WarmStartSettings:
-    """Which variables begin with the values of another checkpoint. May be created in any context.
+    """Chooses the variables that begin with the values of another checkpoint. May be created in any context.
 
     Args:
       ckpt_to_initialize_from: a checkpoint, or a folder, whose latest checkpoint counts.
