@@ -46,12 +46,24 @@ class ServingInputReceiver:
             raise InvalidArgumentError(
                 f"features={shown(self.features)}", "must be arrays with rows.", '{"x": np.zeros((1, 4), "float32")}'
             )
+        if self.receiver_tensors is not None and _specs(self.receiver_tensors) != _specs(self.features):
+            raise InvalidArgumentError(
+                f"receiver_tensors={shown(self.receiver_tensors)}",
+                "an exported model receives the features themselves.",
+                "ServingInputReceiver(features)",
+            )
         if self.receiver_tensors_alternatives is not None:
             raise InvalidArgumentError(
                 f"receiver_tensors_alternatives={shown(self.receiver_tensors_alternatives)}",
                 "an exported model receives the features themselves.",
                 "leave it out",
             )
+
+
+def _specs(tree: PyTree) -> tuple[Any, list[Any]]:
+    """Returns the structure, the shapes and the dtypes of arrays."""
+    arrays = [np.asarray(x) for x in jax.tree.leaves(tree)]
+    return jax.tree.structure(tree), [(x.shape, x.dtype) for x in arrays]
 
 
 def build_raw_serving_input_receiver_fn(

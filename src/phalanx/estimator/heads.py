@@ -515,8 +515,8 @@ class RegressionHead(Head):
     def host_labels(self, labels: PyTree) -> PyTree:
         """Returns labels as floats. See `Head.host_labels`."""
         array = np.asarray(labels)
-        width = 1 if array.ndim == 1 else array.shape[-1]
-        if array.dtype.kind not in "iufb" or array.ndim > 2 or width != self._dimension:
+        width = array.shape[-1] if array.ndim > 1 else 1
+        if array.dtype.kind not in "iufb" or array.ndim not in (1, 2) or width != self._dimension:
             raise InputError(
                 f"labels of {array.dtype}{list(array.shape)}",
                 f"a row has {self._dimension} numbers.",

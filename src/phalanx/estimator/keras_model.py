@@ -159,7 +159,7 @@ def _inputs_of(model: keras.Model, features: PyTree) -> tuple[PyTree, Any]:
         return features, sample_weight
     if len(features) == 1:
         return next(iter(features.values())), sample_weight
-    names = list(getattr(model, "input_names", []))
+    names = [tensor.name for tensor in model.inputs or ()]
     if set(names) != set(features):
         raise InputError(
             f"features of the names {sorted(features)}",

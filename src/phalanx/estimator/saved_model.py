@@ -111,13 +111,13 @@ class SavedModel:
             self.signature: dict[str, Any] = json.loads((path / _SIGNATURE).read_text())
             self._variables = load_file(path / _VARIABLES)
             self._call = jax.jit(export.deserialize(bytearray((path / _PROGRAM).read_bytes())).call)
+            self._columns = [keras.saving.deserialize_keras_object(column) for column in self.signature["columns"]]
         except Exception as e:  # Each of the three formats has errors of its own.
             raise CheckpointError(
                 f"load_saved_model({folder!r})",
                 f"it is no exported model, or an incomplete one: {e}.",
                 "the folder that estimator.export_saved_model has returned",
             ) from e
-        self._columns = [keras.saving.deserialize_keras_object(column) for column in self.signature["columns"]]
 
     def predict(self, features: PyTree) -> Any:
         """Returns the predictions.
@@ -133,7 +133,14 @@ class SavedModel:
         """
         raw = {name: self._checked(name, x) for name, x in self._by_name(features).items()}
         named: Any = feature_column.prepare(raw, self._columns) if self._columns else raw
-        found = self._call(self._variables, named if self.signature["is_dict"] else named[""])
+        try:
+            found = self._call(self._variables, named if self.signature["is_dict"] else named[""])
+        except ValueError as e:
+            raise InputError(
+                f"features of the shapes {jax.tree.map(np.shape, raw)}",
+                f"the model does not compute so many rows: {str(e).partition(chr(10))[0]}",
+                "as many rows for all features; keras.ops.reshape(x, (-1, ...)) in the model_fn",
+            ) from e
         found = jax.tree.map(np.asarray, found)
         classes = self.signature["classes"]
         return found if classes is None else with_classes(found, classes)

@@ -150,7 +150,12 @@ def test_parameters_and_functions_are_copies(tmp_path):
         return model_fn(features, labels, mode)
 
     def input_fn(params, mode, config, input_context):
-        assert (params["a"], mode, config.model_dir, input_context.num_input_pipelines) == (1, "train", str(tmp_path), 1)
+        assert (params["a"], mode, config.model_dir, input_context.num_input_pipelines) == (
+            1,
+            "train",
+            str(tmp_path),
+            1,
+        )
         return [(X, Y)]
 
     model = made(tmp_path, fn, params={"a": 1})
