@@ -9,7 +9,7 @@ TYPES = {1: np.float32, 2: np.float64, 3: np.int32, 4: np.uint8, 9: np.int64}
 def events(folder):
     """Yields the step and the value of each summary in a folder, in the order of the files."""
     for path in sorted(folder.iterdir()):
-        if not path.is_file():
+        if not path.name.startswith("events"):
             continue
         for event in map(Event.FromString, records(path)):
             for value in event.summary.value:

@@ -111,6 +111,8 @@ class RunConfig:
             )
         if self.model_dir is not None:
             object.__setattr__(self, "model_dir", arguments.path("model_dir", self.model_dir))
+            if not self.model_dir:
+                raise InvalidArgumentError("model_dir=''", "must be the name of a folder.", 'model_dir="model"')
         _check_count("save_checkpoints_steps", self.save_checkpoints_steps, least=1)
         for name in ("save_summary_steps", "log_step_count_steps", "keep_checkpoint_max"):
             _check_count(name, getattr(self, name), least=0)

@@ -178,7 +178,8 @@ class Estimator:
         graph = self._graph(ModeKeys.TRAIN)
         with graph.as_default():
             session = GraphSession(graph, self._steps_of(graph, input_fn))
-            writer = self._writer("") if self._config.save_summary_steps else None
+            writes = self._config.save_summary_steps or self._config.log_step_count_steps
+            writer = self._writer("") if writes else None
             is_scheduled = isinstance(graph.strategy, ParameterServerStrategy)
             recorder = Recorder(None if is_scheduled else writer, self._config.save_summary_steps, graph)
             with recorder.step(0):
@@ -357,7 +358,8 @@ class Estimator:
         """
         other = Estimator(model_fn, config=self._config, warm_start_from=self._warm_start)
         other._columns, other._labels_fn = self._columns, self._labels_fn
-        other._predictions_fn = self._predictions_fn
+        other._predictions_fn, other._classes = self._predictions_fn, self._classes
+        other._first_values, other._params = self._first_values, self._params
         return other
 
     def _call_model_fn(self, features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
@@ -432,7 +434,7 @@ class Estimator:
         hooks.extend(spec.training_hooks or ())
         if config.is_chief:
             hooks.extend(spec.training_chief_hooks or ())
-        if writer is not None:
+        if config.save_summary_steps:
             hooks.append(
                 SummarySaverHook(config.save_summary_steps, summary_writer=writer, summary_op={"loss": "loss"})
             )
@@ -584,7 +586,7 @@ def _chosen(predictions: PyTree, keys: Sequence[str] | None) -> PyTree:
     """
     if keys is None:
         return predictions
-    if not isinstance(predictions, Mapping) or not set(keys) <= set(predictions):
+    if not isinstance(predictions, Mapping) or not isinstance(keys, Iterable) or not set(keys) <= set(predictions):
         raise InvalidArgumentError(
             f"predict_keys={shown(keys)}",
             f"the predictions are {sorted(predictions) if isinstance(predictions, Mapping) else 'an array'}.",

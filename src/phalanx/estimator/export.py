@@ -46,12 +46,24 @@ class ServingInputReceiver:
             raise InvalidArgumentError(
                 f"features={shown(self.features)}", "must be arrays with rows.", '{"x": np.zeros((1, 4), "float32")}'
             )
+        if self.receiver_tensors is not None and _specs(self.receiver_tensors) != _specs(self.features):
+            raise InvalidArgumentError(
+                f"receiver_tensors={shown(self.receiver_tensors)}",
+                "an exported model receives the features themselves.",
+                "ServingInputReceiver(features)",
+            )
         if self.receiver_tensors_alternatives is not None:
             raise InvalidArgumentError(
                 f"receiver_tensors_alternatives={shown(self.receiver_tensors_alternatives)}",
                 "an exported model receives the features themselves.",
                 "leave it out",
             )
+
+
+def _specs(tree: PyTree) -> tuple[Any, list[Any]]:
+    """Returns the structure, the shapes and the dtypes of arrays."""
+    arrays = [np.asarray(x) for x in jax.tree.leaves(tree)]
+    return jax.tree.structure(tree), [(x.shape, x.dtype) for x in arrays]
 
 
 def build_raw_serving_input_receiver_fn(
@@ -86,8 +98,7 @@ def build_parsing_serving_input_receiver_fn(
     The exported model receives a dict of arrays, and not serialized examples.
 
     Args:
-      feature_spec: dict from names to objects with `shape` (of one row) and `dtype`, as `feature_column.make_parse_example_spec`
-        returns it.
+      feature_spec: dict from names to objects with `shape` (of one row) and `dtype`, such as `jax.ShapeDtypeStruct`.
       default_batch_size: has no effect, because an exported model takes any number of rows.
 
     Raises:

@@ -194,6 +194,13 @@ def _loss_smaller(best_eval_result: dict[str, Any], current_eval_result: dict[st
     return float(current_eval_result["loss"]) < float(best_eval_result["loss"])
 
 
+def _parameters_of(fn: Any) -> set[str]:
+    try:
+        return set(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):  # No function, or one of C.
+        return set()
+
+
 @final
 class BestExporter(_SavedModelExporter):
     """Exports after each evaluation that is better than all before. May be created in any context.
@@ -234,12 +241,14 @@ class BestExporter(_SavedModelExporter):
     ) -> None:
         super().__init__(name, serving_input_receiver_fn, assets_extra, as_text, exports_to_keep)
         wanted = {"best_eval_result", "current_eval_result"}
-        if not callable(compare_fn) or set(inspect.signature(compare_fn).parameters) != wanted:
+        if _parameters_of(compare_fn) != wanted:
             raise InvalidArgumentError(
                 f"compare_fn={shown(compare_fn)}",
                 "must be a function of best_eval_result and current_eval_result.",
                 "def compare_fn(best_eval_result, current_eval_result)",
             )
+        if event_file_pattern is not None:
+            arguments.path("event_file_pattern", event_file_pattern)
         self._compare, self._pattern = compare_fn, event_file_pattern
         self._best: dict[str, Any] | None = None
         self._model_dir: str | None = None

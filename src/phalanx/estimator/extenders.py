@@ -2,7 +2,7 @@
 """`add_metrics`: an Estimator with further metrics."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +53,11 @@ def add_metrics(estimator: Estimator, metric_fn: Callable[..., dict[str, Any]]) 
         if mode != ModeKeys.EVAL:
             return spec
         given = {"features": features, "labels": labels, "predictions": spec.predictions, "config": config}
-        return replace(spec, eval_metric_ops={**spec.metrics, **metric_fn(**{name: given[name] for name in names})})
+        found = metric_fn(**{name: given[name] for name in names})
+        if not isinstance(found, Mapping):
+            raise InvalidArgumentError(
+                f"a metric_fn that returns {shown(found)}", "must return a dict.", 'return {"error": metric}'
+            )
+        return replace(spec, eval_metric_ops={**spec.metrics, **found})
 
     return estimator.extended(model_fn)

@@ -219,6 +219,8 @@ class Graph:
         scope = innermost()
         self._latest.has_records = scope is not None and bool(scope.records)
         self._latest.metrics = {name: _metric_of(name, metric) for name, metric in spec.metrics.items()}
+        if self.mode == ModeKeys.EVAL:
+            self._latest.metrics.setdefault("loss", _mean_of("loss", spec.loss))
         return spec
 
     def _share(self, loss: Any) -> Any:
@@ -252,8 +254,16 @@ def _metric_of(name: str, metric: Any) -> keras.metrics.Metric:
     """Returns a metric. For a pair of a value and its update, the mean of the value over all batches."""
     if isinstance(metric, keras.metrics.Metric):
         return metric
+    return _mean_of(name, metric[0])
+
+
+def _mean_of(name: str, value: Any) -> keras.metrics.Metric:
+    """Returns the mean of a value over all batches. Each batch of each replica counts as much as the others."""
     mean = keras.metrics.Mean(name=name.replace("/", "_"))
-    mean.update_state(metric[0])
+    has_rows = jnp.asarray(context.require_replica().weight) > 0
+    # `update_state` would count a batch by its rows.
+    mean.total.assign_add(jnp.where(has_rows, jnp.asarray(value, mean.dtype), 0))
+    mean.count.assign_add(has_rows.astype(mean.dtype))
     return mean
 
 
@@ -288,6 +298,16 @@ def require_graph(call: str) -> Graph:
             f"{call} outside a model function", "it belongs to a graph of an Estimator.", "call it in the model_fn"
         )
     return graph
+
+
+def of_batch(loss: Any) -> Any:
+    """Returns a sum over rows as the loss of the model function that runs.
+
+    Keras scales a sum such that the mean over replicas is the sum over all rows. An evaluation averages sums over batches.
+    """
+    graph = current_graph()
+    is_evaluating = graph is not None and graph.mode == ModeKeys.EVAL
+    return loss * context.require_replica().weight if is_evaluating else loss
 
 
 def get_global_step(graph: None = None) -> keras.Variable | None:

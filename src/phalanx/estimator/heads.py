@@ -4,6 +4,7 @@
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import NoneType
 from typing import Any, final
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from typing_extensions import override
 
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
+from phalanx.estimator.graph import of_batch
 from phalanx.estimator.optimizing import minimize
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys
 from phalanx.typing import PyTree
@@ -95,8 +97,8 @@ class Head(ABC):
 
     def loss(self, labels: Any, logits: Any, features: PyTree = None) -> Any:
         """Returns the loss over the rows of this replica, a scalar. Call it in a model function."""
-        loss = _RowLoss(self._row_losses, self._reduction)
-        return loss(labels, logits, sample_weight=self._weights(features))
+        loss = _RowLoss(self._row_losses, self._reduction)(labels, logits, sample_weight=self._weights(features))
+        return of_batch(loss) if self._reduction == "sum" else loss
 
     def create_estimator_spec(
         self,
@@ -132,6 +134,8 @@ class Head(ABC):
         predictions = self.predictions(logits)
         if mode == ModeKeys.PREDICT:
             return EstimatorSpec(mode, predictions=predictions)
+        if labels is None:
+            raise InputError(f"labels=None in mode {mode!r}", "a loss needs labels.", "return features, labels")
         loss = self.loss(labels, logits, features)
         extra = sum(map(jnp.asarray, regularization_losses or ()), start=jnp.zeros((), loss.dtype))
         if mode == ModeKeys.EVAL:
@@ -156,6 +160,12 @@ class Head(ABC):
         if self._loss_fn is None:
             return self._losses(labels, logits)
         losses = jnp.asarray(self._loss_fn(labels, logits))
+        if losses.shape[:1] != logits.shape[:1]:
+            raise InvalidArgumentError(
+                f"a loss_fn that returns the shape {losses.shape}",
+                f"it must return one loss per row, {logits.shape[:1]}.",
+                "keras.losses.binary_crossentropy(labels, logits, from_logits=True)",
+            )
         return losses if losses.ndim == 1 else losses.reshape(losses.shape[0], -1).mean(axis=1)
 
     def _weights(self, features: PyTree) -> Any:
@@ -167,7 +177,14 @@ class Head(ABC):
                 f"the features are {sorted(features) if isinstance(features, Mapping) else 'an array'}.",
                 "a feature of this name, in the input_fn",
             )
-        return jnp.asarray(features[self._weight_column], jnp.float32).reshape(-1)
+        weights = jnp.asarray(features[self._weight_column], jnp.float32)
+        if weights.size != weights.shape[0]:
+            raise InputError(
+                f"the feature {self._weight_column!r} of the shape {weights.shape}",
+                "a row has one weight.",
+                "weights of the shape (rows,)",
+            )
+        return weights.reshape(-1)
 
     def _check_logits(self, logits: Any) -> None:
         if jnp.ndim(logits) != 2 or logits.shape[1] != self.logits_dimension:
@@ -227,23 +244,33 @@ class _ClassHead(Head):
                 'label_vocabulary=["no", "yes"]',
             )
         self._vocabulary = None if label_vocabulary is None else [str(word) for word in label_vocabulary]
+        if self._vocabulary and len(set(self._vocabulary)) < n_classes:
+            raise InvalidArgumentError(
+                f"label_vocabulary={shown(label_vocabulary)}",
+                "a class is there twice.",
+                'label_vocabulary=["no", "yes"]',
+            )
 
     @override
     def host_labels(self, labels: PyTree) -> PyTree:
         """Returns the numbers of classes. See `Head.host_labels`."""
         array = np.asarray(labels)
+        if array.ndim > 1 and array.size != len(array):
+            raise InputError(
+                f"labels of the shape {array.shape}", "a row has one class.", "labels of the shape (rows,) or (rows, 1)"
+            )
         if self._vocabulary is not None:
             return _numbers_of(array, self._vocabulary)
         if array.dtype.kind not in "iufb":
             raise InputError(
                 f"labels of {array.dtype}", "classes are numbers from 0 on.", "label_vocabulary=[...], with the classes"
             )
-        wrong = array[(array < 0) | (array >= self._n_classes)]
+        wrong = array[~np.isin(array, range(self._n_classes))]
         if wrong.size:
             raise InputError(
                 f"the label {wrong.flat[0]}",
-                f"labels are numbers from 0 to {self._n_classes - 1}.",
-                f"n_classes={int(np.max(array)) + 1}",
+                f"labels are integers from 0 to {self._n_classes - 1}.",
+                "n_classes, the largest label + 1; or label_vocabulary",
             )
         return array.astype(np.int32)
 
@@ -273,6 +300,10 @@ def _numbers_of(labels: np.ndarray, vocabulary: Sequence[str]) -> np.ndarray:
     if unknown is not None:
         raise InputError(f"the label {unknown!r}", f"label_vocabulary is {shown(vocabulary)}.", "add the label to it")
     return np.array([places[word] for word in words], np.int32).reshape(labels.shape)
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, (float, np.floating)) and 0 < float(value) < 1
 
 
 @final
@@ -308,12 +339,11 @@ class BinaryClassHead(_ClassHead):
         name: str | None = None,
     ) -> None:
         super().__init__(2, weight_column, label_vocabulary, loss_reduction, loss_fn, name)
+        if not isinstance(thresholds, (Iterable, NoneType)) or not all(map(_is_fraction, thresholds or ())):
+            raise InvalidArgumentError(
+                f"thresholds={shown(thresholds)}", "must be numbers between 0 and 1.", "thresholds=[0.5]"
+            )
         self._thresholds = tuple(thresholds or ())
-        for threshold in self._thresholds:
-            if not 0 < threshold < 1:
-                raise InvalidArgumentError(
-                    f"thresholds={shown(thresholds)}", "must be between 0 and 1.", "thresholds=[0.5]"
-                )
 
     @property
     @override
@@ -485,8 +515,8 @@ class RegressionHead(Head):
     def host_labels(self, labels: PyTree) -> PyTree:
         """Returns labels as floats. See `Head.host_labels`."""
         array = np.asarray(labels)
-        width = 1 if array.ndim == 1 else array.shape[-1]
-        if array.dtype.kind not in "iufb" or array.ndim > 2 or width != self._dimension:
+        width = array.shape[-1] if array.ndim > 1 else 1
+        if array.dtype.kind not in "iufb" or array.ndim not in (1, 2) or width != self._dimension:
             raise InputError(
                 f"labels of {array.dtype}{list(array.shape)}",
                 f"a row has {self._dimension} numbers.",

@@ -3,7 +3,7 @@
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -16,6 +16,7 @@ from phalanx.mesh.arrays import is_array
 from phalanx.typing import PyTree
 
 InputFn = Callable[..., Any]
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_input_fn(input_fn: Any) -> None:
@@ -45,12 +46,27 @@ def dataset_of(
       A dataset of batches `(features, labels)`. Labels are None if the function gives none.
 
     Raises:
-      InputError: the function returns nothing.
+      InputError: the function has another parameter, or returns no dataset.
     """
     parameters = inspect.signature(input_fn).parameters
+    unknown = [
+        p.name for p in parameters.values() if p.name not in given and p.default is p.empty and p.kind not in _REST
+    ]
+    if unknown:
+        raise InputError(
+            f"an input_fn with the parameters {list(parameters)}",
+            f"{unknown[0]!r} has no value; the parameters may be {sorted(given)}.",
+            f"functools.partial(input_fn, {unknown[0]}=...)",
+        )
     dataset = input_fn(**{name: value for name, value in given.items() if name in parameters})
     if dataset is None:
         raise InputError("an input_fn that returns None", "there is no data.", "return dataset, in the input_fn")
+    if isinstance(dataset, (str, bytes)) or not (isinstance(dataset, Iterable) or is_array(dataset)):
+        raise InputError(
+            f"an input_fn that returns {shown(dataset)}",
+            "it is no dataset.",
+            "return [(features, labels)], in the input_fn",
+        )
     return Batches(dataset, columns, labels_fn)
 
 
@@ -72,6 +88,7 @@ class Batches:
         first: Any = None
         for batch in batches:
             pair = features, labels = _split(batch)
+            _require_names(features)
             spec = _spec_of(pair)
             first = spec if first is None else first
             _require_alike(spec, first)
@@ -113,6 +130,13 @@ def _split(batch: PyTree) -> tuple[PyTree, PyTree]:
             f"a batch of {len(batch)} parts", "must be features, or (features, labels).", "return features, labels"
         )
     return (batch[0] if isinstance(batch, (tuple, list)) else batch), None
+
+
+def _require_names(features: PyTree) -> None:
+    if isinstance(features, Mapping) and not all(isinstance(name, str) for name in features):
+        raise InputError(
+            f"features of the names {shown(list(features))}", "names must be texts.", '{"age": ages, "name": names}'
+        )
 
 
 def _to_numpy(tree: PyTree) -> PyTree:

@@ -62,12 +62,27 @@ def model_to_estimator(
         raise InvalidArgumentError(
             f"export_outputs={shown(export_outputs)}", "all outputs are exported.", "leave it out"
         )
+    if metric_names_map is not None and not isinstance(metric_names_map, Mapping):
+        raise InvalidArgumentError(
+            f"metric_names_map={shown(metric_names_map)}", "must be a dict.", 'metric_names_map={"accuracy": "correct"}'
+        )
     if keras_model is None:
         path = arguments.path("keras_model_path", keras_model_path)
-        keras_model = keras.saving.load_model(path, custom_objects=custom_objects)
+        keras_model = _loaded(path, custom_objects)
     arguments.instance("keras_model", keras_model, keras.Model, "model_to_estimator(keras_model=model)")
     copies = _Copies(keras_model, dict(metric_names_map or {}))
     return _ModelEstimator(copies, model_dir, config)
+
+
+def _loaded(path: str, custom_objects: Mapping[str, Any] | None) -> keras.Model:
+    try:
+        return keras.saving.load_model(path, custom_objects=custom_objects)
+    except (OSError, TypeError, ValueError) as e:
+        raise InvalidArgumentError(
+            f"keras_model_path={path!r}",
+            f"Keras cannot load it: {str(e).partition(chr(10))[0]}",
+            'model.save("model.keras"), and this path; custom_objects={...} for classes of its own',
+        ) from e
 
 
 class _ModelEstimator(Estimator):
@@ -144,7 +159,7 @@ def _inputs_of(model: keras.Model, features: PyTree) -> tuple[PyTree, Any]:
         return features, sample_weight
     if len(features) == 1:
         return next(iter(features.values())), sample_weight
-    names = list(getattr(model, "input_names", []))
+    names = [tensor.name for tensor in model.inputs or ()]
     if set(names) != set(features):
         raise InputError(
             f"features of the names {sorted(features)}",

@@ -2,6 +2,7 @@
 """`minimize`: gradients and updates in a model function that opens no tape of its own."""
 
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any, final
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import keras
 from phalanx import compat
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.estimator.graph import require_graph
+from phalanx.mesh.arrays import is_array
 from phalanx.tracing import context
 
 
@@ -42,6 +44,10 @@ def gradients_of(
       InvalidArgumentError: the loss depends on none of the variables.
     """
     graph = require_graph("optimizer.minimize")
+    if not isinstance(variables, (Sequence, NoneType)):
+        raise InvalidArgumentError(f"var_list={shown(variables)}", "must be a list of variables.", "var_list=None")
+    if not is_array(loss):
+        raise InvalidArgumentError(f"minimize(loss={shown(loss)})", "is not an array.", "loss=keras.ops.mean(losses)")
     variables = graph.trainable_variables if variables is None else list(variables)
     # Weighting the loss is right even if a layer communicates; weighting its gradients is not.
     target = optimizer.scale_loss(loss * jnp.asarray(context.require_replica().weight, loss.dtype))

@@ -139,15 +139,27 @@ def _require_dict(features: PyTree) -> None:
         raise InputError(f"features={shown(features)}", "must be a dict from names to arrays.", '{"age": ages}, labels')
 
 
+def _activation(activation_fn: Any) -> Callable[[Any], Any]:
+    try:
+        return keras.activations.get(activation_fn)  # type: ignore[no-any-return]
+    except ValueError as e:
+        raise InvalidArgumentError(
+            f"activation_fn={shown(activation_fn)}", "Keras has no such activation.", 'activation_fn="relu"'
+        ) from e
+
+
 def _deep_part(
-    head: Head,
-    hidden_units: Sequence[int],
-    columns: Sequence[Any],
-    activation: Any,
-    dropout: float | None,
-    batch_norm: bool,
+    head: Head, hidden_units: Any, columns: Sequence[Any], activation_fn: Any, dropout: Any, batch_norm: bool
 ) -> Logits:
-    """Returns a function of features and mode that computes the logits of a deep network."""
+    """Returns a function of features and mode that computes the logits of a deep network.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type or value.
+    """
+    units, activation = _units(hidden_units), _activation(activation_fn)
+    arguments.flag("batch_norm", batch_norm)
+    if dropout is not None and not (isinstance(dropout, (int, float)) and 0 <= dropout < 1):
+        raise InvalidArgumentError(f"dropout={shown(dropout)}", "must be from 0 to less than 1.", "dropout=0.5")
 
     def logits_of(features: PyTree, mode: str) -> tuple[Any, list[keras.Variable]]:
         _require_dict(features)
@@ -160,8 +172,8 @@ def _deep_part(
 
         with keras.name_scope("dnn"):
             net = apply(feature_column.DenseFeatures(columns, name="input_from_feature_columns"), features)
-            for i, units in enumerate(hidden_units):
-                net = apply(keras.layers.Dense(units, activation=activation, name=f"hiddenlayer_{i}"), net)
+            for i, size in enumerate(units):
+                net = apply(keras.layers.Dense(size, activation=activation, name=f"hiddenlayer_{i}"), net)
                 if dropout is not None and is_training:
                     net = apply(keras.layers.Dropout(dropout), net, training=True)
                 if batch_norm:
@@ -213,7 +225,7 @@ def dnn_logits(
     head: Head, hidden_units: Any, columns: Any, optimizer: Any, activation: Any, dropout: Any, norm: Any
 ) -> Any:
     """Returns the logits of a deep network, and their `train_op`."""
-    logits_of = _deep_part(head, _units(hidden_units), columns, activation, dropout, norm)
+    logits_of = _deep_part(head, hidden_units, columns, activation, dropout, norm)
     return _trained(logits_of, lambda: optimizer_of(optimizer))
 
 
@@ -237,7 +249,7 @@ def combined_logits(
         )
     parts: list[tuple[Logits, Callable[[], keras.optimizers.Optimizer]]] = []
     if deep_columns:
-        logits_of = _deep_part(head, _units(hidden_units), deep_columns, activation, dropout, norm)
+        logits_of = _deep_part(head, hidden_units, deep_columns, activation, dropout, norm)
         parts.append((logits_of, lambda: optimizer_of(deep_optimizer, _DEEP_RATE)))
     if linear_columns:
         rate = _linear_rate(linear_columns, _WIDE_RATE)
@@ -255,7 +267,12 @@ def baseline_logits(head: Head, optimizer: Optimizer) -> Any:
     """Returns the logits of a constant, and their `train_op`."""
 
     def logits_of(features: PyTree, mode: str) -> tuple[Any, list[keras.Variable]]:
-        rows = jax.tree.leaves(features)[0].shape[0]
+        found = jax.tree.leaves(features)
+        if not found:
+            raise InputError(
+                f"features={shown(features)}", "tell no number of rows.", "a feature, although it is not used"
+            )
+        rows = found[0].shape[0]
         with keras.name_scope("baseline"):
             bias = keras.Variable("zeros", shape=(head.logits_dimension,), name="bias")
         return jnp.broadcast_to(bias.value, (rows, head.logits_dimension)), [bias]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps record the summaries of a model function, and where to."""
+"""Decides which steps record the summaries of a model function, and where to."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -5,9 +5,12 @@ import importlib.util
 import json
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any, final
 
 import jax
@@ -49,6 +52,7 @@ def export_graph(
       as_text: whether to write the text of the program.
 
     Raises:
+      CheckpointError: the folder cannot be written to.
       InvalidArgumentError: the program depends on the number of rows, or a file is missing.
       MissingDependencyError: flatbuffers or safetensors is not installed.
     """
@@ -57,16 +61,12 @@ def export_graph(
 
     hint = "serving_input_receiver_fn=estimator.export.build_raw_serving_input_receiver_fn(features)"
     arguments.instance("the result of serving_input_receiver_fn", receiver, ServingInputReceiver, hint)
+    extra = _checked_assets(assets)
     raw = jax.tree.map(np.asarray, receiver.features)
     batch = feature_column.prepare(raw, columns) if columns else raw
     graph.prepare((batch, None))
     restore()
     exported = _exported(graph, batch)
-    folder = _new_folder(Path(base))
-    part = folder.with_name(f".{folder.name}.part")
-    part.mkdir(parents=True)
-    (part / _PROGRAM).write_bytes(exported.serialize())
-    save_file({name: np.array(v.value) for name, v in graph.variables.items()}, part / _VARIABLES)
     signature = {
         "features": {name: [str(x.dtype), list(x.shape[1:])] for name, x in _named(raw).items()},
         "is_dict": isinstance(raw, Mapping),
@@ -74,11 +74,14 @@ def export_graph(
         "classes": classes,
         "platforms": list(exported.platforms),
     }
-    (part / _SIGNATURE).write_text(json.dumps(signature, indent=1))
-    if as_text:
-        (part / _TEXT).write_text(exported.mlir_module())
-    _copy_assets(assets, part)
-    part.rename(folder)
+    folder = _new_folder(base)
+    with _unfinished(folder) as part:
+        (part / _PROGRAM).write_bytes(exported.serialize())
+        save_file({name: np.array(v.value) for name, v in graph.variables.items()}, part / _VARIABLES)
+        (part / _SIGNATURE).write_text(json.dumps(signature, indent=1))
+        if as_text:
+            (part / _TEXT).write_text(exported.mlir_module())
+        _copy_assets(extra, part)
     return os.fspath(folder)
 
 
@@ -108,13 +111,13 @@ class SavedModel:
             self.signature: dict[str, Any] = json.loads((path / _SIGNATURE).read_text())
             self._variables = load_file(path / _VARIABLES)
             self._call = jax.jit(export.deserialize(bytearray((path / _PROGRAM).read_bytes())).call)
-        except (OSError, ValueError) as e:
+            self._columns = [keras.saving.deserialize_keras_object(column) for column in self.signature["columns"]]
+        except Exception as e:  # Each of the three formats has errors of its own.
             raise CheckpointError(
                 f"load_saved_model({folder!r})",
                 f"it is no exported model, or an incomplete one: {e}.",
                 "the folder that estimator.export_saved_model has returned",
             ) from e
-        self._columns = [keras.saving.deserialize_keras_object(column) for column in self.signature["columns"]]
 
     def predict(self, features: PyTree) -> Any:
         """Returns the predictions.
@@ -130,7 +133,14 @@ class SavedModel:
         """
         raw = {name: self._checked(name, x) for name, x in self._by_name(features).items()}
         named: Any = feature_column.prepare(raw, self._columns) if self._columns else raw
-        found = self._call(self._variables, named if self.signature["is_dict"] else named[""])
+        try:
+            found = self._call(self._variables, named if self.signature["is_dict"] else named[""])
+        except ValueError as e:
+            raise InputError(
+                f"features of the shapes {jax.tree.map(np.shape, raw)}",
+                f"the model does not compute so many rows: {str(e).partition(chr(10))[0]}",
+                "as many rows for all features; keras.ops.reshape(x, (-1, ...)) in the model_fn",
+            ) from e
         found = jax.tree.map(np.asarray, found)
         classes = self.signature["classes"]
         return found if classes is None else with_classes(found, classes)
@@ -147,8 +157,11 @@ class SavedModel:
     def _checked(self, name: str, feature: Any) -> np.ndarray:
         dtype, shape = self.signature["features"][name]
         is_text = np.dtype(dtype).kind in "OSU"
-        array = np.asarray(feature) if is_text else np.asarray(feature, dtype)
-        if array.ndim == 0 or list(array.shape[1:]) != shape:
+        try:
+            array = np.asarray(feature) if is_text else np.asarray(feature, dtype)
+        except (TypeError, ValueError) as e:
+            raise InputError(f"the feature {name!r}", f"it is no array of {dtype}: {e}.", "one row per example") from e
+        if not array.ndim or not array.size or list(array.shape[1:]) != shape:
             raise InputError(
                 f"the feature {name!r} of the shape {array.shape}",
                 f"a row has the shape {shape}.",
@@ -204,24 +217,60 @@ def _named(features: PyTree) -> dict[str, Any]:
     return dict(features) if isinstance(features, Mapping) else {"": features}
 
 
-def _new_folder(base: Path) -> Path:
+def _new_folder(base: str) -> Path:
     """Returns a folder that does not exist yet, named by the time in seconds."""
     number = int(time.time())
-    while (base / str(number)).exists():
+    while (Path(base) / str(number)).exists():
         number += 1
-    return base / str(number)
+    return Path(base) / str(number)
 
 
-def _copy_assets(assets: Mapping[str, str] | None, folder: Path) -> None:
-    for name, source in (assets or {}).items():
-        target = folder / "assets.extra" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
+@contextmanager
+def _unfinished(folder: Path) -> Iterator[Path]:
+    """Yields a hidden folder, which gets its name after the `with` block. If the block raises an error, nothing is left."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as e:
+        raise CheckpointError(
+            f"export_dir_base={str(folder.parent)!r}", f"the folder cannot be written to: {e}.", "another folder"
+        ) from e
+    try:
+        yield part
+        part.chmod(0o755)
+        part.rename(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _copy_assets(assets: Mapping[str, str], folder: Path) -> None:
+    inside = folder / "assets.extra"
+    for name, source in assets.items():
+        target = inside / name
         try:
+            target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target)
         except OSError as e:
             raise InvalidArgumentError(
-                f"assets_extra={{{name!r}: {shown(source)}}}", f"the file cannot be copied: {e}.", "paths of files"
+                f"assets_extra={{{name!r}: {source!r}}}", f"the file cannot be copied: {e}.", "paths of files"
             ) from e
+
+
+def _checked_assets(assets: Any) -> dict[str, str]:
+    """Returns a dict from paths inside a folder to paths.
+
+    Raises:
+      InvalidArgumentError: it is none, or a path leads out of the folder.
+    """
+    hint = 'assets_extra={"words.txt": "data/words.txt"}'
+    if not isinstance(assets, (Mapping, NoneType)):
+        raise InvalidArgumentError(f"assets_extra={shown(assets)}", "must be a dict from paths to paths.", hint)
+    found = {arguments.path("assets_extra", k): arguments.path("assets_extra", v) for k, v in (assets or {}).items()}
+    for name in found:
+        if os.path.isabs(name) or ".." in Path(name).parts:
+            raise InvalidArgumentError(f"assets_extra={{{name!r}: ...}}", "the path leads out of the export.", hint)
+    return found
 
 
 def _require_libraries() -> None:

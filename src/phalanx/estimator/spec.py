@@ -3,14 +3,17 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, final
 
+import jax
 import jax.numpy as jnp
 import keras
 
 from phalanx.collectives import primitives
 from phalanx.errors import InvalidArgumentError, ReduceOpError, arguments, shown
 from phalanx.estimator.session import SessionRunHook, checked_hooks
+from phalanx.mesh.arrays import is_array
 from phalanx.train import Checkpoint
 
 
@@ -72,7 +75,7 @@ class EstimatorSpec:
       train_op: what `optimizer.minimize` or `optimizer.apply_gradients` returned; a function without arguments that applies the
         optimizer; or a list of these.
       eval_metric_ops: dict from names to Keras metrics that the model function has updated, or to pairs `(value, update_op)`.
-      export_outputs: dict from the names of signatures to dicts of arrays.
+      export_outputs: dict, or None. Has no effect, because an exported model returns the predictions.
       training_chief_hooks: hooks that run on the chief during training.
       training_hooks: hooks that run during training.
       scaffold: objects to save by attributes.
@@ -115,6 +118,13 @@ class EstimatorSpec:
                     f"the mode needs {name}.",
                     _HINTS[name],
                 )
+        if self.predictions is not None:
+            _check_predictions(self.predictions)
+        _check_update(self.train_op)
+        if not isinstance(self.export_outputs, (Mapping, NoneType)):
+            raise InvalidArgumentError(
+                f"export_outputs={shown(self.export_outputs)}", "must be a dict.", "leave it out"
+            )
         if self.loss is not None:
             object.__setattr__(self, "loss", _scalar(self.loss))
         for name in ("training_chief_hooks", "training_hooks", "evaluation_hooks", "prediction_hooks"):
@@ -149,6 +159,22 @@ def _scalar(loss: Any) -> Any:
             f"a loss of {value.dtype}{list(value.shape)}", "must be a floating scalar.", "loss=keras.ops.mean(losses)"
         )
     return value.reshape(())
+
+
+def _check_predictions(predictions: Any) -> None:
+    leaves = jax.tree.leaves(predictions)
+    if not leaves or not all(is_array(x) or isinstance(x, keras.Variable) for x in leaves):
+        raise InvalidArgumentError(
+            f"predictions={shown(predictions)}", "must be an array, or a dict of arrays.", _HINTS["predictions"]
+        )
+
+
+def _check_update(train_op: Any) -> None:
+    if isinstance(train_op, (list, tuple)):
+        for op in train_op:
+            _check_update(op)
+    elif not (train_op is None or callable(train_op) or isinstance(train_op, keras.Variable) or is_array(train_op)):
+        raise InvalidArgumentError(f"train_op={shown(train_op)}", "is no update of variables.", _HINTS["train_op"])
 
 
 def _check_metrics(metrics: Any) -> None:

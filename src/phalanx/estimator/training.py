@@ -97,7 +97,8 @@ class EvalSpec:
         if self.name is not None and not isinstance(self.name, str):
             raise InvalidArgumentError(f"name={shown(self.name)}", "must be a str or None.", 'name="test"')
         object.__setattr__(self, "hooks", checked_hooks("hooks", self.hooks))
-        exporters = [self.exporters] if isinstance(self.exporters, Exporter) else list(self.exporters or ())
+        given: Any = self.exporters
+        exporters = list(given or ()) if given is None or isinstance(given, Iterable) else [given]
         for exporter in exporters:
             if not isinstance(exporter, Exporter):
                 raise InvalidArgumentError(
@@ -112,8 +113,8 @@ class EvalSpec:
             )
         object.__setattr__(self, "exporters", tuple(exporters))
         for name in ("start_delay_secs", "throttle_secs"):
-            if getattr(self, name) != 0:
-                arguments.seconds(name, getattr(self, name))
+            if getattr(self, name) != 0 and arguments.seconds(name, getattr(self, name)) is None:
+                raise InvalidArgumentError(f"{name}=None", "must be a number of seconds.", f"{name}=0")
 
 
 def train_and_evaluate(

@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, final
 
 import keras
@@ -19,7 +20,7 @@ _log = logging.getLogger("phalanx")
 @final
 @dataclass(frozen=True)
 class WarmStartSettings:
-    """Which variables begin with the values of another checkpoint. May be created in any context.
+    """Chooses the variables that begin with the values of another checkpoint. May be created in any context.
 
     Args:
       ckpt_to_initialize_from: a checkpoint, or a folder, whose latest checkpoint counts.
@@ -51,9 +52,15 @@ class WarmStartSettings:
                 "rows of a variable are not mapped from one vocabulary to another.",
                 "assign the rows in a hook's after_create_session",
             )
-        patterns = [self.vars_to_warm_start] if isinstance(self.vars_to_warm_start, str) else self.vars_to_warm_start
-        for pattern in patterns:
+        asked = self.vars_to_warm_start
+        for pattern in asked if isinstance(asked, (list, tuple)) else [asked]:
             _compiled(pattern)
+        if not isinstance(self.var_name_to_prev_var_name, (Mapping, NoneType)):
+            raise InvalidArgumentError(
+                f"var_name_to_prev_var_name={shown(self.var_name_to_prev_var_name)}",
+                "must be a dict from names to names.",
+                'var_name_to_prev_var_name={"new/kernel": "old/kernel"}',
+            )
 
     def warm_start(self, graph: Graph) -> None:
         """Assigns the values of the checkpoint to the variables of a graph.

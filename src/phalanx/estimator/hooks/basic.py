@@ -104,6 +104,8 @@ class StepCounterHook(StepHook):
         summary_writer: SummaryWriter | None = None,
     ) -> None:
         self._timer = SecondOrStepTimer(every_n_secs, every_n_steps)
+        if output_dir is not None:
+            arguments.path("output_dir", output_dir)
         self._output_dir, self._writer = output_dir, summary_writer
 
     @override
@@ -165,7 +167,9 @@ class LoggingTensorHook(StepHook):
         self._timer = None if only_at_end else SecondOrStepTimer(every_n_secs, every_n_iter)
         if not isinstance(tensors, (Mapping, list, tuple)):
             raise InvalidArgumentError(f"tensors={shown(tensors)}", "must be a dict or a list.", '{"loss": loss}')
-        named = tensors if isinstance(tensors, Mapping) else {_name_of(x): x for x in tensors}
+        if formatter is not None:
+            arguments.function("formatter", formatter, "formatter=lambda values: str(values)")
+        named = sorted(tensors.items()) if isinstance(tensors, Mapping) else [(_name_of(x), x) for x in tensors]
         self._tensors = dict(named)
         self._at_end, self._formatter = at_end, formatter
         self._iteration, self._is_due = 0, False
@@ -198,7 +202,7 @@ class LoggingTensorHook(StepHook):
 
     def _write(self, values: dict[str, Any]) -> None:
         elapsed_s = None if self._timer is None else self._timer.update_last_triggered_step(self._iteration)[0]
-        values = {name: np.asarray(value) for name, value in values.items()}
+        values = {name: np.asarray(values[name]) for name in self._tensors}
         if self._formatter is not None:
             _log.info("%s", self._formatter(values))
             return

@@ -142,10 +142,11 @@ class FinalOpsHook(SessionRunHook):
     """
 
     def __init__(self, final_ops: Any, final_ops_feed_dict: None = None) -> None:
-        self._args = SessionRunArgs(final_ops, final_ops_feed_dict)
+        # Arrays of the model function are found in the attributes.
+        self._final_ops = SessionRunArgs(final_ops, final_ops_feed_dict).fetches
         self.final_ops_values: Any = None
 
     @override
     def end(self, session: Any) -> None:
         """Fetches the values."""
-        self.final_ops_values = session.run(self._args.fetches)
+        self.final_ops_values = session.run(self._final_ops)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks that save checkpoints and summaries."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 from typing_extensions import override
@@ -65,7 +65,7 @@ def checked_listeners(listeners: Any) -> tuple[CheckpointSaverListener, ...]:
     Raises:
       InvalidArgumentError: one of them is not a `CheckpointSaverListener`.
     """
-    found = tuple(listeners or ())
+    found = tuple(listeners or ()) if isinstance(listeners, Iterable) or listeners is None else (listeners,)
     for listener in found:
         arguments.instance(
             "a saving listener", listener, CheckpointSaverListener, "class Told(estimator.CheckpointSaverListener)"
@@ -112,9 +112,11 @@ class CheckpointSaverHook(StepHook):
                 "the hook saves what the graph has.",
                 "EstimatorSpec(mode, scaffold=scaffold)",
             )
+        if saver is not None:
+            arguments.instance("saver", saver, Saver, "leave saver out")
         self._dir = arguments.path("checkpoint_dir", checkpoint_dir)
         self._timer = SecondOrStepTimer(save_secs, save_steps)
-        self._saver, self._basename = saver, checkpoint_basename
+        self._saver, self._basename = saver, arguments.path("checkpoint_basename", checkpoint_basename)
         self._listeners = checked_listeners(listeners)
 
     @override
@@ -205,6 +207,8 @@ class SummarySaverHook(StepHook):
             )
         if scaffold is not None:
             raise InvalidArgumentError(f"scaffold={shown(scaffold)}", "has no summaries.", "leave scaffold out")
+        if output_dir is not None:
+            arguments.path("output_dir", output_dir)
         self._timer = SecondOrStepTimer(save_secs, save_steps)
         self._output_dir, self._writer, self._fetches = output_dir, summary_writer, summary_op
         self._is_due = False

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any, final
 
+import numpy as np
 from typing_extensions import override
 
 from phalanx.errors import InvalidArgumentError, arguments, shown
@@ -109,6 +110,7 @@ def stop_if_higher_hook(
       >>> def hook_of(model):
       ...     return estimator.experimental.stop_if_higher_hook(model, "accuracy", 0.9)
     """
+    _require_number("threshold", threshold)
     results = _Results(estimator, metric_name, eval_dir, min_steps)
     return make_early_stopping_hook(
         estimator, lambda: results.cross(operator.gt, threshold), run_every_secs, run_every_steps
@@ -145,6 +147,7 @@ def stop_if_lower_hook(
       >>> def hook_of(model):
       ...     return estimator.experimental.stop_if_lower_hook(model, "loss", 0.1)
     """
+    _require_number("threshold", threshold)
     results = _Results(estimator, metric_name, eval_dir, min_steps)
     return make_early_stopping_hook(
         estimator, lambda: results.cross(operator.lt, threshold), run_every_secs, run_every_steps
@@ -223,6 +226,11 @@ def stop_if_no_decrease_hook(
     return make_early_stopping_hook(
         estimator, lambda: results.stall(operator.lt, max_steps_without_decrease), run_every_secs, run_every_steps
     )
+
+
+def _require_number(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float, np.number)):
+        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a number.", f"{name}=0.9")
 
 
 @final

@@ -11,6 +11,7 @@ import numpy as np
 from typing_extensions import override
 
 from phalanx.errors import InvalidArgumentError, shown
+from phalanx.estimator.graph import of_batch
 
 __all__ = [
     "Reduction",
@@ -68,7 +69,8 @@ def _loss(fn: Callable[[Any, Any], Any], labels: Any, predictions: Any, weights:
         raise InvalidArgumentError(
             f"reduction={shown(reduction)}", f"must be one of {tuple(_NAMES)}.", "leave reduction out"
         )
-    return _Losses(fn, _NAMES[reduction])(labels, predictions) * float(weights)
+    loss = _Losses(fn, _NAMES[reduction])(labels, predictions) * float(weights)
+    return of_batch(loss) if reduction == Reduction.SUM else loss
 
 
 def mean_squared_error(

@@ -19,8 +19,14 @@ __all__ = [
 
 
 def _updated(metric: keras.metrics.Metric, labels: Any, predictions: Any, weights: Any) -> keras.metrics.Metric:
-    metric.update_state(labels, predictions, sample_weight=weights)
+    metric.update_state(_column(labels), _column(predictions), sample_weight=weights)
     return metric
+
+
+def _column(values: Any) -> Any:
+    """Returns values (rows, ...). Keras takes the mean over the last dim, which must not be that of the rows."""
+    values = jnp.asarray(values)
+    return values[:, None] if values.ndim == 1 else values
 
 
 def accuracy(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> keras.metrics.Metric:

@@ -1,0 +1,137 @@
+"""Ready-made models: their arguments, and what they do with features."""
+
+import keras
+import numpy as np
+import pytest
+from one_weight import refused
+
+import phalanx.estimator as estimator
+from phalanx import feature_column
+from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.estimator import tf1
+from phalanx.estimator.premade import optimizer_of
+
+X = feature_column.numeric_column("x")
+WORD = feature_column.categorical_column_with_vocabulary_list("s", ["a", "b"])
+DATA = [({"x": np.array([1, 2], "float32")}, np.array([0, 1]))]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: estimator.LinearClassifier([]), ["feature_columns=[]", "a list of feature columns"]),
+        (lambda: estimator.LinearClassifier(3), ["feature_columns=3", "a list of feature columns"]),
+        (lambda: estimator.LinearClassifier([3]), ["feature_columns=[3]", "3 is not a feature column"]),
+        (lambda: estimator.LinearClassifier([X], n_classes=1), ["n_classes=1", "2 or more"]),
+        (lambda: estimator.LinearClassifier([X], n_classes="a"), ["n_classes='a'", "2 or more"]),
+        (lambda: estimator.DNNClassifier(3, [X]), ["hidden_units=3", "a list of numbers"]),
+        (lambda: estimator.DNNClassifier([0], [X]), ["hidden_units=[0]", "a list of numbers"]),
+        (lambda: estimator.DNNClassifier([2], [X], dropout=2), ["dropout=2", "from 0 to less than 1"]),
+        (lambda: estimator.DNNClassifier([2], [X], dropout="a"), ["dropout='a'", "from 0 to less than 1"]),
+        (lambda: estimator.DNNClassifier([2], [X], activation_fn="no"), ["activation_fn='no'", "no such activation"]),
+        (lambda: estimator.DNNClassifier([2], [X], activation_fn=3), ["activation_fn=3", "no such activation"]),
+        (lambda: estimator.DNNClassifier([2], [X], batch_norm=3), ["batch_norm=3", "True or False"]),
+        (lambda: estimator.DNNEstimator(3, [2], [X]), ["head=3", "must be a head"]),
+        (lambda: estimator.LinearEstimator(3, [X]), ["head=3", "must be a head"]),
+        (lambda: estimator.BaselineEstimator(None), ["head=None", "must be a head"]),
+        (lambda: estimator.DNNLinearCombinedClassifier(), ["linear_feature_columns=None", "no features"]),
+        (lambda: estimator.DNNLinearCombinedClassifier(dnn_feature_columns=[X]), ["hidden_units=None", "a list"]),
+    ],
+)
+def test_arguments_that_are_refused(make, words):
+    """Each has a typed error at once."""
+    with refused(InvalidArgumentError, words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ("unknown", ["optimizer='unknown'", "must be an optimizer of Keras"]),
+        (3, ["optimizer=3", "must be an optimizer of Keras"]),
+        (lambda: 3, ["optimizer=", "must be an optimizer of Keras"]),
+    ],
+)
+def test_optimizers_that_are_refused(optimizer, words):
+    """They are no names, no optimizers and no functions that create one."""
+    with refused(InvalidArgumentError, words):
+        optimizer_of(optimizer)
+
+
+def test_optimizers_of_all_kinds():
+    """Names, optimizers of Keras, which are copied, functions, and optimizers of TensorFlow 1."""
+    assert isinstance(optimizer_of("RMSProp"), keras.optimizers.RMSprop)
+    assert float(optimizer_of("Adam", 0.5).learning_rate) == 0.5
+    given = keras.optimizers.SGD(0.25, momentum=0.5)
+    copy = optimizer_of(given)
+    assert copy is not given
+    assert (float(copy.learning_rate), copy.momentum) == (0.25, 0.5)
+    assert isinstance(optimizer_of(keras.optimizers.Ftrl), keras.optimizers.Ftrl)
+    assert isinstance(optimizer_of(tf1.train.AdamOptimizer(0.5)), keras.optimizers.Adam)
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "error", "words"),
+    [
+        (
+            lambda folder: estimator.LinearClassifier([X], folder),
+            [(np.ones(2, "float32"), np.array([0, 1]))],
+            InputError,
+            ["features=", "must be a dict"],
+        ),
+        (
+            lambda folder: estimator.LinearClassifier([X], folder),
+            [DATA[0][0]],
+            InputError,
+            ["labels=None in mode 'train'", "a loss needs labels"],
+        ),
+        (
+            lambda folder: estimator.LinearClassifier([X], folder, sparse_combiner="other"),
+            DATA,
+            InvalidArgumentError,
+            ["sparse_combiner='other'", "must be"],
+        ),
+        (
+            lambda folder: estimator.DNNClassifier([2], [WORD], folder),
+            [({"s": np.array(["a", "b"])}, np.array([0, 1]))],
+            InvalidArgumentError,
+            ["is not dense", "indicator_column"],
+        ),
+        (
+            lambda folder: estimator.BaselineClassifier(folder),
+            [({}, np.array([0, 1]))],
+            InputError,
+            ["features={}", "no number of rows"],
+        ),
+        (
+            lambda folder: estimator.LinearClassifier([X], folder),
+            [({"y": np.ones(2)}, np.array([0, 1]))],
+            InvalidArgumentError,
+            ["the feature 'x' of a column", "the features are ['y']"],
+        ),
+    ],
+)
+def test_data_that_does_not_fit(make, data, error, words, tmp_path):
+    """The error of a training says what is missing."""
+    with refused(error, words):
+        make(str(tmp_path)).train(lambda: data)
+
+
+def test_dropout_and_normalization_in_training_alone(tmp_path):
+    """Two evaluations are equal, and the moving averages are part of the checkpoint."""
+    model = estimator.DNNClassifier(
+        [3], X, str(tmp_path), optimizer="SGD", activation_fn=keras.ops.tanh, dropout=0.5, batch_norm=True
+    )
+    model.train(lambda: DATA * 2)
+    assert model.evaluate(lambda: DATA)["loss"] == model.evaluate(lambda: DATA)["loss"]
+    assert any("batchnorm_0/moving_mean" in name for name in model.get_variable_names())
+
+
+def test_baseline_predicts_the_share(tmp_path):
+    """After many steps, the constant is the share of the labels, whatever the features."""
+    config = estimator.RunConfig(str(tmp_path), save_summary_steps=None, log_step_count_steps=None)
+    features, labels = {"x": np.arange(4.0)}, np.array([1, 1, 1, 0])
+    model = estimator.BaselineClassifier(config=config, optimizer=lambda: keras.optimizers.SGD(1.0))
+    model.train(lambda: [(features, labels)] * 100)
+    found = [row["probabilities"][1] for row in model.predict(lambda: [features])]
+    np.testing.assert_allclose(found, [0.75] * 4, atol=1e-3)

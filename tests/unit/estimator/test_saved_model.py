@@ -1,0 +1,161 @@
+"""Exported models."""
+
+import shutil
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from one_weight import WEIGHT_AFTER, X, Y, made, refused, rows
+
+import phalanx.estimator as estimator
+from phalanx import feature_column
+from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, MissingDependencyError
+from phalanx.estimator import saved_model
+
+RECEIVE = estimator.export.build_raw_serving_input_receiver_fn({"x": X["x"]})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """An Estimator after two steps."""
+    return made(tmp_path_factory.mktemp("model")).train(rows(2))
+
+
+@pytest.fixture(scope="module")
+def folder(model):
+    """Its export."""
+    return model.export_saved_model(Path(model.model_dir) / "export", RECEIVE)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    """The loaded export."""
+    return estimator.load_saved_model(folder)
+
+
+def test_any_number_of_rows(loaded):
+    """The export predicts as the model does, for arrays and lists."""
+    for x in (X["x"], [1.0, 2.0, 5.0], np.array([3])):
+        np.testing.assert_allclose(loaded.predict({"x": x})["output"], np.multiply(x, WEIGHT_AFTER[2]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("features", "words"),
+    [
+        ({"y": Y}, ["features of the names ['y']", "the model takes ['x']"]),
+        (Y, ["features of the names ['']", "the model takes ['x']"]),
+        (None, ["features of the names ['']", "the model takes ['x']"]),
+        ({"x": np.ones((2, 3))}, ["the feature 'x' of the shape (2, 3)", "a row has the shape []"]),
+        ({"x": 3.0}, ["the feature 'x' of the shape ()", "one row per example"]),
+        ({"x": np.ones(0)}, ["the feature 'x' of the shape (0,)", "one row per example"]),
+        ({"x": ["a", "b"]}, ["the feature 'x'", "no array of float32"]),
+        ({"x": [[1.0], [2.0, 3.0]]}, ["the feature 'x'", "no array of float32"]),
+    ],
+)
+def test_features_that_are_refused(features, words, loaded):
+    """They have other names, shapes or types than those of the export."""
+    with refused(InputError, words):
+        loaded.predict(features)
+
+
+@pytest.mark.parametrize("name", ["program.bin", "signature.json", "variables.safetensors"])
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"abc"])
+def test_incomplete_exports(name, content, folder, tmp_path):
+    """A file that is missing or damaged is an error that names the folder."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / name).unlink()
+    if content is not None:
+        (copy / name).write_bytes(content)
+    with refused(CheckpointError, ["load_saved_model(", "no exported model, or an incomplete one", "has returned"]):
+        estimator.load_saved_model(copy)
+
+
+def test_folders_without_an_export(tmp_path):
+    """Folders and paths that are none."""
+    for path in (tmp_path, tmp_path / "nothing"):
+        with refused(CheckpointError, ["no exported model"]):
+            estimator.load_saved_model(path)
+    with refused(InvalidArgumentError, ["path=3", "must be a path"]):
+        estimator.load_saved_model(3)
+
+
+@pytest.mark.parametrize(
+    ("receive", "assets", "words"),
+    [
+        (lambda: 3, None, ["the result of serving_input_receiver_fn=3", "ServingInputReceiver"]),
+        (RECEIVE, 3, ["assets_extra=3", "a dict from paths to paths"]),
+        (RECEIVE, {"a": 3}, ["assets_extra=3", "must be a path"]),
+        (RECEIVE, {"a": "/nowhere"}, ["assets_extra={'a': '/nowhere'}", "cannot be copied"]),
+        (RECEIVE, {"../a": __file__}, ["assets_extra={'../a'", "out of the export"]),
+        (RECEIVE, {"/a": __file__}, ["assets_extra={'/a'", "out of the export"]),
+    ],
+)
+def test_failed_export_leaves_nothing(receive, assets, words, model, tmp_path):
+    """Each wrong argument has a typed error, and the next export works."""
+    with refused(InvalidArgumentError, words):
+        model.export_saved_model(tmp_path, receive, assets)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_cannot_be_written(model):
+    """It is named."""
+    with refused(CheckpointError, ["export_dir_base='/proc/nowhere'", "cannot be written"]):
+        model.export_saved_model("/proc/nowhere", RECEIVE)
+
+
+def test_text_and_assets_of_an_export(model, tmp_path):
+    """Exports of one second have numbers of their own; each has its files."""
+    paths = [model.export_saved_model(tmp_path, RECEIVE, {"a/b.py": __file__}, as_text=True) for _ in range(2)]
+    assert len(set(paths)) == 2
+    assert int(Path(paths[0]).name) < int(Path(paths[1]).name)
+    text = (Path(paths[0]) / "program.txt").read_text()
+    assert "stablehlo" in text
+    assert (Path(paths[1]) / "assets.extra/a/b.py").read_bytes() == Path(__file__).read_bytes()
+
+
+def shaping(shape):
+    """A model function whose predictions have a shape of their own."""
+
+    def fn(features, labels, mode):
+        weight = keras.Variable(1.0, name="weight")
+        if mode == estimator.ModeKeys.PREDICT:
+            return estimator.EstimatorSpec(mode, predictions=shape(features["x"]) * weight.value)
+        return estimator.EstimatorSpec(mode, loss=weight.value * 1, train_op=[])
+
+    return fn
+
+
+def test_program_that_depends_on_the_rows(tmp_path):
+    """It cannot be exported, or refuses other numbers of rows; both errors say why."""
+    model = made(tmp_path / "a", shaping(lambda x: x + np.ones(2, "float32"))).train(rows())
+    with refused(InvalidArgumentError, ["export_saved_model of this model_fn", "any number of rows", "reshape"]):
+        model.export_saved_model(tmp_path / "export", RECEIVE)
+    model = made(tmp_path / "b", shaping(lambda x: keras.ops.reshape(x, (2, 1)))).train(rows())
+    loaded = estimator.load_saved_model(model.export_saved_model(tmp_path / "export", RECEIVE))
+    with refused(InputError, ["features of the shapes {'x': (3,)}", "so many rows", "reshape"]):
+        loaded.predict({"x": [1.0, 2.0, 3.0]})
+
+
+def test_text_features_and_classes(tmp_path):
+    """Columns and the names of classes are part of the export, also with further metrics."""
+    word = feature_column.categorical_column_with_vocabulary_list("s", ["a", "b"])
+    config = estimator.RunConfig(str(tmp_path), save_summary_steps=None, log_step_count_steps=None)
+    model = estimator.LinearClassifier([word], config=config, label_vocabulary=["no", "yes"])
+    features = {"s": np.array(["a", "b", "b"])}
+    model.train(lambda: [(features, np.array(["no", "yes", "yes"]))] * 5)
+    spec = {"s": np.empty((), object)}
+    receive = estimator.export.build_parsing_serving_input_receiver_fn(spec)
+    wanted = [row["classes"].tolist() for row in model.predict(lambda: [features])]
+    for exported in (model, estimator.add_metrics(model, lambda: {})):
+        path = exported.export_saved_model(tmp_path / "export", receive)
+        found = estimator.load_saved_model(path).predict(features)
+        assert found["classes"].tolist() == wanted == [[b"no"], [b"yes"], [b"yes"]]
+
+
+def test_library_that_is_missing(monkeypatch, folder):
+    """The error names it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_model.importlib.util, "find_spec", lambda name: None)
+        with refused(MissingDependencyError, ["an exported model", "the library flatbuffers"]):
+            estimator.load_saved_model(folder)
