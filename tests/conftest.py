@@ -40,6 +40,7 @@ import hypothesis
 import jax
 import keras
 import pytest
+import tensorboardX.event_file_writer  # noqa: F401  (sets an environment variable, which no test may do)
 
 from phalanx import errors
 

@@ -1,6 +1,5 @@
 """`train_and_evaluate` in a cluster: workers that train, an evaluator that follows them, and processes that die."""
 
-import json
 import os
 import subprocess
 import sys
@@ -83,9 +82,7 @@ def launch(folder, mode, *options):
     main = "from phalanx.launch.cli import main; main()"
     command = [sys.executable, "-c", main, "run", "--workers", "2", "--evaluator", *options, str(script), mode]
     try:
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     except subprocess.TimeoutExpired as late:
         pytest.fail(f"{late}\n{(late.stdout or b'').decode()}\n{(late.stderr or b'').decode()}")
 

@@ -2,10 +2,8 @@
 """`Estimator`: trains, evaluates, predicts and exports a model function."""
 
 import copy
-import inspect
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,19 +13,20 @@ import numpy as np
 from phalanx import summary
 from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, shown
 from phalanx.estimator import inputs
+from phalanx.estimator.checks import model_dir_of, parameters_of, settings_of
 from phalanx.estimator.config import RunConfig, TaskType
 from phalanx.estimator.graph import GLOBAL_STEP, Graph
-from phalanx.estimator.hooks.basic import LoggingTensorHook, NanTensorHook, StepCounterHook, StopAtStepHook
+from phalanx.estimator.hooks.basic import StopAtStepHook
 from phalanx.estimator.hooks.saving import (
-    CheckpointSaverHook,
     CheckpointSaverListener,
-    SummarySaverHook,
     checked_listeners,
 )
+from phalanx.estimator.hooks.standard import train_hooks
 from phalanx.estimator.loop import AbstractSteps, GraphSession, ScheduledSteps, SynchronousSteps, run_loop
+from phalanx.estimator.predictions import chosen, rows_of
 from phalanx.estimator.recorder import Recorder
 from phalanx.estimator.saved_model import export_graph
-from phalanx.estimator.saver import Saver, names_in, restore
+from phalanx.estimator.saver import names_in, restore
 from phalanx.estimator.session import SessionRunHook, checked_hooks
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys
 from phalanx.estimator.strategies import default_strategy, local_strategy
@@ -40,8 +39,6 @@ from phalanx.train import latest_checkpoint, load_checkpoint
 from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx")
-
-_PARAMETERS = ("features", "labels", "mode", "params", "config")
 
 
 class Estimator:
@@ -96,14 +93,14 @@ class Estimator:
         )
         if params is not None and not isinstance(params, Mapping):
             raise InvalidArgumentError(f"params={shown(params)}", "must be a dict.", 'params={"units": 10}')
-        self._parameters = _parameters_of(model_fn, params)
+        self._parameters = parameters_of(model_fn, params)
         self._model_fn, self._params = model_fn, dict(params or {})
-        self._config = config.replace(model_dir=_model_dir(model_dir, config))
+        self._config = config.replace(model_dir=model_dir_of(model_dir, config))
         self._labels_fn: Callable[[PyTree], PyTree] | None = None
         self._predictions_fn: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         self._classes: list[str] | None = None
         self._first_values: Callable[[Graph], None] | None = None
-        self._warm_start = _settings_of(warm_start_from)
+        self._warm_start = settings_of(warm_start_from)
         self._columns = inputs.columns_in(self._params)
         self._train_strategy = config.train_distribute or default_strategy(config)
         self._graphs: dict[str, Graph] = {}
@@ -184,7 +181,7 @@ class Estimator:
             recorder = Recorder(None if is_scheduled else writer, self._config.save_summary_steps, graph)
             with recorder.step(0):
                 session.prepare()
-            all_hooks = [*given, *stops, *self._train_hooks(graph, writer, listeners, given)]
+            all_hooks = [*given, *stops, *train_hooks(self._config, graph, writer, listeners, given)]
             self._begin(graph, session, all_hooks, self.latest_checkpoint())
             for _ in run_loop(session, all_hooks, recorder=recorder):
                 pass
@@ -419,39 +416,6 @@ class Estimator:
                     give_values(graph)
         session.start()
 
-    def _train_hooks(
-        self,
-        graph: Graph,
-        writer: SummaryWriter | None,
-        listeners: Sequence[CheckpointSaverListener],
-        given: Sequence[SessionRunHook],
-    ) -> list[SessionRunHook]:
-        config, spec = self._config, graph.spec
-        hooks: list[SessionRunHook] = [NanTensorHook("loss")]
-        if every := config.log_step_count_steps:
-            hooks.append(LoggingTensorHook({"loss": "loss", "step": GLOBAL_STEP}, every_n_iter=every))
-            hooks.append(StepCounterHook(every, summary_writer=writer))
-        hooks.extend(spec.training_hooks or ())
-        if config.is_chief:
-            hooks.extend(spec.training_chief_hooks or ())
-        if config.save_summary_steps:
-            hooks.append(
-                SummarySaverHook(config.save_summary_steps, summary_writer=writer, summary_op={"loss": "loss"})
-            )
-        # A hook of the user that saves replaces that of the Estimator.
-        if not any(isinstance(hook, CheckpointSaverHook) for hook in (*given, *hooks)):
-            saver = Saver(graph, self.model_dir, config.keep_checkpoint_max, config.keep_checkpoint_every_n_hours)
-            hooks.append(
-                CheckpointSaverHook(
-                    self.model_dir,
-                    config.save_checkpoints_secs,
-                    config.save_checkpoints_steps,
-                    saver,
-                    listeners=listeners,
-                )
-            )
-        return hooks
-
     def _predictions(
         self,
         input_fn: Callable[..., Any],
@@ -478,8 +442,8 @@ class Estimator:
             if outputs is None:
                 return
             found = jax.tree.map(np.asarray, outputs[2])
-            found = _chosen(found if self._predictions_fn is None else self._predictions_fn(found), keys)
-            yield from _rows_of(found) if is_single else [found]
+            found = chosen(found if self._predictions_fn is None else self._predictions_fn(found), keys)
+            yield from rows_of(found) if is_single else [found]
 
     def _write_results(self, results: Mapping[str, Any], name: str | None, path: str | None) -> None:
         step = int(results[GLOBAL_STEP])
@@ -529,84 +493,3 @@ class Estimator:
                 "this process does not train.",
                 "estimator.train_and_evaluate(model, train_spec, eval_spec) in all processes",
             )
-
-
-def _parameters_of(model_fn: Callable[..., Any], params: Any) -> set[str]:
-    """Returns the names of the parameters of a model function.
-
-    Raises:
-      InvalidArgumentError: one is unknown, or one is missing.
-    """
-    names = [p.name for p in inspect.signature(model_fn).parameters.values()]
-    unknown = [name for name in names if name not in _PARAMETERS]
-    needed = ["features", *(["params"] if params is not None else [])]
-    missing = [name for name in needed if name not in names]
-    if unknown or missing:
-        found = f"it has the parameter {unknown[0]!r}" if unknown else f"it lacks the parameter {missing[0]!r}"
-        raise InvalidArgumentError(
-            f"model_fn={shown(model_fn)} with the parameters {names}",
-            f"{found}; the parameters are {_PARAMETERS}.",
-            "def model_fn(features, labels, mode, params)",
-        )
-    return set(names)
-
-
-def _model_dir(given: Any, config: RunConfig) -> str:
-    if given is not None:
-        path = arguments.path("model_dir", given)
-        if config.model_dir is not None and str(config.model_dir) != path:
-            raise InvalidArgumentError(
-                f"model_dir={path!r}", f"the config has model_dir={str(config.model_dir)!r}.", "only one of them"
-            )
-        return path
-    if config.model_dir is not None:
-        return str(config.model_dir)
-    if config.num_worker_replicas != 1 or config.num_ps_replicas:
-        raise InvalidArgumentError(
-            "an Estimator without model_dir in a cluster",
-            "all processes need the same folder.",
-            'model_dir="shared/model"',
-        )
-    folder = tempfile.mkdtemp()
-    _log.warning("Using a temporary folder as model directory: %s", folder)
-    return folder
-
-
-def _settings_of(warm_start_from: Any) -> WarmStartSettings | None:
-    if warm_start_from is None or isinstance(warm_start_from, WarmStartSettings):
-        return warm_start_from
-    return WarmStartSettings(arguments.path("warm_start_from", warm_start_from))
-
-
-def _chosen(predictions: PyTree, keys: Sequence[str] | None) -> PyTree:
-    """Returns the predictions of these names.
-
-    Raises:
-      InvalidArgumentError: there is no prediction of one of the names.
-    """
-    if keys is None:
-        return predictions
-    if not isinstance(predictions, Mapping) or not isinstance(keys, Iterable) or not set(keys) <= set(predictions):
-        raise InvalidArgumentError(
-            f"predict_keys={shown(keys)}",
-            f"the predictions are {sorted(predictions) if isinstance(predictions, Mapping) else 'an array'}.",
-            "predict_keys=None",
-        )
-    return {key: predictions[key] for key in keys}
-
-
-def _rows_of(predictions: PyTree) -> Iterator[Any]:
-    """Yields the predictions of each row.
-
-    Raises:
-      InvalidArgumentError: the predictions have different numbers of rows.
-    """
-    sizes = {len(x) if np.ndim(x) else -1 for x in jax.tree.leaves(predictions)}
-    if len(sizes) != 1 or -1 in sizes:
-        raise InvalidArgumentError(
-            f"predictions of the shapes {jax.tree.map(np.shape, predictions)}",
-            "they must have one entry per row of the batch.",
-            "predict(input_fn, yield_single_examples=False)",
-        )
-    for i in range(sizes.pop()):
-        yield jax.tree.map(lambda x, i=i: x[i], predictions)
