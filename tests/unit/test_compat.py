@@ -1,5 +1,6 @@
 """One test for every private name of Keras, and every semi-public thing of JAX, that Phalanx leans on."""
 
+import collections
 import contextlib
 import gc
 import sys
@@ -11,7 +12,8 @@ import keras
 import numpy as np
 import pytest
 from jax.extend import core as jex
-from keras.src.backend.common import global_state
+from keras.src.backend.common import global_state, name_scope
+from keras.src.utils import naming
 
 import phalanx
 from phalanx import compat
@@ -69,6 +71,34 @@ Recording.__abstractmethods__ = frozenset()  # Keras calls no other method here.
 
 
 # ---- Keras: names
+
+
+def test_names_are_counted_in_a_global_attribute():
+    """`object_name_uids` counts the names that Keras generates, `to_snake_case` forms them, and `auto_name` counts one."""
+    before = global_state.get_global_attribute("object_name_uids")
+    global_state.set_global_attribute("object_name_uids", collections.defaultdict(int))
+    try:
+        assert [naming.auto_name("JaxVariable") for _ in range(2)] == ["jax_variable", "jax_variable_1"]
+        assert dict(global_state.get_global_attribute("object_name_uids")) == {"jax_variable": 2}
+        assert naming.to_snake_case("JaxVariable") == "jax_variable"
+    finally:
+        global_state.set_global_attribute("object_name_uids", before)
+
+
+def test_current_path_joins_the_open_name_scopes():
+    """`current_path` is what the path of a new variable begins with."""
+    with keras.name_scope("outer"), keras.name_scope("inner"):
+        assert name_scope.current_path() == "outer/inner"
+        assert keras.Variable(0.0, name="v").path == "outer/inner/v"
+
+
+def test_metrics_of_compile_are_in_a_container():
+    """`_compile_metrics` has the metrics, in the order of their results."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae", "mape"])
+    assert compat.compiled_metrics(model) == {}
+    model.compute_metrics(np.ones((2, 2)), np.ones((2, 1)), jnp.ones((2, 1)), None)
+    assert [(name, m.name) for name, m in compat.compiled_metrics(model).items()] == [("mae", "mae"), ("mape", "mape")]
 
 
 def test_stateless_scope_is_a_global_attribute():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public names of `tf.estimator`: model functions, ready-made models, hooks, and `train_and_evaluate`."""
 
-from phalanx.errors import NanLossDuringTrainingError
+from phalanx.errors import NanLossDuringTrainingError  # noqa: F401  (its home is `phalanx.errors`)
 from phalanx.estimator import experimental, export
 from phalanx.estimator.baselines import BaselineClassifier, BaselineEstimator, BaselineRegressor
 from phalanx.estimator.config import RunConfig, TaskType
@@ -60,7 +60,6 @@ __all__ = [
     "LoggingTensorHook",
     "ModeKeys",
     "MultiClassHead",
-    "NanLossDuringTrainingError",
     "NanTensorHook",
     "ProfilerHook",
     "RegressionHead",

@@ -64,7 +64,7 @@ class RunConfig:
       eval_distribute: strategy of `evaluate`. None for the first device.
       experimental_distribute: refused.
       experimental_max_worker_delay_secs: accepted and ignored, because the workers start together.
-      session_creation_timeout_secs: accepted and ignored. `phalanx.cluster` has its own limit for the start.
+      session_creation_timeout_secs: accepted and ignored, because the start of a cluster has a limit of its own.
       checkpoint_save_graph_def: must be True, the default. No graph is saved in any case.
 
     Raises:

@@ -460,7 +460,8 @@ def _first_replica(value: jax.Array) -> jax.Array:
 
 def _counted(data: jax.Array, count: int) -> jax.Array:
     """Returns a histogram, (count, 3): the left end, the right end and the number of values of each bucket."""
-    values = data.astype(jnp.float32).ravel()
+    # A record is no part of a loss, and the least value of all replicas has no gradient.
+    values = lax.stop_gradient(data).astype(jnp.float32).ravel()
     is_finite = jnp.isfinite(values)
     low = jnp.min(values, initial=jnp.inf, where=is_finite)
     high = jnp.max(values, initial=-jnp.inf, where=is_finite)

@@ -298,6 +298,26 @@ def test_histograms_of_odd_data(writer, tmp_path, data, expected):
     assert tuple(found[:, 2]) == tuple(counts)
 
 
+def test_histogram_of_replicas_within_a_tape(mirrored, writer, tmp_path):
+    """A tape around the summary differentiates the loss: a histogram over all replicas has no gradient."""
+    with mirrored.scope():
+        weight = keras.Variable(2.0)
+
+    def step(x):
+        with phalanx.GradientTape() as tape:
+            y = weight * x
+            summary.histogram("y", y, step=0, buckets=2)
+            loss = y.sum()
+        return tape.gradient(loss, weight)
+
+    x, values = rows(mirrored)
+    gradients = mirrored.run(phalanx.function(step), args=(x,)).values
+    assert [float(g) for g in gradients] == values.sum(1).tolist()
+    writer.close()
+    ((_, found),) = written(tmp_path)["y"]
+    np.testing.assert_array_equal(found[:, 2], np.histogram(2 * values, bins=2)[0])
+
+
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 def test_images_can_be_read_again(writer, tmp_path, channels, dtype):

@@ -9,24 +9,8 @@ from phalanx.estimator.graph import identity
 from phalanx.estimator.tf1 import data, distribute, inputs, layers, losses, metrics, nn, train
 from phalanx.typing import PyTree
 
-__all__ = [
-    "data",
-    "distribute",
-    "estimator",
-    "feature_column",
-    "group",
-    "identity",
-    "inputs",
-    "layers",
-    "losses",
-    "metrics",
-    "nn",
-    "summary",
-    "train",
-]
 
-
-def group(*inputs: PyTree) -> list[PyTree]:
+def group(*updates: PyTree) -> list[PyTree]:
     """Returns several updates as one `train_op`. Call it in a model function.
 
     Source: tf.group.
@@ -36,4 +20,4 @@ def group(*inputs: PyTree) -> list[PyTree]:
       >>> tf1.group("first", "second")
       ['first', 'second']
     """
-    return list(inputs)
+    return list(updates)

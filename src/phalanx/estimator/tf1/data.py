@@ -9,8 +9,6 @@ import numpy as np
 
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
 
-__all__ = ["AUTOTUNE", "Dataset"]
-
 AUTOTUNE = -1
 
 

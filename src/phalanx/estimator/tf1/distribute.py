@@ -9,15 +9,3 @@ from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.strategies.tpu import TPUStrategy
-
-__all__ = [
-    "InputContext",
-    "MirroredStrategy",
-    "MultiWorkerMirroredStrategy",
-    "OneDeviceStrategy",
-    "ParameterServerStrategy",
-    "TPUStrategy",
-    "cluster_resolver",
-    "experimental",
-    "get_strategy",
-]

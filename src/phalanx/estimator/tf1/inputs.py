@@ -9,8 +9,6 @@ import numpy as np
 
 from phalanx.errors import InvalidArgumentError, arguments, shown
 
-__all__ = ["numpy_input_fn", "pandas_input_fn"]
-
 
 def numpy_input_fn(
     x: Any,

@@ -20,29 +20,6 @@ from keras.layers import (
     MaxPooling3D,
 )
 
-__all__ = [
-    "AveragePooling1D",
-    "AveragePooling2D",
-    "AveragePooling3D",
-    "BatchNormalization",
-    "Conv1D",
-    "Conv2D",
-    "Conv3D",
-    "Dense",
-    "Dropout",
-    "Flatten",
-    "MaxPooling1D",
-    "MaxPooling2D",
-    "MaxPooling3D",
-    "average_pooling2d",
-    "batch_normalization",
-    "conv2d",
-    "dense",
-    "dropout",
-    "flatten",
-    "max_pooling2d",
-]
-
 
 def dense(inputs: Any, units: int, activation: Any = None, **options: Any) -> Any:
     """Applies a new `keras.layers.Dense`. Call it in a model function."""

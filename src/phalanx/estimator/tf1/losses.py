@@ -13,15 +13,6 @@ from typing_extensions import override
 from phalanx.errors import InvalidArgumentError, shown
 from phalanx.estimator.graph import of_batch
 
-__all__ = [
-    "Reduction",
-    "absolute_difference",
-    "mean_squared_error",
-    "sigmoid_cross_entropy",
-    "softmax_cross_entropy",
-    "sparse_softmax_cross_entropy",
-]
-
 
 @final
 class Reduction:

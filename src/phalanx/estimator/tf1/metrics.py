@@ -6,17 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
-__all__ = [
-    "accuracy",
-    "auc",
-    "mean",
-    "mean_absolute_error",
-    "mean_squared_error",
-    "precision",
-    "recall",
-    "root_mean_squared_error",
-]
-
 
 def _updated(metric: keras.metrics.Metric, labels: Any, predictions: Any, weights: Any) -> keras.metrics.Metric:
     metric.update_state(_column(labels), _column(predictions), sample_weight=weights)

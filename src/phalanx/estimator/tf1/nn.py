@@ -7,19 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax.nn import elu, log_softmax, relu, sigmoid, softmax, softplus, tanh
 
-__all__ = [
-    "elu",
-    "log_softmax",
-    "relu",
-    "sigmoid",
-    "sigmoid_cross_entropy_with_logits",
-    "softmax",
-    "softmax_cross_entropy_with_logits",
-    "softplus",
-    "sparse_softmax_cross_entropy_with_logits",
-    "tanh",
-]
-
 
 def sigmoid_cross_entropy_with_logits(labels: Any = None, logits: Any = None) -> Any:
     """Returns one loss per logit. Source: tf.compat.v1.nn.sigmoid_cross_entropy_with_logits."""

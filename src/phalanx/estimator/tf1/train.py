@@ -26,42 +26,6 @@ from phalanx.train import (
     load_variable,
 )
 
-__all__ = [
-    "AdagradOptimizer",
-    "AdamOptimizer",
-    "Checkpoint",
-    "CheckpointManager",
-    "CheckpointSaverHook",
-    "CheckpointSaverListener",
-    "FinalOpsHook",
-    "FtrlOptimizer",
-    "GlobalStepWaiterHook",
-    "GradientDescentOptimizer",
-    "LoggingTensorHook",
-    "MomentumOptimizer",
-    "NanTensorHook",
-    "Optimizer",
-    "ProfilerHook",
-    "RMSPropOptimizer",
-    "Scaffold",
-    "SecondOrStepTimer",
-    "SessionRunArgs",
-    "SessionRunContext",
-    "SessionRunHook",
-    "SessionRunValues",
-    "StepCounterHook",
-    "StopAtStepHook",
-    "SummarySaverHook",
-    "exponential_decay",
-    "get_global_step",
-    "get_or_create_global_step",
-    "latest_checkpoint",
-    "list_variables",
-    "load_checkpoint",
-    "load_variable",
-    "polynomial_decay",
-]
-
 
 class Optimizer:
     """An optimizer of TensorFlow 1. Each model function creates its optimizer of Keras from it.
