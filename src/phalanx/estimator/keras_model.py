@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`model_to_estimator`: an Estimator of a compiled Keras model."""
 
+import copy
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -120,7 +121,8 @@ class _Copies:
 
     def model_fn(self, features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
         """Creates a copy, and applies it."""
-        model = self._copy = self._kind.from_config(self._config)
+        # Keras takes a configuration apart as it reads it.
+        model = self._copy = self._kind.from_config(copy.deepcopy(self._config))
         with self._losses.reusing():
             # Metrics of the loss are no part of the model. The optimizer is created below, with the variables of the graph.
             model.compile_from_config({**self._compile_config, "optimizer": "sgd"})
