@@ -187,7 +187,11 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
 def compiled_metrics(model: keras.Model) -> dict[str, keras.metrics.Metric]:
     """Returns the metrics that `compile` got, by the names of their results. Empty before the first update."""
     container = model._compile_metrics
-    return {} if container is None or not container.built else dict(zip(container.result(), container.metrics, strict=True))
+    return (
+        {}
+        if container is None or not container.built
+        else dict(zip(container.result(), container.metrics, strict=True))
+    )
 
 
 def logs_or_metrics(model: keras.Model, logs: PyTree) -> dict[str, Any]:

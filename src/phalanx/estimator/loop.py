@@ -287,6 +287,7 @@ def run_loop(
     own, count = SessionRunArgs(["loss", session.graph.global_step]), 0
     for hook in hooks:
         hook.after_create_session(session, None)
+    recorder.start(session.step)
     while most is None or count < most:
         run_context = SessionRunContext(own, session)
         asked = [hook.before_run(run_context) for hook in hooks]

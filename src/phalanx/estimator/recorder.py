@@ -25,6 +25,10 @@ class Recorder:
         self._writer, self._every, self._graph = writer if every else None, every, graph
         self._first: int | None = None
 
+    def start(self, done: int) -> None:
+        """Counts from this number of steps."""
+        self._first = done
+
     @contextmanager
     def step(self, done: int) -> Iterator[None]:
         """Records the step inside the `with` block if it is due.

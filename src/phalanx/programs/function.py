@@ -56,6 +56,8 @@ class Function:
           >>> float(step(3.0))
           6.0
         """
+        if self._signature is not None:
+            args, kwargs = self._signature.bind(args, kwargs), {}
         self._programs.call(self._fn, self._fn, args, kwargs, runs=False)
 
     @boundary

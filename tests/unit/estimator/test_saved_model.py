@@ -61,7 +61,7 @@ def test_features_that_are_refused(features, words, loaded):
 
 @pytest.mark.parametrize("name", ["program.bin", "signature.json", "variables.safetensors"])
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"abc"])
-def test_incomplete_exports(name, content, folder, tmp_path):
+def test_incomplete_exports_are_refused(name, content, folder, tmp_path):
     """A file that is missing or damaged is an error that names the folder."""
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / name).unlink()

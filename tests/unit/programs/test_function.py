@@ -1,6 +1,7 @@
 """`phalanx.function`: its options, and what may be inside."""
 
 import jax
+import jax.numpy as jnp
 import keras
 import pytest
 from steps import variable
@@ -138,3 +139,33 @@ def test_lower_shows_the_program(strategy):
     step = phalanx.function(lambda: strategy.run(lambda: v.assign_add(1.0)))
     assert "all_reduce" in step.lower().as_text()
     assert v.numpy() == 0
+
+
+def test_prepare_traces_without_running():
+    """Variables exist after it, nothing has changed, and the next call does not trace again."""
+    traced, made = [], []
+
+    @phalanx.function
+    def step(x):
+        traced.append(1)
+        if not made:
+            made.append(keras.Variable(1.0))
+        made[0].assign_add(x)
+        return made[0].value * 2
+
+    step.prepare(3.0)
+    count = len(traced)
+    assert count
+    assert float(made[0].value) == 1
+    assert float(step(3.0)) == 8
+    assert float(step(1.0)) == 10
+    assert len(traced) == count
+
+
+def test_prepare_with_a_signature():
+    """The arguments must fit, as for a call."""
+    step = phalanx.function(lambda x: x * 2, input_signature=[SPEC((None,), "float32")])
+    step.prepare(jnp.ones(2))
+    assert step(jnp.ones(3)).tolist() == [2, 2, 2]
+    with pytest.raises(InvalidArgumentError, match="\nHINT: "):
+        step.prepare("text")

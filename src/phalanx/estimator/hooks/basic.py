@@ -169,7 +169,11 @@ class LoggingTensorHook(StepHook):
             raise InvalidArgumentError(f"tensors={shown(tensors)}", "must be a dict or a list.", '{"loss": loss}')
         if formatter is not None:
             arguments.function("formatter", formatter, "formatter=lambda values: str(values)")
-        named = sorted(tensors.items()) if isinstance(tensors, Mapping) else [(_name_of(x), x) for x in tensors]
+        named = (
+            sorted(tensors.items())
+            if isinstance(tensors, Mapping)
+            else [(_name_of(i, x), x) for i, x in enumerate(tensors)]
+        )
         self._tensors = dict(named)
         self._at_end, self._formatter = at_end, formatter
         self._iteration, self._is_due = 0, False
@@ -210,8 +214,8 @@ class LoggingTensorHook(StepHook):
         _log.info("%s%s", text, "" if elapsed_s is None else f" ({elapsed_s:.3f} sec)")
 
 
-def _name_of(tensor: Any) -> str:
-    return tensor if isinstance(tensor, str) else getattr(tensor, "path", None) or f"array {list(np.shape(tensor))}"
+def _name_of(place: int, tensor: Any) -> str:
+    return tensor if isinstance(tensor, str) else getattr(tensor, "path", None) or f"array {place}"
 
 
 @final

@@ -60,7 +60,8 @@ class Dataset:
 
     def repeat(self, count: int | None = None) -> "Dataset":
         """Returns the elements several times; with None or -1, forever. A shuffled dataset gets another order each time."""
-        return Dataset(self._dataset.repeat(None if count in (None, -1) else count))
+        has_end = count is not None and count != -1
+        return Dataset(self._dataset.repeat(arguments.integer("count", count) if has_end else None))
 
     def batch(self, batch_size: int, drop_remainder: bool = False, num_parallel_calls: int | None = None) -> "Dataset":
         """Returns batches of elements."""
@@ -69,18 +70,21 @@ class Dataset:
 
     def map(self, map_func: Callable[..., Any], num_parallel_calls: int | None = None) -> "Dataset":
         """Returns what a function makes of each element. Of a pair, it gets both parts as arguments."""
+        arguments.function("map_func", map_func, "dataset.map(lambda features, labels: ...)")
         return Dataset(self._dataset.map(lambda x: map_func(*x) if isinstance(x, tuple) else map_func(x)))
 
     def take(self, count: int) -> "Dataset":
         """Returns the first elements."""
-        return Dataset(self._dataset[:count])
+        return Dataset(self._dataset[: arguments.integer("count", count, least=0)])
 
     def skip(self, count: int) -> "Dataset":
         """Returns the elements after the first ones."""
-        return Dataset(self._dataset[count:])
+        return Dataset(self._dataset[arguments.integer("count", count, least=0) :])
 
     def shard(self, num_shards: int, index: int) -> "Dataset":
         """Returns every `num_shards`-th element, from `index` on."""
+        arguments.integer("num_shards", num_shards)
+        arguments.integer("index", index, least=0, most=num_shards - 1, kind=f"from 0 to {num_shards - 1}")
         return Dataset(self._dataset[index::num_shards])
 
     def prefetch(self, buffer_size: int) -> "Dataset":
@@ -92,7 +96,10 @@ class Dataset:
         return self
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._dataset)
+        import grain  # type: ignore[import-untyped]
+
+        # The arrays are in memory, so that threads would only cost time.
+        return iter(self._dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -50,10 +50,14 @@ def numpy_input_fn(
     if not isinstance(shuffle, bool):
         raise InvalidArgumentError(f"shuffle={shown(shuffle)}", "must be a bool.", "shuffle=True")
     data = jax.tree.map(np.asarray, x if y is None else (x, y))
+    if not all(array.ndim for array in jax.tree.leaves(data)):
+        raise InvalidArgumentError(f"x={shown(x)} and y={shown(y)}", "must be arrays with rows.", "np.array([1, 2])")
     sizes = {len(array) for array in jax.tree.leaves(data)}
-    if len(sizes) != 1:
+    if len(sizes) != 1 or 0 in sizes:
         raise InvalidArgumentError(
-            f"x and y with {sorted(sizes)} rows", "all arrays need the same number of rows.", "y with one label per row"
+            f"x and y with {sorted(sizes)} rows",
+            "all arrays need the same number of rows, at least 1.",
+            "y with one label per row",
         )
     (size,) = sizes
     return lambda: _Batches(data, size, batch_size, num_epochs, shuffle)

@@ -56,7 +56,7 @@ def _loss(fn: Callable[[Any, Any], Any], labels: Any, predictions: Any, weights:
             "only a number is supported.",
             "keras.losses.MeanSquaredError()(labels, predictions, sample_weight=weights)",
         )
-    if reduction not in _NAMES:
+    if not isinstance(reduction, str) or reduction not in _NAMES:
         raise InvalidArgumentError(
             f"reduction={shown(reduction)}", f"must be one of {tuple(_NAMES)}.", "leave reduction out"
         )

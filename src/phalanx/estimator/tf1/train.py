@@ -74,8 +74,10 @@ class Optimizer:
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None) -> Callable[[], None]:
         """Returns the `train_op` that applies gradients of `compute_gradients`. Call it in a model function."""
         require_graph("optimizer.apply_gradients")
-        made, self._made = self._made, None
-        return TrainOp(made or self.create(), list(grads_and_vars))
+        made, self._made, pairs = self._made, None, list(grads_and_vars)
+        if not pairs:
+            raise InvalidArgumentError("apply_gradients([])", "there are no gradients.", "compute_gradients(loss)")
+        return TrainOp(made or self.create(), pairs)
 
 
 class GradientDescentOptimizer(Optimizer):

@@ -1,0 +1,53 @@
+"""Losses of `tf.compat.v1.losses`, against NumPy."""
+
+import numpy as np
+import pytest
+from one_weight import refused
+
+from phalanx.errors import InvalidArgumentError
+from phalanx.estimator.tf1 import losses
+
+RANDOM = np.random.default_rng(0)
+Y, P = RANDOM.random((2, 4, 3)).astype("float32")
+IDS = np.array([0, 2, 1, 1])
+ONE_HOT = np.eye(3, dtype="float32")[IDS]
+LOG_SHARES = P - np.log(np.exp(P).sum(axis=1, keepdims=True))
+
+
+def test_means_against_numpy():
+    """Over all elements, or over rows for classes."""
+    np.testing.assert_allclose(losses.mean_squared_error(Y, P), np.square(Y - P).mean(), rtol=1e-6)
+    np.testing.assert_allclose(losses.absolute_difference(Y, P, 2), 2 * np.abs(Y - P).mean(), rtol=1e-6)
+    found = losses.sigmoid_cross_entropy(Y, P)
+    np.testing.assert_allclose(found, (np.log1p(np.exp(P)) - Y * P).mean(), rtol=1e-6)
+    wanted = -(ONE_HOT * LOG_SHARES).sum(axis=1).mean()
+    np.testing.assert_allclose(losses.softmax_cross_entropy(ONE_HOT, P), wanted, rtol=1e-6)
+    for ids in (IDS, IDS[:, None]):
+        np.testing.assert_allclose(losses.sparse_softmax_cross_entropy(ids, P), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["MEAN", "SUM_OVER_BATCH_SIZE", "SUM_BY_NONZERO_WEIGHTS"])
+def test_reductions_to_a_mean(name):
+    """With equal weights, they are one."""
+    reduction = getattr(losses.Reduction, name)
+    np.testing.assert_allclose(losses.mean_squared_error(Y, P, reduction=reduction), np.square(Y - P).mean(), rtol=1e-6)
+
+
+def test_reduction_to_a_sum():
+    """Of all elements."""
+    found = losses.mean_squared_error(Y, P, reduction=losses.Reduction.SUM)
+    np.testing.assert_allclose(found, np.square(Y - P).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"weights": np.ones(4)}, ["weights=", "only a number", "sample_weight"]),
+        ({"reduction": "none"}, ["reduction='none'", "must be one of"]),
+        ({"reduction": ["a"]}, ["reduction=['a']", "must be one of"]),
+    ],
+)
+def test_options_that_are_refused(options, words):
+    """Each has a typed error."""
+    with refused(InvalidArgumentError, words):
+        losses.mean_squared_error(Y, P, **options)
