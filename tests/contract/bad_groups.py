@@ -78,7 +78,6 @@ EXEMPT = {
     "ClusterCoordinator.schedule": _RAY,
     "Server.join": _RAY,
     "TPUClusterResolver.connect": _SERVICE,
-    "AimTracker": _LIBRARY,
     "MLflowTracker": _LIBRARY,
     "WandbTracker": _LIBRARY,
     "PreemptionCheckpointHandler.save_checkpoint_if_preempted": "it passes its arguments to CheckpointManager.save",
