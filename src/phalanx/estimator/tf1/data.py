@@ -98,7 +98,7 @@ class Dataset:
         return self
 
     def __iter__(self) -> Iterator[Any]:
-        import grain
+        import grain  # type: ignore[import-untyped]
 
         # The arrays are in memory, so that threads would only cost time.
         return iter(self._dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
