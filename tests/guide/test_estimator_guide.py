@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-import pytest
 from estimator_data import digits, irises, passengers
 from sklearn.metrics import log_loss, roc_auc_score
 

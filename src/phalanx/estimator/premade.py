@@ -90,6 +90,7 @@ def optimizer_of(optimizer: Optimizer, learning_rate: float | None = None) -> ke
         return optimizer.create()  # type: ignore[union-attr]
     if callable(optimizer):
         made = optimizer()
+        made = made.create() if callable(getattr(made, "create", None)) else made
         if isinstance(made, compat.BaseOptimizer):
             return made
     raise InvalidArgumentError(
