@@ -42,7 +42,7 @@ def _model_fn(features, labels, mode):
     return tf1.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
 
-def test_migrating_estimator(tmp_path):
+def test_migrating_an_estimator(tmp_path):
     """Three steps of Adagrad and the loss of an evaluation, by hand."""
     estimator = tf1.estimator.Estimator(model_fn=_model_fn, model_dir=tmp_path)
     estimator.train(_input_fn)
@@ -57,7 +57,7 @@ def test_migrating_estimator(tmp_path):
     assert found["global_step"] == 3
 
 
-def test_mirrored_strategy(tmp_path):
+def test_mirrored_strategy_of_two_replicas(tmp_path):
     """Training and evaluation under a strategy of two replicas: the first step has two rows, the second one."""
     strategy = tf1.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
     config = tf1.estimator.RunConfig(train_distribute=strategy, eval_distribute=strategy)
@@ -380,7 +380,7 @@ class LogHook(tf1.train.SessionRunHook):
         self._update(run_values.results)
 
 
-def test_migration_debugging(tmp_path):
+def test_debugging_of_a_migration(tmp_path):
     """Rates, losses, gradients and layers of three steps equal those of a Keras model that begins with the same weights."""
     params = {
         "layer_1_size": 2,

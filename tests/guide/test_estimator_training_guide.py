@@ -63,7 +63,7 @@ def test_checkpoint_saver_and_tensorboard(tmp_path):
     assert result["global_step"] == 10
 
 
-def test_evaluator(tmp_path):
+def test_evaluation_at_the_end(tmp_path):
     """One evaluation at the end: 10 of 24 batches, whose metrics NumPy computes from the variables."""
     classifier, train_input_fn, test_input_fn = ready_made(tmp_path)
     result, _ = train_and_evaluate(classifier, train_input_fn, test_input_fn)
@@ -97,7 +97,7 @@ class InterruptHook(tf1.train.SessionRunHook):
             raise RuntimeError("Interruption")
 
 
-def test_fault_tolerance(tmp_path):
+def test_fault_tolerance_of_a_training(tmp_path):
     """After an error in the sixth step, which TensorFlow saves too, a new estimator goes on with the seventh."""
     config = tf1.estimator.RunConfig(save_summary_steps=1, save_checkpoints_steps=1)
     classifier, train_input_fn, _ = ready_made(tmp_path, config)
@@ -132,7 +132,7 @@ class WatchHook(tf1.train.SessionRunHook):
         self.steps.append(int(run_values.results))
 
 
-def test_early_stopping(tmp_path):
+def test_early_stopping_by_time(tmp_path):
     """The training ends once the function says so, although the data would go on."""
     (images, numbers), (test_images, test_numbers) = digits()
 
@@ -258,7 +258,7 @@ def _linear_model_fn(features, labels, mode):
     return tf1.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
 
-def test_saved_model(tmp_path):
+def test_saved_model_that_adds(tmp_path):
     """A model that adds 2 is trained, exported, loaded and called."""
 
     def model_fn(features, labels, mode):
@@ -281,7 +281,7 @@ def test_saved_model(tmp_path):
     assert tf1.estimator.load_saved_model(estimator_path).predict({"input": [10.0]}).tolist() == [12]
 
 
-def test_migrating_checkpoints(tmp_path):
+def test_migrating_checkpoints_by_name(tmp_path):
     """A checkpoint of variables by name warms up a model that saves by attributes."""
 
     def model_fn_tf1_ckpt(features, labels, mode):
@@ -331,7 +331,7 @@ def virtual_tpus():
     phalanx.tpu.experimental.shutdown_tpu_system()
 
 
-def test_tpu_estimator(tmp_path, virtual_tpus):
+def test_tpu_estimator_on_eight_cores(tmp_path, virtual_tpus):
     """A step and an evaluation of eight cores with one row each: Adagrad on eight equal rows, by hand."""
     features, labels = [[1.0, 1.5]], [[0.3]]
     eval_features, eval_labels = [[4.0, 4.5]], [[0.8]]

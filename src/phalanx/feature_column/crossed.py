@@ -85,11 +85,17 @@ def _part(key: Key, features: Mapping[str, Any]) -> Occurrences:
     if not isinstance(key, str):
         ids, is_present = key.occurrences(features)
         return Occurrences(ids.view(np.uint64), is_present)
-    feature = feature_of(features, key)
-    is_float = not is_symbolic(feature) and feature.dtype.kind == "f"
-    values = categories_of({key: feature.astype(np.int64)} if is_float else features, key, None)
+    values = categories_of({key: _whole(feature_of(features, key))}, key, None)
     integers = by_unique(values, _fingerprints) if is_text(values) else values
     return Occurrences(integers.view(np.uint64), np.ones(values.shape, bool))
+
+
+def _whole(feature: Any) -> Any:
+    """Returns floats without their fractions, and everything else unchanged."""
+    if is_symbolic(feature) or feature.dtype.kind != "f":
+        return feature
+    with np.errstate(invalid="ignore"):
+        return np.asarray(feature).astype(np.int64)  # NaN is the least integer, as in TensorFlow.
 
 
 def _fingerprints(words: list[str]) -> Sequence[int]:

@@ -80,3 +80,6 @@ def test_floats_are_crossed_without_fractions():
     layer = feature_column.DenseFeatures([feature_column.indicator_column(cross(["age", "sex"], 100))])
     rows = layer({"age": np.array([22.0, 3.5, -1.5, 40.9]), "sex": ["m", "f", "f", "m"]})
     assert np.argmax(rows, axis=1).tolist() == [87, 4, 5, 46]
+    least = np.iinfo("int64").min
+    missing, number = (layer({"age": [age], "sex": ["m"]}) for age in (np.nan, least))
+    assert missing.tolist() == number.tolist()
