@@ -6,6 +6,7 @@ import inspect
 
 import bad_cases
 import bad_checkpoints
+import bad_estimators
 import bad_functions
 import bad_servers
 import bad_summaries
@@ -23,6 +24,7 @@ GROUPS = {
     **bad_servers.GROUPS,
     **bad_checkpoints.GROUPS,
     **bad_summaries.GROUPS,
+    **bad_estimators.GROUPS,
 }
 
 ROOMS = ["phalanx", *(f"phalanx.{room}" for room in phalanx._ROOMS), "phalanx.servers.partitioners"]
@@ -35,6 +37,7 @@ _LIBRARY = "it needs a library that is optional; tests/unit/summary/test_tracker
 _SERVICE = "it asks a service, whose tests are its own"
 
 EXEMPT = {
+    **bad_estimators.EXEMPT,
     "CrossDeviceOps.batch_reduce_implementation": _HOOK,
     "CrossDeviceOps.broadcast_implementation": _HOOK,
     "CrossDeviceOps.for_devices": _HOOK,
@@ -78,7 +81,6 @@ EXEMPT = {
     "ClusterCoordinator.schedule": _RAY,
     "Server.join": _RAY,
     "TPUClusterResolver.connect": _SERVICE,
-    "AimTracker": _LIBRARY,
     "MLflowTracker": _LIBRARY,
     "WandbTracker": _LIBRARY,
     "PreemptionCheckpointHandler.save_checkpoint_if_preempted": "it passes its arguments to CheckpointManager.save",

@@ -154,7 +154,7 @@ def checked_hooks(name: str, hooks: Any) -> tuple[SessionRunHook, ...]:
     Raises:
       InvalidArgumentError: one of them is not a `SessionRunHook`.
     """
-    found = tuple(hooks or ()) if isinstance(hooks, Iterable) or hooks is None else (hooks,)
+    found = listed(hooks)
     for hook in found:
         if not isinstance(hook, SessionRunHook):
             raise InvalidArgumentError(
@@ -163,3 +163,12 @@ def checked_hooks(name: str, hooks: Any) -> tuple[SessionRunHook, ...]:
                 f"{name}=[estimator.StopAtStepHook(last_step=100)]",
             )
     return found
+
+
+def listed(items: Any) -> tuple[Any, ...]:
+    """Returns the items of an iterable, one item alone, or none for None, as a tuple."""
+    if items is None:
+        return ()
+    # An array is one wrong item, and so is a text.
+    is_one = isinstance(items, (str, bytes)) or hasattr(items, "dtype") or not isinstance(items, Iterable)
+    return (items,) if is_one else tuple(items)

@@ -203,6 +203,8 @@ def _unweighted(column: AbstractCategoricalColumn) -> AbstractCategoricalColumn:
 def _table(name: str, num_buckets: int, dimension: object, initializer: PyTree, trainable: object) -> Table:
     dimension = arguments.integer("dimension", dimension, hint="dimension=8")
     try:
+        if hasattr(initializer, "dtype") and not callable(initializer):
+            raise TypeError("it is an array.")
         # Keras returns a new object for a class or a name, and None and objects unchanged.
         initializer = keras.initializers.get(initializer)
     except Exception as e:

@@ -22,6 +22,7 @@ class _ColumnLayer(keras.layers.Layer):
     """A layer that reads the inputs of columns from a dict, and has the tables of embedding columns."""
 
     def __init__(self, feature_columns: PyTree, trainable: bool, name: str | None, **kwargs: PyTree) -> None:
+        arguments.flag("trainable", trainable)
         # In half precision the boundaries of buckets would move, so inputs keep their dtype.
         super().__init__(trainable=trainable, name=name, **{"autocast": False, **kwargs})
         self.columns = self._checked(sorted_columns(feature_columns))
@@ -161,7 +162,9 @@ class LinearFeatures(_ColumnLayer):
         **kwargs: PyTree,
     ) -> None:
         super().__init__(feature_columns, trainable, name, **kwargs)
-        self.units = arguments.integer("units", units)
+        self.units = arguments.integer(
+            "units", units, most=2**31 - 1, kind="an integer from 1 to 2**31 - 1", hint="units=1"
+        )
         self.sparse_combiner = checked_combiner(sparse_combiner, "sparse_combiner")
         self._column_weights: dict[str, keras.Variable] = {}
 

@@ -17,9 +17,9 @@ def checked_key(key: object, name: str = "key") -> str:
     """Returns the name of a feature.
 
     Raises:
-      InvalidArgumentError: it is not a string.
+      InvalidArgumentError: it is not a string, or empty.
     """
-    if not isinstance(key, str):
+    if not isinstance(key, str) or not key:
         raise InvalidArgumentError(f"{name}={shown(key)}", "must be the name of a feature.", f'{name}="age"')
     return key
 
@@ -40,11 +40,19 @@ def dtype_name(dtype: Any) -> str:
     Raises:
       InvalidArgumentError: it is not a dtype.
     """
+    # Dtypes of other libraries, such as `tf.string`, have a name. Arrays and variables have a dtype, and are none.
+    name = dtype if isinstance(dtype, (str, np.dtype, type)) else getattr(dtype, "name", None)
+    if isinstance(name, str) and name == TEXT:
+        return "str"
     try:
-        kind = np.dtype(getattr(dtype, "name", dtype) if not isinstance(dtype, (np.dtype, type)) else dtype)
-    except TypeError as e:
-        if dtype == TEXT or getattr(dtype, "name", None) == TEXT:
-            return "str"
+        if (
+            not isinstance(name, (str, np.dtype, type))
+            or hasattr(dtype, "shape")
+            and not isinstance(dtype, (np.dtype, type))
+        ):
+            raise TypeError
+        kind = np.dtype(name)
+    except (TypeError, ValueError) as e:
         raise InvalidArgumentError(f"dtype={shown(dtype)}", "is not a dtype.", 'dtype="float32"') from e
     return "str" if kind.kind in "OSTU" else kind.name
 
@@ -69,7 +77,7 @@ def checked_combiner(combiner: object, name: str = "combiner") -> str:
     Raises:
       InvalidArgumentError: there is no such combiner.
     """
-    if combiner not in _COMBINERS:
+    if not isinstance(combiner, str) or combiner not in _COMBINERS:
         raise InvalidArgumentError(f"{name}={shown(combiner)}", 'must be "mean", "sqrtn" or "sum".', f'{name}="mean"')
     return str(combiner)
 
@@ -101,7 +109,7 @@ def checked_columns(columns: object) -> list[AbstractColumn]:
     hint = 'feature_columns=[phalanx.feature_column.numeric_column("age")]'
     if isinstance(columns, AbstractColumn):
         return [columns]
-    if isinstance(columns, (str, bytes, dict)) or not isinstance(columns, Iterable):
+    if isinstance(columns, (str, bytes, dict)) or hasattr(columns, "dtype") or not isinstance(columns, Iterable):
         raise InvalidArgumentError(f"feature_columns={shown(columns)}", "must be a list of columns.", hint)
     found = list(columns)
     wrong = [column for column in found if not isinstance(column, AbstractColumn)]

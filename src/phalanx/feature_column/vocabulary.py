@@ -174,7 +174,10 @@ def categorical_column_with_vocabulary_list(
       [[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
     """
     key = checked_key(key)
-    array = np.asarray(vocabulary_list)
+    try:
+        array = np.asarray(vocabulary_list)
+    except (RuntimeError, ValueError):  # A ragged list, or a deleted array.
+        array = np.zeros(0)
     if array.ndim != 1 or not array.size:
         raise InvalidArgumentError(
             f"vocabulary_list={shown(vocabulary_list)} of the column of {key!r}",

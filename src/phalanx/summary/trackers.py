@@ -15,7 +15,7 @@ from phalanx.errors import InvalidArgumentError, MissingDependencyError, argumen
 from phalanx.summary.events import computed, is_installed
 from phalanx.tracing.records import Record
 
-__all__ = ["AimTracker", "CSVTracker", "MLflowTracker", "Tracker", "WandbTracker"]
+__all__ = ["CSVTracker", "MLflowTracker", "Tracker", "WandbTracker"]
 
 
 class Tracker(ABC):
@@ -246,52 +246,6 @@ class WandbTracker(Tracker):
     def finish(self) -> None:
         """Ends the run."""
         self._run.finish()
-
-
-class AimTracker(Tracker):
-    """Logs to a run of Aim. May be created in any context.
-
-    Args:
-      experiment: name of the experiment.
-      repo: folder or address of the repository. None for the folder in which the program runs.
-
-    Raises:
-      InvalidArgumentError: an argument has the wrong type.
-      MissingDependencyError: aim is not installed.
-
-    Source: aim.Run.
-
-    Example:
-      >>> import phalanx
-      >>> tracker = phalanx.summary.trackers.AimTracker("digits")  # doctest: +SKIP
-    """
-
-    name = "aim"
-
-    def __init__(self, experiment: str, repo: str | os.PathLike[str] | None = None) -> None:
-        self._experiment = _text("experiment", experiment)
-        self._repo = None if repo is None else arguments.path("repo", repo)
-        _require("aim", "AimTracker")
-        self._run: Any = None
-
-    @override
-    def start(self, config: Mapping[str, Any]) -> None:
-        """Starts the run."""
-        import aim
-
-        self._run = aim.Run(repo=self._repo, experiment=self._experiment)
-        self._run["config"] = dict(config)
-
-    @override
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Tracks the values."""
-        for name, value in values.items():
-            self._run.track(value, name=name, step=step)
-
-    @override
-    def finish(self) -> None:
-        """Ends the run."""
-        self._run.close()
 
 
 def _text(name: str, value: object) -> str:

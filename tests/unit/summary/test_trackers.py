@@ -164,7 +164,6 @@ def test_mlflow_keeps_steps_and_config(tmp_path, monkeypatch):
     [
         (trackers.MLflowTracker, "mlflow"),
         (trackers.WandbTracker, "wandb"),
-        (trackers.AimTracker, "aim"),
     ],
 )
 def test_missing_libraries_are_named(monkeypatch, make, library):
@@ -187,8 +186,6 @@ def test_missing_libraries_are_named(monkeypatch, make, library):
         (lambda: trackers.MLflowTracker("digits", tracking_uri=3), "tracking_uri=3"),
         (lambda: trackers.MLflowTracker("digits", run_name=""), "run_name=''"),
         (lambda: trackers.WandbTracker(None), "project=None"),
-        (lambda: trackers.AimTracker(""), "experiment=''"),
-        (lambda: trackers.AimTracker("digits", repo=3), "repo=3"),
     ],
 )
 def test_arguments_that_are_wrong(call, message):

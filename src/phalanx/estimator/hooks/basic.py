@@ -76,6 +76,17 @@ class StopAtStepHook(StepHook):
             run_context.request_stop()
 
 
+def checked_output(output_dir: Any, writer: Any) -> tuple[str | None, SummaryWriter | None]:
+    """Returns the folder and the writer of a hook.
+
+    Raises:
+      InvalidArgumentError: the folder is no path, or the writer is no writer.
+    """
+    if writer is not None:
+        arguments.instance("summary_writer", writer, SummaryWriter, "phalanx.summary.create_file_writer(log_dir)")
+    return None if output_dir is None else arguments.path("output_dir", output_dir), writer
+
+
 @final
 class StepCounterHook(StepHook):
     """Writes steps per second, as the summary `global_step/sec` and to the log. May be created in any context.
@@ -106,7 +117,7 @@ class StepCounterHook(StepHook):
         self._timer = SecondOrStepTimer(every_n_secs, every_n_steps)
         if output_dir is not None:
             arguments.path("output_dir", output_dir)
-        self._output_dir, self._writer = output_dir, summary_writer
+        self._output_dir, self._writer = checked_output(output_dir, summary_writer)
 
     @override
     def begin(self) -> None:
@@ -163,6 +174,9 @@ class LoggingTensorHook(StepHook):
         at_end: bool = False,
         formatter: Callable[[dict[str, Any]], str] | None = None,
     ) -> None:
+        arguments.flag("at_end", at_end)
+        if formatter is not None:
+            arguments.function("formatter", formatter, "formatter=lambda values: str(values)")
         only_at_end = at_end and every_n_iter is None and every_n_secs is None
         self._timer = None if only_at_end else SecondOrStepTimer(every_n_secs, every_n_iter)
         if not isinstance(tensors, (Mapping, list, tuple)):

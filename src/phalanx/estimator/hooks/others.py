@@ -49,7 +49,7 @@ class ProfilerHook(StepHook):
         show_memory: bool = False,
     ) -> None:
         self._timer = SecondOrStepTimer(save_secs, save_steps)
-        self._dir = arguments.path("output_dir", output_dir or ".")
+        self._dir = arguments.path("output_dir", "." if isinstance(output_dir, str) and not output_dir else output_dir)
         arguments.flag("show_dataflow", show_dataflow)
         arguments.flag("show_memory", show_memory)
         self._is_profiling = False

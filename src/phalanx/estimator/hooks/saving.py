@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks that save checkpoints and summaries."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 from typing_extensions import override
 
 from phalanx import summary
 from phalanx.errors import InvalidArgumentError, arguments, shown
-from phalanx.estimator.hooks.basic import StepHook
+from phalanx.estimator.hooks.basic import StepHook, checked_output
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
 from phalanx.estimator.saver import Saver
-from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunValues
+from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunValues, listed
 from phalanx.summary import SummaryWriter
 
 
@@ -65,7 +65,7 @@ def checked_listeners(listeners: Any) -> tuple[CheckpointSaverListener, ...]:
     Raises:
       InvalidArgumentError: one of them is not a `CheckpointSaverListener`.
     """
-    found = tuple(listeners or ()) if isinstance(listeners, Iterable) or listeners is None else (listeners,)
+    found = listed(listeners)
     for listener in found:
         arguments.instance(
             "a saving listener", listener, CheckpointSaverListener, "class Told(estimator.CheckpointSaverListener)"
@@ -195,7 +195,7 @@ class SummarySaverHook(StepHook):
         scaffold: None = None,
         summary_op: dict[str, Any] | None = None,
     ) -> None:
-        if not isinstance(summary_op, dict) or not summary_op:
+        if not isinstance(summary_op, dict) or not summary_op or not all(isinstance(tag, str) for tag in summary_op):
             raise InvalidArgumentError(
                 f"summary_op={shown(summary_op)}", "must be a dict from tags to scalars.", 'summary_op={"loss": loss}'
             )
@@ -210,7 +210,8 @@ class SummarySaverHook(StepHook):
         if output_dir is not None:
             arguments.path("output_dir", output_dir)
         self._timer = SecondOrStepTimer(save_secs, save_steps)
-        self._output_dir, self._writer, self._fetches = output_dir, summary_writer, summary_op
+        self._output_dir, self._writer = checked_output(output_dir, summary_writer)
+        self._fetches = summary_op
         self._is_due = False
 
     @override
