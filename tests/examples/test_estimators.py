@@ -19,7 +19,7 @@ def test_irises_on_one_device_and_two(run_example):
 def test_custom_head_finds_the_quantile(run_example):
     """About nine tenths of the labels are below the prediction."""
     (share,) = re.findall(r"([\d.]+) of the labels", run_example("estimator_custom_head.py"))
-    assert 0.88 < float(share) < 0.92
+    assert 0.86 < float(share) < 0.94
 
 
 def test_evaluator_follows_two_workers(run_example, tmp_path):

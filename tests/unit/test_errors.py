@@ -36,6 +36,7 @@ BUILTINS = {
     errors.CheckpointError: RuntimeError,
     errors.CheckpointMismatchError: AssertionError,
     errors.DivergenceError: AssertionError,
+    errors.NanLossDuringTrainingError: RuntimeError,
     errors.SummaryError: RuntimeError,
     errors.ClusterError: ValueError,
     errors.ClusterTypeError: TypeError,

@@ -67,7 +67,7 @@ class Program:
         self._called: _Call | None = _Call(fn, arguments.streams)
         with noting_questions() as are_asked:
             found = self._trace(arguments.arrays)
-            self._recording = recording if are_asked() else EITHER_WAY
+            self.recording = recording if are_asked() else EITHER_WAY
         self._trace_made: Discovery | None = found
         # An empty tuple for most programs, so that a call need not look for batches.
         self.draws = Draws(found.draws, arguments.streams) if found.draws else ()
@@ -79,7 +79,7 @@ class Program:
         storage = self._strategy.storage if self._strategy.updates is Updates.AFTER_PROGRAM else self._topology
         self._homes = [] if self._topology.is_single else _homes(found, self._topology)
         self._state = State(found.variables, found.written, self._topology, storage)
-        self._settings = Settings(found.variables, found.optimizers)
+        self.settings = Settings(found.variables, found.optimizers)
         self._global_seeds = list(filter(compat.is_global_seed, found.seeds))
         # JAX runs a program again to find the operation that made a NaN, and a callback that raises must leave the state unchanged.
         # Neither works with donated arrays.
@@ -171,10 +171,6 @@ class Program:
             outputs = self._state.run(execute, donated, kept, inputs)
         self._has_run = True
         return outputs
-
-    def fits(self, recording: Hashable) -> bool:
-        """Returns whether the program does with summaries what `recording` says, and no setting has changed since its trace."""
-        return (self._recording is EITHER_WAY or self._recording == recording) and self._settings.hold()
 
     def require_equal(self, inputs: Sequence[Arguments]) -> None:
         """Waits until the other processes are about to run the same program.
@@ -328,7 +324,7 @@ class Programs:
             full_key = (key, arguments.key, settings)
             known = self._cache.known(function, full_key)
             for program in known:
-                if program.fits(recording):
+                if program.recording in (EITHER_WAY, recording) and program.settings.hold():
                     batches = program.draws.look(arguments) if program.draws else ()
                     if batches is not None:
                         return program(fn, arguments, batches) if runs else None
