@@ -267,9 +267,9 @@ class SimpleModelWrapper:
             end_learning_rate=params["end_lr"],
             power=params["lr_power"],
         )
-        optmizer = tf1.train.GradientDescentOptimizer(lr)
-        grads_and_vars = optmizer.compute_gradients(loss=loss, var_list=None)
-        train_op = optmizer.apply_gradients(grads_and_vars, global_step=global_step)
+        optimizer = tf1.train.GradientDescentOptimizer(lr)
+        grads_and_vars = optimizer.compute_gradients(loss=loss, var_list=None)
+        train_op = optimizer.apply_gradients(grads_and_vars, global_step=global_step)
         self.logged_ops["step"] = global_step
         self.logged_ops["lr"] = lr
         self.logged_ops["loss"] = loss
