@@ -130,7 +130,10 @@ def test_columns_keep_single_precision_in_a_mixed_policy():
             lambda: feature_column.DenseFeatures([AGE, SIZE]),
             r"feature_columns with Voc.*: a categorical column is not dense.\nHINT: indicator_column\(column\) or embedding",
         ),
-        (lambda: feature_column.LinearFeatures([AGE], units=0), r"units=0: must be a positive integer.\nHINT: units=1"),
+        (
+            lambda: feature_column.LinearFeatures([AGE], units=0),
+            r"units=0: must be an integer from 1 to 2\*\*31 - 1.\nHINT: units=1",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(make, match):
