@@ -4,13 +4,14 @@
 from phalanx.errors import NanLossDuringTrainingError  # noqa: F401  (its home is `phalanx.errors`)
 from phalanx.estimator import experimental, export
 from phalanx.estimator.baselines import BaselineClassifier, BaselineEstimator, BaselineRegressor
+from phalanx.estimator.class_heads import BinaryClassHead, MultiClassHead
 from phalanx.estimator.config import RunConfig, TaskType
 from phalanx.estimator.deep import DNNClassifier, DNNEstimator, DNNRegressor
 from phalanx.estimator.estimator import Estimator
 from phalanx.estimator.exporters import BestExporter, Exporter, FinalExporter, LatestExporter
 from phalanx.estimator.extenders import add_metrics
 from phalanx.estimator.graph import get_global_step, get_or_create_global_step, identity
-from phalanx.estimator.heads import BinaryClassHead, Head, MultiClassHead, RegressionHead
+from phalanx.estimator.heads import Head, RegressionHead
 from phalanx.estimator.hooks.basic import LoggingTensorHook, NanTensorHook, StepCounterHook, StopAtStepHook
 from phalanx.estimator.hooks.others import FinalOpsHook, GlobalStepWaiterHook, ProfilerHook
 from phalanx.estimator.hooks.saving import CheckpointSaverHook, CheckpointSaverListener, SummarySaverHook

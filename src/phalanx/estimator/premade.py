@@ -12,9 +12,10 @@ import keras
 
 from phalanx import compat, feature_column, summary
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
+from phalanx.estimator.class_heads import BinaryClassHead, MultiClassHead
 from phalanx.estimator.config import RunConfig
 from phalanx.estimator.estimator import Estimator
-from phalanx.estimator.heads import BinaryClassHead, Head, MultiClassHead
+from phalanx.estimator.heads import Head
 from phalanx.estimator.inputs import is_column
 from phalanx.estimator.optimizing import minimize
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys

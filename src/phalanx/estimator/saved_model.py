@@ -19,9 +19,9 @@ import numpy as np
 
 from phalanx import feature_column
 from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, MissingDependencyError, arguments, shown
+from phalanx.estimator.class_heads import with_classes
 from phalanx.estimator.export import ServingInputReceiver
 from phalanx.estimator.graph import Graph
-from phalanx.estimator.heads import with_classes
 from phalanx.mesh.annotated import shape_dtype
 from phalanx.typing import PyTree
 
