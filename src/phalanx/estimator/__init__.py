@@ -2,7 +2,7 @@
 """The public names of `tf.estimator`: model functions, ready-made models, hooks, and `train_and_evaluate`."""
 
 from phalanx.errors import NanLossDuringTrainingError  # noqa: F401  (its home is `phalanx.errors`)
-from phalanx.estimator import experimental, export
+from phalanx.estimator import experimental, export, inputs, tpu
 from phalanx.estimator.baselines import BaselineClassifier, BaselineEstimator, BaselineRegressor
 from phalanx.estimator.class_heads import BinaryClassHead, MultiClassHead
 from phalanx.estimator.config import RunConfig, TaskType
@@ -84,8 +84,10 @@ __all__ = [
     "get_global_step",
     "get_or_create_global_step",
     "identity",
+    "inputs",
     "load_saved_model",
     "minimize",
     "model_to_estimator",
+    "tpu",
     "train_and_evaluate",
 ]

@@ -5,7 +5,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, final
+from typing import Any, Self, final
 
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.spec import ClusterSpec
@@ -41,7 +41,6 @@ _REFUSED = {
 }
 
 
-@final
 @dataclass(frozen=True)
 class RunConfig:
     """Options of an Estimator. May be created in any context.
@@ -138,7 +137,7 @@ class RunConfig:
         elif self.save_checkpoints_steps is None:
             object.__setattr__(self, "save_checkpoints_secs", _DEFAULT_SECS)
 
-    def replace(self, **options: Any) -> "RunConfig":
+    def replace(self, **options: Any) -> Self:
         """Returns a copy with other options.
 
         Args:

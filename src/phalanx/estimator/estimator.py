@@ -2,6 +2,7 @@
 """`Estimator`: trains, evaluates, predicts and exports a model function."""
 
 import copy
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,15 +13,12 @@ import numpy as np
 
 from phalanx import summary
 from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, shown
-from phalanx.estimator import inputs
+from phalanx.estimator import batches
 from phalanx.estimator.checks import model_dir_of, parameters_of, settings_of
 from phalanx.estimator.config import RunConfig, TaskType
 from phalanx.estimator.graph import GLOBAL_STEP, Graph
 from phalanx.estimator.hooks.basic import StopAtStepHook
-from phalanx.estimator.hooks.saving import (
-    CheckpointSaverListener,
-    checked_listeners,
-)
+from phalanx.estimator.hooks.saving import CheckpointSaverListener, checked_listeners
 from phalanx.estimator.hooks.standard import train_hooks
 from phalanx.estimator.loop import AbstractSteps, GraphSession, ScheduledSteps, SynchronousSteps, run_loop
 from phalanx.estimator.predictions import chosen, rows_of
@@ -101,7 +99,7 @@ class Estimator:
         self._classes: list[str] | None = None
         self._first_values: Callable[[Graph], None] | None = None
         self._warm_start = settings_of(warm_start_from)
-        self._columns = inputs.columns_in(self._params)
+        self._columns = batches.columns_in(self._params)
         self._train_strategy = config.train_distribute or default_strategy(config)
         self._graphs: dict[str, Graph] = {}
         self._writers: dict[str, SummaryWriter] = {}
@@ -158,7 +156,7 @@ class Estimator:
           NanLossDuringTrainingError: a loss is NaN.
         """
         self._require_trainer()
-        inputs.check_input_fn(input_fn)
+        batches.check_input_fn(input_fn)
         given, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
         if steps is not None and max_steps is not None:
             raise InvalidArgumentError(
@@ -166,8 +164,8 @@ class Estimator:
                 "only one of them can be given.",
                 "train(input_fn, max_steps=1000)",
             )
-        inputs.require_steps("steps", steps)
-        inputs.require_steps("max_steps", max_steps)
+        batches.require_steps("steps", steps)
+        batches.require_steps("max_steps", max_steps)
         if max_steps is not None and self._saved_step() >= max_steps:
             _log.info("Skipping training, because the latest checkpoint has %d steps.", self._saved_step())
             return self
@@ -181,7 +179,7 @@ class Estimator:
             recorder = Recorder(None if is_scheduled else writer, self._config.save_summary_steps, graph)
             with recorder.step(0):
                 session.prepare()
-            all_hooks = [*given, *stops, *train_hooks(self._config, graph, writer, listeners, given)]
+            all_hooks = train_hooks(self._config, graph, writer, listeners, [*given, *stops])
             self._begin(graph, session, all_hooks, self.latest_checkpoint())
             for _ in run_loop(session, all_hooks, recorder=recorder):
                 pass
@@ -214,8 +212,8 @@ class Estimator:
           InputError: there is no data, or its batches differ.
           CheckpointMismatchError: the checkpoint does not fit the model function.
         """
-        inputs.check_input_fn(input_fn)
-        inputs.require_steps("steps", steps)
+        batches.check_input_fn(input_fn)
+        batches.require_steps("steps", steps)
         given = checked_hooks("hooks", hooks)
         path = self._checkpoint(checkpoint_path)
         graph = self._graph(ModeKeys.EVAL, path)
@@ -262,7 +260,7 @@ class Estimator:
           InputError: there is no data, or its batches differ.
           CheckpointMismatchError: the checkpoint does not fit the model function.
         """
-        inputs.check_input_fn(input_fn)
+        batches.check_input_fn(input_fn)
         arguments.flag("yield_single_examples", yield_single_examples)
         given = checked_hooks("hooks", hooks)
         path = self._checkpoint(checkpoint_path)
@@ -359,6 +357,10 @@ class Estimator:
         other._first_values, other._params = self._first_values, self._params
         return other
 
+    def _params_for(self, mode: str) -> dict[str, Any]:
+        """Returns what the model function and the input function get as `params`."""
+        return self.params
+
     def _call_model_fn(self, features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
         if labels is not None and "labels" not in self._parameters:
             raise InvalidArgumentError(
@@ -366,7 +368,7 @@ class Estimator:
                 "the input_fn returns labels.",
                 "def model_fn(features, labels, mode)",
             )
-        given = {"labels": labels, "mode": mode, "params": self.params, "config": self._config}
+        given = {"labels": labels, "mode": mode, "params": self._params_for(mode), "config": self._config}
         return self._model_fn(features, **{k: v for k, v in given.items() if k in self._parameters})
 
     def _graph(self, mode: str, path: str | None = "") -> Graph:
@@ -380,21 +382,16 @@ class Estimator:
             ModeKeys.EVAL: self._config.eval_distribute,
             ModeKeys.PREDICT: None,
         }
-        strategy = strategies[mode] or local_strategy()
-        self._graphs[mode] = Graph(
-            lambda features, labels: self._call_model_fn(features, labels, mode),
-            mode,
-            strategy,
-            self._config.tf_random_seed,
-        )
+        model_fn = functools.partial(self._call_model_fn, mode=mode)
+        self._graphs[mode] = Graph(model_fn, mode, strategies[mode] or local_strategy(), self._config.tf_random_seed)
         return self._graphs[mode]
 
     def _dataset_fn(self, input_fn: Callable[..., Any], mode: str) -> Callable[[InputContext], Any]:
-        given = {"mode": mode, "params": self.params, "config": self._config}
+        given = {"mode": mode, "params": self._params_for(mode), "config": self._config}
         columns, labels_fn = self._columns, self._labels_fn
 
-        def dataset_fn(input_context: InputContext) -> inputs.Batches:
-            return inputs.dataset_of(input_fn, {**given, "input_context": input_context}, columns, labels_fn)
+        def dataset_fn(input_context: InputContext) -> batches.Batches:
+            return batches.dataset_of(input_fn, {**given, "input_context": input_context}, columns, labels_fn)
 
         return dataset_fn
 

@@ -72,7 +72,7 @@ def build_raw_serving_input_receiver_fn(
     """Returns a function for `export_saved_model`, for a model that receives these features. May be called in any context.
 
     Args:
-      features: dict of arrays (rows, ...). Only shapes and dtypes count, without the number of rows.
+      features: dict of arrays (rows, ...), or of scalars for (rows,). Only shapes and dtypes count, without the number of rows.
       default_batch_size: has no effect, because an exported model takes any number of rows.
 
     Raises:
@@ -87,7 +87,7 @@ def build_raw_serving_input_receiver_fn(
     """
     if not isinstance(features, Mapping):
         raise InvalidArgumentError(f"features={shown(features)}", "must be a dict of arrays.", '{"x": x[:1]}')
-    return lambda: ServingInputReceiver(dict(features))
+    return lambda: ServingInputReceiver({name: np.atleast_1d(x) for name, x in features.items()})
 
 
 def build_parsing_serving_input_receiver_fn(

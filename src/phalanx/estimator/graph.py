@@ -180,7 +180,8 @@ class Graph:
             if self.is_training:
                 return self._train(features, labels)
             with context.averaging():
-                spec = self._call(features, labels)
+                with self._unchanged():
+                    spec = self._call(features, labels)
                 outputs = spec.predictions if self.mode == ModeKeys.PREDICT else None
                 return self._share(spec.loss), self._arrays(spec), outputs
 
@@ -188,6 +189,15 @@ class Graph:
         """Returns the predictions of the model function, in the scope of the caller."""
         with self.as_default(), self._store.reusing():
             return self._call(features, None).predictions
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Undoes what the `with` block assigns to the step and to weights, because only a training runs a `train_op`."""
+        before = [(v, v.value) for v in (self.global_step, *self.trainable_variables)]
+        yield
+        for variable, value in before:
+            if variable.value is not value:
+                variable.assign(value)
 
     def _train(self, features: PyTree, labels: PyTree) -> PyTree:
         before = self.global_step.value

@@ -1,195 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of an input function."""
+"""The public names of `tf.compat.v1.estimator.inputs`: input functions over arrays and tables."""
 
-import inspect
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
 
-from phalanx import feature_column
-from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
-from phalanx.feature_column.base import AbstractColumn
-from phalanx.mesh.arrays import is_array
-from phalanx.typing import PyTree
+from phalanx.errors import InvalidArgumentError, arguments, shown
 
-InputFn = Callable[..., Any]
-_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+__all__ = ["numpy_input_fn", "pandas_input_fn"]
 
 
-def check_input_fn(input_fn: Any) -> None:
-    """Checks that an input function can be called.
+def numpy_input_fn(
+    x: Any,
+    y: Any = None,
+    batch_size: int = 128,
+    num_epochs: int | None = 1,
+    shuffle: bool | None = None,
+    queue_capacity: int = 1000,
+    num_threads: int = 1,
+) -> Callable[[], Any]:
+    """Returns an input function that yields batches of NumPy arrays. May be called in any context.
 
-    Raises:
-      InvalidArgumentError: it is not a function.
-    """
-    arguments.function("input_fn", input_fn, "input_fn=lambda: dataset")
-
-
-def dataset_of(
-    input_fn: InputFn,
-    given: Mapping[str, Any],
-    columns: Sequence[Any],
-    labels_fn: Callable[[PyTree], PyTree] | None,
-) -> "Batches":
-    """Calls an input function.
+    As in TensorFlow, batches go on across the ends of epochs, so only the last batch may be short.
 
     Args:
-      input_fn: the function.
-      given: values for those of its parameters that have these names, such as `params`.
-      columns: feature columns, for which categories are replaced by their numbers.
-      labels_fn: function that replaces the classes of labels by their numbers. None if there are none.
-
-    Returns:
-      A dataset of batches `(features, labels)`. Labels are None if the function gives none.
-
-    Raises:
-      InputError: the function has another parameter, or returns no dataset.
-    """
-    parameters = inspect.signature(input_fn).parameters
-    unknown = [
-        p.name for p in parameters.values() if p.name not in given and p.default is p.empty and p.kind not in _REST
-    ]
-    if unknown:
-        raise InputError(
-            f"an input_fn with the parameters {list(parameters)}",
-            f"{unknown[0]!r} has no value; the parameters may be {sorted(given)}.",
-            f"functools.partial(input_fn, {unknown[0]}=...)",
-        )
-    dataset = input_fn(**{name: value for name, value in given.items() if name in parameters})
-    if dataset is None:
-        raise InputError("an input_fn that returns None", "there is no data.", "return dataset, in the input_fn")
-    if isinstance(dataset, (str, bytes)) or not (isinstance(dataset, Iterable) or is_array(dataset)):
-        raise InputError(
-            f"an input_fn that returns {shown(dataset)}",
-            "it is no dataset.",
-            "return [(features, labels)], in the input_fn",
-        )
-    return Batches(dataset, columns, labels_fn)
-
-
-@final
-class Batches:
-    """The batches of a dataset, as NumPy arrays.
-
-    Args:
-      dataset: iterable of batches: a pair of features and labels, or features. Or such a batch, which is repeated forever.
-      columns: feature columns, for which categories are replaced by their numbers.
-      labels_fn: function that replaces the classes of labels by their numbers. None if there are none.
-    """
-
-    def __init__(self, dataset: Any, columns: Sequence[Any], labels_fn: Callable[[PyTree], PyTree] | None) -> None:
-        self._dataset, self._columns, self._labels_fn = dataset, list(columns), labels_fn
-
-    def __iter__(self) -> Iterator[PyTree]:
-        batches = itertools.repeat(self._dataset) if _is_batch(self._dataset) else iter(self._dataset)
-        first: Any = None
-        for batch in batches:
-            pair = features, labels = _split(batch)
-            _require_names(features)
-            spec = _spec_of(pair)
-            first = spec if first is None else first
-            _require_alike(spec, first)
-            if labels is not None and self._labels_fn is not None:
-                labels = self._labels_fn(_to_numpy(labels))
-            yield self._prepared(features), _numbers(labels, "labels")
-
-    def _prepared(self, features: PyTree) -> PyTree:
-        if self._columns and isinstance(features, Mapping):
-            features = feature_column.prepare(dict(features), self._columns)
-        return _numbers(features, "features")
-
-
-def is_column(value: object) -> bool:
-    """Returns whether a value is a feature column."""
-    return isinstance(value, AbstractColumn)
-
-
-def columns_in(params: Any) -> list[Any]:
-    """Returns the feature columns among the parameters of a model function."""
-    leaves = jax.tree.leaves(params, is_leaf=is_column)
-    found: list[Any] = []
-    for leaf in leaves:
-        if is_column(leaf) and leaf not in found:
-            found.append(leaf)
-    return found
-
-
-def _is_batch(dataset: Any) -> bool:
-    """Whether an input function has returned one batch instead of a dataset."""
-    return isinstance(dataset, (tuple, Mapping)) or is_array(dataset)
-
-
-def _split(batch: PyTree) -> tuple[PyTree, PyTree]:
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
-    if isinstance(batch, (tuple, list)) and len(batch) != 1:
-        raise InputError(
-            f"a batch of {len(batch)} parts", "must be features, or (features, labels).", "return features, labels"
-        )
-    return (batch[0] if isinstance(batch, (tuple, list)) else batch), None
-
-
-def _require_names(features: PyTree) -> None:
-    if isinstance(features, Mapping) and not all(isinstance(name, str) for name in features):
-        raise InputError(
-            f"features of the names {shown(list(features))}", "names must be texts.", '{"age": ages, "name": names}'
-        )
-
-
-def _to_numpy(tree: PyTree) -> PyTree:
-    return jax.tree.map(np.asarray, tree)
-
-
-def _numbers(tree: PyTree, name: str) -> PyTree:
-    """Returns arrays of numbers.
+      x: array, or dict of arrays (rows, ...).
+      y: array, or dict of arrays, of labels. None for none.
+      batch_size: rows per batch.
+      num_epochs: number of times that each row is yielded. None for no limit.
+      shuffle: whether to shuffle the rows of each epoch.
+      queue_capacity: has no effect.
+      num_threads: has no effect.
 
     Raises:
-      InputError: an array contains text.
+      InvalidArgumentError: the arrays have different numbers of rows, or an argument has the wrong type.
+
+    Source: tf.compat.v1.estimator.inputs.numpy_input_fn.
+
+    Example:
+      >>> import numpy as np
+      >>> import phalanx.estimator as estimator
+      >>> input_fn = estimator.inputs.numpy_input_fn({"x": np.arange(5.0)}, np.arange(5), batch_size=2, shuffle=False)
+      >>> [features["x"].tolist() for features, labels in input_fn()]
+      [[0.0, 1.0], [2.0, 3.0], [4.0]]
     """
-
-    def checked(path: Any, leaf: Any) -> np.ndarray:
-        array = np.asarray(leaf)
-        if array.dtype.kind in "OSU":
-            raise InputError(
-                f"{name}{jax.tree_util.keystr(path)} of {array.dtype}",
-                "text cannot be computed with.",
-                'params={"feature_columns": [feature_column.categorical_column_with_vocabulary_list(name, words)]}',
-            )
-        return array
-
-    return jax.tree_util.tree_map_with_path(checked, tree)
-
-
-def _spec_of(batch: PyTree) -> PyTree:
-    """Returns the structure of a batch, and per array the kind of its dtype and its shape without the rows."""
-    batch = _to_numpy(batch)
-    return jax.tree.structure(batch), [(x.dtype.kind, x.shape[1:]) for x in jax.tree.leaves(batch)]
-
-
-def _require_alike(spec: PyTree, first: PyTree) -> None:
-    if spec != first:
-        raise InputError(
-            f"a batch with {_told(spec)}",
-            f"the first batch has {_told(first)}.",
-            "return features and labels of the same names, dtypes and shapes in each batch",
-        )
-
-
-def _told(spec: PyTree) -> str:
-    structure, arrays = spec
-    return f"{shown(structure, 200)} and {shown(arrays, 200)}"
-
-
-def require_steps(name: str, value: Any) -> None:
-    """Checks a number of steps.
-
-    Raises:
-      InvalidArgumentError: it is neither None nor a positive integer.
-    """
-    if value is not None and not arguments.is_integer(value, least=1):
+    arguments.integer("batch_size", batch_size)
+    if num_epochs is not None:
+        arguments.integer("num_epochs", num_epochs)
+    if not isinstance(shuffle, bool):
+        raise InvalidArgumentError(f"shuffle={shown(shuffle)}", "must be a bool.", "shuffle=True")
+    data = jax.tree.map(np.asarray, x if y is None else (x, y))
+    if not all(array.ndim for array in jax.tree.leaves(data)):
+        raise InvalidArgumentError(f"x={shown(x)} and y={shown(y)}", "must be arrays with rows.", "np.array([1, 2])")
+    sizes = {len(array) for array in jax.tree.leaves(data)}
+    if len(sizes) != 1 or 0 in sizes:
         raise InvalidArgumentError(
-            f"{name}={shown(value)}", "must be positive, and an integer; or None.", f"{name}=100"
+            f"x and y with {sorted(sizes)} rows",
+            "all arrays need the same number of rows, at least 1.",
+            "y with one label per row",
         )
+    (size,) = sizes
+    return lambda: _Batches(data, size, batch_size, num_epochs, shuffle)
+
+
+class _Batches:
+    """Batches of arrays, again and again."""
+
+    def __init__(self, data: Any, size: int, batch_size: int, epochs: int | None, shuffle: bool) -> None:
+        self._data, self._size, self._batch_size = data, size, batch_size
+        self._epochs, self._shuffle = epochs, shuffle
+
+    def __iter__(self) -> Iterator[Any]:
+        waiting = np.zeros(0, np.int64)
+        for rows in self._orders():
+            waiting = np.concatenate([waiting, rows])
+            while len(waiting) >= self._batch_size:
+                yield self._rows(waiting[: self._batch_size])
+                waiting = waiting[self._batch_size :]
+        if len(waiting):
+            yield self._rows(waiting)
+
+    def _orders(self) -> Iterator[np.ndarray]:
+        rng = np.random.default_rng()
+        epoch = 0
+        while self._epochs is None or epoch < self._epochs:
+            yield rng.permutation(self._size) if self._shuffle else np.arange(self._size)
+            epoch += 1
+
+    def _rows(self, rows: np.ndarray) -> Any:
+        return jax.tree.map(lambda array: array[rows], self._data)
+
+
+def pandas_input_fn(x: Any, y: Any = None, **options: Any) -> Callable[[], Any]:
+    """Returns an input function that yields batches of a table of pandas. May be called in any context.
+
+    Args:
+      x: a `pandas.DataFrame`, whose columns are the features.
+      y: a `pandas.Series` of labels. None for none.
+      **options: as for `numpy_input_fn`.
+
+    Raises:
+      InvalidArgumentError: `x` is no table, or see `numpy_input_fn`.
+
+    Source: tf.compat.v1.estimator.inputs.pandas_input_fn.
+    """
+    if not hasattr(x, "columns"):
+        raise InvalidArgumentError(f"x={shown(x)}", "must be a pandas.DataFrame.", "numpy_input_fn(x, y)")
+    features = {str(name): x[name].to_numpy() for name in x.columns}
+    return numpy_input_fn(features, None if y is None else y.to_numpy(), **options)

@@ -12,11 +12,11 @@ import keras
 
 from phalanx import compat, feature_column, summary
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
+from phalanx.estimator.batches import is_column
 from phalanx.estimator.class_heads import BinaryClassHead, MultiClassHead
 from phalanx.estimator.config import RunConfig
 from phalanx.estimator.estimator import Estimator
 from phalanx.estimator.heads import Head
-from phalanx.estimator.inputs import is_column
 from phalanx.estimator.optimizing import minimize
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys
 from phalanx.estimator.warm_start import WarmStartSettings
@@ -91,6 +91,7 @@ def optimizer_of(optimizer: Optimizer, learning_rate: float | None = None) -> ke
         return optimizer.create()  # type: ignore[union-attr]
     if callable(optimizer):
         made = optimizer()
+        made = made.create() if callable(getattr(made, "create", None)) else made
         if isinstance(made, compat.BaseOptimizer):
             return made
     raise InvalidArgumentError(

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from phalanx.cluster import training as cluster_training
 from phalanx.errors import InvalidArgumentError, arguments, shown
-from phalanx.estimator import inputs
+from phalanx.estimator import batches
 from phalanx.estimator.config import TaskType
 from phalanx.estimator.estimator import Estimator
 from phalanx.estimator.exporters import Exporter
@@ -53,8 +53,8 @@ class TrainSpec:
     saving_listeners: Iterable[CheckpointSaverListener] | None = ()
 
     def __post_init__(self) -> None:
-        inputs.check_input_fn(self.input_fn)
-        inputs.require_steps("max_steps", self.max_steps)
+        batches.check_input_fn(self.input_fn)
+        batches.require_steps("max_steps", self.max_steps)
         object.__setattr__(self, "hooks", checked_hooks("hooks", self.hooks))
         object.__setattr__(self, "saving_listeners", checked_listeners(self.saving_listeners))
 
@@ -92,8 +92,8 @@ class EvalSpec:
     throttle_secs: float = 600
 
     def __post_init__(self) -> None:
-        inputs.check_input_fn(self.input_fn)
-        inputs.require_steps("steps", self.steps)
+        batches.check_input_fn(self.input_fn)
+        batches.require_steps("steps", self.steps)
         if self.name is not None and not isinstance(self.name, str):
             raise InvalidArgumentError(f"name={shown(self.name)}", "must be a str or None.", 'name="test"')
         object.__setattr__(self, "hooks", checked_hooks("hooks", self.hooks))

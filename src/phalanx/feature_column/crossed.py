@@ -14,7 +14,15 @@ from phalanx.feature_column.base import AbstractCategoricalColumn, AbstractHostC
 from phalanx.feature_column.categorical import HashedColumn
 from phalanx.feature_column.fingerprint import concatenated, fingerprint64
 from phalanx.feature_column.names import checked_buckets
-from phalanx.feature_column.raw import by_unique, categories_of, encoded, is_text, require_one_batch
+from phalanx.feature_column.raw import (
+    by_unique,
+    categories_of,
+    encoded,
+    feature_of,
+    is_symbolic,
+    is_text,
+    require_one_batch,
+)
 from phalanx.feature_column.weighted import WeightedColumn
 
 _HASH_KEY = 0xDECAFCAFFE
@@ -73,13 +81,21 @@ class CrossedColumn(AbstractHostColumn):
 
 
 def _part(key: Key, features: Mapping[str, Any]) -> Occurrences:
-    """Returns what is hashed: fingerprints of strings, and integers and ids themselves."""
+    """Returns what is hashed: fingerprints of strings, integers and ids themselves, and floats without their fractions."""
     if not isinstance(key, str):
         ids, is_present = key.occurrences(features)
         return Occurrences(ids.view(np.uint64), is_present)
-    values = categories_of(features, key, None)
+    values = categories_of({key: _whole(feature_of(features, key))}, key, None)
     integers = by_unique(values, _fingerprints) if is_text(values) else values
     return Occurrences(integers.view(np.uint64), np.ones(values.shape, bool))
+
+
+def _whole(feature: Any) -> Any:
+    """Returns floats without their fractions, and everything else unchanged."""
+    if is_symbolic(feature) or feature.dtype.kind != "f":
+        return feature
+    with np.errstate(invalid="ignore"):
+        return np.asarray(feature).astype(np.int64)  # NaN is the least integer, as in TensorFlow.
 
 
 def _fingerprints(words: list[str]) -> Sequence[int]:
@@ -92,7 +108,8 @@ def crossed_column(keys: Sequence[Key], hash_bucket_size: int, hash_key: int | N
     The hashes are TensorFlow's.
 
     Args:
-      keys: names of features of strings or integers, and categorical columns, two or more.
+      keys: names of features of strings, integers or floats, and categorical columns, two or more. Fractions of floats are
+        dropped, as in TensorFlow.
       hash_bucket_size: number of ids.
       hash_key: integer that is hashed first. None for the one that TensorFlow uses.
 

@@ -107,6 +107,21 @@ def test_model_function_that_counts_itself(tmp_path):
     assert model.get_variable_value("weight") == 4
 
 
+def test_updates_outside_of_a_training_are_undone(tmp_path):
+    """A model function may change weights and the step in each mode, but only a training keeps that."""
+
+    def eager_fn(features, labels, mode):
+        step, weight = estimator.get_global_step(), keras.Variable(1.0, name="weight")
+        predictions = {"before": weight.value * features["x"]}
+        update = [weight.assign_add(1), step.assign_add(1)]
+        return estimator.EstimatorSpec(mode, predictions, weight.value * 1, update)
+
+    model = made(tmp_path, eager_fn).train(rows(2))
+    assert model.get_variable_value("weight") == 3
+    assert model.evaluate(rows(2))["global_step"] == 2
+    assert [float(row["before"]) for row in model.predict(rows(2))] == [3, 6, 3, 6]
+
+
 def test_named_arrays_and_variables_are_fetched(tmp_path):
     """A hook gets arrays by their names, `"loss"`, variables, and numbers as they are."""
 

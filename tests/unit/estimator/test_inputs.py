@@ -1,98 +1,85 @@
-"""Batches of an input function."""
+"""Input functions of `tf.compat.v1.estimator.inputs`."""
 
 import itertools
 
 import numpy as np
 import pytest
-from one_weight import X, Y, refused
+from one_weight import refused
 
-from phalanx import feature_column
-from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.errors import InvalidArgumentError
 from phalanx.estimator import inputs
 
 
-def read(dataset, columns=(), labels_fn=None):
-    """All batches of a dataset."""
-    return list(inputs.Batches(dataset, columns, labels_fn))
+def batches(count=None, **options):
+    """Batches of five rows, as lists."""
+    input_fn = inputs.numpy_input_fn({"x": np.arange(5)}, np.arange(5) * 10, **options)
+    return [(x["x"].tolist(), y.tolist()) for x, y in itertools.islice(input_fn(), count)]
+
+
+def test_batches_go_on_across_epochs():
+    """Only the last batch is short, as TensorFlow documents it."""
+    assert batches(batch_size=2, num_epochs=2, shuffle=False) == [
+        ([0, 1], [0, 10]),
+        ([2, 3], [20, 30]),
+        ([4, 0], [40, 0]),
+        ([1, 2], [10, 20]),
+        ([3, 4], [30, 40]),
+    ]
+    assert batches(batch_size=3, shuffle=False)[-1] == ([3, 4], [30, 40])
+
+
+def test_shuffled_rows_keep_their_labels():
+    """Each epoch has all rows."""
+    (epoch,) = batches(batch_size=5, shuffle=True)
+    assert sorted(epoch[0]) == [0, 1, 2, 3, 4]
+    assert epoch[1] == [10 * x for x in epoch[0]]
+
+
+def test_repetition_without_end():
+    """`num_epochs=None` has no limit; without labels, batches are features."""
+    assert batches(7, batch_size=5, num_epochs=None, shuffle=False)[6] == ([0, 1, 2, 3, 4], [0, 10, 20, 30, 40])
+    (features,) = inputs.numpy_input_fn(np.arange(2), shuffle=False)()
+    assert features.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("input_fn", "words"),
+    ("arguments", "options", "words"),
     [
-        (lambda: None, ["returns None", "no data"]),
-        (lambda: 3, ["returns 3", "it is no dataset"]),
-        (lambda: "text", ["returns 'text'", "it is no dataset"]),
-        (lambda batch_size: [], ["the parameters ['batch_size']", "'batch_size' has no value", "functools.partial"]),
+        ((np.arange(2),), {}, ["shuffle=None", "must be a bool"]),
+        ((np.arange(2),), {"shuffle": False, "batch_size": 0}, ["batch_size=0", "positive"]),
+        ((np.arange(2),), {"shuffle": False, "num_epochs": 0}, ["num_epochs=0", "positive"]),
+        ((np.arange(2), np.arange(3)), {"shuffle": False}, ["x and y with [2, 3] rows", "the same number"]),
+        ((3,), {"shuffle": False}, ["x=3 and y=None", "arrays with rows"]),
+        ((np.zeros((0, 2)),), {"shuffle": False}, ["x and y with [0] rows", "the same number"]),
     ],
 )
-def test_input_functions_that_are_refused(input_fn, words):
-    """They return no dataset, or have a parameter without a value."""
-    with refused(InputError, words):
-        inputs.dataset_of(input_fn, {"params": {}, "mode": "train"}, (), None)
+def test_arguments_that_are_refused(arguments, options, words):
+    """Each has a typed error; no rows would be no batch, forever."""
+    with refused(InvalidArgumentError, words):
+        inputs.numpy_input_fn(*arguments, **options)
 
 
-def test_input_function_gets_what_it_asks_for():
-    """Parameters of known names get their values; others keep their defaults."""
+class Table(dict):
+    """A table with columns, as pandas has it."""
 
-    def input_fn(params, size=2, *others, **options):
-        assert (size, others, options) == (2, (), {})
-        return [(params["x"], Y)]
+    columns = ("a", 3)
 
-    ((x, _),) = inputs.dataset_of(input_fn, {"params": {"x": Y}, "mode": "train"}, (), None)
-    np.testing.assert_array_equal(x, Y)
-    with refused(InvalidArgumentError, ["input_fn=3", "is not callable"]):
-        inputs.check_input_fn(3)
+    def __getitem__(self, name):
+        return Column()
 
 
-@pytest.mark.parametrize(
-    ("batches", "words"),
-    [
-        ([(X, Y, Y)], ["a batch of 3 parts", "(features, labels)"]),
-        ([({"x": np.array(["a"])}, Y)], ["features['x'] of <U1", "text cannot be computed with", "feature_columns"]),
-        ([(X, np.array(["a", "b"]))], ["labels of <U1", "text cannot be computed with"]),
-        ([({3: Y}, Y)], ["features of the names [3]", "names must be texts"]),
-        ([({"x": Y, 3: Y}, Y)], ["features of the names ['x', 3]", "names must be texts"]),
-        ([(X, Y), ({"y": Y}, Y)], ["a batch with", "'y'", "the first batch has", "'x'"]),
-        ([(X, Y), (X, Y.astype(int))], ["a batch with", "('i', ())", "the first batch has", "('f', ())"]),
-        ([(X, Y), ({"x": np.ones((2, 3))}, Y)], ["a batch with", "(3,)", "the first batch has"]),
-        ([(X, Y), X], ["a batch with", "None", "the first batch has"]),
-    ],
-)
-def test_batches_that_are_refused(batches, words):
-    """They have other parts than pairs, text without a column, or differ from the first."""
-    with refused(InputError, words):
-        read(batches)
+class Column:
+    """A column of a table."""
+
+    def to_numpy(self):
+        """Returns its values."""
+        return np.arange(3)
 
 
-def test_batches_with_and_without_labels():
-    """A batch is a pair, or features; one batch instead of a dataset is repeated."""
-    assert read([X])[0][1] is None
-    assert read([(X,)])[0][1] is None
-    for batch in ((X, Y), X, Y):
-        first, second = itertools.islice(inputs.Batches(batch, (), None), 2)
-        np.testing.assert_array_equal(np.ravel(first[0]["x"] if isinstance(first[0], dict) else first[0])[0] > 0, True)
-        assert first[0] is not second[0] or first[0] is Y
-    ((_, labels),) = read([(X, Y)], labels_fn=lambda labels: labels * 2)
-    np.testing.assert_array_equal(labels, Y * 2)
-
-
-def test_last_batch_may_be_short():
-    """The number of rows does not count."""
-    assert len(read([(Y, Y), (Y[:1], Y[:1])])) == 2
-
-
-def test_columns_replace_categories():
-    """Text of a column becomes numbers, and columns are found among parameters."""
-    column = feature_column.categorical_column_with_vocabulary_list("s", ["a", "b"])
-    nested = {"feature_columns": [column, feature_column.indicator_column(column)], "units": 3}
-    assert inputs.columns_in(nested) == nested["feature_columns"]
-    ((features, _),) = read([({"s": np.array(["b", "a"])}, Y)], [column])
-    assert all(np.asarray(x).dtype.kind in "iuf" for x in features.values())
-
-
-@pytest.mark.parametrize("steps", [0, -1, 1.5, "a", True])
-def test_numbers_of_steps_that_are_refused(steps):
-    """They are positive integers, or None."""
-    inputs.require_steps("steps", None)
-    with refused(InvalidArgumentError, [f"steps={steps!r}", "positive"]):
-        inputs.require_steps("steps", steps)
+def test_columns_of_a_table_are_features():
+    """Their names become texts."""
+    ((features, labels),) = inputs.pandas_input_fn(Table(), Column(), shuffle=False)()
+    assert {name: x.tolist() for name, x in features.items()} == {"a": [0, 1, 2], "3": [0, 1, 2]}
+    assert labels.tolist() == [0, 1, 2]
+    with refused(InvalidArgumentError, ["x=3", "a pandas.DataFrame"]):
+        inputs.pandas_input_fn(3, shuffle=False)

@@ -68,6 +68,7 @@ def test_optimizers_of_all_kinds():
     assert (float(copy.learning_rate), copy.momentum) == (0.25, 0.5)
     assert isinstance(optimizer_of(keras.optimizers.Ftrl), keras.optimizers.Ftrl)
     assert isinstance(optimizer_of(tf1.train.AdamOptimizer(0.5)), keras.optimizers.Adam)
+    assert isinstance(optimizer_of(lambda: tf1.train.AdamOptimizer(0.5)), keras.optimizers.Adam)
 
 
 @pytest.mark.parametrize(

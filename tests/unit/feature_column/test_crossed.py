@@ -4,6 +4,7 @@ import json
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from phalanx import errors, feature_column
@@ -72,3 +73,13 @@ def test_bad_crosses_are_refused(make, match):
     """Each message has the argument, its value and a line to write instead."""
     with pytest.raises(errors.InvalidArgumentError, match=match):
         make()
+
+
+def test_floats_are_crossed_without_fractions():
+    """The ids are those that TensorFlow 2.15 computes."""
+    layer = feature_column.DenseFeatures([feature_column.indicator_column(cross(["age", "sex"], 100))])
+    rows = layer({"age": np.array([22.0, 3.5, -1.5, 40.9]), "sex": ["m", "f", "f", "m"]})
+    assert np.argmax(rows, axis=1).tolist() == [87, 4, 5, 46]
+    least = np.iinfo("int64").min
+    missing, number = (layer({"age": [age], "sex": ["m"]}) for age in (np.nan, least))
+    assert missing.tolist() == number.tolist()

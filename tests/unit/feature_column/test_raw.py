@@ -67,8 +67,8 @@ def test_integers_of_all_dtypes_have_the_same_ids(ids):
         (WORDS, {"word": [1]}, r"'word' of dtype int64: its column needs strings.\nHINT: "),
         (
             feature_column.crossed_column(["a", "b"], 9),
-            {"a": [0.5], "b": [1]},
-            r"'a' of dtype float64: its column needs strings or integers.\nHINT: ",
+            {"a": [True], "b": [1]},
+            r"'a' of dtype bool: its column needs strings or integers.\nHINT: ",
         ),
         (WORDS, {"word": np.array(["a", 1.5], object)}, r"'word' with the value 1.5: an array of objects .*\nHINT: "),
     ],

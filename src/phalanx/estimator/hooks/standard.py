@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks of every training."""
+"""The hooks of a training."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,9 @@ def train_hooks(
     listeners: Sequence[CheckpointSaverListener],
     given: Sequence[SessionRunHook],
 ) -> list[SessionRunHook]:
-    """Returns the hooks of every training, and those of the model function.
+    """Returns all hooks of a training: those of every training, of the user and of the model function.
+
+    As in TensorFlow, the Estimator saves a step before another hook sees it, so that an error of a hook loses no step.
 
     Args:
       config: options of the Estimator.
@@ -38,16 +40,10 @@ def train_hooks(
         hooks.extend(spec.training_chief_hooks or ())
     if config.save_summary_steps:
         hooks.append(SummarySaverHook(config.save_summary_steps, summary_writer=writer, summary_op={"loss": "loss"}))
+    hooks = [*given, *hooks]
     # A hook of the user that saves replaces that of the Estimator.
-    if not any(isinstance(hook, CheckpointSaverHook) for hook in (*given, *hooks)):
-        saver = Saver(graph, folder, config.keep_checkpoint_max, config.keep_checkpoint_every_n_hours)
-        hooks.append(
-            CheckpointSaverHook(
-                folder,
-                config.save_checkpoints_secs,
-                config.save_checkpoints_steps,
-                saver,
-                listeners=listeners,
-            )
-        )
-    return hooks
+    if any(isinstance(hook, CheckpointSaverHook) for hook in hooks):
+        return hooks
+    saver = Saver(graph, folder, config.keep_checkpoint_max, config.keep_checkpoint_every_n_hours)
+    every_s, every = config.save_checkpoints_secs, config.save_checkpoints_steps
+    return [CheckpointSaverHook(folder, every_s, every, saver, listeners=listeners), *hooks]

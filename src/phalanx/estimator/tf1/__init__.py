@@ -4,9 +4,12 @@
 The functions work on arrays of JAX. Layers are those of Keras.
 """
 
+from numpy import float32, float64, int32, int64
+
 from phalanx import estimator, feature_column, summary
+from phalanx.estimator import inputs
 from phalanx.estimator.graph import identity
-from phalanx.estimator.tf1 import data, distribute, inputs, layers, losses, metrics, nn, train
+from phalanx.estimator.tf1 import data, distribute, layers, losses, metrics, nn, tpu, train
 from phalanx.typing import PyTree
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Dataset`: the methods of `tf.data.Dataset` that input functions use, over Grain."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
@@ -10,6 +11,8 @@ import numpy as np
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
 
 AUTOTUNE = -1
+_MOST_IN_MEMORY = 2**20
+"""Number of elements whose order is a permutation in memory. Grain computes that of few elements one by one, which takes long."""
 
 
 @final
@@ -56,7 +59,8 @@ class Dataset:
     ) -> "Dataset":
         """Returns the elements in a random order. All of them are shuffled, whatever the size of the buffer."""
         seed = int(np.random.default_rng().integers(2**31)) if seed is None else seed
-        return Dataset(self._dataset.shuffle(seed=seed))
+        is_small = len(self._dataset) <= _MOST_IN_MEMORY
+        return Dataset(_shuffled(self._dataset, seed) if is_small else self._dataset.shuffle(seed=seed))
 
     def repeat(self, count: int | None = None) -> "Dataset":
         """Returns the elements several times; with None or -1, forever. A shuffled dataset gets another order each time."""
@@ -122,6 +126,29 @@ def _array(x: Any) -> np.ndarray:
     array = np.asarray(x)
     # TensorFlow's floats are single, unless a program says otherwise.
     return array.astype(np.float32) if array.dtype == np.float64 and isinstance(x, list) else array
+
+
+def _shuffled(dataset: Any, seed: int) -> Any:
+    """Returns a `grain.MapDataset` in a random order, another one in each epoch."""
+    import grain
+
+    size = len(dataset)
+
+    @functools.lru_cache(2)
+    def order(epoch: int) -> np.ndarray:
+        return np.random.default_rng([seed, epoch]).permutation(size)
+
+    class Shuffled(grain.MapDataset):
+        def __len__(self) -> int:
+            return size
+
+        def __getitem__(self, index: Any) -> Any:
+            if isinstance(index, slice):
+                return self.slice(index)
+            epoch, place = divmod(index, size)
+            return dataset[epoch * size + int(order(epoch)[place])]
+
+    return Shuffled(dataset)
 
 
 def _source(rows: Any) -> Any:

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of an input function."""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from phalanx import feature_column
+from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
+from phalanx.feature_column.base import AbstractColumn
+from phalanx.mesh.arrays import is_array
+from phalanx.typing import PyTree
+
+InputFn = Callable[..., Any]
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def check_input_fn(input_fn: Any) -> None:
+    """Checks that an input function can be called.
+
+    Raises:
+      InvalidArgumentError: it is not a function.
+    """
+    arguments.function("input_fn", input_fn, "input_fn=lambda: dataset")
+
+
+def dataset_of(
+    input_fn: InputFn,
+    given: Mapping[str, Any],
+    columns: Sequence[Any],
+    labels_fn: Callable[[PyTree], PyTree] | None,
+) -> "Batches":
+    """Calls an input function.
+
+    Args:
+      input_fn: the function.
+      given: values for those of its parameters that have these names, such as `params`.
+      columns: feature columns, for which categories are replaced by their numbers.
+      labels_fn: function that replaces the classes of labels by their numbers. None if there are none.
+
+    Returns:
+      A dataset of batches `(features, labels)`. Labels are None if the function gives none.
+
+    Raises:
+      InputError: the function has another parameter, or returns no dataset.
+    """
+    parameters = inspect.signature(input_fn).parameters
+    unknown = [
+        p.name for p in parameters.values() if p.name not in given and p.default is p.empty and p.kind not in _REST
+    ]
+    if unknown:
+        raise InputError(
+            f"an input_fn with the parameters {list(parameters)}",
+            f"{unknown[0]!r} has no value; the parameters may be {sorted(given)}.",
+            f"functools.partial(input_fn, {unknown[0]}=...)",
+        )
+    dataset = input_fn(**{name: value for name, value in given.items() if name in parameters})
+    if dataset is None:
+        raise InputError("an input_fn that returns None", "there is no data.", "return dataset, in the input_fn")
+    if isinstance(dataset, (str, bytes)) or not (isinstance(dataset, Iterable) or is_array(dataset)):
+        raise InputError(
+            f"an input_fn that returns {shown(dataset)}",
+            "it is no dataset.",
+            "return [(features, labels)], in the input_fn",
+        )
+    return Batches(dataset, columns, labels_fn)
+
+
+@final
+class Batches:
+    """The batches of a dataset, as NumPy arrays.
+
+    Args:
+      dataset: iterable of batches: a pair of features and labels, or features. Or such a batch, which is repeated forever.
+      columns: feature columns, for which categories are replaced by their numbers.
+      labels_fn: function that replaces the classes of labels by their numbers. None if there are none.
+    """
+
+    def __init__(self, dataset: Any, columns: Sequence[Any], labels_fn: Callable[[PyTree], PyTree] | None) -> None:
+        self._dataset, self._columns, self._labels_fn = dataset, list(columns), labels_fn
+
+    def __iter__(self) -> Iterator[PyTree]:
+        batches = itertools.repeat(self._dataset) if _is_batch(self._dataset) else iter(self._dataset)
+        first: Any = None
+        for batch in batches:
+            pair = features, labels = _split(batch)
+            _require_names(features)
+            spec = _spec_of(pair)
+            first = spec if first is None else first
+            _require_alike(spec, first)
+            if labels is not None and self._labels_fn is not None:
+                labels = self._labels_fn(_to_numpy(labels))
+            yield self._prepared(features), _numbers(labels, "labels")
+
+    def _prepared(self, features: PyTree) -> PyTree:
+        if self._columns and isinstance(features, Mapping):
+            features = feature_column.prepare(dict(features), self._columns)
+        return _numbers(features, "features")
+
+
+def is_column(value: object) -> bool:
+    """Returns whether a value is a feature column."""
+    return isinstance(value, AbstractColumn)
+
+
+def columns_in(params: Any) -> list[Any]:
+    """Returns the feature columns among the parameters of a model function."""
+    leaves = jax.tree.leaves(params, is_leaf=is_column)
+    found: list[Any] = []
+    for leaf in leaves:
+        if is_column(leaf) and leaf not in found:
+            found.append(leaf)
+    return found
+
+
+def _is_batch(dataset: Any) -> bool:
+    """Whether an input function has returned one batch instead of a dataset."""
+    return isinstance(dataset, (tuple, Mapping)) or is_array(dataset)
+
+
+def _split(batch: PyTree) -> tuple[PyTree, PyTree]:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    if isinstance(batch, (tuple, list)) and len(batch) != 1:
+        raise InputError(
+            f"a batch of {len(batch)} parts", "must be features, or (features, labels).", "return features, labels"
+        )
+    return (batch[0] if isinstance(batch, (tuple, list)) else batch), None
+
+
+def _require_names(features: PyTree) -> None:
+    if isinstance(features, Mapping) and not all(isinstance(name, str) for name in features):
+        raise InputError(
+            f"features of the names {shown(list(features))}", "names must be texts.", '{"age": ages, "name": names}'
+        )
+
+
+def _to_numpy(tree: PyTree) -> PyTree:
+    return jax.tree.map(np.asarray, tree)
+
+
+def _numbers(tree: PyTree, name: str) -> PyTree:
+    """Returns arrays of numbers.
+
+    Raises:
+      InputError: an array contains text.
+    """
+
+    def checked(path: Any, leaf: Any) -> np.ndarray:
+        array = np.asarray(leaf)
+        if array.dtype.kind in "OSU":
+            raise InputError(
+                f"{name}{jax.tree_util.keystr(path)} of {array.dtype}",
+                "text cannot be computed with.",
+                'params={"feature_columns": [feature_column.categorical_column_with_vocabulary_list(name, words)]}',
+            )
+        return array
+
+    return jax.tree_util.tree_map_with_path(checked, tree)
+
+
+def _spec_of(batch: PyTree) -> PyTree:
+    """Returns the structure of a batch, and per array the kind of its dtype and its shape without the rows."""
+    batch = _to_numpy(batch)
+    return jax.tree.structure(batch), [(x.dtype.kind, x.shape[1:]) for x in jax.tree.leaves(batch)]
+
+
+def _require_alike(spec: PyTree, first: PyTree) -> None:
+    if spec != first:
+        raise InputError(
+            f"a batch with {_told(spec)}",
+            f"the first batch has {_told(first)}.",
+            "return features and labels of the same names, dtypes and shapes in each batch",
+        )
+
+
+def _told(spec: PyTree) -> str:
+    structure, arrays = spec
+    return f"{shown(structure, 200)} and {shown(arrays, 200)}"
+
+
+def require_steps(name: str, value: Any) -> None:
+    """Checks a number of steps.
+
+    Raises:
+      InvalidArgumentError: it is neither None nor a positive integer.
+    """
+    if value is not None and not arguments.is_integer(value, least=1):
+        raise InvalidArgumentError(
+            f"{name}={shown(value)}", "must be positive, and an integer; or None.", f"{name}=100"
+        )

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of `tf.compat.v1.tpu` that model functions of a `TPUEstimator` use."""
+
+from typing import Any
+
+from phalanx.errors import InvalidArgumentError, shown
+from phalanx.estimator.tf1.losses import Reduction
+
+
+def CrossShardOptimizer(opt: Any, reduction: str = Reduction.MEAN, group_assignment: None = None) -> Any:
+    """Returns the optimizer itself, because a strategy averages gradients over its replicas. May be called in any context.
+
+    Args:
+      opt: the optimizer.
+      reduction: must be `losses.Reduction.MEAN`.
+      group_assignment: must be None.
+
+    Raises:
+      InvalidArgumentError: an argument cannot be honoured.
+
+    Source: tf.compat.v1.tpu.CrossShardOptimizer.
+
+    Example:
+      >>> from phalanx.estimator import tf1
+      >>> optimizer = tf1.tpu.CrossShardOptimizer(tf1.train.AdagradOptimizer(0.05))
+    """
+    if reduction != Reduction.MEAN or group_assignment is not None:
+        raise InvalidArgumentError(
+            f"CrossShardOptimizer(reduction={shown(reduction)}, group_assignment={shown(group_assignment)})",
+            "gradients are averaged over all replicas.",
+            "CrossShardOptimizer(optimizer)",
+        )
+    return opt

@@ -1,0 +1,98 @@
+"""Batches of an input function."""
+
+import itertools
+
+import numpy as np
+import pytest
+from one_weight import X, Y, refused
+
+from phalanx import feature_column
+from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.estimator import batches
+
+
+def read(dataset, columns=(), labels_fn=None):
+    """All batches of a dataset."""
+    return list(batches.Batches(dataset, columns, labels_fn))
+
+
+@pytest.mark.parametrize(
+    ("input_fn", "words"),
+    [
+        (lambda: None, ["returns None", "no data"]),
+        (lambda: 3, ["returns 3", "it is no dataset"]),
+        (lambda: "text", ["returns 'text'", "it is no dataset"]),
+        (lambda batch_size: [], ["the parameters ['batch_size']", "'batch_size' has no value", "functools.partial"]),
+    ],
+)
+def test_input_functions_that_are_refused(input_fn, words):
+    """They return no dataset, or have a parameter without a value."""
+    with refused(InputError, words):
+        batches.dataset_of(input_fn, {"params": {}, "mode": "train"}, (), None)
+
+
+def test_input_function_gets_what_it_asks_for():
+    """Parameters of known names get their values; others keep their defaults."""
+
+    def input_fn(params, size=2, *others, **options):
+        assert (size, others, options) == (2, (), {})
+        return [(params["x"], Y)]
+
+    ((x, _),) = batches.dataset_of(input_fn, {"params": {"x": Y}, "mode": "train"}, (), None)
+    np.testing.assert_array_equal(x, Y)
+    with refused(InvalidArgumentError, ["input_fn=3", "is not callable"]):
+        batches.check_input_fn(3)
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        ([(X, Y, Y)], ["a batch of 3 parts", "(features, labels)"]),
+        ([({"x": np.array(["a"])}, Y)], ["features['x'] of <U1", "text cannot be computed with", "feature_columns"]),
+        ([(X, np.array(["a", "b"]))], ["labels of <U1", "text cannot be computed with"]),
+        ([({3: Y}, Y)], ["features of the names [3]", "names must be texts"]),
+        ([({"x": Y, 3: Y}, Y)], ["features of the names ['x', 3]", "names must be texts"]),
+        ([(X, Y), ({"y": Y}, Y)], ["a batch with", "'y'", "the first batch has", "'x'"]),
+        ([(X, Y), (X, Y.astype(int))], ["a batch with", "('i', ())", "the first batch has", "('f', ())"]),
+        ([(X, Y), ({"x": np.ones((2, 3))}, Y)], ["a batch with", "(3,)", "the first batch has"]),
+        ([(X, Y), X], ["a batch with", "None", "the first batch has"]),
+    ],
+)
+def test_batches_that_are_refused(batches, words):
+    """They have other parts than pairs, text without a column, or differ from the first."""
+    with refused(InputError, words):
+        read(batches)
+
+
+def test_batches_with_and_without_labels():
+    """A batch is a pair, or features; one batch instead of a dataset is repeated."""
+    assert read([X])[0][1] is None
+    assert read([(X,)])[0][1] is None
+    for batch in ((X, Y), X, Y):
+        first, second = itertools.islice(batches.Batches(batch, (), None), 2)
+        np.testing.assert_array_equal(np.ravel(first[0]["x"] if isinstance(first[0], dict) else first[0])[0] > 0, True)
+        assert first[0] is not second[0] or first[0] is Y
+    ((_, labels),) = read([(X, Y)], labels_fn=lambda labels: labels * 2)
+    np.testing.assert_array_equal(labels, Y * 2)
+
+
+def test_last_batch_may_be_short():
+    """The number of rows does not count."""
+    assert len(read([(Y, Y), (Y[:1], Y[:1])])) == 2
+
+
+def test_columns_replace_categories():
+    """Text of a column becomes numbers, and columns are found among parameters."""
+    column = feature_column.categorical_column_with_vocabulary_list("s", ["a", "b"])
+    nested = {"feature_columns": [column, feature_column.indicator_column(column)], "units": 3}
+    assert batches.columns_in(nested) == nested["feature_columns"]
+    ((features, _),) = read([({"s": np.array(["b", "a"])}, Y)], [column])
+    assert all(np.asarray(x).dtype.kind in "iuf" for x in features.values())
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "a", True])
+def test_numbers_of_steps_that_are_refused(steps):
+    """They are positive integers, or None."""
+    batches.require_steps("steps", None)
+    with refused(InvalidArgumentError, [f"steps={steps!r}", "positive"]):
+        batches.require_steps("steps", steps)
