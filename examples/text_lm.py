@@ -85,6 +85,7 @@ def main() -> None:
     trainings = []
     for count in args.devices:
         console.rule(named(count))
+        keras.utils.clear_session(free_memory=False)  # Layers have the same names in both trainings.
         keras.utils.set_random_seed(args.seed)
         strategy = phalanx.MirroredStrategy(devices[:count])
         trainer = Trainer(strategy, args.width, args.layers, args.learning_rate, args.steps)
