@@ -11,7 +11,7 @@ help: ## list these targets
 
 # On CPUs everywhere, so that it is the same everywhere, and because two workers cannot share a GPU.
 demo: $(DEMO_INSTALLED) ## train a small language model on one device and on two, and compare the two; goes on where it was stopped
-	JAX_PLATFORMS=cpu $(BIN)/python examples/text_lm.py --resume
+	JAX_PLATFORMS=cpu $(BIN)/python examples/text_lm.py --resume --summaries
 
 demo-multi-worker: $(DEMO_INSTALLED) ## train it in two processes
 	JAX_PLATFORMS=cpu $(BIN)/phalanx run --workers 2 examples/multi_worker.py
@@ -94,7 +94,7 @@ docs: $(INSTALLED) ## build the documentation into build/docs/index.html
 $(DEMO_INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing JAX, Keras and matplotlib into .venv takes about a minute, the first time only."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[checkpoint,cli]" matplotlib
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[checkpoint,cli,tensorboard]" matplotlib
 	touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -4,6 +4,7 @@
   python examples/text_lm.py                  on one device, then on two: virtual CPU devices, or GPUs
   python examples/text_lm.py --devices 2      on two devices only
   python examples/text_lm.py --resume         goes on where such a run was stopped or killed
+  python examples/text_lm.py --summaries      writes loss, learning rate and weights for TensorBoard
 
 The text is the source code of Python's standard library, so nothing is downloaded. The program prints how little the two
 trainings differ, their speed, and a function that the model has written. It saves the loss curves to `--out`.
@@ -84,12 +85,14 @@ def main() -> None:
     trainings = []
     for count in args.devices:
         console.rule(named(count))
+        keras.utils.clear_session(free_memory=False)  # Layers have the same names in both trainings.
         keras.utils.set_random_seed(args.seed)
         strategy = phalanx.MirroredStrategy(devices[:count])
         trainer = Trainer(strategy, args.width, args.layers, args.learning_rate, args.steps)
         phalanx.describe(strategy, console=console)
         folder = args.out / f"checkpoints_{count}" if args.resume else None
-        losses, tokens_per_s = train(trainer, train_files, args, folder)
+        with summary_writer(args, count).as_default():
+            losses, tokens_per_s = train(trainer, train_files, args, folder)
         held_out_loss = evaluate(trainer, held_out_files)
         trainings.append(Training(count, losses, tokens_per_s, held_out_loss, trainer.model.get_weights()))
 
@@ -102,6 +105,8 @@ def main() -> None:
     sample = write(trainer, PROMPT, SAMPLE_LENGTH, args.seed)
     (args.out / "sample.txt").write_text(sample, encoding="utf-8")
     console.print(f"{sample}\n\nSaved: {args.out / 'loss.png'}, {args.out / 'sample.txt'}", markup=False)
+    if args.summaries:
+        console.print(f"To see the summaries: tensorboard --logdir {args.out / 'logs'}")
 
 
 # The steps: functions for one replica and its share of a batch, and functions for all replicas.
@@ -225,8 +230,12 @@ def train(
             if start is not None:
                 state.timed_steps, state.seconds = state.timed_steps + 1, state.seconds + now - start
             progress.update(task, advance=1, loss=losses[-1])
+            phalanx.summary.scalar("loss", losses[-1], step=len(losses))
             if len(losses) == 1 or len(losses) % every == 0:
                 progress.console.print(f"step {len(losses):5d}   loss {np.mean(losses[-every:]):.4f}")
+                phalanx.summary.scalar("learning_rate", trainer.optimizer.learning_rate, step=len(losses))
+                for variable in trainer.model.trainable_variables:
+                    phalanx.summary.histogram(variable.path, variable, step=len(losses))
             if manager and (len(losses) % args.save_every == 0 or len(losses) == args.steps):
                 manager.save()
             start = now
@@ -387,6 +396,13 @@ def plot(trainings: Sequence[Training], path: Path) -> None:
     figure.savefig(path)
 
 
+def summary_writer(args: argparse.Namespace, num_devices: int) -> phalanx.summary.SummaryWriter:
+    """Returns what writes the summaries of a training, or drops them."""
+    if not args.summaries:
+        return phalanx.summary.create_noop_writer()
+    return phalanx.summary.create_file_writer(args.out / "logs" / named(num_devices).replace(" ", "_"))
+
+
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the model and its training, which other examples share."""
     parser.add_argument("--batch", type=int, default=16, help="windows per global batch (default: %(default)s)")
@@ -406,6 +422,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--resume", action="store_true", help="save regularly, and go on where the last run was stopped"
     )
+    parser.add_argument("--summaries", action="store_true", help="write summaries for TensorBoard to OUT/logs")
     parser.add_argument("--save-every", type=int, default=20, help="steps between two saves (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="where to save (default: %(default)s)")
     return parser.parse_args()

@@ -17,6 +17,7 @@ PAGES = (
     "docs/from_keras_distribution.md",
     "docs/from_horovod.md",
     "docs/from_accelerate.md",
+    "docs/from_estimator.md",
     "docs/optax_and_flax.md",
     "docs/mixed_precision.md",
     "docs/reinforcement_learning.md",

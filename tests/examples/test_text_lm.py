@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from event_files import written
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_lm.py"
 # Three replicas cannot share a batch of 32 windows without padding.
@@ -27,7 +28,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def printed(run_example, folder):
     """What the example prints."""
-    return run_example("text_lm.py", *TINY, folder=folder)
+    return run_example("text_lm.py", *TINY, "--summaries", folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,16 @@ def test_saves_the_curves_and_the_sample(printed, folder, text_lm):
     sample = (folder / "out" / "sample.txt").read_text(encoding="utf-8")
     assert sample.startswith(text_lm.PROMPT.strip("\n"))
     assert sample in printed
+
+
+def test_writes_summaries_of_both_trainings(trainings, folder):
+    """The losses are those that are printed, and the weights of each layer have a histogram under the same name in both."""
+    one, three = (written(folder / "out" / "logs" / name) for name in ("1_device", "3_devices"))
+    assert one.keys() == three.keys()
+    assert "language_model/block/expand/kernel" in one
+    for summaries, training in zip((one, three), trainings, strict=True):
+        assert [step for step, _ in summaries["loss"]] == [*range(1, 9)]
+        assert [float(value) for _, value in summaries["loss"]] == pytest.approx(losses(training), abs=1e-3)
 
 
 def test_tokens_stand_for_the_code(text_lm):

@@ -11,6 +11,7 @@ from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.strategies.base import Strategy
+from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 
 @final
@@ -60,7 +61,7 @@ class RunConfig:
       train_distribute: strategy of `train`. None for the first device; in a cluster, for the strategy that its tasks suggest.
       device_fn: refused.
       protocol: refused.
-      eval_distribute: strategy of `evaluate`. None for the first device.
+      eval_distribute: strategy of `evaluate`, but not parameter servers. None for the first device.
       experimental_distribute: refused.
       experimental_max_worker_delay_secs: accepted and ignored, because the workers start together.
       session_creation_timeout_secs: accepted and ignored, because the start of a cluster has a limit of its own.
@@ -122,6 +123,12 @@ class RunConfig:
                 raise InvalidArgumentError(
                     f"{name}={shown(getattr(self, name))}", "must be a strategy.", f"{name}=phalanx.MirroredStrategy()"
                 )
+        if isinstance(self.eval_distribute, ParameterServerStrategy):
+            raise InvalidArgumentError(
+                "eval_distribute=ParameterServerStrategy(...)",
+                "its workers run steps of a training only.",
+                "eval_distribute=phalanx.MirroredStrategy(); or leave it out",
+            )
 
     def _check_intervals(self) -> None:
         arguments.seconds("keep_checkpoint_every_n_hours", self.keep_checkpoint_every_n_hours)
