@@ -39,6 +39,26 @@ class AbstractInput(ABC):
         prepared[key] = features[key] if key in features else self.array(features)
 
 
+class AbstractRawInput(AbstractInput):
+    """An array that is checked in each batch, prepared or not. It has the name of its feature."""
+
+    key: str
+
+    @property
+    def prepared_key(self) -> str:
+        """The name of the feature."""
+        return self.key
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The name of the feature."""
+        return (self.key,)
+
+    def add_to(self, prepared: dict[str, Any], features: Mapping[str, Any]) -> None:
+        """Adds the array to `prepared`."""
+        prepared[self.key] = self.array(features)
+
+
 class AbstractDescription:
     """A frozen dataclass that Keras saves with a model."""
 

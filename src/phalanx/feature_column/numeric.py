@@ -17,6 +17,7 @@ from phalanx.feature_column.base import (
     AbstractCategoricalColumn,
     AbstractDenseColumn,
     AbstractInput,
+    AbstractRawInput,
     Occurrences,
     Table,
 )
@@ -27,7 +28,7 @@ from phalanx.typing import PyTree
 
 @keras.saving.register_keras_serializable(package="phalanx")
 @dataclass(frozen=True)
-class NumericColumn(AbstractDenseColumn, AbstractInput):
+class NumericColumn(AbstractDenseColumn, AbstractRawInput):
     """The numbers of one feature."""
 
     key: str
@@ -42,26 +43,12 @@ class NumericColumn(AbstractDenseColumn, AbstractInput):
 
     @property
     @override
-    def prepared_key(self) -> str:
-        return self.key
-
-    @property
-    @override
-    def keys(self) -> tuple[str, ...]:
-        return (self.key,)
-
-    @property
-    @override
     def width(self) -> int:
         return math.prod(self.shape)
 
     @override
     def inputs(self) -> Iterator[AbstractInput]:
         yield self
-
-    @override
-    def add_to(self, prepared: dict[str, Any], features: Mapping[str, Any]) -> None:
-        prepared[self.key] = self.array(features)
 
     @override
     def array(self, features: Mapping[str, Any]) -> Any:

@@ -12,30 +12,16 @@ import numpy as np
 from typing_extensions import override
 
 from phalanx.errors import InvalidArgumentError
-from phalanx.feature_column.base import AbstractCategoricalColumn, AbstractInput, Occurrences
+from phalanx.feature_column.base import AbstractCategoricalColumn, AbstractInput, AbstractRawInput, Occurrences
 from phalanx.feature_column.names import checked_categorical, checked_key
 from phalanx.feature_column.raw import in_columns, numbers_of
 
 
 @dataclass(frozen=True)
-class _Weights(AbstractInput):
+class _Weights(AbstractRawInput):
     """The weights of the ids of a column."""
 
     key: str
-
-    @property
-    @override
-    def prepared_key(self) -> str:
-        return self.key
-
-    @property
-    @override
-    def keys(self) -> tuple[str, ...]:
-        return (self.key,)
-
-    @override
-    def add_to(self, prepared: dict[str, Any], features: Mapping[str, Any]) -> None:
-        prepared[self.key] = self.array(features)
 
     @override
     def array(self, features: Mapping[str, Any]) -> Any:

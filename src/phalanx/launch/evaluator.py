@@ -15,9 +15,8 @@ from phalanx.errors import StartupError
 from phalanx.launch.group import Group
 from phalanx.launch.outcome import Ending, became, in_words, signal_name
 from phalanx.launch.plan import EVALUATOR, ProcessSpec
-from phalanx.launch.relay import Relay
+from phalanx.launch.relay import LONGEST_WAIT_S, Relay
 
-_LONGEST_WAIT_S = 1.0
 _CANNOT_START = 126
 
 
@@ -141,7 +140,7 @@ class Evaluator:
         self._say(f"The workers have ended. {name} has {self._patience.grace_s:g} s to finish.")
         deadline_s = time.monotonic() + self._patience.grace_s
         while self._is_busy and not self._relay.is_interrupted and (left_s := deadline_s - time.monotonic()) > 0:
-            self._relay.pass_output(min(left_s, _LONGEST_WAIT_S))
+            self._relay.pass_output(min(left_s, LONGEST_WAIT_S))
             self.tend()
         if (number := self._relay.signals.first) is not None:
             self._say(f"The launcher was ended by {signal_name(number)}.")

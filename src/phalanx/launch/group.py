@@ -14,9 +14,8 @@ from phalanx.launch.outcome import Ending
 from phalanx.launch.output import Stream
 from phalanx.launch.plan import ProcessSpec
 from phalanx.launch.processes import WorkerProcess, guard, strays, tell_all
-from phalanx.launch.relay import TICK_S, Relay
+from phalanx.launch.relay import LONGEST_WAIT_S, TICK_S, Relay
 
-_LONGEST_WAIT_S = 1.0
 _DRAIN_S = 1.0
 
 
@@ -69,7 +68,7 @@ class Group:
     def run(self) -> None:
         """Forwards output until a process fails, all have ended, a signal arrives, or the output cannot be written."""
         while self.is_alive and not self.has_failed and not self._relay.is_interrupted:
-            self._turn(_LONGEST_WAIT_S)
+            self._turn(LONGEST_WAIT_S)
 
     def tell(self) -> None:
         """Sends SIGTERM to all processes, once."""

@@ -10,7 +10,7 @@ from phalanx.errors import PhalanxError
 from phalanx.launch.output import Sink, Stream, wait
 from phalanx.launch.signals import Signals
 
-TICK_S = 0.05
+TICK_S, LONGEST_WAIT_S = 0.05, 1.0
 
 
 @final
