@@ -258,7 +258,6 @@ EXEMPT = {
             "SecondOrStepTimer.update_last_triggered_step",
             "SessionRunContext",
             "SessionRunValues",
-            "StepHook.step_of",
             "WarmStartSettings.warm_start",
         ),
         _INNER,

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from phalanx import feature_column
-from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
+from phalanx.errors import InputError, arguments, shown
 from phalanx.feature_column.base import AbstractColumn
 from phalanx.mesh.arrays import is_array
 from phalanx.typing import PyTree
@@ -189,7 +189,5 @@ def require_steps(name: str, value: Any) -> None:
     Raises:
       InvalidArgumentError: it is neither None nor a positive integer.
     """
-    if value is not None and not arguments.is_integer(value, least=1):
-        raise InvalidArgumentError(
-            f"{name}={shown(value)}", "must be positive, and an integer; or None.", f"{name}=100"
-        )
+    if value is not None:
+        arguments.integer(name, value, kind="positive, and an integer; or None", hint=f"{name}=100")

@@ -206,7 +206,6 @@ class RunConfig:
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
-    if value is not None and not arguments.is_integer(value, least=least):
-        raise InvalidArgumentError(
-            f"{name}={shown(value)}", f"must be an integer of at least {least}, or None.", f"{name}=100"
-        )
+    if value is not None:
+        kind = f"an integer of at least {least}, or None"
+        arguments.integer(name, value, least=least, kind=kind, hint=f"{name}=100")

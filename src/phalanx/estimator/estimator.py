@@ -166,21 +166,22 @@ class Estimator:
             )
         batches.require_steps("steps", steps)
         batches.require_steps("max_steps", max_steps)
-        if max_steps is not None and self._saved_step() >= max_steps:
-            _log.info("Skipping training, because the latest checkpoint has %d steps.", self._saved_step())
+        path = self.latest_checkpoint()
+        if max_steps is not None and (done := _step_in(path)) >= max_steps:
+            _log.info("Skipping training, because the latest checkpoint has %d steps.", done)
             return self
         stops = [StopAtStepHook(steps, max_steps)] if steps or max_steps else []
-        graph = self._graph(ModeKeys.TRAIN)
+        graph = self._graph(ModeKeys.TRAIN, path)
         with graph.as_default():
             session = GraphSession(graph, self._steps_of(graph, input_fn))
             writes = self._config.save_summary_steps or self._config.log_step_count_steps
-            writer = self._writer("") if writes else None
+            writer = self._writer(self.model_dir) if writes else None
             is_scheduled = isinstance(graph.strategy, ParameterServerStrategy)
             recorder = Recorder(None if is_scheduled else writer, self._config.save_summary_steps, graph)
             with recorder.step(0):
                 session.prepare()
             all_hooks = train_hooks(self._config, graph, writer, listeners, [*given, *stops])
-            self._begin(graph, session, all_hooks, self.latest_checkpoint())
+            self._begin(graph, session, all_hooks, path)
             for _ in run_loop(session, all_hooks, recorder=recorder):
                 pass
         if writer is not None:
@@ -302,9 +303,7 @@ class Estimator:
             )
         path = self._checkpoint(checkpoint_path)
         if path is None:
-            raise CheckpointError(
-                f"export_saved_model of {self.model_dir}", "there is no checkpoint.", "estimator.train(input_fn) first"
-            )
+            path = self._require_checkpoint("export_saved_model")
         graph = self._graph(ModeKeys.PREDICT, path)
         with graph.as_default():
             return export_graph(
@@ -371,9 +370,8 @@ class Estimator:
         given = {"labels": labels, "mode": mode, "params": self._params_for(mode), "config": self._config}
         return self._model_fn(features, **{k: v for k, v in given.items() if k in self._parameters})
 
-    def _graph(self, mode: str, path: str | None = "") -> Graph:
+    def _graph(self, mode: str, path: str | None) -> Graph:
         """Returns the graph of a mode. Without a checkpoint, a new one."""
-        path = self.latest_checkpoint() if path == "" else path
         known = self._graphs.get(mode)
         if known is not None and path is not None:
             return known
@@ -456,7 +454,6 @@ class Estimator:
                 summary.text("checkpoint_path", path)
 
     def _writer(self, folder: str) -> SummaryWriter:
-        folder = folder or self.model_dir
         if folder not in self._writers:
             self._writers[folder] = summary.create_file_writer(folder)
         return self._writers[folder]
@@ -468,11 +465,6 @@ class Estimator:
         if path is None:
             _log.info("There is no checkpoint in %s: the variables have their initial values.", self.model_dir)
         return path
-
-    def _saved_step(self) -> int:
-        path = self.latest_checkpoint()
-        reader = None if path is None else load_checkpoint(path)
-        return int(reader.get_tensor(GLOBAL_STEP)) if reader is not None and reader.has_tensor(GLOBAL_STEP) else 0
 
     def _require_checkpoint(self, call: str) -> str:
         path = self.latest_checkpoint()
@@ -490,3 +482,9 @@ class Estimator:
                 "this process does not train.",
                 "estimator.train_and_evaluate(model, train_spec, eval_spec) in all processes",
             )
+
+
+def _step_in(path: str | None) -> int:
+    """Returns the number of steps in a checkpoint, or 0."""
+    reader = None if path is None else load_checkpoint(path)
+    return int(reader.get_tensor(GLOBAL_STEP)) if reader is not None and reader.has_tensor(GLOBAL_STEP) else 0

@@ -121,11 +121,12 @@ def build_parsing_serving_input_receiver_fn(
             '{"x": jax.ShapeDtypeStruct((4,), "float32")}',
         )
     examples = {
-        name: np.full((1, *spec.shape), "", object) if _is_text(spec.dtype) else np.zeros((1, *spec.shape), spec.dtype)
+        name: np.full((1, *spec.shape), "", object) if is_text(spec.dtype) else np.zeros((1, *spec.shape), spec.dtype)
         for name, spec in feature_spec.items()
     }
     return lambda: ServingInputReceiver(examples)
 
 
-def _is_text(dtype: Any) -> bool:
+def is_text(dtype: Any) -> bool:
+    """Returns whether arrays of a dtype contain text, which no device holds."""
     return np.dtype(dtype).kind in "OSU"

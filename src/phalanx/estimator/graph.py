@@ -310,16 +310,6 @@ def require_graph(call: str) -> Graph:
     return graph
 
 
-def of_batch(loss: Any) -> Any:
-    """Returns a sum over rows as the loss of the model function that runs.
-
-    Keras scales a sum such that the mean over replicas is the sum over all rows. An evaluation averages sums over batches.
-    """
-    graph = current_graph()
-    is_evaluating = graph is not None and graph.mode == ModeKeys.EVAL
-    return loss * context.require_replica().weight if is_evaluating else loss
-
-
 def get_global_step(graph: None = None) -> keras.Variable | None:
     """Returns the number of training steps so far. Call it in a model function or a hook.
 

@@ -12,7 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
-from phalanx.estimator.graph import of_batch
+from phalanx.estimator.losses import reduced
 from phalanx.estimator.optimizing import minimize
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys
 from phalanx.typing import PyTree
@@ -95,8 +95,7 @@ class Head(ABC):
 
     def loss(self, labels: Any, logits: Any, features: PyTree = None) -> Any:
         """Returns the loss over the rows of this replica, a scalar. Call it in a model function."""
-        loss = _RowLoss(self._row_losses, self._reduction)(labels, logits, sample_weight=self._weights(features))
-        return of_batch(loss) if self._reduction == "sum" else loss
+        return reduced(self._row_losses, labels, logits, self._reduction, self._weights(features))
 
     def create_estimator_spec(
         self,
@@ -199,24 +198,10 @@ class Head(ABC):
         return metric
 
 
-@final
-class _RowLoss(keras.losses.Loss):
-    """A loss of Keras, so that padded rows do not count."""
-
-    def __init__(self, fn: Callable[[Any, Any], Any], reduction: str) -> None:
-        super().__init__(name="head", reduction=reduction, dtype="float32")
-        self._fn = fn
-
-    @override
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Returns the losses of rows."""
-        return self._fn(y_true, y_pred)
-
-
-def column(labels: Any) -> Any:
-    """Returns labels as (rows, 1)."""
-    labels = jnp.asarray(labels)
-    return labels[:, None] if labels.ndim == 1 else labels
+def column(values: Any) -> Any:
+    """Returns values of rows as (rows, 1). Values (rows, ...) stay as they are."""
+    values = jnp.asarray(values)
+    return values[:, None] if values.ndim == 1 else values
 
 
 @final

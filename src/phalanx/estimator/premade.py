@@ -87,13 +87,10 @@ def optimizer_of(optimizer: Optimizer, learning_rate: float | None = None) -> ke
     if isinstance(optimizer, compat.BaseOptimizer):
         # The variables of the given one belong to no graph.
         return type(optimizer).from_config(optimizer.get_config())
-    if callable(getattr(optimizer, "create", None)):
-        return optimizer.create()  # type: ignore[union-attr]
-    if callable(optimizer):
-        made = optimizer()
-        made = made.create() if callable(getattr(made, "create", None)) else made
-        if isinstance(made, compat.BaseOptimizer):
-            return made
+    made: Any = optimizer() if callable(optimizer) else optimizer
+    made = made.create() if callable(getattr(made, "create", None)) else made
+    if isinstance(made, compat.BaseOptimizer):
+        return made
     raise InvalidArgumentError(
         f"optimizer={shown(optimizer)}",
         f"must be an optimizer of Keras, a function that creates one, or one of {_NAMES}.",
@@ -224,7 +221,7 @@ def _trained(logits_of: Logits, create: Callable[[], keras.optimizers.Optimizer]
 
 
 def dnn_logits(
-    head: Head, hidden_units: Any, columns: Any, optimizer: Any, activation: Any, dropout: Any, norm: Any
+    head: Head, hidden_units: Any, columns: Sequence[Any], optimizer: Any, activation: Any, dropout: Any, norm: Any
 ) -> Any:
     """Returns the logits of a deep network, and their `train_op`."""
     logits_of = _deep_part(head, hidden_units, columns, activation, dropout, norm)
@@ -238,11 +235,13 @@ def linear_logits(head: Head, columns: Sequence[Any], optimizer: Any, combiner: 
 
 
 def combined_logits(
-    head: Head, linear: tuple[list[Any], Any, str], deep: tuple[list[Any], Any, Any, Any, Any, Any]
-) -> Any:
-    """Returns the logits of a wide and a deep model, each with an optimizer of its own."""
+    head: Head, linear: tuple[Any, Any, str], deep: tuple[Any, Any, Any, Any, Any, Any]
+) -> tuple[Any, list[Any]]:
+    """Returns the logits of a wide and a deep model, each with an optimizer of its own, and the columns of both."""
     linear_columns, linear_optimizer, combiner = linear
     deep_columns, deep_optimizer, hidden_units, activation, dropout, norm = deep
+    linear_columns = checked_columns("linear_feature_columns", linear_columns) if linear_columns else []
+    deep_columns = checked_columns("dnn_feature_columns", deep_columns) if deep_columns else []
     if not linear_columns and not deep_columns:
         raise InvalidArgumentError(
             "linear_feature_columns=None and dnn_feature_columns=None",
@@ -262,7 +261,7 @@ def combined_logits(
         logits = sum((logits for logits, _, _ in found[1:]), start=found[0][0])
         return logits, lambda loss: [minimize(create(), loss, variables) for _, variables, create in found]
 
-    return fn
+    return fn, [*linear_columns, *deep_columns]
 
 
 def baseline_logits(head: Head, optimizer: Optimizer) -> Any:

@@ -8,7 +8,7 @@ from typing import final
 from phalanx import summary
 from phalanx.estimator.graph import Graph
 from phalanx.summary import SummaryWriter
-from phalanx.tracing.records import defaults
+from phalanx.tracing.records import defaults, restored
 
 
 @final
@@ -37,13 +37,10 @@ class Recorder:
           done: number of steps before this one.
         """
         self._first = done if self._first is None else self._first
-        before = defaults.writer, defaults.step
-        defaults.writer, defaults.step = self._writer, done + 1
-        try:
+        with restored():
+            defaults.writer, defaults.step = self._writer, done + 1
             with summary.record_if(self._is_due(done)) if self._writer is not None else nullcontext():
                 yield
-        finally:
-            defaults.writer, defaults.step = before
 
     def _is_due(self, done: int) -> bool:
         assert self._first is not None

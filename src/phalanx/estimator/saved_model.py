@@ -20,7 +20,7 @@ import numpy as np
 from phalanx import feature_column
 from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, MissingDependencyError, arguments, shown
 from phalanx.estimator.class_heads import with_classes
-from phalanx.estimator.export import ServingInputReceiver
+from phalanx.estimator.export import ServingInputReceiver, is_text
 from phalanx.estimator.graph import Graph
 from phalanx.mesh.annotated import shape_dtype
 from phalanx.typing import PyTree
@@ -147,7 +147,7 @@ class SavedModel:
 
     def _by_name(self, features: PyTree) -> dict[str, Any]:
         wanted = self.signature["features"]
-        given = dict(features) if isinstance(features, Mapping) else {"": features}
+        given = _named(features)
         if set(given) != set(wanted):
             raise InputError(
                 f"features of the names {sorted(given)}", f"the model takes {sorted(wanted)}.", "all of them, as arrays"
@@ -156,9 +156,8 @@ class SavedModel:
 
     def _checked(self, name: str, feature: Any) -> np.ndarray:
         dtype, shape = self.signature["features"][name]
-        is_text = np.dtype(dtype).kind in "OSU"
         try:
-            array = np.asarray(feature) if is_text else np.asarray(feature, dtype)
+            array = np.asarray(feature) if is_text(dtype) else np.asarray(feature, dtype)
         except (TypeError, ValueError) as e:
             raise InputError(f"the feature {name!r}", f"it is no array of {dtype}: {e}.", "one row per example") from e
         if not array.ndim or not array.size or list(array.shape[1:]) != shape:

@@ -234,8 +234,8 @@ class TPUEstimator(Estimator):
         _require("export_saved_model_api_version", export_saved_model_api_version, 1, "leave it out")
         arguments.flag("use_tpu", use_tpu)
         arguments.flag("eval_on_tpu", eval_on_tpu)
-        arguments.instance("config", config, RunConfig, "config=phalanx.estimator.tpu.RunConfig(cluster=resolver)")
-        assert config is not None
+        hint = "config=phalanx.estimator.tpu.RunConfig(cluster=resolver)"
+        config = arguments.instance("config", config, RunConfig, hint)
         if params is not None and _BATCH_SIZE in params:
             raise InvalidArgumentError(
                 f"params={shown(params)}",

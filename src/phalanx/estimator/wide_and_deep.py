@@ -7,7 +7,7 @@ from typing import Any, final
 
 from phalanx.estimator.config import RunConfig
 from phalanx.estimator.heads import Head, RegressionHead
-from phalanx.estimator.premade import HeadEstimator, Optimizer, checked_columns, class_head, combined_logits
+from phalanx.estimator.premade import HeadEstimator, Optimizer, class_head, combined_logits
 from phalanx.estimator.warm_start import WarmStartSettings
 
 
@@ -64,14 +64,12 @@ class DNNLinearCombinedClassifier(HeadEstimator):
         linear_sparse_combiner: str = "sum",
     ) -> None:
         head = class_head(n_classes, weight_column, label_vocabulary, loss_reduction)
-        wide = checked_columns("linear_feature_columns", linear_feature_columns) if linear_feature_columns else []
-        deep = checked_columns("dnn_feature_columns", dnn_feature_columns) if dnn_feature_columns else []
-        logits_fn = combined_logits(
+        logits_fn, columns = combined_logits(
             head,
-            (wide, linear_optimizer, linear_sparse_combiner),
-            (deep, dnn_optimizer, dnn_hidden_units, dnn_activation_fn, dnn_dropout, batch_norm),
+            (linear_feature_columns, linear_optimizer, linear_sparse_combiner),
+            (dnn_feature_columns, dnn_optimizer, dnn_hidden_units, dnn_activation_fn, dnn_dropout, batch_norm),
         )
-        super().__init__(head, logits_fn, [*wide, *deep], model_dir, config, warm_start_from)
+        super().__init__(head, logits_fn, columns, model_dir, config, warm_start_from)
 
 
 @final
@@ -125,14 +123,12 @@ class DNNLinearCombinedRegressor(HeadEstimator):
         linear_sparse_combiner: str = "sum",
     ) -> None:
         head = RegressionHead(label_dimension, weight_column, loss_reduction)
-        wide = checked_columns("linear_feature_columns", linear_feature_columns) if linear_feature_columns else []
-        deep = checked_columns("dnn_feature_columns", dnn_feature_columns) if dnn_feature_columns else []
-        logits_fn = combined_logits(
+        logits_fn, columns = combined_logits(
             head,
-            (wide, linear_optimizer, linear_sparse_combiner),
-            (deep, dnn_optimizer, dnn_hidden_units, dnn_activation_fn, dnn_dropout, batch_norm),
+            (linear_feature_columns, linear_optimizer, linear_sparse_combiner),
+            (dnn_feature_columns, dnn_optimizer, dnn_hidden_units, dnn_activation_fn, dnn_dropout, batch_norm),
         )
-        super().__init__(head, logits_fn, [*wide, *deep], model_dir, config, warm_start_from)
+        super().__init__(head, logits_fn, columns, model_dir, config, warm_start_from)
 
 
 @final
@@ -181,11 +177,9 @@ class DNNLinearCombinedEstimator(HeadEstimator):
         batch_norm: bool = False,
         linear_sparse_combiner: str = "sum",
     ) -> None:
-        wide = checked_columns("linear_feature_columns", linear_feature_columns) if linear_feature_columns else []
-        deep = checked_columns("dnn_feature_columns", dnn_feature_columns) if dnn_feature_columns else []
-        logits_fn = combined_logits(
+        logits_fn, columns = combined_logits(
             head,
-            (wide, linear_optimizer, linear_sparse_combiner),
-            (deep, dnn_optimizer, dnn_hidden_units, dnn_activation_fn, dnn_dropout, batch_norm),
+            (linear_feature_columns, linear_optimizer, linear_sparse_combiner),
+            (dnn_feature_columns, dnn_optimizer, dnn_hidden_units, dnn_activation_fn, dnn_dropout, batch_norm),
         )
-        super().__init__(head, logits_fn, [*wide, *deep], model_dir, config)
+        super().__init__(head, logits_fn, columns, model_dir, config)

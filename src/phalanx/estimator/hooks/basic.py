@@ -19,22 +19,8 @@ from phalanx.summary import SummaryWriter
 _log = logging.getLogger("phalanx")
 
 
-class StepHook(SessionRunHook):
-    """A hook that knows the number of steps so far, without asking the devices at each step."""
-
-    @override
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Asks for nothing."""
-        return None
-
-    @staticmethod
-    def step_of(run_context: SessionRunContext) -> int:
-        """Returns the number of steps so far."""
-        return int(run_context.session.step)
-
-
 @final
-class StopAtStepHook(StepHook):
+class StopAtStepHook(SessionRunHook):
     """Stops after a number of steps, or at a step. May be created in any context.
 
     Args:
@@ -72,7 +58,7 @@ class StopAtStepHook(StepHook):
     @override
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         """Stops at the last step."""
-        if self.step_of(run_context) >= self._end:
+        if run_context.session.step >= self._end:
             run_context.request_stop()
 
 
@@ -82,13 +68,14 @@ def checked_output(output_dir: Any, writer: Any) -> tuple[str | None, SummaryWri
     Raises:
       InvalidArgumentError: the folder is no path, or the writer is no writer.
     """
+    folder = None if output_dir is None else arguments.path("output_dir", output_dir)
     if writer is not None:
         arguments.instance("summary_writer", writer, SummaryWriter, "phalanx.summary.create_file_writer(log_dir)")
-    return None if output_dir is None else arguments.path("output_dir", output_dir), writer
+    return folder, writer
 
 
 @final
-class StepCounterHook(StepHook):
+class StepCounterHook(SessionRunHook):
     """Writes steps per second, as the summary `global_step/sec` and to the log. May be created in any context.
 
     Args:
@@ -115,8 +102,6 @@ class StepCounterHook(StepHook):
         summary_writer: SummaryWriter | None = None,
     ) -> None:
         self._timer = SecondOrStepTimer(every_n_secs, every_n_steps)
-        if output_dir is not None:
-            arguments.path("output_dir", output_dir)
         self._output_dir, self._writer = checked_output(output_dir, summary_writer)
 
     @override
@@ -133,7 +118,7 @@ class StepCounterHook(StepHook):
     @override
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         """Writes the speed if it is time."""
-        step = self.step_of(run_context)
+        step = run_context.session.step
         if not self._timer.should_trigger_for_step(step):
             return
         elapsed_s, steps = self._timer.update_last_triggered_step(step)  # Two Nones at the first step.
@@ -146,7 +131,7 @@ class StepCounterHook(StepHook):
 
 
 @final
-class LoggingTensorHook(StepHook):
+class LoggingTensorHook(SessionRunHook):
     """Logs the values of arrays and variables. May be created in a model function, or in any context.
 
     Args:
@@ -181,8 +166,6 @@ class LoggingTensorHook(StepHook):
         self._timer = None if only_at_end else SecondOrStepTimer(every_n_secs, every_n_iter)
         if not isinstance(tensors, (Mapping, list, tuple)):
             raise InvalidArgumentError(f"tensors={shown(tensors)}", "must be a dict or a list.", '{"loss": loss}')
-        if formatter is not None:
-            arguments.function("formatter", formatter, "formatter=lambda values: str(values)")
         named = (
             sorted(tensors.items())
             if isinstance(tensors, Mapping)

@@ -10,7 +10,6 @@ import jax
 from typing_extensions import override
 
 from phalanx.errors import arguments
-from phalanx.estimator.hooks.basic import StepHook
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
 from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from phalanx.mesh.annotated import stop_profile
@@ -20,7 +19,7 @@ _log = logging.getLogger("phalanx")
 
 
 @final
-class ProfilerHook(StepHook):
+class ProfilerHook(SessionRunHook):
     """Profiles single steps, for the profile plugin of TensorBoard and for Perfetto. May be created in any context.
 
     Args:
@@ -83,7 +82,7 @@ class ProfilerHook(StepHook):
 
 
 @final
-class GlobalStepWaiterHook(StepHook):
+class GlobalStepWaiterHook(SessionRunHook):
     """Waits before the training until another process has saved a number of steps. May be created in any context.
 
     Workers of asynchronous training begin one after the other with it. With synchronous strategies all workers make the same

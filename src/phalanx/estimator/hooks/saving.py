@@ -8,10 +8,10 @@ from typing_extensions import override
 
 from phalanx import summary
 from phalanx.errors import InvalidArgumentError, arguments, shown
-from phalanx.estimator.hooks.basic import StepHook, checked_output
+from phalanx.estimator.hooks.basic import checked_output
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
 from phalanx.estimator.saver import Saver
-from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunValues, listed
+from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, listed
 from phalanx.summary import SummaryWriter
 
 
@@ -74,7 +74,7 @@ def checked_listeners(listeners: Any) -> tuple[CheckpointSaverListener, ...]:
 
 
 @final
-class CheckpointSaverHook(StepHook):
+class CheckpointSaverHook(SessionRunHook):
     """Saves checkpoints during a training, at its beginning and at its end. May be created in any context.
 
     Args:
@@ -136,7 +136,7 @@ class CheckpointSaverHook(StepHook):
     @override
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         """Saves if it is time."""
-        if self._timer.should_trigger_for_step(self.step_of(run_context)) and self._save(run_context.session):
+        if self._timer.should_trigger_for_step(run_context.session.step) and self._save(run_context.session):
             run_context.request_stop()
 
     @override
@@ -163,7 +163,7 @@ class CheckpointSaverHook(StepHook):
 
 
 @final
-class SummarySaverHook(StepHook):
+class SummarySaverHook(SessionRunHook):
     """Writes the loss and other scalars of a training as summaries. May be created in a model function, or in any context.
 
     Summaries that the model function records with `phalanx.summary` are written by the Estimator and need no hook.
@@ -207,10 +207,8 @@ class SummarySaverHook(StepHook):
             )
         if scaffold is not None:
             raise InvalidArgumentError(f"scaffold={shown(scaffold)}", "has no summaries.", "leave scaffold out")
-        if output_dir is not None:
-            arguments.path("output_dir", output_dir)
-        self._timer = SecondOrStepTimer(save_secs, save_steps)
         self._output_dir, self._writer = checked_output(output_dir, summary_writer)
+        self._timer = SecondOrStepTimer(save_secs, save_steps)
         self._fetches = summary_op
         self._is_due = False
 
@@ -232,7 +230,7 @@ class SummarySaverHook(StepHook):
         """Writes the values."""
         if not self._is_due:
             return
-        step = self.step_of(run_context)
+        step = run_context.session.step
         self._timer.update_last_triggered_step(step)
         assert self._writer is not None
         with self._writer.as_default(step):

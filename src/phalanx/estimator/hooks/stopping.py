@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.estimator.estimator import Estimator
-from phalanx.estimator.hooks.basic import StepHook
 from phalanx.estimator.hooks.timer import SecondOrStepTimer, agreed_by_chief
 from phalanx.estimator.session import SessionRunContext, SessionRunHook, SessionRunValues
 from phalanx.summary import events
@@ -21,7 +20,7 @@ _log = logging.getLogger("phalanx")
 
 
 @final
-class EarlyStoppingHook(StepHook):
+class EarlyStoppingHook(SessionRunHook):
     """Ends a training if a function says so. `make_early_stopping_hook` creates it.
 
     Args:
@@ -41,7 +40,7 @@ class EarlyStoppingHook(StepHook):
     @override
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         """Calls the function if it is time."""
-        step = self.step_of(run_context)
+        step = run_context.session.step
         if self._timer.should_trigger_for_step(step):
             self._timer.update_last_triggered_step(step)
             if agreed_by_chief(self._should_stop):

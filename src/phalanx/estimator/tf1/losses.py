@@ -6,12 +6,11 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
-from typing_extensions import override
 
 from phalanx.errors import InvalidArgumentError, shown
-from phalanx.estimator.graph import of_batch
+from phalanx.estimator.losses import reduced
+from phalanx.estimator.tf1 import nn
 
 
 @final
@@ -35,20 +34,6 @@ _NAMES = {
 }
 
 
-@final
-class _Losses(keras.losses.Loss):
-    """A loss of Keras, so that padded rows do not count."""
-
-    def __init__(self, fn: Callable[[Any, Any], Any], reduction: str) -> None:
-        super().__init__(reduction=reduction, dtype="float32")
-        self._fn = fn
-
-    @override
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Returns the losses."""
-        return self._fn(y_true, y_pred)
-
-
 def _loss(fn: Callable[[Any, Any], Any], labels: Any, predictions: Any, weights: Any, reduction: str) -> Any:
     if not isinstance(weights, (int, float, np.number)):
         raise InvalidArgumentError(
@@ -60,8 +45,7 @@ def _loss(fn: Callable[[Any, Any], Any], labels: Any, predictions: Any, weights:
         raise InvalidArgumentError(
             f"reduction={shown(reduction)}", f"must be one of {tuple(_NAMES)}.", "leave reduction out"
         )
-    loss = _Losses(fn, _NAMES[reduction])(labels, predictions) * float(weights)
-    return of_batch(loss) if reduction == Reduction.SUM else loss
+    return reduced(fn, labels, predictions, _NAMES[reduction]) * float(weights)
 
 
 def mean_squared_error(
@@ -85,7 +69,7 @@ def sigmoid_cross_entropy(
 
     Source: tf.compat.v1.losses.sigmoid_cross_entropy.
     """
-    return _loss(lambda y, x: jax.nn.softplus(x) - y * x, multi_class_labels, logits, weights, reduction)
+    return _loss(nn.sigmoid_cross_entropy_with_logits, multi_class_labels, logits, weights, reduction)
 
 
 def softmax_cross_entropy(
@@ -95,7 +79,7 @@ def softmax_cross_entropy(
 
     Source: tf.compat.v1.losses.softmax_cross_entropy.
     """
-    return _loss(lambda y, x: -(y * jax.nn.log_softmax(x)).sum(axis=-1), onehot_labels, logits, weights, reduction)
+    return _loss(nn.softmax_cross_entropy_with_logits, onehot_labels, logits, weights, reduction)
 
 
 def sparse_softmax_cross_entropy(

@@ -6,16 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
+from phalanx.estimator.heads import column
+
 
 def _updated(metric: keras.metrics.Metric, labels: Any, predictions: Any, weights: Any) -> keras.metrics.Metric:
-    metric.update_state(_column(labels), _column(predictions), sample_weight=weights)
+    # Keras takes the mean over the last dim, which must not be that of the rows.
+    metric.update_state(column(labels), column(predictions), sample_weight=weights)
     return metric
-
-
-def _column(values: Any) -> Any:
-    """Returns values (rows, ...). Keras takes the mean over the last dim, which must not be that of the rows."""
-    values = jnp.asarray(values)
-    return values[:, None] if values.ndim == 1 else values
 
 
 def accuracy(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> keras.metrics.Metric:

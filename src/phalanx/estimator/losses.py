@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses of rows as the loss of a model function."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import keras
+from typing_extensions import override
+
+from phalanx.estimator.graph import current_graph
+from phalanx.estimator.spec import ModeKeys
+from phalanx.tracing import context
+
+
+def reduced(fn: Callable[[Any, Any], Any], labels: Any, outputs: Any, reduction: str, weights: Any = None) -> Any:
+    """Returns the loss over the rows of this replica, a scalar.
+
+    Args:
+      fn: function of labels and outputs. Returns one loss per row.
+      labels: array (rows, ...).
+      outputs: array (rows, ...).
+      reduction: `"sum_over_batch_size"` or `"sum"`.
+      weights: weights of the rows. None for equal weights.
+    """
+    loss = _RowLoss(fn, reduction)(labels, outputs, sample_weight=weights)
+    return _of_batch(loss) if reduction == "sum" else loss
+
+
+@final
+class _RowLoss(keras.losses.Loss):
+    """A loss of Keras, so that padded rows do not count."""
+
+    def __init__(self, fn: Callable[[Any, Any], Any], reduction: str) -> None:
+        super().__init__(reduction=reduction, dtype="float32")
+        self._fn = fn
+
+    @override
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Returns the losses of rows."""
+        return self._fn(y_true, y_pred)
+
+
+def _of_batch(loss: Any) -> Any:
+    """Returns a sum over rows as the loss of the model function that runs.
+
+    Keras scales a sum such that the mean over replicas is the sum over all rows. An evaluation averages sums over batches.
+    """
+    graph = current_graph()
+    is_evaluating = graph is not None and graph.mode == ModeKeys.EVAL
+    return loss * context.require_replica().weight if is_evaluating else loss
