@@ -78,7 +78,7 @@ def graph(graph_data: Any, name: str = "graph") -> Any:
     Example:
       >>> import phalanx
       >>> step = phalanx.function(lambda x: x * 2)
-      >>> with phalanx.summary.create_file_writer("logs").as_default():
+      >>> with phalanx.summary.create_file_writer("out/logs").as_default():
       ...     phalanx.summary.graph(step.lower(1.0))
       True
     """
@@ -109,7 +109,7 @@ def trace_on(graph: bool = True, profiler: bool = False, profiler_outdir: Any = 
       >>> step = phalanx.function(lambda x: x * 2)
       >>> phalanx.summary.trace_on()
       >>> _ = step(1.0)
-      >>> with phalanx.summary.create_file_writer("logs").as_default():
+      >>> with phalanx.summary.create_file_writer("out/logs").as_default():
       ...     phalanx.summary.trace_export("step", step=0)
     """
     _require_eager("trace_on")
@@ -143,7 +143,7 @@ def trace_export(name: str, step: Any = None, profiler_outdir: Any = None) -> No
       >>> import phalanx
       >>> phalanx.summary.trace_on(graph=False, profiler=True)
       >>> _ = phalanx.function(lambda x: x * 2)(1.0)
-      >>> phalanx.summary.trace_export("profile", profiler_outdir="logs")
+      >>> phalanx.summary.trace_export("profile", profiler_outdir="out/logs")
     """
     _require_eager("trace_export")
     if not _traces:

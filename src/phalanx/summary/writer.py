@@ -39,7 +39,7 @@ class SummaryWriter(AbstractWriter):
 
     Example:
       >>> import phalanx
-      >>> with phalanx.summary.create_file_writer("logs").as_default(step=1):
+      >>> with phalanx.summary.create_file_writer("out/logs").as_default(step=1):
       ...     phalanx.summary.scalar("loss", 0.5)
       True
     """
@@ -277,7 +277,7 @@ def create_file_writer(
 
     Example:
       >>> import phalanx
-      >>> writer = phalanx.summary.create_file_writer("logs")
+      >>> writer = phalanx.summary.create_file_writer("out/logs")
       >>> with writer.as_default():
       ...     for step in range(3):
       ...         _ = phalanx.summary.scalar("loss", 1 / (step + 1), step=step)
