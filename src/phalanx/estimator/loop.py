@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop that runs the steps of a graph, with hooks between them."""
 
+import logging
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,8 @@ from phalanx.input.sources.functions import InputContext
 from phalanx.mesh.annotated import block_until_ready
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.typing import PyTree
+
+_log = logging.getLogger("phalanx")
 
 _AHEAD = 16
 """Number of scheduled steps per worker that may wait or run."""
@@ -56,6 +60,11 @@ class AbstractSteps(ABC):
     def settle(self) -> None:  # noqa: B027  (only scheduled steps wait)
         """Waits until all steps so far have ended, so that the variables have their values."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is known that there is no further batch."""
+        return False
+
 
 @final
 class SynchronousSteps(AbstractSteps):
@@ -71,8 +80,8 @@ class SynchronousSteps(AbstractSteps):
         self._next = next(self._batches, None)
 
     @property
+    @override
     def is_empty(self) -> bool:
-        """Whether there is no batch."""
         return self._next is None
 
     @override
@@ -159,6 +168,7 @@ class GraphSession:
         self.graph, self._steps = graph, steps
         self._start = self._count = 0
         self._outputs: Outputs | None = None
+        self._profile_dir: str | None = None
 
     def prepare(self) -> None:
         """Traces the step for the first batch."""
@@ -179,11 +189,26 @@ class GraphSession:
 
     def advance(self) -> Outputs | None:
         """Runs a step. Returns None at the end of the data."""
+        folder, self._profile_dir = self._profile_dir, None
+        if folder is None or self._steps.is_empty:
+            return self._advance()
+        self.settle()
+        with jax.profiler.trace(folder):
+            outputs = self._advance()
+            self.wait()
+        _log.info("Profiled step %d into %s.", self.step, os.path.join(folder, "plugins/profile"))
+        return outputs
+
+    def _advance(self) -> Outputs | None:
         outputs = self._steps.run()
         if outputs is not None:
             self._outputs = outputs
             self._count += 1
         return outputs
+
+    def profile_next(self, folder: str) -> None:
+        """Profiles the next step into a folder, if there is a next step."""
+        self._profile_dir = folder
 
     def settle(self) -> None:
         """Waits until all scheduled steps have ended. Those that found no data are not counted."""

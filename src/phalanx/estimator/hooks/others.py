@@ -2,17 +2,14 @@
 """Hooks that profile, wait, and compute something at the end."""
 
 import logging
-import os
 import time
 from typing import Any, final
 
-import jax
 from typing_extensions import override
 
 from phalanx.errors import arguments
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
-from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
-from phalanx.mesh.annotated import stop_profile
+from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook
 from phalanx.mesh.bootstrap import is_this_chief
 
 _log = logging.getLogger("phalanx")
@@ -51,7 +48,6 @@ class ProfilerHook(SessionRunHook):
         self._dir = arguments.path("output_dir", "." if isinstance(output_dir, str) and not output_dir else output_dir)
         arguments.flag("show_dataflow", show_dataflow)
         arguments.flag("show_memory", show_memory)
-        self._is_profiling = False
 
     @override
     def begin(self) -> None:
@@ -61,24 +57,13 @@ class ProfilerHook(SessionRunHook):
 
     @override
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Begins to profile if it is time."""
+        """Lets the session profile the step if it is time."""
         step = run_context.session.step + 1
         if self._timer.should_trigger_for_step(step):
             self._timer.update_last_triggered_step(step)
             if is_this_chief():
-                run_context.session.settle()
-                jax.profiler.start_trace(self._dir)
-                self._is_profiling = True
+                run_context.session.profile_next(self._dir)
         return None
-
-    @override
-    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        """Writes the profile."""
-        if self._is_profiling:
-            run_context.session.wait()
-            stop_profile()
-            self._is_profiling = False
-            _log.info("Profiled step %d into %s.", run_context.session.step, os.path.join(self._dir, "plugins/profile"))
 
 
 @final

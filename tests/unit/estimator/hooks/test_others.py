@@ -3,6 +3,7 @@
 import threading
 import time
 
+import jax
 import pytest
 from one_weight import made, refused, rows
 
@@ -38,6 +39,23 @@ def test_profiles_of_single_steps(tmp_path, caplog):
         f"Profiled step 2 into {tmp_path / 'logs' / 'plugins/profile'}."
     ]
     assert list((tmp_path / "logs/plugins/profile").glob("*/*.xplane.pb"))
+    # It waited for step 4 when the data ended.
+    with jax.profiler.trace(str(tmp_path)):
+        pass
+
+
+def test_step_that_fails_ends_its_profile(tmp_path):
+    """An error in a profiled step leaves no profile on, so that another can start."""
+
+    def failing():
+        yield from rows(2)()
+        raise OSError("the disk is gone")
+
+    hook = estimator.ProfilerHook(save_steps=2, output_dir=str(tmp_path / "logs"))
+    with pytest.raises(OSError, match="the disk is gone"):
+        made(tmp_path / "model").train(failing, [hook])
+    with jax.profiler.trace(str(tmp_path)):
+        pass
 
 
 def test_waiting_for_another_process(tmp_path, monkeypatch, caplog):
