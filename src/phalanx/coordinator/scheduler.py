@@ -15,6 +15,7 @@ from phalanx.mesh.annotated import shape_dtype
 from phalanx.servers.homes import Homes
 from phalanx.servers.ray import RayCluster
 from phalanx.servers.remote.server import ParameterServer
+from phalanx.tracing.records import current_recording
 from phalanx.tracing.strategy import AbstractStrategy
 from phalanx.typing import PyTree
 
@@ -73,11 +74,12 @@ class Scheduler:
         """
         # Tracing asks the servers, which have ended if the queue is stopped.
         self._queue.require_running()
-        step, inputs, resources = self._steps.step(fn, args, kwargs, is_run=is_run)
+        recording = current_recording()
+        step, inputs, resources = self._steps.step(fn, args, kwargs, recording, is_run=is_run)
         if not step.programs:
             # Traced in the thread of the caller, because Keras keeps settings such as the dtype policy per thread.
-            self._steps.program(step, fn, self._specs(resources))
-        closure = Closure(Work(step, fn, inputs, resources))
+            self._steps.program(step, fn, self._specs(resources), recording)
+        closure = Closure(Work(step, fn, inputs, resources, recording))
         self._queue.put(closure)
         return closure.outcome
 

@@ -3,7 +3,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -22,6 +22,7 @@ from phalanx.servers.remote.plans import StepProgram
 from phalanx.tracing import context
 from phalanx.tracing.context import Mode
 from phalanx.tracing.policy import describe
+from phalanx.tracing.records import EITHER_WAY, Recording, deliver
 from phalanx.tracing.strategy import AbstractStrategy
 from phalanx.tracing.structure import Arguments, Structure
 from phalanx.typing import PyTree
@@ -51,8 +52,9 @@ class ScheduledStep:
       number: identifies the step on the workers.
       arguments: the arguments of the first call.
       is_run: whether the function is a replica function for `Strategy.run`.
+      recording: selects what the programs record, or `EITHER_WAY` if they record nothing.
       programs: the traced programs, keyed by the shapes of the batches of the workers.
-      outputs: the structure of the return value, without arrays, keyed by program variant.
+      outputs: the structures of the return value and of the records, without arrays, keyed by program variant.
       seeds: the variables that hold the states of the random generators which the step uses.
       settings: the settings of variables and optimizers at the time of the trace. None before the first trace.
     """
@@ -60,10 +62,26 @@ class ScheduledStep:
     number: int
     arguments: Arguments
     is_run: bool
+    recording: Hashable
     programs: dict[Any, StepProgram] = field(default_factory=dict)
-    outputs: dict[int, Structure] = field(default_factory=dict)
+    outputs: dict[int, tuple[Structure, jax.tree_util.PyTreeDef]] = field(default_factory=dict)
     seeds: list[Variable] = field(default_factory=list)
     settings: Settings | None = None
+
+    def finish(self, variant: int, arrays: list[Any], recording: Recording) -> PyTree:
+        """Gives the records of one execution to their writers, and returns the return value.
+
+        Args:
+          variant: number of the program.
+          arrays: what the program has returned.
+          recording: what the thread recorded that has scheduled the step.
+        """
+        output, records = self.outputs[variant]
+        count = len(arrays) - records.num_leaves
+        if recorded := records.unflatten(arrays[count:]):
+            with recording.applied():
+                deliver(recorded)
+        return output.join(arrays[:count], [])
 
 
 class Steps:
@@ -82,7 +100,7 @@ class Steps:
         self._lock = threading.RLock()
 
     def step(
-        self, fn: Callable[..., Any], args: PyTree, kwargs: PyTree, *, is_run: bool
+        self, fn: Callable[..., Any], args: PyTree, kwargs: PyTree, recording: Recording, *, is_run: bool
     ) -> tuple[ScheduledStep, tuple[Any, ...], list[PerWorkerValues]]:
         """Returns the step of a call, and the arrays and the per-worker resources among its arguments."""
         resources: list[PerWorkerValues] = []
@@ -99,11 +117,14 @@ class Steps:
         arguments = Arguments(args, kwargs)
         with self._lock:
             known = self._cache.known(fn, (arguments.key, is_run))
-            fitting = [step for step in known if step.settings is None or step.settings.hold()]
-            known[:] = fitting or [ScheduledStep(next(self._numbers), arguments, is_run)]
-            return known[0], tuple(np.asarray(x) for x in arguments.arrays), resources
+            known[:] = [step for step in known if step.settings is None or step.settings.hold()]
+            found = next((step for step in known if step.recording in (EITHER_WAY, recording.key)), None)
+            if found is None:
+                found = ScheduledStep(next(self._numbers), arguments, is_run, recording.key)
+                known.append(found)
+            return found, tuple(np.asarray(x) for x in arguments.arrays), resources
 
-    def program(self, step: ScheduledStep, fn: Callable[..., Any], specs: PyTree) -> StepProgram:
+    def program(self, step: ScheduledStep, fn: Callable[..., Any], specs: PyTree, recording: Recording) -> StepProgram:
         """Returns the program of a step for batches with the shapes `specs`. Traces it at the first call.
 
         Raises:
@@ -112,7 +133,8 @@ class Steps:
         with self._lock:
             if specs not in step.programs:
                 try:
-                    step.programs[specs] = self._traced(step, fn, specs)
+                    with recording.applied():
+                        step.programs[specs] = self._traced(step, fn, specs)
                 except Exception:
                     self._cache.forgive(fn)
                     raise
@@ -145,7 +167,8 @@ class Steps:
         step.settings = Settings(exported.variables, [u.optimizer for u in exported.updates])
         step.seeds = [exported.variables[i] for i in exported.seeds]
         variant = next(self._variants)
-        step.outputs[variant] = exported.output
+        step.outputs[variant] = exported.output, exported.records
+        step.recording = exported.recording
         return StepProgram(
             name=name_of(fn),
             module=exported.module,

@@ -23,6 +23,7 @@ from phalanx.servers.ray import RayCluster, load_ray
 from phalanx.servers.remote.plans import Pusher, StepCall
 from phalanx.servers.remote.server import ParameterServer
 from phalanx.servers.remote.worker import Worker
+from phalanx.tracing.records import Recording
 from phalanx.typing import PyTree
 
 R = TypeVar("R")
@@ -59,6 +60,7 @@ class Work:
       fn: the function of the step.
       inputs: the arrays among the arguments.
       resources: the per-worker datasets and values among the arguments.
+      recording: what the thread records that has scheduled the step.
       losses: one message per worker that was lost while it ran this call.
     """
 
@@ -66,6 +68,7 @@ class Work:
     fn: Callable[..., Any]
     inputs: tuple[Any, ...]
     resources: list[PerWorkerValues]
+    recording: Recording
     losses: list[str] = field(default_factory=list)
 
 
@@ -232,10 +235,11 @@ class Supervisor:
         report = self._call(Worker.run, tasks)
         if report.results:
             self._step_s = max(1e-4, (time.perf_counter() - began) / len(report.results))
-        for closure, (variant, arrays) in zip(closures, report.results, strict=False):
-            self._queue.finish(closure, closure.work.step.outputs[variant].join(arrays, []))
-        self.num_steps += len(report.results)
-        del closures[: len(report.results)]
+        for variant, arrays in report.results:
+            work = closures[0].work
+            self._queue.finish(closures[0], work.step.finish(variant, arrays, work.recording))
+            self.num_steps += 1
+            del closures[0]
         if report.unknown is not None:
             self._teach(closures[0].work, report.unknown)
         elif report.error is not None:
@@ -244,7 +248,7 @@ class Supervisor:
             self._go_on()
 
     def _teach(self, work: Work, specs: PyTree) -> None:
-        program = self._steps.program(work.step, work.fn, specs)
+        program = self._steps.program(work.step, work.fn, specs, work.recording)
         self._call(Worker.learn, work.step.number, specs, program)
 
     def _go_on(self) -> None:

@@ -18,7 +18,7 @@ from phalanx.estimator.checks import model_dir_of, parameters_of, settings_of
 from phalanx.estimator.config import RunConfig, TaskType
 from phalanx.estimator.graph import GLOBAL_STEP, Graph
 from phalanx.estimator.hooks.basic import StopAtStepHook
-from phalanx.estimator.hooks.saving import CheckpointSaverListener, checked_listeners
+from phalanx.estimator.hooks.saving import CheckpointSaverListener, checked_listeners, writing_to_the_end
 from phalanx.estimator.hooks.standard import train_hooks
 from phalanx.estimator.loop import AbstractSteps, GraphSession, ScheduledSteps, SynchronousSteps, run_loop
 from phalanx.estimator.predictions import chosen, rows_of
@@ -176,14 +176,14 @@ class Estimator:
             session = GraphSession(graph, self._steps_of(graph, input_fn))
             writes = self._config.save_summary_steps or self._config.log_step_count_steps
             writer = self._writer(self.model_dir) if writes else None
-            is_scheduled = isinstance(graph.strategy, ParameterServerStrategy)
-            recorder = Recorder(None if is_scheduled else writer, self._config.save_summary_steps, graph)
+            recorder = Recorder(writer, self._config.save_summary_steps, graph)
             with recorder.step(0):
                 session.prepare()
             all_hooks = train_hooks(self._config, graph, writer, listeners, [*given, *stops])
-            self._begin(graph, session, all_hooks, path)
-            for _ in run_loop(session, all_hooks, recorder=recorder):
-                pass
+            with writing_to_the_end(all_hooks):
+                self._begin(graph, session, all_hooks, path)
+                for _ in run_loop(session, all_hooks, recorder=recorder):
+                    pass
         if writer is not None:
             writer.flush()
         return self

@@ -41,9 +41,10 @@ class AbstractSteps(ABC):
 
     Attributes:
       ahead: number of steps that may run while the loop goes on.
+      each: number of steps that one call of `run` makes.
     """
 
-    ahead = 1
+    ahead = each = 1
 
     @abstractmethod
     def prepare(self) -> None:
@@ -55,7 +56,7 @@ class AbstractSteps(ABC):
 
     @abstractmethod
     def run(self) -> Outputs | None:
-        """Runs a step, or returns None at the end of the data."""
+        """Runs a step, or one of each worker. Returns None at the end of the data."""
 
     def settle(self) -> None:  # noqa: B027  (only scheduled steps wait)
         """Waits until all steps so far have ended, so that the variables have their values."""
@@ -114,6 +115,8 @@ class ScheduledSteps(AbstractSteps):
         self._graph, self._coordinator = graph, ClusterCoordinator(strategy)
         workers = strategy.cluster.workers
         self.ahead = _AHEAD * workers
+        # Hooks wait for values between steps, and synchronous workers make one update together: never between two of them.
+        self.each = workers if strategy.max_staleness == 0 else 1
 
         def own_dataset() -> Any:
             return dataset_fn(InputContext(workers, experimental_get_current_worker_index(), 1))
@@ -134,8 +137,9 @@ class ScheduledSteps(AbstractSteps):
     @override
     def run(self) -> Outputs | None:
         try:
-            value = self._coordinator.schedule(self._step, args=(self._iterator,))
-            self._running.append(value)
+            for _ in range(self.each):
+                value = self._coordinator.schedule(self._step, args=(self._iterator,))
+                self._running.append(value)
             while len(self._running) > self.ahead:
                 self._running.popleft().get()
         except _ENDS:
@@ -203,7 +207,7 @@ class GraphSession:
         outputs = self._steps.run()
         if outputs is not None:
             self._outputs = outputs
-            self._count += 1
+            self._count += self._steps.each
         return outputs
 
     def profile_next(self, folder: str) -> None:

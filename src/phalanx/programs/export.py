@@ -2,7 +2,7 @@
 """Exports traced functions as programs for other processes, which need neither Keras nor the function."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from phalanx.programs.trace import trace_program
 from phalanx.tracing.discovery import Discovery
 from phalanx.tracing.draws import refuse_draw
 from phalanx.tracing.policy import describe
-from phalanx.tracing.records import recording_key
+from phalanx.tracing.records import EITHER_WAY, noting_questions, recording_key
 from phalanx.tracing.strategy import Update
 from phalanx.tracing.structure import Parts, Structure
 from phalanx.typing import PyTree
@@ -31,8 +31,8 @@ class Exported:
     """A program that was traced here and runs in another process.
 
     Its first argument is the list of the values of `variables`, followed by the positions of the looked-up rows. Its second
-    argument is the list of inputs. It returns `(results, increments, values, gradients)`. A table is passed as the rows that the
-    program looks up.
+    argument is the list of inputs. It returns `(results, increments, values, gradients)`. The arrays of records follow those of
+    the return value among the results. A table is passed as the rows that the program looks up.
 
     Args:
       module: the program, serialized by `jax.export`.
@@ -42,6 +42,8 @@ class Exported:
       seeds: indices of the states of random generators.
       updates: the updates that optimizers apply afterwards. The program returns a list of gradients for each, without None.
       output: what the function returns, without its arrays.
+      records: what the function records for summaries, without its arrays.
+      recording: selects the records. See `recording_key`.
       ids: a program that maps the inputs to the ids of the looked-up rows. Empty if no rows are looked up.
       lookups: index of the table of each lookup, in order.
       num_rows: number of rows that the program takes, by the index of the table.
@@ -54,6 +56,8 @@ class Exported:
     seeds: tuple[int, ...]
     updates: tuple[Update, ...]
     output: Structure
+    records: jax.tree_util.PyTreeDef
+    recording: Hashable
     ids: bytes
     lookups: tuple[int, ...]
     num_rows: dict[int, int]
@@ -81,7 +85,10 @@ def export(
       MissingDependencyError: `flatbuffers` is not installed.
     """
     specs = [shape_dtype(np.shape(x), x.dtype) for x in inputs]
-    found, rows = _traced(lambda inputs: Parts(fn(inputs)), specs)
+    recording = recording_key()
+    with noting_questions() as has_asked:
+        found, rows = _traced(lambda inputs: Parts(fn(inputs)), specs)
+        recording = recording if has_asked() else EITHER_WAY
     written = [i for i, w in enumerate(found.written) if w]
     is_seed = [any(v is s for s in found.seeds) for v in found.variables]
     is_added = [adds and x is not None for x in found.outputs.increments]
@@ -93,7 +100,8 @@ def export(
         given = [[g for g in of_update if g is not None] for of_update in outputs.gradients]
         pairs_of = zip(found.updates, given, strict=True)
         given = [list(compat.clipped(u.optimizer, g)) if clips(u) else g for u, g in pairs_of]
-        return outputs.result, [pairs[i][1] for i, a in kept if a], [pairs[i][0] for i, a in kept if not a], given
+        results = [*outputs.result, *jax.tree.leaves(outputs.records)]
+        return results, [pairs[i][1] for i, a in kept if a], [pairs[i][0] for i, a in kept if not a], given
 
     with compat.shapes(rows):
         values = [shape_dtype(tuple(v.shape), dtype_of(v)) for v in found.variables]
@@ -117,6 +125,8 @@ def export(
         seeds=tuple(i for i, s in enumerate(is_seed) if s),
         updates=tuple(_given(u, g) for u, g in zip(found.updates, found.outputs.gradients, strict=True)),
         output=found.outputs.structure,
+        records=jax.tree.structure(found.outputs.records),
+        recording=recording,
     )
 
 
@@ -133,7 +143,6 @@ def _traced(
       ContextError: the step draws a batch.
     """
     rows: list[tuple[Variable, tuple[int, ...]]] = []
-    recording_key()
     while True:
         with explained(prints=False), compat.shapes(rows):
             found = trace_program(call, specs)
@@ -151,12 +160,6 @@ def _traced(
         rows = looked_up
     if found.draws:
         raise refuse_draw()
-    if found.outputs.records:
-        raise TraceError(
-            f"the summary {found.outputs.records[0].tag!r} in a scheduled step",
-            "workers get the step as a compiled program, and they have no writer.",
-            "return the value from the step, and record it at the coordinator",
-        )
     if found.has_callback:
         raise TraceError(
             "a scheduled step that calls back to Python (jax.debug.print, io_callback, pure_callback)",

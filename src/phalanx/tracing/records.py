@@ -100,6 +100,43 @@ def recording_key() -> Hashable:
     return is_on, id(step) if isinstance(step, keras.Variable) else step is None
 
 
+@dataclass(frozen=True)
+class Recording:
+    """What a thread records when it schedules a step, for the threads that trace the step and that get its records.
+
+    Args:
+      key: selects a program. See `recording_key`.
+      writer: the default writer.
+      step: the default step: an integer or a variable.
+      is_on: whether to record.
+    """
+
+    key: Hashable = None
+    writer: AbstractWriter | None = None
+    step: Any = None
+    is_on: bool = True
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Records in this thread as in the one that has scheduled the step."""
+        with restored():
+            defaults.writer, defaults.step, defaults.condition = self.writer, self.step, self.is_on
+            yield
+
+
+_NOTHING = Recording()
+
+
+def current_recording() -> Recording:
+    """Returns what this thread records now. The default step is what it is now, if it is no variable."""
+    if defaults.writer is None and defaults.condition is True:
+        return _NOTHING
+    key, step = recording_key(), defaults.step
+    if step is not None and not isinstance(step, keras.Variable):
+        step = int(step)
+    return Recording(key, defaults.writer, step, defaults.is_on)
+
+
 def deliver(records: Iterable[Record]) -> None:
     """Gives records to their writers."""
     for record in records:

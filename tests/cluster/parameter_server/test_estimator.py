@@ -1,12 +1,15 @@
 """An Estimator under `ParameterServerStrategy`."""
 
+import jax
 import keras
 import numpy as np
 import pytest
+from typing_extensions import override
 
 import phalanx
 import phalanx.estimator as estimator
 from phalanx.errors import InvalidArgumentError
+from phalanx.summary.events import scalars_in
 
 ROWS, RATE = 16, 0.05
 X = np.random.default_rng(0).normal(size=(160, 3)).astype("float32")
@@ -62,6 +65,48 @@ def test_training_ends_with_the_data(strategy, tmp_path):
     model = estimator.Estimator(model_fn, tmp_path, estimator.RunConfig(train_distribute=strategy))
     model.train(finite)
     assert 10 <= model.get_variable_value("global_step") <= 20
+
+
+@pytest.mark.usefixtures("strategy")  # It starts Ray, which changes the environment.
+def test_synchronous_training_is_that_of_one_device(tmp_path):
+    """With a staleness of 0, two workers with half of each batch train like one device with the whole."""
+
+    def half(input_context):
+        rows = ROWS // input_context.num_input_pipelines
+        first = rows * input_context.input_pipeline_id
+        return [(x[first : first + rows], y[first : first + rows]) for x, y in finite()]
+
+    strategy = phalanx.ParameterServerStrategy(workers=2, ps=1, max_staleness=0)
+    found = {}
+    for name, input_fn, distribute in (("two", half, strategy), ("one", finite, None)):
+        model = estimator.Estimator(model_fn, tmp_path / name, estimator.RunConfig(train_distribute=distribute))
+        model.train(input_fn, hooks=[FirstWeights()])
+        found[name] = [model.get_variable_value(f"line/{part}") for part in ("kernel", "bias")]
+    strategy.close()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found["two"], found["one"])
+
+
+class FirstWeights(estimator.SessionRunHook):
+    """Starts every training from the same weights."""
+
+    @override
+    def after_create_session(self, session, coord):
+        session.graph.find("line/kernel").assign([[0.1], [0.2], [0.3]])
+
+
+def test_summaries_of_a_model_function(strategy, tmp_path):
+    """Workers compute what a model function records, every so many steps."""
+
+    def recording(features, labels, mode):
+        phalanx.summary.scalar("mean", keras.ops.mean(features))
+        return model_fn(features, labels, mode)
+
+    config = estimator.RunConfig(train_distribute=strategy, save_summary_steps=10)
+    estimator.Estimator(recording, tmp_path, config).train(endless, max_steps=40)
+    means = {step: of["mean"] for step, of in scalars_in(f"{tmp_path}/events*").items() if "mean" in of}
+    assert list(means) == [1, 11, 21, 31]
+    of_batches = np.array([x.mean() for x, _ in finite()])
+    assert all(np.min(np.abs(mean - of_batches)) < 1e-6 for mean in means.values())
 
 
 def test_parameter_servers_do_not_evaluate(strategy):

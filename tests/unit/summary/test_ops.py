@@ -24,9 +24,7 @@ from phalanx.errors import (
     MissingDependencyError,
     NestedWriteError,
     SummaryError,
-    TraceError,
 )
-from phalanx.programs.export import export
 
 KINDS = {
     "default": phalanx.get_strategy,
@@ -543,13 +541,6 @@ def test_records_that_cannot_leave(mirrored, writer, wrong):
     loops = {"scan": lambda: phalanx.scan(body, 0.0, jnp.arange(3.0)), "jit": lambda: jax.jit(body)(0.0, 1.0)}
     with pytest.raises(NestedWriteError, match=r"phalanx\.summary\.scalar\('x', \.\.\.\)"):
         mirrored.run(loops[wrong])
-
-
-def test_scheduled_steps_cannot_record(writer):
-    """Workers have no writer."""
-    step = lambda inputs: (summary.scalar("x", inputs[0], step=1), inputs[0])[1]  # noqa: E731
-    with pytest.raises(TraceError, match="the summary 'x' in a scheduled step"):
-        export(step, [jnp.float32(1)], ("cpu",))
 
 
 def test_functions_under_jit_cannot_record(writer):

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks that save checkpoints and summaries."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 from typing_extensions import override
 
 from phalanx import summary
-from phalanx.errors import InvalidArgumentError, arguments, shown
+from phalanx.errors import InvalidArgumentError, PhalanxError, arguments, shown
 from phalanx.estimator.hooks.basic import checked_output
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
 from phalanx.estimator.saver import Saver
@@ -144,10 +145,14 @@ class CheckpointSaverHook(SessionRunHook):
         """Saves after the last step, if that was not done yet."""
         if session.step != self._timer.last_triggered_step():
             self._save(session)
-        assert self._saver is not None
-        self._saver.sync()
+        self.sync()
         for listener in self._listeners:
             listener.end(session, session.step)
+
+    def sync(self) -> None:
+        """Waits until the file of the last checkpoint is on the disk."""
+        if self._saver is not None:
+            self._saver.sync()
 
     def _save(self, session: Any) -> bool:
         """Saves. Returns whether a listener ends the training."""
@@ -160,6 +165,19 @@ class CheckpointSaverHook(SessionRunHook):
         self._saver.save(step)
         asked = [listener.after_save(session, step) for listener in self._listeners]
         return any(asked)
+
+
+@contextmanager
+def writing_to_the_end(hooks: Iterable[SessionRunHook]) -> Iterator[None]:
+    """If the `with` block raises an error, waits for the checkpoints that hooks are writing, so that none is written later."""
+    try:
+        yield
+    except BaseException:
+        for hook in hooks:
+            if isinstance(hook, CheckpointSaverHook):
+                with suppress(PhalanxError):  # The error of the training is the first one.
+                    hook.sync()
+        raise
 
 
 @final

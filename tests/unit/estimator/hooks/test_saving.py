@@ -1,5 +1,7 @@
 """Hooks that save checkpoints and summaries."""
 
+import threading
+
 import numpy as np
 import pytest
 from event_files import written
@@ -99,3 +101,17 @@ def test_fetch_of_a_summary_that_is_not_known(tmp_path):
     hook = estimator.SummarySaverHook(1, output_dir=str(tmp_path / "own"), summary_op={"a": "nothing"})
     with refused(InvalidArgumentError, ["fetches='nothing'"]):
         made(tmp_path / "model").train(rows(1), [hook])
+
+
+def test_training_that_fails_has_written_its_checkpoint(tmp_path):
+    """The error arrives after the last checkpoint, so that a training in the same folder finds it whole."""
+
+    def failing():
+        yield from rows(2)()
+        raise OSError("the disk is gone")
+
+    model = made(tmp_path, save_checkpoints_steps=1)
+    with pytest.raises(OSError, match="the disk is gone"):
+        model.train(failing)
+    assert not [t for t in threading.enumerate() if t.name.startswith("phalanx-checkpoint")]
+    assert model.get_variable_value("global_step") == 1

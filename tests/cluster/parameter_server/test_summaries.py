@@ -1,0 +1,187 @@
+"""Summaries of scheduled steps: workers compute them, and the coordinator writes them."""
+
+import contextlib
+import os
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import phalanx
+from phalanx import summary
+from phalanx.coordinator import ClusterCoordinator
+from phalanx.errors import InvalidArgumentError
+from phalanx.summary.events import scalars_in
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    """Two workers and one server."""
+    strategy = phalanx.ParameterServerStrategy(workers=2, ps=1)
+    yield strategy
+    strategy.close()
+
+
+@pytest.fixture(scope="module")
+def coordinator(strategy):
+    """The strategy's."""
+    return ClusterCoordinator(strategy)
+
+
+@pytest.fixture
+def writer(tmp_path):
+    """A writer of event files in `tmp_path`."""
+    with contextlib.closing(summary.create_file_writer(tmp_path)) as writer:
+        yield writer
+
+
+def test_each_step_is_written_once(calm, writer, tmp_path):
+    """Values of all kinds, whichever worker has computed them. The return value is as without them."""
+
+    def step(number, x):
+        summary.scalar("sum", jnp.sum(x), step=number)
+        summary.histogram("x", x, step=number)
+        summary.text("note", "scheduled", step=number)
+        return {"mean": jnp.mean(x)}
+
+    rows = np.random.default_rng(0).normal(size=(STEPS, 5)).astype("float32")
+    with writer.as_default():
+        values = [calm.schedule(step, args=(np.int32(i), x)) for i, x in enumerate(rows)]
+        np.testing.assert_allclose([v["mean"] for v in calm.fetch(values)], rows.mean(1), rtol=1e-5)
+        calm.join()
+    found = scalars_in(f"{tmp_path}/events*")
+    assert list(found) == list(range(STEPS))
+    np.testing.assert_allclose([of["sum"] for of in found.values()], rows.sum(1), rtol=1e-5, atol=1e-6)
+    (path,) = tmp_path.iterdir()
+    data = path.read_bytes()
+    assert data.count(b"histograms") == data.count(b"scheduled") == STEPS
+
+
+def test_default_step(calm, writer, tmp_path):
+    """An integer is the one at the time of the call of schedule."""
+
+    def step():
+        return summary.scalar("x", 3.0)
+
+    for i in (5, 7):
+        with writer.as_default(step=i):
+            calm.schedule(step)
+    calm.join()
+    writer.flush()
+    assert scalars_in(f"{tmp_path}/events*") == {5: {"x": 3.0}, 7: {"x": 3.0}}
+
+
+def test_default_step_of_a_variable(strategy, calm, writer, tmp_path):
+    """A variable has the value that the step reads on its server."""
+    with strategy.scope():
+        count = keras.Variable(10, dtype="int32", trainable=False)
+
+    def step():
+        summary.scalar("x", 1.0)
+        count.assign_add(1)
+
+    with writer.as_default(step=count):
+        for _ in range(3):
+            calm.schedule(step)
+            calm.join()
+    assert scalars_in(f"{tmp_path}/events*") == {i: {"x": 1.0} for i in (10, 11, 12)}
+
+
+def test_steps_that_do_not_record(calm, writer, tmp_path):
+    """A condition decides at each call of schedule. A step without summaries has one program either way."""
+    traced = []
+
+    def records(i):
+        traced.append("records")
+        summary.scalar("x", 1.0, step=i)
+
+    def records_nothing():
+        traced.append("nothing")
+
+    with writer.as_default():
+        for i in range(6):
+            with summary.record_if(i % 3 == 0):
+                calm.schedule(records, args=(np.int32(i),))
+                calm.schedule(records_nothing)
+        calm.join()
+    assert list(scalars_in(f"{tmp_path}/events*")) == [0, 3]
+    assert traced == ["records", "nothing", "records"]
+
+
+def test_condition_that_the_step_computes(calm, writer, tmp_path):
+    """Workers compute it, and the coordinator writes only what is to be written."""
+
+    def step(i):
+        with summary.record_if(i % 2 == 0):
+            summary.scalar("x", i * 2.0, step=i)
+
+    with writer.as_default():
+        for i in range(4):
+            calm.schedule(step, args=(np.int32(i),))
+        calm.join()
+    assert scalars_in(f"{tmp_path}/events*") == {0: {"x": 0.0}, 2: {"x": 4.0}}
+
+
+def test_without_a_writer(calm):
+    """Nothing is recorded."""
+    value = calm.schedule(lambda: summary.scalar("x", 1.0, step=1))
+    assert not calm.fetch(value)
+
+
+def test_a_writer_that_was_closed(coordinator, tmp_path):
+    """Its error is the step's. Afterwards the coordinator goes on."""
+    writer = summary.create_file_writer(tmp_path)
+    with writer.as_default():
+        writer.close()
+        coordinator.schedule(lambda: summary.scalar("x", 1.0, step=1))
+        with pytest.raises(InvalidArgumentError, match="the writer was closed"):
+            coordinator.join()
+    assert coordinator.fetch(coordinator.schedule(lambda: jnp.float32(2))) == 2
+
+
+def test_a_worker_that_dies(calm, writer, tmp_path):
+    """A step that another worker makes again is written once."""
+    flag = tmp_path / "died"
+
+    def dataset():
+        for i in range(STEPS):
+            if i == 3 and not flag.exists():
+                flag.touch()
+                os._exit(1)
+            yield np.float32(i)
+
+    iterator = iter(calm.create_per_worker_dataset(dataset))
+
+    def step(number, iterator):
+        summary.scalar("x", next(iterator), step=number)
+
+    (tmp_path / "logs").mkdir()
+    with contextlib.closing(summary.create_file_writer(tmp_path / "logs")) as own, own.as_default():
+        for i in range(STEPS):
+            calm.schedule(step, args=(np.int32(i), iterator))
+        calm.join()
+    assert flag.exists()
+    (path,) = (tmp_path / "logs").iterdir()
+    assert path.read_bytes().count(b"scalars") == STEPS
+    assert list(scalars_in(str(path))) == list(range(STEPS))
+
+
+def test_layers_of_fit(strategy, writer, tmp_path):
+    """A layer that records does so in the scheduled steps of `fit`."""
+
+    class Recording(keras.layers.Layer):
+        """Records the mean of its inputs."""
+
+        def call(self, inputs):
+            summary.scalar("mean", keras.ops.mean(inputs))
+            return inputs
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), Recording(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with writer.as_default(step=4):
+        model.fit(np.full((8, 3), 2.0, "float32"), np.zeros((8, 1), "float32"), batch_size=4, verbose=0)
+    assert scalars_in(f"{tmp_path}/events*") == {4: {"mean": 2.0}}
