@@ -57,7 +57,7 @@ class ProfilerHook(SessionRunHook):
 
     @override
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Lets the session profile the step if it is time."""
+        """Asks the session to profile the step if it is time."""
         step = run_context.session.step + 1
         if self._timer.should_trigger_for_step(step):
             self._timer.update_last_triggered_step(step)
