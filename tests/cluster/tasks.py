@@ -22,6 +22,7 @@ from training import (  # noqa: F401
     accumulated,
     different_rows,
     diverged,
+    estimated,
     first_values,
     fit,
     interrupted,

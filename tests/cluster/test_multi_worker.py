@@ -155,6 +155,23 @@ def test_summaries_are_written_by_the_chief(cluster_of, tmp_path, size):
             np.testing.assert_allclose(value, wanted[tag], rtol=1e-5)
 
 
+def test_estimator_on_every_process(cluster_of, tmp_path):
+    """All see the last checkpoint after a training, and each evaluates, predicts and exports by itself."""
+    first, *others = cluster_of(2, 1).call("estimated", deadline_s=90.0, folder=str(tmp_path))
+    assert not isinstance(first, str), first
+    assert [path.rpartition("-")[2] for path in first["latest"]] == ["5", "10"]
+    assert all(first.pop("served"))
+    for other in others:
+        assert all(other.pop("served"))
+        same({**other, "latest": 0}, {**first, "latest": 0}, rtol=0, atol=0)
+        assert other["latest"] == first["latest"]
+    x, y = training.X[: 10 * training.BATCH], training.Y[: 10 * training.BATCH]
+    np.testing.assert_allclose(first["outputs"], (x @ first["kernel"] + first["bias"])[0], rtol=1e-5, atol=1e-6)
+    logits = x @ first["kernel"] + first["bias"]
+    likelihoods = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    np.testing.assert_allclose(first["loss"], -likelihoods[np.arange(len(y)), y].mean(), rtol=1e-5)
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_backup_and_restore(cluster_of, tmp_path, shared):
     """A training goes on from the chief's backup, whether or not the others see its disk."""

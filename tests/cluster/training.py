@@ -15,6 +15,7 @@ from reference_training import MODELS, OPTIMIZERS, batches, per_example
 
 import phalanx
 import phalanx.testing
+from phalanx import estimator
 from phalanx.errors import InvalidArgumentError
 from phalanx.mesh.topology import Topology
 
@@ -216,6 +217,38 @@ def summaries(strategy: phalanx.Strategy, folder: str) -> None:
         with writer.as_default(step=number):
             step(strategy_batch)
     writer.close()
+
+
+def estimated(strategy: phalanx.Strategy, folder: str) -> dict[str, Any]:
+    """Trains an Estimator twice, and then evaluates, predicts and exports, first in all processes and then on the chief."""
+
+    def model_fn(features: Any, labels: Any, mode: str) -> estimator.EstimatorSpec:
+        outputs = keras.layers.Dense(CLASSES, name="dense")(features)
+        if mode == estimator.ModeKeys.PREDICT:
+            return estimator.EstimatorSpec(mode, predictions={"outputs": outputs})
+        losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        loss = losses(labels, outputs)
+        return estimator.EstimatorSpec(mode, loss=loss, train_op=estimator.minimize(keras.optimizers.SGD(0.1), loss))
+
+    config = estimator.RunConfig(folder, train_distribute=strategy, save_checkpoints_steps=1000)
+    model = estimator.Estimator(model_fn, config=config)
+    input_fn = lambda: [(X[i : i + BATCH], Y[i : i + BATCH]) for i in range(0, 10 * BATCH, BATCH)]  # noqa: E731
+    receive = lambda: estimator.export.ServingInputReceiver(X[:1])  # noqa: E731
+    latest = []
+    for steps in (5, 10):
+        model.train(input_fn, max_steps=steps)
+        latest.append(model.latest_checkpoint())
+    found = {
+        "latest": latest,
+        "loss": model.evaluate(input_fn)["loss"],
+        "outputs": next(model.predict(input_fn))["outputs"],
+        "kernel": model.get_variable_value("dense/kernel"),
+        "bias": model.get_variable_value("dense/bias"),
+    }
+    is_chief = strategy.cluster_resolver.task_id == 0
+    exports = [model.export_saved_model(f"{folder}/{name}", receive) for name in (["all", "chief"] if is_chief else [])]
+    served = [estimator.load_saved_model(path).predict(X[:1])["outputs"][0] for path in exports]
+    return {**found, "served": [len(served) == 2 * is_chief, *(np.allclose(x, found["outputs"], 1e-5) for x in served)]}
 
 
 def interrupted(strategy: phalanx.Strategy, folder: str, shared: bool) -> list[np.ndarray]:

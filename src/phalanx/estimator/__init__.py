@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public names of `tf.estimator`: model functions, ready-made models, hooks, and `train_and_evaluate`."""
 
+from typing import Any
+
 from phalanx.errors import NanLossDuringTrainingError  # noqa: F401  (its home is `phalanx.errors`)
 from phalanx.estimator import experimental, export, inputs, tpu
 from phalanx.estimator.baselines import BaselineClassifier, BaselineEstimator, BaselineRegressor
@@ -18,6 +20,7 @@ from phalanx.estimator.hooks.saving import CheckpointSaverHook, CheckpointSaverL
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
 from phalanx.estimator.keras_model import model_to_estimator
 from phalanx.estimator.linear import LinearClassifier, LinearEstimator, LinearRegressor
+from phalanx.estimator.missing import no_such_name
 from phalanx.estimator.optimizing import minimize
 from phalanx.estimator.saved_model import SavedModel, load_saved_model
 from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
@@ -91,3 +94,7 @@ __all__ = [
     "tpu",
     "train_and_evaluate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise no_such_name(__name__, name)

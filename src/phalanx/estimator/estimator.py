@@ -186,6 +186,7 @@ class Estimator:
                     pass
         if writer is not None:
             writer.flush()
+        _log.info("Trained %d steps.", session.step)
         return self
 
     def evaluate(
@@ -422,7 +423,8 @@ class Estimator:
     ) -> Iterator[Any]:
         graph = self._graph(ModeKeys.PREDICT, path)
         with graph.as_default():
-            steps = SynchronousSteps(graph, iter(self._dataset_fn(input_fn, graph.mode)(InputContext())))
+            given = self._dataset_fn(input_fn, graph.mode)(InputContext())
+            steps = SynchronousSteps(graph, ((features, None) for features, _ in given))
             if steps.is_empty:
                 return
             session = GraphSession(graph, steps)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public names of `tf.estimator.experimental`."""
 
+from typing import Any
+
 from phalanx.estimator.hooks.stopping import (
     make_early_stopping_hook,
     read_eval_metrics,
@@ -9,6 +11,7 @@ from phalanx.estimator.hooks.stopping import (
     stop_if_no_decrease_hook,
     stop_if_no_increase_hook,
 )
+from phalanx.estimator.missing import no_such_name
 
 __all__ = [
     "make_early_stopping_hook",
@@ -18,3 +21,7 @@ __all__ = [
     "stop_if_no_decrease_hook",
     "stop_if_no_increase_hook",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise no_such_name(__name__, name)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from phalanx.errors import InvalidArgumentError, shown
+from phalanx.estimator.missing import no_such_name
 from phalanx.typing import PyTree
 
 __all__ = ["ServingInputReceiver", "build_parsing_serving_input_receiver_fn", "build_raw_serving_input_receiver_fn"]
@@ -130,3 +131,7 @@ def build_parsing_serving_input_receiver_fn(
 def is_text(dtype: Any) -> bool:
     """Returns whether arrays of a dtype contain text, which no device holds."""
     return np.dtype(dtype).kind in "OSU"
+
+
+def __getattr__(name: str) -> Any:
+    raise no_such_name(__name__, name)

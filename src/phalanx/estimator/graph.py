@@ -18,7 +18,7 @@ import keras
 from phalanx import compat
 from phalanx.errors import ContextError, InvalidArgumentError, TraceError, shown
 from phalanx.estimator.session import SessionRunHook
-from phalanx.estimator.spec import EstimatorSpec, ModeKeys
+from phalanx.estimator.spec import EstimatorSpec, ModeKeys, UpdatedMetric
 from phalanx.programs.function import Function
 from phalanx.strategies.base import Strategy
 from phalanx.tracing import context
@@ -262,6 +262,8 @@ def hooks_of(spec: EstimatorSpec) -> list[SessionRunHook]:
 
 def _metric_of(name: str, metric: Any) -> keras.metrics.Metric:
     """Returns a metric. For a pair of a value and its update, the mean of the value over all batches."""
+    if isinstance(metric, UpdatedMetric):
+        return metric.metric
     if isinstance(metric, keras.metrics.Metric):
         return metric
     return _mean_of(name, metric[0])

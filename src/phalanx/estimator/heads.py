@@ -36,7 +36,8 @@ class Head(ABC):
     def __init__(
         self, weight_column: Any, loss_reduction: str, loss_fn: Callable[[Any, Any], Any] | None, name: str | None
     ) -> None:
-        reduction = str(loss_reduction).lower()
+        # TensorFlow 1 calls a sum over rows weighted, whether there are weights or not.
+        reduction = str(loss_reduction).lower().removeprefix("weighted_")
         if reduction not in _REDUCTIONS:
             raise InvalidArgumentError(
                 f"loss_reduction={shown(loss_reduction)}", f"must be one of {_REDUCTIONS}.", 'loss_reduction="sum"'

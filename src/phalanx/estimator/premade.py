@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ready-made models: linear, deep, wide and deep, and baselines."""
 
+import copy
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -71,8 +73,8 @@ class HeadEstimator(Estimator):
         self._classes = head.classes
 
 
-def optimizer_of(optimizer: Optimizer, learning_rate: float | None = None) -> keras.optimizers.Optimizer:
-    """Returns a new optimizer with the options of another one, or of a name. Call it in a model function.
+def creator_of(optimizer: Optimizer, learning_rate: float | None = None) -> Callable[[], keras.optimizers.Optimizer]:
+    """Returns a function that creates an optimizer, with the options of another one, or of a name. Call it in a model function.
 
     Args:
       optimizer: a name, an optimizer, or a function without arguments that creates one.
@@ -83,15 +85,26 @@ def optimizer_of(optimizer: Optimizer, learning_rate: float | None = None) -> ke
     """
     if isinstance(optimizer, str) and optimizer in _NAMES:
         kind = {"RMSProp": keras.optimizers.RMSprop}.get(optimizer) or getattr(keras.optimizers, optimizer)
-        return kind() if learning_rate is None else kind(learning_rate=learning_rate)
+        return kind if learning_rate is None else functools.partial(kind, learning_rate=learning_rate)
     if isinstance(optimizer, compat.BaseOptimizer):
-        # The variables of the given one belong to no graph.
-        return type(optimizer).from_config(optimizer.get_config())
-    made: Any = optimizer() if callable(optimizer) else optimizer
+        # The variables of the given one belong to no graph. Their values can be read now, but not in a model function.
+        config = optimizer.get_config()
+        return lambda: type(optimizer).from_config(copy.deepcopy(config))
+    if callable(optimizer) or callable(getattr(optimizer, "create", None)):
+        return lambda: _created(optimizer)
+    raise _no_optimizer(optimizer)
+
+
+def _created(given: Any) -> keras.optimizers.Optimizer:
+    made: Any = given() if callable(given) else given
     made = made.create() if callable(getattr(made, "create", None)) else made
     if isinstance(made, compat.BaseOptimizer):
         return made
-    raise InvalidArgumentError(
+    raise _no_optimizer(given)
+
+
+def _no_optimizer(optimizer: Any) -> InvalidArgumentError:
+    return InvalidArgumentError(
         f"optimizer={shown(optimizer)}",
         f"must be an optimizer of Keras, a function that creates one, or one of {_NAMES}.",
         'optimizer="Adam"',
@@ -225,13 +238,13 @@ def dnn_logits(
 ) -> Any:
     """Returns the logits of a deep network, and their `train_op`."""
     logits_of = _deep_part(head, hidden_units, columns, activation, dropout, norm)
-    return _trained(logits_of, lambda: optimizer_of(optimizer))
+    return _trained(logits_of, creator_of(optimizer))
 
 
 def linear_logits(head: Head, columns: Sequence[Any], optimizer: Any, combiner: str) -> Any:
     """Returns the logits of a linear model, and their `train_op`."""
     default = ("Ftrl", _linear_rate(columns)) if optimizer is None else (optimizer, _LINEAR_RATE)
-    return _trained(_linear_part(head, columns, combiner), lambda: optimizer_of(*default))
+    return _trained(_linear_part(head, columns, combiner), creator_of(*default))
 
 
 def combined_logits(
@@ -251,10 +264,10 @@ def combined_logits(
     parts: list[tuple[Logits, Callable[[], keras.optimizers.Optimizer]]] = []
     if deep_columns:
         logits_of = _deep_part(head, hidden_units, deep_columns, activation, dropout, norm)
-        parts.append((logits_of, lambda: optimizer_of(deep_optimizer, _DEEP_RATE)))
+        parts.append((logits_of, creator_of(deep_optimizer, _DEEP_RATE)))
     if linear_columns:
         rate = _linear_rate(linear_columns, _WIDE_RATE)
-        parts.append((_linear_part(head, linear_columns, combiner), lambda: optimizer_of(linear_optimizer, rate)))
+        parts.append((_linear_part(head, linear_columns, combiner), creator_of(linear_optimizer, rate)))
 
     def fn(features: PyTree, mode: str) -> tuple[Any, Callable[[Any], Any]]:
         found = [(*logits_of(features, mode), create) for logits_of, create in parts]
@@ -278,4 +291,4 @@ def baseline_logits(head: Head, optimizer: Optimizer) -> Any:
             bias = keras.Variable("zeros", shape=(head.logits_dimension,), name="bias")
         return jnp.broadcast_to(bias.value, (rows, head.logits_dimension)), [bias]
 
-    return _trained(logits_of, lambda: optimizer_of(optimizer, _BASELINE_RATE))
+    return _trained(logits_of, creator_of(optimizer, _BASELINE_RATE))

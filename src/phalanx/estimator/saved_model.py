@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, Mi
 from phalanx.estimator.class_heads import with_classes
 from phalanx.estimator.export import ServingInputReceiver, is_text
 from phalanx.estimator.graph import Graph
+from phalanx.feature_column.preparation import on_host_only
 from phalanx.mesh.annotated import shape_dtype
 from phalanx.typing import PyTree
 
@@ -40,6 +42,8 @@ def export_graph(
     as_text: bool,
 ) -> str:
     """Writes an exported model. Returns its folder.
+
+    Numbers are normalized in the program, so that the export needs no `normalizer_fn`.
 
     Args:
       graph: the graph of the predictions.
@@ -70,7 +74,7 @@ def export_graph(
     signature = {
         "features": {name: [str(x.dtype), list(x.shape[1:])] for name, x in _named(raw).items()},
         "is_dict": isinstance(raw, Mapping),
-        "columns": [keras.saving.serialize_keras_object(column) for column in columns],
+        "columns": _described(columns),
         "classes": classes,
         "platforms": list(exported.platforms),
     }
@@ -83,6 +87,27 @@ def export_graph(
             (part / _TEXT).write_text(exported.mlir_module())
         _copy_assets(extra, part)
     return os.fspath(folder)
+
+
+def _described(columns: Sequence[Any]) -> list[Any]:
+    """Returns what prepares the features of an exported model on the host, as JSON.
+
+    Raises:
+      InvalidArgumentError: a part of it is a function that cannot be loaded again.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of a lambda. It is refused below.
+        described = [keras.saving.serialize_keras_object(column) for column in on_host_only(columns)]
+    try:
+        for column in described:
+            keras.saving.deserialize_keras_object(column)
+    except (TypeError, ValueError) as e:
+        raise InvalidArgumentError(
+            "export_saved_model with a crossed_column of numbers that have a normalizer_fn",
+            f"the host computes them when the export is used, and it could not load the function: {str(e)[:200]}",
+            "@keras.saving.register_keras_serializable() before the definition of the function, which needs a name",
+        ) from e
+    return described
 
 
 @final

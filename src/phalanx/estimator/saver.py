@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a graph: `model.ckpt-<step>` with the variables by name."""
 
+import logging
 import os
 from typing import final
 
 from phalanx.errors import CheckpointMismatchError
 from phalanx.estimator.graph import Graph
 from phalanx.train import Checkpoint, CheckpointManager, load_checkpoint
+from phalanx.train.checkpoint import of_chief
 
 NAME = "model.ckpt"
+_log = logging.getLogger("phalanx")
 
 
 @final
@@ -44,10 +47,17 @@ class Saver:
             with self._graph.strategy.scope():
                 self._manager.save(step)
             self._graph.checkpoint = path
+            _log.info("Saved step %d as %s.", step, path)
 
     def sync(self) -> None:
         """Waits until the file of the last save is on the disk."""
         self._manager.sync()
+
+    def meet(self) -> None:
+        """Waits until the file is there for all processes that train. All of them must call it."""
+        self.sync()
+        with self._graph.strategy.scope():
+            of_chief("")
 
 
 def checkpoint_of(graph: Graph) -> Checkpoint:
@@ -75,6 +85,7 @@ def restore(graph: Graph, path: str) -> None:
             "the model_fn that has saved it; or another model_dir",
         ) from e
     graph.checkpoint = path
+    _log.info("Restored %s.", path)
 
 
 def names_in(path: str) -> list[str]:

@@ -74,7 +74,8 @@ class EstimatorSpec:
       loss: scalar. A mean over the rows of this replica.
       train_op: what `optimizer.minimize` or `optimizer.apply_gradients` returned; a function without arguments that applies the
         optimizer; or a list of these.
-      eval_metric_ops: dict from names to Keras metrics that the model function has updated, or to pairs `(value, update_op)`.
+      eval_metric_ops: dict from names to Keras metrics that the model function has updated, to metrics of `tf1.metrics`, or to
+        pairs `(value, update_op)`.
       export_outputs: dict, or None. Has no effect, because an exported model returns the predictions.
       training_chief_hooks: hooks that run on the chief during training.
       training_hooks: hooks that run during training.
@@ -175,6 +176,24 @@ def _check_update(train_op: Any) -> None:
             _check_update(op)
     elif not (train_op is None or callable(train_op) or isinstance(train_op, keras.Variable) or is_array(train_op)):
         raise InvalidArgumentError(f"train_op={shown(train_op)}", "is no update of variables.", _HINTS["train_op"])
+
+
+@final
+class UpdatedMetric(tuple[Any, Any]):
+    """A metric that a model function has updated, as the pair of its values that TensorFlow 1 calls `(value, update_op)`.
+
+    Attributes:
+      metric: the metric of Keras.
+    """
+
+    metric: keras.metrics.Metric
+
+    def __new__(cls, metric: keras.metrics.Metric) -> "UpdatedMetric":
+        """Returns the pair."""
+        value = metric.result()
+        pair = super().__new__(cls, (value, value))
+        pair.metric = metric
+        return pair
 
 
 def _check_metrics(metrics: Any) -> None:

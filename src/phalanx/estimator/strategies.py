@@ -5,7 +5,6 @@ import jax
 
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.estimator.config import RunConfig, TaskType
-from phalanx.mesh.devices import device_name
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy
@@ -26,4 +25,4 @@ def default_strategy(config: RunConfig) -> Strategy | None:
 
 def local_strategy() -> OneDeviceStrategy:
     """Returns a strategy for the first device of this process."""
-    return OneDeviceStrategy(device_name(jax.local_devices()[0]))
+    return OneDeviceStrategy(jax.local_devices()[0])

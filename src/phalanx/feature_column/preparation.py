@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepares features for a program: strings and categories become integers on the host."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from phalanx.errors import InvalidArgumentError, shown
 from phalanx.feature_column.base import AbstractColumn, AbstractHostColumn, AbstractInput
 from phalanx.feature_column.names import checked_columns
+from phalanx.feature_column.numeric import NumericColumn
 from phalanx.feature_column.raw import array_of, is_text, require_one_batch
 from phalanx.typing import PyTree
 
@@ -61,6 +63,21 @@ def prepared_inputs(features: Mapping[str, PyTree], columns: Iterable[AbstractCo
             one.add_to(prepared, features)
     require_one_batch({key: value.shape[0] for key, value in prepared.items()})
     return prepared
+
+
+def on_host_only(columns: Iterable[AbstractColumn]) -> list[AbstractColumn]:
+    """Returns columns that prepare the same arrays, without what only a program computes: the normalizers of numbers."""
+    return [_without_normalizers(column) for column in columns]
+
+
+def _without_normalizers(column: AbstractColumn) -> AbstractColumn:
+    if isinstance(column, AbstractHostColumn):
+        return column
+    changes: dict[str, Any] = {"normalizer_fn": None} if isinstance(column, NumericColumn) else {}
+    for one in dataclasses.fields(column):  # type: ignore[arg-type]
+        if isinstance(value := getattr(column, one.name), AbstractColumn):
+            changes[one.name] = _without_normalizers(value)
+    return dataclasses.replace(column, **changes)  # type: ignore[type-var]
 
 
 def _require_same_array(owner: AbstractInput | None, other: AbstractInput) -> None:

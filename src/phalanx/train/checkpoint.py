@@ -29,6 +29,7 @@ from phalanx.mesh.topology import Topology
 from phalanx.strategies.base import living_strategies
 from phalanx.strategies.current import get_strategy
 from phalanx.tracing import context
+from phalanx.tracing.context import has_strategy
 from phalanx.train import background
 from phalanx.train.objects import Snapshot
 from phalanx.train.restoration import Holder, Restoration, capture, with_nearest
@@ -442,7 +443,7 @@ class _Call:
 def _topology() -> Topology:
     """Returns the devices of the current strategy; outside all scopes, of the strategy with the most processes."""
     own = get_strategy().topology
-    if jax.process_count() == 1:
+    if jax.process_count() == 1 or has_strategy():
         return own
     return max([own, *(s.topology for s in living_strategies())], key=lambda topology: topology.num_workers)
 

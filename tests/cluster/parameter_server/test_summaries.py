@@ -60,7 +60,7 @@ def test_each_step_is_written_once(calm, writer, tmp_path):
     assert data.count(b"histograms") == data.count(b"scheduled") == STEPS
 
 
-def test_default_step(calm, writer, tmp_path):
+def test_integer_as_default_step(calm, writer, tmp_path):
     """An integer is the one at the time of the call of schedule."""
 
     def step():
@@ -74,7 +74,7 @@ def test_default_step(calm, writer, tmp_path):
     assert scalars_in(f"{tmp_path}/events*") == {5: {"x": 3.0}, 7: {"x": 3.0}}
 
 
-def test_default_step_of_a_variable(strategy, calm, writer, tmp_path):
+def test_variable_as_default_step(strategy, calm, writer, tmp_path):
     """A variable has the value that the step reads on its server."""
     with strategy.scope():
         count = keras.Variable(10, dtype="int32", trainable=False)

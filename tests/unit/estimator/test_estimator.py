@@ -10,6 +10,7 @@ from one_weight import WEIGHT_AFTER, X, Y, made, model_fn, refused, rows
 
 import phalanx.estimator as estimator
 from phalanx.errors import CheckpointError, CheckpointMismatchError, InvalidArgumentError
+from phalanx.estimator import tf1
 
 
 @pytest.fixture(scope="module")
@@ -222,3 +223,32 @@ def test_prediction_may_be_left_unfinished(trained):
     assert next(predictions)["output"] == 2 * WEIGHT_AFTER[2]
     predictions.close()
     assert estimator.get_global_step() is None
+
+
+def test_predictions_see_no_labels(tmp_path):
+    """As in an export, although the input function returns them."""
+    seen = []
+
+    def noting(features, labels, mode, params=None):
+        seen.append((mode, labels is None))
+        return model_fn(features, labels, mode)
+
+    model = made(tmp_path, noting).train(rows(1))
+    list(model.predict(rows(1)))
+    assert set(seen) == {("train", False), ("infer", True)}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "hint"),
+    [
+        (estimator, "BoostedTreesClassifier", "a library of trees"),
+        (estimator.export, "PredictOutput", "leave export_outputs out"),
+        (estimator.experimental, "LinearSDCA", "estimator.LinearClassifier"),
+        (tf1, "placeholder", ".*return arrays from the input_fn"),
+    ],
+)
+def test_names_that_are_missing(module, name, hint):
+    """The error says what to write instead."""
+    with pytest.raises(AttributeError, match=rf"has no attribute '{name}'\nHINT: {hint}"):
+        getattr(module, name)
+    assert not hasattr(module, "nothing")

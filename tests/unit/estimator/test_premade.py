@@ -9,7 +9,7 @@ import phalanx.estimator as estimator
 from phalanx import feature_column
 from phalanx.errors import InputError, InvalidArgumentError
 from phalanx.estimator import tf1
-from phalanx.estimator.premade import optimizer_of
+from phalanx.estimator.premade import creator_of
 
 X = feature_column.numeric_column("x")
 WORD = feature_column.categorical_column_with_vocabulary_list("s", ["a", "b"])
@@ -55,20 +55,20 @@ def test_arguments_that_are_refused(make, words):
 def test_optimizers_that_are_refused(optimizer, words):
     """They are no names, no optimizers and no functions that create one."""
     with refused(InvalidArgumentError, words):
-        optimizer_of(optimizer)
+        creator_of(optimizer)()
 
 
 def test_optimizers_of_all_kinds():
     """Names, optimizers of Keras, which are copied, functions, and optimizers of TensorFlow 1."""
-    assert isinstance(optimizer_of("RMSProp"), keras.optimizers.RMSprop)
-    assert float(optimizer_of("Adam", 0.5).learning_rate) == 0.5
+    assert isinstance(creator_of("RMSProp")(), keras.optimizers.RMSprop)
+    assert float(creator_of("Adam", 0.5)().learning_rate) == 0.5
     given = keras.optimizers.SGD(0.25, momentum=0.5)
-    copy = optimizer_of(given)
+    copy = creator_of(given)()
     assert copy is not given
     assert (float(copy.learning_rate), copy.momentum) == (0.25, 0.5)
-    assert isinstance(optimizer_of(keras.optimizers.Ftrl), keras.optimizers.Ftrl)
-    assert isinstance(optimizer_of(tf1.train.AdamOptimizer(0.5)), keras.optimizers.Adam)
-    assert isinstance(optimizer_of(lambda: tf1.train.AdamOptimizer(0.5)), keras.optimizers.Adam)
+    assert isinstance(creator_of(keras.optimizers.Ftrl)(), keras.optimizers.Ftrl)
+    assert isinstance(creator_of(tf1.train.AdamOptimizer(0.5))(), keras.optimizers.Adam)
+    assert isinstance(creator_of(lambda: tf1.train.AdamOptimizer(0.5))(), keras.optimizers.Adam)
 
 
 @pytest.mark.parametrize(
@@ -136,3 +136,15 @@ def test_baseline_predicts_the_share(tmp_path):
     model.train(lambda: [(features, labels)] * 100)
     found = [row["probabilities"][1] for row in model.predict(lambda: [features])]
     np.testing.assert_allclose(found, [0.75] * 4, atol=1e-3)
+
+
+@pytest.mark.parametrize("rate", [0.1, keras.optimizers.schedules.ExponentialDecay(0.1, 10, 1.0)])
+def test_optimizer_of_keras_trains(tmp_path, rate):
+    """An optimizer with a number, or a schedule, as its learning rate trains like the same one from a function."""
+    x = np.float32([[1], [2], [3], [4]])
+    found = []
+    for name, optimizer in (("one", keras.optimizers.SGD(rate)), ("two", lambda: keras.optimizers.SGD(rate))):
+        model = estimator.LinearRegressor([X], tmp_path / name, optimizer=optimizer)
+        model.train(lambda: [({"x": x}, 2 * x)] * 20)
+        found.append(model.get_variable_value("linear/linear_model/x/weights"))
+    np.testing.assert_array_equal(*found)

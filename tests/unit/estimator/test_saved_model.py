@@ -159,3 +159,34 @@ def test_library_that_is_missing(monkeypatch, folder):
         patch.setattr(saved_model.importlib.util, "find_spec", lambda name: None)
         with refused(MissingDependencyError, ["an exported model", "the library flatbuffers"]):
             estimator.load_saved_model(folder)
+
+
+def scaled(x):
+    """A normalizer that no other program knows."""
+    return (x - 2) / 3
+
+
+@pytest.mark.parametrize("normalizer_fn", [lambda x: (x - 2) / 3, scaled])
+def test_normalizers_are_in_the_program(tmp_path, normalizer_fn):
+    """An export loads without the functions that normalize its numbers, also those of buckets."""
+    number = feature_column.numeric_column("x", normalizer_fn=normalizer_fn)
+    buckets = feature_column.bucketized_column(number, [-0.5, 0.5])
+    columns = [number, buckets, feature_column.embedding_column(buckets, 2)]
+    model = estimator.DNNRegressor([4], columns, tmp_path / "model")
+    x = np.float32([[1], [2], [3], [9]])
+    model.train(lambda: [({"x": x}, x)] * 3)
+    folder = model.export_saved_model(tmp_path, estimator.export.build_raw_serving_input_receiver_fn({"x": x}))
+    wanted = [row["predictions"] for row in model.predict(lambda: [{"x": x}])]
+    np.testing.assert_allclose(estimator.load_saved_model(folder).predict({"x": x})["predictions"], wanted, rtol=1e-5)
+
+
+def test_normalizers_of_crosses_are_refused(tmp_path):
+    """The host computes a cross, and an export cannot bring a function along."""
+    number = feature_column.numeric_column("x", normalizer_fn=lambda x: x / 3)
+    cross = feature_column.crossed_column([feature_column.bucketized_column(number, [0.5]), "y"], 7)
+    model = estimator.LinearRegressor([cross], tmp_path / "model")
+    features = {"x": np.float32([[1], [2]]), "y": np.array(["a", "b"])}
+    model.train(lambda: [(features, features["x"])])
+    receive = estimator.export.build_raw_serving_input_receiver_fn(features)
+    with refused(InvalidArgumentError, ["crossed_column of numbers that have a normalizer_fn", "could not load"]):
+        model.export_saved_model(tmp_path, receive)

@@ -145,7 +145,8 @@ class CheckpointSaverHook(SessionRunHook):
         """Saves after the last step, if that was not done yet."""
         if session.step != self._timer.last_triggered_step():
             self._save(session)
-        self.sync()
+        assert self._saver is not None
+        self._saver.meet()
         for listener in self._listeners:
             listener.end(session, session.step)
 

@@ -99,6 +99,10 @@ class Dataset:
         """Returns the dataset, because its arrays are in memory."""
         return self
 
+    def make_one_shot_iterator(self) -> "OneShotIterator":
+        """Returns an object whose `get_next()` an input function returns. Source: tf.compat.v1.data.make_one_shot_iterator."""
+        return OneShotIterator(self)
+
     def __iter__(self) -> Iterator[Any]:
         import grain  # type: ignore[import-untyped]
 
@@ -107,6 +111,36 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+
+@final
+class OneShotIterator:
+    """What an input function of TensorFlow 1 gets its batches from. May be created in any context.
+
+    Args:
+      dataset: the dataset.
+
+    Source: tf.compat.v1.data.Iterator.
+
+    Example:
+      >>> from phalanx.estimator import tf1
+      >>> def input_fn():
+      ...     dataset = tf1.data.Dataset.from_tensor_slices(([[1.0], [2.0]], [3, 4])).batch(2)
+      ...     return dataset.make_one_shot_iterator().get_next()
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    def get_next(self) -> Dataset:
+        """Returns the dataset itself, for the input function to return. No graph runs it again for each batch."""
+        return self._dataset
+
+
+class experimental:  # noqa: N801  (as in TensorFlow)
+    """Names of `tf.data.experimental`."""
+
+    AUTOTUNE = AUTOTUNE
 
 
 class _Rows:

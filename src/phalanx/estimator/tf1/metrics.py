@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of `tf.compat.v1.metrics`: each creates a metric of Keras and updates it. Call them in a model function."""
+"""Metrics of `tf.compat.v1.metrics`: each creates a metric of Keras and updates it. Call them in a model function.
+
+Each returns a pair like that of TensorFlow 1. Both parts are the value so far.
+"""
 
 from typing import Any
 
@@ -7,15 +10,16 @@ import jax.numpy as jnp
 import keras
 
 from phalanx.estimator.heads import column
+from phalanx.estimator.spec import UpdatedMetric
 
 
-def _updated(metric: keras.metrics.Metric, labels: Any, predictions: Any, weights: Any) -> keras.metrics.Metric:
+def _updated(metric: keras.metrics.Metric, labels: Any, predictions: Any, weights: Any) -> UpdatedMetric:
     # Keras takes the mean over the last dim, which must not be that of the rows.
     metric.update_state(column(labels), column(predictions), sample_weight=weights)
-    return metric
+    return UpdatedMetric(metric)
 
 
-def accuracy(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> keras.metrics.Metric:
+def accuracy(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> UpdatedMetric:
     """Returns how often predictions equal labels. Source: tf.compat.v1.metrics.accuracy."""
     labels, predictions = jnp.asarray(labels), jnp.asarray(predictions)
     return _updated(
@@ -30,46 +34,42 @@ def auc(
     num_thresholds: int = 200,
     curve: str = "ROC",
     name: str | None = None,
-) -> keras.metrics.Metric:
+) -> UpdatedMetric:
     """Returns the area under a curve. Source: tf.compat.v1.metrics.auc."""
     metric = keras.metrics.AUC(num_thresholds, curve, name=name or "auc")
     return _updated(metric, labels, predictions, weights)
 
 
-def mean(values: Any, weights: Any = None, name: str | None = None) -> keras.metrics.Metric:
+def mean(values: Any, weights: Any = None, name: str | None = None) -> UpdatedMetric:
     """Returns the mean of values. Source: tf.compat.v1.metrics.mean."""
     metric = keras.metrics.Mean(name=name or "mean")
     metric.update_state(values, sample_weight=weights)
-    return metric
+    return UpdatedMetric(metric)
 
 
-def mean_absolute_error(
-    labels: Any, predictions: Any, weights: Any = None, name: str | None = None
-) -> keras.metrics.Metric:
+def mean_absolute_error(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> UpdatedMetric:
     """Returns the mean absolute error. Source: tf.compat.v1.metrics.mean_absolute_error."""
     return _updated(keras.metrics.MeanAbsoluteError(name=name or "mean_absolute_error"), labels, predictions, weights)
 
 
-def mean_squared_error(
-    labels: Any, predictions: Any, weights: Any = None, name: str | None = None
-) -> keras.metrics.Metric:
+def mean_squared_error(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> UpdatedMetric:
     """Returns the mean squared error. Source: tf.compat.v1.metrics.mean_squared_error."""
     return _updated(keras.metrics.MeanSquaredError(name=name or "mean_squared_error"), labels, predictions, weights)
 
 
 def root_mean_squared_error(
     labels: Any, predictions: Any, weights: Any = None, name: str | None = None
-) -> keras.metrics.Metric:
+) -> UpdatedMetric:
     """Returns the root of the mean squared error. Source: tf.compat.v1.metrics.root_mean_squared_error."""
     metric = keras.metrics.RootMeanSquaredError(name=name or "root_mean_squared_error")
     return _updated(metric, labels, predictions, weights)
 
 
-def precision(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> keras.metrics.Metric:
+def precision(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> UpdatedMetric:
     """Returns the precision. Source: tf.compat.v1.metrics.precision."""
     return _updated(keras.metrics.Precision(name=name or "precision"), labels, predictions, weights)
 
 
-def recall(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> keras.metrics.Metric:
+def recall(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> UpdatedMetric:
     """Returns the recall. Source: tf.compat.v1.metrics.recall."""
     return _updated(keras.metrics.Recall(name=name or "recall"), labels, predictions, weights)

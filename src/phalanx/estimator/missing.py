@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to write instead of a name of tf.estimator that is not here."""
+
+_NO_GRAPH = "a program of JAX has no placeholders and sessions: return arrays from the input_fn"
+_MODEL_FN = "a model_fn with layers of Keras"
+_TREES = "a library of trees; TensorFlow removed these estimators before the rest"
+_PROTOS = "build_raw_serving_input_receiver_fn(features); no tf.Example is parsed"
+
+_INSTEAD = {
+    "BoostedTreesClassifier": _TREES,
+    "BoostedTreesEstimator": _TREES,
+    "BoostedTreesRegressor": _TREES,
+    "ClassificationOutput": "leave export_outputs out; an export returns the dict of predictions",
+    "FeedFnHook": _NO_GRAPH,
+    "InMemoryEvaluatorHook": "estimator.train_and_evaluate",
+    "LinearSDCA": "estimator.LinearClassifier, which trains with Ftrl",
+    "LogisticRegressionHead": "estimator.RegressionHead(loss_fn=...)",
+    "MultiHead": _MODEL_FN,
+    "MultiLabelHead": _MODEL_FN,
+    "PoissonRegressionHead": "estimator.RegressionHead(loss_fn=...)",
+    "PredictOutput": "leave export_outputs out; an export returns the dict of predictions",
+    "RNNClassifier": "a model_fn with keras.layers.LSTM",
+    "RNNEstimator": "a model_fn with keras.layers.LSTM",
+    "RegressionOutput": "leave export_outputs out; an export returns the dict of predictions",
+    "Session": _NO_GRAPH,
+    "TensorServingInputReceiver": "estimator.export.ServingInputReceiver",
+    "VocabInfo": "assign the rows in the after_create_session of a hook",
+    "call_logit_fn": "call the function",
+    "classifier_parse_example_spec": _PROTOS,
+    "control_dependencies": "leave it out; updates happen in the order of the program",
+    "get_collection": "leave it out; layers of Keras update their variables themselves",
+    "get_variable": "keras.Variable(value, name=name)",
+    "make_parse_example_spec": _PROTOS,
+    "make_stop_at_checkpoint_step_hook": "estimator.StopAtStepHook",
+    "placeholder": _NO_GRAPH,
+    "regressor_parse_example_spec": _PROTOS,
+}
+
+
+def no_such_name(module: str, name: str) -> AttributeError:
+    """Returns the error for a name that a module does not have."""
+    hint = f"\nHINT: {_INSTEAD[name]}" if name in _INSTEAD else ""
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
