@@ -87,9 +87,9 @@ class Batches:
         batches = itertools.repeat(self._dataset) if _is_batch(self._dataset) else iter(self._dataset)
         first: Any = None
         for batch in batches:
-            pair = features, labels = _split(batch)
+            features, labels = _split(batch)
             _require_names(features)
-            spec = _spec_of(pair)
+            spec = _spec_of(features, labels)
             first = spec if first is None else first
             _require_alike(spec, first)
             if labels is not None and self._labels_fn is not None:
@@ -163,24 +163,42 @@ def _numbers(tree: PyTree, name: str) -> PyTree:
     return jax.tree_util.tree_map_with_path(checked, tree)
 
 
-def _spec_of(batch: PyTree) -> PyTree:
-    """Returns the structure of a batch, and per array the kind of its dtype and its shape without the rows."""
-    batch = _to_numpy(batch)
-    return jax.tree.structure(batch), [(x.dtype.kind, x.shape[1:]) for x in jax.tree.leaves(batch)]
+def _spec_of(features: PyTree, labels: PyTree) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns the kind of dtype and the shape of a row, by the names of the arrays of a batch."""
+    named = {"features": features} | ({} if labels is None else {"labels": labels})
+    return {
+        name + jax.tree_util.keystr(path): (_KINDS.get(x.dtype.kind, str(x.dtype)), x.shape[1:])
+        for name, part in named.items()
+        for path, x in jax.tree_util.tree_leaves_with_path(_to_numpy(part))
+    }
 
 
-def _require_alike(spec: PyTree, first: PyTree) -> None:
-    if spec != first:
-        raise InputError(
-            f"a batch with {_told(spec)}",
-            f"the first batch has {_told(first)}.",
-            "return features and labels of the same names, dtypes and shapes in each batch",
-        )
+_KINDS = {
+    "b": "bools",
+    "f": "floats",
+    "i": "integers",
+    "u": "unsigned integers",
+    "U": "texts",
+    "S": "texts",
+    "O": "texts",
+}
 
 
-def _told(spec: PyTree) -> str:
-    structure, arrays = spec
-    return f"{shown(structure, 200)} and {shown(arrays, 200)}"
+def _require_alike(spec: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    for name in [*first, *spec]:
+        if spec.get(name) != first.get(name):
+            raise InputError(
+                f"a batch with {_told(name, spec)}",
+                f"the first batch has {_told(name, first)}.",
+                "return features and labels of the same names, dtypes and shapes in each batch",
+            )
+
+
+def _told(name: str, spec: Mapping[str, Any]) -> str:
+    if name not in spec:
+        return f"no {name}"
+    kind, shape = spec[name]
+    return f"{kind} of shape {('rows', *shape)} as {name}".replace("'", "", 2)
 
 
 def require_steps(name: str, value: Any) -> None:

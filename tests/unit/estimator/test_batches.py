@@ -52,10 +52,19 @@ def test_input_function_gets_what_it_asks_for():
         ([(X, np.array(["a", "b"]))], ["labels of <U1", "text cannot be computed with"]),
         ([({3: Y}, Y)], ["features of the names [3]", "names must be texts"]),
         ([({"x": Y, 3: Y}, Y)], ["features of the names ['x', 3]", "names must be texts"]),
-        ([(X, Y), ({"y": Y}, Y)], ["a batch with", "'y'", "the first batch has", "'x'"]),
-        ([(X, Y), (X, Y.astype(int))], ["a batch with", "('i', ())", "the first batch has", "('f', ())"]),
-        ([(X, Y), ({"x": np.ones((2, 3))}, Y)], ["a batch with", "(3,)", "the first batch has"]),
-        ([(X, Y), X], ["a batch with", "None", "the first batch has"]),
+        (
+            [(X, Y), ({"y": Y}, Y)],
+            ["a batch with no features['x']", "the first batch has floats of shape (rows,) as features['x']"],
+        ),
+        (
+            [(X, Y), (X, Y.astype(int))],
+            ["a batch with integers of shape (rows,) as labels", "the first batch has floats"],
+        ),
+        (
+            [(X, Y), ({"x": np.ones((2, 3))}, Y)],
+            ["a batch with floats of shape (rows, 3) as features['x']", "the first batch has floats of shape (rows,)"],
+        ),
+        ([(X, Y), X], ["a batch with no labels", "the first batch has floats of shape (rows,) as labels"]),
     ],
 )
 def test_batches_that_are_refused(batches, words):
