@@ -144,7 +144,7 @@ def tape_of_tensorflow(x):
 def test_an_operation_of_tensorflow_in_a_step(step, called, hint):
     """The error names the call, the user's line, and what to write instead."""
     strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
-    found = rf"{called}\(\.\.\.\) in a traced function \({__file__}:\d+.*of TensorFlow.*\nHINT: {hint}"
+    found = rf"{called}\(\.\.\.\) in a traced function \({__file__}:\d+.*TensorFlow.*\nHINT: {hint}"
     with pytest.raises(TraceError, match=found):
         strategy.run(step, args=(np.ones((2, 2), "float32"),))
 

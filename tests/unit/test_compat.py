@@ -760,6 +760,7 @@ def test_functions_of_the_backend():
     names = ["nn.sigmoid", "nn.softmax", "nn.binary_crossentropy", "nn.categorical_crossentropy"]
     names += ["nn.sparse_categorical_crossentropy", "core.convert_to_tensor", "core.cast", "numpy.expand_dims"]
     names += ["numpy.squeeze", "numpy.reshape", "cast"]
+    names += ["nn.max_pool", "nn.average_pool", "nn.conv", "nn.depthwise_conv", "nn.conv_transpose"]
     kept = {name: getattr(backend, name) if "." not in name else None for name in names}
     kept |= {n: getattr(getattr(backend, n.split(".")[0]), n.split(".")[1]) for n in names if "." in n}
     try:
@@ -775,11 +776,23 @@ def test_functions_of_the_backend():
         keras.ops.squeeze(keras.ops.expand_dims(x, 0), 0)
         keras.ops.reshape(x, (1, 2))
         backend.cast(x, "float16")
+        image, kernel = jnp.ones((1, 4, 4, 1)), jnp.ones((2, 2, 1, 1))
+        keras.ops.max_pool(image, 2)
+        keras.ops.average_pool(image, 2)
+        keras.ops.conv_transpose(image, kernel)
+        keras.ops.separable_conv(image, kernel, jnp.ones((1, 1, 1, 1)))  # Calls the other two.
     finally:
         for name, function in kept.items():
             module, _, attribute = name.rpartition(".")
             setattr(getattr(backend, module) if module else backend, attribute, function)
     assert set(seen) == set(names)
+
+
+def test_padding_of_transposed_convolutions():
+    """Keras computes it for JAX from the shapes and options of a layer."""
+    assert compat.transposed_padding((1, 4, 4, 2), (3, 3, 5, 2), 2, "same", None, 1) == [(2, 1), (2, 1)]
+    assert compat.is_channels_first("channels_first")
+    assert not compat.is_channels_first(None)
 
 
 @pytest.mark.slow

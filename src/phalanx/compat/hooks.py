@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras.src import backend
+from keras.src.backend.common.backend_utils import compute_conv_transpose_padding_args_for_jax
 
 from phalanx.typing import PyTree
 
@@ -41,6 +42,14 @@ def extend_backend(name: str, wrapper: Callable[..., Any]) -> None:
     module, _, function = name.rpartition(".")
     extend(getattr(backend, module) if module else backend, function)(wrapper)
 
+
+def is_channels_first(data_format: str | None) -> bool:
+    """Returns whether channels come before the spatial dims. None means what `keras.config` says."""
+    return bool(backend.standardize_data_format(data_format) == "channels_first")
+
+
+transposed_padding = compute_conv_transpose_padding_args_for_jax
+"""Returns the padding of a transposed convolution for JAX, from shapes, strides, padding, output padding and dilation."""
 
 to_tensor = backend.convert_to_tensor
 """Converts any argument of a Keras operation to an array."""

@@ -14,6 +14,7 @@ import numpy as np
 from phalanx.compat import Variable
 from phalanx.coordinator.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from phalanx.errors import InvalidArgumentError, shown
+from phalanx.kernels.platforms import compiled_for
 from phalanx.mesh.annotated import shape_dtype
 from phalanx.programs.cache import ProgramCache, Settings
 from phalanx.programs.export import export
@@ -202,8 +203,9 @@ class Steps:
             args, kwargs = jax.tree.map(fill, (args, kwargs))
             return self._strategy.run(fn, args, kwargs) if step.is_run else fn(*args, **kwargs)
 
-        with context.enter(Mode(self._strategy, None)):
-            return export(call, [*own, *drawn], self._platforms(), clips=self._homes.clips)
+        platforms = self._platforms()
+        with context.enter(Mode(self._strategy, None)), compiled_for(platforms):
+            return export(call, [*own, *drawn], platforms, clips=self._homes.clips)
 
 
 def name_of(fn: object) -> str:

@@ -9,6 +9,7 @@ from phalanx.keras.backup import BackupAndRestore
 from phalanx.keras.callbacks import SyncCheck
 from phalanx.keras.data import DatasetCreator
 from phalanx.keras.embedding import ShardedEmbedding
+from phalanx.keras.kernels import set_cpu_kernels
 from phalanx.keras.logits import set_logits_recovery
 from phalanx.keras.model_checkpoint import ModelCheckpoint
 from phalanx.keras.sidecar import SidecarEvaluator
@@ -24,5 +25,6 @@ __all__ = [
     "SyncCheck",
     "TensorBoard",
     "Tracking",
+    "set_cpu_kernels",
     "set_logits_recovery",
 ]

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces poolings and convolutions of Keras by those of `phalanx.kernels` in steps for CPUs, where they are faster."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from phalanx import compat
+from phalanx.errors import arguments
+from phalanx.kernels import convolution, platforms, pooling
+from phalanx.kernels.windows import Windows
+from phalanx.tracing import context
+from phalanx.typing import PyTree
+
+_MOST_PLACES = 128
+"""Number of elements of a window up to which its places are computed one by one. More would take long to compile."""
+_MOST_PATCHES, _MOST_PRODUCTS = 3 * 2**19, 2**23
+"""Number of floats that a gradient may store besides its arguments. With more, memory costs more than a matrix product saves."""
+_FEW_CHANNELS = 4
+
+_is_on = True
+
+
+def set_cpu_kernels(enabled: bool) -> None:
+    """Sets whether steps for CPUs compute poolings and convolutions of Keras by kernels of Phalanx. They do by default.
+
+    May be called in any context. Steps that are already compiled do not change, so call it before the first step. Programs for
+    GPUs and TPUs contain none of the kernels.
+
+    Args:
+      enabled: False for the operations of XLA.
+
+    Raises:
+      InvalidArgumentError: `enabled` is not a bool.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.keras.set_cpu_kernels(False)
+      >>> phalanx.keras.set_cpu_kernels(True)
+    """
+    global _is_on  # noqa: PLW0603
+    _is_on = arguments.flag("enabled", enabled)
+
+
+def _is_for(*arrays: Any) -> bool:
+    """Returns whether a step for CPUs is being traced, in a scope, and the arrays are floats."""
+    if not (_is_on and all(isinstance(x, jax.core.Tracer) for x in arrays[:1]) and context.has_strategy()):
+        return False
+    topology = context.current().strategy.topology
+    own = {device.platform for device in topology.devices} if topology.has_devices else ()
+    is_whole = not topology.has_devices or topology.devices_per_replica == 1
+    return is_whole and platforms.are_cpus(tuple(own)) and all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays)
+
+
+def _pooling(kernel: Callable[[jax.Array, Windows], jax.Array]) -> Callable[..., Any]:
+    def pool(
+        original: Callable[..., Any],
+        inputs: PyTree,
+        pool_size: PyTree,
+        strides: PyTree = None,
+        padding: str = "valid",
+        data_format: str | None = None,
+    ) -> Any:
+        if _is_for(inputs) and padding in ("same", "valid"):
+            rank = inputs.ndim - 2
+            dims = range(2, 2 + rank) if compat.is_channels_first(data_format) else range(1, 1 + rank)
+            sizes = _per_dim(pool_size, rank)
+            windows = Windows.over(inputs.shape, dims, sizes, _per_dim(strides or pool_size, rank), padding)
+            if math.prod(sizes) <= _MOST_PLACES and all(n > 0 for n in windows.counts(inputs.shape)):
+                return kernel(inputs, windows)
+        return original(inputs, pool_size, strides, padding, data_format)
+
+    return pool
+
+
+def _convolution(
+    original: Callable[..., Any],
+    inputs: PyTree,
+    kernel: PyTree,
+    strides: PyTree = 1,
+    padding: str = "valid",
+    data_format: str | None = None,
+    dilation_rate: PyTree = 1,
+) -> Any:
+    found = _windows(inputs, kernel, strides, padding, data_format, dilation_rate)
+    if found is not None and inputs.shape[-1] == kernel.shape[-2]:
+        inputs, kernel, windows = found
+        if math.prod(windows.sizes) == 1:
+            return convolution.pointwise(inputs, kernel, windows.strides)
+        patches = inputs.shape[0] * math.prod(windows.counts(inputs.shape)) * math.prod(kernel.shape[:-1])
+        is_slow = padding == "valid" or max(windows.strides) > 1 or inputs.shape[-1] <= _FEW_CHANNELS
+        if is_slow and patches <= _MOST_PATCHES:
+            return convolution.convolution(inputs, kernel, windows)
+    return original(inputs, kernel, strides, padding, data_format, dilation_rate)
+
+
+def _depthwise(
+    original: Callable[..., Any],
+    inputs: PyTree,
+    kernel: PyTree,
+    strides: PyTree = 1,
+    padding: str = "valid",
+    data_format: str | None = None,
+    dilation_rate: PyTree = 1,
+) -> Any:
+    found = _windows(inputs, kernel, strides, padding, data_format, dilation_rate)
+    if found is not None and math.prod(found[2].sizes) <= _MOST_PLACES and inputs.shape[-1] == kernel.shape[-2]:
+        return convolution.depthwise(*found)
+    return original(inputs, kernel, strides, padding, data_format, dilation_rate)
+
+
+def _transposed(
+    original: Callable[..., Any],
+    inputs: PyTree,
+    kernel: PyTree,
+    strides: PyTree = 1,
+    padding: str = "valid",
+    output_padding: PyTree = None,
+    data_format: str | None = None,
+    dilation_rate: PyTree = 1,
+) -> Any:
+    found = _windows(inputs, kernel, strides, padding, data_format, dilation_rate)
+    if found is not None and inputs.shape[-1] == kernel.shape[-1]:
+        x, weights, windows = found
+        if math.prod(x.shape[:-1]) * math.prod(kernel.shape[:-1]) <= _MOST_PRODUCTS:
+            pads = compat.transposed_padding(x.shape, kernel.shape, strides, padding, output_padding, dilation_rate)
+            # Keras stores the kernel of the convolution that this one is the transpose of.
+            backwards = jnp.flip(weights, tuple(range(x.ndim - 2))).swapaxes(-1, -2)
+            return convolution.transposed(x, backwards, windows.strides, tuple(map(tuple, pads)))
+    return original(inputs, kernel, strides, padding, output_padding, data_format, dilation_rate)
+
+
+def _windows(
+    inputs: Any, kernel: Any, strides: Any, padding: str, data_format: str | None, dilation_rate: Any
+) -> tuple[Any, Any, Windows] | None:
+    """Returns inputs and kernel as arrays, and the windows of a convolution; None if there is no kernel for it here."""
+    if padding not in ("same", "valid") or compat.is_channels_first(data_format):
+        return None
+    if not isinstance(inputs, jax.Array) or any(rate != 1 for rate in _per_dim(dilation_rate, inputs.ndim - 2)):
+        return None
+    weights = compat.to_tensor(kernel)
+    x = compat.to_tensor(inputs, dtype=weights.dtype)
+    if not _is_for(x, weights):
+        return None
+    rank = x.ndim - 2
+    windows = Windows.over(x.shape, range(1, 1 + rank), weights.shape[:rank], _per_dim(strides, rank), padding)
+    return (x, weights, windows) if all(n > 0 for n in windows.counts(x.shape)) else None
+
+
+def _per_dim(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
+    return (value,) * rank if isinstance(value, int) else tuple(value)
+
+
+compat.extend_backend("nn.max_pool", _pooling(pooling.max_pool))
+compat.extend_backend("nn.average_pool", _pooling(pooling.average_pool))
+compat.extend_backend("nn.conv", _convolution)
+compat.extend_backend("nn.depthwise_conv", _depthwise)
+compat.extend_backend("nn.conv_transpose", _transposed)

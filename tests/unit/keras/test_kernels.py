@@ -1,0 +1,127 @@
+"""Poolings and convolutions of Keras in steps for CPUs: the numbers of plain Keras, by other operations."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import phalanx
+from phalanx.errors import InvalidArgumentError
+from phalanx.kernels.platforms import compiled_for
+
+L = keras.layers
+X2 = np.random.default_rng(0).normal(size=(4, 9, 8, 4)).astype("float32")
+X1, X3 = X2[:, :, 0], X2[:, :6, :, None, :].repeat(3, 3)
+
+REPLACED = {
+    "max": (lambda: L.MaxPooling2D(), X2, "reduce_window"),
+    "max_overlapping": (lambda: L.MaxPooling2D(3, 2, "same"), X2, "reduce_window"),
+    "max_1d": (lambda: L.MaxPooling1D(2), X1, "reduce_window"),
+    "max_3d": (lambda: L.MaxPooling3D(2), X3, "reduce_window"),
+    "max_channels_first": (lambda: L.MaxPooling2D(2, data_format="channels_first"), X2, "reduce_window"),
+    "average": (lambda: L.AveragePooling2D(3, 2, "same"), X2, "reduce_window"),
+    "depthwise": (lambda: L.DepthwiseConv2D(3, padding="same", depth_multiplier=2), X2, "convolution"),
+    "depthwise_1d": (lambda: L.DepthwiseConv1D(3, strides=2), X1, "convolution"),
+    "separable": (lambda: L.SeparableConv2D(5, 3, padding="same"), X2, "convolution"),
+    "pointwise": (lambda: L.Conv2D(5, 1, strides=2), X2, "convolution"),
+}
+"""Layers, their inputs, and an operation of XLA that their steps do not contain."""
+
+OTHERS = {
+    "convolution": (lambda: L.Conv2D(5, 3), X2),
+    "convolution_with_strides": (lambda: L.Conv2D(5, 3, strides=2, padding="same"), X2),
+    "convolution_1d_causal": (lambda: L.Conv1D(5, 3, padding="causal"), X1),
+    "convolution_3d": (lambda: L.Conv3D(2, 2), X3),
+    "transposed": (lambda: L.Conv2DTranspose(5, 3, strides=2, padding="same"), X2),
+    "transposed_with_output_padding": (lambda: L.Conv2DTranspose(5, 3, strides=2, output_padding=1), X2),
+    "transposed_1d": (lambda: L.Conv1DTranspose(3, 4, strides=3), X1),
+    "groups": (lambda: L.Conv2D(6, 3, groups=2), X2),
+    "dilated": (lambda: L.Conv2D(5, 3, dilation_rate=2), X2),
+    "dilated_depthwise": (lambda: L.DepthwiseConv2D(2, dilation_rate=2), X2),
+    "large_window": (lambda: L.MaxPooling1D(300, 1, "same"), X1),
+}
+
+
+def made(make, x):
+    """A model of one layer, with the same weights each time."""
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input(x.shape[1:]), make()])
+
+
+def of_plain_keras(make, x):
+    """Result and gradients by the input and all weights, of Keras and JAX alone."""
+    model = made(make, x)
+
+    def loss(x, weights):
+        y, _ = model.stateless_call(weights, [], x)
+        return (y**3).sum(), y
+
+    (_, y), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+        jnp.asarray(x), [v.value for v in model.trainable_variables]
+    )
+    return jax.tree.map(np.asarray, (y, gradients[0], list(gradients[1])))
+
+
+def step_of(strategy, make, x):
+    """A step that returns the same, and does not add over replicas."""
+    with strategy.scope():
+        model = made(make, x)
+
+    def step(x):
+        with phalanx.GradientTape() as tape:
+            tape.watch(x)
+            y = model(x, training=True)
+            loss = (y**3).sum()
+        gradients = tape.gradient(loss, [x, *model.trainable_variables])
+        return y, gradients[0], gradients[1:]
+
+    return step
+
+
+def text_of(strategy, make, x):
+    """The program of such a step."""
+    step = step_of(strategy, make, x)
+    return phalanx.function(lambda x: strategy.run(step, args=(x,))).lower(x).as_text()
+
+
+@pytest.fixture
+def strategy():
+    """One device."""
+    return phalanx.OneDeviceStrategy("cpu:0")
+
+
+@pytest.mark.parametrize("name", [*REPLACED, *OTHERS])
+def test_numbers_are_those_of_keras(strategy, name):
+    """Results and gradients by inputs and weights."""
+    make, x, *_ = (REPLACED | OTHERS)[name]
+    found = jax.tree.map(np.asarray, strategy.run(step_of(strategy, make, x), args=(jnp.asarray(x),)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, of_plain_keras(make, x))
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_programs_for_cpus_alone(strategy, name):
+    """They do without the slow operation. The option, and another platform, bring it back, and both give one program."""
+    make, x, operation = REPLACED[name]
+    assert f"stablehlo.{operation}" not in text_of(strategy, make, x)
+    with compiled_for(("cpu", "cuda")):
+        other = text_of(strategy, make, x)
+    phalanx.keras.set_cpu_kernels(False)
+    try:
+        off = text_of(strategy, make, x)
+    finally:
+        phalanx.keras.set_cpu_kernels(True)
+    assert f"stablehlo.{operation}" in off
+    assert off == other
+
+
+def test_keras_outside_of_scopes():
+    """A model of plain Keras has the operations of XLA."""
+    model = made(lambda: L.MaxPooling2D(), X2)
+    assert "stablehlo.reduce_window" in jax.jit(lambda x: model(x)).lower(X2).as_text()
+
+
+def test_option_of_another_type():
+    """The error names it."""
+    with pytest.raises(InvalidArgumentError, match="enabled='no'.*True or False"):
+        phalanx.keras.set_cpu_kernels("no")
