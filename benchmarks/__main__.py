@@ -10,6 +10,7 @@ from benchmarks import (
     checkpoints,
     compile_time,
     endurance,
+    every_model,
     fit,
     host_time,
     interrupts,
@@ -31,6 +32,7 @@ from benchmarks import input as reading
 BENCHMARKS = {
     "step": step.run,
     "tensorflow": against_tensorflow.run,
+    "models": every_model.run,
     "compile": compile_time.run,
     "host": host_time.run,
     "memory": memory.run,

@@ -14,8 +14,8 @@ from benchmarks.parent import Child
 from benchmarks.report import Report, all_rounds, verdict
 
 _TURN_S = 0.15
-_PEERS = {"custom loop": "benchmarks.tensorflow_peer", "fit": "benchmarks.tensorflow_fit"}
-_OURS = {
+PEERS = {"custom loop": "benchmarks.tensorflow_peer", "fit": "benchmarks.tensorflow_fit"}
+OURS = {
     ("custom loop", "Phalanx"): ("benchmarks.with_phalanx", "prepare"),
     ("custom loop", "hand-written JAX"): ("benchmarks.with_phalanx", "prepare_hand_written"),
     ("fit", "Phalanx"): ("benchmarks.phalanx_fit", "prepare"),
@@ -52,7 +52,7 @@ def run(*, quick: bool) -> Report:
     python = peers.interpreter("tensorflow", peers.TENSORFLOW)
     rows = [(*program, *target) for program, targets in _TARGETS.items() for target in targets.items()]
     for case, kind, ours, replicas, target in rows:
-        rounds = _rounds(python, case, _PEERS[kind], _OURS[kind, ours], replicas, *((3, 2) if quick else (11, 5)))
+        rounds = rounds_of(python, case, PEERS[kind], OURS[kind, ours], replicas, *((3, 2) if quick else (11, 5)))
         tensorflow_s, jax_s = timing.medians(rounds)
         ratio = timing.median_ratio(rounds)
         speeds = [f"{1 / tensorflow_s:.1f}", f"{1 / jax_s:.1f}"]
@@ -63,9 +63,20 @@ def run(*, quick: bool) -> Report:
     return report
 
 
-def _rounds(
+def rounds_of(
     python: Path, case: str, theirs: str, program: tuple[str, str], replicas: int, rounds: int, turns: int
 ) -> list[timing.Pair]:
+    """Measures a program of tf.distribute and one of ours in turns, after it has compared their losses.
+
+    Args:
+      python: the interpreter of TensorFlow.
+      case: the name of the model.
+      theirs: the module of the program of tf.distribute.
+      program: module and function of ours.
+      replicas: number of replicas.
+      rounds: number of rounds.
+      turns: how often each measures in a round.
+    """
     with Child(python=str(python), environment={"TF_CPP_MIN_LOG_LEVEL": "2"}) as peer, Child(replicas) as ours:
         own, prepare = program
         losses = [

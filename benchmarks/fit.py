@@ -53,11 +53,8 @@ def run(*, quick: bool) -> Report:
 
 
 def _add_epochs(report: Report, case: str, steps: int, quick: bool) -> None:
-    size = (3, 1) if quick else (9, 1)
     theirs = 1 if steps == 1 else _best_of_keras(case)
-    with Child(_REPLICAS) as peer, Child(_REPLICAS) as ours:
-        difference = _difference(_prepared(peer, "keras", case, theirs), _prepared(ours, "phalanx", case, steps))
-        rounds = timing.interleaved(lambda: _seconds(peer), lambda: _seconds(ours), *size)
+    difference, rounds = rounds_of(case, theirs, steps, 3 if quick else 9)
     keras_s, phalanx_s = timing.medians(rounds)
     ratio = timing.median_ratio(rounds)
     row = [
@@ -73,6 +70,23 @@ def _add_epochs(report: Report, case: str, steps: int, quick: bool) -> None:
     report.add(row, case=case, steps=steps, steps_of_keras=theirs, difference=difference, ratio=ratio, rounds=rounds)
 
 
+def rounds_of(case: str, theirs: int, steps: int, rounds: int) -> tuple[float, list[timing.Pair]]:
+    """Measures epochs of Keras's `DataParallel` and of Phalanx in turns, after it has compared losses and accuracies.
+
+    Args:
+      case: the name of the model.
+      theirs: steps an execution of Keras.
+      steps: of Phalanx.
+      rounds: number of rounds.
+
+    Returns:
+      By which part of its value a loss or an accuracy differs most, and the rounds.
+    """
+    with Child(_REPLICAS) as peer, Child(_REPLICAS) as ours:
+        difference = _difference(_prepared(peer, "keras", case, theirs), _prepared(ours, "phalanx", case, steps))
+        return difference, timing.interleaved(lambda: _seconds(peer), lambda: _seconds(ours), rounds)
+
+
 def _best_of_keras(case: str) -> int:
     """Returns with how many steps an execution Keras is faster."""
     with Child(_REPLICAS) as single, Child(_REPLICAS) as several:
@@ -82,7 +96,7 @@ def _best_of_keras(case: str) -> int:
 
 
 def _prepared(child: Child, library: str, case: str, steps: int) -> list[float]:
-    options = {"library": library, "case": case, "steps": _EPOCH[case], "steps_per_execution": steps}
+    options = {"library": library, "case": case, "steps": _EPOCH.get(case, _STEPS), "steps_per_execution": steps}
     return child.call(f"{_CHILD}:prepare", 300, **options)
 
 

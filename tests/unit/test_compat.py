@@ -777,9 +777,9 @@ def test_functions_of_the_backend():
         keras.ops.reshape(x, (1, 2))
         backend.cast(x, "float16")
         image, kernel = jnp.ones((1, 4, 4, 1)), jnp.ones((2, 2, 1, 1))
-        keras.ops.max_pool(image, 2)
-        keras.ops.average_pool(image, 2)
-        keras.ops.conv_transpose(image, kernel)
+        keras.ops.max_pool(image, 2, 2)
+        keras.ops.average_pool(image, 2, 2)
+        keras.ops.conv_transpose(image, kernel, 1)
         keras.ops.separable_conv(image, kernel, jnp.ones((1, 1, 1, 1)))  # Calls the other two.
     finally:
         for name, function in kept.items():
