@@ -148,13 +148,15 @@ def of_keras():
     model.compile("sgd", "mse")
     data = (np.ones((2, 1), "float32"), np.ones((2, 1), "float32"))
     creator = phalanx.keras.DatasetCreator(lambda context: [np.ones(2)])
-    before = phalanx.keras.set_logits_recovery
 
-    def recover(enabled):
-        try:
-            before(enabled)
-        finally:
-            before(True)
+    def restored(switch):
+        def switched(enabled):
+            try:
+                switch(enabled)
+            finally:
+                switch(True)
+
+        return switched
 
     return {
         "DatasetCreator": Case(
@@ -225,7 +227,12 @@ def of_keras():
             },
             takes={"update_freq": COUNT, "write_steps_per_second": {"True"}},
         ),
-        "set_logits_recovery": Case(recover, {"enabled": True}, takes={"enabled": {"True"}}),
+        "set_cpu_kernels": Case(
+            restored(phalanx.keras.set_cpu_kernels), {"enabled": True}, takes={"enabled": {"True"}}
+        ),
+        "set_logits_recovery": Case(
+            restored(phalanx.keras.set_logits_recovery), {"enabled": True}, takes={"enabled": {"True"}}
+        ),
     }
 
 
