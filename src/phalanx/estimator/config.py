@@ -3,7 +3,8 @@
 
 import dataclasses
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from types import NoneType
 from typing import Any, Self, final
 
@@ -35,11 +36,20 @@ class TaskType:
 
 _DEFAULT_SECS = 600
 _REFUSED = {
-    "session_config": "a program of JAX has no session.",
-    "device_fn": "the strategy places variables.",
-    "protocol": "Phalanx chooses the protocol.",
-    "experimental_distribute": "the options of both strategies are train_distribute and eval_distribute.",
+    "session_config": ("a program of JAX has no session.", "leave session_config out"),
+    "device_fn": ("the strategy places variables.", "leave device_fn out"),
+    "protocol": ("Phalanx chooses the protocol.", "leave protocol out"),
+    "experimental_distribute": ("both strategies have an option.", "train_distribute=..., eval_distribute=..."),
+    "checkpoint_save_graph_def": ("no graph is saved in any case.", "leave checkpoint_save_graph_def out"),
 }
+
+
+def refuse_options(call: str, options: Any, refused: Mapping[str, tuple[str, str]]) -> None:
+    """Refuses options that do not have their defaults."""
+    for name, default in ((f.name, f.default) for f in fields(options) if f.name in refused):
+        value = getattr(options, name)
+        if value != default:
+            raise InvalidArgumentError(f"{call}({name}={shown(value)})", *refused[name])
 
 
 @dataclass(frozen=True)
@@ -98,17 +108,7 @@ class RunConfig:
     checkpoint_save_graph_def: bool = True
 
     def __post_init__(self) -> None:
-        for name, reason in _REFUSED.items():
-            if getattr(self, name) is not None:
-                raise InvalidArgumentError(
-                    f"RunConfig({name}={shown(getattr(self, name))})", reason, f"leave {name} out"
-                )
-        if self.checkpoint_save_graph_def is not True:
-            raise InvalidArgumentError(
-                f"checkpoint_save_graph_def={shown(self.checkpoint_save_graph_def)}",
-                "no graph is saved in any case.",
-                "leave checkpoint_save_graph_def out",
-            )
+        refuse_options("RunConfig", self, _REFUSED)
         if self.model_dir is not None:
             object.__setattr__(self, "model_dir", arguments.path("model_dir", self.model_dir))
             if not self.model_dir:

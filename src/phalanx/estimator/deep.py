@@ -7,8 +7,9 @@ from typing import Any, final
 
 from phalanx.estimator.config import RunConfig
 from phalanx.estimator.heads import Head, RegressionHead
-from phalanx.estimator.premade import HeadEstimator, Optimizer, checked_columns, class_head, dnn_logits
+from phalanx.estimator.premade import HeadEstimator, Optimizer, class_head, dnn_logits
 from phalanx.estimator.warm_start import WarmStartSettings
+from phalanx.feature_column.names import checked_columns
 
 
 @final
@@ -58,7 +59,7 @@ class DNNClassifier(HeadEstimator):
         batch_norm: bool = False,
     ) -> None:
         head = class_head(n_classes, weight_column, label_vocabulary, loss_reduction)
-        columns = checked_columns("feature_columns", feature_columns)
+        columns = checked_columns(feature_columns)
         logits_fn = dnn_logits(head, hidden_units, columns, optimizer, activation_fn, dropout, batch_norm)
         super().__init__(head, logits_fn, columns, model_dir, config, warm_start_from)
 
@@ -108,7 +109,7 @@ class DNNRegressor(HeadEstimator):
         batch_norm: bool = False,
     ) -> None:
         head = RegressionHead(label_dimension, weight_column, loss_reduction)
-        columns = checked_columns("feature_columns", feature_columns)
+        columns = checked_columns(feature_columns)
         logits_fn = dnn_logits(head, hidden_units, columns, optimizer, activation_fn, dropout, batch_norm)
         super().__init__(head, logits_fn, columns, model_dir, config, warm_start_from)
 
@@ -153,6 +154,6 @@ class DNNEstimator(HeadEstimator):
         warm_start_from: str | WarmStartSettings | None = None,
         batch_norm: bool = False,
     ) -> None:
-        columns = checked_columns("feature_columns", feature_columns)
+        columns = checked_columns(feature_columns)
         logits_fn = dnn_logits(head, hidden_units, columns, optimizer, activation_fn, dropout, batch_norm)
         super().__init__(head, logits_fn, columns, model_dir, config, warm_start_from)

@@ -7,8 +7,9 @@ from typing import Any, final
 
 from phalanx.estimator.config import RunConfig
 from phalanx.estimator.heads import Head, RegressionHead
-from phalanx.estimator.premade import HeadEstimator, Optimizer, checked_columns, class_head, linear_logits
+from phalanx.estimator.premade import HeadEstimator, Optimizer, class_head, linear_logits
 from phalanx.estimator.warm_start import WarmStartSettings
+from phalanx.feature_column.names import checked_columns
 
 
 @final
@@ -52,7 +53,7 @@ class LinearClassifier(HeadEstimator):
         sparse_combiner: str = "sum",
     ) -> None:
         head = class_head(n_classes, weight_column, label_vocabulary, loss_reduction)
-        columns = checked_columns("feature_columns", feature_columns)
+        columns = checked_columns(feature_columns)
         logits_fn = linear_logits(head, columns, optimizer, sparse_combiner)
         super().__init__(head, logits_fn, columns, model_dir, config, warm_start_from)
 
@@ -96,7 +97,7 @@ class LinearRegressor(HeadEstimator):
         sparse_combiner: str = "sum",
     ) -> None:
         head = RegressionHead(label_dimension, weight_column, loss_reduction)
-        columns = checked_columns("feature_columns", feature_columns)
+        columns = checked_columns(feature_columns)
         logits_fn = linear_logits(head, columns, optimizer, sparse_combiner)
         super().__init__(head, logits_fn, columns, model_dir, config, warm_start_from)
 
@@ -135,6 +136,6 @@ class LinearEstimator(HeadEstimator):
         sparse_combiner: str = "sum",
         warm_start_from: str | WarmStartSettings | None = None,
     ) -> None:
-        columns = checked_columns("feature_columns", feature_columns)
+        columns = checked_columns(feature_columns)
         logits_fn = linear_logits(head, columns, optimizer, sparse_combiner)
         super().__init__(head, logits_fn, columns, model_dir, config, warm_start_from)

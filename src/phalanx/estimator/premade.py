@@ -14,7 +14,6 @@ import keras
 
 from phalanx import compat, feature_column, summary
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
-from phalanx.estimator.batches import is_column
 from phalanx.estimator.class_heads import BinaryClassHead, MultiClassHead
 from phalanx.estimator.config import RunConfig
 from phalanx.estimator.estimator import Estimator
@@ -22,6 +21,7 @@ from phalanx.estimator.heads import Head
 from phalanx.estimator.optimizing import minimize
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys
 from phalanx.estimator.warm_start import WarmStartSettings
+from phalanx.feature_column.names import checked_columns
 from phalanx.typing import PyTree
 
 Optimizer: TypeAlias = str | keras.optimizers.Optimizer | Callable[[], Any]
@@ -56,13 +56,6 @@ class HeadEstimator(Estimator):
     ) -> None:
         if not isinstance(head, Head):
             raise InvalidArgumentError(f"head={shown(head)}", "must be a head.", "head=estimator.BinaryClassHead()")
-        for column in columns:
-            if not is_column(column):
-                raise InvalidArgumentError(
-                    f"feature_columns={shown(columns)}",
-                    f"{shown(column)} is not a feature column.",
-                    'feature_columns=[phalanx.feature_column.numeric_column("age")]',
-                )
 
         def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
             logits, train_op_fn = logits_fn(features, mode)
@@ -120,21 +113,6 @@ def class_head(n_classes: int, weight_column: Any, label_vocabulary: Sequence[st
         "loss_reduction": loss_reduction,
     }
     return BinaryClassHead(**options) if n_classes == 2 else MultiClassHead(n_classes, **options)
-
-
-def checked_columns(name: str, columns: Any) -> list[Any]:
-    """Returns feature columns as a list.
-
-    Raises:
-      InvalidArgumentError: one of them is not a feature column, or there is none.
-    """
-    if is_column(columns):
-        return [columns]
-    if not isinstance(columns, (list, tuple, set)) or not columns:
-        raise InvalidArgumentError(
-            f"{name}={shown(columns)}", "must be a list of feature columns.", f'{name}=[numeric_column("age")]'
-        )
-    return list(columns)
 
 
 def _units(hidden_units: Any) -> list[int]:
@@ -253,8 +231,8 @@ def combined_logits(
     """Returns the logits of a wide and a deep model, each with an optimizer of its own, and the columns of both."""
     linear_columns, linear_optimizer, combiner = linear
     deep_columns, deep_optimizer, hidden_units, activation, dropout, norm = deep
-    linear_columns = checked_columns("linear_feature_columns", linear_columns) if linear_columns else []
-    deep_columns = checked_columns("dnn_feature_columns", deep_columns) if deep_columns else []
+    linear_columns = checked_columns(linear_columns, "linear_feature_columns") if linear_columns else []
+    deep_columns = checked_columns(deep_columns, "dnn_feature_columns") if deep_columns else []
     if not linear_columns and not deep_columns:
         raise InvalidArgumentError(
             "linear_feature_columns=None and dnn_feature_columns=None",

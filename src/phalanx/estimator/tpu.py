@@ -3,7 +3,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, final
 
 from typing_extensions import override
@@ -95,7 +95,7 @@ class TPUConfig:
                 "a host calls the input function once.",
                 "per_host_input_for_training=InputPipelineConfig.PER_HOST_V2",
             )
-        _refuse("TPUConfig", self, _REFUSED)
+        estimator_config.refuse_options("TPUConfig", self, _REFUSED)
 
 
 _REFUSED = {
@@ -121,14 +121,6 @@ _REFUSED_OF_RUN = {
     "evaluation_master": ("evaluation runs where the training does.", "leave evaluation_master out"),
     "master": ("a resolver has the addresses.", "cluster=TPUClusterResolver(tpu)"),
 }
-
-
-def _refuse(call: str, options: Any, refused: Mapping[str, tuple[str, str]]) -> None:
-    """Refuses options that do not have their defaults."""
-    for name, default in ((f.name, f.default) for f in fields(options) if f.name in refused):
-        value = getattr(options, name)
-        if value != default:
-            raise InvalidArgumentError(f"{call}({name}={shown(value)})", *refused[name])
 
 
 @final
@@ -165,7 +157,7 @@ class RunConfig(estimator_config.RunConfig):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        _refuse("RunConfig", self, _REFUSED_OF_RUN)
+        estimator_config.refuse_options("RunConfig", self, _REFUSED_OF_RUN)
         if self.tpu_config is None:
             object.__setattr__(self, "tpu_config", TPUConfig())
         arguments.instance("tpu_config", self.tpu_config, TPUConfig, "tpu_config=TPUConfig()")

@@ -97,25 +97,26 @@ def checked_categorical(column: object) -> AbstractCategoricalColumn:
     return column
 
 
-def checked_columns(columns: object) -> list[AbstractColumn]:
+def checked_columns(columns: object, name: str = "feature_columns") -> list[AbstractColumn]:
     """Returns columns as a list.
 
     Args:
       columns: a column, or an iterable of columns.
+      name: name of the argument, for messages.
 
     Raises:
       InvalidArgumentError: an item is not a column, or there is none.
     """
-    hint = 'feature_columns=[phalanx.feature_column.numeric_column("age")]'
+    hint = f'{name}=[phalanx.feature_column.numeric_column("age")]'
     if isinstance(columns, AbstractColumn):
         return [columns]
     if isinstance(columns, (str, bytes, dict)) or hasattr(columns, "dtype") or not isinstance(columns, Iterable):
-        raise InvalidArgumentError(f"feature_columns={shown(columns)}", "must be a list of columns.", hint)
+        raise InvalidArgumentError(f"{name}={shown(columns)}", "must be a list of columns.", hint)
     found = list(columns)
     wrong = [column for column in found if not isinstance(column, AbstractColumn)]
     if wrong or not found:
         item = shown(wrong[0]) if wrong else "[]"
-        raise InvalidArgumentError(f"feature_columns with {item}", "must be a list of columns, not empty.", hint)
+        raise InvalidArgumentError(f"{name} with {item}", "must be a list of columns, not empty.", hint)
     return found
 
 

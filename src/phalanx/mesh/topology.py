@@ -28,6 +28,7 @@ from phalanx.mesh.devices import (
 )
 from phalanx.mesh.dispatch import Turn, process_dispatching
 from phalanx.mesh.layout import REPLICA_AXIS, AbstractLayout
+from phalanx.mesh.memory import keep_freed_memory
 from phalanx.typing import PyTree
 
 _MODEL_AXIS = 'model_axis=("model", 2)'
@@ -92,6 +93,8 @@ class Topology:
         _require_axes(self.axes, len(names))
         self._require_one_process()
         require_threads(self.devices)
+        if self.devices[0].platform == "cpu":
+            keep_freed_memory()
         axis_names, sizes = (REPLICA_AXIS, *(n for n, _ in self.axes)), (self.num_replicas, *(n for _, n in self.axes))
         # `shard_map` in `run` handles the replica axis manually. XLA partitions the program over the other axes.
         mesh = Mesh(np.array(self.devices).reshape(sizes), axis_names, axis_types=(AxisType.Auto,) * len(sizes))

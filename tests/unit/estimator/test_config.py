@@ -28,7 +28,7 @@ from phalanx.errors import InvalidArgumentError
         ({"session_config": 3}, ["session_config=3", "no session"]),
         ({"device_fn": print}, ["device_fn=", "the strategy places variables"]),
         ({"protocol": "grpc"}, ["protocol='grpc'", "Phalanx chooses"]),
-        ({"experimental_distribute": 3}, ["experimental_distribute=3", "train_distribute and eval_distribute"]),
+        ({"experimental_distribute": 3}, ["experimental_distribute=3", "both strategies have an option"]),
         ({"checkpoint_save_graph_def": False}, ["checkpoint_save_graph_def=False", "no graph is saved"]),
     ],
 )

@@ -19,9 +19,9 @@ DATA = [({"x": np.array([1, 2], "float32")}, np.array([0, 1]))]
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: estimator.LinearClassifier([]), ["feature_columns=[]", "a list of feature columns"]),
-        (lambda: estimator.LinearClassifier(3), ["feature_columns=3", "a list of feature columns"]),
-        (lambda: estimator.LinearClassifier([3]), ["feature_columns=[3]", "3 is not a feature column"]),
+        (lambda: estimator.LinearClassifier([]), ["feature_columns with []", "a list of columns, not empty"]),
+        (lambda: estimator.LinearClassifier(3), ["feature_columns=3", "a list of columns"]),
+        (lambda: estimator.LinearClassifier([3]), ["feature_columns with 3", "a list of columns"]),
         (lambda: estimator.LinearClassifier([X], n_classes=1), ["n_classes=1", "2 or more"]),
         (lambda: estimator.LinearClassifier([X], n_classes="a"), ["n_classes='a'", "2 or more"]),
         (lambda: estimator.DNNClassifier(3, [X]), ["hidden_units=3", "a list of numbers"]),

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from phalanx.errors import InvalidArgumentError, OutOfRangeError, shown
+from phalanx.mesh.memory import keep_freed_memory
 from phalanx.servers.calls import Busy, Sign
 from phalanx.servers.remote import worker_index
 from phalanx.servers.remote.plans import (
@@ -55,6 +56,8 @@ class Worker:
         self._lines: list[Line | None] = []
         self._busy = Busy()
         worker_index.worker_index = pusher.worker
+        if jax.default_backend() == "cpu":
+            keep_freed_memory()
 
     def ping(self) -> Sign:
         """Returns a heartbeat, with the user code that this worker is running."""

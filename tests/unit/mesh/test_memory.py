@@ -1,0 +1,67 @@
+"""Freed memory of programs on CPUs, in processes of their own."""
+
+import subprocess
+import sys
+
+import pytest
+
+from phalanx.mesh import memory
+
+PROGRAM = """
+import resource
+import jax, jax.numpy as jnp
+import phalanx
+
+strategy = phalanx.OneDeviceStrategy("cpu:0")
+x = jnp.ones((1024, 1024))
+
+def step(x):
+    # Sorts need a copy each, of 4 MB.
+    return jnp.sort(jnp.sort(x, axis=0) + 1, axis=1).sum()
+
+def faults(steps):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(steps):
+        strategy.run(step, args=(x,)).block_until_ready()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / steps
+
+faults(5)
+print(faults(10))
+"""
+
+
+def page_faults(**environment):
+    """How many pages a step gets from the system, after the first steps."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={"PATH": "", "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert not done.returncode, done.stderr
+    return float(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc is the C library of Linux")
+def test_steps_get_no_new_pages():
+    """The memory of a step is that of the one before, unless the user has set the thresholds of the allocator."""
+    assert page_faults() < 200
+    assert page_faults(MALLOC_TRIM_THRESHOLD_="131072") > 1000
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"])
+def test_settings_of_the_user_stay(monkeypatch, name):
+    """Nothing changes if the environment chooses an allocator, or its options."""
+    monkeypatch.setenv(name, "")
+    assert not memory.keep_freed_memory.__wrapped__()
+
+
+def test_other_systems_stay_as_they_are(monkeypatch):
+    """Only glibc has the function."""
+    monkeypatch.setattr(memory.sys, "platform", "darwin")
+    assert not memory.keep_freed_memory.__wrapped__()
+    monkeypatch.setattr(memory.sys, "platform", "linux")
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
+    assert not memory.keep_freed_memory.__wrapped__()
