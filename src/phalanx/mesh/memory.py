@@ -20,7 +20,7 @@ _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNA
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Lets glibc keep freed memory of this process for later allocations.
+    """Makes glibc keep freed memory of this process for later allocations.
 
     It does nothing if an environment variable sets the allocator or its thresholds, or if the C library is another one.
 
