@@ -70,7 +70,9 @@ def _add_epochs(report: Report, case: str, steps: int, quick: bool) -> None:
     report.add(row, case=case, steps=steps, steps_of_keras=theirs, difference=difference, ratio=ratio, rounds=rounds)
 
 
-def rounds_of(case: str, theirs: int, steps: int, rounds: int) -> tuple[float, list[timing.Pair]]:
+def rounds_of(
+    case: str, theirs: int, steps: int, rounds: int, tolerance: float = 1e-3
+) -> tuple[float, list[timing.Pair]]:
     """Measures epochs of Keras's `DataParallel` and of Phalanx in turns, after it has compared losses and accuracies.
 
     Args:
@@ -78,19 +80,21 @@ def rounds_of(case: str, theirs: int, steps: int, rounds: int) -> tuple[float, l
       theirs: steps an execution of Keras.
       steps: of Phalanx.
       rounds: number of rounds.
+      tolerance: by which part of its value a loss or an accuracy may differ.
 
     Returns:
       By which part of its value a loss or an accuracy differs most, and the rounds.
     """
     with Child(_REPLICAS) as peer, Child(_REPLICAS) as ours:
-        difference = _difference(_prepared(peer, "keras", case, theirs), _prepared(ours, "phalanx", case, steps))
+        found = _prepared(peer, "keras", case, theirs), _prepared(ours, "phalanx", case, steps)
+        difference = _difference(*found, tolerance)
         return difference, timing.interleaved(lambda: _seconds(peer), lambda: _seconds(ours), rounds)
 
 
 def _best_of_keras(case: str) -> int:
     """Returns with how many steps an execution Keras is faster."""
     with Child(_REPLICAS) as single, Child(_REPLICAS) as several:
-        _difference(_prepared(single, "keras", case, 1), _prepared(several, "keras", case, _STEPS))
+        _difference(_prepared(single, "keras", case, 1), _prepared(several, "keras", case, _STEPS), 1e-3)
         rounds = timing.interleaved(lambda: _seconds(single), lambda: _seconds(several), 3)
     return _STEPS if timing.median_ratio(rounds) > 1 else 1
 
@@ -104,10 +108,10 @@ def _seconds(child: Child) -> float:
     return child.call(f"{_CHILD}:seconds_a_step", 120, epochs=1)
 
 
-def _difference(theirs: list[float], ours: list[float]) -> float:
+def _difference(theirs: list[float], ours: list[float], tolerance: float) -> float:
     """Returns by which part of its value a loss or an accuracy differs most."""
     pairs: list[Any] = list(zip(theirs, ours, strict=True))
-    if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in pairs):
+    if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in pairs):
         raise AssertionError(f"the two compute different losses or accuracies: {pairs}")
     return max(abs(a - b) / b for a, b in pairs)
 
