@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Poolings and convolutions of Keras with their gradients, by the kernels of Phalanx for CPUs and by XLA, on one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import timing
+from benchmarks.parent import call_in_child
+from benchmarks.report import Report, all_rounds, verdict
+
+_ROWS = 32
+_CASES: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
+    "max-pooling 2x2": ((26, 26, 32), lambda layers: layers.MaxPooling2D()),
+    "max-pooling 3x3, stride 2": ((32, 32, 64), lambda layers: layers.MaxPooling2D(3, 2, "same")),
+    "average-pooling 3x3, stride 2": ((32, 32, 64), lambda layers: layers.AveragePooling2D(3, 2, "same")),
+    "depthwise convolution 3x3": ((32, 32, 16), lambda layers: layers.DepthwiseConv2D(3, padding="same")),
+    "depthwise convolution 3x3, 2 outputs a channel": (
+        (16, 16, 64),
+        lambda layers: layers.DepthwiseConv2D(3, padding="same", depth_multiplier=2),
+    ),
+    "1x1 convolution to 32 channels": ((32, 32, 16), lambda layers: layers.Conv2D(32, 1)),
+    "transposed convolution 3x3, stride 2, to 32 channels": (
+        (8, 8, 64),
+        lambda layers: layers.Conv2DTranspose(32, 3, strides=2, padding="same"),
+    ),
+    "convolution 3x3, stride 2, to 32 channels": (
+        (32, 32, 16),
+        lambda layers: layers.Conv2D(32, 3, strides=2, padding="same"),
+    ),
+    "convolution 3x3 to 64 channels": ((13, 13, 32), lambda layers: layers.Conv2D(64, 3)),
+}
+
+
+def run(*, quick: bool) -> Report:
+    """Measures each operation in a process of its own."""
+    report = Report(
+        "kernels",
+        f"Keras layers with their gradients, {_ROWS} images, one CPU device (time by XLA / time by Phalanx)",
+        ("layer", "image", "ms by XLA", "ms by Phalanx", "ratio", "target", "middle half", "all rounds"),
+    )
+    for name, (shape, _) in _CASES.items():
+        rounds = call_in_child("benchmarks.kernels:measure", 300, devices=1, name=name, rounds=3 if quick else 11)
+        xla_s, ours_s = timing.medians(rounds)
+        ratio = timing.median_ratio(rounds)
+        row = [name, "x".join(map(str, shape)), f"{xla_s * 1e3:.2f}", f"{ours_s * 1e3:.2f}", ratio]
+        row += [verdict(ratio, at_least=1.0), timing.middle_half(rounds), all_rounds(rounds)]
+        report.add(row, name=name, ratio=ratio, rounds=rounds)
+    return report
+
+
+def measure(name: str, rounds: int) -> list[timing.Pair]:
+    """In a child: pairs of seconds a step, by XLA and by Phalanx."""
+    import jax
+    import keras
+    import numpy as np
+
+    import phalanx
+
+    shape, make = _CASES[name]
+    strategy = phalanx.OneDeviceStrategy("cpu:0")
+    rng = np.random.default_rng(0)
+    with strategy.scope():
+        layer = make(keras.layers)
+        layer.build((_ROWS, *shape))
+    x = jax.numpy.asarray(rng.normal(size=(_ROWS, *shape)).astype("float32"))
+    weights = jax.numpy.asarray(rng.normal(size=layer.compute_output_shape(x.shape)).astype("float32"))
+
+    def step_by(is_ours: bool) -> Callable[[], Any]:
+        def step(x: Any, weights: Any) -> Any:
+            with phalanx.GradientTape() as tape:
+                tape.watch(x)
+                y = layer(x)
+                loss = (y * weights).sum()
+            # A network reads the result in its next layer, so that it is in memory.
+            return y, *tape.gradient(loss, [x, *layer.trainable_variables])
+
+        phalanx.keras.set_cpu_kernels(is_ours)
+        strategy.run(step, args=(x, weights))
+        return lambda: strategy.run(step, args=(x, weights))
+
+    steps = step_by(False), step_by(True)
+    for theirs, ours in zip(*(step() for step in steps), strict=True):
+        np.testing.assert_allclose(theirs, ours, rtol=1e-3, atol=1e-3)
+    counts = [timing.steps_for(step, jax.block_until_ready, 0.1) for step in steps]
+    timers = [
+        lambda step=step, count=count: timing.seconds_a_step(step, jax.block_until_ready, count)
+        for step, count in zip(steps, counts, strict=True)
+    ]
+    return timing.interleaved(*timers, rounds)
