@@ -1,5 +1,7 @@
 """An Estimator under `ParameterServerStrategy`."""
 
+import os
+
 import jax
 import keras
 import numpy as np
@@ -8,7 +10,7 @@ from typing_extensions import override
 
 import phalanx
 import phalanx.estimator as estimator
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InvalidArgumentError, ServerLostError
 from phalanx.summary.events import scalars_in
 
 ROWS, RATE = 16, 0.05
@@ -115,3 +117,59 @@ def test_parameter_servers_do_not_evaluate(strategy):
         InvalidArgumentError, match=r"(?s)eval_distribute=Parameter.*steps of a training.*HINT: .*Mirrored"
     ):
         estimator.RunConfig(eval_distribute=strategy)
+
+
+def test_training_survives_a_worker(strategy, tmp_path):
+    """A worker dies after its fifth batch. Another process takes its place, and the training makes all its steps."""
+    flag = tmp_path / "died"
+
+    def dying():
+        for i, batch in enumerate(endless()):
+            if i == 5 and not flag.exists():
+                flag.touch()
+                os._exit(1)
+            yield batch
+
+    model = estimator.Estimator(model_fn, tmp_path / "model", estimator.RunConfig(train_distribute=strategy))
+    model.train(dying, max_steps=300)
+    assert flag.exists()
+    assert model.get_variable_value("global_step") >= 300
+    np.testing.assert_allclose(model.get_variable_value("line/kernel"), [[1], [-2], [3]], atol=1e-3)
+
+
+@pytest.mark.usefixtures("strategy")  # It starts Ray, which changes the environment.
+def test_training_goes_on_after_the_loss_of_a_server(tmp_path):
+    """The error names the loss. A new training continues from the last checkpoint."""
+    # Here, because workers import this module for its datasets, and cannot import this one.
+    from processes import end, servers_of
+
+    class Ends(estimator.SessionRunHook):
+        """Ends the server after step 50, and notes the first step."""
+
+        def __init__(self, servers):
+            self.servers, self.first = servers, None
+
+        @override
+        def after_run(self, run_context, run_values):
+            run_context.session.settle()
+            self.first = self.first or run_context.session.step
+            if self.servers and run_context.session.step >= 50:
+                end(self.servers.pop())
+
+    def train(servers_lost):
+        own = phalanx.ParameterServerStrategy(workers=2, ps=1)
+        config = estimator.RunConfig(train_distribute=own, save_checkpoints_steps=20)
+        model = estimator.Estimator(model_fn, tmp_path, config)
+        hook = Ends([servers_of(own)[0]] if servers_lost else [])
+        try:
+            model.train(endless, hooks=[hook], max_steps=300)
+        finally:
+            own.close()
+        return model, hook.first
+
+    with pytest.raises(ServerLostError):
+        train(servers_lost=True)
+    model, first = train(servers_lost=False)
+    assert 40 < first < 60
+    assert model.get_variable_value("global_step") >= 300
+    np.testing.assert_allclose(model.get_variable_value("line/kernel"), [[1], [-2], [3]], atol=1e-3)
