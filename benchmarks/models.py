@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.case import NUM_CLASSES, Case, initial, sizes
 from benchmarks.zoo import ZOO
 
-__all__ = ["CASES", "COMPARED_STEPS", "LEARNING_RATE", "MLP", "Case", "initial", "sizes"]
+__all__ = ["CASES", "COMPARED_STEPS", "LEARNING_RATE", "MLP", "NUM_CLASSES", "Case", "initial", "sizes"]
 
 LEARNING_RATE = 1e-3
 COMPARED_STEPS = 16

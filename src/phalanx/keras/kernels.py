@@ -45,14 +45,18 @@ def set_cpu_kernels(enabled: bool) -> None:
     _is_on = arguments.flag("enabled", enabled)
 
 
-def _is_for(*arrays: Any) -> bool:
-    """Returns whether a step for CPUs is being traced, in a scope, and the arrays are floats."""
-    if not (_is_on and all(isinstance(x, jax.core.Tracer) for x in arrays[:1]) and context.has_strategy()):
+def _is_for(x: Any, *others: Any) -> bool:
+    """Returns whether a step for CPUs is being traced that computes `x`, in a scope, and the arrays are floats."""
+    if not (_is_on and isinstance(x, jax.core.Tracer) and context.has_strategy()):
         return False
     topology = context.current().strategy.topology
     own = {device.platform for device in topology.devices} if topology.has_devices else ()
     is_whole = not topology.has_devices or topology.devices_per_replica == 1
-    return is_whole and platforms.are_cpus(tuple(own)) and all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays)
+    return (
+        is_whole
+        and platforms.are_cpus(tuple(own))
+        and all(jnp.issubdtype(one.dtype, jnp.floating) for one in (x, *others))
+    )
 
 
 def _pooling(kernel: Callable[[jax.Array, Windows], jax.Array]) -> Callable[..., Any]:
@@ -76,40 +80,36 @@ def _pooling(kernel: Callable[[jax.Array, Windows], jax.Array]) -> Callable[...,
     return pool
 
 
-def _convolution(
-    original: Callable[..., Any],
-    inputs: PyTree,
-    kernel: PyTree,
-    strides: PyTree = 1,
-    padding: str = "valid",
-    data_format: str | None = None,
-    dilation_rate: PyTree = 1,
-) -> Any:
-    found = _windows(inputs, kernel, strides, padding, data_format, dilation_rate)
-    if found is not None and inputs.shape[-1] == kernel.shape[-2]:
-        inputs, kernel, windows = found
-        if math.prod(windows.sizes) == 1:
-            return convolution.pointwise(inputs, kernel, windows.strides)
-        patches = inputs.shape[0] * math.prod(windows.counts(inputs.shape)) * math.prod(kernel.shape[:-1])
-        is_slow = padding == "valid" or max(windows.strides) > 1 or inputs.shape[-1] <= _FEW_CHANNELS
-        if is_slow and patches <= _MOST_PATCHES:
-            return convolution.convolution(inputs, kernel, windows)
-    return original(inputs, kernel, strides, padding, data_format, dilation_rate)
+def _convolving(kernel_of: Callable[[jax.Array, jax.Array, Windows], jax.Array | None]) -> Callable[..., Any]:
+    def convolve(
+        original: Callable[..., Any],
+        inputs: PyTree,
+        kernel: PyTree,
+        strides: PyTree = 1,
+        padding: str = "valid",
+        data_format: str | None = None,
+        dilation_rate: PyTree = 1,
+    ) -> Any:
+        found = _windows(inputs, kernel, strides, padding, data_format, dilation_rate)
+        result = None if found is None or inputs.shape[-1] != kernel.shape[-2] else kernel_of(*found)
+        return original(inputs, kernel, strides, padding, data_format, dilation_rate) if result is None else result
+
+    return convolve
 
 
-def _depthwise(
-    original: Callable[..., Any],
-    inputs: PyTree,
-    kernel: PyTree,
-    strides: PyTree = 1,
-    padding: str = "valid",
-    data_format: str | None = None,
-    dilation_rate: PyTree = 1,
-) -> Any:
-    found = _windows(inputs, kernel, strides, padding, data_format, dilation_rate)
-    if found is not None and math.prod(found[2].sizes) <= _MOST_PLACES and inputs.shape[-1] == kernel.shape[-2]:
-        return convolution.depthwise(*found)
-    return original(inputs, kernel, strides, padding, data_format, dilation_rate)
+def _convolution(x: jax.Array, kernel: jax.Array, windows: Windows) -> jax.Array | None:
+    """Returns a convolution, or None if that of XLA is not slower."""
+    if math.prod(windows.sizes) == 1:
+        return convolution.pointwise(x, kernel, windows.strides)
+    patches = x.shape[0] * math.prod(windows.counts(x.shape)) * math.prod(kernel.shape[:-1])
+    is_unpadded = not any(map(any, windows.padding))
+    is_slow = is_unpadded or max(windows.strides) > 1 or x.shape[-1] <= _FEW_CHANNELS
+    return convolution.convolution(x, kernel, windows) if is_slow and patches <= _MOST_PATCHES else None
+
+
+def _depthwise(x: jax.Array, kernel: jax.Array, windows: Windows) -> jax.Array | None:
+    """Returns a convolution that keeps channels apart, or None if its windows are too large."""
+    return convolution.depthwise(x, kernel, windows) if math.prod(windows.sizes) <= _MOST_PLACES else None
 
 
 def _transposed(
@@ -156,6 +156,6 @@ def _per_dim(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
 
 compat.extend_backend("nn.max_pool", _pooling(pooling.max_pool))
 compat.extend_backend("nn.average_pool", _pooling(pooling.average_pool))
-compat.extend_backend("nn.conv", _convolution)
-compat.extend_backend("nn.depthwise_conv", _depthwise)
+compat.extend_backend("nn.conv", _convolving(_convolution))
+compat.extend_backend("nn.depthwise_conv", _convolving(_depthwise))
 compat.extend_backend("nn.conv_transpose", _transposed)

@@ -28,20 +28,6 @@ from phalanx.errors import (
 Pair = collections.namedtuple("Pair", ["a", "b"])
 
 
-@pytest.fixture(scope="module")
-def strategy():
-    """Two workers and one server."""
-    strategy = phalanx.ParameterServerStrategy(workers=2, ps=1)
-    yield strategy
-    strategy.close()
-
-
-@pytest.fixture(scope="module")
-def coordinator(strategy):
-    """The strategy's."""
-    return ClusterCoordinator(strategy)
-
-
 @pytest.fixture
 def counter(strategy):
     """A variable that counts."""

@@ -18,14 +18,6 @@ X = np.random.default_rng(0).normal(size=(160, 3)).astype("float32")
 Y = X @ np.float32([[1], [-2], [3]])
 
 
-@pytest.fixture(scope="module")
-def strategy():
-    """Two workers and one server."""
-    strategy = phalanx.ParameterServerStrategy(workers=2, ps=1)
-    yield strategy
-    strategy.close()
-
-
 def model_fn(features, labels, mode):
     """A linear model."""
     predictions = keras.layers.Dense(1, name="line")(features)

@@ -8,27 +8,11 @@ import keras
 import numpy as np
 import pytest
 
-import phalanx
 from phalanx import summary
-from phalanx.coordinator import ClusterCoordinator
 from phalanx.errors import InvalidArgumentError
 from phalanx.summary.events import scalars_in
 
 STEPS = 24
-
-
-@pytest.fixture(scope="module")
-def strategy():
-    """Two workers and one server."""
-    strategy = phalanx.ParameterServerStrategy(workers=2, ps=1)
-    yield strategy
-    strategy.close()
-
-
-@pytest.fixture(scope="module")
-def coordinator(strategy):
-    """The strategy's."""
-    return ClusterCoordinator(strategy)
 
 
 @pytest.fixture
