@@ -13,10 +13,10 @@ import jax, jax.numpy as jnp
 import phalanx
 
 strategy = phalanx.OneDeviceStrategy("cpu:0")
-x = jnp.ones((1024, 1024))
+x = jnp.ones((512, 1024))
 
 def step(x):
-    # Sorts need a copy each, of 4 MB.
+    # Sorts need a copy each, of 2 MB.
     return jnp.sort(jnp.sort(x, axis=0) + 1, axis=1).sum()
 
 def faults(steps):
@@ -25,13 +25,13 @@ def faults(steps):
         strategy.run(step, args=(x,)).block_until_ready()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / steps
 
-faults(5)
-print(faults(10))
+# The first steps of each thread of XLA get pages for an arena of its own.
+print(min(faults(5) for _ in range(10)))
 """
 
 
 def page_faults(**environment):
-    """How many pages a step gets from the system, after the first steps."""
+    """How many pages a step gets from the system, in the quietest of ten rounds."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env={"PATH": "", "JAX_PLATFORMS": "cpu", **environment},
@@ -47,8 +47,8 @@ def page_faults(**environment):
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is the C library of Linux")
 def test_steps_get_no_new_pages():
     """The memory of a step is that of the one before, unless the user has set the thresholds of the allocator."""
-    assert page_faults() < 200
-    assert page_faults(MALLOC_TRIM_THRESHOLD_="131072") > 1000
+    assert page_faults() < 100
+    assert page_faults(MALLOC_TRIM_THRESHOLD_="131072") > 400
 
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"])
