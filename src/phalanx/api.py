@@ -33,6 +33,7 @@ from phalanx.tracing.control_flow import cond, remat, scan, while_loop
 from phalanx.programs.function import function
 
 from phalanx import keras
+from phalanx.forecast import Estimate, Estimates, estimate
 from phalanx.mesh.layout import fully_sharded
 from phalanx.input.distributed import DistributedDataset
 from phalanx.input.iterator import DistributedIterator
@@ -67,6 +68,8 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "Estimate",
+    "Estimates",
     "GradientTape",
     "HierarchicalCopyAllReduce",
     "InputContext",
@@ -96,6 +99,7 @@ __all__ = [
     "data",
     "describe",
     "errors",
+    "estimate",
     "estimator",
     "experimental",
     "experimental_set_strategy",

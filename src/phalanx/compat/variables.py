@@ -275,6 +275,44 @@ def _make(original: Callable[..., Any], self: Variable, initializer: object, *ar
     original(self, lambda shape, dtype: keras.ops.convert_to_tensor(value, dtype=dtype), *args[3:], **given)
 
 
+_smallest: list[int] = []
+"""The number of bytes from which a new variable gets no array. Empty if all variables get arrays."""
+
+
+@contextmanager
+def without_large_values(num_bytes: int) -> Iterator[None]:
+    """Creates variables of at least `num_bytes` bytes without a value inside the context. Reading such a variable gives zeros."""
+    _smallest.append(num_bytes)
+    try:
+        yield
+    finally:
+        _smallest.pop()
+
+
+def is_hollow(variable: Variable) -> bool:
+    """Whether `variable` was created without a value, and has got none since."""
+    return variable._value is None and "_phalanx_hollow" in vars(variable)
+
+
+@extend(Variable, "_initialize_with_initializer")
+def _initialize(original: Callable[..., Any], self: Variable, initializer: Callable[..., Any]) -> None:
+    if not _smallest or math.prod(self._shape) * jnp.dtype(self._dtype).itemsize < _smallest[-1]:
+        original(self, initializer)
+        return
+    self._initialize_layout()
+    self._phalanx_hollow, self._value = True, None
+
+
+def _read_zeros(variable: Variable) -> bool:
+    if not is_hollow(variable):
+        return False
+    variable._value = jnp.zeros(variable._shape, variable._dtype)
+    return True
+
+
+on_first_read(_read_zeros)
+
+
 @extend(Variable, "assign")
 def _assign(original: Callable[..., jax.Array], self: Variable, value: ArrayLike) -> jax.Array:
     if isinstance(value, (np.ndarray, np.generic, int, float)) and layout_of(self) is not None:

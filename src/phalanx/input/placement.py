@@ -5,7 +5,8 @@ XLA compiles one program per shape. A dataset therefore keeps one layout, `place
 rows is padded and carries a mask of the real rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -58,6 +59,20 @@ _MASKS_KEPT = 4
 _ROWS = attrgetter("rows")
 
 
+_wrapping: list[bool] = []
+"""Not empty while the only replica of a strategy gets a `PerReplica`, too."""
+
+
+@contextmanager
+def always_per_replica() -> Iterator[None]:
+    """Places batches in the context as `PerReplica` also for one replica, so that their rows can be told from other arrays."""
+    _wrapping.append(True)
+    try:
+        yield
+    finally:
+        _wrapping.pop()
+
+
 class Placement:
     """Places the pieces of one dataset on the devices, in one layout unless the dataset forbids it.
 
@@ -96,7 +111,7 @@ class Placement:
         is_full = {*map(_ROWS, steps)} == {places * replicas}
         parts = steps[0].piece.parts
         # One replica and no short batches: return plain arrays, which are cheaper than `PerReplica`.
-        if room is None and is_full and replicas == 1 and not self._is_masked:
+        if room is None and is_full and replicas == 1 and not self._is_masked and not _wrapping:
             return self._topology.put_replicated(jax.tree.map(self._own, parts[0])) if self._fetches else parts[0]
         mask = self._mask(steps, room) if self._is_masked or not is_full else None
         # Batches of a dataset function may be on their devices already. Join them without a copy through the host.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `phalanx run`, `phalanx cluster`, `phalanx doctor`, `phalanx env` and `phalanx checkpoint`."""
+"""The command line: `phalanx run`, `cluster`, `doctor`, `env`, `estimate` and `checkpoint`."""
 
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -158,6 +158,57 @@ def env(is_json: bool) -> None:
     sys.exit(_child("phalanx.mesh.environment", ["--json"] if is_json else []))
 
 
+@main.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--topology",
+    "topologies",
+    multiple=True,
+    required=True,
+    help="For example v5e:16x16, 2*v5e:16x16, v5p:1,16,4096, h100:8, h100:512x8 or cpu:2. May be repeated.",
+)
+@click.option(
+    "--devices",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Number of CPU devices that SCRIPT sees: those of one replica, or the most of any cpu:N.",
+)
+@click.option("--output", multiple=True, help="Also write this file: .json, or .png, .svg, .pdf. May be repeated.")
+@click.option("-m", "is_module", is_flag=True, help="Treat SCRIPT as the name of a module, like `python -m`.")
+@click.argument("target", metavar="SCRIPT")
+@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+def estimate(  # noqa: PLR0917
+    topologies: Sequence[str],
+    devices: int,
+    output: Sequence[str],
+    is_module: bool,
+    target: str,
+    arguments: Sequence[str],
+) -> None:
+    """Predicts a step of SCRIPT on hardware that is not here.
+
+    Runs SCRIPT on CPUs until its first training step, which the real compiler then compiles for each topology. Nothing runs
+    there. A replica gets as many rows as in SCRIPT with one replica. The exit code is 0 if the step fits everywhere, and 1 if
+    it does not.
+    """
+    with _errors_told():
+        Request(target, tuple(arguments), is_module=is_module).check_script()
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PHALANX_CPU_DEVICES": str(devices),
+        # The compilers must neither look for hardware nor measure on it.
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip(),
+    }
+    kind = "module" if is_module else "script"
+    sys.exit(
+        _child("phalanx.forecast", [" ".join(topologies), "\n".join(output), kind, target, *arguments], environment)
+    )
+
+
 @main.group()
 def checkpoint() -> None:
     """Lists, shows, compares and exports checkpoints of `phalanx.train`."""
@@ -205,9 +256,9 @@ def _require_no_evaluator(request: Request, template: str) -> None:
         )
 
 
-def _child(module: str, arguments: Sequence[str]) -> int:
+def _child(module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
     """Runs a module in a child process, because the launcher does not import JAX. Returns its exit code."""
-    return subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode
+    return subprocess.run([sys.executable, "-m", module, *arguments], check=False, env=environment).returncode
 
 
 def _show(resolver: ClusterResolver, spec: ClusterSpec) -> None:

@@ -352,6 +352,15 @@ class Topology:
 
 
 @final
+class AbsentTopology(Topology):
+    """A topology of devices that need not exist, for programs that are compiled and do not run here."""
+
+    @override
+    def _require_readable(self) -> None:
+        """Does nothing, because nothing is read."""
+
+
+@final
 class Nowhere(Topology):
     """The topology of the default strategy: one replica without devices of its own. Values stay where they are."""
 

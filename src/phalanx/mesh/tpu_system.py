@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The TPU system of this job: connects its hosts and discovers its cores."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 
 import jax
@@ -39,6 +40,20 @@ def declare_virtual(mesh_shape: Sequence[int]) -> TPUTopology:
     return _virtual[0]
 
 
+_emulating: list[bool] = []
+"""Not empty while CPU devices emulate a TPU system that a program asks for."""
+
+
+@contextmanager
+def emulated() -> Iterator[None]:
+    """Emulates TPUs in the context: a program that asks for a TPU system gets all CPU devices, as chips in a row."""
+    _emulating.append(True)
+    try:
+        yield
+    finally:
+        _emulating.pop()
+
+
 def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> TPUTopology:
     """Connects the hosts of a TPU system and returns the coordinates of its cores.
 
@@ -71,6 +86,8 @@ def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> TP
         raise InvalidArgumentError(
             f"cluster_resolver={shown(resolver)}", "must be a ClusterResolver.", 'TPUClusterResolver("local")'
         )
+    if _emulating and not _virtual:
+        declare_virtual((len(jax.devices("cpu")), 1, 1, 1))
     if _virtual:
         return _virtual[0]
     try:

@@ -8,9 +8,9 @@ from typing import Any
 hooks: list[Callable[[Any], None]] = []
 """Functions of the arguments of a step, of which the last is called before it. Steps look at it, so it is a plain list."""
 
-watchers: list[Callable[[object, str, Callable[[], Any]], None]] = []
-"""Functions that are called before each compiled program runs: of the program, the name of its function, and a function that
-returns the program's `jax.stages.Lowered`. Programs look at it, so it is a plain list."""
+watchers: list[Callable[[Any], None]] = []
+"""Functions that are called before each compiled program runs, of its `programs.program.Call`. Programs look at it, so it is a
+plain list."""
 
 
 @contextmanager

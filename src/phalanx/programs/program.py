@@ -5,7 +5,7 @@ import functools
 import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from phalanx import compat
 from phalanx.errors import TraceError
 from phalanx.errors.deferred import failures, raise_deferred
-from phalanx.mesh.annotated import block_until_ready, with_sharding_constraint
+from phalanx.mesh.annotated import block_until_ready, shape_dtype, with_sharding_constraint
 from phalanx.mesh.dispatch import calling_back, process_dispatching
 from phalanx.mesh.topology import Topology
 from phalanx.programs import signature
@@ -51,6 +51,12 @@ class Program:
       arguments: the arguments of the first call.
       eager: whether to execute the Python code at each call instead of compiling it.
       recording: the recording key, which says what the program does with summaries.
+
+    Attributes:
+      strategy: the strategy whose devices the program runs on.
+      has_replicas: whether the function calls `Strategy.run`.
+      trains: whether the function applies an optimizer.
+      num_steps: the number of steps that the arguments are stacked for. None if they are not stacked.
     """
 
     def __init__(
@@ -64,7 +70,7 @@ class Program:
         )
         # What JAX calls if it compiles the program again. Only kept while the program runs: the function lives for as long as
         # its owner wants, and its programs for as long as the function.
-        self._called: _Call | None = _Call(fn, arguments.streams)
+        self._called: _Traced | None = _Traced(fn, arguments.streams)
         with noting_questions() as are_asked:
             found = self._trace(arguments.arrays)
             self.recording = recording if are_asked() else EITHER_WAY
@@ -74,7 +80,9 @@ class Program:
         self._output: Structure = found.outputs.structure
         self._variables, self._written = found.variables, found.written
         self._has_callback = found.has_callback
-        self._strategy = _strategy_of(found)
+        self.strategy = self._strategy = _strategy_of(found)
+        self.has_replicas, self.trains = bool(found.strategies), bool(found.optimizers)
+        self.num_steps = next((run.steps for run in found.runs if run.steps is not None), None)
         self._topology, self._updates = self._strategy.topology, found.updates
         storage = self._strategy.storage if self._strategy.updates is Updates.AFTER_PROGRAM else self._topology
         self._homes = [] if self._topology.is_single else _homes(found, self._topology)
@@ -105,7 +113,8 @@ class Program:
           batches: the batches that the program takes from iterators.
         """
         if watchers and not self._eager:
-            self._show_to(watchers, fn, arguments, batches)
+            for watch in watchers:
+                watch(Call(self, fn, arguments, batches))
         for state in self._global_seeds:
             compat.continue_global_seed(state)
         run = self._run_as_one_step if self._updates or self.draws else self._run
@@ -142,7 +151,7 @@ class Program:
             for batch in batches:
                 inputs += self._inputs(batch)
             donated, kept = self._state.take()
-            self._called = _Call(fn, arguments.streams)
+            self._called = _Traced(fn, arguments.streams)
             try:
                 outputs = (self._state.run if self._has_run else self._first_run)(self._execute, donated, kept, inputs)
             except Exception as e:
@@ -181,20 +190,30 @@ class Program:
         assert self._trace_made is not None
         signature.require_equal(self._trace_made, inputs, self._topology)
 
-    def lower(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> jax.stages.Lowered:
-        """Returns the lowered program."""
+    def traced(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> jax.stages.Traced:
+        """Returns the program before it is lowered. Only shapes enter it, so neither values nor devices need to exist."""
         with process_dispatching():
-            self._called = _Call(fn, arguments.streams)
-            inputs = [x for given in (arguments, *batches) for x in self._inputs(given)]
+            self._called = _Traced(fn, arguments.streams)
+            inputs = [x for given in (arguments, *batches) for x in self._shapes(given)]
             try:
-                return self._compiled.lower(*self._state.take(), inputs)
+                return self._compiled.trace(*self._state.shapes(), inputs)
             finally:
                 self._called = None
 
-    def _show_to(self, watching: list[Any], fn: Callable[..., Any], arguments: Arguments, batches: Any) -> None:
-        name = getattr(fn, "__qualname__", type(fn).__name__)
-        for watch in watching:
-            watch(self, name, functools.partial(self.lower, fn, arguments, batches))
+    def _shapes(self, arguments: Arguments) -> list[Any]:
+        """Returns what describes the inputs of the program. Python numbers describe themselves."""
+        pairs, topology = zip(arguments.arrays, arguments.sharded, strict=True), self._topology
+        return [
+            shape_dtype(
+                x.shape,
+                x.dtype,
+                sharding=topology.per_replica if is_sharded else topology.replicated,
+                weak_type=getattr(x, "weak_type", False),
+            )
+            if topology.has_devices and (is_sharded or isinstance(x, jax.Array))
+            else x
+            for x, is_sharded in pairs
+        ]
 
     def _inputs(self, arguments: Arguments) -> list[Any]:
         inputs, topology = list(arguments.arrays), self._topology
@@ -277,11 +296,46 @@ class Program:
         return parts
 
 
-class _Call(NamedTuple):
+class _Traced(NamedTuple):
     """The function that a program calls when it is traced, and the streams among its arguments."""
 
     fn: Callable[..., Any]
     streams: Sequence[AbstractStream]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a compiled program, before the program runs.
+
+    Args:
+      program: the program.
+      fn: its function.
+      arguments: the arguments of the call.
+      batches: the batches that the program takes from iterators.
+    """
+
+    program: Program
+    fn: Callable[..., Any]
+    arguments: Arguments
+    batches: Sequence[Arguments]
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return getattr(self.fn, "__qualname__", type(self.fn).__name__)
+
+    def trace(self) -> jax.stages.Traced:
+        """Returns the program before it is lowered."""
+        return self.program.traced(self.fn, self.arguments, self.batches)
+
+    def traced_again(self) -> "Call":
+        """Returns this call of a new program, for the devices that its strategy has now, and for converted arguments."""
+        with without_collections(), explained():
+            arguments = self.arguments.converted()
+            program = Program(self.fn, arguments, eager=False, recording=recording_key())
+        batches = program.draws.look(arguments) if program.draws else ()
+        assert batches is not None
+        return Call(program, self.fn, arguments, batches)
 
 
 class Programs:
@@ -346,7 +400,8 @@ class Programs:
         program = Program(fn, arguments, eager=False)
         batches = program.draws.look(arguments) if program.draws else ()
         assert batches is not None
-        return program.lower(fn, arguments, batches)
+        lowered: jax.stages.Lowered = program.traced(fn, arguments, batches).lower()
+        return lowered
 
 
 @contextmanager

@@ -188,7 +188,8 @@ class _Run:
         inputs = self._one_step()
         found = self._trace_replica(*inputs)
         self._warn_of_slips(found)
-        return dataclasses.replace(found, rows_each=tuple(self._find_rows(found.outputs.results, *inputs)))
+        rows_each = tuple(self._find_rows(found.outputs.results, *inputs))
+        return dataclasses.replace(found, rows_each=rows_each, steps=None if self._steps is None else self._num_steps)
 
     def _warn_of_slips(self, found: Discovery) -> None:
         """Warns of mistakes that show in the trace of one replica."""

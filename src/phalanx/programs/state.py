@@ -15,6 +15,7 @@ import numpy as np
 from phalanx import compat
 from phalanx.compat import Variable, raw_value
 from phalanx.errors import StateLostError, VariableError
+from phalanx.mesh.annotated import shape_dtype
 from phalanx.mesh.topology import Topology
 from phalanx.programs.identity import IdentityMap
 from phalanx.tracing.policy import describe, initial_components, policy_of
@@ -206,6 +207,10 @@ class State:
         """Returns the arrays of the variables that the program writes, which it may consume, and of those that it only reads."""
         return self._written.take(own=True), self._read.take(own=False) if self._read.variables else _NOTHING
 
+    def shapes(self) -> tuple[Group, Group]:
+        """Returns the shapes, dtypes and shardings of what `take` returns. Changes nothing, and needs no values."""
+        return self._written.shapes(), self._read.shapes() if self._read.variables else _NOTHING
+
     def merge(self, donated: Group, kept: Group) -> Group:
         """Returns values and components in the order of the variables."""
         return self._merged(donated[0], kept[0]), self._merged(donated[1], kept[1])
@@ -324,6 +329,25 @@ class _Variables:
             arrays[i] = None
         return arrays, components
 
+    def shapes(self) -> Group:
+        """Returns what describes the arrays and components that `take` returns."""
+        topology = self._topology
+        arrays: list[Any] = [self._shape(v) for v in self.variables]
+        parts: list[Any] = [None] * len(arrays)
+        for i in self._on_read:
+            own = arrays[i]
+            parts[i] = shape_dtype((topology.num_replicas, *own.shape), own.dtype, sharding=topology.per_replica)
+        for i in self._on_demand:
+            arrays[i] = None
+        return arrays, parts
+
+    def _shape(self, variable: Variable) -> jax.ShapeDtypeStruct:
+        shape, sharding = tuple(variable.shape), None
+        if self._topology.has_devices:
+            path = compat.layout_path(variable)
+            sharding = self._topology.replicated if self._is_lent else self._topology.sharding_of(path, shape)
+        return shape_dtype(shape, compat.dtype_of(variable), sharding=sharding)
+
     def _arrays(self, *, own: bool) -> list[Any]:
         arrays, counts = compat.shared_values(self.variables)
         self.copied = []
@@ -372,6 +396,8 @@ class _Variables:
 
     def _adopt(self, variable: Variable, slot: Slot, array: jax.Array) -> jax.Array:
         """Places a value that the user assigned, or created outside the scope, on the program's devices."""
+        if array is None and compat.is_hollow(variable):
+            array = variable.value
         if array is None:
             raise VariableError(
                 f"{describe(variable)} in a program of this process",

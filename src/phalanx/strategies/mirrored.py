@@ -2,6 +2,7 @@
 """`MirroredStrategy`: one machine, one replica per device, every variable on all devices."""
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import final
 
 import jax
@@ -11,7 +12,7 @@ from phalanx.errors import InvalidArgumentError, shown, warn_of_slip
 from phalanx.mesh.devices import device_name
 from phalanx.mesh.layout import LayoutLike, layout_of
 from phalanx.mesh.topology import Topology, axes_of
-from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
+from phalanx.strategies.synchronous import SynchronousStrategy
 
 
 @final
@@ -51,10 +52,11 @@ class MirroredStrategy(SynchronousStrategy):
         layout: LayoutLike = None,
     ) -> None:
         topology = Topology.of(devices, axes=axes_of(model_axis), layout=layout_of(layout))
-        ops = ops_within(topology) if cross_device_ops is None else cross_device_ops
-        if not isinstance(ops, CrossDeviceOps):
+        if not isinstance(cross_device_ops, (CrossDeviceOps, NoneType)):
             raise InvalidArgumentError(
-                f"cross_device_ops={shown(ops)}", "must be CrossDeviceOps.", "cross_device_ops=phalanx.NcclAllReduce()"
+                f"cross_device_ops={shown(cross_device_ops)}",
+                "must be CrossDeviceOps.",
+                "cross_device_ops=phalanx.NcclAllReduce()",
             )
         if devices is None and len(topology.devices) == 1:
             warn_of_slip(
@@ -62,4 +64,4 @@ class MirroredStrategy(SynchronousStrategy):
                 "phalanx.set_virtual_cpu_devices(2) at the top of the script to try several replicas on CPUs, or "
                 f'phalanx.OneDeviceStrategy("{device_name(topology.devices[0])}") if one replica is intended',
             )
-        super().__init__(topology, ops.for_devices(topology.first_devices))
+        super().__init__(topology, cross_device_ops and cross_device_ops.for_devices(topology.first_devices))

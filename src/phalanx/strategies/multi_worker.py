@@ -8,12 +8,11 @@ from phalanx import compat
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
-from phalanx.collectives.cross_device import NcclAllReduce
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.mesh import bootstrap
 from phalanx.mesh.topology import Topology, axes_of
 from phalanx.options import CommunicationImplementation, CommunicationOptions
-from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
+from phalanx.strategies.synchronous import SynchronousStrategy
 
 
 class MultiWorkerMirroredStrategy(SynchronousStrategy):
@@ -79,12 +78,9 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         bootstrap.start(resolver, options.timeout_seconds, stall_timeout_s or options.timeout_seconds)
         topology = Topology(tuple(jax.devices()), axes)
         _require_implementation(options.implementation, topology)
-        # Between processes, one buffer is faster than several: a message costs more than a copy into the buffer.
-        between = topology.num_workers > 1
-        ops = NcclAllReduce(num_packs=1) if between and not topology.axes else ops_within(topology)
-        super().__init__(topology, ops)
+        super().__init__(topology)
         self._resolver, self._options = resolver, options
-        if between:
+        if topology.num_workers > 1:
             with bootstrap.without_lines_of_gloo():
                 compat.agree_on_seed(lambda seed: topology.from_chief([seed])[0])
 

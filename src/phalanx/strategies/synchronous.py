@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base class of the strategies whose devices are known when they are created."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from typing_extensions import override
 
 from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
@@ -15,14 +18,14 @@ class SynchronousStrategy(Strategy):
 
     Args:
       topology: the replicas and their devices.
-      cross_device_ops: the algorithm that reduces gradients over the replicas.
+      cross_device_ops: the algorithm that reduces gradients over the replicas. None selects the fastest one.
     """
 
     def __init__(self, topology: Topology, cross_device_ops: CrossDeviceOps | None = None) -> None:
         super().__init__()
         if topology.num_workers == 1:
             bootstrap.warn_if_alone(type(self).__name__)
-        self._topology, self._cross_device_ops = topology, cross_device_ops
+        self._topology, self._chosen_ops = topology, cross_device_ops
 
     @property
     @override
@@ -37,11 +40,26 @@ class SynchronousStrategy(Strategy):
     @property
     @override
     def cross_device_ops(self) -> CrossDeviceOps | None:
-        return self._cross_device_ops if self.num_replicas_in_sync > 1 else None
+        if self.num_replicas_in_sync == 1:
+            return None
+        return self._chosen_ops or _fastest_ops(self.topology)
+
+    @contextmanager
+    def placed_on(self, topology: Topology) -> Iterator[None]:
+        """Traces programs in the context for other devices. They may be absent, because nothing is placed on them."""
+        own, self._topology = self._topology, topology
+        try:
+            yield
+        finally:
+            self._topology = own
 
 
-def ops_within(topology: Topology) -> CrossDeviceOps:
-    """Returns the fastest gradient reduction between devices of one process."""
-    # Within a process, packing saves time only for small arrays (`num_packs=None`). With a model axis nothing is
-    # packed, because arrays that are sharded over the devices of a replica would have to be gathered first.
-    return NcclAllReduce(num_packs=0 if topology.axes else None)
+def _fastest_ops(topology: Topology) -> CrossDeviceOps:
+    """Returns the fastest reduction of gradients on these devices."""
+    # With a model axis nothing is packed, because arrays that are sharded over the devices of a replica would have to be
+    # gathered first.
+    if topology.axes:
+        return NcclAllReduce(num_packs=0)
+    # Between processes, one buffer is faster than several: a message costs more than a copy into the buffer. Within a
+    # process, packing saves time only for small arrays.
+    return NcclAllReduce(num_packs=1 if topology.num_workers > 1 else None)

@@ -18,7 +18,7 @@ from phalanx.mesh.device_assignment import DeviceAssignment
 from phalanx.mesh.layout import MODEL_AXIS, AbstractLayout, LayoutLike, layout_of
 from phalanx.mesh.topology import Topology
 from phalanx.mesh.tpu_system import devices_of, initialize_tpu_system
-from phalanx.strategies.synchronous import SynchronousStrategy, ops_within
+from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.tracing import context
 
 
@@ -81,7 +81,7 @@ class TPUStrategy(SynchronousStrategy):
             cores = found.device_coordinates.reshape(-1, 1, found.mesh_rank)
             assignment = DeviceAssignment(found, cores)
         topology = _topology_of(assignment, found.num_tasks, layout_of(layout))
-        super().__init__(topology, ops_within(topology))
+        super().__init__(topology)
         self._resolver, self._is_spmd = resolver, bool(experimental_spmd_xla_partitioning)
 
     @property

@@ -3,7 +3,6 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from phalanx.errors import ContextError, InvalidArgumentError, arguments, shown
 from phalanx.mesh.annotated import stop_profile
 from phalanx.mesh.bootstrap import is_this_chief
 from phalanx.programs.before_steps import watchers
+from phalanx.programs.program import Call
 from phalanx.summary.ops import text
 
 
@@ -33,9 +33,9 @@ class CalledPrograms:
         """Returns the name and the text of each program."""
         return "\n\n".join(f"### {name}\n\n{_fenced(program)}" for name, program in self._of_program.values())
 
-    def _note(self, program: object, name: str, lower: Callable[[], Any]) -> None:
-        if program not in self._of_program:
-            self._of_program[program] = name, lower().as_text()
+    def _note(self, call: Call) -> None:
+        if call.program not in self._of_program:
+            self._of_program[call.program] = call.name, call.trace().lower().as_text()
 
 
 @dataclass

@@ -71,6 +71,7 @@ class Discovery(Notes):
       updates: optimizer updates that run after the program, without their gradients.
       rows_each: for a `Strategy.run`, per result, the number of rows per row of a padded batch. 0 if the result has no dim of
         rows.
+      steps: for a `Strategy.run` of several steps, the number of steps that its arguments are stacked for; else None.
       eager: whether the function is executed with real values instead of compiled.
     """
 
@@ -84,6 +85,7 @@ class Discovery(Notes):
     has_callback: bool
     updates: list[Update]
     rows_each: tuple[int, ...] = ()
+    steps: int | None = None
     eager: bool = False
 
     @classmethod

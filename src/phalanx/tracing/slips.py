@@ -4,6 +4,7 @@
 A false alarm is worse than a missed mistake, so each check stays silent in cases of doubt.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -62,7 +63,8 @@ def _has_primitive(jaxpr: jex.Jaxpr, name: str) -> bool:
 def _uses_replica_id(jaxpr: jex.Jaxpr) -> bool:
     """Returns whether the trace of a replica computes anything from the replica's number."""
     # Every trace has an `axis_index` equation for the replica context. What counts is whether its output is used.
-    used = {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, jex.Var)} | set(jaxpr.outvars)
+    read = itertools.chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns))
+    used = {v for v in read if isinstance(v, jex.Var)}
     return any(
         (eqn.primitive.name == "axis_index" and eqn.outvars[0] in used)
         or any(map(_uses_replica_id, jex.jaxprs_in_params(eqn.params)))

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits nests of arguments and results into arrays, which enter a program, and the rest, which selects the program."""
 
+import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -162,6 +164,20 @@ class Parts:
         self.arrays, self.sharded, self.rows, self.streams = arrays, sharded, all_rows, all_streams
 
 
+_conversions: list[Callable[[Any], Any]] = []
+"""Functions of an array that is sharded over the replicas, of which the last says what a program takes instead."""
+
+
+@contextmanager
+def converting(convert: Callable[[Any], Any]) -> Iterator[None]:
+    """Traces programs in the context for `convert(x)` instead of each array `x` that is sharded over the replicas."""
+    _conversions.append(convert)
+    try:
+        yield
+    finally:
+        _conversions.pop()
+
+
 class Arguments(Parts):
     """The arguments of one call. Numbers and arrays of any library enter the program.
 
@@ -192,7 +208,19 @@ class Arguments(Parts):
         for rows in self.rows:
             self.arrays += (rows.mask, np.int32(rows.count))
             self.sharded += (True, False)
+        if _conversions:
+            self._convert()
         self.key: Hashable = (self.structure, len(self.rows), tuple(map(_spec, self.arrays)))
+
+    def converted(self) -> "Arguments":
+        """Returns these arguments as programs take them in the current `converting` context."""
+        other = copy.copy(self)
+        other._convert()
+        return other
+
+    def _convert(self) -> None:
+        pairs = zip(self.arrays, self.sharded, strict=True)
+        self.arrays = [_conversions[-1](x) if is_sharded else x for x, is_sharded in pairs]
 
     @staticmethod
     def rebuild(

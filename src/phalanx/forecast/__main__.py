@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a script until its first training step and predicts that step. `phalanx estimate` starts it as a child process."""
+
+import runpy
+import sys
+
+from phalanx.errors import PhalanxError
+from phalanx.forecast.estimate import estimate
+
+
+def main(topologies: str, output: str, kind: str, target: str, *arguments: str) -> int:
+    """Predicts the first step of a script.
+
+    Args:
+      topologies: names of topologies, separated by spaces.
+      output: names of files to write, separated by line feeds.
+      kind: "module" or "script".
+      target: the name of a module, or the path of a script.
+      *arguments: the arguments of the script.
+
+    Returns:
+      The exit code.
+    """
+    sys.argv = [target, *arguments]
+    run = runpy.run_module if kind == "module" else runpy.run_path
+    try:
+        found = estimate(lambda: run(target, run_name="__main__"), topologies.split())
+        print()  # The script may have left an unfinished line, such as a progress bar.
+        found.print()
+        for path in output.splitlines():
+            found.save(path)
+    except PhalanxError as e:
+        print(f"phalanx: {e}", file=sys.stderr)
+        return 2
+    return 0 if all(one.fits for one in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the text of compiled programs: their collectives, the bytes that they move, and their transfers to the host.
+
+Source of the text format: https://openxla.org/xla/operation_semantics.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+_BITS = {
+    "pred": 8,
+    "s4": 4,
+    "u4": 4,
+    "s8": 8,
+    "u8": 8,
+    "s16": 16,
+    "u16": 16,
+    "f16": 16,
+    "bf16": 16,
+    "s32": 32,
+    "u32": 32,
+}
+_BITS |= {"f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "c128": 128, "f8e4m3fn": 8, "f8e5m2": 8}
+_ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\]")
+_OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
+_OPENING = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_OPERAND = re.compile(r"%([\w.-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_BODY = re.compile(r"body=%?([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+_FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
+_TO_HOST = ("infeed", "outfeed")
+_CALLBACK = re.compile(r'custom_call_target="[^"]*callback')
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of communication between devices in a program.
+
+    Args:
+      kind: for example "all-reduce".
+      dtype: dtype of the largest array.
+      num_bytes: bytes of the whole arrays, per execution of the program.
+      group: the devices of the first group that communicate, as indices into the devices of the program.
+      is_async: whether other operations run meanwhile.
+      is_between_slices: whether the runtime of TPUs carries it through the network of the data centre.
+    """
+
+    kind: str
+    dtype: str
+    num_bytes: int
+    group: tuple[int, ...]
+    is_async: bool = False
+    is_between_slices: bool = False
+
+
+@dataclass(frozen=True)
+class _Operation:
+    name: str
+    shape: str
+    kind: str
+    rest: str
+
+
+@dataclass
+class Program:
+    """What the text of a compiled program says.
+
+    Args:
+      text: the text, from `jax.stages.Compiled.as_text()`.
+
+    Attributes:
+      collectives: the communication between devices, in order.
+      num_transfers: number of transfers between device and host.
+      num_bytes: bytes that its operations read and write. An estimate for compilers that do not report it.
+    """
+
+    text: str
+    collectives: list[Collective] = field(init=False)
+    num_transfers: int = field(init=False, default=0)
+    num_bytes: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._computations, entry = _computations(self.text)
+        self.collectives = []
+        self._read(entry, 1, is_async=False, is_top=True)
+
+    def _read(self, name: str, times: int, *, is_async: bool, is_top: bool) -> None:
+        """Reads one computation, which runs `times` times. Only operations of the top level move bytes of their own."""
+        operations = self._computations.get(name, [])
+        shapes = {op.name: op.shape for op in operations}
+        for op in operations:
+            found = _collective(op, times)
+            if found is not None:
+                self.collectives.append(_with(found, is_async=is_async or found.is_async))
+            self.num_transfers += _is_transfer(op)
+            if is_top and op.kind not in _FREE and op.kind != "while":
+                read = (shapes[x] for x in _OPERAND.findall(op.rest.partition("), ")[0]) if x in shapes)
+                self.num_bytes += times * (_num_bytes(op.shape) + sum(map(_num_bytes, read)))
+            self._read_called(op, times, is_async=is_async, is_top=is_top)
+
+    def _read_called(self, op: _Operation, times: int, *, is_async: bool, is_top: bool) -> None:
+        if op.kind in (
+            "all-reduce",
+            "reduce",
+            "reduce-scatter",
+            "scatter",
+            "sort",
+            "map",
+            "reduce-window",
+            "all-reduce-start",
+        ):
+            return  # They call a scalar function.
+        body, trips = _BODY.search(op.rest), _TRIPS.search(op.rest)
+        called = _CALLED.findall(op.rest)
+        branches = _BRANCHES.search(op.rest)
+        if branches:
+            called += re.findall(r"%?([\w.-]+)", branches[1])
+        for name in called:
+            is_body = body is not None and name == body[1]
+            self._read(
+                name,
+                times * int(trips[1]) if is_body and trips else times,
+                is_async=is_async or op.kind == "async-start",
+                is_top=is_top and op.kind in ("while", "call", "conditional"),
+            )
+
+
+def _computations(text: str) -> tuple[dict[str, list[_Operation]], str]:
+    """Returns the operations of each computation, and the name of the one that the program begins with."""
+    found: dict[str, list[_Operation]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        opening = _OPENING.match(line)
+        if opening:
+            current = found.setdefault(opening[2], [])
+            entry = opening[2] if opening[1] else entry
+        elif current is not None and (match := _OPERATION.match(line)):
+            current.append(_Operation(*match.groups()))
+    return found, entry
+
+
+def _collective(op: _Operation, times: int) -> Collective | None:
+    if op.kind == "send" and (transfer := _MEGASCALE.search(op.rest)):
+        kind = transfer[1].lower().replace("_", "-")
+        return Collective(kind, _dtype(op.shape), times * _largest(op.shape), (), is_async=True, is_between_slices=True)
+    kind = op.kind.removesuffix("-start")
+    if kind not in _KINDS:
+        return None
+    group, is_started = _group(op.rest), op.kind != kind
+    # The result of a start has the operands too, unless it is that of an all-reduce.
+    size = _num_bytes(op.shape) if kind == "all-reduce" or not is_started else _largest(op.shape)
+    if kind == "reduce-scatter":
+        size *= len(group)
+    return Collective(kind, _dtype(op.shape), times * size, group, is_async=is_started)
+
+
+def _with(found: Collective, *, is_async: bool) -> Collective:
+    return Collective(found.kind, found.dtype, found.num_bytes, found.group, is_async, found.is_between_slices)
+
+
+def _is_transfer(op: _Operation) -> bool:
+    """Returns whether an operation exchanges data with the host. The transfers of slices pass through it, and do not count."""
+    if op.kind in ("send", "recv") and "is_host_transfer=true" in op.rest:
+        return _MEGASCALE.search(op.rest) is None
+    return op.kind in _TO_HOST or (op.kind == "custom-call" and _CALLBACK.search(op.rest) is not None)
+
+
+def _group(rest: str) -> tuple[int, ...]:
+    """Returns the first group of devices."""
+    if listed := _LISTED.search(rest):
+        return tuple(map(int, listed[1].split(",")))
+    if iota := _IOTA.search(rest):
+        sizes = [int(n) for n in iota[3].split(",")]
+        order = None if iota[4] is None else [int(n) for n in iota[4].split(",")]
+        ids = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
+        return tuple(ids.reshape(int(iota[1]), int(iota[2]))[0].tolist())
+    return ()
+
+
+def _arrays(shape: str) -> Iterator[tuple[str, int]]:
+    for dtype, dims in _ARRAY.findall(shape):
+        if dtype in _BITS:
+            yield dtype, _BITS[dtype] * math.prod(int(n) for n in dims.split(",") if n) // 8
+
+
+def _num_bytes(shape: str) -> int:
+    return sum(n for _, n in _arrays(shape))
+
+
+def _largest(shape: str) -> int:
+    return max((n for _, n in _arrays(shape)), default=0)
+
+
+def _dtype(shape: str) -> str:
+    return max(_arrays(shape), key=lambda pair: pair[1], default=("", 0))[0]
