@@ -10,6 +10,8 @@ _MADE_BY_OTHERS = [
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "Estimate",
+    "Estimates",
     "HierarchicalCopyAllReduce",
     "NcclAllReduce",
     "Strategy",

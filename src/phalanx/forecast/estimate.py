@@ -11,7 +11,7 @@ from typing import Any, final
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.forecast import report, roofline, targets
 from phalanx.forecast.prediction import Estimate
-from phalanx.forecast.step import Compiled, Lowered, Step, compiled, first_step
+from phalanx.forecast.step import Compiled, Lowered, Step, at_first_step, compiled
 from phalanx.forecast.targets import Target
 from phalanx.mesh.layout import AbstractLayout, fully_sharded
 
@@ -112,8 +112,14 @@ def estimate(train: Callable[[], Any], topologies: Sequence[str]) -> Estimates:
     """
     arguments.function("train", train, _CALL)
     wanted = targets.parse(topologies)
+    for target in wanted:
+        if target.chip is not None:
+            target.devices()  # Before the script spends time. CPU devices may still be declared by it.
+    return at_first_step(train, lambda step: _estimates(step, wanted))
+
+
+def _estimates(step: Step, wanted: Sequence[Target]) -> Estimates:
     places = [(target, target.devices()) for target in wanted]
-    step = first_step(train)
     # XLA compiles without the GIL, so that two compilers keep two cores busy.
     with ThreadPoolExecutor(2) as pool:
         lowered = [step.lower(devices, step.layout) for _, devices in places]

@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -24,6 +24,8 @@ from phalanx.programs.before_steps import watchers
 from phalanx.programs.program import Call
 from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.tracing.structure import Arguments, converting
+
+T = TypeVar("T")
 
 _LARGE_BYTES = 1 << 20
 """Size in bytes from which a variable gets no value, so that a model that is too large for this machine can be created."""
@@ -147,20 +149,29 @@ class Step:
         return [x for a in given for x, is_sharded in zip(a.arrays, a.sharded, strict=True) if is_sharded]
 
 
-def first_step(train: Callable[[], Any]) -> Step:
-    """Calls `train` and stops it before its first step that applies an optimizer, or else before the last that it would run.
+def at_first_step(train: Callable[[], Any], use: Callable[[Step], T]) -> T:
+    """Calls `train`, stops it before its first training step, and returns `use(step)`.
 
     Raises:
-      TraceError: `train` runs no step.
+      TraceError: `train` runs no training step.
       InvalidArgumentError: the strategy of the step has no fixed devices.
     """
-    seen: list[Call] = []
+    results: list[T] = []
 
     def watch(call: Call) -> None:
-        if call.program.has_replicas:
-            seen.append(call)
-        if call.program.trains:
-            raise _Reached
+        if not call.program.trains:
+            return
+        strategy = call.program.strategy
+        if not isinstance(strategy, SynchronousStrategy):
+            raise InvalidArgumentError(
+                f"phalanx.estimate of a step of {type(strategy).__name__}",
+                "only synchronous strategies have one program for all devices.",
+                "phalanx.MirroredStrategy()",
+            )
+        # Here and not after `train` has ended, when its model may be gone.
+        watchers.remove(watch)
+        results.append(use(Step(call, strategy)))
+        raise _Reached
 
     watchers.append(watch)
     try:
@@ -175,21 +186,15 @@ def first_step(train: Callable[[], Any]) -> Step:
     except _Reached:
         pass
     finally:
-        watchers.remove(watch)
-    if not seen:
+        if watch in watchers:
+            watchers.remove(watch)
+    if not results:
         raise TraceError(
-            "phalanx.estimate of a function that runs no step",
-            "it called neither strategy.run nor fit in the scope of a strategy.",
-            "phalanx.estimate(lambda: model.fit(x, y))",
+            "phalanx.estimate of a function that runs no training step",
+            "it called neither fit nor a step that applies an optimizer, in the scope of a strategy.",
+            "phalanx.estimate(lambda: model.fit(x, y), [...])",
         )
-    strategy = seen[-1].program.strategy
-    if not isinstance(strategy, SynchronousStrategy):
-        raise InvalidArgumentError(
-            f"phalanx.estimate of a step of {type(strategy).__name__}",
-            "only synchronous strategies have one program for all devices.",
-            "phalanx.MirroredStrategy()",
-        )
-    return Step(seen[-1], strategy)
+    return results[0]
 
 
 def compiled(lowered: Lowered) -> Compiled:

@@ -54,8 +54,8 @@ class Program:
 
     Attributes:
       strategy: the strategy whose devices the program runs on.
-      has_replicas: whether the function calls `Strategy.run`.
-      trains: whether the function applies an optimizer.
+      trains: whether the function applies an optimizer; or else whether replicas compute something from a batch without any
+        Keras variable, as a step does that takes and returns its state.
       num_steps: the number of steps that the arguments are stacked for. None if they are not stacked.
     """
 
@@ -81,7 +81,8 @@ class Program:
         self._variables, self._written = found.variables, found.written
         self._has_callback = found.has_callback
         self.strategy = self._strategy = _strategy_of(found)
-        self.has_replicas, self.trains = bool(found.strategies), bool(found.optimizers)
+        is_functional = bool(found.strategies) and not found.variables and any(arguments.sharded)
+        self.trains = bool(found.optimizers) or is_functional
         self.num_steps = next((run.steps for run in found.runs if run.steps is not None), None)
         self._topology, self._updates = self._strategy.topology, found.updates
         storage = self._strategy.storage if self._strategy.updates is Updates.AFTER_PROGRAM else self._topology
