@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,8 @@ _BODY = re.compile(r"body=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
+_AXIS = re.compile(r"'(\w+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
@@ -180,11 +183,30 @@ def _group(rest: str) -> tuple[int, ...]:
     if listed := _LISTED.search(rest):
         return tuple(map(int, listed[1].split(",")))
     if iota := _IOTA.search(rest):
-        sizes = [int(n) for n in iota[3].split(",")]
-        order = None if iota[4] is None else [int(n) for n in iota[4].split(",")]
-        ids = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
-        return tuple(ids.reshape(int(iota[1]), int(iota[2]))[0].tolist())
+        return tuple(_ids(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))[0].tolist())
+    if mesh := _MESH.search(rest):
+        return _group_of_mesh(*mesh.groups())
     return ()
+
+
+def _ids(sizes: str, order: str | None) -> Any:
+    """Returns the numbers from 0 in an array of these sizes, whose dims are then put into another order."""
+    dims = [int(n) for n in sizes.split(",")]
+    return np.arange(math.prod(dims)).reshape(dims).transpose(None if order is None else [*map(int, order.split(","))])
+
+
+def _group_of_mesh(mesh: str, sizes: str | None, order: str | None, group: str) -> tuple[int, ...]:
+    """Returns the first group of a mesh with named axes. A group is along axes, or along parts of them: `'x':(2)4`."""
+    axes = {name: int(size) for name, size, _, _ in _AXIS.findall(mesh)}
+    total = math.prod(axes.values())
+    ids = (np.arange(total) if sizes is None else _ids(sizes, order)).reshape(-1)
+    strides = dict(zip(axes, np.cumprod([1, *[*axes.values()][:0:-1]])[::-1].tolist(), strict=True))
+    places = np.zeros(1, int)
+    for name, _, before, part in _AXIS.findall(group):
+        length = int(part or axes[name])
+        step = strides[name] * (axes[name] // (int(before) * length) if part else 1)
+        places = np.add.outer(places, step * np.arange(length)).reshape(-1)
+    return tuple(ids[places].tolist())
 
 
 def _arrays(shape: str) -> Iterator[tuple[str, int]]:
