@@ -200,6 +200,23 @@ def test_direct_assign_is_the_eager_assignment():
     assert not compat.is_undoable()
 
 
+def test_large_variables_get_no_value():
+    """`Variable._initialize_with_initializer` is what gives a new variable its value, and `_initialize_layout` its layout."""
+    topology = Topology.of(["cpu:0", "cpu:1"])
+    with compat.without_large_values(1024), compat.variable_layout(topology.sharding_of, topology.mesh):
+        small, large = keras.Variable("ones", shape=(255,)), keras.Variable("ones", shape=(256,))
+        given = keras.Variable(np.ones(256, "float32"))
+    assert [compat.is_hollow(v) for v in (small, large, given)] == [False, True, False]
+    assert compat.layout_of(large) is not None
+    assert compat.raw_value(large) is None
+    assert float(keras.ops.sum(large)) == 0.0
+    large.assign(np.full(256, 2.0))
+    assert not compat.is_hollow(large)
+    assert float(keras.ops.sum(large)) == 512.0
+    after = keras.Variable("ones", shape=(256,))
+    assert float(keras.ops.sum(after)) == 256.0
+
+
 def test_undo_logs_nest():
     """The outer one takes back what the inner one has seen."""
     v = keras.Variable(1.0)

@@ -8,6 +8,10 @@ from phalanx.errors import PhalanxError
 from phalanx.forecast.estimate import estimate
 
 
+_DOES_NOT_FIT = 3
+"""The exit code if a step does not fit. An exception in the script gives 1, and an error in the command 2."""
+
+
 def main(topologies: str, output: str, kind: str, target: str, *arguments: str) -> int:
     """Predicts the first step of a script.
 
@@ -32,7 +36,7 @@ def main(topologies: str, output: str, kind: str, target: str, *arguments: str) 
     except PhalanxError as e:
         print(f"phalanx: {e}", file=sys.stderr)
         return 2
-    return 0 if all(one.fits for one in found) else 1
+    return 0 if all(one.fits for one in found) else _DOES_NOT_FIT
 
 
 if __name__ == "__main__":

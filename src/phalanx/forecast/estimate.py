@@ -115,10 +115,11 @@ def estimate(train: Callable[[], Any], topologies: Sequence[str]) -> Estimates:
     for target in wanted:
         if target.chip is not None:
             target.devices()  # Before the script spends time. CPU devices may still be declared by it.
-    return at_first_step(train, lambda step: _estimates(step, wanted))
+    return at_first_step(train, lambda step: predicted(step, wanted))
 
 
-def _estimates(step: Step, wanted: Sequence[Target]) -> Estimates:
+def predicted(step: Step, wanted: Sequence[Target]) -> Estimates:
+    """Compiles a step for several targets, and predicts it for each."""
     places = [(target, target.devices()) for target in wanted]
     # XLA compiles without the GIL, so that two compilers keep two cores busy.
     with ThreadPoolExecutor(2) as pool:

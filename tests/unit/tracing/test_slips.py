@@ -215,6 +215,20 @@ def test_a_whole_batch_as_an_array(strategy, wrap):
         wrap(lambda x: strategy.run(step, args=(x,)))(X)
 
 
+def test_branch_that_returns_a_constant(strategy):
+    """What a jaxpr returns may be a number instead of a variable."""
+    w, optimizer = weights_and_optimizer(strategy)
+
+    def step(x):
+        with phalanx.GradientTape() as tape:
+            scale = phalanx.cond(x[0, 0] > 0, lambda: 1.0, lambda: 2.0)
+            loss = phalanx.nn.compute_average_loss((x @ w)[:, 0] ** 2 * scale)
+        optimizer.apply_gradients([(tape.gradient(loss, w), w)])
+
+    with pytest.warns(SlipWarning, match="passed to run without distribution"):
+        strategy.run(step, args=(X,))
+
+
 def test_arrays_beside_a_batch_are_right(strategy):
     """So are steps that choose their rows themselves, and one replica."""
     w, optimizer = weights_and_optimizer(strategy)

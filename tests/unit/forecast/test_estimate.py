@@ -1,0 +1,327 @@
+"""Predicted steps, beside programs that were really compiled and figures that were computed by hand."""
+
+import dataclasses
+import gc
+import json
+import sys
+
+import jax
+import keras
+import numpy as np
+import pytest
+from predicted_trainings import batches, dense, fit, loop, mirrored, num_parameters
+
+import phalanx
+from phalanx.errors import InvalidArgumentError, MissingDependencyError, TraceError
+from phalanx.forecast.chips import CHIPS
+from phalanx.forecast.estimate import Estimates, predicted
+from phalanx.forecast.step import at_first_step
+from phalanx.forecast.targets import Target
+
+F32 = 4
+
+
+@pytest.mark.parametrize("train", [fit, loop])
+def test_memory_is_computed_by_hand(train):
+    """Weights and two slots of Adam, and the batch of one replica; all but the batch is reused. Counters are 64 bytes at most."""
+    (found,) = phalanx.estimate(train(mirrored(), 512, 4), ["cpu:2"])
+    kept, batch = 3 * F32 * num_parameters(512, 4), 32 * (64 + 4) * F32
+    assert 0 <= found.memory.arguments - kept - batch <= 64
+    assert 0 <= found.memory.reused - kept <= 64
+    assert (found.num_devices, found.num_replicas, found.rows_per_replica) == (2, 2, 32)
+
+
+@pytest.mark.parametrize("train", [fit, loop])
+def test_gradients_are_reduced_once(train):
+    """One all-reduce of all gradients, and of at most two numbers more."""
+    (found,) = phalanx.estimate(train(mirrored(), 512, 4), ["cpu:2"])
+    (reduced,) = found.collectives
+    assert (reduced.kind, reduced.dtype, reduced.group) == ("all-reduce", "f32", (0, 1))
+    assert 0 <= reduced.num_bytes - F32 * num_parameters(512, 4) <= 8
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_prediction_equals_what_is_compiled(count):
+    """The program that `phalanx.function` really runs on so many devices has the same memory and operations."""
+    (found,) = phalanx.estimate(loop(mirrored(), 512, 4), [f"cpu:{count}"])
+    strategy = phalanx.MirroredStrategy(count)
+    with strategy.scope():
+        model, optimizer = dense(512, 4), keras.optimizers.Adam()
+
+    @phalanx.function
+    def train(x, y):
+        def step(x, y):
+            with phalanx.GradientTape() as tape:
+                loss = phalanx.nn.compute_average_loss(keras.losses.mean_squared_error(y, model(x)))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        strategy.run(step, args=(x, y))
+
+    (batch, *_) = strategy.experimental_distribute_dataset(batches(32 * count, 4))
+    real = train.lower(*batch).compile()
+    memory = real.memory_analysis()
+    assert found.memory.arguments == memory.argument_size_in_bytes
+    assert found.memory.temporary == pytest.approx(memory.temp_size_in_bytes, rel=0.01)
+    assert found.flops == pytest.approx(real.cost_analysis()["flops"], rel=0.01)
+
+
+def test_operations_are_computed_by_hand():
+    """Each weight takes two operations per row forwards, two for its gradient, and two for the inputs' except in the first layer."""
+    (found,) = phalanx.estimate(fit(mirrored(), 512, 512, 512), ["cpu:1"])
+    products = 2 * 32 * (2 * 64 * 512 + 3 * 512 * 512 + 3 * 512 * 512)
+    assert found.flops == pytest.approx(products, rel=0.15)  # The rest is Adam's: about 14 per weight.
+
+
+def test_topologies_have_as_many_rows_per_replica():
+    """A training of one replica keeps its rows, whatever the number of replicas."""
+    found = phalanx.estimate(fit(mirrored(), 4), ["cpu:1,2,8"])
+    assert [(e.topology, e.num_replicas, e.rows_per_replica) for e in found] == [
+        ("cpu:1", 1, 32),
+        ("cpu:2", 2, 32),
+        ("cpu:8", 8, 32),
+    ]
+    assert len({e.memory.arguments for e in found}) == 1
+
+
+def test_rows_of_a_training_with_two_replicas():
+    """Each replica has half of the batch, and keeps it."""
+    (found,) = phalanx.estimate(fit(lambda: phalanx.MirroredStrategy(2), 4), ["cpu:4"])
+    assert (found.num_replicas, found.rows_per_replica) == (4, 16)
+
+
+def test_several_steps_of_one_program():
+    """The figures of memory are those of the program, which takes the batches of four steps."""
+    one, four = (
+        phalanx.estimate(fit(mirrored(), 512, 4, steps_per_execution=n), ["cpu:2"])[0] for n in (1, 4)
+    )
+    assert (one.steps_per_program, four.steps_per_program) == (1, 4)
+    assert four.rows_per_replica == 32
+    assert four.memory.arguments - one.memory.arguments == pytest.approx(3 * 32 * (64 + 4) * F32, abs=64)
+
+
+def test_divided_variables_take_their_share():
+    """Each of four devices holds a quarter of the kernels and all small biases, and gathers the kernels."""
+    (found,) = phalanx.estimate(fit(mirrored(layout=phalanx.fully_sharded()), 512, 512), ["cpu:4"])
+    kernels, biases, batch = 64 * 512 + 512 * 512, 2 * 512, 32 * (64 + 512)
+    assert found.memory.arguments == pytest.approx((3 * (kernels / 4 + biases) + batch) * F32, abs=64)
+    assert "all-gather" in {c.kind for c in found.collectives}
+
+
+def test_replicas_of_several_devices():
+    """An axis of the model: eight devices are four replicas."""
+
+    def strategy():
+        return phalanx.MirroredStrategy(2, model_axis=("model", 2), layout=phalanx.fully_sharded("model"))
+
+    (found,) = phalanx.estimate(fit(strategy, 512, 4), ["cpu:8"])
+    assert (found.num_devices, found.num_replicas) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [phalanx.MultiWorkerMirroredStrategy, phalanx.TPUStrategy, lambda: phalanx.OneDeviceStrategy("cpu:0")],
+    ids=["multi_worker", "tpu", "one_device"],
+)
+def test_other_strategies_are_predicted(strategy):
+    """Each becomes a program for the devices of the topology."""
+    (found,) = phalanx.estimate(fit(strategy, 4), ["cpu:2"])
+    assert found.num_replicas == 2
+
+
+# ---- What stays as it was
+
+
+def test_nothing_is_trained():
+    """The script stops before its first step, so its variables still have their first values."""
+    kept = []
+
+    def train():
+        with phalanx.MirroredStrategy(1).scope():
+            model = dense(4)
+            model.compile("adam", "mse")
+        kept.extend([model, [np.array(w) for w in model.get_weights()]])
+        model.fit(np.ones((32, 64)), np.ones((32, 4)), batch_size=32, verbose=0)
+
+    phalanx.estimate(train, ["cpu:2"])
+    model, before = kept
+    jax.tree.map(np.testing.assert_array_equal, model.get_weights(), before)
+    assert int(model.optimizer.iterations) == 0
+
+
+def test_training_goes_on_afterwards():
+    """A script that was predicted trains in the same process, with values in all its variables."""
+    phalanx.estimate(fit(mirrored(), 8192, 64), ["cpu:2"])
+    with phalanx.MirroredStrategy(2).scope():
+        model = dense(8192, 64)
+        model.compile("adam", "mse")
+    losses = model.fit(np.ones((128, 64)), np.ones((128, 64)), batch_size=32, epochs=3, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+
+
+def test_large_variables_have_no_values():
+    """A model of 4.3 GB with its slots is predicted in much less: only what is read has values, which are zeros."""
+    seen = []
+
+    def train():
+        with phalanx.MirroredStrategy(1).scope():
+            model = dense(1 << 12, 1 << 16)
+            model.compile("adam", "mse")
+            kernel = model.layers[-1].kernel
+            seen.append([x.shape for x in jax.live_arrays() if x.nbytes > 1 << 20])
+            seen.append(float(keras.ops.sum(kernel[0])))
+        model.fit(np.ones((8, 64)), np.ones((8, 1 << 16)), batch_size=8, verbose=0)
+
+    gc.collect()
+    before = [x.shape for x in jax.live_arrays() if x.nbytes > 1 << 20]
+    (found,) = phalanx.estimate(train, ["cpu:1"])
+    assert seen == [before, 0.0]
+    assert found.memory.arguments > 3 * F32 * (1 << 28)
+
+
+# ---- What does not fit
+
+
+class Small(Target):
+    """CPU devices with the memory of a chip that does not exist."""
+
+    def devices(self):
+        """Returns devices of this process."""
+        return jax.devices("cpu")[: self.num_devices]
+
+
+def small(count, memory):
+    """Returns so many devices with so many bytes."""
+    return Small(f"small:{count}", dataclasses.replace(CHIPS["v5e"], memory=memory), (count, 1))
+
+
+def on(target, train):
+    """Returns the prediction for one target."""
+    return at_first_step(train, lambda step: predicted(step, [target]))[0]
+
+
+def test_divided_variables_are_advised():
+    """Four devices with less memory than three copies of the weights need, but more than a quarter of that."""
+    kept = 3 * F32 * num_parameters(512, 512)
+    found = on(small(4, kept), fit(mirrored(), 512, 512, rows=4))
+    assert not found.fits
+    assert found.advice.startswith("layout=phalanx.fully_sharded(): ")
+    sharded = on(small(4, kept), fit(mirrored(layout=phalanx.fully_sharded()), 512, 512, rows=4))
+    assert sharded.fits
+    assert f"{sharded.memory.peak / 1e9:.1f} GB per device" in found.advice
+
+
+def test_fewer_rows_are_advised():
+    """One device: what is kept fits, but not what each row needs."""
+    kept = 3 * F32 * num_parameters(512, 512)
+    found = on(small(1, 3 * kept), fit(mirrored(), 512, 512, rows=4096))
+    assert found.advice.endswith(" GB per device")
+    rows = int(found.advice.split()[0])
+    assert on(small(1, 3 * kept), fit(mirrored(), 512, 512, rows=rows)).fits
+    assert not on(small(1, 3 * kept), fit(mirrored(), 512, 512, rows=2 * rows)).fits
+
+
+def test_nothing_is_advised_that_does_not_fit():
+    """The weights alone are larger than all devices together."""
+    found = on(small(2, F32 * num_parameters(512, 512)), fit(mirrored(), 512, 512))
+    assert (found.fits, found.advice) == (False, "")
+
+
+# ---- Reports
+
+
+def test_report_says_that_nothing_ran(tmp_path, capsys):
+    """The table, the file and its figures."""
+    found = phalanx.estimate(fit(mirrored(), 512, 4), ["cpu:1,2"])
+    found.print()
+    printed = capsys.readouterr().out
+    assert "predicted, not run" in printed
+    assert "cpu:2: 1 all-reduce of 141.3 kB f32 over 2 devices" in printed
+    found.save(tmp_path / "found.json")
+    read = json.loads((tmp_path / "found.json").read_text())
+    assert (read["predicted"], read["run"], len(read["estimates"])) == (True, False, 2)
+    assert read["estimates"][1]["memory"] == found[1].memory._asdict()
+    assert read["estimates"][1]["collectives"] == [
+        {"kind": "all-reduce", "dtype": "f32", "bytes": found[1].communicated, "devices": 2, "async": False}
+    ]
+
+
+def test_report_says_what_does_not_fit(capsys):
+    """Which device has too little memory, and what to change."""
+    kept = 3 * F32 * num_parameters(512, 512)
+    Estimates("step", [on(small(4, kept), fit(mirrored(), 512, 512, rows=4))]).print()
+    printed = capsys.readouterr().out
+    assert "small:4 does not fit: a device needs " in printed
+    assert "HINT: layout=phalanx.fully_sharded(): " in printed
+
+
+@pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_picture_is_drawn(tmp_path, ending, begins):
+    """A file of the format that its name says."""
+    file = tmp_path / f"found.{ending}"
+    found = on(small(2, 1e9), fit(mirrored(), 4))
+    Estimates("step", [found]).save(file)
+    assert file.read_bytes().startswith(begins)
+
+
+@pytest.mark.parametrize("path", ["found.txt", "found", 3])
+def test_other_files_are_refused(path):
+    """The message names the endings."""
+    with pytest.raises(InvalidArgumentError, match=r"path=.*must .*\nHINT: estimates.save\(\"estimate.json\"\)"):
+        Estimates("step", []).save(path)
+
+
+@pytest.mark.parametrize(
+    ("package", "show"),
+    [("rich", lambda e: e.print()), ("matplotlib.figure", lambda e: e.save("found.png"))],
+)
+def test_package_of_a_report_is_absent(monkeypatch, package, show):
+    """The message says which one to install."""
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingDependencyError, match=rf"{package.split('.')[0]} is not installed.*\nHINT: pip install"):
+        show(Estimates("step", []))
+
+
+# ---- Scripts that cannot be predicted
+
+
+def test_training_without_a_step():
+    """It only evaluates."""
+
+    def train():
+        with phalanx.MirroredStrategy(1).scope():
+            model = dense(4)
+            model.compile("adam", "mse")
+        model.evaluate(np.ones((32, 64)), np.ones((32, 4)), verbose=0)
+
+    with pytest.raises(TraceError, match=r"runs no training step: it called neither fit .*\nHINT: phalanx.estimate"):
+        phalanx.estimate(train, ["cpu:1"])
+
+
+def test_step_outside_strategies():
+    """Plain Keras has no program for several devices."""
+
+    def train():
+        model = dense(4)
+        model.compile("adam", "mse")
+        model.fit(np.ones((32, 64)), np.ones((32, 4)), epochs=1, verbose=0)
+
+    with pytest.raises((TraceError, InvalidArgumentError), match="HINT: phalanx"):
+        phalanx.estimate(train, ["cpu:1"])
+
+
+def test_error_of_a_script_is_its_own():
+    """An exception before the first step is not hidden."""
+
+    def train():
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        phalanx.estimate(train, ["cpu:1"])
+    (found,) = phalanx.estimate(fit(mirrored(), 4), ["cpu:1"])
+    assert found.fits
+
+
+def test_topologies_are_checked_before_the_script_runs():
+    """A typing error costs no time."""
+    with pytest.raises(InvalidArgumentError, match="v9"):
+        phalanx.estimate(lambda: pytest.fail("The script was run."), ["v9:4"])
