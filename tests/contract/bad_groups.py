@@ -7,6 +7,7 @@ import inspect
 import bad_cases
 import bad_checkpoints
 import bad_estimators
+import bad_forecasts
 import bad_functions
 import bad_servers
 import bad_summaries
@@ -25,6 +26,7 @@ GROUPS = {
     **bad_checkpoints.GROUPS,
     **bad_summaries.GROUPS,
     **bad_estimators.GROUPS,
+    **bad_forecasts.GROUPS,
 }
 
 ROOMS = ["phalanx", *(f"phalanx.{room}" for room in phalanx._ROOMS), "phalanx.servers.partitioners"]
@@ -48,6 +50,7 @@ EXEMPT = {
     "Strategy.execute": _HOOK,
     "Strategy.in_program": _INNER,
     "Strategy.merged": _INNER,
+    "SynchronousStrategy.placed_on": _INNER,
     "Strategy.on_all_workers": _INNER,
     "SummaryWriter.write": _INNER,
     "Tracker.log": _INNER,
@@ -62,6 +65,9 @@ EXEMPT = {
     "CheckpointReader": _MADE,
     "DistributedDataset": _MADE,
     "DistributedIterator": _MADE,
+    "Estimate": _MADE,
+    "Estimates": _MADE,
+    "Estimates.__getitem__": "it is that of the tuple that it holds",
     "NumpyDataset": "make_experimental_numpy_dataset makes it of the same argument",
     "Function": "phalanx.function makes it of the same arguments",
     "Optional": _MADE,

@@ -36,16 +36,13 @@ class Estimates(Sequence[Estimate]):
     def __len__(self) -> int:
         return len(self._estimates)
 
-    def print(self, console: Any = None) -> None:
+    def print(self) -> None:
         """Prints a table. May be called in any context.
-
-        Args:
-          console: a `rich.console.Console`. None is the terminal.
 
         Raises:
           MissingDependencyError: rich is not installed.
         """
-        report.print_table(self.name, self, console)
+        report.print_table(self.name, self)
 
     def save(self, path: str | Path) -> None:
         """Writes the predictions into a file. May be called in any context.

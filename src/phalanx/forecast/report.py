@@ -3,16 +3,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from phalanx.errors import MissingDependencyError
 from phalanx.forecast.prediction import Estimate
 
 _COLUMNS = ("topology", "replicas", "rows", "memory", "full", "FLOP", "exchanged", "step", "efficiency", "bound by")
-_WIDTH = 100
+_WIDTH = 104
 
 
-def print_table(name: str, estimates: Sequence[Estimate], console: Any = None) -> None:
+def print_table(name: str, estimates: Sequence[Estimate]) -> None:
     """Prints predictions as a table, and the collectives and the advice below it.
 
     Raises:
@@ -26,9 +25,8 @@ def print_table(name: str, estimates: Sequence[Estimate], console: Any = None) -
         raise MissingDependencyError(
             "estimates.print()", "the package rich is not installed.", 'pip install ".[cli]" in a clone of Phalanx'
         ) from e
-    if console is None:
-        console = Console(highlight=False)
-        console.width = max(console.width, _WIDTH)
+    console = Console(highlight=False)
+    console.width = max(console.width, _WIDTH)
     table = Table(title=f"One step of {name}: predicted, not run", box=box.SIMPLE, padding=(0, 1), title_justify="left")
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in ("topology", "bound by") else "right", overflow="fold")

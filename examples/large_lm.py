@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a transformer in bfloat16, which may be larger than this machine. Predict first what it needs:
+
+    phalanx estimate --topology v5e:16,256 --topology v5p:256 examples/large_lm.py --width 2048 --blocks 24 --remat
+"""
+
+import argparse
+
+import phalanx
+
+import keras  # isort: skip  (after phalanx, which chooses its backend)
+import numpy as np
+
+WORDS = 32_768
+
+
+class Block(keras.layers.Layer):
+    """Attention and two dense layers, each added to its input."""
+
+    def __init__(self, width: int, *, remat: bool) -> None:
+        super().__init__()
+        heads = max(1, width // 128)
+        self.remat = remat
+        self.norms = [keras.layers.LayerNormalization() for _ in range(2)]
+        self.attention = keras.layers.MultiHeadAttention(heads, width // heads)
+        self.expand, self.contract = keras.layers.Dense(4 * width, activation="gelu"), keras.layers.Dense(width)
+
+    def build(self, shape: tuple[int | None, ...]) -> None:
+        for norm in self.norms:
+            norm.build(shape)
+        self.attention.build(shape, shape)
+        self.expand.build(shape)
+        self.contract.build((*shape[:-1], 4 * shape[-1]))
+
+    def call(self, x: keras.KerasTensor) -> keras.KerasTensor:
+        return (keras.remat(self.compute) if self.remat else self.compute)(x)
+
+    def compute(self, x: keras.KerasTensor) -> keras.KerasTensor:
+        h = self.norms[0](x)
+        x = x + self.attention(h, h, use_causal_mask=True)
+        return x + self.contract(self.expand(self.norms[1](x)))
+
+
+def build(width: int, blocks: int, length: int, *, remat: bool) -> keras.Model:
+    words = keras.Input((length,), dtype="int32")
+    places = keras.ops.expand_dims(keras.ops.arange(length), 0)
+    x = keras.layers.Embedding(WORDS, width)(words) + keras.layers.Embedding(length, width)(places)
+    for _ in range(blocks):
+        x = Block(width, remat=remat)(x)
+    return keras.Model(words, keras.layers.Dense(WORDS, use_bias=False)(keras.layers.LayerNormalization()(x)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--length", type=int, default=512, help="number of words per row")
+    parser.add_argument("--rows", type=int, default=8, help="number of rows of a batch on one replica")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--sharded", action="store_true", help="divide the variables over the replicas")
+    parser.add_argument("--remat", action="store_true", help="compute what a block computes again in the backward pass, instead of keeping it")
+    given = parser.parse_args()
+
+    keras.mixed_precision.set_dtype_policy("mixed_bfloat16")
+    strategy = phalanx.MirroredStrategy(layout=phalanx.fully_sharded() if given.sharded else None)
+    rows = given.rows * strategy.num_replicas_in_sync
+    words = np.random.default_rng(0).integers(0, WORDS, (given.steps * rows, given.length + 1), "int32")
+    with strategy.scope():
+        model = build(given.width, given.blocks, given.length, remat=given.remat)
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    print(f"{model.count_params():,} parameters")
+    model.fit(words[:, :-1], words[:, 1:], batch_size=rows)
+
+
+if __name__ == "__main__":
+    main()
