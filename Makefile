@@ -1,10 +1,10 @@
-# Everything here sets up .venv by itself. PYTHON chooses the interpreter (3.11 or newer).
+# Everything here sets up .venv by itself, except `make gpu`. PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_INSTALLED := .venv/.demo-installed
 
-.PHONY: help demo demo-crash demo-multi-worker demo-ps test-fast test test-sources test-oldest test-newest coverage coverage-no-jax bench soak check docs clean
+.PHONY: help demo demo-crash demo-multi-worker demo-ps test-fast test test-sources test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -74,6 +74,10 @@ coverage-no-jax: $(INSTALLED) ## run the tests of the rooms without JAX, and fai
 
 bench: $(INSTALLED) ## run all benchmarks
 	$(BIN)/python -m benchmarks
+
+# With the JAX and Keras of PYTHON: needs no network and installs nothing. pytest runs the contract rows, if it is there.
+gpu: ## on a machine with GPUs: run the contract rows that fit and five benchmarks, and write out/gpu-report.md
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out out/gpu-report.md
 
 soak: $(INSTALLED) ## kill, stop and fail workers in fifty ways
 	$(BIN)/python -m benchmarks restarts

@@ -6,14 +6,16 @@ callback that looks at single steps. With several steps an execution Keras dispa
 of 1 and 16 is faster for it.
 """
 
+import functools
 import math
 from typing import Any
 
 from benchmarks import timing
+from benchmarks.devices import at_most
 from benchmarks.parent import Child, call_in_child
 from benchmarks.report import Report, all_rounds, verdict
 
-_REPLICAS, _STEPS = 2, 16
+_REPLICAS, _STEPS = at_most(2), 16
 _EPOCH = {"small_mlp": 1024, "mlp": 64, "lstm": 64, "transformer": 64}
 _TARGETS = {
     **{(case, 1): 1.0 for case in _EPOCH},
@@ -29,7 +31,7 @@ def run(*, quick: bool) -> Report:
     """Measures each model: epochs, with both processes alive and only one at work, then first steps in fresh ones."""
     report = Report(
         "fit",
-        f"Keras fit with Phalanx against keras.distribution.DataParallel, {_REPLICAS} replicas (Keras time / Phalanx time);"
+        f"Keras fit with Phalanx against keras.distribution.DataParallel, {_REPLICAS} replica{'s' * (_REPLICAS > 1)} (Keras time / Phalanx time);"
         " of first steps Phalanx time / Keras time",
         (
             "model",
@@ -44,11 +46,9 @@ def run(*, quick: bool) -> Report:
             "all rounds",
         ),
     )
-    for case in _EPOCH:
-        for steps in (1, _STEPS):
-            _add_epochs(report, case, steps, quick)
-    for case in _EPOCH:
-        _add_first_step(report, case, quick)
+    epochs = [functools.partial(_add_epochs, report, case, steps, quick) for case in _EPOCH for steps in (1, _STEPS)]
+    first_steps = [functools.partial(_add_first_step, report, case, quick) for case in _EPOCH]
+    report.measure(epochs + first_steps)
     return report
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """In a child: the same call of Keras `fit`, in Phalanx's scope or under Keras's own `DataParallel`, without Phalanx."""
 
-import os
 import statistics
 import time
 from contextlib import AbstractContextManager
@@ -10,6 +9,7 @@ from typing import Any
 import jax
 import keras
 
+from benchmarks.devices import NAMES
 from benchmarks.models import CASES, LEARNING_RATE
 
 _COMPARED = 16
@@ -59,10 +59,9 @@ class _Fit:
     """
 
     def __init__(self, library: str, case: str, steps: int, steps_per_execution: int = 1) -> None:
-        devices = int(os.environ["PHALANX_CPU_DEVICES"])
-        self.steps, self._rows = steps, devices * CASES[case].per_replica_batch
-        self._x, self._y = CASES[case].batch(devices * steps)
-        with _scope(library, devices):
+        self.steps, self._rows = steps, len(NAMES) * CASES[case].per_replica_batch
+        self._x, self._y = CASES[case].batch(len(NAMES) * steps)
+        with _scope(library):
             self._model = CASES[case].model(keras)
             self._model.compile(
                 keras.optimizers.Adam(LEARNING_RATE),
@@ -77,13 +76,14 @@ class _Fit:
         return self._model.fit(self._x, self._y, callbacks=[callback], **options).history
 
 
-def _scope(library: str, devices: int) -> AbstractContextManager[Any]:
+def _scope(library: str) -> AbstractContextManager[Any]:
     if library == "phalanx":
         import phalanx
 
         return phalanx.MirroredStrategy().scope()
-    jax.config.update("jax_num_cpu_devices", devices)
-    distribution = keras.distribution.DataParallel(devices=[f"cpu:{i}" for i in range(devices)])
+    if NAMES[0].startswith("cpu:"):
+        jax.config.update("jax_num_cpu_devices", len(NAMES))
+    distribution = keras.distribution.DataParallel(devices=list(NAMES))
     keras.distribution.set_distribution(distribution)
     return distribution.scope()
 

@@ -1,33 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host's time for one step, by the number of variables, beside `jax.jit` on a list of as many arrays."""
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks import timing
+from benchmarks.devices import at_most
 from benchmarks.parent import call_in_child
 from benchmarks.report import Report, all_rounds
 
-_REPLICAS = 2
+_REPLICAS = at_most(2)
 
 
 def run(*, quick: bool) -> Report:
     """Measures 10, 100 and 1000 variables."""
     report = Report(
         "host",
-        f"Host time of a step that adds 1 to every variable, {_REPLICAS} replicas (jax.jit / Phalanx)",
+        f"Host time of a step that adds 1 to every variable, {_REPLICAS} replica{'s' * (_REPLICAS > 1)} (jax.jit / Phalanx)",
         ("variables", "jax.jit ms", "Phalanx ms", "ratio", "Phalanx more, us a variable", "all rounds"),
     )
-    for count in (10, 100, 1000):
-        options = {"rounds": 3, "steps": 20} if quick else {"rounds": 21, "steps": 50}
-        rounds = call_in_child("benchmarks.host_time:measure", 300, devices=_REPLICAS, count=count, **options)
-        jit_s, phalanx_s = timing.medians(rounds)
-        ratio = timing.median_ratio(rounds)
-        more_us = f"{(phalanx_s - jit_s) / count * 1e6:.2f}"
-        row = [count, jit_s * 1e3, phalanx_s * 1e3, ratio, more_us, all_rounds(rounds)]
-        report.add(row, variables=count, ratio=ratio, rounds=rounds)
+    report.measure(functools.partial(_add, report, quick, count) for count in (10, 100, 1000))
     return report
+
+
+def _add(report: Report, quick: bool, count: int) -> None:
+    options = {"rounds": 3, "steps": 20} if quick else {"rounds": 21, "steps": 50}
+    rounds = call_in_child("benchmarks.host_time:measure", 300, devices=_REPLICAS, count=count, **options)
+    jit_s, phalanx_s = timing.medians(rounds)
+    ratio = timing.median_ratio(rounds)
+    more_us = f"{(phalanx_s - jit_s) / count * 1e6:.2f}"
+    row = [count, jit_s * 1e3, phalanx_s * 1e3, ratio, more_us, all_rounds(rounds)]
+    report.add(row, variables=count, ratio=ratio, rounds=rounds)
 
 
 def measure(count: int, rounds: int, steps: int) -> list[timing.Pair]:
@@ -53,6 +58,7 @@ def _with_phalanx(count: int) -> Callable[[], Callable[[], Any]]:
     import keras
 
     import phalanx
+    from phalanx.compat import raw_value
 
     strategy = phalanx.MirroredStrategy()
     with strategy.scope():
@@ -67,7 +73,8 @@ def _with_phalanx(count: int) -> Callable[[], Callable[[], Any]]:
 
     def call() -> Callable[[], Any]:
         strategy.run(step)
-        return lambda: jax.block_until_ready([v.value for v in variables])
+        # `v.value` would make the next step copy an array on one device, because the caller might hold it.
+        return lambda: jax.block_until_ready([raw_value(v) for v in variables])
 
     return call
 

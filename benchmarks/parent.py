@@ -10,8 +10,11 @@ import threading
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks import devices as devices_of
+
 ROOT = Path(__file__).resolve().parent.parent
 _OF_THE_PARENT = ("NPROC", "PHALANX_CPU_DEVICES", "KERAS_BACKEND", "XLA_FLAGS", "PYTHONPATH")
+_LOG_CHARACTERS = 20_000
 
 
 class ChildError(RuntimeError):
@@ -22,7 +25,7 @@ class Child:
     """A process that calls functions of this package.
 
     Args:
-      devices: how many virtual CPU devices JAX has there; None where there is no JAX.
+      devices: number of devices that JAX has there; None if the process does not use JAX.
       python: the interpreter.
       environment: further environment variables.
     """
@@ -32,9 +35,8 @@ class Child:
     ) -> None:
         own = {k: v for k, v in os.environ.items() if k not in _OF_THE_PARENT} | (environment or {})
         if devices is not None:
-            # What Phalanx sets, for programs without it: all-reduces deadlock with fewer threads.
-            threads = {"NPROC": str(2 * devices)} if devices > 1 else {}
-            own |= {"PHALANX_CPU_DEVICES": str(devices), "KERAS_BACKEND": "jax"} | threads
+            # Phalanx need not be installed.
+            own |= devices_of.environment(devices) | {"PYTHONPATH": str(ROOT / "src")}
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [python, "-m", "benchmarks.child"]
         pipe = subprocess.PIPE
@@ -75,7 +77,7 @@ class Child:
         self._process.kill()
         self._process.wait()
         self._log.seek(0)
-        return self._log.read()[-3000:]
+        return self._log.read()[-_LOG_CHARACTERS:]
 
 
 def call_in_child(function: str, deadline_s: float, *, devices: int, **kwargs: Any) -> Any:

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables on the terminal, JSON in `benchmarks/results`."""
+"""Tables on the terminal, JSON in `benchmarks/results`.
 
+`PHALANX_BENCHMARK_RESULTS` names another folder. With `PHALANX_BENCHMARK_ROWS=1`, the benchmarks of `make gpu` end after
+one row, to see that they work.
+"""
+
+import itertools
 import json
 import os
 import platform
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +21,8 @@ from rich.table import Table
 from benchmarks.parent import ROOT
 from benchmarks.timing import Pair, ratios
 
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = Path(os.environ.get("PHALANX_BENCHMARK_RESULTS") or ROOT / "benchmarks" / "results")
+_ROWS = int(os.environ["PHALANX_BENCHMARK_ROWS"]) if "PHALANX_BENCHMARK_ROWS" in os.environ else None
 _console = Console(width=150)
 
 
@@ -28,6 +36,7 @@ class Report:
       columns: the names of the columns.
       rows: one list of texts and numbers a row.
       raw: every round, as JSON.
+      failures: the errors of rows that could not be measured.
     """
 
     name: str
@@ -35,22 +44,49 @@ class Report:
     columns: Sequence[str]
     rows: list[list[Any]] = field(default_factory=list)
     raw: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def measure(self, rows: Iterable[Callable[[], None]]) -> None:
+        """Calls functions that each add one or more rows. If one fails, its error is kept, and the next one follows."""
+        for add in itertools.islice(rows, _ROWS):
+            try:
+                add()
+            except Exception:
+                self.failures.append(traceback.format_exc())
+                self.write()
 
     def add(self, row: list[Any], **raw: Any) -> None:
-        """Adds a row and the numbers behind it, and shows it at once."""
+        """Adds a row and the numbers behind it, shows it and writes the file."""
         self.rows.append(row)
         self.raw.append(raw)
-        _console.print("  ".join(map(_text, row)), style="dim", highlight=False)
+        _console.print("  ".join(map(text_of, row)), style="dim", highlight=False)
+        self.write()
 
     def show(self) -> None:
-        """Prints the table and writes the file."""
+        """Prints the table and the errors, and writes the file."""
         table = Table(*self.columns, title=self.title, title_justify="left")
         for row in self.rows:
-            table.add_row(*map(_text, row))
+            table.add_row(*map(text_of, row))
         _console.print(table)
-        RESULTS.mkdir(exist_ok=True)
-        content = {"name": self.name, "title": self.title, "machine": _machine(), "measurements": self.raw}
-        (RESULTS / f"{self.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+        for failure in self.failures:
+            _console.print(failure, style="red", highlight=False, markup=False)
+        self.write()
+
+    def write(self) -> None:
+        """Writes the file."""
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        content = {
+            "name": self.name,
+            "title": self.title,
+            "machine": _machine(),
+            "columns": self.columns,
+            "rows": [list(map(text_of, row)) for row in self.rows],
+            "failures": self.failures,
+            "measurements": self.raw,
+        }
+        new = RESULTS / f"{self.name}.json.new"
+        new.write_text(json.dumps(content, indent=1) + "\n")
+        new.replace(RESULTS / f"{self.name}.json")
 
 
 def verdict(value: float, *, at_least: float | None = None, at_most: float | None = None) -> str:
@@ -67,7 +103,8 @@ def all_rounds(rounds: Sequence[Pair]) -> str:
     return " ".join(f"{r:.2f}" for r in ratios(rounds))
 
 
-def _text(cell: Any) -> str:
+def text_of(cell: Any) -> str:
+    """Writes a cell of a table."""
     return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
 
 

@@ -6,12 +6,14 @@ the expert has stacked beforehand. Phalanx's iterator stacks them as it reads.
 """
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import timing
+from benchmarks.devices import fitting
 from benchmarks.models import CASES
 from benchmarks.parent import call_in_child
 from benchmarks.report import Report, all_rounds, verdict
@@ -40,19 +42,19 @@ def run(*, quick: bool) -> Report:
             "all rounds",
         ),
     )
-    for case in _PASS:
-        for replicas in (1, 2):
-            for steps in (1, 16) if quick else _STEPS:
-                options = {"rounds": 3, "turns": 1} if quick else {"rounds": 5, "turns": 1}
-                raw = call_in_child(
-                    "benchmarks.run_steps:measure", 400, devices=replicas, case=case, steps=steps, **options
-                )
-                for title, key in _TITLES.items():
-                    _add(report, [case, replicas, steps, title], raw[key])
+    rows = itertools.product(_PASS, fitting((1, 2)), (1, 16) if quick else _STEPS)
+    report.measure(functools.partial(_add, report, quick, *row) for row in rows)
     return report
 
 
-def _add(report: Report, what: list[Any], rounds: list[timing.Pair]) -> None:
+def _add(report: Report, quick: bool, case: str, replicas: int, steps: int) -> None:
+    options = {"rounds": 3, "turns": 1} if quick else {"rounds": 5, "turns": 1}
+    raw = call_in_child("benchmarks.run_steps:measure", 400, devices=replicas, case=case, steps=steps, **options)
+    for title, key in _TITLES.items():
+        _add_row(report, [case, replicas, steps, title], raw[key])
+
+
+def _add_row(report: Report, what: list[Any], rounds: list[timing.Pair]) -> None:
     case, replicas, steps, against = what
     hand_s, phalanx_s = timing.medians(rounds)
     ratio = timing.median_ratio(rounds)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The time of one `strategy.run(train_step)`, beside the step an expert writes."""
 
+import functools
+import itertools
 import math
 from typing import Any
 
 from benchmarks import timing
+from benchmarks.devices import fitting
 from benchmarks.parent import call_in_child
 from benchmarks.report import Report, all_rounds, verdict
 
@@ -29,17 +32,20 @@ def run(*, quick: bool) -> Report:
             "all rounds",
         ),
     )
-    for case in _CASES:
-        for replicas in (1, 2) if quick else (1, 2, 4):
-            options = {"rounds": 3, "turns": 3} if quick else {"rounds": 11, "turns": 8}
-            raw = call_in_child("benchmarks.step:measure", 300, devices=replicas, case=case, **options)
-            rounds = raw["rounds"]
-            hand_s, phalanx_s = timing.medians(rounds)
-            ratio = timing.median_ratio(rounds)
-            speeds = [f"{1 / hand_s:.1f}", f"{1 / phalanx_s:.1f}"]
-            row = [case, replicas, *speeds, ratio, verdict(ratio, at_least=_TARGET), timing.middle_half(rounds)]
-            report.add([*row, all_rounds(rounds)], case=case, replicas=replicas, ratio=ratio, **raw)
+    rows = itertools.product(_CASES, fitting((1, 2) if quick else (1, 2, 4)))
+    report.measure(functools.partial(_add, report, quick, *row) for row in rows)
     return report
+
+
+def _add(report: Report, quick: bool, case: str, replicas: int) -> None:
+    options = {"rounds": 3, "turns": 3} if quick else {"rounds": 11, "turns": 8}
+    raw = call_in_child("benchmarks.step:measure", 300, devices=replicas, case=case, **options)
+    rounds = raw["rounds"]
+    hand_s, phalanx_s = timing.medians(rounds)
+    ratio = timing.median_ratio(rounds)
+    speeds = [f"{1 / hand_s:.1f}", f"{1 / phalanx_s:.1f}"]
+    row = [case, replicas, *speeds, ratio, verdict(ratio, at_least=_TARGET), timing.middle_half(rounds)]
+    report.add([*row, all_rounds(rounds)], case=case, replicas=replicas, ratio=ratio, **raw)
 
 
 def measure(case: str, rounds: int, turns: int) -> dict[str, Any]:

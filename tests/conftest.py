@@ -1,6 +1,7 @@
-"""Eight virtual CPU devices, strict JAX, and police against what tests leave behind."""
+"""Eight virtual CPU devices, or those of PHALANX_TEST_DEVICES; strict JAX, and police against what tests leave behind."""
 
 import importlib.metadata
+import importlib.util
 import os
 from pathlib import Path
 
@@ -10,6 +11,12 @@ if importlib.metadata.version("jax").startswith("0.10."):
     # Most of the time goes to compiling small programs, which XLA's older emitters of kernels do sooner. Later versions have no
     # others. (LLVM without optimizations is sooner still, but then two programs that compute the same differ in last bits.)
     _FLAGS += " --xla_cpu_use_fusion_emitters=false"
+_DEVICES = os.environ.get("PHALANX_TEST_DEVICES") or "cpu:" * 8
+if "cpu:" not in _DEVICES:
+    # GPUs multiply float32 as TF32 by default, and add in an order that varies. The laws compare with tolerances of float32,
+    # and bit by bit.
+    _FLAGS = f"{os.environ.pop('XLA_FLAGS', '')} {_FLAGS} --xla_gpu_deterministic_ops=true"
+    os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 os.environ.setdefault("XLA_FLAGS", _FLAGS)
 
 # A failing test shows all frames.
@@ -34,26 +41,31 @@ if _IS_FIRST:
 
 import phalanx
 
-phalanx.set_virtual_cpu_devices(8)
+phalanx.set_virtual_cpu_devices(_DEVICES.count("cpu:") or 8)
 
-import hypothesis
 import jax
 import keras
 import pytest
-import tensorboardX.event_file_writer  # noqa: F401  (sets an environment variable, which no test may do)
 
 from phalanx import errors
+
+if importlib.util.find_spec("tensorboardX"):
+    import tensorboardX.event_file_writer  # noqa: F401  (sets an environment variable, which no test may do)
 
 # This process is one that tests/startup/sitecustomize.py has started, if pytest has several. Its tests may use both.
 for name in ("matplotlib", "sklearn"):
     if name in sys.modules and sys.modules[name] is None:
         del sys.modules[name]
 
-# How long an example takes says nothing: the machine may be busy.
 from phalanx.tracing import context
 
-hypothesis.settings.register_profile("phalanx", deadline=None)
-hypothesis.settings.load_profile("phalanx")
+# `make gpu` needs no hypothesis.
+if importlib.util.find_spec("hypothesis"):
+    import hypothesis
+
+    # How long an example takes says nothing: the machine may be busy.
+    hypothesis.settings.register_profile("phalanx", deadline=None)
+    hypothesis.settings.load_profile("phalanx")
 
 # JAX starts its devices with a thread that may outlive the first test on a busy machine.
 jax.devices()

@@ -1,5 +1,10 @@
-"""The table of all strategies. A new strategy is one more row here, and every law holds for it or it is not done."""
+"""The table of all strategies. A new strategy is one more row here, and every law holds for it or it is not done.
 
+The rows use eight virtual CPU devices, or those that an environment variable names, as in `PHALANX_TEST_DEVICES=gpu:0`.
+A row that needs more devices is skipped.
+"""
+
+import os
 from collections.abc import Callable
 
 import pytest
@@ -8,21 +13,36 @@ import phalanx
 import phalanx.testing
 from phalanx.tpu.experimental import DeviceAssignment
 
+DEVICES = (os.environ.get("PHALANX_TEST_DEVICES") or ",".join(f"cpu:{i}" for i in range(8))).split(",")
+STORAGE = "cpu:0"
+
+
+def devices(count: int, *, beside: str = "") -> list[str]:
+    """The names of the first `count` devices other than `beside`. Skips the test if there are fewer."""
+    names = [name for name in DEVICES if name != beside]
+    if count > len(names):
+        needed = f"{count} device{'s' * (count > 1)}{' beside ' * bool(beside)}{beside}"
+        pytest.skip(f"needs {needed}; the devices are {', '.join(DEVICES)}")
+    return names[:count]
+
 
 def mirrored(count: int, ops: phalanx.CrossDeviceOps | None = None) -> Callable[[], phalanx.Strategy]:
-    """A row over the first `count` CPU devices."""
-    return lambda: phalanx.MirroredStrategy([f"cpu:{i}" for i in range(count)], cross_device_ops=ops)
+    """A row over the first `count` devices."""
+    return lambda: phalanx.MirroredStrategy(devices(count), cross_device_ops=ops)
 
 
 def central(count: int) -> Callable[[], phalanx.Strategy]:
-    """A row over the second and further CPU devices, with the variables on the first."""
-    return lambda: phalanx.experimental.CentralStorageStrategy([f"cpu:{i}" for i in range(1, count + 1)], "cpu:0")
+    """A row over devices that do not hold the variables: GPUs, or the second and further CPU devices."""
+    return lambda: phalanx.experimental.CentralStorageStrategy(devices(count, beside=STORAGE), STORAGE)
 
 
 def tpu(shape: tuple[int, int, int], count: int) -> Callable[[], phalanx.Strategy]:
     """A row of `count` replicas of that computation shape, on eight devices that stand for a cube of cores."""
 
     def make() -> phalanx.Strategy:
+        if not DEVICES[0].startswith("cpu:"):
+            pytest.skip("TPUs are emulated on CPU devices only")
+        devices(8)
         assignment = DeviceAssignment.build(phalanx.testing.virtual_topology((2, 2, 2)), shape, num_replicas=count)
         return phalanx.TPUStrategy(experimental_device_assignment=assignment)
 
@@ -31,19 +51,19 @@ def tpu(shape: tuple[int, int, int], count: int) -> Callable[[], phalanx.Strateg
 
 def model_parallel(count: int, size: int) -> Callable[[], phalanx.Strategy]:
     """A row of `count` replicas on `size` devices each, over which the variables are divided."""
-    devices, layout = [f"cpu:{i}" for i in range(count * size)], phalanx.fully_sharded("model", min_size=1)
-    return lambda: phalanx.MirroredStrategy(devices, model_axis=("model", size), layout=layout)
+    layout = phalanx.fully_sharded("model", min_size=1)
+    return lambda: phalanx.MirroredStrategy(devices(count * size), model_axis=("model", size), layout=layout)
 
 
 def sharded(count: int) -> Callable[[], phalanx.Strategy]:
     """A row of replicas that hold, and update, parts of the variables."""
     layout = phalanx.fully_sharded(min_size=1)
-    return lambda: phalanx.MirroredStrategy([f"cpu:{i}" for i in range(count)], layout=layout)
+    return lambda: phalanx.MirroredStrategy(devices(count), layout=layout)
 
 
 ROWS: dict[str, Callable[[], phalanx.Strategy]] = {
     "default": phalanx.get_strategy,
-    "one_device": lambda: phalanx.OneDeviceStrategy("cpu:1"),
+    "one_device": lambda: phalanx.OneDeviceStrategy(DEVICES[:2][-1]),  # Not JAX's default device, if there is another.
     "mirrored_x1": mirrored(1),
     "mirrored_x2": mirrored(2),
     "mirrored_x3": mirrored(3),
@@ -53,7 +73,7 @@ ROWS: dict[str, Callable[[], phalanx.Strategy]] = {
     "mirrored_x2_hierarchical": mirrored(2, phalanx.HierarchicalCopyAllReduce()),
     "mirrored_x2_one_device": mirrored(2, phalanx.ReductionToOneDevice()),
     "mirrored_x3_hierarchical": mirrored(3, phalanx.HierarchicalCopyAllReduce(num_packs=2)),
-    "mirrored_x4_one_device": mirrored(4, phalanx.ReductionToOneDevice("cpu:2")),
+    "mirrored_x4_one_device": lambda: mirrored(4, phalanx.ReductionToOneDevice(devices(4)[2]))(),
     "central_x1": central(1),
     "central_x2": central(2),
     "central_x4": central(4),

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from strategy_table import DEVICES, devices
 
 import phalanx
 import phalanx.testing
@@ -19,14 +20,12 @@ Y = X[:, :2].copy()
 
 def sharded(count=2, **options):
     """Replicas with parts of every variable that can be divided."""
-    return phalanx.MirroredStrategy(
-        [f"cpu:{i}" for i in range(count)], layout=phalanx.fully_sharded(min_size=1), **options
-    )
+    return phalanx.MirroredStrategy(devices(count), layout=phalanx.fully_sharded(min_size=1), **options)
 
 
 def with_rules(rules):
     """Two replicas of two devices."""
-    return phalanx.MirroredStrategy([f"cpu:{i}" for i in range(4)], model_axis=("model", 2), layout=rules)
+    return phalanx.MirroredStrategy(devices(4), model_axis=("model", 2), layout=rules)
 
 
 def net():
@@ -171,7 +170,7 @@ def collectives(text, name):
 
 def bytes_of_first_device(variables):
     """What one device holds of them."""
-    device = jax.devices("cpu")[0]
+    device = jax.devices()[0]
     return sum(s.data.nbytes for v in variables for s in v.value.addressable_shards if s.device == device)
 
 
@@ -188,14 +187,14 @@ def wide(strategy):
 
 def test_bytes_of_a_device():
     """A quarter of the variables and slots is on each of four replicas."""
-    whole, _ = wide(phalanx.MirroredStrategy([f"cpu:{i}" for i in range(4)]))
+    whole, _ = wide(phalanx.MirroredStrategy(devices(4)))
     parts, _ = wide(sharded(4))
     assert bytes_of_first_device(parts) <= 0.30 * bytes_of_first_device(whole)
 
 
 def test_collectives_of_a_step():
     """Gradients are scattered and variables gathered; nothing large is summed on all replicas."""
-    strategy = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(4)], layout=phalanx.fully_sharded())
+    strategy = phalanx.MirroredStrategy(devices(4), layout=phalanx.fully_sharded())
     _, program = wide(strategy)
     text = program.lower(batch_of(strategy)).compile().as_text()
     assert collectives(text, "reduce-scatter") == 256 * 256 / 4
@@ -327,7 +326,7 @@ def test_stateless_train_step():
             return {"loss": loss}, (trained, new, slots, metrics)
 
     weights = []
-    for strategy in (phalanx.OneDeviceStrategy("cpu:0"), sharded()):
+    for strategy in (phalanx.OneDeviceStrategy(DEVICES[0]), sharded()):
         keras.utils.set_random_seed(3)
         with strategy.scope():
             model = Net()
@@ -377,7 +376,7 @@ def test_device_out_of_sync_is_named():
 def test_one_replica_of_several_devices():
     """Nothing is summed over it: XLA could not divide such a sum between its devices."""
     layout = phalanx.fully_sharded("model", min_size=1)
-    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"], model_axis=("model", 2), layout=layout)
+    strategy = phalanx.MirroredStrategy(devices(2), model_axis=("model", 2), layout=layout)
     with strategy.scope():
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(8)])
         total = keras.Variable(np.ones(16, "float32"), synchronization="on_read", aggregation="sum", trainable=False)

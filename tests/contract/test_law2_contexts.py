@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from strategy_table import on
+from strategy_table import DEVICES, on
 
 import phalanx
 from phalanx.errors import ContextError, MixedStrategyError, PhalanxError
@@ -115,7 +115,7 @@ def scope_of(context, strategy):
     """The scope that makes `context`."""
     if context == OUTSIDE:
         return phalanx.get_strategy().scope()
-    return strategy.scope() if context == CROSS else phalanx.OneDeviceStrategy("cpu:7").scope()
+    return strategy.scope() if context == CROSS else phalanx.OneDeviceStrategy(DEVICES[-1]).scope()
 
 
 ALIASES = {"StrategyExtended.call_for_each_replica": "run", "StrategyExtended.batch_reduce_to": "reduce_to"}
@@ -187,7 +187,7 @@ def test_next_batch_in_a_step(strategy):
 @on("mirrored_x2")
 def test_scope_of_another_strategy(strategy):
     """Two strategies in each other are refused, and after the error each works alone."""
-    other = phalanx.OneDeviceStrategy("cpu:0")
+    other = phalanx.OneDeviceStrategy(DEVICES[0])
     with strategy.scope(), pytest.raises(MixedStrategyError, match=r"(?s)OneDeviceStrategy.*inside the scope of.*HINT"):
         other.scope().__enter__()
     with other.scope():

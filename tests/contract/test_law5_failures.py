@@ -346,6 +346,7 @@ def test_callback_that_fails_on_one_replica(monkeypatch):
     timeouts = "--xla_cpu_collective_call_warn_stuck_timeout_seconds=1"
     timeouts += " --xla_cpu_collective_call_terminate_timeout_seconds=2"
     monkeypatch.setenv("XLA_FLAGS", timeouts)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     done = subprocess.run([sys.executable, "-c", ONE_REPLICA_FAILS], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "replica 1 says no" in done.stderr

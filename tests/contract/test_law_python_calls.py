@@ -6,6 +6,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from strategy_table import devices
 
 import phalanx
 
@@ -33,8 +34,8 @@ class Calls:
 
 @pytest.fixture
 def strategy():
-    """Two replicas on CPU devices."""
-    return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    """Two replicas."""
+    return phalanx.MirroredStrategy(devices(2))
 
 
 @pytest.fixture
