@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a transformer in bfloat16, which may be larger than this machine. Predict first what it needs:
 
-    phalanx estimate --topology v5e:16,256 --topology v5p:256 examples/large_lm.py --width 2048 --blocks 24 --remat
+phalanx estimate --topology v5e:16,256 --topology v5p:256 examples/large_lm.py --width 2048 --blocks 24 --remat
 """
 
 import argparse
@@ -12,6 +12,16 @@ import keras  # isort: skip  (after phalanx, which chooses its backend)
 import numpy as np
 
 WORDS = 32_768
+
+
+class Places(keras.layers.Layer):
+    """Adds a vector to each place of a row."""
+
+    def build(self, shape: tuple[int | None, ...]) -> None:
+        self.vectors = self.add_weight(shape=shape[1:], initializer="uniform")
+
+    def call(self, x: keras.KerasTensor) -> keras.KerasTensor:
+        return x + self.vectors
 
 
 class Block(keras.layers.Layer):
@@ -43,8 +53,7 @@ class Block(keras.layers.Layer):
 
 def build(width: int, blocks: int, length: int, *, remat: bool) -> keras.Model:
     words = keras.Input((length,), dtype="int32")
-    places = keras.ops.expand_dims(keras.ops.arange(length), 0)
-    x = keras.layers.Embedding(WORDS, width)(words) + keras.layers.Embedding(length, width)(places)
+    x = Places()(keras.layers.Embedding(WORDS, width)(words))
     for _ in range(blocks):
         x = Block(width, remat=remat)(x)
     return keras.Model(words, keras.layers.Dense(WORDS, use_bias=False)(keras.layers.LayerNormalization()(x)))
@@ -58,7 +67,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="number of rows of a batch on one replica")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--sharded", action="store_true", help="divide the variables over the replicas")
-    parser.add_argument("--remat", action="store_true", help="compute what a block computes again in the backward pass, instead of keeping it")
+    parser.add_argument(
+        "--remat",
+        action="store_true",
+        help="compute what a block computes again in the backward pass, instead of keeping it",
+    )
     given = parser.parse_args()
 
     keras.mixed_precision.set_dtype_policy("mixed_bfloat16")

@@ -33,7 +33,8 @@ from phalanx.tracing.control_flow import cond, remat, scan, while_loop
 from phalanx.programs.function import function
 
 from phalanx import keras
-from phalanx.forecast import Estimate, Estimates, estimate
+from phalanx.forecast.estimate import Estimates, estimate
+from phalanx.forecast.prediction import Estimate
 from phalanx.mesh.layout import fully_sharded
 from phalanx.input.distributed import DistributedDataset
 from phalanx.input.iterator import DistributedIterator

@@ -13,7 +13,7 @@ DEADLINE_S = 300  # On a busy machine; alone, each takes less than a tenth of it
 
 @pytest.fixture(scope="module")
 def run_example(tmp_path_factory):
-    """Runs an example in a folder of its own, where asked for by `phalanx run`, and returns what it prints."""
+    """Runs an example in a folder of its own, where asked for by the command `phalanx`, and returns what it prints."""
 
     def run(name, *arguments, folder=None, launcher=None):
         # The size of this process's thread pool is not that of the example. PYTHONPATH leads to tests/startup.
@@ -21,7 +21,7 @@ def run_example(tmp_path_factory):
         started_by = []
         if launcher is not None:
             environment["JAX_PLATFORMS"] = "cpu"  # Two workers cannot share a GPU.
-            started_by = ["-c", "from phalanx.launch.cli import main; main()", "run", *launcher]
+            started_by = ["-c", "from phalanx.launch.cli import main; main()", *launcher]
         result = subprocess.run(
             [sys.executable, *map(str, [*started_by, EXAMPLES / name, *arguments])],
             cwd=folder or tmp_path_factory.mktemp("run"),

@@ -1,7 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicts the steps of a training on hardware that is not here: the real compiler compiles them, and nothing runs."""
-
-from phalanx.forecast.estimate import Estimates, estimate
-from phalanx.forecast.prediction import Estimate
-
-__all__ = ["Estimate", "Estimates", "estimate"]

@@ -7,7 +7,6 @@ import sys
 from phalanx.errors import PhalanxError
 from phalanx.forecast.estimate import estimate
 
-
 _DOES_NOT_FIT = 3
 """The exit code if a step does not fit. An exception in the script gives 1, and an error in the command 2."""
 

@@ -8,7 +8,7 @@ from phalanx.errors import MissingDependencyError
 from phalanx.forecast.prediction import Estimate
 
 _COLUMNS = ("topology", "replicas", "rows", "memory", "full", "FLOP", "exchanged", "step", "efficiency", "bound by")
-_WIDTH = 104
+_WIDTH = 110
 
 
 def print_table(name: str, estimates: Sequence[Estimate]) -> None:
@@ -109,7 +109,7 @@ def _notes(estimate: Estimate) -> list[str]:
 
 _LAST_RESORT = (
     'more devices per replica: model_axis=("model", 8) with a layout; or less to keep for the backward pass: '
-    'with keras.RematScope("full") around the layers'
+    "keras.remat(function) around a block of layers, as in examples/large_lm.py"
 )
 
 

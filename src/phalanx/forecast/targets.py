@@ -55,7 +55,7 @@ class Target:
         if self.chip is None:
             return _cpus(self)
         try:
-            with _quiet():
+            with _quiet(), _alone():
                 found = _tpus(self) if self.chip.platform == "tpu" else _gpus(self)
         except Exception as e:
             raise (
@@ -166,8 +166,6 @@ def _cpus(target: Target) -> list[jax.Device]:
 
 def _tpus(target: Target) -> list[jax.Device]:
     assert target.chip is not None
-    # Otherwise libtpu asks the metadata server of Google Cloud, and waits for it.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     wanted = target.sizes
     host: tuple[int, ...] = _HOST
     if math.prod(wanted) < math.prod(_HOST):
@@ -203,6 +201,22 @@ def _missing(target: Target, error: Exception) -> MissingDependencyError:
         if target.chip.platform == "tpu"
         else f"pip install jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__} --no-deps",
     )
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keeps libtpu from what it does when it is loaded on a TPU: these settings are those of the environment, if it has them."""
+    settings = {
+        "TPU_SKIP_MDS_QUERY": "1",  # Otherwise it waits for the metadata server of Google Cloud.
+        "TPU_LOG_DIR": "disabled",  # Otherwise it fills /tmp/tpu_logs, which Ray copies into the output of later programs.
+    }
+    missing = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 @contextmanager

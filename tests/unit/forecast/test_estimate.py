@@ -91,9 +91,7 @@ def test_rows_of_a_training_with_two_replicas():
 
 def test_several_steps_of_one_program():
     """The figures of memory are those of the program, which takes the batches of four steps."""
-    one, four = (
-        phalanx.estimate(fit(mirrored(), 512, 4, steps_per_execution=n), ["cpu:2"])[0] for n in (1, 4)
-    )
+    one, four = (phalanx.estimate(fit(mirrored(), 512, 4, steps_per_execution=n), ["cpu:2"])[0] for n in (1, 4))
     assert (one.steps_per_program, four.steps_per_program) == (1, 4)
     assert four.rows_per_replica == 32
     assert four.memory.arguments - one.memory.arguments == pytest.approx(3 * 32 * (64 + 4) * F32, abs=64)

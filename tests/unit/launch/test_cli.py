@@ -326,7 +326,7 @@ def test_help_names_all_commands():
     """The help names all commands."""
     done = invoke("--help")
     assert done.exit_code == 0
-    assert re.search(r"cluster .*\n +doctor .*\n +env .*\n +run ", done.stdout)
+    assert re.search(r"cluster .*\n +doctor .*\n +env .*\n +estimate .*\n +run ", done.stdout)
 
 
 def test_version_is_that_of_package(phalanx):
