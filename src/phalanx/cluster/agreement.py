@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from phalanx.errors import listed
+
 Signature = Mapping[str, Sequence[str]]
 """Properties of a program that must be equal in all processes: a list of short texts per part, such as `argument`."""
 
@@ -69,4 +71,4 @@ def _hash_of(texts: Sequence[str]) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"rank{'s' * (len(ranks) > 1)} {listed([*map(str, ranks)])}"

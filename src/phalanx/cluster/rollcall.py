@@ -8,16 +8,20 @@ reply: `go` once all processes are present, otherwise an error. The connections 
 """
 
 import contextlib
+import hashlib
 import json
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from phalanx.errors import StartupError
+from phalanx.errors import StartupError, listed
 
 _HELLO_S = 5.0
 _RETRY_S = 0.1
+_MIN_BACKLOG = 128
+_LONGEST_LINE = 1 << 16
+_LONGEST_VIEW = 1000
 
 
 def call_roll(addresses: Sequence[str], rank: int, *, about: str, timeout_s: float) -> dict[int, socket.socket]:
@@ -37,6 +41,7 @@ def call_roll(addresses: Sequence[str], rank: int, *, about: str, timeout_s: flo
         rank 0 is taken, does not belong to this machine or does not answer.
     """
     deadline = time.monotonic() + timeout_s
+    about = _shortened(about)
     if rank == 0:
         return _Chief(addresses, about, deadline, timeout_s).wait()
     return {0: _report(addresses, rank, about, deadline, timeout_s)}
@@ -50,9 +55,9 @@ class _Chief:
         self._present: dict[int, socket.socket] = {}
 
     def wait(self) -> dict[int, socket.socket]:
-        with _listening(self._addresses[0]) as server:
+        with _listening(self._addresses[0], backlog=max(_MIN_BACKLOG, len(self._addresses))) as server:
             try:
-                while self._missing and (left := self._deadline - time.monotonic()) > 0:
+                while len(self._present) < len(self._addresses) - 1 and (left := self._deadline - time.monotonic()) > 0:
                     server.settimeout(left)
                     with contextlib.suppress(TimeoutError):
                         self._meet(server.accept()[0])
@@ -79,7 +84,7 @@ class _Chief:
                 self._meet(server.accept()[0])
 
     def _error(self) -> StartupError:
-        missing = ", ".join(f"rank {r} ({self._addresses[r]})" for r in self._missing)
+        missing = listed([f"rank {r} ({self._addresses[r]})" for r in self._missing])
         return StartupError(
             f"a cluster of {len(self._addresses)} processes",
             f"after {self._timeout_s:g} s {missing} had not connected to rank 0 ({self._addresses[0]}).",
@@ -140,11 +145,20 @@ def _twice(rank: int, address: str) -> StartupError:
     )
 
 
+def _shortened(about: str) -> str:
+    """Returns a view of the cluster that fits into one message: a hash stands for the rest of a long text."""
+    if len(about) <= _LONGEST_VIEW:
+        return about
+    hash_of_all = hashlib.sha256(about.encode()).hexdigest()[:16]
+    return f"{about[:_LONGEST_VIEW]}... ({len(about)} characters, SHA-256 {hash_of_all})"
+
+
 @contextlib.contextmanager
-def _listening(address: str) -> Iterator[socket.socket]:
+def _listening(address: str, backlog: int) -> Iterator[socket.socket]:
     host, port = _split(address)
     try:
-        server = socket.create_server((host, port), backlog=128)
+        # If the backlog is full, the kernel drops connections, and the other processes repeat them only after 1 s or more.
+        server = socket.create_server((host, port), backlog=backlog)
     except OSError as e:
         raise StartupError(
             f"rank 0 at {address}",
@@ -188,13 +202,16 @@ def _received(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
 
 
 def _line(connection: socket.socket, timeout_s: float) -> bytes:
+    """Returns the bytes up to the end of the first line. The bytes after it belong to another reader and stay unread."""
     connection.settimeout(timeout_s)
-    try:
-        # Without a buffer, because the bytes after the line belong to another reader.
-        with connection.makefile("rb", buffering=0) as lines:
-            return lines.readline(1 << 16)
-    except OSError:
-        return b""
+    line = b""
+    with contextlib.suppress(OSError):
+        while not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+            waiting = connection.recv(_LONGEST_LINE - len(line), socket.MSG_PEEK)
+            if not waiting:
+                break
+            line += connection.recv(waiting.find(b"\n") + 1 or len(waiting))
+    return line
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.errors import listed
+
 SIGTERM = "was ended by SIGTERM"
 """Describes the end of a process that received SIGTERM."""
 
@@ -132,12 +134,12 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
     if known_s - moved_s <= stall_s:
         return None
     if behind:
-        names, stand = ", ".join(m.name for m in behind), "stands" if len(behind) == 1 else "stand"
+        names, stand = listed([m.name for m in behind]), "stands" if len(behind) == 1 else "stand"
         return Verdict(f"{names} {stand} still after step {behind[0].step}, and {waited}", hint=_SAME_STEPS)
     if inside := [m.name for m in members if m.is_inside]:
         others = "the others have ended theirs" if len(inside) < len(members) else "all of them are there"
         return Verdict(
-            f"{', '.join(inside)} cannot end step {first.step} for {still_s:.0f} s, while {others}",
+            f"{listed(inside)} cannot end step {first.step} for {still_s:.0f} s, while {others}",
             hint=f"{_SAME_STEPS}; or a longer stall_timeout_s",
         )
     return None

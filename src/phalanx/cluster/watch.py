@@ -33,6 +33,7 @@ The caller or PHALANX_STALL_TIMEOUT_S can override it.
 """
 
 _TICK_S = 1.0
+_JUDGE_S = 0.1
 _GRACE_IN_STEP_S = 5.0
 _GRACE_S = 20.0
 _NO_PROGRESS = 75
@@ -168,21 +169,27 @@ class Watch(threading.Thread):
         with selectors.DefaultSelector() as selector:
             for rank, line in self._lines.items():
                 selector.register(line.connection, selectors.EVENT_READ, rank)
-            due_s = time.monotonic()
+            due_s = judge_s = time.monotonic()
             while self._verdict is None:
                 began_s = time.monotonic()
                 ready = selector.select(max(0.0, due_s - began_s))
                 now_s = time.monotonic()
                 for key, _ in ready:
-                    if not self._listen(key.data, now_s):
+                    is_open, is_urgent = self._listen(key.data, now_s)
+                    if not is_open:
                         selector.unregister(key.fileobj)
+                    if is_urgent:
+                        judge_s = now_s
                 # Report only once per tick: two processes that answered each message would never rest.
                 if now_s >= due_s:
-                    due_s = now_s + self._tick_s
+                    due_s, judge_s = now_s + self._tick_s, now_s
                     self._members[self._rank].hear(self._progress(), now_s)
                     self._report()
-                self._settle()
-                self._verdict = self._verdict or self._judged(began_s)
+                # Judging takes time for each member, so rank 0 of a large cluster must not do it for each message.
+                if now_s >= judge_s:
+                    judge_s = now_s + min(_JUDGE_S, self._tick_s)
+                    self._settle()
+                    self._verdict = self._verdict or self._judged(began_s)
         self._act(self._verdict)
 
     def _settle(self) -> None:
@@ -246,11 +253,16 @@ class Watch(threading.Thread):
             self._say(self._progress() | more)
 
     def _say(self, message: Mapping[str, Any]) -> None:
+        data = _encoded(message)
         for line in self._lines.values():
-            line.say(message)
+            line.send(data)
 
-    def _listen(self, rank: int, now_s: float) -> bool:
-        """Handles the messages of a process. Returns whether its connection is still open."""
+    def _listen(self, rank: int, now_s: float) -> tuple[bool, bool]:
+        """Handles the messages of a process.
+
+        Returns:
+          Whether its connection is still open, and whether its messages must be judged at once.
+        """
         messages, is_open = self._lines[rank].hear()
         for message in messages:
             if "verdict" in message:
@@ -264,7 +276,7 @@ class Watch(threading.Thread):
         if not is_open:
             self._members[rank].is_cut_off()
             self.sync_point.lose(rank)
-        return is_open
+        return is_open, not is_open or any("asked" in message or "end" in message for message in messages)
 
     def _act(self, verdict: Verdict) -> None:
         """Ends this process, after a grace period in which the main thread can end it."""
@@ -345,6 +357,10 @@ def _stacks() -> str:
     )
 
 
+def _encoded(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
 @dataclass
 class _Line:
     """An open connection that carries messages as lines of JSON."""
@@ -359,9 +375,12 @@ class _Line:
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def say(self, message: Mapping[str, Any]) -> None:
+        self.send(_encoded(message))
+
+    def send(self, data: bytes) -> None:
         # `hear` notices a closed connection. A stalled process accepts no more data.
         with suppress(OSError):
-            self.connection.send(json.dumps(message).encode() + b"\n")
+            self.connection.send(data)
 
     def hear(self) -> tuple[list[Any], bool]:
         """Returns the messages that have arrived, and whether the connection is still open."""

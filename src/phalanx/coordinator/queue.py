@@ -24,8 +24,8 @@ raise their own error. Their steps may still write variables, so the first error
 the caller must not start again before that. Exactly one call raises the error, and the queue is open again. If the
 queue stops before the error was raised, the error is still raised once.
 
-If a caller waits for closures to end and no closure is queued, the threads that wait in `get` rest, because the waiting
-caller schedules nothing. They wake up before the next closure is queued.
+If the queue has a `wake`, a caller waits for closures to end and no closure is queued, then the threads that wait in `get`
+rest, because the waiting caller schedules nothing. They wake up before the next closure is queued.
 
 One lock protects all state. Each wait is for a condition on the state, and every change of the state notifies the
 waiters.
@@ -153,7 +153,7 @@ class ClosureQueue:
 
     Args:
       capacity: number of queued closures at which `put` blocks.
-      wake: called before a closure is queued if threads rest.
+      wake: called before a closure is queued if threads rest. None if they need not rest.
 
     Raises:
       InvalidArgumentError: `capacity` is less than 1.
@@ -167,7 +167,7 @@ class ClosureQueue:
       (True, 6)
     """
 
-    def __init__(self, capacity: int = CAPACITY, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, capacity: int = CAPACITY, wake: Callable[[], None] | None = None) -> None:
         if capacity < 1:
             raise InvalidArgumentError(f"capacity={capacity}", "must be at least 1.", f"capacity={CAPACITY}")
         self._capacity = capacity
@@ -190,7 +190,7 @@ class ClosureQueue:
         with self._lock:
             self._wait_until(lambda: len(self._queued) < self._capacity, "coordinator.schedule(...)")
             self._is_asked = False
-            if self._some_rest:
+            if self._some_rest and self._wake is not None:
                 self._wake()
                 self._some_rest = False
             closure.outcome.queue = self
@@ -217,7 +217,7 @@ class ClosureQueue:
             if self._state is not _State.CANCELLING:
                 self._raise_first_error()
             self._is_asked = True
-            self._work.notify_all()
+            self._tell_to_rest()
             return self._is_idle
 
     @contextmanager
@@ -225,7 +225,7 @@ class ClosureQueue:
         """Holds `lock`. Counts this thread as waiting for closures while it waits for the lock."""
         with self._lock:
             self._num_waiting += 1
-            self._work.notify_all()
+            self._tell_to_rest()
         try:
             with lock:
                 yield
@@ -241,7 +241,7 @@ class ClosureQueue:
         """
         with self._lock:
             while not self._queued and self._state is not _State.STOPPED:
-                if self._num_waiting or self._is_asked:
+                if self._wake is not None and (self._num_waiting or self._is_asked):
                     self._some_rest = True
                     rest()
                 self._work.wait()
@@ -320,6 +320,11 @@ class ClosureQueue:
     @property
     def _is_idle(self) -> bool:
         return not self._queued and not self._in_flight
+
+    def _tell_to_rest(self) -> None:
+        # Waking thousands of threads takes longer than most steps, so no thread wakes up unless it has to rest.
+        if self._wake is not None:
+            self._work.notify_all()
 
     def _leave(self, closure: Closure) -> None:
         self._in_flight.remove(closure)

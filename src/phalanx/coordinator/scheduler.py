@@ -38,7 +38,7 @@ class Scheduler:
         self, strategy: AbstractStrategy, homes: Homes, cluster: RayCluster, *, timeout_s: float, waits: bool
     ) -> None:
         self._servers, self._names = homes.servers, itertools.count()
-        self._queue = ClosureQueue(wake=self._wake)
+        self._queue = ClosureQueue(wake=self._wake if waits else None)
         self._steps = Steps(strategy, homes, lambda: self._platforms)
         self._supervisors = [
             Supervisor(i, cluster, homes.servers, self._queue, self._steps, timeout_s=timeout_s, waits=waits)

@@ -38,6 +38,7 @@ There are two warnings: `RecompilationWarning`, and `SlipWarning` for probable m
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Self
 
 from phalanx.errors.frames import user_place
@@ -109,6 +110,18 @@ def shown(value: object, length: int = 60) -> str:
     except Exception:
         text = f"<{type(value).__name__}>"
     return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Returns names for a message: all, or the first `most` and the number of the others.
+
+    Example:
+      >>> listed(["rank 1", "rank 2", "rank 3"], most=2)
+      'rank 1, rank 2 and 1 more'
+    """
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
 class InvalidArgumentError(PhalanxError, ValueError):

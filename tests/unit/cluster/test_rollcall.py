@@ -74,6 +74,23 @@ def test_missing_ranks_are_named(addresses):
         assert "HINT: look at the output of the missing processes" in text
 
 
+def test_many_missing_ranks_fit_into_one_message(addresses):
+    """The first ones are named and the others counted, so that the error of a large cluster reaches the ranks that came."""
+    many = [addresses[0], *(f"worker-{rank}.training.svc:2222" for rank in range(1, 4096))]
+    for text in said(*(Process(many, rank, timeout_s=SHORT_S) for rank in (0, 3))):
+        assert "rank 9 (worker-9.training.svc:2222) and 4086 more had not connected to rank 0" in text
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_long_views_of_the_cluster_are_compared_as_a_whole(addresses, is_equal):
+    """The view of 4,096 addresses is longer than a message of the roll call, and may differ in the last of them only."""
+    about = ", ".join(f"worker-{rank}.training.svc:2222" for rank in range(4096))
+    both = Process(addresses[:2], 0, about), Process(addresses[:2], 1, about if is_equal else f"{about[:-1]}3")
+    for text in said(*both):
+        assert (text == "go") == is_equal
+        assert is_equal or f"another cluster, {about[:1000]}... ({len(about)} characters, SHA-256 " in text
+
+
 def test_no_rank_0(addresses):
     """The others say whom they could not reach, and why."""
     (text,) = said(Process(addresses, 2, timeout_s=SHORT_S))
@@ -168,6 +185,21 @@ def test_strangers_are_ignored(addresses, bytes_):
         except ConnectionRefusedError:
             time.sleep(0.05)
     assert said(chief, Process(addresses[:2], 1)) == ["go"] * 2
+
+
+def test_message_in_pieces(addresses):
+    """A hello that arrives in two pieces counts, and bytes after a line are left to the next reader."""
+    host, port = addresses[0].split(":")
+    chief = Process(addresses[:2], 0)
+    time.sleep(0.2)
+    with socket.create_connection((host, int(port)), timeout=10) as member:
+        member.sendall(b'{"rank": 1, "ab')
+        time.sleep(0.1)
+        member.sendall(b'out": "us"}\nmore')
+        assert member.makefile("rb").readline() == b'{"go": true}\n'
+        chief.join(timeout=30)
+        assert chief.connections[1].recv(10) == b"more"
+    assert said(chief) == ["go"]
 
 
 def test_rank_0_goes_away(addresses):

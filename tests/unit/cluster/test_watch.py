@@ -133,6 +133,26 @@ def test_one_that_was_told_to_end_is_lost():
     assert judge_progress(members, 0.1, stall_s=600.0) is None
 
 
+@pytest.mark.parametrize(
+    ("late", "said"),
+    [
+        (
+            True,
+            "rank 2, rank 3, rank 4, rank 5, rank 6, rank 7, rank 8, rank 9 and 4086 more stand still after step 6,",
+        ),
+        (
+            False,
+            "rank 0, rank 1, rank 2, rank 3, rank 4, rank 5, rank 6, rank 7 and 4088 more cannot end step 7 for 100 s,",
+        ),
+    ],
+)
+def test_thousands_that_stand_still_are_counted(late, said):
+    """A verdict names a few processes, so that it fits into the messages of the watch."""
+    waiting, behind = {"turn": 7, "step": 7, "is_inside": True}, {"turn": 6, "step": 6}
+    members = [member(rank, **(behind if late and rank > 1 else waiting)) for rank in range(4096)]
+    assert judge_progress(members, 100.0, stall_s=60.0).text.startswith(said)
+
+
 class Processes:
     """Some ranks; each runs some lines once all are there."""
 
@@ -344,6 +364,20 @@ def test_watch_uses_little_processor_time():
         for status, text in three.ends(0, 1, 2):
             assert status == 0
             assert float(text) < 0.1
+
+
+def test_reports_are_judged_together():
+    """Judging takes time for each process, so rank 0 does not do it for each of the reports that arrive one by one."""
+    counts = (
+        "judged, judge = [], watch.judge_progress\n"
+        "watch.judge_progress = lambda *args, **kwargs: judged.append(0) or judge(*args, **kwargs)\n"
+        "time.sleep(2.5); print(len(judged), file=sys.stderr); own.leave()"
+    )
+    reports = "time.sleep(0.5)\nfor _ in range(200):\n    own._report(); time.sleep(0.005)\nown.leave()"
+    with Processes(counts, reports, stall_s=60) as two:
+        ((status, text),) = two.ends(0)
+        assert status == 0
+        assert int(text) < 60
 
 
 def test_one_that_was_stopped_accuses_nobody():

@@ -404,6 +404,24 @@ def test_consumers_rest_while_somebody_waits(how):
     queue.finish(following, None)
 
 
+@pytest.mark.parametrize("how", ["join", "get", "done"])
+def test_no_thread_wakes_up_to_rest_without_wake(how):
+    """A caller that waits does not wake the consumers, of which there may be thousands, if they need not rest."""
+    queue, rests = ClosureQueue(), []
+    closure = Closure("in flight")
+    queue.put(closure)
+    assert queue.get() is closure
+    idle = Call(queue.get, lambda: rests.append("rest"))
+    assert idle.is_waiting()
+    waiting = Call({"join": queue.join, "get": closure.outcome.get, "done": queue.done}[how])
+    time.sleep(A_WHILE_S)
+    queue.finish(closure, None)
+    waiting.end()
+    assert rests == []
+    queue.stop()
+    assert idle.end() is None
+
+
 def test_nobody_rests_while_nobody_waits():
     """What was waited for before does not count once the next closure is queued."""
     consumer = Resting()
