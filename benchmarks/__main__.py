@@ -15,6 +15,7 @@ MODULES = {
     "kernels": "kernels",
     "compile": "compile_time",
     "host": "host_time",
+    "scale": "scale",
     "memory": "memory",
     "input": "input",
     "run_steps": "run_steps",

@@ -30,6 +30,8 @@ from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx.input")
 
+_MOST_ANNOUNCED = 16
+
 
 @dataclass(frozen=True)
 class WorkerShard:
@@ -96,11 +98,15 @@ class Plan:
     shards: Sequence[WorkerShard]
 
     def announce(self, worker: InputWorker) -> None:
-        """Logs on the chief which worker reads what, once per text and process."""
+        """Logs on the chief what each of the first workers reads, once per text and process."""
         if worker.is_chief:
             level = logging.INFO if worker.count == 1 else logging.WARNING
-            for each in self.shards:
+            for each in self.shards[:_MOST_ANNOUNCED]:
                 _say_once(level, str(each))
+            if (unnamed := len(self.shards) - _MOST_ANNOUNCED) > 0:
+                _say_once(
+                    level, f"{unnamed} more workers read their shards. phalanx.explain_sharding lists all of them"
+                )
 
 
 def plan(

@@ -104,6 +104,17 @@ def test_announcement_appears_once_on_chief(files, caplog):
     assert {(r.name, r.levelno) for r in caplog.records} == {("phalanx.input", logging.WARNING)}
 
 
+def test_announcement_of_many_workers_is_short(caplog):
+    """The first 16 workers are named, and the others are counted."""
+    chief = InputWorker(0, 20)
+    with caplog.at_level(logging.INFO, "phalanx.input"):
+        plan(np.zeros((40, 1)), functools.partial(source_of, batch_size=40), AUTO, chief).announce(chief)
+    lines = [r.message for r in caplog.records]
+    assert len(lines) == 17
+    assert lines[15].startswith("worker 15 of 20 reads records 30..31 of every 40")
+    assert lines[16].startswith("4 more workers read their shards")
+
+
 @pytest.mark.parametrize(
     ("dataset", "policy", "shape", "batch_size", "expected"),
     [
