@@ -114,5 +114,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 		--editable ".[data,test]" torch==2.13.0 datasets==5.2.0 tensorflow-cpu==2.21.0 tensorboard==2.21.0
 	touch $@
 
+# The compilers for TPUs and GPUs. libtpu has the licence of Google Cloud.
+.venv-topologies/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-topologies
+	.venv-topologies/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[cli,data,test]" libtpu==0.0.42.*
+	.venv-topologies/bin/python -m pip install --quiet --disable-pip-version-check --no-deps jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2
+	touch $@
+
 clean: ## remove the environments and what demos have written
-	rm -rf .venv .venv-newest .venv-oldest .venv-sources out build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-newest .venv-oldest .venv-sources .venv-topologies out build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache

@@ -24,7 +24,7 @@ def test_custom_head_finds_the_quantile(run_example):
 
 def test_evaluator_follows_two_workers(run_example, tmp_path):
     """Both workers train to the end, and the evaluator prints the accuracy of the last step."""
-    launcher = ("--workers", "2", "--evaluator")
+    launcher = ("run", "--workers", "2", "--evaluator")
     printed = run_example("estimator_cluster.py", "--steps", 200, "--out", tmp_path / "model", launcher=launcher)
     assert {"worker 0: trained to step 200", "worker 1: trained to step 200"} <= {
         line.partition("] ")[2] for line in printed.splitlines()

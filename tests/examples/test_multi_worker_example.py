@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS, BATCH, WIDTH, LAYERS, RATE, SEED = 10, 32, 32, 1, 4e-3, 0
 SAVED, CRASHED = 4, 6
 ARGUMENTS = ("--steps", STEPS, "--batch", BATCH, "--width", WIDTH, "--layers", LAYERS, "--learning-rate", RATE)
-LAUNCHER = ("--workers", "2", "--max-restarts", "1", "--grace-seconds", "0.5")
+LAUNCHER = ("run", "--workers", "2", "--max-restarts", "1", "--grace-seconds", "0.5")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Topologies that need not be here, by name: `v5e:16x16`, `2*v5e:16x16`, `h100:512x8`, `cpu:2`."""
 
+import importlib.util
 import itertools
 import math
 import os
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import jax
 from jax.experimental import topologies
 
-from phalanx.errors import DeviceError, InvalidArgumentError, MissingDependencyError, shown
+from phalanx.errors import DeviceError, InvalidArgumentError, MissingDependencyError, PhalanxError, shown
 from phalanx.forecast.chips import CHIPS, Chip
 
 _NAME = re.compile(r"(?:(\d+)\*)?([a-z0-9]+):(\d+(?:x\d+)*)")
@@ -59,7 +60,7 @@ class Target:
                 found = _tpus(self) if self.chip.platform == "tpu" else _gpus(self)
         except Exception as e:
             raise (
-                _missing(self, e)
+                _missing(self)
                 if _is_missing(e)
                 else DeviceError(
                     f"topology {self.name!r}", f"the compiler refuses it: {str(e).splitlines()[0]}", _EXAMPLE
@@ -191,15 +192,25 @@ def _is_missing(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "not installed" in str(error)
 
 
-def _missing(target: Target, error: Exception) -> MissingDependencyError:
+def _missing(target: Target) -> PhalanxError:
     assert target.chip is not None
-    package = "libtpu" if target.chip.platform == "tpu" else "the CUDA plugin of JAX"
+    called = f"topology {target.name!r}"
+    if target.chip.platform == "tpu":
+        return MissingDependencyError(
+            called,
+            "the compiler for it is not installed (libtpu).",
+            "pip install libtpu, whose licence is that of Google Cloud",
+        )
+    if importlib.util.find_spec("jax_cuda12_plugin"):
+        return DeviceError(
+            called,
+            "the CUDA plugin of JAX gave up its compiler, too, when it found no GPU.",
+            "JAX_PLATFORMS=cpu in the environment of this process, or the command phalanx estimate",
+        )
     return MissingDependencyError(
-        f"topology {target.name!r}",
-        f"the compiler for it is not installed ({package}).",
-        "pip install libtpu, whose licence is that of Google Cloud"
-        if target.chip.platform == "tpu"
-        else f"pip install jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__} --no-deps",
+        called,
+        "the compiler for it is not installed (the CUDA plugin of JAX).",
+        f"pip install jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__} --no-deps",
     )
 
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -43,6 +43,10 @@ def process(*command, cwd=HERE, **environment):
         one.log = log
         try:
             yield one
+        except BaseException:
+            log.seek(0)
+            print(f"---- {one.args}, with exit code {one.poll()}\n{log.read()[-8000:]}")
+            raise
         finally:
             for pid in family_of(one.pid):
                 if is_there(pid):
@@ -235,16 +239,12 @@ def servers(spec, tokens, tasks=None):
     """Processes of the tasks of a cluster but for the chief, or of some; `tokens` of each."""
     tasks = tasks or [(job, i) for job in ("worker", "ps") for i in range(len(spec[job]))]
     with tempfile.TemporaryDirectory() as home:
-        started, stack = {}, []
-        try:
+        started = {}
+        with ExitStack() as stack:
             for task, token in zip(tasks, tokens, strict=True):
                 code = SERVE.format(spec=spec, job=task[0], index=task[1])
-                stack.append(process("-c", code, RAY_AUTH_TOKEN=token, HOME=home))
-                started[task] = stack[-1].__enter__()
+                started[task] = stack.enter_context(process("-c", code, RAY_AUTH_TOKEN=token, HOME=home))
             yield started
-        finally:
-            for one in reversed(stack):
-                one.__exit__(None, None, None)
 
 
 def cluster(workers):

@@ -1,6 +1,7 @@
 """`phalanx estimate`, as a process of its own."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -26,12 +27,13 @@ print("was not stopped")
 
 
 @pytest.fixture
-def estimate(environment, tmp_path):
+def estimate(tmp_path):
     """Predicts the text of a script."""
 
     def run(source, *arguments, after=()):
         (tmp_path / "train.py").write_text(source)
         command = [*MAIN, *arguments, "train.py", *after]
+        environment = {name: value for name, value in os.environ.items() if name not in ("NPROC", "PYTHONPATH")}
         return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
     return run

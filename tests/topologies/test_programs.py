@@ -1,0 +1,168 @@
+"""Steps of two models under every synchronous strategy, compiled for TPUs and GPUs that are not here: `make test-topologies`."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import phalanx
+from phalanx.forecast import targets
+from phalanx.forecast.step import at_first_step, compiled
+
+pytest.importorskip("libtpu", reason="make test-topologies")
+pytest.importorskip("jax_cuda12_plugin", reason="make test-topologies")
+
+WIDTH, BLOCKS, LENGTH, WORDS = 256, 2, 64, 2048
+SLICES = "2*v5e:4x4"
+TOPOLOGIES = ("v5e:4x4", "v5p:2x2x2", "v6e:16x16", SLICES, "v5p:16x16x16", "h100:8", "h100:512x8")
+
+
+def mlp():
+    """A dense model: inputs and outputs of one row, and the model."""
+    layers = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(6)]
+    return (WIDTH,), (10,), keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(10)])
+
+
+def transformer():
+    """Attention and dense layers."""
+    words = keras.Input((LENGTH,))
+    x = keras.layers.Embedding(WORDS, WIDTH)(words)
+    for _ in range(BLOCKS):
+        h = keras.layers.LayerNormalization()(x)
+        x = x + keras.layers.MultiHeadAttention(2, WIDTH // 2)(h, h, use_causal_mask=True)
+        x = x + keras.layers.Dense(WIDTH)(keras.layers.Dense(4 * WIDTH, activation="gelu")(x))
+    return (LENGTH,), (10,), keras.Model(words, keras.layers.Dense(10)(keras.ops.mean(x, axis=1)))
+
+
+def tpu_with_logical_devices():
+    """Replicas of two cores."""
+    topology = phalanx.tpu.experimental.initialize_tpu_system()
+    assignment = phalanx.tpu.experimental.DeviceAssignment.build(topology, [2, 1, 1, 1], num_replicas=1)
+    return phalanx.TPUStrategy(experimental_device_assignment=assignment)
+
+
+def model_axis():
+    """Replicas of two devices, which divide the variables."""
+    return phalanx.MirroredStrategy(2, model_axis=("model", 2), layout=phalanx.fully_sharded("model"))
+
+
+STRATEGIES = {
+    "mirrored": lambda: phalanx.MirroredStrategy(1),
+    "multi_worker": phalanx.MultiWorkerMirroredStrategy,
+    "tpu": phalanx.TPUStrategy,
+    "logical_devices": tpu_with_logical_devices,
+    "model_axis": model_axis,
+    "fully_sharded": lambda: phalanx.MirroredStrategy(1, layout=phalanx.fully_sharded()),
+}
+WHOLE = ("mirrored", "multi_worker", "tpu")
+"""The strategies under which each device has all variables."""
+
+
+@functools.cache
+def program(build, name, topology, policy="float32"):
+    """Compiles the first step of `fit`, and returns it with the number of trained parameters and of devices."""
+    count = 0
+
+    def train():
+        nonlocal count
+        with STRATEGIES[name]().scope():
+            keras.config.set_dtype_policy(policy)
+            try:
+                x, y, model = build()
+            finally:
+                keras.config.set_dtype_policy("float32")
+            model.compile("adam", "mse")
+        count = model.count_params()
+        model.fit(np.ones((64, *x)), np.ones((64, *y)), batch_size=64, verbose=0)
+
+    (target,) = targets.parse([topology])
+    found = at_first_step(train, lambda step: compiled(step.lower(target.devices(), step.layout)))
+    return found, count, target.num_devices
+
+
+def sums(found):
+    """The collectives that add arrays."""
+    return [c for c in found.program.collectives if c.kind in ("all-reduce", "reduce-scatter")]
+
+
+every_row = pytest.mark.parametrize("topology", TOPOLOGIES)
+every_model = pytest.mark.parametrize("build", [mlp, transformer])
+
+
+@every_row
+@every_model
+@pytest.mark.parametrize("name", WHOLE)
+def test_gradients_are_summed_in_few_messages(build, name, topology):
+    """Each gradient is summed once, and one message carries many of them."""
+    found, count, _ = program(build, name, topology)
+    num_bytes = sum(c.num_bytes for c in sums(found) if not c.is_between_slices)
+    assert len([c for c in sums(found) if not c.is_between_slices]) <= 6
+    assert num_bytes == pytest.approx(4 * count, rel=0.02)
+
+
+@every_row
+@every_model
+def test_shards_are_gathered_and_scattered(build, topology):
+    """No device has all variables, and no message sums all gradients for everybody."""
+    found, count, num_devices = program(build, "fully_sharded", topology)
+    whole = program(build, "mirrored", topology)[0]
+    assert found.memory.arguments < whole.memory.arguments * (0.25 if num_devices >= 16 else 0.4)
+    kinds = {c.kind for c in found.program.collectives}
+    assert "all-gather" in kinds
+    reduced = sum(c.num_bytes for c in found.program.collectives if c.kind == "all-reduce" and not c.is_async)
+    assert "reduce-scatter" in kinds or reduced < 4 * count * 1.02
+
+
+@every_row
+@every_model
+@pytest.mark.parametrize("name", ["logical_devices", "model_axis"])
+def test_replicas_of_several_devices(build, name, topology):
+    """Gradients are summed over the devices of a slice that hold the same part: every second one."""
+    found, _, num_devices = program(build, name, topology)
+    assert num_devices // (4 if topology == SLICES else 2) in {len(c.group) for c in sums(found)}
+
+
+@every_row
+@every_model
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_state_is_updated_in_place(build, name, topology):
+    """The memory of all variables and slots is reused, and no value goes to the host."""
+    found, _, _ = program(build, name, topology)
+    assert found.memory.reused >= 0.9 * (found.memory.arguments - 64 * 4 * (WIDTH + 10 + 2))
+    assert found.program.num_transfers == 0
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_slices_are_connected_by_shards(name):
+    """Between slices, a device sends its part of a sum that its slice has already made."""
+    found, count, _ = program(transformer, name, SLICES)
+    far = sum(c.num_bytes for c in found.program.collectives if c.is_between_slices)
+    assert 0 < far <= 4 * count / 16 * 1.1
+
+
+@every_row
+@every_model
+def test_bfloat16_is_kept(build, topology):
+    """Every product of a model in mixed bfloat16 has a bfloat16 operand. The other one is bfloat16, too, or the batch."""
+    found, _, _ = program(build, "mirrored", topology, "mixed_bfloat16")
+    text = found.program.text
+    dtypes = dict(re.findall(r"^\s+(?:ROOT )?%([\w.-]+) = \(?(\w+)\[", text, re.MULTILINE))
+    products = re.findall(r" (?:dot|convolution)\(%([\w.-]+), %([\w.-]+)", text)
+    products += re.findall(r' custom-call\(%([\w.-]+), %([\w.-]+)[^\n]*custom_call_target="__cublas', text)
+    assert len(products) >= 6
+    assert all("bf16" in {dtypes[operand] for operand in pair} for pair in products)
+
+
+def test_plugin_that_gave_up():
+    """Without JAX_PLATFORMS=cpu, the plugin looks for GPUs, and JAX has no compiler for them afterwards."""
+    script = "import jax, phalanx; jax.devices(); phalanx.estimate(lambda: None, ['h100:8'])"
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "HINT: JAX_PLATFORMS=cpu" in done.stderr
