@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_INSTALLED := .venv/.demo-installed
 
-.PHONY: help demo demo-crash demo-multi-worker demo-ps test-fast test test-sources test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs clean
+.PHONY: help demo demo-crash demo-multi-worker demo-ps test-fast test test-sources test-topologies test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -34,6 +34,9 @@ test: $(INSTALLED) ## run all tests
 
 test-sources: .venv-sources/.installed ## run the tests of TensorFlow, torch and Hugging Face datasets, in an environment of their own
 	.venv-sources/bin/python -m pytest -q tests/sources tests/docs/test_pages.py::test_tensorflow_program_prints_the_same
+
+test-topologies: .venv-topologies/.installed ## compile steps of every strategy for TPUs and GPUs that are not here
+	JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES=-1 XLA_FLAGS=--xla_gpu_autotune_level=0 .venv-topologies/bin/python -m pytest -q tests/topologies
 
 # The unit and contract tests with the lowest and the highest versions that pyproject.toml promises.
 # `make test-newest PYTHON=python3.13` does it with another interpreter.

@@ -379,7 +379,9 @@ def test_fit_goes_on_after_sigterm(tmp_path):
     assert resumed.returncode == 0, resumed.stderr
     want, got = (json.loads(done.stdout.splitlines()[0]) for done in (undisturbed, resumed))
     assert got["weights"] == want["weights"]
-    assert got["logs"]["loss"] == want["logs"]["loss"][-2:]
+    losses = got["logs"]["loss"]
+    assert len(losses) in (1, 2)  # On a busy machine, the training has reached the third epoch before it hears of SIGTERM.
+    assert losses == want["logs"]["loss"][-len(losses) :]
     assert resumed.stdout.splitlines()[1] == "True"
 
 
