@@ -380,7 +380,8 @@ def test_fit_goes_on_after_sigterm(tmp_path):
     want, got = (json.loads(done.stdout.splitlines()[0]) for done in (undisturbed, resumed))
     assert got["weights"] == want["weights"]
     losses = got["logs"]["loss"]
-    assert len(losses) in (1, 2)  # On a busy machine, the training has reached the third epoch before it hears of SIGTERM.
+    # On a busy machine, the training has reached the third epoch before it hears of SIGTERM.
+    assert len(losses) in (1, 2)
     assert losses == want["logs"]["loss"][-len(losses) :]
     assert resumed.stdout.splitlines()[1] == "True"
 
