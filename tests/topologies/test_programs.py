@@ -19,6 +19,7 @@ pytest.importorskip("jax_cuda12_plugin", reason="make test-topologies")
 
 WIDTH, BLOCKS, LENGTH, WORDS = 256, 2, 64, 2048
 SLICES = "2*v5e:4x4"
+ROWS = 8 * 4096
 TOPOLOGIES = ("v5e:4x4", "v5p:2x2x2", "v6e:16x16", SLICES, "v5p:16x16x16", "h100:8", "h100:512x8")
 
 
@@ -26,6 +27,15 @@ def mlp():
     """A dense model: inputs and outputs of one row, and the model."""
     layers = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(6)]
     return (WIDTH,), (10,), keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(10)])
+
+
+def wide():
+    """A dense model whose kernels have eight rows for each of 4,096 devices. TPUs store eight rows at a time."""
+    return (
+        (ROWS,),
+        (ROWS,),
+        keras.Sequential([keras.Input((ROWS,)), keras.layers.Dense(2048), keras.layers.Dense(ROWS)]),
+    )
 
 
 def transformer():
@@ -90,6 +100,12 @@ def sums(found):
     return [c for c in found.program.collectives if c.kind in ("all-reduce", "reduce-scatter")]
 
 
+LARGEST_TPU = pytest.param(
+    "v5p:16x16x16",
+    marks=pytest.mark.xfail(
+        strict=True, reason="over 4,096 chips, XLA replaces all-gather by updates and an all-reduce"
+    ),
+)
 every_row = pytest.mark.parametrize("topology", TOPOLOGIES)
 every_model = pytest.mark.parametrize("build", [mlp, transformer])
 
@@ -105,17 +121,17 @@ def test_gradients_are_summed_in_few_messages(build, name, topology):
     assert num_bytes == pytest.approx(4 * count, rel=0.02)
 
 
-@every_row
-@every_model
-def test_shards_are_gathered_and_scattered(build, topology):
+@pytest.mark.parametrize("topology", [LARGEST_TPU if t == "v5p:16x16x16" else t for t in TOPOLOGIES])
+def test_shards_are_gathered_and_scattered(topology):
     """No device has all variables, and no message sums all gradients for everybody."""
-    found, count, num_devices = program(build, "fully_sharded", topology)
-    whole = program(build, "mirrored", topology)[0]
-    assert found.memory.arguments < whole.memory.arguments * (0.25 if num_devices >= 16 else 0.4)
-    kinds = {c.kind for c in found.program.collectives}
-    assert "all-gather" in kinds
-    reduced = sum(c.num_bytes for c in found.program.collectives if c.kind == "all-reduce" and not c.is_async)
-    assert "reduce-scatter" in kinds or reduced < 4 * count * 1.02
+    found, count, _ = program(wide, "fully_sharded", topology)
+    whole = program(wide, "mirrored", topology)[0]
+    batch = 64 * 2 * ROWS * 4
+    assert found.memory.arguments - batch < 0.2 * (whole.memory.arguments - batch)
+    assert "all-gather" in {c.kind for c in found.program.collectives}
+    scattered = sum(c.num_bytes for c in found.program.collectives if c.kind == "reduce-scatter")
+    summed = sum(c.num_bytes for c in found.program.collectives if c.kind == "all-reduce")
+    assert scattered or summed <= 4 * count * 1.02
 
 
 @every_row
