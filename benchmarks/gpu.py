@@ -145,7 +145,8 @@ class Run:
     def _test(self, part: Part, name: str, environment: Mapping[str, str]) -> None:
         file = self._folder / f"{name}.jsonl"
         path = f"tests/contract/{name}.py" + (f"::{_QUICK[name]}" if self._options.quick else "")
-        # Unknown warnings of an untested platform are shown, and are no failures. Plugins of the user do not take part.
+        # GPUs may cause warnings that the tests do not know: they are printed, and no test fails because of them. Plugins that the
+        # user has installed are not loaded.
         options = ["-p", "benchmarks.outcomes", "-p", "no:cacheprovider", "-W", "default", "-q"]
         variables = {OUTCOMES: str(file), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         try:

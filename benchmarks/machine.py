@@ -30,7 +30,7 @@ def _memory(device: jax.Device) -> str:
 
 
 def _drivers() -> dict[str, str]:
-    """Returns what the tool of NVIDIA's driver prints, one line per GPU; nothing if there is no such tool."""
+    """Returns what nvidia-smi prints, one line per GPU. Returns nothing if it is not installed."""
     if shutil.which(_SMI[0]) is None:
         return {}
     done = subprocess.run(_SMI, capture_output=True, text=True, timeout=60, check=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cluster of thousands of processes costs rank 0: the real code, with the other processes simulated on this machine.
+"""Measures the work of rank 0 in a cluster of up to 4,096 processes. The code is the real one; the other processes are simulated.
 
 The roll call and the watch run over real sockets, with rank 0 in one process and all other ranks as threads of another. The
 scheduler of parameter servers is real, and its workers take the time of a step without computing. The slowest of n workers is

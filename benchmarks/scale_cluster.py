@@ -36,7 +36,7 @@ _TCP_INFO_BYTES = 160
 
 @dataclass(frozen=True)
 class Outcome:
-    """What rank 0 and the other ranks measured.
+    """The results of one run.
 
     Args:
       chief: measurements of rank 0.

@@ -31,11 +31,8 @@ def mlp():
 
 def wide():
     """A dense model whose kernels have eight rows for each of 4,096 devices. TPUs store eight rows at a time."""
-    return (
-        (ROWS,),
-        (ROWS,),
-        keras.Sequential([keras.Input((ROWS,)), keras.layers.Dense(2048), keras.layers.Dense(ROWS)]),
-    )
+    layers = [keras.layers.Dense(n) for n in (2048, ROWS)]
+    return (ROWS,), (ROWS,), keras.Sequential([keras.Input((ROWS,)), *layers])
 
 
 def transformer():

@@ -56,7 +56,7 @@ class Target:
         if self.chip is None:
             return _cpus(self)
         try:
-            with _quiet(), _alone():
+            with _quiet():
                 found = _tpus(self) if self.chip.platform == "tpu" else _gpus(self)
         except Exception as e:
             raise (
@@ -174,7 +174,10 @@ def _tpus(target: Target) -> list[jax.Device]:
     elif target.chip.dims == 2 and sorted(wanted) == [2, 4]:
         host = (*wanted, 1)  # One host has eight chips.
     name = f"{target.chip.name}:{'x'.join(map(str, wanted))}"
-    topology = topologies.get_topology_desc(name, platform="tpu", num_slices=target.slices, chips_per_host_bounds=host)
+    with _libtpu_settings():
+        topology = topologies.get_topology_desc(
+            name, platform="tpu", num_slices=target.slices, chips_per_host_bounds=host
+        )
     return list(topology.devices)
 
 
@@ -204,7 +207,7 @@ def _missing(target: Target) -> PhalanxError:
     if importlib.util.find_spec("jax_cuda12_plugin"):
         return DeviceError(
             called,
-            "the CUDA plugin of JAX gave up its compiler, too, when it found no GPU.",
+            "the CUDA plugin of JAX found no GPU, so JAX did not register its compiler.",
             "JAX_PLATFORMS=cpu in the environment of this process, or the command phalanx estimate",
         )
     return MissingDependencyError(
@@ -215,8 +218,8 @@ def _missing(target: Target) -> PhalanxError:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Keeps libtpu from what it does when it is loaded on a TPU: these settings are those of the environment, if it has them."""
+def _libtpu_settings() -> Iterator[None]:
+    """Sets environment variables for libtpu, which reads them when it is loaded. Variables that are already set stay."""
     settings = {
         "TPU_SKIP_MDS_QUERY": "1",  # Otherwise it waits for the metadata server of Google Cloud.
         "TPU_LOG_DIR": "disabled",  # Otherwise it fills /tmp/tpu_logs, which Ray copies into the output of later programs.
