@@ -17,10 +17,11 @@ from phalanx.forecast.step import at_first_step, compiled
 pytest.importorskip("libtpu", reason="make test-topologies")
 pytest.importorskip("jax_cuda12_plugin", reason="make test-topologies")
 
-WIDTH, BLOCKS, LENGTH, WORDS = 256, 2, 64, 2048
+WIDTH, LENGTH, WORDS = 256, 64, 2048
 SLICES = "2*v5e:4x4"
 ROWS = 8 * 4096
-TOPOLOGIES = ("v5e:4x4", "v5p:2x2x2", "v6e:16x16", SLICES, "v5p:16x16x16", "h100:8", "h100:512x8")
+GPUS = ("h100:8", "h100:512x8")
+TOPOLOGIES = ("v5e:4x4", "v5p:2x2x2", "v6e:16x16", SLICES, "v5p:16x16x16", *GPUS)
 
 
 def mlp():
@@ -39,10 +40,9 @@ def transformer():
     """Attention and dense layers."""
     words = keras.Input((LENGTH,))
     x = keras.layers.Embedding(WORDS, WIDTH)(words)
-    for _ in range(BLOCKS):
-        h = keras.layers.LayerNormalization()(x)
-        x = x + keras.layers.MultiHeadAttention(2, WIDTH // 2)(h, h, use_causal_mask=True)
-        x = x + keras.layers.Dense(WIDTH)(keras.layers.Dense(4 * WIDTH, activation="gelu")(x))
+    h = keras.layers.LayerNormalization()(x)
+    x = x + keras.layers.MultiHeadAttention(2, WIDTH // 2)(h, h, use_causal_mask=True)
+    x = x + keras.layers.Dense(WIDTH)(keras.layers.Dense(4 * WIDTH, activation="gelu")(x))
     return (LENGTH,), (10,), keras.Model(words, keras.layers.Dense(10)(keras.ops.mean(x, axis=1)))
 
 
@@ -66,6 +66,8 @@ STRATEGIES = {
     "model_axis": model_axis,
     "fully_sharded": lambda: phalanx.MirroredStrategy(1, layout=phalanx.fully_sharded()),
 }
+CENTRAL = {"central": lambda: phalanx.experimental.CentralStorageStrategy(["cpu:0"])}
+"""Its variables are on one device of a machine, so it has no program for many machines."""
 WHOLE = ("mirrored", "multi_worker", "tpu")
 """The strategies under which each device has all variables."""
 
@@ -77,7 +79,7 @@ def program(build, name, topology, policy="float32"):
 
     def train():
         nonlocal count
-        with STRATEGIES[name]().scope():
+        with (STRATEGIES | CENTRAL)[name]().scope():
             keras.config.set_dtype_policy(policy)
             try:
                 x, y, model = build()
@@ -129,6 +131,26 @@ def test_shards_are_gathered_and_scattered(topology):
     scattered = sum(c.num_bytes for c in found.program.collectives if c.kind == "reduce-scatter")
     summed = sum(c.num_bytes for c in found.program.collectives if c.kind == "all-reduce")
     assert scattered or summed <= 4 * count * 1.02
+
+
+@every_model
+@pytest.mark.parametrize("topology", GPUS)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_gpus_communicate_while_they_compute(build, name, topology):
+    """Every sum of gradients starts before other operations and ends after them. TPUs wait for each."""
+    found, _, _ = program(build, name, topology)
+    assert sums(found)
+    assert all(c.is_async for c in sums(found))
+
+
+@every_model
+def test_central_storage_sums_gradients_only(build):
+    """The devices of one machine return the sum of the gradients. The update is a program of the parameter device."""
+    found, count, _ = program(build, "central", "h100:8")
+    assert [(c.kind, len(c.group)) for c in found.program.collectives] == [("all-reduce", 8)]
+    assert found.program.collectives[0].num_bytes == pytest.approx(4 * count, rel=0.02)
+    assert found.memory.arguments < 4 * count * 1.1
+    assert found.program.num_transfers == 0
 
 
 @every_row

@@ -471,18 +471,22 @@ def test_references_are_counted():
     v = keras.Variable(np.ones(3))
     v.assign(np.zeros(3))
     gc.collect()
-    assert compat.shared_values([v])[1] == [compat.UNSHARED]
+    arrays = compat.raw_values([v])
+    assert compat.reference_counts(arrays) == [compat.UNSHARED]
+    assert compat.are_unshared(arrays)
     held = v.value
-    assert compat.shared_values([v])[1] == [compat.UNSHARED + 1]
+    assert compat.reference_counts(arrays) == [compat.UNSHARED + 1]
+    assert not compat.are_unshared(arrays)
     del held
-    assert compat.shared_values([v])[1] == [compat.UNSHARED]
+    assert compat.reference_counts(arrays) == [compat.UNSHARED]
+    assert compat.are_unshared([])
 
 
 def test_numpy_views_are_counted():
     """A view of the array holds it, or is a copy."""
     v = keras.Variable(np.ones(1000, "float32"))
     view = np.asarray(v.value)
-    shared = compat.shared_values([v])[1][0] > compat.UNSHARED
+    shared = not compat.are_unshared(compat.raw_values([v]))
     assert shared or not np.shares_memory(view, np.asarray(v.value))
 
 

@@ -5,7 +5,7 @@ import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
@@ -56,13 +56,14 @@ def set_raw_values(variables: Sequence[Variable], values: Sequence[Any]) -> None
         variable._value = value
 
 
-def shared_values(variables: Sequence[Variable]) -> tuple[list[Any], list[int]]:
-    """Returns the stored arrays of many variables, and the reference count of each.
+def reference_counts(arrays: Iterable[Any]) -> list[int]:
+    """Returns how often each array of a list is held. See `UNSHARED`."""
+    return list(map(sys.getrefcount, arrays))
 
-    A count above `UNSHARED` means that someone besides the variable holds the array, so it must not be donated.
-    """
-    arrays = list(map(_value_of, variables))
-    return arrays, list(map(sys.getrefcount, arrays))
+
+def are_unshared(arrays: Iterable[Any]) -> bool:
+    """Returns whether nobody besides a variable and a list holds an array, for any of these arrays of a list."""
+    return max(map(sys.getrefcount, arrays), default=UNSHARED) <= UNSHARED
 
 
 def dtype_of(variable: Variable) -> str:
@@ -72,7 +73,7 @@ def dtype_of(variable: Variable) -> str:
 
 
 class _Holder:
-    """Stands in for a variable, to measure the reference count of an array that only its variable holds."""
+    """Stands in for a variable, to measure the reference count of an array."""
 
     def __init__(self) -> None:
         self._value = object()
@@ -80,11 +81,14 @@ class _Holder:
 
 def _count_of_unshared() -> int:
     holder: Any = _Holder()
-    return shared_values([holder])[1][0]
+    return reference_counts([holder._value])[0]
 
 
 UNSHARED = _count_of_unshared()
-"""The count in `shared_values` of an array that only its variable holds. It depends on the version of Python."""
+"""The reference count of an array that only a variable and a list hold. With a higher one, it must not be donated.
+
+It depends on the version of Python.
+"""
 
 
 @dataclass

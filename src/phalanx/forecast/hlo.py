@@ -42,6 +42,8 @@ _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
 _TO_HOST = ("infeed", "outfeed")
+_IS_SYNC = '"is_sync":true'
+"""What the compiler for GPUs writes at the start of a collective that it waits for at once."""
 _CALLBACK = re.compile(r'custom_call_target="[^"]*callback')
 
 
@@ -160,11 +162,12 @@ def _collective(op: _Operation, times: int) -> Collective | None:
     if kind not in _KINDS:
         return None
     group, is_started = _group(op.rest), op.kind != kind
+    is_async = is_started and _IS_SYNC not in op.rest
     # The result of a start has the operands too, unless it is that of an all-reduce.
     size = _num_bytes(op.shape) if kind == "all-reduce" or not is_started else _largest(op.shape)
     if kind == "reduce-scatter":
         size *= len(group)
-    return Collective(kind, _dtype(op.shape), times * size, group, is_async=is_started)
+    return Collective(kind, _dtype(op.shape), times * size, group, is_async=is_async)
 
 
 def _with(found: Collective, *, is_async: bool) -> Collective:

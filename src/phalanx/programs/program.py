@@ -82,7 +82,7 @@ class Program:
         self._has_callback = found.has_callback
         self.strategy = self._strategy = _strategy_of(found)
         is_functional = bool(found.strategies) and not found.variables and any(arguments.sharded)
-        self.trains = bool(found.optimizers) or is_functional
+        self.trains = bool(found.optimizers or found.updates) or is_functional
         self.num_steps = next((run.steps for run in found.runs if run.steps is not None), None)
         self._topology, self._updates = self._strategy.topology, found.updates
         storage = self._strategy.storage if self._strategy.updates is Updates.AFTER_PROGRAM else self._topology
@@ -247,7 +247,7 @@ class Program:
             # The chief writes them, so it needs the whole of each.
             records = jax.tree.map(lambda x: with_sharding_constraint(x, self._topology.replicated), records)
         # State first: XLA assigns donated buffers to outputs of their size in order, and a variable should keep its own buffer.
-        return values, outputs.parts, outputs.result, outputs.gradients, records
+        return values, self._state.of_on_read(outputs.parts), outputs.result, outputs.gradients, records
 
     def _execute_eagerly(self, donated: Group, kept: Group, inputs: list[Any]) -> tuple[Any, ...]:
         """Executes the Python code of the program operation by operation."""
@@ -258,7 +258,7 @@ class Program:
             outputs = execute_program(self._call, inputs, self._trace_made, values, parts)
         return (
             outputs.values,
-            outputs.parts,
+            self._state.of_on_read(outputs.parts),
             outputs.result,
             outputs.gradients,
             outputs.records,

@@ -5,8 +5,8 @@ import functools
 import gc
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import chain, compress, repeat
-from operator import itemgetter
+from itertools import chain, compress
+from operator import is_, itemgetter
 from typing import Any
 
 import jax
@@ -23,36 +23,86 @@ from phalanx.tracing.structure import refuse_outer_trace
 from phalanx.typing import PyTree
 
 Group = tuple[list[Any], list[Any]]
-"""Values of some variables, and the replicas' components of the on-read variables among them (None for the others)."""
+"""Values of some variables, and the replicas' components of the on-read variables among them."""
+
+
+class Shelf:
+    """Holds the arrays that a program wrote last, so that storing all of them is one assignment.
+
+    Attributes:
+      arrays: the arrays. None for a variable that the user has assigned since, or that has left for another shelf.
+      home: the devices of the arrays.
+      lent: the places of arrays that the next program must not consume, because no program of Phalanx made them or a
+        reader may share their memory.
+      is_whole: whether the arrays of all variables of the program have come here, and none has left.
+    """
+
+    __slots__ = ("arrays", "home", "is_whole", "lent")
+
+    def __init__(self, arrays: list[Any], home: Topology | None, lent: frozenset[int]) -> None:
+        self.arrays, self.home, self.lent, self.is_whole = arrays, home, lent, False
 
 
 class Slot:
     """What is known about one variable between programs.
 
     Attributes:
-      array: the array that was stored or placed last. If the variable holds another one, the user has assigned it. None
-        after an assignment, so that the slot keeps no memory alive.
-      home: the devices of that array.
-      owned: whether a program of Phalanx made that array, so that the next one may consume it.
-      components: the replicas' own values that belong to that array, (num_replicas, ...), if the variable is on-read.
+      components: the replicas' own values that belong to `array`, (num_replicas, ...), if the variable is on-read.
     """
 
-    __slots__ = ("array", "components", "home", "owned")
+    __slots__ = ("_at", "components")
 
     def __init__(self) -> None:
-        self.array: jax.Array | None = None
-        self.home: Topology | None = None
-        self.owned = False
+        self._at = Shelf([None], None, frozenset({0})), 0
         self.components: jax.Array | None = None
 
-    def store(
-        self, array: jax.Array | None, home: Topology | None, components: jax.Array | None = None, *, owned: bool
-    ) -> None:
-        """Records that `array` is what the variable holds."""
+    @property
+    def array(self) -> jax.Array | None:
+        """The array that was stored or placed last. If the variable holds another one, the user has assigned it.
+
+        None after an assignment, so that the slot keeps no memory alive.
+        """
+        shelf, place = self._at
+        array: jax.Array | None = shelf.arrays[place]
+        return array
+
+    @array.setter
+    def array(self, array: jax.Array | None) -> None:
+        shelf, place = self._at
+        shelf.arrays[place] = array
+
+    @property
+    def home(self) -> Topology | None:
+        """The devices of the array."""
+        return self._at[0].home
+
+    @property
+    def owned(self) -> bool:
+        """Whether a program of Phalanx made the array, so that the next one may consume it."""
+        shelf, place = self._at
+        return place not in shelf.lent
+
+    def lend(self) -> None:
+        """Stops the next program from consuming the array."""
+        shelf, place = self._at
+        shelf.lent |= {place}
+
+    def store(self, array: jax.Array | None, home: Topology | None, components: jax.Array | None = None) -> None:
+        """Records that `array`, which no program of Phalanx made, is what the variable holds."""
         if array is not None:
             kind: Any = type(array)
             _note_parts_of(kind)
-        self.array, self.home, self.owned, self.components = array, home, owned, components
+        self.move(Shelf([array], home, frozenset({0})), 0)
+        self.components = components
+
+    def move(self, shelf: Shelf, place: int) -> None:
+        """Makes the array that stands on a place of another shelf the one of this variable."""
+        before, at = self._at
+        if before is not shelf:
+            before.is_whole = False
+            self._at = shelf, place
+            # The old shelf would keep the array alive, and its reference count would be that of a shared one.
+            before.arrays[at] = None
 
 
 _slots: IdentityMap[Slot] = IdentityMap()
@@ -130,7 +180,7 @@ def _lend(variable: Variable) -> None:
     """
     slot = _slots.get(variable)
     if slot is not None and slot.owned and (slot.home is None or slot.home.is_single):
-        slot.owned = False
+        slot.lend()
 
 
 compat.on_read(_lend)
@@ -166,10 +216,8 @@ def _sum_of_components(components: jax.Array) -> jax.Array:
 compat.on_first_read(_combine_on_demand)
 
 
-_HELD_BY_VARIABLE_AND_SLOT = compat.UNSHARED + 1
-_VALUES_TWICE, _COMPONENTS = itemgetter(0, 0), itemgetter(1)
-"""Select from the outputs of a program: the values, once for the variables and once for the slots; and the components."""
-_OWNED = ["owned"]
+_VALUES, _VALUES_AS_LIST, _COMPONENTS = itemgetter(0), itemgetter(slice(1)), itemgetter(1)
+"""Select from the outputs of a program: the values; a list of the list of values, for the shelf; and the components."""
 _NOTHING: Group = ([], [])
 
 
@@ -194,14 +242,14 @@ class State:
     ) -> None:
         self._storage, self._is_lent = storage, storage is not topology
         self._order = list(written)
-        self._written = _Variables([v for v, w in zip(variables, written, strict=True) if w], topology, storage)
-        self._read = _Variables([v for v, w in zip(variables, written, strict=True) if not w], topology, storage)
-        slots = self._written.slots
-        self._is_on_read = [policy_of(v).on_read for v in self._written.variables]
-        on_read = list(compress(slots, self._is_on_read))
-        self._has_on_read = bool(on_read)
-        self._owners: list[Any] = [*self._written.variables, *slots, *on_read]
-        self._names = [compat.RAW_VALUE] * len(slots) + ["array"] * len(slots) + ["components"] * len(on_read)
+        writes = [v for v, w in zip(variables, written, strict=True) if w]
+        reads = [v for v, w in zip(variables, written, strict=True) if not w]
+        self._shelf = Shelf([None] * len(writes), storage, frozenset())
+        self._written = _Variables(writes, topology, storage, self._shelf)
+        self._read = _Variables(reads, topology, storage, None)
+        on_read = [slot_of(v) for v in writes if policy_of(v).on_read]
+        self._owners: list[Any] = [*writes, self._shelf, self._shelf, *on_read]
+        self._names = [compat.RAW_VALUE] * len(writes) + ["arrays", "lent"] + ["components"] * len(on_read)
 
     def take(self) -> tuple[Group, Group]:
         """Returns the arrays of the variables that the program writes, which it may consume, and of those that it only reads."""
@@ -212,8 +260,13 @@ class State:
         return self._written.shapes(), self._read.shapes() if self._read.variables else _NOTHING
 
     def merge(self, donated: Group, kept: Group) -> Group:
-        """Returns values and components in the order of the variables."""
-        return self._merged(donated[0], kept[0]), self._merged(donated[1], kept[1])
+        """Returns values and components in the order of the variables. A variable without components has None."""
+        parts = self._written.spread(donated[1]), self._read.spread(kept[1])
+        return self._merged(donated[0], kept[0]), self._merged(*parts)
+
+    def of_on_read(self, parts: Sequence[Any]) -> list[Any]:
+        """Returns the components of the on-read variables, from those of all variables that the program writes."""
+        return list(compress(parts, self._written.is_on_read))
 
     def run(
         self, execute: Callable[..., tuple[Any, ...]], donated: Group, kept: Group, inputs: list[Any]
@@ -238,13 +291,12 @@ class State:
         outputs: list[tuple[Any, ...]] = []
         # All of these are lazy. `deque` below consumes `executed` first, which fills `outputs`, and then `stored`, which reads it.
         executed = map(outputs.extend, [map(execute, [donated], [kept], [inputs])])
-        fields = chain.from_iterable(chain.from_iterable(map(_VALUES_TWICE, outputs)))
-        owners, names, copied = self._owners, self._names, self._written.copied
-        if self._has_on_read or copied:
-            components = compress(chain.from_iterable(map(_COMPONENTS, outputs)), self._is_on_read)
-            fields = chain(fields, components, repeat(True))
-            owners, names = owners + copied, names + _OWNED * len(copied)
-        stored = map(setattr, owners, names, fields)
+        values, arrays, components = (
+            chain.from_iterable(map(selected, outputs)) for selected in (_VALUES, _VALUES_AS_LIST, _COMPONENTS)
+        )
+        # Nobody else can hold what the program made.
+        fields = chain(values, arrays, (frozenset(),), components)
+        stored = map(setattr, self._owners, self._names, fields)
         collects = gc.isenabled()
         try:
             gc.disable()
@@ -270,7 +322,7 @@ class State:
     def put_back(self, donated: Group) -> None:
         """Restores the values that a program was called with, after JAX traced the program instead of executing it."""
         values, components = donated
-        self.reset([*values, *values, *compress(components, self._is_on_read)])
+        self.reset([*values, [*values], frozenset(), *components])
 
     def raise_if_lost(self, donated: Group, cause: Exception) -> None:
         """Checks whether a program that failed has consumed values of variables.
@@ -278,7 +330,7 @@ class State:
         Raises:
           StateLostError: it has.
         """
-        triples = zip(self._written.variables, *donated, strict=True)
+        triples = zip(self._written.variables, donated[0], self._written.spread(donated[1]), strict=True)
         lost = [v.path for v, x, parts in triples if raw_value(v) is x and _is_lost(parts if x is None else x)]
         if not lost:
             return
@@ -295,51 +347,66 @@ class State:
 
 
 class _Variables:
-    """The variables that a program writes, or the variables that it only reads."""
+    """The variables that a program writes, or the variables that it only reads.
 
-    def __init__(self, variables: list[Variable], topology: Topology, storage: Topology) -> None:
-        self.variables, self._topology, self._storage = variables, topology, storage
+    Args:
+      variables: the variables.
+      topology: the devices of the program.
+      storage: the devices of the variables between programs.
+      shelf: where the program stores the arrays that it writes. None for variables that it only reads.
+    """
+
+    def __init__(self, variables: list[Variable], topology: Topology, storage: Topology, shelf: Shelf | None) -> None:
+        self.variables, self._topology, self._storage, self._shelf = variables, topology, storage, shelf
         self._is_lent = storage is not topology
-        self.slots = [slot_of(v) for v in variables]
-        # Slots whose arrays `take` has copied. The program's result for them is owned, because nobody else can hold it.
-        self.copied: list[Slot] = []
+        self._slots = [slot_of(v) for v in variables]
+        self.is_on_read = [policy_of(v).on_read for v in variables]
         mapped = topology.num_replicas > 1
-        self._on_read = [i for i, v in enumerate(variables) if mapped and policy_of(v).on_read]
+        self._on_read = [i for i, on_read in enumerate(self.is_on_read) if mapped and on_read]
         self._on_demand = [i for i in self._on_read if policy_of(variables[i]).on_demand]
+        self._have_values = [i not in self._on_demand for i in range(len(variables))]
 
     def take(self, *, own: bool) -> Group:
-        """Returns arrays on the program's devices, and components.
+        """Returns arrays on the program's devices, and components of the on-read variables.
 
         Args:
           own: whether the program consumes the arrays.
         """
         if not self.variables:
             return [], []
-        arrays = self._arrays(own=own and not self._is_lent)
+        arrays = self._placed()
         if self._is_lent:
             arrays = jax.device_put(arrays, self._topology.replicated, may_alias=False if own else None)
+        elif own and self._shelf is not None:
+            arrays = self._consumable(arrays, self._shelf)
         if not self._on_read:
-            return arrays, [None] * len(arrays)
+            return arrays, []
         components = self._components(arrays)
         if own and self._is_lent:
             # A program that works on copies can be undone, so its components are copies too.
-            for i in self._on_read:
-                components[i] = jax.device_put(components[i], components[i].sharding, may_alias=False)
-        for i in self._on_demand:
-            arrays[i] = None
-        return arrays, components
+            components = [jax.device_put(x, x.sharding, may_alias=False) for x in components]
+        return self._without_totals(arrays), components
+
+    def spread(self, components: Sequence[Any]) -> list[Any]:
+        """Returns the components of all variables, from those of the on-read variables. The others have None."""
+        parts: list[Any] = [None] * len(self.variables)
+        for i, own in zip(self._on_read, components, strict=True):
+            parts[i] = own
+        return parts
+
+    def _without_totals(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns arrays without those of variables that are combined on demand."""
+        return [x if has_value else None for x, has_value in zip(arrays, self._have_values, strict=True)]
 
     def shapes(self) -> Group:
         """Returns what describes the arrays and components that `take` returns."""
         topology = self._topology
         arrays: list[Any] = [self._shape(v) for v in self.variables]
-        parts: list[Any] = [None] * len(arrays)
-        for i in self._on_read:
-            own = arrays[i]
-            parts[i] = shape_dtype((topology.num_replicas, *own.shape), own.dtype, sharding=topology.per_replica)
-        for i in self._on_demand:
-            arrays[i] = None
-        return arrays, parts
+        parts = [
+            shape_dtype((topology.num_replicas, *arrays[i].shape), arrays[i].dtype, sharding=topology.per_replica)
+            for i in self._on_read
+        ]
+        return self._without_totals(arrays), parts
 
     def _shape(self, variable: Variable) -> jax.ShapeDtypeStruct:
         shape, sharding = tuple(variable.shape), None
@@ -348,50 +415,64 @@ class _Variables:
             sharding = self._topology.replicated if self._is_lent else self._topology.sharding_of(path, shape)
         return shape_dtype(shape, compat.dtype_of(variable), sharding=sharding)
 
-    def _arrays(self, *, own: bool) -> list[Any]:
-        arrays, counts = compat.shared_values(self.variables)
-        self.copied = []
-        if own and (parted := _parted.ids()):
-            for slot in self.slots:
-                if id(slot.array) in parted:
-                    slot.owned = False
-        # This loop runs at every step, for every variable. In the steady state its body does nothing.
-        for i, (slot, array, count) in enumerate(zip(self.slots, arrays, counts, strict=True)):
+    def _placed(self) -> list[Any]:
+        """Returns the stored arrays. Those that the user assigned, or that other devices hold, are placed on the storage first."""
+        arrays, shelf = compat.raw_values(self.variables), self._shelf
+        # This runs at every step, for every variable, so it runs no bytecode per variable.
+        if shelf is not None and shelf.is_whole and all(map(is_, arrays, shelf.arrays)):
+            return shelf.arrays
+        for i, (slot, array) in enumerate(zip(self._slots, arrays, strict=True)):
             if slot.array is not array or slot.home is not self._storage:
                 if slot.home is not self._storage and self._topology.num_workers > 1:
                     self._take_from_chief(self._topology)
-                    return self._arrays(own=own)
+                    return self._placed()
                 arrays[i] = self._adopt(self.variables[i], slot, array)
-            elif array is None or not own or (slot.owned and count == _HELD_BY_VARIABLE_AND_SLOT):
-                continue
-            if own:
-                # Unlike jnp.copy it compiles nothing.
-                arrays[i] = jax.device_put(arrays[i], arrays[i].sharding, may_alias=False)
-                self.copied.append(slot)
+        if shelf is not None:
+            shelf.arrays, shelf.lent = arrays, frozenset(i for i, slot in enumerate(self._slots) if not slot.owned)
+            for i, slot in enumerate(self._slots):
+                slot.move(shelf, i)
+            shelf.is_whole = True
         return arrays
+
+    def _consumable(self, arrays: list[Any], shelf: Shelf) -> list[Any]:
+        """Returns the arrays of the shelf, with copies of those that others may hold."""
+        if parted := _parted.ids():
+            shelf.lent |= {i for i, x in enumerate(arrays) if id(x) in parted}
+        given = compress(arrays, self._have_values) if self._on_demand else arrays
+        if not shelf.lent and compat.are_unshared(given):
+            return arrays
+        counts = compat.reference_counts(arrays)
+        return [
+            # Unlike jnp.copy it compiles nothing.
+            jax.device_put(x, x.sharding, may_alias=False)
+            if x is not None and (i in shelf.lent or count > compat.UNSHARED)
+            else x
+            for i, (x, count) in enumerate(zip(arrays, counts, strict=True))
+        ]
 
     def _take_from_chief(self, topology: Topology) -> None:
         """Sets variables that no program has used yet to the chief's values."""
-        fresh = [i for i, slot in enumerate(self.slots) if slot.home is not topology]
+        fresh = [i for i, slot in enumerate(self._slots) if slot.home is not topology]
         variables = [self.variables[i] for i in fresh]
         for i, variable, value in zip(fresh, variables, topology.from_chief(compat.raw_values(variables)), strict=True):
             array = topology.put_replicated(value)
             compat.set_raw_values([variable], [array])
-            self.slots[i].store(array, topology, owned=False)
+            self._slots[i].store(array, topology)
 
     def _components(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns the replicas' own values of on-read variables, and None for the others."""
-        parts: list[Any] = [None] * len(arrays)
+        """Returns the replicas' own values of the on-read variables."""
+        parts: list[Any] = []
         for i in self._on_read:
-            parts[i] = self.slots[i].components
-            if parts[i] is None:
+            own = self._slots[i].components
+            if own is None:
                 variable, count = self.variables[i], self._topology.num_replicas
                 first = _restored.get(variable)
                 _restored.discard(variable)
                 if first is None or len(first) != count:
                     first = initial_components(variable, arrays[i], count)
-                own = self._topology.local_replicas
-                parts[i] = self._topology.put_per_replica([first[own.start : own.stop]])[0]
+                rows = self._topology.local_replicas
+                own = self._topology.put_per_replica([first[rows.start : rows.stop]])[0]
+            parts.append(own)
         return parts
 
     def _adopt(self, variable: Variable, slot: Slot, array: jax.Array) -> jax.Array:
@@ -411,7 +492,7 @@ class _Variables:
         if isinstance(array, jax.core.Tracer):
             raise refuse_outer_trace()
         compat.set_raw_values([variable], [array])
-        slot.store(array, self._storage, owned=False)
+        slot.store(array, self._storage)
         return array
 
 

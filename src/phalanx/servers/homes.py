@@ -376,7 +376,7 @@ class Homes:
         self._placements[variable] = placement
         _owners[variable] = self
         compat.set_raw_values([variable], [None])
-        slot_of(variable).store(None, None, owned=False)
+        slot_of(variable).store(None, None)
         weakref.finalize(variable, self._forget, placement)
 
     def _save_new(self) -> None:

@@ -60,6 +60,8 @@ def _fastest_ops(topology: Topology) -> CrossDeviceOps:
     # gathered first.
     if topology.axes:
         return NcclAllReduce(num_packs=0)
-    # Between processes, one buffer is faster than several: a message costs more than a copy into the buffer. Within a
-    # process, packing saves time only for small arrays.
-    return NcclAllReduce(num_packs=1 if topology.num_workers > 1 else None)
+    # Between processes of CPUs and between slices of TPUs, one buffer is faster than several: a message costs more than a copy
+    # into the buffer. Elsewhere XLA joins messages itself, and packing saves time only for small arrays.
+    kinds = {(d.platform, getattr(d, "slice_index", 0) if d.platform == "tpu" else None) for d in topology.devices}
+    is_slow = len(kinds) > 1 or kinds == {("cpu", None)}
+    return NcclAllReduce(num_packs=1 if is_slow and topology.num_workers > 1 else None)

@@ -40,6 +40,18 @@ def test_gradients_are_reduced_once(train):
     assert 0 <= reduced.num_bytes - F32 * num_parameters(512, 4) <= 8
 
 
+@pytest.mark.parametrize("train", [fit, loop])
+def test_central_storage_computes_gradients(train):
+    """Devices get the weights and the batch, and return the sum of the gradients. Slots are with the parameter device."""
+    (found,) = phalanx.estimate(
+        train(lambda: phalanx.experimental.CentralStorageStrategy(["cpu:0"]), 512, 4), ["cpu:2"]
+    )
+    kept, batch = F32 * num_parameters(512, 4), 32 * (64 + 4) * F32
+    assert 0 <= found.memory.arguments - kept - batch <= 64
+    (reduced,) = found.collectives
+    assert 0 <= reduced.num_bytes - F32 * num_parameters(512, 4) <= 8
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_prediction_equals_what_is_compiled(count):
     """The program that `phalanx.function` really runs on so many devices has the same memory and operations."""
