@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Poolings and convolutions of Keras with their gradients, by the kernels of Phalanx for CPUs and by XLA, on one device."""
+"""Poolings, convolutions and GELU of Keras with their gradients, by the kernels of Phalanx for CPUs and by XLA, on one device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +27,7 @@ _CASES: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
         (32, 32, 16),
         lambda layers: layers.Conv2D(32, 3, strides=2, padding="same"),
     ),
+    "GELU": ((32, 32, 64), lambda layers: layers.Activation("gelu")),
     "convolution 3x3 to 64 channels": ((13, 13, 32), lambda layers: layers.Conv2D(64, 3)),
 }
 

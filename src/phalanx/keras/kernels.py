@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces poolings and convolutions of Keras by those of `phalanx.kernels` in steps for CPUs, where they are faster."""
+"""Replaces poolings, convolutions and GELU of Keras by those of `phalanx.kernels` in steps for CPUs, where they are faster."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 
 from phalanx import compat
 from phalanx.errors import arguments
-from phalanx.kernels import convolution, platforms, pooling
+from phalanx.kernels import activation, convolution, platforms, pooling
 from phalanx.kernels.windows import Windows
+from phalanx.mesh.annotated import optimization_barrier
 from phalanx.tracing import context
 from phalanx.typing import PyTree
 
@@ -25,7 +27,7 @@ _is_on = True
 
 
 def set_cpu_kernels(enabled: bool) -> None:
-    """Sets whether steps for CPUs compute poolings and convolutions of Keras by kernels of Phalanx. They do by default.
+    """Sets whether steps for CPUs compute poolings, convolutions and GELU of Keras by kernels of Phalanx. They do by default.
 
     May be called in any context. Steps that are already compiled do not change, so call it before the first step. Programs for
     GPUs and TPUs contain none of the kernels.
@@ -133,6 +135,12 @@ def _transposed(
     return original(inputs, kernel, strides, padding, output_padding, data_format, dilation_rate)
 
 
+def _gelu(original: Callable[..., Any], x: PyTree, approximate: bool = True) -> Any:
+    if not approximate and _is_for(x) and x.dtype == jnp.float32:
+        return activation.gelu(x)
+    return original(x, approximate)
+
+
 def _windows(
     inputs: Any, kernel: Any, strides: Any, padding: str, data_format: str | None, dilation_rate: Any
 ) -> tuple[Any, Any, Windows] | None:
@@ -154,6 +162,15 @@ def _per_dim(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
     return (value,) * rank if isinstance(value, int) else tuple(value)
 
 
+def _normalized(original: Callable[..., Any], layer: keras.Layer, inputs: PyTree) -> Any:
+    # Behind a residual connection, XLA would add all gradients since the last layer again in each operation that reads their
+    # sum: with four blocks, a quarter of the step. The barrier also stands in the gradient, where the sum is then stored.
+    return original(layer, optimization_barrier(inputs) if _is_for(inputs) else inputs)
+
+
+compat.extend(keras.layers.LayerNormalization, "call")(_normalized)
+compat.extend(keras.layers.RMSNormalization, "call")(_normalized)
+compat.extend_backend("nn.gelu", _gelu)
 compat.extend_backend("nn.max_pool", _pooling(pooling.max_pool))
 compat.extend_backend("nn.average_pool", _pooling(pooling.average_pool))
 compat.extend_backend("nn.conv", _convolving(_convolution))

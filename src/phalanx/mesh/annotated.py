@@ -42,6 +42,9 @@ pmin: Callable[[jax.Array, str], jax.Array] = lax.pmin
 pmax: Callable[[jax.Array, str], jax.Array] = lax.pmax
 """Returns the largest of an array's values over a mesh axis."""
 
+optimization_barrier: _Wait = lax.optimization_barrier
+"""Returns arrays as they are, but XLA moves no operation from one side of the call to the other."""
+
 psum: _Sum = lax.psum
 """Returns the sum of each array of a pytree over a mesh axis."""
 

@@ -1,4 +1,4 @@
-"""Poolings and convolutions of Keras in steps for CPUs: the numbers of plain Keras, by other operations."""
+"""Poolings, convolutions, GELU and normalizations of Keras in steps for CPUs: the numbers of plain Keras, by other operations."""
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ REPLACED = {
     "depthwise_1d": (lambda: L.DepthwiseConv1D(3, strides=2), X1, "convolution"),
     "separable": (lambda: L.SeparableConv2D(5, 3, padding="same"), X2, "convolution"),
     "pointwise": (lambda: L.Conv2D(5, 1, strides=2), X2, "convolution"),
+    "gelu": (lambda: L.Dense(5, activation="gelu"), X2, "erfc"),
 }
 """Layers, their inputs, and an operation of XLA that their steps do not contain."""
 
@@ -39,6 +40,9 @@ OTHERS = {
     "groups": (lambda: L.Conv2D(6, 3, groups=2), X2),
     "dilated": (lambda: L.Conv2D(5, 3, dilation_rate=2), X2),
     "dilated_depthwise": (lambda: L.DepthwiseConv2D(2, dilation_rate=2), X2),
+    "gelu_by_tanh": (lambda: L.Activation(lambda x: keras.activations.gelu(x, approximate=True)), X2),
+    "layer_normalization": (lambda: L.LayerNormalization(), X2),
+    "root_mean_square": (lambda: L.RMSNormalization(), X2),
     "large_window": (lambda: L.MaxPooling1D(300, 1, "same"), X1),
 }
 
@@ -103,7 +107,7 @@ def test_numbers_are_those_of_keras(strategy, name):
 def test_programs_for_cpus_alone(strategy, name):
     """They do without the slow operation. The option, and another platform, bring it back, and both give one program."""
     make, x, operation = REPLACED[name]
-    assert f"stablehlo.{operation}" not in text_of(strategy, make, x)
+    assert f".{operation}" not in text_of(strategy, make, x)
     with compiled_for(("cpu", "cuda")):
         other = text_of(strategy, make, x)
     phalanx.keras.set_cpu_kernels(False)
@@ -111,8 +115,16 @@ def test_programs_for_cpus_alone(strategy, name):
         off = text_of(strategy, make, x)
     finally:
         phalanx.keras.set_cpu_kernels(True)
-    assert f"stablehlo.{operation}" in off
+    assert f".{operation}" in off
     assert off == other
+
+
+@pytest.mark.parametrize("make", [lambda: L.LayerNormalization(), lambda: L.RMSNormalization()])
+def test_inputs_of_a_normalization_are_stored(strategy, make):
+    """Once for the input and once for its gradient, so that no operation after them computes them again."""
+    assert text_of(strategy, make, X2).count("stablehlo.optimization_barrier") == 2
+    with compiled_for(("cuda",)):
+        assert "stablehlo.optimization_barrier" not in text_of(strategy, make, X2)
 
 
 def test_keras_outside_of_scopes():
