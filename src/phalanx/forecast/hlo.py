@@ -87,12 +87,14 @@ class Program:
       collectives: the communication between devices, in order.
       num_transfers: number of transfers between device and host.
       num_bytes: bytes that its operations read and write. An estimate for compilers that do not report it.
+      num_loops: number of its loops.
     """
 
     text: str
     collectives: list[Collective] = field(init=False)
     num_transfers: int = field(init=False, default=0)
     num_bytes: int = field(init=False, default=0)
+    num_loops: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self._computations, entry = _computations(self.text)
@@ -108,6 +110,7 @@ class Program:
             if found is not None:
                 self.collectives.append(_with(found, is_async=is_async or found.is_async))
             self.num_transfers += _is_transfer(op)
+            self.num_loops += op.kind == "while"
             if is_top and op.kind not in _FREE and op.kind != "while":
                 read = (shapes[x] for x in _OPERAND.findall(op.rest.partition("), ")[0]) if x in shapes)
                 self.num_bytes += times * (_num_bytes(op.shape) + sum(map(_num_bytes, read)))

@@ -77,6 +77,20 @@ def test_prediction_equals_what_is_compiled(count):
     assert found.flops == pytest.approx(real.cost_analysis()["flops"], rel=0.01)
 
 
+def test_every_pass_of_a_loop_counts():
+    """Four gates of 64 units: forwards, for the weights, and backwards through the 20 steps, but not to the inputs."""
+    steps, inputs, units, rows = 20, 32, 64, 32
+
+    def train():
+        with phalanx.MirroredStrategy(1).scope():
+            model = keras.Sequential([keras.Input((steps, inputs)), keras.layers.LSTM(units)])
+            model.compile("sgd", "mse")
+        model.fit(np.ones((rows, steps, inputs)), np.ones((rows, units)), batch_size=rows, verbose=0)
+
+    (found,) = phalanx.estimate(train, ["cpu:1"])
+    assert found.flops == pytest.approx(rows * steps * 2 * 4 * units * (2 * inputs + 3 * units), rel=0.05)
+
+
 def test_operations_are_computed_by_hand():
     """Each weight takes two operations per row forwards, two for its gradient, and two for the inputs' except in the first layer."""
     (found,) = phalanx.estimate(fit(mirrored(), 512, 512, 512), ["cpu:1"])

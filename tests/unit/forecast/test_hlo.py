@@ -77,6 +77,11 @@ def test_transfers_to_the_host_are_counted():
     assert slices.collectives == [Collective("all-reduce", "f32", 4096, (), is_async=True, is_between_slices=True)]
 
 
+def test_loops_are_counted():
+    """XLA counts the operations of their bodies once."""
+    assert (Program(GPU).num_loops, Program(SLICES).num_loops) == (1, 0)
+
+
 def test_bytes_are_those_of_operands_and_results():
     """The copy reads and writes 4,096 bytes. The outfeed reads them, and the send reads and writes them."""
     assert Program(SLICES).num_bytes == 2 * 4096 + 4096 + (2 * 4096 + 4)
