@@ -135,9 +135,12 @@ def test_shards_are_gathered_and_scattered(topology):
 
 @every_model
 @pytest.mark.parametrize("topology", GPUS)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "model_axis"])
 def test_gpus_communicate_while_they_compute(build, name, topology):
-    """Every sum of gradients starts before other operations and ends after them. TPUs wait for each."""
+    """Every sum of gradients starts before other operations and ends after them. TPUs wait for each.
+
+    With a model axis, the devices of a replica also add activations, for which the next layer waits.
+    """
     found, _, _ = program(build, name, topology)
     assert sums(found)
     assert all(c.is_async for c in sums(found))
@@ -183,14 +186,17 @@ def test_slices_are_connected_by_shards(name):
 @every_row
 @every_model
 def test_bfloat16_is_kept(build, topology):
-    """Every product of a model in mixed bfloat16 has a bfloat16 operand. The other one is bfloat16, too, or the batch."""
+    """Every product of a model in mixed bfloat16 has a bfloat16 operand. The other one is bfloat16, too, or the batch.
+
+    In a kernel of Triton, the operands are said to be float32, and are rounded to bfloat16 by the product itself.
+    """
     found, _, _ = program(build, "mirrored", topology, "mixed_bfloat16")
     text = found.program.text
     dtypes = dict(re.findall(r"^\s+(?:ROOT )?%([\w.-]+) = \(?(\w+)\[", text, re.MULTILINE))
-    products = re.findall(r" (?:dot|convolution)\(%([\w.-]+), %([\w.-]+)", text)
-    products += re.findall(r' custom-call\(%([\w.-]+), %([\w.-]+)[^\n]*custom_call_target="__cublas', text)
+    products = re.findall(r" (?:dot|convolution)\(%([\w.-]+), %([\w.-]+)([^\n]*)", text)
+    products += re.findall(r' custom-call\(%([\w.-]+), %([\w.-]+)([^\n]*custom_call_target="__cublas)', text)
     assert len(products) >= 6
-    assert all("bf16" in {dtypes[operand] for operand in pair} for pair in products)
+    assert all("bf16" in {dtypes[a], dtypes[b]} or "algorithm=dot_bf16_bf16" in rest for a, b, rest in products)
 
 
 def test_plugin_that_gave_up():
