@@ -5,7 +5,7 @@ import runpy
 import sys
 
 from phalanx.errors import PhalanxError
-from phalanx.forecast.estimate import estimate
+from phalanx.forecast.estimate import checked, estimate
 
 _DOES_NOT_FIT = 3
 """The exit code if a step does not fit. An exception in the script gives 1, and an error in the command 2."""
@@ -27,10 +27,11 @@ def main(topologies: str, output: str, kind: str, target: str, *arguments: str) 
     sys.argv = [target, *arguments]
     run = runpy.run_module if kind == "module" else runpy.run_path
     try:
+        paths = [checked(path) for path in output.splitlines()]  # Before the compilers take minutes.
         found = estimate(lambda: run(target, run_name="__main__"), topologies.split())
         print()  # The script may have left an unfinished line, such as a progress bar.
         found.print()
-        for path in output.splitlines():
+        for path in paths:
             found.save(path)
     except PhalanxError as e:
         print(f"phalanx: {e}", file=sys.stderr)

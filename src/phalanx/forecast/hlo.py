@@ -166,10 +166,14 @@ def _collective(op: _Operation, times: int) -> Collective | None:
         return None
     group, is_started = _group(op.rest), op.kind != kind
     is_async = is_started and _IS_SYNC not in op.rest
-    # The result of a start has the operands too, unless it is that of an all-reduce.
-    size = _num_bytes(op.shape) if kind == "all-reduce" or not is_started else _largest(op.shape)
-    if kind == "reduce-scatter":
+    size = _num_bytes(op.shape)
+    if kind in ("all-gather", "reduce-scatter") and is_started and group:
+        # The result of a start has the operands too, so it has the whole arrays and the shards.
+        size = size * len(group) // (len(group) + 1)
+    elif kind == "reduce-scatter":
         size *= len(group)
+    elif kind != "all-reduce" and is_started:
+        size = _largest(op.shape)
     return Collective(kind, _dtype(op.shape), times * size, group, is_async=is_async)
 
 

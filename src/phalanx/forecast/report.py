@@ -9,6 +9,8 @@ from phalanx.forecast.prediction import Estimate
 
 _COLUMNS = ("topology", "replicas", "rows", "memory", "full", "FLOP", "exchanged", "step", "efficiency", "bound by")
 _WIDTH = 110
+PICTURES = (".png", ".svg", ".pdf")
+"""The endings of files of pictures."""
 
 
 def print_table(name: str, estimates: Sequence[Estimate]) -> None:
@@ -39,17 +41,9 @@ def print_table(name: str, estimates: Sequence[Estimate]) -> None:
 
 
 def save_picture(name: str, estimates: Sequence[Estimate], path: Path) -> None:
-    """Draws the memory per device and the speed of all devices.
+    """Draws the memory per device and the speed of all devices. Needs matplotlib."""
+    from matplotlib.figure import Figure
 
-    Raises:
-      MissingDependencyError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise MissingDependencyError(
-            f"estimates.save({str(path)!r})", "the package matplotlib is not installed.", "pip install matplotlib"
-        ) from e
     figure = Figure(figsize=(10, 4), layout="constrained")
     memory, speed = figure.subplots(1, 2)
     names = [e.topology for e in estimates]
@@ -84,7 +78,8 @@ def _cells(estimate: Estimate) -> list[str]:
         amount(estimate.memory.peak, "B"),
         "" if estimate.available is None else f"{estimate.memory.peak / estimate.available:.0%}",
         amount(estimate.flops, ""),
-        amount(estimate.communicated, "B"),
+        # A compiler says nothing else of a program that does not fit.
+        amount(estimate.communicated, "B") if estimate.fits or estimate.collectives else "",
         "" if time is None else duration(time.step),
         "" if estimate.efficiency is None else f"{estimate.efficiency:.0%}",
         "does not fit" if not estimate.fits else "" if time is None else time.bound,
@@ -119,7 +114,12 @@ def _kinds(estimate: Estimate) -> list[str]:
     for c in estimate.collectives:
         where = "between slices" if c.is_between_slices else f"over {len(c.group):,} devices"
         found.setdefault((c.kind, c.dtype, where), []).append(c.num_bytes)
-    return [f"{len(n)} {kind} of {amount(sum(n), 'B')} {dtype} {where}" for (kind, dtype, where), n in found.items()]
+    return [
+        f"{len(n)} {kind}s of {amount(sum(n), 'B')} {dtype} in total, {where}"
+        if len(n) > 1
+        else f"1 {kind} of {amount(n[0], 'B')} {dtype} {where}"
+        for (kind, dtype, where), n in found.items()
+    ]
 
 
 def amount(number: float, unit: str) -> str:

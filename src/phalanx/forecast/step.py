@@ -193,8 +193,8 @@ def at_first_step(train: Callable[[], Any], use: Callable[[Step], T]) -> T:
     if not results:
         raise TraceError(
             "phalanx.estimate of a function that runs no training step",
-            "it called neither fit nor a step that applies an optimizer, in the scope of a strategy.",
-            "phalanx.estimate(lambda: model.fit(x, y), [...])",
+            "no model of a strategy was trained by fit or by a step that applies an optimizer.",
+            "with phalanx.MirroredStrategy(1).scope(): around the code that creates the model",
         )
     return results[0]
 

@@ -85,13 +85,13 @@ def _each(name: object) -> list[str]:
     if not isinstance(name, str):
         raise InvalidArgumentError(f"topology {shown(name)}", "must be a str.", _EXAMPLE)
     kind, _, sizes = name.partition(":")
-    return [f"{kind}:{size}" for size in sizes.split(",")]
+    return [f"{kind.strip().lower()}:{size.strip()}" for size in sizes.split(",")]
 
 
 def _parse(name: str) -> Target:
     match = _NAME.fullmatch(name)
     if match is None:
-        raise InvalidArgumentError(f"topology {name!r}", "must be a kind of device and a size.", _EXAMPLE)
+        raise InvalidArgumentError(f"topology {name!r}", "must be a kind of device, a colon and a size.", _EXAMPLE)
     slices, kind, sizes = int(match[1] or 1), match[2], tuple(map(int, match[3].split("x")))
     if not 0 < math.prod(sizes) * slices <= _MOST:
         raise InvalidArgumentError(f"topology {name!r}", f"must have 1 to {_MOST} devices.", _EXAMPLE)
@@ -140,6 +140,13 @@ def _torus(name: str, chip: Chip, sizes: tuple[int, ...], slices: int) -> Target
         sizes = found
     if len(sizes) != chip.dims:
         raise InvalidArgumentError(f"topology {name!r}", f"a slice of {chip.name} has {chip.dims} dims.", example)
+    if any(size > most for size, most in zip(sorted(sizes), sorted(chip.largest), strict=True)):
+        longest = "x".join(map(str, chip.largest))
+        raise InvalidArgumentError(
+            f"topology {name!r}",
+            f"a slice of {chip.name} has at most {longest} chips.",
+            f"{max(2, -(-math.prod(sizes) // math.prod(chip.largest)))}*{chip.name}:{longest}",
+        )
     return Target(name, chip, sizes, slices)
 
 
@@ -222,6 +229,7 @@ def _libtpu_settings() -> Iterator[None]:
     """Sets environment variables for libtpu, which reads them when it is loaded. Variables that are already set stay."""
     settings = {
         "TPU_SKIP_MDS_QUERY": "1",  # Otherwise it waits for the metadata server of Google Cloud.
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # Otherwise a second process that compiles would be refused. No TPU is used.
         "TPU_LOG_DIR": "disabled",  # Otherwise it fills /tmp/tpu_logs, which Ray copies into the output of later programs.
     }
     missing = {name: value for name, value in settings.items() if name not in os.environ}

@@ -188,7 +188,7 @@ def estimate(  # noqa: PLR0917
     """Predicts a step of SCRIPT on hardware that is not here.
 
     Runs SCRIPT on CPUs until its first training step, which the real compiler then compiles for each topology. Nothing runs
-    there. A replica gets as many rows as in SCRIPT with one replica. The exit code is 0 if the step fits everywhere, and 3 if
+    there. A replica gets as many rows as a replica of SCRIPT has with --devices. The exit code is 0 if the step fits everywhere, and 3 if
     it does not.
     """
     with _errors_told():

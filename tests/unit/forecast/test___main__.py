@@ -64,6 +64,14 @@ def test_unknown_topology_is_an_error(estimate):
     assert "Traceback" not in done.stderr
 
 
+def test_output_that_cannot_be_written(estimate):
+    """The command ends before the script runs."""
+    done = estimate(SCRIPT, "--topology", "cpu:1", "--output", "absent/found.json")
+    assert done.returncode == 2
+    assert "phalanx: path='absent/found.json': its folder does not exist." in done.stderr
+    assert "arguments" not in done.stdout
+
+
 def test_exception_of_a_script_is_shown(estimate):
     """Its traceback ends the command, with Python's exit code."""
     done = estimate("raise ZeroDivisionError('mine')", "--topology", "cpu:1")

@@ -294,6 +294,12 @@ def test_other_files_are_refused(path):
         Estimates("step", []).save(path)
 
 
+def test_folder_of_a_report_is_absent(tmp_path):
+    """The message names the command that makes it."""
+    with pytest.raises(InvalidArgumentError, match=r"its folder does not exist.\nHINT: mkdir -p"):
+        Estimates("step", []).save(tmp_path / "absent" / "found.json")
+
+
 @pytest.mark.parametrize(
     ("package", "show"),
     [("rich", lambda e: e.print()), ("matplotlib.figure", lambda e: e.save("found.png"))],
@@ -317,7 +323,9 @@ def test_training_without_a_step():
             model.compile("adam", "mse")
         model.evaluate(np.ones((32, 64)), np.ones((32, 4)), verbose=0)
 
-    with pytest.raises(TraceError, match=r"runs no training step: it called neither fit .*\nHINT: phalanx.estimate"):
+    with pytest.raises(
+        TraceError, match=r"runs no training step: no model of a strategy .*\nHINT: with phalanx.MirroredStrategy"
+    ):
         phalanx.estimate(train, ["cpu:1"])
 
 
@@ -329,7 +337,7 @@ def test_step_outside_strategies():
         model.compile("adam", "mse")
         model.fit(np.ones((32, 64)), np.ones((32, 4)), epochs=1, verbose=0)
 
-    with pytest.raises((TraceError, InvalidArgumentError), match="HINT: phalanx"):
+    with pytest.raises((TraceError, InvalidArgumentError), match="HINT: with phalanx"):
         phalanx.estimate(train, ["cpu:1"])
 
 

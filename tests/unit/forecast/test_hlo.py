@@ -38,6 +38,8 @@ ENTRY %main (x: f32[8], y: bf16[4,4]) -> f32[8] {
   %done = bf16[16,4]{1,0} all-gather-done(%start)
   %begun = (bf16[4,4]{1,0}, bf16[8,4]{1,0}) all-gather-start(%y), replica_groups=[2,2]<=[4], backend_config={"collective_backend_config":{"is_sync":true}}
   %ended = bf16[8,4]{1,0} all-gather-done(%begun)
+  %sent = ((f32[8]{0}, f32[4]{0}), (f32[4]{0}, f32[2]{0})) reduce-scatter-start(%x, %w), replica_groups=[2,2]<=[4], dimensions={0}, to_apply=%add
+  %received = (f32[4]{0}, f32[2]{0}) reduce-scatter-done(%sent)
   %scatter = f32[2]{0} reduce-scatter(%x), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}, to_apply=%add
   %t = (s32[], f32[8]{0}) tuple(%zero, %x)
   %loop = (s32[], f32[8]{0}) while(%t), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
@@ -64,6 +66,7 @@ def test_collectives_are_read():
     assert Program(GPU).collectives == [
         Collective("all-gather", "bf16", 16 * 4 * 2, (0, 1, 2, 3), is_async=True),
         Collective("all-gather", "bf16", 8 * 4 * 2, (0, 1)),
+        Collective("reduce-scatter", "f32", (8 + 4) * 4, (0, 1), is_async=True),
         Collective("reduce-scatter", "f32", 2 * 4 * 2, (0, 2)),
         Collective("all-reduce", "f32", 5 * 8 * 4, (0, 1)),
     ]

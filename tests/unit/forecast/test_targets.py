@@ -44,7 +44,7 @@ def test_names_are_parsed(name, sizes, slices):
 
 def test_sizes_after_a_comma_share_the_kind():
     """One text names several topologies."""
-    found = targets.parse(["v5p:1,16,4096", "cpu:2"])
+    found = targets.parse(["V5P:1, 16,4096", "cpu:2"])
     assert [t.name for t in found] == ["v5p:1", "v5p:16", "v5p:4096", "cpu:2"]
     assert [t.num_devices for t in found] == [1, 16, 4096, 2]
 
@@ -52,11 +52,13 @@ def test_sizes_after_a_comma_share_the_kind():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("v5e", "must be a kind of device and a size"),
-        ("v5e:16x", "must be a kind of device and a size"),
+        ("v5e", "must be a kind of device, a colon and a size"),
+        ("v5e:16x", "must be a kind of device, a colon and a size"),
         ("v5e:0", "must have 1 to 65536 devices"),
         ("h100:100000", "must have 1 to 65536 devices"),
         ("v5e:4x4x4", "a slice of v5e has 2 dims"),
+        ("v5e:32x32", "a slice of v5e has at most 16x16 chips.\nHINT: 4*v5e:16x16"),
+        ("v5p:4x4x64", "a slice of v5p has at most 16x20x28 chips.\nHINT: 2*v5p:16x20x28"),
         ("v5e:7", "no torus of v5e has 7 chips"),
         ("tpu9:8", "the known kinds of devices are v5e"),
         ("h100:12", "12 GPUs do not fill hosts of 8.\nHINT: h100:8"),
