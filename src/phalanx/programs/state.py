@@ -5,7 +5,7 @@ import functools
 import gc
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from operator import is_, itemgetter
 from typing import Any
 
@@ -32,28 +32,28 @@ class Shelf:
     Attributes:
       arrays: the arrays. None for a variable that the user has assigned since, or that has left for another shelf.
       home: the devices of the arrays.
-      lent: the places of arrays that the next program must not consume, because no program of Phalanx made them or a
-        reader may share their memory.
+      has_lent: whether the slot of an array may not be owned.
       is_whole: whether the arrays of all variables of the program have come here, and none has left.
     """
 
-    __slots__ = ("arrays", "home", "is_whole", "lent")
+    __slots__ = ("arrays", "has_lent", "home", "is_whole")
 
-    def __init__(self, arrays: list[Any], home: Topology | None, lent: frozenset[int]) -> None:
-        self.arrays, self.home, self.lent, self.is_whole = arrays, home, lent, False
+    def __init__(self, arrays: list[Any], home: Topology | None) -> None:
+        self.arrays, self.home, self.has_lent, self.is_whole = arrays, home, True, False
 
 
 class Slot:
     """What is known about one variable between programs.
 
     Attributes:
+      owned: whether a program of Phalanx made the array, and no reader shares its memory, so that the next program may consume it.
       components: the replicas' own values that belong to `array`, (num_replicas, ...), if the variable is on-read.
     """
 
-    __slots__ = ("_at", "components")
+    __slots__ = ("_at", "components", "owned")
 
     def __init__(self) -> None:
-        self._at = Shelf([None], None, frozenset({0})), 0
+        self._at, self.owned = (Shelf([None], None), 0), False
         self.components: jax.Array | None = None
 
     @property
@@ -76,23 +76,18 @@ class Slot:
         """The devices of the array."""
         return self._at[0].home
 
-    @property
-    def owned(self) -> bool:
-        """Whether a program of Phalanx made the array, so that the next one may consume it."""
-        shelf, place = self._at
-        return place not in shelf.lent
-
     def lend(self) -> None:
-        """Stops the next program from consuming the array."""
-        shelf, place = self._at
-        shelf.lent |= {place}
+        """Stops the next program from consuming the array. May be called in any thread, so each line is one assignment."""
+        self.owned = False
+        self._at[0].has_lent = True
 
     def store(self, array: jax.Array | None, home: Topology | None, components: jax.Array | None = None) -> None:
         """Records that `array`, which no program of Phalanx made, is what the variable holds."""
         if array is not None:
             kind: Any = type(array)
             _note_parts_of(kind)
-        self.move(Shelf([array], home, frozenset({0})), 0)
+        self.owned = False
+        self.move(Shelf([array], home), 0)
         self.components = components
 
     def move(self, shelf: Shelf, place: int) -> None:
@@ -244,12 +239,12 @@ class State:
         self._order = list(written)
         writes = [v for v, w in zip(variables, written, strict=True) if w]
         reads = [v for v, w in zip(variables, written, strict=True) if not w]
-        self._shelf = Shelf([None] * len(writes), storage, frozenset())
+        self._shelf = Shelf([None] * len(writes), storage)
         self._written = _Variables(writes, topology, storage, self._shelf)
         self._read = _Variables(reads, topology, storage, None)
         on_read = [slot_of(v) for v in writes if policy_of(v).on_read]
-        self._owners: list[Any] = [*writes, self._shelf, self._shelf, *on_read]
-        self._names = [compat.RAW_VALUE] * len(writes) + ["arrays", "lent"] + ["components"] * len(on_read)
+        self._owners: list[Any] = [*writes, self._shelf, *on_read]
+        self._names = [compat.RAW_VALUE] * len(writes) + ["arrays"] + ["components"] * len(on_read)
 
     def take(self) -> tuple[Group, Group]:
         """Returns the arrays of the variables that the program writes, which it may consume, and of those that it only reads."""
@@ -294,9 +289,12 @@ class State:
         values, arrays, components = (
             chain.from_iterable(map(selected, outputs)) for selected in (_VALUES, _VALUES_AS_LIST, _COMPONENTS)
         )
-        # Nobody else can hold what the program made.
-        fields = chain(values, arrays, (frozenset(),), components)
-        stored = map(setattr, self._owners, self._names, fields)
+        # Nobody else can hold what the program made from a copy.
+        fields = chain(values, arrays, components, repeat(True))
+        owners, names, copied = self._owners, self._names, self._written.copied
+        if copied:
+            owners, names = owners + copied, names + ["owned"] * len(copied)
+        stored = map(setattr, owners, names, fields)
         collects = gc.isenabled()
         try:
             gc.disable()
@@ -322,7 +320,7 @@ class State:
     def put_back(self, donated: Group) -> None:
         """Restores the values that a program was called with, after JAX traced the program instead of executing it."""
         values, components = donated
-        self.reset([*values, [*values], frozenset(), *components])
+        self.reset([*values, [*values], *components])
 
     def raise_if_lost(self, donated: Group, cause: Exception) -> None:
         """Checks whether a program that failed has consumed values of variables.
@@ -360,6 +358,8 @@ class _Variables:
         self.variables, self._topology, self._storage, self._shelf = variables, topology, storage, shelf
         self._is_lent = storage is not topology
         self._slots = [slot_of(v) for v in variables]
+        # Slots whose arrays `take` has copied. The program's result for them is owned.
+        self.copied: list[Slot] = []
         self.is_on_read = [policy_of(v).on_read for v in variables]
         mapped = topology.num_replicas > 1
         self._on_read = [i for i, on_read in enumerate(self.is_on_read) if mapped and on_read]
@@ -428,27 +428,33 @@ class _Variables:
                     return self._placed()
                 arrays[i] = self._adopt(self.variables[i], slot, array)
         if shelf is not None:
-            shelf.arrays, shelf.lent = arrays, frozenset(i for i, slot in enumerate(self._slots) if not slot.owned)
+            shelf.arrays = arrays
             for i, slot in enumerate(self._slots):
                 slot.move(shelf, i)
-            shelf.is_whole = True
+            shelf.has_lent = shelf.is_whole = True
         return arrays
 
     def _consumable(self, arrays: list[Any], shelf: Shelf) -> list[Any]:
         """Returns the arrays of the shelf, with copies of those that others may hold."""
+        self.copied = []
         if parted := _parted.ids():
-            shelf.lent |= {i for i, x in enumerate(arrays) if id(x) in parted}
+            for slot, array in zip(self._slots, arrays, strict=True):
+                if id(array) in parted:
+                    slot.lend()
         given = compress(arrays, self._have_values) if self._on_demand else arrays
-        if not shelf.lent and compat.are_unshared(given):
+        if not shelf.has_lent and compat.are_unshared(given):
             return arrays
-        counts = compat.reference_counts(arrays)
-        return [
+        counts, taken = compat.reference_counts(arrays), list(arrays)
+        shelf.has_lent = False  # First, because another thread may lend meanwhile.
+        for i, (slot, array, count) in enumerate(zip(self._slots, arrays, counts, strict=True)):
+            if array is None or (slot.owned and count <= compat.UNSHARED):
+                continue
+            if not slot.owned:
+                shelf.has_lent = True  # Until the program has stored its result, because it may fail.
             # Unlike jnp.copy it compiles nothing.
-            jax.device_put(x, x.sharding, may_alias=False)
-            if x is not None and (i in shelf.lent or count > compat.UNSHARED)
-            else x
-            for i, (x, count) in enumerate(zip(arrays, counts, strict=True))
-        ]
+            taken[i] = jax.device_put(array, array.sharding, may_alias=False)
+            self.copied.append(slot)
+        return taken
 
     def _take_from_chief(self, topology: Topology) -> None:
         """Sets variables that no program has used yet to the chief's values."""

@@ -9,7 +9,9 @@ import pytest
 from steps import variable
 
 import phalanx
+from phalanx.compat import raw_value
 from phalanx.errors import StateLostError
+from phalanx.programs.state import State, slot_of
 
 
 def test_held_values_stay_alive(strategy):
@@ -83,3 +85,39 @@ def test_every_variable_keeps_its_buffer(strategy):
     step = phalanx.function(lambda: strategy.run(lambda: (count.assign_add(1), weight.assign_add([1.0] * 3))[1].sum()))
     shared = re.findall(r"\{(\d+)\}: \((\d+), \{\}, may-alias\)", step.lower().compile().as_text())
     assert shared == [("0", "0"), ("1", "1")]
+
+
+def test_lent_array_is_copied_until_a_step_has_stored_its_result(strategy):
+    """A step that fails after it has taken the arrays leaves them lent, so the next one must not consume them either."""
+    v = variable(strategy, np.float32([1.0]))
+    strategy.run(lambda: v.assign_add([1.0]))
+    state = State([v], [True], strategy.topology, strategy.topology)
+    state.take()
+    slot_of(v).lend()
+    for _ in range(2):
+        (taken,), _ = state.take()[0]
+        assert taken is not raw_value(v)
+    state.run(lambda donated, kept, inputs: (donated[0], []), ([raw_value(v)], []), ([], []), [])
+    assert slot_of(v).owned
+
+
+def test_variables_move_between_programs(strategy):
+    """Two programs that write the same variable in turn, and one that writes another one too."""
+    v, w = (variable(strategy, np.float32(0), aggregation="only_first_replica") for _ in range(2))
+
+    def one():
+        v.assign_add(1.0)
+
+    def both():
+        v.assign_add(10.0)
+        w.assign_add(1.0)
+
+    for _ in range(3):
+        strategy.run(one)
+        strategy.run(both)
+        strategy.run(both)
+    assert (float(v), float(w)) == (63.0, 6.0)
+    v.assign(0.0)
+    strategy.run(both)
+    strategy.run(one)
+    assert (float(v), float(w)) == (11.0, 7.0)
