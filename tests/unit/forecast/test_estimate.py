@@ -31,6 +31,11 @@ def test_memory_is_computed_by_hand(train):
     assert (found.num_devices, found.num_replicas, found.rows_per_replica) == (2, 2, 32)
 
 
+def test_step_has_the_name_of_its_function():
+    """Of the function that `run` calls."""
+    assert phalanx.estimate(loop(mirrored(), 512, 4), ["cpu:1"]).name.endswith("train.<locals>.step")
+
+
 @pytest.mark.parametrize("train", [fit, loop])
 def test_gradients_are_reduced_once(train):
     """One all-reduce of all gradients, and of at most two numbers more."""
