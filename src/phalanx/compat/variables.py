@@ -41,13 +41,14 @@ def raw_value(variable: Variable) -> PyTree:
 
 def raw_values(variables: Sequence[Variable]) -> list[Any]:
     """Returns the stored arrays of many variables."""
-    return list(map(_value_of, variables))
+    return list(map(value_of, variables))
 
 
 RAW_VALUE = "_value"
 """The attribute of a variable in which Keras stores its array."""
 
-_value_of = attrgetter(RAW_VALUE)
+value_of = attrgetter(RAW_VALUE)
+"""Returns the stored array of a variable, without a call of Python."""
 
 
 def set_raw_values(variables: Sequence[Variable], values: Sequence[Any]) -> None:
@@ -59,11 +60,6 @@ def set_raw_values(variables: Sequence[Variable], values: Sequence[Any]) -> None
 def reference_counts(arrays: Iterable[Any]) -> list[int]:
     """Returns how often each array of a list is held. See `UNSHARED`."""
     return list(map(sys.getrefcount, arrays))
-
-
-def are_unshared(arrays: Iterable[Any]) -> bool:
-    """Returns whether nobody besides a variable and a list holds an array, for any of these arrays of a list."""
-    return max(map(sys.getrefcount, arrays), default=UNSHARED) <= UNSHARED
 
 
 def dtype_of(variable: Variable) -> str:

@@ -3,6 +3,7 @@
 
 import functools
 import gc
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, compress, repeat
@@ -286,9 +287,9 @@ class State:
         outputs: list[tuple[Any, ...]] = []
         # All of these are lazy. `deque` below consumes `executed` first, which fills `outputs`, and then `stored`, which reads it.
         executed = map(outputs.extend, [map(execute, [donated], [kept], [inputs])])
-        values, arrays, components = (
-            chain.from_iterable(map(selected, outputs)) for selected in (_VALUES, _VALUES_AS_LIST, _COMPONENTS)
-        )
+        values = chain.from_iterable(map(_VALUES, outputs))
+        arrays = chain.from_iterable(map(_VALUES_AS_LIST, outputs))
+        components = chain.from_iterable(map(_COMPONENTS, outputs))
         # Nobody else can hold what the program made from a copy.
         fields = chain(values, arrays, components, repeat(True))
         owners, names, copied = self._owners, self._names, self._written.copied
@@ -378,14 +379,22 @@ class _Variables:
         if self._is_lent:
             arrays = jax.device_put(arrays, self._topology.replicated, may_alias=False if own else None)
         elif own and self._shelf is not None:
-            arrays = self._consumable(arrays, self._shelf)
+            self.copied = []
+            given = compress(arrays, self._have_values) if self._on_demand else arrays
+            counts = map(sys.getrefcount, given)
+            if self._shelf.has_lent or max(counts, default=0) > compat.UNSHARED or _parted.ids():
+                arrays = self._consumable(arrays, self._shelf)
         if not self._on_read:
             return arrays, []
         components = self._components(arrays)
         if own and self._is_lent:
             # A program that works on copies can be undone, so its components are copies too.
             components = [jax.device_put(x, x.sharding, may_alias=False) for x in components]
-        return self._without_totals(arrays), components
+        if self._on_demand:
+            arrays = list(arrays)
+            for i in self._on_demand:
+                arrays[i] = None
+        return arrays, components
 
     def spread(self, components: Sequence[Any]) -> list[Any]:
         """Returns the components of all variables, from those of the on-read variables. The others have None."""
@@ -393,10 +402,6 @@ class _Variables:
         for i, own in zip(self._on_read, components, strict=True):
             parts[i] = own
         return parts
-
-    def _without_totals(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns arrays without those of variables that are combined on demand."""
-        return [x if has_value else None for x, has_value in zip(arrays, self._have_values, strict=True)]
 
     def shapes(self) -> Group:
         """Returns what describes the arrays and components that `take` returns."""
@@ -406,7 +411,9 @@ class _Variables:
             shape_dtype((topology.num_replicas, *arrays[i].shape), arrays[i].dtype, sharding=topology.per_replica)
             for i in self._on_read
         ]
-        return self._without_totals(arrays), parts
+        for i in self._on_demand:
+            arrays[i] = None
+        return arrays, parts
 
     def _shape(self, variable: Variable) -> jax.ShapeDtypeStruct:
         shape, sharding = tuple(variable.shape), None
@@ -417,7 +424,7 @@ class _Variables:
 
     def _placed(self) -> list[Any]:
         """Returns the stored arrays. Those that the user assigned, or that other devices hold, are placed on the storage first."""
-        arrays, shelf = compat.raw_values(self.variables), self._shelf
+        arrays, shelf = list(map(compat.value_of, self.variables)), self._shelf
         # This runs at every step, for every variable, so it runs no bytecode per variable.
         if shelf is not None and shelf.is_whole and all(map(is_, arrays, shelf.arrays)):
             return shelf.arrays
@@ -436,19 +443,15 @@ class _Variables:
 
     def _consumable(self, arrays: list[Any], shelf: Shelf) -> list[Any]:
         """Returns the arrays of the shelf, with copies of those that others may hold."""
-        self.copied = []
-        if parted := _parted.ids():
-            for slot, array in zip(self._slots, arrays, strict=True):
-                if id(array) in parted:
-                    slot.lend()
-        given = compress(arrays, self._have_values) if self._on_demand else arrays
-        if not shelf.has_lent and compat.are_unshared(given):
-            return arrays
+        parted = _parted.ids()
+        for slot, array in zip(self._slots, arrays, strict=True):
+            if id(array) in parted:
+                slot.lend()
         counts, taken = compat.reference_counts(arrays), list(arrays)
         shelf.has_lent = False  # First, because another thread may lend meanwhile.
         for i, (slot, array, count) in enumerate(zip(self._slots, arrays, counts, strict=True)):
-            if array is None or (slot.owned and count <= compat.UNSHARED):
-                continue
+            if array is None or (slot.owned and count <= compat.UNSHARED) or array.is_deleted():
+                continue  # The program says which variable has lost its value.
             if not slot.owned:
                 shelf.has_lent = True  # Until the program has stored its result, because it may fail.
             # Unlike jnp.copy it compiles nothing.
