@@ -382,7 +382,9 @@ class _Variables:
             self.copied = []
             given = compress(arrays, self._have_values) if self._on_demand else arrays
             counts = map(sys.getrefcount, given)
-            if self._shelf.has_lent or max(counts, default=0) > compat.UNSHARED or _parted.ids():
+            parted = _parted.ids()
+            is_parted = bool(parted) and not parted.isdisjoint(map(id, arrays))
+            if self._shelf.has_lent or is_parted or max(counts, default=0) > compat.UNSHARED:
                 arrays = self._consumable(arrays, self._shelf)
         if not self._on_read:
             return arrays, []
