@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stored arrays of Keras variables, and hooks that run when variables are created, read and assigned."""
 
+import functools
 import math
 import sys
 import threading
@@ -57,9 +58,8 @@ def set_raw_values(variables: Sequence[Variable], values: Sequence[Any]) -> None
         variable._value = value
 
 
-def reference_counts(arrays: Iterable[Any]) -> list[int]:
-    """Returns how often each array of a list is held. See `UNSHARED`."""
-    return list(map(sys.getrefcount, arrays))
+reference_counts: Callable[[Iterable[Any]], Iterator[int]] = functools.partial(map, sys.getrefcount)
+"""Returns how often each array of a list is held, without a call of Python. See `UNSHARED`."""
 
 
 def dtype_of(variable: Variable) -> str:
@@ -77,7 +77,7 @@ class _Holder:
 
 def _count_of_unshared() -> int:
     holder: Any = _Holder()
-    return reference_counts([holder._value])[0]
+    return next(reference_counts([holder._value]))
 
 
 UNSHARED = _count_of_unshared()

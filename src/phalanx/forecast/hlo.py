@@ -43,7 +43,7 @@ _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collectiv
 _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id")
 _TO_HOST = ("infeed", "outfeed")
 _IS_SYNC = '"is_sync":true'
-"""What the compiler for GPUs writes at the start of a collective that it waits for at once."""
+"""Marks, in programs for GPUs, the start of a collective that the program waits for at once."""
 _CALLBACK = re.compile(r'custom_call_target="[^"]*callback')
 
 

@@ -49,6 +49,7 @@ class Program:
     Args:
       fn: the function to compile.
       arguments: the arguments of the first call.
+      name: the name of the function, for messages.
       eager: whether to execute the Python code at each call instead of compiling it.
       recording: the recording key, which says what the program does with summaries.
 
@@ -60,9 +61,9 @@ class Program:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], arguments: Arguments, *, eager: bool, recording: Hashable = None
+        self, fn: Callable[..., Any], arguments: Arguments, name: str, *, eager: bool, recording: Hashable = None
     ) -> None:
-        self._eager = eager
+        self._eager, self.name = eager, name
         self._structure, self._num_rows, self._num_arrays = (
             arguments.structure,
             len(arguments.rows),
@@ -323,7 +324,7 @@ class Call:
     @property
     def name(self) -> str:
         """The name of the function."""
-        return getattr(self.fn, "__qualname__", type(self.fn).__name__)
+        return self.program.name
 
     def trace(self) -> jax.stages.Traced:
         """Returns the program before it is lowered."""
@@ -333,7 +334,7 @@ class Call:
         """Returns this call of a new program, for the devices that its strategy has now, and for converted arguments."""
         with without_collections(), explained():
             arguments = self.arguments.converted()
-            program = Program(self.fn, arguments, eager=False, recording=recording_key())
+            program = Program(self.fn, arguments, self.name, eager=False, recording=recording_key())
         batches = program.draws.look(arguments) if program.draws else ()
         assert batches is not None
         return Call(program, self.fn, arguments, batches)
@@ -384,7 +385,7 @@ class Programs:
                     if batches is not None:
                         return program(fn, arguments, batches) if runs else None
             with without_collections(), explained():
-                program = Program(fn, arguments, eager=eager, recording=recording)
+                program = Program(fn, arguments, _name_of(function), eager=eager, recording=recording)
                 batches = program.draws.look(arguments) if program.draws else ()
                 assert batches is not None
                 program.require_equal((arguments, *batches))
@@ -398,11 +399,15 @@ class Programs:
     def lower(self, fn: Callable[..., Any], args: PyTree, kwargs: PyTree) -> jax.stages.Lowered:
         """Returns the program of `fn(*args, **kwargs)` without running it."""
         arguments = Arguments(args, kwargs)
-        program = Program(fn, arguments, eager=False)
+        program = Program(fn, arguments, _name_of(fn), eager=False)
         batches = program.draws.look(arguments) if program.draws else ()
         assert batches is not None
         lowered: jax.stages.Lowered = program.traced(fn, arguments, batches).lower()
         return lowered
+
+
+def _name_of(function: object) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 @contextmanager

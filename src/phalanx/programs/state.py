@@ -3,7 +3,6 @@
 
 import functools
 import gc
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, compress, repeat
@@ -82,14 +81,14 @@ class Slot:
         self.owned = False
         self._at[0].has_lent = True
 
-    def store(self, array: jax.Array | None, home: Topology | None, components: jax.Array | None = None) -> None:
+    def store(self, array: jax.Array | None, home: Topology | None) -> None:
         """Records that `array`, which no program of Phalanx made, is what the variable holds."""
         if array is not None:
             kind: Any = type(array)
             _note_parts_of(kind)
         self.owned = False
         self.move(Shelf([array], home), 0)
-        self.components = components
+        self.components = None
 
     def move(self, shelf: Shelf, place: int) -> None:
         """Makes the array that stands on a place of another shelf the one of this variable."""
@@ -381,7 +380,7 @@ class _Variables:
         elif own and self._shelf is not None:
             self.copied = []
             given = compress(arrays, self._have_values) if self._on_demand else arrays
-            counts = map(sys.getrefcount, given)
+            counts = compat.reference_counts(given)
             parted = _parted.ids()
             is_parted = bool(parted) and not parted.isdisjoint(map(id, arrays))
             if self._shelf.has_lent or is_parted or max(counts, default=0) > compat.UNSHARED:
@@ -449,8 +448,8 @@ class _Variables:
         for slot, array in zip(self._slots, arrays, strict=True):
             if id(array) in parted:
                 slot.lend()
-        counts, taken = compat.reference_counts(arrays), list(arrays)
-        shelf.has_lent = False  # First, because another thread may lend meanwhile.
+        counts, taken = list(compat.reference_counts(arrays)), list(arrays)
+        shelf.has_lent = False  # Before the loop, so that what another thread lends during it counts.
         for i, (slot, array, count) in enumerate(zip(self._slots, arrays, counts, strict=True)):
             if array is None or (slot.owned and count <= compat.UNSHARED) or array.is_deleted():
                 continue  # The program says which variable has lost its value.

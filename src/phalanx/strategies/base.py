@@ -176,7 +176,6 @@ class Strategy(AbstractInputs, AbstractResults):
         def program(*args: PyTree, **kwargs: PyTree) -> PyTree:
             return trace_run(self, fn, args, kwargs or {})
 
-        program.__qualname__ = getattr(fn, "__qualname__", program.__qualname__)  # For `phalanx.estimate`.
         if options.eager and self.topology.axes:
             raise InvalidArgumentError(
                 "RunOptions(eager=True), or run_eagerly=True in Keras",

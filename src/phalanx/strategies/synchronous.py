@@ -62,6 +62,7 @@ def _fastest_ops(topology: Topology) -> CrossDeviceOps:
         return NcclAllReduce(num_packs=0)
     # Between processes of CPUs and between slices of TPUs, one buffer is faster than several: a message costs more than a copy
     # into the buffer. Elsewhere XLA joins messages itself, and packing saves time only for small arrays.
-    kinds = {(d.platform, getattr(d, "slice_index", 0) if d.platform == "tpu" else None) for d in topology.devices}
-    is_slow = len(kinds) > 1 or kinds == {("cpu", None)}
-    return NcclAllReduce(num_packs=1 if is_slow and topology.num_workers > 1 else None)
+    are_cpus = all(d.platform == "cpu" for d in topology.devices)
+    slices = {getattr(d, "slice_index", 0) for d in topology.devices if d.platform == "tpu"}
+    is_slow = topology.num_workers > 1 and (are_cpus or len(slices) > 1)
+    return NcclAllReduce(num_packs=1 if is_slow else None)

@@ -15,17 +15,17 @@ X2 = np.random.default_rng(0).normal(size=(4, 9, 8, 4)).astype("float32")
 X1, X3 = X2[:, :, 0], X2[:, :6, :, None, :].repeat(3, 3)
 
 REPLACED = {
-    "max": (lambda: L.MaxPooling2D(), X2, "reduce_window"),
-    "max_overlapping": (lambda: L.MaxPooling2D(3, 2, "same"), X2, "reduce_window"),
-    "max_1d": (lambda: L.MaxPooling1D(2), X1, "reduce_window"),
-    "max_3d": (lambda: L.MaxPooling3D(2), X3, "reduce_window"),
-    "max_channels_first": (lambda: L.MaxPooling2D(2, data_format="channels_first"), X2, "reduce_window"),
-    "average": (lambda: L.AveragePooling2D(3, 2, "same"), X2, "reduce_window"),
-    "depthwise": (lambda: L.DepthwiseConv2D(3, padding="same", depth_multiplier=2), X2, "convolution"),
-    "depthwise_1d": (lambda: L.DepthwiseConv1D(3, strides=2), X1, "convolution"),
-    "separable": (lambda: L.SeparableConv2D(5, 3, padding="same"), X2, "convolution"),
-    "pointwise": (lambda: L.Conv2D(5, 1, strides=2), X2, "convolution"),
-    "gelu": (lambda: L.Dense(5, activation="gelu"), X2, "erfc"),
+    "max": (lambda: L.MaxPooling2D(), X2, "stablehlo.reduce_window"),
+    "max_overlapping": (lambda: L.MaxPooling2D(3, 2, "same"), X2, "stablehlo.reduce_window"),
+    "max_1d": (lambda: L.MaxPooling1D(2), X1, "stablehlo.reduce_window"),
+    "max_3d": (lambda: L.MaxPooling3D(2), X3, "stablehlo.reduce_window"),
+    "max_channels_first": (lambda: L.MaxPooling2D(2, data_format="channels_first"), X2, "stablehlo.reduce_window"),
+    "average": (lambda: L.AveragePooling2D(3, 2, "same"), X2, "stablehlo.reduce_window"),
+    "depthwise": (lambda: L.DepthwiseConv2D(3, padding="same", depth_multiplier=2), X2, "stablehlo.convolution"),
+    "depthwise_1d": (lambda: L.DepthwiseConv1D(3, strides=2), X1, "stablehlo.convolution"),
+    "separable": (lambda: L.SeparableConv2D(5, 3, padding="same"), X2, "stablehlo.convolution"),
+    "pointwise": (lambda: L.Conv2D(5, 1, strides=2), X2, "stablehlo.convolution"),
+    "gelu": (lambda: L.Dense(5, activation="gelu"), X2, "chlo.erfc"),
 }
 """Layers, their inputs, and an operation of XLA that their steps do not contain."""
 
@@ -107,7 +107,7 @@ def test_numbers_are_those_of_keras(strategy, name):
 def test_programs_for_cpus_alone(strategy, name):
     """They do without the slow operation. The option, and another platform, bring it back, and both give one program."""
     make, x, operation = REPLACED[name]
-    assert f".{operation}" not in text_of(strategy, make, x)
+    assert operation not in text_of(strategy, make, x)
     with compiled_for(("cpu", "cuda")):
         other = text_of(strategy, make, x)
     phalanx.keras.set_cpu_kernels(False)
@@ -115,7 +115,7 @@ def test_programs_for_cpus_alone(strategy, name):
         off = text_of(strategy, make, x)
     finally:
         phalanx.keras.set_cpu_kernels(True)
-    assert f".{operation}" in off
+    assert operation in off
     assert off == other
 
 
