@@ -2,7 +2,8 @@
 """Turns the data arguments of `fit`, `evaluate` and `predict` into epochs of distributed batches."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, final
 
 import jax
@@ -171,7 +172,7 @@ class EpochData:
                 continue
             if not parts:
                 break
-            self._done = done + sum(count for _, count in parts)
+            self._done = done + steps_in(parts)
             yield done, parts
             done = self._done
         if done == self._steps:
@@ -260,6 +261,14 @@ def _batched(strategy: Strategy, x: PyTree, data: dict[str, Any]) -> Distributed
     if isinstance(x, DatasetCreator):
         return strategy.distribute_datasets_from_function(x, x.input_options)
     return strategy.experimental_distribute_dataset(x, batch_size=batch_size)
+
+
+_COUNT = itemgetter(1)
+
+
+def steps_in(parts: Sequence[tuple[Any, int]]) -> int:
+    """Returns the number of steps of a group that `EpochData.epoch` yields."""
+    return sum(map(_COUNT, parts))
 
 
 def _parts(iterator: DistributedIterator, room: int, wanted: int) -> Iterator[tuple[Any, int]]:

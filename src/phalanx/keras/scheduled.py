@@ -18,7 +18,7 @@ from phalanx.input.sources.base import State
 from phalanx.input.sources.functions import InputContext
 from phalanx.keras import steps
 from phalanx.keras.backup import refuse_position
-from phalanx.keras.data import DatasetCreator
+from phalanx.keras.data import DatasetCreator, steps_in
 from phalanx.keras.training import ModelTrainer, ReplicaStep
 from phalanx.programs.interrupts import Interrupts
 from phalanx.strategies.parameter_server import ParameterServerStrategy
@@ -102,7 +102,7 @@ class ScheduledTrainer(ModelTrainer):
                 # Backpressure. Waiting for the oldest step also raises its error here, and not only at the end.
                 while len(self._running) > _AHEAD * self._workers:
                     self._running.popleft().get()
-                done = first + sum(count for _, count in parts)
+                done = first + steps_in(parts)
                 if is_last := done == data.num_batches:
                     self._coordinator.join()
                 if is_last or time.monotonic() - read_at > _REFRESH_S:

@@ -20,7 +20,7 @@ from phalanx.errors import ContextError, InvalidArgumentError, MissingDependency
 from phalanx.keras import predictions, steps
 from phalanx.keras.backup import BackupAndRestore, Progress, informed
 from phalanx.keras.callbacks import Callbacks
-from phalanx.keras.data import EpochData
+from phalanx.keras.data import EpochData, steps_in
 from phalanx.keras.tensorboard import writing
 from phalanx.mesh.topology import Topology
 from phalanx.options import RunOptions
@@ -185,7 +185,7 @@ class ModelTrainer:
                     with interrupts.held():
                         found = [predictions.rows(self._predict(batches, n), self._stacked(n)) for batches, n in parts]
                     outputs.append(predictions.joined(found))
-                    end(first + _num_steps(parts) - 1, {"outputs": outputs[-1]})
+                    end(first + steps_in(parts) - 1, {"outputs": outputs[-1]})
                     if model.stop_predicting:
                         break
                 hooks.on_predict_end()
@@ -306,7 +306,7 @@ class ModelTrainer:
                     logs = program(batches, count)
                 if kind == "train" and self._hears_batches:
                     self._read_on_demand()
-                end(first + _num_steps(parts) - 1, logs)
+                end(first + steps_in(parts) - 1, logs)
             if model.stop_training if kind == "train" else model.stop_evaluating:
                 break
         return compat.logs_or_metrics(model, logs)
@@ -462,10 +462,6 @@ def _capped(epochs: int) -> int:
         return epochs
     warnings.warn(f"Limiting epochs to {most}", stacklevel=3)
     return most
-
-
-def _num_steps(parts: list[tuple[Any, int]]) -> int:
-    return sum(count for _, count in parts)
 
 
 def _flat(logs: dict[str, Any]) -> dict[str, Any]:
