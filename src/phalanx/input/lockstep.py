@@ -5,7 +5,6 @@ A step contains collectives, so a worker that ends early would leave the others 
 have for the next `AHEAD` steps, and a worker without rows takes part with padding until all workers have ended.
 """
 
-import pickle
 from collections import deque
 from collections.abc import Callable
 from typing import Any, final
@@ -19,7 +18,7 @@ from phalanx.input.feed import AbstractBatches, Batch, Feed, Form, Place, Step, 
 from phalanx.input.prefetch import AbstractReadings, readings
 from phalanx.input.shard import InputWorker
 from phalanx.input.sources.base import UNKNOWN, AbstractReader, Facts, Piece
-from phalanx.input.state import exchange_bytes
+from phalanx.input.wire import exchange_bytes, packed, unpacked
 
 AHEAD = 8
 """Number of steps that the workers agree on in one exchange, so that the cost of an exchange is shared by as many steps."""
@@ -153,9 +152,11 @@ class Lockstep(AbstractBatches):
         # One exchange is enough: afterwards every worker has a row, unless no worker has any.
         if is_needed and not self._has_shared:
             self._has_shared = True
-            rows = exchange_bytes(b"" if self._padding is None else pickle.dumps(self._padding), self._exchange)
+            rows = exchange_bytes(b"" if self._padding is None else packed(self._padding), self._exchange)
             known = [row for row in rows if row]
-            self._padding = pickle.loads(known[0]) if known and self._padding is None else self._padding
+            if len(known) not in (0, len(rows)):
+                shared = unpacked(known[0])  # Every worker does, so that all raise the same error.
+                self._padding = shared if self._padding is None else self._padding
 
 
 def _require_same_batch(rows: np.ndarray) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from phalanx.errors import InputError, shown
 from phalanx.input.sources.base import Facts, State
+from phalanx.input.wire import exchange_bytes
 from phalanx.typing import PyTree
 
 _BYTES, _DATA = "__bytes__", "data"
@@ -107,20 +108,6 @@ def of_all_workers(state: State, exchange: Callable[[np.ndarray], np.ndarray]) -
         # Each file is read by one worker; the others still have it at 0.
         return {"files": [max(each) for each in zip(*(s["files"] for s in states), strict=True)]}
     return {"workers": states}
-
-
-def exchange_bytes(own: bytes, exchange: Callable[[np.ndarray], np.ndarray]) -> list[bytes]:
-    """Returns the bytes that each worker passed, by rank. A collective call.
-
-    Args:
-      own: bytes of this worker, of any length.
-      exchange: see `Topology.exchange`.
-    """
-    # The exchange needs equal shapes, so the lengths go first.
-    lengths = exchange(np.array([len(own)]))[:, 0]
-    padded = np.zeros(lengths.max(), np.uint8)
-    padded[: len(own)] = np.frombuffer(own, np.uint8)
-    return [row[:n].tobytes() for row, n in zip(exchange(padded), lengths, strict=True)]
 
 
 def of_worker(state: State, index: int, count: int) -> State:

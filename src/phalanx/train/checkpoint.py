@@ -24,7 +24,7 @@ from phalanx.errors import (
     arguments,
     shown,
 )
-from phalanx.input.state import exchange_bytes
+from phalanx.input.wire import exchange_bytes
 from phalanx.mesh.topology import Topology
 from phalanx.strategies.base import living_strategies
 from phalanx.strategies.current import get_strategy

@@ -1,5 +1,7 @@
 """Workers that read different rows: all take the same steps, whoever runs out first."""
 
+import collections
+
 import numpy as np
 import pytest
 from simulation import prefetching, rows, together
@@ -11,6 +13,7 @@ from phalanx.input.shard import InputWorker
 from phalanx.input.sources.base import AbstractReader, Facts, Piece
 
 REPLICAS = 2
+Row = collections.namedtuple("Row", ["x"])
 
 
 class Counted(AbstractReader):
@@ -203,6 +206,29 @@ def test_failure_of_one_is_raised_on_all(failing, after):
         else:
             assert isinstance(error, InputError)
             assert f"the data of worker {failing} failed" in str(error)
+
+
+class Named(Counted):
+    """Its batches are named tuples."""
+
+    def read(self):
+        """The next."""
+        piece = super().read()
+        return piece and Piece([Row(*piece.parts)], piece.counts, None)
+
+
+def test_named_tuples_as_padding_are_refused_by_all():
+    """A worker without rows needs a row of another one; that one stops too, instead of waiting for it in a step."""
+
+    def work(index, exchange):
+        try:
+            drained(lockstep(Named([4] * index), index, 2, exchange), Form())
+        except InputError as e:
+            return str(e)
+
+    first, second = together(2, work)
+    assert first == second
+    assert "a worker without rows, beside workers whose batches are PyTreeDef(CustomNode(namedtuple[Row]" in first
 
 
 def test_batch_put_back_comes_again():

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workers send each other about their data: bytes, and rows as dtypes, shapes and bytes. Nothing is pickled."""
+
+import base64
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from phalanx.errors import InputError
+from phalanx.typing import PyTree
+
+_PLAIN = "bfiucSU"
+"""Kinds of dtypes whose bytes are their values. `V` is that of bfloat16 and its like, which have a name instead."""
+
+
+def exchange_bytes(own: bytes, exchange: Callable[[np.ndarray], np.ndarray]) -> list[bytes]:
+    """Returns the bytes that each worker passed, by rank. A collective call.
+
+    Args:
+      own: bytes of this worker, of any length.
+      exchange: see `Topology.exchange`.
+    """
+    # The exchange needs equal shapes, so the lengths go first.
+    lengths = exchange(np.array([len(own)]))[:, 0]
+    padded = np.zeros(lengths.max(), np.uint8)
+    padded[: len(own)] = np.frombuffer(own, np.uint8)
+    return [row[:n].tobytes() for row, n in zip(exchange(padded), lengths, strict=True)]
+
+
+def packed(rows: PyTree) -> bytes:
+    """Returns a pytree of NumPy arrays as text. `unpacked` says what it cannot restore."""
+    leaves: list[np.ndarray]
+    structure: Any
+    leaves, structure = jax.tree.flatten(rows)
+    try:
+        tree = base64.b64encode(structure.serialize_using_proto()).decode()
+    except ValueError:  # A class of the user's own, for example a named tuple.
+        return json.dumps({"refused": f"{structure}"}).encode()
+    if refused := next((x for x in leaves if x.dtype.kind not in _PLAIN + "V"), None):
+        return json.dumps({"refused": f"an array of {refused.dtype}"}).encode()
+    arrays = [[_name_of(x.dtype), x.shape, base64.b64encode(x.tobytes()).decode()] for x in leaves]
+    return json.dumps({"structure": tree, "arrays": arrays}).encode()
+
+
+def unpacked(data: bytes) -> PyTree:
+    """Returns the pytree that `packed` wrote.
+
+    Raises:
+      InputError: it has objects of the user's own classes, which only unpickling would restore.
+    """
+    found = json.loads(data)
+    if "refused" in found:
+        raise InputError(
+            f"a worker without rows, beside workers whose batches are {found['refused']}",
+            "it pads with a row of another worker, and workers send each other arrays in tuples, lists and dicts only.",
+            "batches of tuples, lists and dicts, or at least one row for each worker",
+        )
+    tree: Any = jax.tree_util.PyTreeDef
+    structure = tree.deserialize_using_proto(jax.tree_util.default_registry, base64.b64decode(found["structure"]))
+    return structure.unflatten([_array(*array) for array in found["arrays"]])
+
+
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return dtype.str if dtype.kind in _PLAIN else dtype.name
+
+
+def _array(dtype: str, shape: list[int], data: str) -> np.ndarray:
+    # `jax.numpy.dtype` also knows bfloat16 and its like.
+    return np.frombuffer(base64.b64decode(data), jax.numpy.dtype(dtype)).reshape(shape)
