@@ -20,12 +20,14 @@ from typing import Any
 
 from benchmarks.parent import ROOT, Child
 from phalanx.cluster.rollcall import call_roll
+from phalanx.cluster.secret import Secret
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.cluster.watch import Watch
 from phalanx.errors import StartupError
 from phalanx.launch.plan import free_ports
 
 _HERE = "benchmarks.scale_cluster"
+_SECRET = Secret("the secret of this benchmark")
 _DEADLINE_S = 120.0
 _STALL_S = 600.0
 _SMALL_STACK = 256 << 10
@@ -78,7 +80,7 @@ def roll_call_of_chief(addresses: list[str], timeout_s: float) -> dict[str, Any]
     error = ""
     lines: Mapping[int, socket.socket] = {}
     try:
-        lines = call_roll(addresses, 0, about=_about(addresses), timeout_s=timeout_s)
+        lines = call_roll(addresses, 0, about=_about(addresses), secret=_SECRET, timeout_s=timeout_s)
     except StartupError as e:
         error = str(e)
     return {
@@ -99,7 +101,7 @@ def roll_call_of_members(addresses: list[str], come: list[int], timeout_s: float
 
     def call(rank: int) -> None:
         try:
-            call_roll(addresses, rank, about=about, timeout_s=timeout_s)
+            call_roll(addresses, rank, about=about, secret=_SECRET, timeout_s=timeout_s)
         except StartupError as e:
             errors[rank] = str(e)
         ended_s[rank] = time.monotonic()
@@ -119,7 +121,7 @@ def roll_call_of_members(addresses: list[str], come: list[int], timeout_s: float
 def watch_of_chief(addresses: list[str], quiet_s: float) -> dict[str, Any]:
     """In a child: runs the watch of rank 0 until it has told the others that a rank has died."""
     _raise_limit()
-    lines = call_roll(addresses, 0, about=_about(addresses), timeout_s=_DEADLINE_S)
+    lines = call_roll(addresses, 0, about=_about(addresses), secret=_SECRET, timeout_s=_DEADLINE_S)
     watch = Watch(addresses, 0, lines, _STALL_S)
     watch.start()
     time.sleep(4.0)  # The members start theirs, one after the other.
@@ -154,7 +156,7 @@ def watch_of_members(addresses: list[str], come: list[int], quiet_s: float) -> d
     lines: dict[int, Mapping[int, socket.socket]] = {}
 
     def call(rank: int) -> None:
-        lines[rank] = call_roll(addresses, rank, about=about, timeout_s=_DEADLINE_S)
+        lines[rank] = call_roll(addresses, rank, about=about, secret=_SECRET, timeout_s=_DEADLINE_S)
 
     _at_once(call, come)
     watches = {rank: Watch(addresses, rank, lines[rank], _STALL_S) for rank in come}

@@ -22,6 +22,7 @@ os.environ.setdefault("XLA_FLAGS", _FLAGS)
 # A failing test shows all frames.
 os.environ.setdefault("PHALANX_TRACEBACK", "full")
 
+import secrets
 import shutil
 import sys
 import tempfile
@@ -31,6 +32,9 @@ import threading
 _STARTUP = str(Path(__file__).parent / "startup")
 if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
+
+# Processes that tests start form clusters without writing a secret into the home of the user.
+os.environ.setdefault("PHALANX_TOKEN", secrets.token_hex(32))
 
 # Many tests compile the same program. All processes of a run share what they have compiled; no run knows of another.
 _IS_FIRST = "JAX_COMPILATION_CACHE_DIR" not in os.environ

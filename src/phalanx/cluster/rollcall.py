@@ -3,34 +3,35 @@
 
 JAX's own start ends the process if another one is missing. Uses the standard library only.
 
-Rank 0 listens on its address. Every other process connects, sends its rank and its view of the cluster, and waits for a
-reply: `go` once all processes are present, otherwise an error. The connections stay open for `phalanx.cluster.watch`.
+Rank 0 listens on its address. Every other process connects, proves that it knows the secret of the cluster, sends its rank and its view
+of the cluster, and waits for a reply: `go` once all processes are present, otherwise an error. The connections stay open for
+`phalanx.cluster.watch`.
 """
 
-import contextlib
 import hashlib
-import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from phalanx.cluster.door import Door, Guest, knock, parsed, read_line, split
+from phalanx.cluster.secret import Secret
 from phalanx.errors import StartupError, listed
 
-_HELLO_S = 5.0
 _RETRY_S = 0.1
-_MIN_BACKLOG = 128
-_LONGEST_LINE = 1 << 16
 _LONGEST_VIEW = 1000
 
 
-def call_roll(addresses: Sequence[str], rank: int, *, about: str, timeout_s: float) -> dict[int, socket.socket]:
+def call_roll(
+    addresses: Sequence[str], rank: int, *, about: str, secret: Secret, timeout_s: float
+) -> dict[int, socket.socket]:
     """Waits until the processes of all ranks have called this function.
 
     Args:
       addresses: `host:port` of each rank. The processes meet at the address of rank 0.
       rank: rank of this process.
       about: this process's view of the cluster, which must be equal in all processes.
+      secret: the secret of the cluster.
       timeout_s: time to wait for the others, in seconds.
 
     Returns:
@@ -40,109 +41,171 @@ def call_roll(addresses: Sequence[str], rank: int, *, about: str, timeout_s: flo
       StartupError: a rank is missing at the deadline, was started twice or belongs to another cluster, or the address of
         rank 0 is taken, does not belong to this machine or does not answer.
     """
-    deadline = time.monotonic() + timeout_s
-    about = _shortened(about)
-    if rank == 0:
-        return _Chief(addresses, about, deadline, timeout_s).wait()
-    return {0: _report(addresses, rank, about, deadline, timeout_s)}
+    call = _Call(addresses, _shortened(about), secret, timeout_s)
+    return _Chief(call).wait() if rank == 0 else {0: _Other(call, rank).wait()}
+
+
+class _Call:
+    """What all ranks know of a roll call. The arguments are those of `call_roll`."""
+
+    def __init__(self, addresses: Sequence[str], about: str, secret: Secret, timeout_s: float) -> None:
+        self.addresses, self.about, self.secret, self.timeout_s = addresses, about, secret, timeout_s
+        self._deadline = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Time until the deadline, in seconds."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def place(self, rank: int) -> str:
+        """Returns rank and address of a process."""
+        return f"rank {rank} ({self.addresses[rank]})"
+
+    def twice(self, rank: int) -> StartupError:
+        """Returns the error of a process whose rank has come before."""
+        return StartupError(
+            self.place(rank),
+            "a process with this rank has connected already.",
+            "start one process per task of the cluster",
+        )
 
 
 class _Chief:
     """Rank 0, to which the other ranks connect."""
 
-    def __init__(self, addresses: Sequence[str], about: str, deadline: float, timeout_s: float) -> None:
-        self._addresses, self._about, self._deadline, self._timeout_s = addresses, about, deadline, timeout_s
-        self._present: dict[int, socket.socket] = {}
+    def __init__(self, call: _Call) -> None:
+        self._call, self._refused = call, 0
+        self._present: dict[int, Guest] = {}
 
     def wait(self) -> dict[int, socket.socket]:
-        with _listening(self._addresses[0], backlog=max(_MIN_BACKLOG, len(self._addresses))) as server:
-            try:
-                while len(self._present) < len(self._addresses) - 1 and (left := self._deadline - time.monotonic()) > 0:
-                    server.settimeout(left)
-                    with contextlib.suppress(TimeoutError):
-                        self._meet(server.accept()[0])
+        try:
+            with self._listening() as door:
+                while self._missing and self._call.left_s:
+                    self._meet(door.guests(self._call.left_s))
+                self._refused = door.refused
                 if self._missing:
                     raise self._error()
-                self._refuse_others(server)
-            except StartupError as e:
-                self._tell({"error": [e.asked, e.found, e.hint]})
-                for connection in self._present.values():
-                    connection.close()
-                raise
+                # Those that are at the door already and come too late are told.
+                self._meet(door.guests(0))
+        except StartupError as e:
+            self._tell({"error": [e.asked, e.found, e.hint]})
+            for guest in self._present.values():
+                guest.connection.close()
+            raise
         self._tell({"go": True})
-        return self._present
+        return {rank: guest.connection for rank, guest in self._present.items()}
 
     @property
     def _missing(self) -> list[int]:
-        return [rank for rank in range(1, len(self._addresses)) if rank not in self._present]
+        return [rank for rank in range(1, len(self._call.addresses)) if rank not in self._present]
 
-    def _refuse_others(self, server: socket.socket) -> None:
-        """Sends an error to processes that connected after all ranks were present."""
-        server.settimeout(0)
-        with contextlib.suppress(OSError):
-            while True:
-                self._meet(server.accept()[0])
+    def _listening(self) -> Door:
+        address = self._call.addresses[0]
+        try:
+            return Door(address, self._call.secret, len(self._call.addresses))
+        except OSError as e:
+            raise StartupError(
+                f"rank 0 at {address}",
+                f"it cannot listen there ({e.strerror or e}): another process has the port, perhaps a second rank 0, or the address "
+                "does not belong to this machine.",
+                "use a free port and this machine's name in the address of the first worker",
+            ) from e
 
     def _error(self) -> StartupError:
-        missing = listed([f"rank {r} ({self._addresses[r]})" for r in self._missing])
+        missing = listed([self._call.place(rank) for rank in self._missing])
+        others = f" Connections with another PHALANX_TOKEN: {self._refused}." if self._refused else ""
         return StartupError(
-            f"a cluster of {len(self._addresses)} processes",
-            f"after {self._timeout_s:g} s {missing} had not connected to rank 0 ({self._addresses[0]}).",
+            f"a cluster of {len(self._call.addresses)} processes",
+            f"after {self._call.timeout_s:g} s {missing} had not connected to {self._call.place(0)}.{others}",
             "look at the output of the missing processes, or use a longer CommunicationOptions(timeout_seconds=...)",
         )
 
-    def _meet(self, connection: socket.socket) -> None:
-        hello = _received(connection, _HELLO_S)
-        rank = hello.get("rank")
-        if not isinstance(rank, int) or not 0 < rank < len(self._addresses):
-            connection.close()  # Not a process of this cluster.
-            return
-        if rank in self._present:
-            twice = _twice(rank, self._addresses[rank])
-            _send(connection, {"error": [twice.asked, twice.found, twice.hint]})
-            connection.close()
-            return
-        self._present[rank] = connection
-        if hello.get("about") != self._about:
+    def _meet(self, guests: Sequence[Guest]) -> None:
+        for guest in guests:
+            rank = guest.hello.get("rank")
+            if not isinstance(rank, int) or not 0 < rank < len(self._call.addresses):
+                guest.connection.close()
+            elif rank in self._present:
+                twice = self._call.twice(rank)
+                guest.say({"error": [twice.asked, twice.found, twice.hint]})
+                guest.connection.close()
+            else:
+                self._present[rank] = guest
+                self._require_same(rank, guest.hello.get("about"))
+
+    def _require_same(self, rank: int, about: object) -> None:
+        if about != self._call.about:
             raise StartupError(
-                f"rank {rank} ({self._addresses[rank]})",
-                f"it was started for another cluster, {hello.get('about')}, than rank 0, {self._about}.",
+                self._call.place(rank),
+                f"it was started for another cluster, {about}, than rank 0, {self._call.about}.",
                 "set the same cluster in TF_CONFIG of all processes, and a different task in each",
             )
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for connection in self._present.values():
-            _send(connection, message)
+        for guest in self._present.values():
+            guest.say(message)
 
 
-def _report(addresses: Sequence[str], rank: int, about: str, deadline: float, timeout_s: float) -> socket.socket:
-    """Connects another rank to rank 0 and waits for the reply."""
-    connection = _connected(addresses[0], rank, deadline, timeout_s)
-    _send(connection, {"rank": rank, "about": about})
-    # Rank 0 waits as long, but may have started later.
-    text = _line(connection, max(0.0, deadline - time.monotonic()) + timeout_s)
-    answer = _parsed(text)
-    if "go" in answer:
-        return connection
-    connection.close()
-    if "error" in answer:
-        raise StartupError(*answer["error"])
-    if text:
-        # JAX's service answered. Rank 0 starts it on this port once all ranks are present.
-        raise _twice(rank, addresses[rank])
-    raise StartupError(
-        f"rank 0 ({addresses[0]})",
-        f"it closed the connection, or did not reply, while rank {rank} waited for the other ranks.",
-        f"look at the output of rank 0, and check whether rank {rank} was started twice",
-    )
+class _Other:
+    """A rank above 0, which connects to rank 0."""
 
+    def __init__(self, call: _Call, rank: int) -> None:
+        self._call, self._rank = call, rank
 
-def _twice(rank: int, address: str) -> StartupError:
-    return StartupError(
-        f"rank {rank} ({address})",
-        "a process with this rank has connected already.",
-        "start one process per task of the cluster",
-    )
+    def wait(self) -> socket.socket:
+        while True:
+            connection = self._connected()
+            try:
+                said = self._ask(connection)
+            except BaseException:
+                connection.close()
+                raise
+            if said is None:
+                return connection
+            connection.close()
+            if said:
+                # JAX's service answered. Rank 0 starts it on this port once all ranks are present.
+                raise self._call.twice(self._rank)
+            # Rank 0 closes connections that it has no room for.
+            if not self._call.left_s:
+                raise self._nothing_said()
+            time.sleep(min(_RETRY_S, self._call.left_s))
+
+    def _ask(self, connection: socket.socket) -> bytes | None:
+        """Returns None if all ranks have come, and otherwise what rank 0 said instead of a message."""
+        said = knock(connection, self._call.secret, {"rank": self._rank, "about": self._call.about}, self._call.left_s)
+        if said is not None:
+            return said
+        # Rank 0 waits as long, but may have started later.
+        answer = parsed(read_line(connection, self._call.left_s + self._call.timeout_s))
+        if "error" in answer:
+            raise StartupError(*answer["error"])
+        if "go" not in answer:
+            raise self._nothing_said()
+        return None
+
+    def _connected(self) -> socket.socket:
+        cause: OSError | None = None
+        while left_s := self._call.left_s:
+            try:
+                return socket.create_connection(split(self._call.addresses[0]), timeout=left_s)
+            except OSError as e:
+                cause = e
+                time.sleep(min(_RETRY_S, self._call.left_s))
+        if cause is None:
+            raise self._nothing_said()
+        raise StartupError(
+            f"rank 0 ({self._call.addresses[0]})",
+            f"rank {self._rank} could not reach it for {self._call.timeout_s:g} s ({cause}).",
+            "start rank 0, and check whether this machine can reach its address",
+        ) from cause
+
+    def _nothing_said(self) -> StartupError:
+        return StartupError(
+            f"rank 0 ({self._call.addresses[0]})",
+            f"it closed the connection, or did not reply, while rank {self._rank} waited for the other ranks.",
+            f"look at the output of rank 0, and check whether rank {self._rank} was started twice",
+        )
 
 
 def _shortened(about: str) -> str:
@@ -151,72 +214,3 @@ def _shortened(about: str) -> str:
         return about
     hash_of_all = hashlib.sha256(about.encode()).hexdigest()[:16]
     return f"{about[:_LONGEST_VIEW]}... ({len(about)} characters, SHA-256 {hash_of_all})"
-
-
-@contextlib.contextmanager
-def _listening(address: str, backlog: int) -> Iterator[socket.socket]:
-    host, port = _split(address)
-    try:
-        # If the backlog is full, the kernel drops connections, and the other processes repeat them only after 1 s or more.
-        server = socket.create_server((host, port), backlog=backlog)
-    except OSError as e:
-        raise StartupError(
-            f"rank 0 at {address}",
-            f"it cannot listen there ({e.strerror or e}): another process has the port, perhaps a second rank 0, or the address "
-            "does not belong to this machine.",
-            "use a free port and this machine's name in the address of the first worker",
-        ) from e
-    with server:
-        yield server
-
-
-def _connected(address: str, rank: int, deadline: float, timeout_s: float) -> socket.socket:
-    cause: OSError | None = None
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            return socket.create_connection(_split(address), timeout=left)
-        except OSError as e:
-            cause = e
-            time.sleep(min(_RETRY_S, max(0.0, deadline - time.monotonic())))
-    raise StartupError(
-        f"rank 0 ({address})",
-        f"rank {rank} could not reach it for {timeout_s:g} s ({cause}).",
-        "start rank 0, and check whether this machine can reach its address",
-    ) from cause
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    # A process that has ended needs no message.
-    with contextlib.suppress(OSError):
-        connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _received(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
-    """Returns one message, or an empty dict if none arrived or the line is not a message."""
-    return _parsed(_line(connection, timeout_s))
-
-
-def _line(connection: socket.socket, timeout_s: float) -> bytes:
-    """Returns the bytes up to the end of the first line. The bytes after it belong to another reader and stay unread."""
-    connection.settimeout(timeout_s)
-    line = b""
-    with contextlib.suppress(OSError):
-        while not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
-            waiting = connection.recv(_LONGEST_LINE - len(line), socket.MSG_PEEK)
-            if not waiting:
-                break
-            line += connection.recv(waiting.find(b"\n") + 1 or len(waiting))
-    return line
-
-
-def _parsed(text: bytes) -> dict[str, Any]:
-    try:
-        message = json.loads(text)
-    except ValueError:
-        return {}
-    return message if isinstance(message, dict) else {}

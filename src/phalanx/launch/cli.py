@@ -20,6 +20,7 @@ except ImportError as e:
 
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.environment import resolver_of_environment
+from phalanx.cluster.secret import TOKEN, new_token
 from phalanx.cluster.spec import ClusterSpec, Task, is_unlisted, leader
 from phalanx.errors import InvalidArgumentError, PhalanxError
 from phalanx.launch.evaluator import Patience
@@ -102,9 +103,10 @@ def run(
             click.echo(TEMPLATES[template](request, max_restarts), nl=False)
             return
         request.check_script()
-        machine = Machine.this(os.environ)
+        environment = _environment()
+        machine = Machine.this(environment)
         outcome = run_group(
-            lambda restart: plan(request, machine, os.environ, free_ports(request.workers), restart=restart),
+            lambda restart: plan(request, machine, environment, free_ports(request.workers), restart=restart),
             max_restarts=max_restarts,
             grace_s=grace_seconds,
             patience=Patience(evaluator_grace_seconds),
@@ -143,9 +145,10 @@ def doctor(shared: str | None, timeout_seconds: float) -> None:
         else:
             click.echo("Nothing here describes a cluster: trying two processes on this machine.")
             request = Request("phalanx.strategies.checkup", tuple(arguments), is_module=True, workers=2)
-            machine = Machine.this(os.environ)
+            environment = _environment()
+            machine = Machine.this(environment)
             code = run_group(
-                lambda restart: plan(request, machine, os.environ, free_ports(2), restart=restart),
+                lambda restart: plan(request, machine, environment, free_ports(2), restart=restart),
                 say=lambda _: None,  # The checks print their own lines.
             ).exit_code
     sys.exit(1 if code else 0)
@@ -254,6 +257,11 @@ def _require_no_evaluator(request: Request, template: str) -> None:
             "the template starts only the processes that train. An evaluator is a job of its own.",
             f"""TF_CONFIG='{{"task": {{"type": "evaluator", "index": 0}}}}' {shlex.join(request.command("python"))}""",
         )
+
+
+def _environment() -> dict[str, str]:
+    """Returns the environment of the processes to start, with a secret that only they know, unless the user has set one."""
+    return {TOKEN: new_token(), **os.environ}
 
 
 def _child(module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> int:

@@ -22,6 +22,8 @@ _SLURM = """\
 export PHALANX_CPU_DEVICES={devices}
 export NPROC={threads}
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+# Only processes that know this secret can join the cluster.
+export PHALANX_TOKEN=${{PHALANX_TOKEN:-$(python -c "import secrets; print(secrets.token_hex(32))")}}
 
 # The workers find each other through variables that srun sets. If one fails, srun ends all of them.
 for PHALANX_RESTART in $(seq 0 {restarts}); do
@@ -71,6 +73,11 @@ spec:
                 valueFrom:
                   fieldRef:
                     fieldPath: metadata.annotations['jobset.sigs.k8s.io/restart-attempt']
+              # Only processes that know this secret can join the cluster. To make one:
+              # kubectl create secret generic {name} --from-literal=token=$(openssl rand -hex 32)
+              - name: PHALANX_TOKEN
+                valueFrom:
+                  secretKeyRef: {{name: "{name}", key: token}}
               - {{name: PHALANX_CPU_DEVICES, value: "{devices}"}}
               - {{name: NPROC, value: "{threads}"}}
               - {{name: PYTHONUNBUFFERED, value: "1"}}

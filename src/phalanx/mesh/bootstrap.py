@@ -20,6 +20,7 @@ from phalanx.cluster import verdict, watch
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster.rollcall import call_roll
+from phalanx.cluster.secret import is_loopback, secret_of
 from phalanx.cluster.spec import Task, addresses_of_workers, id_in_cluster, is_chief
 from phalanx.errors import ClusterError, InvalidArgumentError, StartupError, warn_of_slip
 from phalanx.mesh.annotated import set_config
@@ -61,7 +62,8 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
         return
     timeout_s = timeout_s or _seconds_of("PHALANX_START_TIMEOUT_S", START_TIMEOUT_S)
     stall_timeout_s = stall_timeout_s or _seconds_of("PHALANX_STALL_TIMEOUT_S", watch.STALL_TIMEOUT_S)
-    lines = call_roll(addresses, rank, about=f"{spec.as_dict()}", timeout_s=timeout_s)
+    secret = secret_of(addresses)
+    lines = call_roll(addresses, rank, about=f"{spec.as_dict()}", secret=secret, timeout_s=timeout_s)
     own = watch.start(addresses, rank, lines, stall_timeout_s)
     _initialize(addresses, rank, timeout_s)
     sys.excepthook = functools.partial(_end_at_once, own, sys.excepthook)
@@ -179,9 +181,8 @@ def _require_same(processes: int, rank: int) -> None:
 
 
 def _initialize(addresses: list[str], rank: int, timeout_s: float) -> None:
-    host = addresses[0].rpartition(":")[0]
     # If all processes are on this machine, binds to the local address, so that no other machine can connect.
-    bind = addresses[0] if rank == 0 and host in ("127.0.0.1", "localhost") else None
+    bind = addresses[0] if rank == 0 and is_loopback(addresses[0]) else None
     # With asynchronous dispatch, two independent programs run at the same time and gloo confuses their messages.
     set_config("jax_cpu_enable_async_dispatch", False)
     # This service replaces the SIGTERM handler: no Python handler would run, and the process would not end.

@@ -1,5 +1,6 @@
 """The roll call, with real sockets: who comes, who does not, and what all are told."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -7,12 +8,14 @@ import time
 import pytest
 
 from phalanx.cluster.rollcall import call_roll
+from phalanx.cluster.secret import Secret
 from phalanx.errors import StartupError
 from phalanx.launch.plan import free_ports
 
 pytestmark = pytest.mark.slow
 
 SHORT_S = 0.6
+OURS, THEIRS = Secret("a secret of the cluster"), Secret("a secret of another one")
 
 
 @pytest.fixture
@@ -24,21 +27,33 @@ def addresses():
 class Process(threading.Thread):
     """One process, as a thread: it calls the roll after a while, and keeps what it was told."""
 
-    def __init__(self, addresses, rank, about="us", timeout_s=5.0, after_s=0.0):
+    def __init__(self, addresses, rank, about="us", timeout_s=5.0, after_s=0.0, secret=OURS):
         super().__init__()
-        self._given, self._after_s, self.said = (addresses, rank, about, timeout_s), after_s, "nothing"
+        self._given, self._after_s, self.said = (addresses, rank), after_s, "nothing"
+        self._options = {"about": about, "timeout_s": timeout_s, "secret": secret}
         self.connections = {}
         self.start()
 
     def run(self):
         """Calls the roll."""
         time.sleep(self._after_s)
-        addresses, rank, about, timeout_s = self._given
         try:
-            self.connections = call_roll(addresses, rank, about=about, timeout_s=timeout_s)
+            self.connections = call_roll(*self._given, **self._options)
             self.said = "go"
         except StartupError as e:
             self.said = str(e)
+
+
+def connected(address):
+    """A connection to an address, as soon as a process listens there."""
+    host, port = address.split(":")
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), timeout=5)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 def said(*processes):
@@ -110,22 +125,6 @@ def test_rank_started_twice(addresses):
     assert said(chief, first, last) == ["go"] * 3
 
 
-def test_rank_started_twice_while_the_last_one_comes(addresses):
-    """Also one that comes when all are there is told, while rank 0 still has the port."""
-    host, port = addresses[0].split(":")
-    chief = Process(addresses[:2], 0)
-    time.sleep(0.2)
-    # Rank 0 listens to this one while the others come.
-    with socket.create_connection((host, int(port))):
-        time.sleep(0.1)
-        both = [Process(addresses[:2], 1) for _ in range(2)]
-        time.sleep(0.3)
-    first, second = sorted(said(*both), key=len)
-    assert first == "go"
-    assert f"rank 1 ({addresses[1]}): a process with this rank has connected already" in second
-    assert said(chief) == ["go"]
-
-
 def test_rank_that_comes_to_the_service_of_jax(addresses):
     """Once the cluster has started the port is JAX's, whose answer is none of the roll call."""
     host, port = addresses[0].split(":")
@@ -169,45 +168,41 @@ def test_member_of_another_cluster_is_told_to_all(addresses):
         assert f"rank 1 ({addresses[1]}): it was started for another cluster, them, than rank 0, us" in text
 
 
-@pytest.mark.parametrize(
-    "bytes_", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"[]\n", b'{"rank": 9}\n', b'{"rank": "1"}\n']
-)
-def test_strangers_are_ignored(addresses, bytes_):
-    """Whoever else connects to the port changes nothing."""
-    chief = Process(addresses[:2], 0)
-    host, port = addresses[0].split(":")
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        try:
-            with socket.create_connection((host, int(port))) as stranger:
-                stranger.sendall(bytes_)
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.05)
+def test_rank_with_another_secret(addresses):
+    """It is told so, and rank 0 says how many came with another one."""
+    ranks = Process(addresses[:2], 0, timeout_s=SHORT_S), Process(addresses[:2], 1, secret=THEIRS)
+    chief, other = said(*ranks)
+    assert f"rank 1 ({addresses[1]}) had not connected to rank 0 ({addresses[0]}). Connections with another" in chief
+    assert "PHALANX_TOKEN: 1." in chief
+    assert f"the process that it connected to, {addresses[0]}, has another one." in other
+    assert "HINT: set the same PHALANX_TOKEN for all processes of the cluster" in other
+
+
+def test_strangers_do_not_matter(addresses):
+    """While one is silent and others come with other secrets, all ranks meet."""
+    chief = Process(addresses[:3], 0)
+    first = Process(addresses[:3], 1)
+    stranger = Process(addresses[:3], 2, secret=THEIRS)
+    assert "has another one" in said(stranger)[0]
+    with connected(addresses[0]):
+        assert said(chief, first, Process(addresses[:3], 2)) == ["go"] * 3
+
+
+def test_rank_of_no_cluster(addresses):
+    """One that knows the secret and has a rank that the cluster lacks is sent away."""
+    chief, far = Process(addresses[:2], 0), Process(addresses, 3, timeout_s=SHORT_S)
+    assert "it closed the connection, or did not reply, while rank 3 waited" in said(far)[0]
     assert said(chief, Process(addresses[:2], 1)) == ["go"] * 2
 
 
-def test_message_in_pieces(addresses):
-    """A hello that arrives in two pieces counts, and bytes after a line are left to the next reader."""
-    host, port = addresses[0].split(":")
-    chief = Process(addresses[:2], 0)
-    time.sleep(0.2)
-    with socket.create_connection((host, int(port)), timeout=10) as member:
-        member.sendall(b'{"rank": 1, "ab')
-        time.sleep(0.1)
-        member.sendall(b'out": "us"}\nmore')
-        assert member.makefile("rb").readline() == b'{"go": true}\n'
-        chief.join(timeout=30)
-        assert chief.connections[1].recv(10) == b"more"
-    assert said(chief) == ["go"]
-
-
 def test_rank_0_goes_away(addresses):
-    """One that hangs up without a word is named."""
+    """One that hangs up without a word until the time is over is named."""
     host, port = addresses[0].split(":")
     with socket.create_server((host, int(port))) as server:
-        process = Process(addresses[:2], 1)
-        connection, _ = server.accept()
-        connection.close()
+        server.settimeout(0.05)
+        process = Process(addresses[:2], 1, timeout_s=SHORT_S)
+        while process.is_alive():
+            with contextlib.suppress(TimeoutError):
+                server.accept()[0].close()
         (text,) = said(process)
     assert text.startswith(f"rank 0 ({addresses[0]}): it closed the connection, or did not reply, while rank 1 waited")

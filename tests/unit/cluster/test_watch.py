@@ -27,8 +27,9 @@ import json, os, signal, sys, time
 from phalanx.cluster import watch
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 from phalanx.cluster.rollcall import call_roll
+from phalanx.cluster.secret import Secret
 addresses, rank = json.loads(sys.argv[1]), int(sys.argv[2])
-own = watch.start(addresses, rank, call_roll(addresses, rank, about="us", timeout_s=20), float(sys.argv[3]))
+own = watch.start(addresses, rank, call_roll(addresses, rank, about="us", secret=Secret("a secret of the cluster"), timeout_s=20), float(sys.argv[3]))
 def steps(count):
     for _ in range(count):
         own.begin(is_step=True)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A port that only processes with the secret of the cluster get through.
+
+The host, who listens, sends a nonce. The guest answers with a nonce of its own, its hello, and a proof that it knows the secret. The
+host then proves the same. Both proofs contain both nonces, so that neither can be used again. All messages are lines of JSON. Uses
+the standard library only.
+"""
+
+import contextlib
+import json
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, final
+
+from phalanx.cluster.secret import Secret
+from phalanx.errors import StartupError
+
+_HELLO_S = 5.0
+_MIN_BACKLOG = 128
+_MOST_STRANGERS = 256
+_LONGEST_LINE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A process that has proved that it knows the secret.
+
+    Attributes:
+      connection: the connection to it, which blocks.
+      hello: what it said.
+    """
+
+    connection: socket.socket
+    hello: dict[str, Any]
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        """Sends it a message."""
+        send(self.connection, message)
+
+
+@dataclass
+class _Stranger:
+    """A process that has connected and proved nothing yet."""
+
+    connection: socket.socket
+    nonce: str
+    until_s: float
+    text: bytes = field(default=b"", init=False)
+
+
+@final
+class Door:
+    """Listens at an address, and lets in who knows the secret.
+
+    Nobody else can hold it up: it waits for all connections at once, and closes those that say nothing in time, or too much.
+
+    Args:
+      address: `host:port` to listen at.
+      secret: the secret of the cluster.
+      size: number of guests that may come at the same time.
+
+    Attributes:
+      refused: number of connections whose proof was wrong.
+
+    Raises:
+      OSError: this process cannot listen there.
+    """
+
+    def __init__(self, address: str, secret: Secret, size: int) -> None:
+        # If the backlog is full, the kernel drops connections, and the other processes repeat them only after 1 s or more.
+        self._server = socket.create_server(split(address), backlog=max(_MIN_BACKLOG, size))
+        self._server.setblocking(False)
+        self._secret, self.refused = secret, 0
+        self._most = max(_MOST_STRANGERS, 2 * size)
+        self._strangers: dict[int, _Stranger] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stranger in list(self._strangers.values()):
+            self._drop(stranger)
+        self._selector.close()
+        self._server.close()
+
+    def guests(self, timeout_s: float) -> list[Guest]:
+        """Returns those who have proved that they know the secret. Waits up to `timeout_s` seconds for the next event."""
+        now_s = time.monotonic()
+        # The oldest connection is the first one.
+        for old in list(self._strangers.values()):
+            if old.until_s > now_s:
+                timeout_s = min(timeout_s, old.until_s - now_s)
+                break
+            self._drop(old)
+        found: list[Guest] = []
+        for key, _ in self._selector.select(max(0.0, timeout_s)):
+            if key.fileobj is self._server:
+                self._open()
+                continue
+            # The one of the event may be gone, and its file descriptor may be that of a new one.
+            stranger: _Stranger = key.data
+            if self._strangers.get(key.fd) is stranger:
+                found += self._hear(stranger)
+        return found
+
+    def _open(self) -> None:
+        """Accepts the connections that wait, and closes the oldest ones if there are too many."""
+        for _ in range(self._most):
+            try:
+                connection, _ = self._server.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # No file descriptor is left, or the other end has gone already.
+                self._drop_oldest()
+                continue
+            stranger = _Stranger(connection, secrets.token_hex(16), time.monotonic() + _HELLO_S)
+            connection.setblocking(False)
+            self._strangers[connection.fileno()] = stranger
+            self._selector.register(connection, selectors.EVENT_READ, stranger)
+            send(connection, {"nonce": stranger.nonce})
+            if len(self._strangers) > self._most:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        for stranger in list(self._strangers.values())[:1]:
+            self._drop(stranger)
+
+    def _hear(self, stranger: _Stranger) -> list[Guest]:
+        """Returns the guest that a stranger has proved to be, if it has."""
+        try:
+            new = stranger.connection.recv(_LONGEST_LINE)
+        except BlockingIOError:
+            return []
+        except OSError:
+            new = b""
+        stranger.text += new
+        if new and b"\n" not in stranger.text and len(stranger.text) < _LONGEST_LINE:
+            return []
+        # A guest says nothing more until it is let in, so no byte after the line is lost.
+        message = parsed(stranger.text)
+        own, text = message.get("nonce"), message.get("hello")
+        if not isinstance(own, str) or not isinstance(text, str):
+            self._drop(stranger)
+            return []
+        nonces = stranger.nonce, own
+        if not self._secret.proves(message.get("proof"), "guest", *nonces, text):
+            self.refused += 1
+            send(stranger.connection, {"refused": True})
+            self._drop(stranger)
+            return []
+        self._forget(stranger)
+        stranger.connection.setblocking(True)
+        send(stranger.connection, {"proof": self._secret.proof("host", *nonces)})
+        return [Guest(stranger.connection, parsed(text.encode()))]
+
+    def _drop(self, stranger: _Stranger) -> None:
+        self._forget(stranger)
+        stranger.connection.close()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        self._selector.unregister(stranger.connection)
+        del self._strangers[stranger.connection.fileno()]
+
+
+def knock(connection: socket.socket, secret: Secret, hello: Mapping[str, Any], timeout_s: float) -> bytes | None:
+    """Asks a host to let this process in.
+
+    Args:
+      connection: a new connection to the host.
+      secret: the secret of the cluster.
+      hello: what the host must know of this process.
+      timeout_s: time to wait for each answer of the host, in seconds.
+
+    Returns:
+      None if both ends have proved that they know the secret. Otherwise what the host said instead: nothing if it closed the
+      connection or was silent, and bytes that are no message if it is another program.
+
+    Raises:
+      StartupError: only one of the two ends knows the secret.
+    """
+    line = read_line(connection, timeout_s)
+    nonce, own, text = parsed(line).get("nonce"), secrets.token_hex(16), json.dumps(hello)
+    if not isinstance(nonce, str):
+        return line
+    send(connection, {"nonce": own, "hello": text, "proof": secret.proof("guest", nonce, own, text)})
+    line = read_line(connection, timeout_s)
+    answer = parsed(line)
+    if secret.proves(answer.get("proof"), "host", nonce, own):
+        return None
+    if answer:
+        raise StartupError(
+            "the PHALANX_TOKEN of this process",
+            f"the process that it connected to, {_peer(connection)}, has another one.",
+            "set the same PHALANX_TOKEN for all processes of the cluster",
+        )
+    return line
+
+
+def split(address: str) -> tuple[str, int]:
+    """Returns host and port."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    """Sends a message. A process that has ended needs none."""
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def read_line(connection: socket.socket, timeout_s: float) -> bytes:
+    """Returns the bytes up to the end of the first line. The bytes after it belong to another reader and stay unread.
+
+    Returns what has arrived if the other end closes the connection, is silent for `timeout_s` seconds, or sends something else than
+    JSON, because then there may be no line.
+    """
+    connection.settimeout(timeout_s)
+    line = b""
+    with contextlib.suppress(OSError):
+        while not line.endswith(b"\n") and len(line) < _LONGEST_LINE and line[:1] in (b"", b"{"):
+            waiting = connection.recv(_LONGEST_LINE - len(line), socket.MSG_PEEK)
+            if not waiting:
+                break
+            line += connection.recv(waiting.find(b"\n") + 1 or len(waiting))
+    return line
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """Returns one message, or an empty dict if the text is none."""
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
+def _peer(connection: socket.socket) -> str:
+    host, port = connection.getpeername()[:2]
+    return f"{host}:{port}"

@@ -1,0 +1,154 @@
+"""The door of a cluster, with real sockets: guests come in, and strangers neither come in nor hold it up."""
+
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from phalanx.cluster import door as door_module
+from phalanx.cluster.door import Door, knock, read_line
+from phalanx.cluster.secret import Secret
+from phalanx.errors import StartupError
+from phalanx.launch.plan import free_ports
+
+SECRET = Secret("a secret of the cluster")
+HELLO = {"rank": 1}
+
+
+@pytest.fixture
+def address():
+    """A free one."""
+    return f"127.0.0.1:{free_ports(1)[0]}"
+
+
+@pytest.fixture
+def door(address):
+    """Open at the address."""
+    with Door(address, SECRET, size=2) as door:
+        yield door
+
+
+def connection_to(address):
+    """A new connection."""
+    host, port = address.split(":")
+    return socket.create_connection((host, int(port)), timeout=5)
+
+
+def enters(door, address, secret=SECRET):
+    """The guest that comes now, while the door is open."""
+    with connection_to(address) as asking, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(knock, asking, secret, HELLO, 5)
+        guests = []
+        while not guests and not asked.done():
+            guests = door.guests(0.05)
+        assert asked.result(timeout=5) is None
+        return guests[0]
+
+
+def test_guest_with_the_secret(door, address):
+    """Its hello arrives, and both ends may then say what they like."""
+    guest = enters(door, address)
+    assert guest.hello == HELLO
+    guest.connection.close()
+
+
+def test_guest_with_another_secret(door, address):
+    """Is refused, and told so."""
+    with pytest.raises(StartupError, match="has another one"):
+        enters(door, address, Secret("another secret of a cluster"))
+    assert door.refused == 1
+
+
+def test_host_without_the_secret(address):
+    """One that lets in everybody does not know the secret: the guest goes away."""
+    host, port = address.split(":")
+    with socket.create_server((host, int(port))) as server, connection_to(address) as guest:
+        other, _ = server.accept()
+        with other:
+            other.sendall(b'{"nonce": "00"}\n{"proof": "00"}\n')
+            with pytest.raises(StartupError, match="has another one"):
+                knock(guest, SECRET, HELLO, 5)
+
+
+def test_proof_of_another_connection(door, address):
+    """A proof is good for one connection: who has overheard it cannot use it again."""
+    with connection_to(address) as first, connection_to(address) as second:
+        door.guests(0.5)
+        nonce = json.loads(read_line(first, 5))["nonce"]
+        hello = json.dumps(HELLO)
+        proof = SECRET.proof("guest", nonce, "own", hello)
+        overheard = json.dumps({"nonce": "own", "hello": hello, "proof": proof}).encode() + b"\n"
+        second.sendall(overheard)
+        assert door.guests(0.5) == []
+        assert door.refused == 1
+        first.sendall(overheard)
+        (guest,) = door.guests(0.5)
+        guest.connection.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\xfe\n",
+        b"[]\n",
+        b'{"rank": 1}\n',
+        b'{"nonce": 1, "hello": 2, "proof": 3}\n',
+        b'{"nonce": "a", "hello": "{}", "proof": "\xc3\xa9"}\n',
+        b"[" * 60_000 + b"\n",
+        b"x" * (1 << 17),
+    ],
+)
+def test_garbage_is_closed(door, address, said):
+    """Whatever a stranger sends, it does not come in, and the next guest does."""
+    with connection_to(address) as stranger:
+        stranger.sendall(said)
+        deadline = time.monotonic() + 5
+        is_closed = False
+        while not is_closed and time.monotonic() < deadline:
+            assert door.guests(0.05) == []
+            is_closed = not door._strangers
+        assert is_closed
+    enters(door, address).connection.close()
+
+
+def test_hello_in_pieces(door, address):
+    """It counts once its line is complete."""
+    with connection_to(address) as guest:
+        door.guests(0.5)
+        nonce, hello = json.loads(read_line(guest, 5))["nonce"], json.dumps(HELLO)
+        whole = json.dumps({"nonce": "own", "hello": hello, "proof": SECRET.proof("guest", nonce, "own", hello)})
+        guest.sendall(whole[:20].encode())
+        assert door.guests(0.2) == []
+        guest.sendall(whole[20:].encode() + b"\n")
+        (found,) = door.guests(0.5)
+        found.connection.close()
+
+
+def test_silent_strangers_are_closed_in_time(door, address, monkeypatch):
+    """Their time is over although nobody else comes."""
+    monkeypatch.setattr(door_module, "_HELLO_S", 0.1)
+    with connection_to(address) as stranger:
+        door.guests(0.5)
+        started_s = time.monotonic()
+        while door._strangers:
+            assert door.guests(0.2) == []
+            assert time.monotonic() < started_s + 3
+        read_line(stranger, 1)
+        assert stranger.recv(1) == b""
+
+
+def test_crowd_of_silent_strangers(door, address):
+    """The oldest of them make room, so that a guest comes in."""
+    crowd = []
+    try:
+        for _ in range(400):
+            crowd.append(connection_to(address))
+            door.guests(0)
+        assert len(door._strangers) <= 257
+        enters(door, address).connection.close()
+    finally:
+        for stranger in crowd:
+            stranger.close()
