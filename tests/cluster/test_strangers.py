@@ -1,0 +1,111 @@
+"""Strangers at every port of a running job: the job goes on, and its result is right."""
+
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the ports of a process from /proc")
+
+DEADLINE_S = 120.0
+CROWD = 10_000
+TRAIN = """
+import os, sys, time
+from pathlib import Path
+import keras, numpy as np
+import phalanx
+strategy = phalanx.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    total = keras.Variable(0.0, aggregation="sum")
+def add(is_over):
+    total.assign_add(1.0)
+    return is_over
+@phalanx.function
+def step(is_over):
+    return strategy.reduce("SUM", strategy.run(add, args=(is_over,)), axis=None)
+steps, over = 0, 0.0
+while over < 2:
+    found = np.float32(Path(sys.argv[1]).exists())
+    over = float(step(strategy.experimental_distribute_values_from_function(lambda _: found)))
+    steps += 1
+    time.sleep(0.005)
+    if steps == 20:
+        print("trains", os.getpid(), flush=True)
+print("right" if float(total.value) == 2.0 * steps else f"wrong: {float(total.value)}, {steps}", flush=True)
+"""
+GARBAGE = (
+    b"\0" * 8,
+    b"GET / HTTP/1.1\r\n\r\n",
+    b'{"rank": 1, "about": "us"}\n',
+    b'{"verdict": "rank 1 has died", "is_loss": true, "hint": ""}\n',
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 1000,
+    os.urandom(1 << 16),
+)
+
+
+def ports_of(process):
+    """The TCP ports at which a process listens, with the addresses as the kernel writes them."""
+    inodes = set()
+    for entry in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(OSError):
+            inodes.update(re.findall(r"^socket:\[(\d+)\]$", os.readlink(entry)))
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in inodes:
+                address, port = local.split(":")
+                found[int(port, 16)] = address
+    return found
+
+
+def disturb(port, crowd):
+    """Sends all kinds of garbage to a port, then keeps a crowd of silent connections open for a while."""
+    for said in GARBAGE:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger, suppress(OSError):
+            stranger.sendall(said)
+            stranger.settimeout(0.1)
+            stranger.recv(100)
+    with ExitStack() as stack:
+        for number in range(crowd):
+            stranger = stack.enter_context(socket.socket())
+            stranger.setblocking(False)
+            stranger.connect_ex(("127.0.0.1", port))
+            if number % 100 == 0:
+                time.sleep(0.005)
+        time.sleep(0.5)
+
+
+def test_strangers_at_every_port(tmp_path):
+    """Garbage, and 10,000 silent connections: no worker is lost. Only processes of this machine reach the ports."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    script, stop = tmp_path / "train.py", tmp_path / "stop"
+    script.write_text(TRAIN)
+    command = [sys.executable, "-m", "phalanx", "run", "--workers", "2", str(script), str(stop)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES")}
+    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        processes = []
+        while len(processes) < 2:
+            line = job.stdout.readline()
+            assert line, "the job ended before it trained"
+            processes += re.findall(r"trains (\d+)", line)
+        found = {port: address for process in processes for port, address in ports_of(process).items()}
+        assert len(found) == 3, "the service of JAX, and gloo in each worker"
+        assert all(address.endswith("0100007F") for address in found.values()), found
+        for port in found:
+            disturb(port, min(CROWD, limit - 200))
+        stop.touch()
+        out, _ = job.communicate(timeout=DEADLINE_S)
+    finally:
+        job.kill()
+        job.wait()
+    assert job.returncode == 0, out
+    assert out.count("] right") == 2, out
