@@ -168,11 +168,12 @@ class ReadAhead(AbstractBatches):
       place: makes the value of a batch.
       ahead: number of batches to read in advance.
       facts: what is known about the dataset.
+      waits: whether the consumer waits for each step, so that only another thread can read meanwhile.
     """
 
-    def __init__(self, reader: AbstractReader, place: Place, ahead: int, facts: Facts) -> None:
-        # Data in memory needs no thread: handing an item from thread to thread takes longer than slicing it.
-        self._in_thread = not facts.is_in_memory
+    def __init__(self, reader: AbstractReader, place: Place, ahead: int, facts: Facts, *, waits: bool) -> None:
+        # Data in memory otherwise needs no thread: handing an item from thread to thread takes longer than slicing it.
+        self._in_thread = waits or not facts.is_in_memory
         self._feed = Feed(reader, copies=facts.is_borrowed and self._in_thread)
         self._place, self._ahead, self._waits = place, ahead, facts.is_borrowed and not self._in_thread
         self._form: Form | None = None

@@ -304,7 +304,8 @@ class DistributedIterator(AbstractIterator):
             here = not self._topology.has_devices or self._options.experimental_place_dataset_on_device
             # The default strategy yields the user's own arrays without copying them.
             facts = dataclasses.replace(facts, is_borrowed=facts.is_borrowed and self._topology.has_devices)
-            self._batches = ReadAhead(reader, place, 0 if here else ahead, facts)
+            waits = self._topology.num_workers > 1  # See `Turn`: the steps of several processes run one at a time.
+            self._batches = ReadAhead(reader, place, 0 if here else ahead, facts, waits=waits)
 
     def _placing(self) -> Place:
         if not self._topology.has_devices:
