@@ -6,14 +6,17 @@ loops have one batch at hand.
 The step that an expert writes in JAX is measured too: no library on JAX can be faster than XLA lets it be.
 """
 
-import math
+import functools
 from pathlib import Path
+from typing import Any
 
 from benchmarks import peers, timing
 from benchmarks.parent import Child
 from benchmarks.report import Report, all_rounds, verdict
+from benchmarks.workers import require_same
 
-_TURN_S = 0.15
+TURN_S = 0.15
+TOLERANCE = 1e-3
 PEERS = {"custom loop": "benchmarks.tensorflow_peer", "fit": "benchmarks.tensorflow_fit"}
 OURS = {
     ("custom loop", "Phalanx"): ("benchmarks.with_phalanx", "prepare"),
@@ -28,6 +31,29 @@ _TARGETS = {
     ("cnn", "custom loop", "Phalanx"): _NONE,
     ("cnn", "custom loop", "hand-written JAX"): _NONE,
 }
+
+
+class Prepared:
+    """A program that a child process has prepared.
+
+    Args:
+      child: the process.
+      module: the module of the program.
+      function: the function there that prepares the program and returns its losses.
+      options: the arguments of that function.
+    """
+
+    def __init__(self, child: Child, module: str, function: str = "prepare", **options: Any) -> None:
+        self._child, self._module = child, module
+        self.losses: list[float] = child.call(f"{module}:{function}", 300, **options)
+
+    @functools.cached_property
+    def _count(self) -> int:
+        return self._child.call(f"{self._module}:steps_for", 120, turn_s=TURN_S)
+
+    def seconds_a_step(self) -> float:
+        """Measures once."""
+        return self._child.call(f"{self._module}:seconds_a_step", 120, count=self._count)
 
 
 def run(*, quick: bool) -> Report:
@@ -79,19 +105,6 @@ def rounds_of(
     """
     with Child(python=str(python), environment={"TF_CPP_MIN_LOG_LEVEL": "2"}) as peer, Child(replicas) as ours:
         own, prepare = program
-        losses = [
-            peer.call(f"{theirs}:prepare", 300, case=case, replicas=replicas),
-            ours.call(f"{own}:{prepare}", 300, case=case),
-        ]
-        if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(*losses, strict=True)):
-            raise AssertionError(f"the two programs compute different losses: {losses}")
-        counts = [
-            peer.call(f"{theirs}:steps_for", 120, turn_s=_TURN_S),
-            ours.call(f"{own}:steps_for", 120, turn_s=_TURN_S),
-        ]
-        return timing.interleaved(
-            lambda: peer.call(f"{theirs}:seconds_a_step", 120, count=counts[0]),
-            lambda: ours.call(f"{own}:seconds_a_step", 120, count=counts[1]),
-            rounds,
-            turns,
-        )
+        first, second = Prepared(peer, theirs, case=case, replicas=replicas), Prepared(ours, own, prepare, case=case)
+        require_same(f"losses of {case}", first.losses, second.losses, rel_tol=TOLERANCE)
+        return timing.interleaved(first.seconds_a_step, second.seconds_a_step, rounds, turns)

@@ -1,30 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fit` of ten models on two replicas, beside tf.distribute and Keras's own `DataParallel` on JAX.
+"""`fit` of ten models on two replicas, beside tf.distribute, Keras's own `DataParallel` on JAX, and torch.
 
 All train with Adam in global batches of 64 rows, from the same weights on the same batches. Losses are compared before anything is
 timed. Beside Keras, both also compute an accuracy.
+
+torch runs in one process with 2 threads, and with DDP over gloo in two processes with 1 thread each. It does not compile its models. Its loop
+over the batches keeps the mean loss, as `fit` does. `torch_zoo` has eight of the models.
 
 The operations of a step are counted in the program of Phalanx. How many of them a library does in a second is given as a share of what
 large matrix products reach on both replicas at once, which is the most that any program can do here.
 """
 
 import statistics
+import tempfile
 from typing import Any
 
 from benchmarks import against_tensorflow, fit, peers, timing
-from benchmarks.parent import call_in_child
+from benchmarks.parent import Child, call_in_child
 from benchmarks.report import Report, all_rounds, verdict
+from benchmarks.workers import Program, Workers, require_same
 from benchmarks.zoo import ZOO
 
-_LEAST = {"tf.distribute 2.21": 1.5, "Keras DataParallel": 1.0}
+_LEAST = {"tf.distribute 2.21": 1.5, "Keras DataParallel": 1.0, "torch 2.13": 1.0, "torch DDP": 1.0}
+_PROCESSES = {"torch 2.13": 1, "torch DDP": 2}
+"""The number of processes of torch. They share one thread per replica."""
+_WITHOUT_TORCH = ("bidirectional LSTM", "U-Net")
 _MEDIAN = 3.0
 _REPLICAS = 2
 _TOLERANCE = 0.05
-"""Phalanx normalizes the batch of a replica, as tf.distribute does, and Keras's DataParallel the global batch."""
+"""Phalanx normalizes the batch of a replica, as tf.distribute and DDP do. Keras's DataParallel and torch in one process
+normalize the global batch."""
 
 
 def run(*, quick: bool) -> Report:
-    """Measures each model, both processes alive and only one at work."""
+    """Measures each model, the processes of both libraries alive and only those of one at work."""
     report = Report(
         "models",
         "Speed of fit, two replicas, global batch 64, Adam (time of the other / time of Phalanx)",
@@ -45,16 +54,55 @@ def run(*, quick: bool) -> Report:
     python = peers.interpreter("tensorflow", peers.TENSORFLOW)
     theirs, ours = against_tensorflow.PEERS["fit"], against_tensorflow.OURS["fit", "Phalanx"]
     found = []
+    times = (3, 1) if quick else (9, 3)
     for case in list(ZOO)[:1] if quick else ZOO:
         share = call_in_child("benchmarks.every_model:flops", 300, devices=_REPLICAS, case=case) / peak
-        rounds = against_tensorflow.rounds_of(python, case, theirs, ours, _REPLICAS, *((3, 1) if quick else (9, 3)))
+        rounds = against_tensorflow.rounds_of(python, case, theirs, ours, _REPLICAS, *times)
         found.append(_add(report, case, "tf.distribute 2.21", rounds, share))
         _, rounds = fit.rounds_of(case, 1, 1, 3 if quick else 9, _TOLERANCE)
         _add(report, case, "Keras DataParallel", rounds, share)
+        for beside, processes in _PROCESSES.items():
+            if case not in _WITHOUT_TORCH:
+                _add(report, case, beside, _rounds_beside_torch(case, processes, *times), share)
     median = statistics.median(found)
     target = verdict(median, at_least=_MEDIAN)
     report.add(["median", "tf.distribute 2.21", "", "", median, target, *[""] * 4], case="median", ratio=median)
     return report
+
+
+def _rounds_beside_torch(case: str, processes: int, rounds: int, turns: int) -> list[timing.Pair]:
+    """Measures torch and Phalanx in turns, after it has compared their losses.
+
+    Args:
+      case: the name of the model.
+      processes: number of processes of torch.
+      rounds: number of rounds.
+      turns: how often each measures in a round.
+    """
+    python = str(peers.interpreter("torch", peers.TORCH))
+    module, prepare = against_tensorflow.OURS["fit", "Phalanx"]
+    with (
+        tempfile.NamedTemporaryFile(suffix=".npz") as weights,
+        Workers(processes, python) as workers,
+        Child(_REPLICAS) as child,
+    ):
+        child.call(f"{module}:save_weights", 300, case=case, path=weights.name)
+        ours = against_tensorflow.Prepared(child, module, prepare, case=case)
+        theirs = Program(
+            workers,
+            "benchmarks.workers_torch",
+            "prepare_fit",
+            "fit",
+            turn_s=against_tensorflow.TURN_S,
+            multiple=3,
+            case=case,
+            replicas=_REPLICAS,
+            weights=weights.name,
+            threads=_REPLICAS // processes,
+        )
+        tolerance = against_tensorflow.TOLERANCE if processes == _REPLICAS else _TOLERANCE
+        require_same(f"losses of {case}", theirs.numbers, ours.losses, rel_tol=tolerance)
+        return timing.interleaved(theirs.seconds_a_step, ours.seconds_a_step, rounds, turns)
 
 
 def _add(report: Report, case: str, beside: str, rounds: list[timing.Pair], share: float) -> float:

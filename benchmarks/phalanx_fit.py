@@ -20,6 +20,11 @@ def prepare(case: str) -> list[float]:
     return _programs[0](10, 1)["loss"]
 
 
+def save_weights(case: str, path: str) -> None:
+    """Writes the weights that the model begins with, for libraries without Keras."""
+    np.savez(path, *CASES[case].model(keras).get_weights())
+
+
 def seconds_a_step(count: int) -> float:
     """Times `count` steps, after as many in the same call of `fit`."""
     return _programs[0](2, count)["seconds"][-1] / count

@@ -14,6 +14,7 @@ from phalanx.launch.plan import Machine, Request, free_ports, plan
 _SETTINGS = {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "2"}
 _PREPARE_S, _TURN_LIMIT_S = 300, 120
 _MULTIPLE = 16
+"""The largest number of steps per execution."""
 
 
 class Workers:
@@ -60,18 +61,27 @@ class Program:
       function: what prepares the program there.
       name: how it is called there.
       turn_s: how long a measurement takes, about.
+      multiple: the number of steps of a measurement is a multiple of it.
       options: what `function` gets besides the name.
     """
 
     def __init__(
-        self, workers: Workers, module: str, function: str, name: str, *, turn_s: float, **options: Any
+        self,
+        workers: Workers,
+        module: str,
+        function: str,
+        name: str,
+        *,
+        turn_s: float,
+        multiple: int = _MULTIPLE,
+        **options: Any,
     ) -> None:
         self._workers, self._module, self._name = workers, module, name
         first, *others = workers.call(f"{module}:{function}", _PREPARE_S, name=name, **options)
         require_same(name, first, *others)
-        self.numbers, self._steps = first, _MULTIPLE
+        self.numbers, self._steps = first, multiple
         # All workers must do as many steps, so this cannot be left to each of them.
-        self._steps = _MULTIPLE * math.ceil(turn_s / self.seconds_a_step() / _MULTIPLE)
+        self._steps = multiple * math.ceil(turn_s / self.seconds_a_step() / multiple)
 
     def seconds_a_step(self) -> float:
         """Measures once, by the slowest worker."""

@@ -178,8 +178,8 @@ def knock(connection: socket.socket, secret: Secret, hello: Mapping[str, Any], t
       timeout_s: time to wait for each answer of the host, in seconds.
 
     Returns:
-      None if both ends have proved that they know the secret. Otherwise what the host said instead: nothing if it closed the
-      connection or was silent, and bytes that are no message if it is another program.
+      None if both ends have proved that they know the secret. Otherwise the bytes that the host sent instead. There are none if it closed
+      the connection or was silent, and another program sends bytes of its own.
 
     Raises:
       StartupError: only one of the two ends knows the secret.
