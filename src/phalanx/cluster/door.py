@@ -92,12 +92,10 @@ class Door:
     def guests(self, timeout_s: float) -> list[Guest]:
         """Returns those who have proved that they know the secret. Waits up to `timeout_s` seconds for the next event."""
         now_s = time.monotonic()
-        # The oldest connection is the first one.
-        for old in list(self._strangers.values()):
-            if old.until_s > now_s:
-                timeout_s = min(timeout_s, old.until_s - now_s)
-                break
-            self._drop(old)
+        while (oldest := self._oldest()) and oldest.until_s <= now_s:
+            self._drop(oldest)
+        if oldest:
+            timeout_s = min(timeout_s, oldest.until_s - now_s)
         found: list[Guest] = []
         for key, _ in self._selector.select(max(0.0, timeout_s)):
             if key.fileobj is self._server:
@@ -117,19 +115,23 @@ class Door:
             except BlockingIOError:
                 return
             except OSError:  # No file descriptor is left, or the other end has gone already.
-                self._drop_oldest()
+                self._make_room()
                 continue
+            if len(self._strangers) >= self._most:
+                self._make_room()
             stranger = _Stranger(connection, secrets.token_hex(16), time.monotonic() + _HELLO_S)
             connection.setblocking(False)
             self._strangers[connection.fileno()] = stranger
             self._selector.register(connection, selectors.EVENT_READ, stranger)
             send(connection, {"nonce": stranger.nonce})
-            if len(self._strangers) > self._most:
-                self._drop_oldest()
 
-    def _drop_oldest(self) -> None:
-        for stranger in list(self._strangers.values())[:1]:
-            self._drop(stranger)
+    def _make_room(self) -> None:
+        if oldest := self._oldest():
+            self._drop(oldest)
+
+    def _oldest(self) -> _Stranger | None:
+        """Returns the stranger who has waited longest, who is the first one of the dict."""
+        return next(iter(self._strangers.values()), None)
 
     def _hear(self, stranger: _Stranger) -> list[Guest]:
         """Returns the guest that a stranger has proved to be, if it has."""

@@ -80,10 +80,10 @@ class _Chief:
     def wait(self) -> dict[int, socket.socket]:
         try:
             with self._listening() as door:
-                while self._missing and self._call.left_s:
+                while not self._is_complete and self._call.left_s:
                     self._meet(door.guests(self._call.left_s))
                 self._refused = door.refused
-                if self._missing:
+                if not self._is_complete:
                     raise self._error()
                 # Those that are at the door already and come too late are told.
                 self._meet(door.guests(0))
@@ -96,8 +96,8 @@ class _Chief:
         return {rank: guest.connection for rank, guest in self._present.items()}
 
     @property
-    def _missing(self) -> list[int]:
-        return [rank for rank in range(1, len(self._call.addresses)) if rank not in self._present]
+    def _is_complete(self) -> bool:
+        return len(self._present) == len(self._call.addresses) - 1
 
     def _listening(self) -> Door:
         address = self._call.addresses[0]
@@ -112,7 +112,8 @@ class _Chief:
             ) from e
 
     def _error(self) -> StartupError:
-        missing = listed([self._call.place(rank) for rank in self._missing])
+        ranks = range(1, len(self._call.addresses))
+        missing = listed([self._call.place(rank) for rank in ranks if rank not in self._present])
         others = f" Connections with another PHALANX_TOKEN: {self._refused}." if self._refused else ""
         return StartupError(
             f"a cluster of {len(self._call.addresses)} processes",
