@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, final
 
-from phalanx.cluster.secret import Secret
+from phalanx.cluster.secret import TOKEN, Secret
 from phalanx.errors import StartupError
 
 _HELLO_S = 5.0
 _MIN_BACKLOG = 128
 _MOST_STRANGERS = 256
+_AT_ONCE = 32
 _LONGEST_LINE = 1 << 16
 
 
@@ -72,13 +73,15 @@ class Door:
 
     def __init__(self, address: str, secret: Secret, size: int) -> None:
         # If the backlog is full, the kernel drops connections, and the other processes repeat them only after 1 s or more.
-        self._server = socket.create_server(split(address), backlog=max(_MIN_BACKLOG, size))
+        host, port = split(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._server = socket.create_server((host, port), family=family, backlog=max(_MIN_BACKLOG, size))
         self._server.setblocking(False)
         self._secret, self.refused = secret, 0
         self._most = max(_MOST_STRANGERS, 2 * size)
         self._strangers: dict[int, _Stranger] = {}
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ)
+        self._selector.register(self._server, selectors.EVENT_READ, None)
 
     def __enter__(self) -> Self:
         return self
@@ -96,20 +99,16 @@ class Door:
             self._drop(oldest)
         if oldest:
             timeout_s = min(timeout_s, oldest.until_s - now_s)
-        found: list[Guest] = []
-        for key, _ in self._selector.select(max(0.0, timeout_s)):
-            if key.fileobj is self._server:
-                self._open()
-                continue
-            # The one of the event may be gone, and its file descriptor may be that of a new one.
-            stranger: _Stranger = key.data
-            if self._strangers.get(key.fd) is stranger:
-                found += self._hear(stranger)
+        ready = [key.data for key, _ in self._selector.select(max(0.0, timeout_s))]
+        # In a flood of connections, those that have spoken must not make room for new ones.
+        found = [guest for stranger in ready if stranger for guest in self._hear(stranger)]
+        if None in ready:
+            self._open()
         return found
 
     def _open(self) -> None:
-        """Accepts the connections that wait, and closes the oldest ones if there are too many."""
-        for _ in range(self._most):
+        """Accepts some of the connections that wait, and closes the oldest ones if there are too many."""
+        for _ in range(_AT_ONCE):
             try:
                 connection, _ = self._server.accept()
             except BlockingIOError:
@@ -177,7 +176,7 @@ def knock(connection: socket.socket, secret: Secret, hello: Mapping[str, Any], t
       connection: a new connection to the host.
       secret: the secret of the cluster.
       hello: what the host must know of this process.
-      timeout_s: time to wait for each answer of the host, in seconds.
+      timeout_s: time to wait for the host, in seconds.
 
     Returns:
       None if both ends have proved that they know the secret. Otherwise the bytes that the host sent instead. There are none if it closed
@@ -186,20 +185,21 @@ def knock(connection: socket.socket, secret: Secret, hello: Mapping[str, Any], t
     Raises:
       StartupError: only one of the two ends knows the secret.
     """
-    line = read_line(connection, timeout_s)
+    peer, deadline_s = _peer(connection), time.monotonic() + timeout_s
+    line = read_line(connection, deadline_s)
     nonce, own, text = parsed(line).get("nonce"), secrets.token_hex(16), json.dumps(hello)
     if not isinstance(nonce, str):
         return line
     send(connection, {"nonce": own, "hello": text, "proof": secret.proof("guest", nonce, own, text)})
-    line = read_line(connection, timeout_s)
+    line = read_line(connection, deadline_s)
     answer = parsed(line)
     if secret.proves(answer.get("proof"), "host", nonce, own):
         return None
     if answer:
         raise StartupError(
-            "the PHALANX_TOKEN of this process",
-            f"the process that it connected to, {_peer(connection)}, has another one.",
-            "set the same PHALANX_TOKEN for all processes of the cluster",
+            secret.origin,
+            f"the process that it connected to, {peer}, has another secret.",
+            f"set the same {TOKEN} for all processes of the cluster",
         )
     return line
 
@@ -207,7 +207,8 @@ def knock(connection: socket.socket, secret: Secret, hello: Mapping[str, Any], t
 def split(address: str) -> tuple[str, int]:
     """Returns host and port."""
     host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+    # The name may lead to two addresses. Another user could listen at the one that this cluster does not use.
+    return "127.0.0.1" if host == "localhost" else host.strip("[]"), int(port)
 
 
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
@@ -216,16 +217,16 @@ def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def read_line(connection: socket.socket, timeout_s: float) -> bytes:
+def read_line(connection: socket.socket, deadline_s: float) -> bytes:
     """Returns the bytes up to the end of the first line. The bytes after it belong to another reader and stay unread.
 
-    Returns what has arrived if the other end closes the connection, is silent for `timeout_s` seconds, or sends something else than
-    JSON, because then there may be no line.
+    Returns what has arrived if the other end closes the connection, has not finished the line at the deadline of `time.monotonic`, or
+    sends something else than JSON, because then there may be no line.
     """
-    connection.settimeout(timeout_s)
     line = b""
     with contextlib.suppress(OSError):
         while not line.endswith(b"\n") and len(line) < _LONGEST_LINE and line[:1] in (b"", b"{"):
+            connection.settimeout(max(0.0, deadline_s - time.monotonic()))
             waiting = connection.recv(_LONGEST_LINE - len(line), socket.MSG_PEEK)
             if not waiting:
                 break
@@ -237,11 +238,15 @@ def parsed(text: bytes) -> dict[str, Any]:
     """Returns one message, or an empty dict if the text is none."""
     try:
         message = json.loads(text)
+        json.dumps(message, ensure_ascii=False).encode()  # Half a surrogate pair is a string of JSON, and no text.
     except (ValueError, RecursionError):
         return {}
     return message if isinstance(message, dict) else {}
 
 
 def _peer(connection: socket.socket) -> str:
-    host, port = connection.getpeername()[:2]
+    try:
+        host, port = connection.getpeername()[:2]
+    except OSError:  # It has gone already.
+        return "which has gone"
     return f"{host}:{port}"

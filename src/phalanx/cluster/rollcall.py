@@ -15,11 +15,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.cluster.door import Door, Guest, knock, parsed, read_line, split
-from phalanx.cluster.secret import Secret
+from phalanx.cluster.secret import TOKEN, Secret
 from phalanx.errors import StartupError, listed
 
 _RETRY_S = 0.1
+_CONNECT_S = 2.0
 _LONGEST_VIEW = 1000
+_SETTINGS = b"\x04"
+"""The type of the first frame of a server of gRPC, in its byte 3 (RFC 9113, sections 3.4 and 4.1)."""
 
 
 def call_roll(
@@ -50,12 +53,12 @@ class _Call:
 
     def __init__(self, addresses: Sequence[str], about: str, secret: Secret, timeout_s: float) -> None:
         self.addresses, self.about, self.secret, self.timeout_s = addresses, about, secret, timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self.deadline_s = time.monotonic() + timeout_s
 
     @property
     def left_s(self) -> float:
         """Time until the deadline, in seconds."""
-        return max(0.0, self._deadline - time.monotonic())
+        return max(0.0, self.deadline_s - time.monotonic())
 
     def place(self, rank: int) -> str:
         """Returns rank and address of a process."""
@@ -114,17 +117,17 @@ class _Chief:
     def _error(self) -> StartupError:
         ranks = range(1, len(self._call.addresses))
         missing = listed([self._call.place(rank) for rank in ranks if rank not in self._present])
-        others = f" Connections with another PHALANX_TOKEN: {self._refused}." if self._refused else ""
-        return StartupError(
-            f"a cluster of {len(self._call.addresses)} processes",
-            f"after {self._call.timeout_s:g} s {missing} had not connected to {self._call.place(0)}.{others}",
-            "look at the output of the missing processes, or use a longer CommunicationOptions(timeout_seconds=...)",
-        )
+        found = f"after {self._call.timeout_s:g} s {missing} had not connected to {self._call.place(0)}."
+        hint = "look at the output of the missing processes, or use a longer CommunicationOptions(timeout_seconds=...)"
+        if self._refused:
+            found += f" Connections with another secret than {self._call.secret.origin}: {self._refused}."
+            hint = f"set the same {TOKEN} for all processes of the cluster"
+        return StartupError(f"a cluster of {len(self._call.addresses)} processes", found, hint)
 
     def _meet(self, guests: Sequence[Guest]) -> None:
         for guest in guests:
             rank = guest.hello.get("rank")
-            if not isinstance(rank, int) or not 0 < rank < len(self._call.addresses):
+            if type(rank) is not int or not 0 < rank < len(self._call.addresses):
                 guest.connection.close()
             elif rank in self._present:
                 twice = self._call.twice(rank)
@@ -164,9 +167,15 @@ class _Other:
             if said is None:
                 return connection
             connection.close()
-            if said:
+            if said[3:4] == _SETTINGS:
                 # JAX's service answered. Rank 0 starts it on this port once all ranks are present.
                 raise self._call.twice(self._rank)
+            if said:
+                raise StartupError(
+                    f"rank 0 ({self._call.addresses[0]})",
+                    f"another program answers there: {said[:40]!r}.",
+                    "use a free port in the address of the first worker",
+                )
             # Rank 0 closes connections that it has no room for.
             if not self._call.left_s:
                 raise self._nothing_said()
@@ -178,7 +187,7 @@ class _Other:
         if said is not None:
             return said
         # Rank 0 waits as long, but may have started later.
-        answer = parsed(read_line(connection, self._call.left_s + self._call.timeout_s))
+        answer = parsed(read_line(connection, self._call.deadline_s + self._call.timeout_s))
         if "error" in answer:
             raise StartupError(*answer["error"])
         if "go" not in answer:
@@ -189,7 +198,8 @@ class _Other:
         cause: OSError | None = None
         while left_s := self._call.left_s:
             try:
-                return socket.create_connection(split(self._call.addresses[0]), timeout=left_s)
+                # The kernel repeats a dropped attempt after 1 s, 2 s, 4 s and so on. A new one is sooner.
+                return socket.create_connection(split(self._call.addresses[0]), timeout=min(left_s, _CONNECT_S))
             except OSError as e:
                 cause = e
                 time.sleep(min(_RETRY_S, self._call.left_s))

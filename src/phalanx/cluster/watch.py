@@ -389,7 +389,10 @@ class _Line:
         except OSError:
             new = b""
         *whole, self._read = (self._read + new).split(b"\n")
-        return [json.loads(line) for line in whole], bool(new)
+        try:
+            return [json.loads(line) for line in whole], bool(new)
+        except ValueError:  # Whoever sends this is no process of the cluster any more.
+            return [], False
 
     def hang_up(self) -> None:
         with suppress(OSError):

@@ -12,9 +12,6 @@ import numpy as np
 from phalanx.errors import InputError
 from phalanx.typing import PyTree
 
-_PLAIN = "bfiucSU"
-"""Kinds of dtypes whose bytes are their values. `V` is that of bfloat16 and its like, which have a name instead."""
-
 
 def exchange_bytes(own: bytes, exchange: Callable[[np.ndarray], np.ndarray]) -> list[bytes]:
     """Returns the bytes that each worker passed, by rank. A collective call.
@@ -37,10 +34,14 @@ def packed(rows: PyTree) -> bytes:
     leaves, structure = jax.tree.flatten(rows)
     try:
         tree = base64.b64encode(structure.serialize_using_proto()).decode()
-    except ValueError:  # A class of the user's own, for example a named tuple.
+    except (
+        ValueError,
+        RuntimeError,
+    ):  # A class of the user's own, for example a named tuple; or a key that is not Unicode.
         return json.dumps({"refused": f"{structure}"}).encode()
-    if refused := next((x for x in leaves if x.dtype.kind not in _PLAIN + "V"), None):
-        return json.dumps({"refused": f"an array of {refused.dtype}"}).encode()
+    refused = [x.dtype for x in leaves if _name_of(x.dtype) is None]
+    if refused:
+        return json.dumps({"refused": f"an array of {refused[0]}"}).encode()
     arrays = [[_name_of(x.dtype), x.shape, base64.b64encode(x.tobytes()).decode()] for x in leaves]
     return json.dumps({"structure": tree, "arrays": arrays}).encode()
 
@@ -63,8 +64,15 @@ def unpacked(data: bytes) -> PyTree:
     return structure.unflatten([_array(*array) for array in found["arrays"]])
 
 
-def _name_of(dtype: np.dtype[Any]) -> str:
-    return dtype.str if dtype.kind in _PLAIN else dtype.name
+def _name_of(dtype: np.dtype[Any]) -> str | None:
+    """Returns a name that makes the dtype again, or None if its bytes are not its values or it has no such name."""
+    for name in (dtype.str, dtype.name):
+        try:
+            if dtype.kind != "O" and jax.numpy.dtype(name) == dtype:
+                return name
+        except TypeError:  # No name of a dtype.
+            continue
+    return None
 
 
 def _array(dtype: str, shape: list[int], data: str) -> np.ndarray:

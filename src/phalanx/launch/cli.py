@@ -261,7 +261,7 @@ def _require_no_evaluator(request: Request, template: str) -> None:
 
 def _environment() -> dict[str, str]:
     """Returns the environment of the processes to start, with a secret that only they know, unless the user has set one."""
-    return {TOKEN: new_token(), **os.environ}
+    return {**os.environ, TOKEN: os.environ.get(TOKEN) or new_token()}
 
 
 def _child(module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> int:

@@ -137,6 +137,50 @@ def test_rank_that_comes_to_the_service_of_jax(addresses):
     assert f"rank 1 ({addresses[1]}): a process with this rank has connected already" in text
 
 
+def test_rank_that_comes_to_another_program(addresses):
+    """Its first words are shown."""
+    host, port = addresses[0].split(":")
+    with socket.create_server((host, int(port))) as service:
+        late = Process(addresses[:2], 1)
+        connection, _ = service.accept()
+        with connection:
+            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+            (text,) = said(late)
+    assert f"rank 0 ({addresses[0]}): another program answers there: b'SSH-2.0-OpenSSH_9.6" in text
+    assert "HINT: use a free port in the address of the first worker" in text
+
+
+@pytest.mark.parametrize("host", ["localhost", "[::1]"])
+def test_roll_call_at_other_names_of_this_machine(host):
+    """By name, and by IPv6."""
+    addresses = [f"{host}:{port}" for port in free_ports(2)]
+    assert said(Process(addresses, 0), Process(addresses, 1)) == ["go"] * 2
+
+
+def test_flood_of_connections(addresses):
+    """While two threads connect again and again, a rank comes in."""
+    chief, is_over = Process(addresses[:2], 0, timeout_s=20), threading.Event()
+    host, port = addresses[0].split(":")
+
+    def flood():
+        while not is_over.is_set():
+            with contextlib.suppress(OSError):
+                socket.create_connection((host, int(port)), timeout=1).close()
+
+    threads = [threading.Thread(target=flood) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        time.sleep(0.3)
+        other = Process(addresses[:2], 1, timeout_s=20)
+        other.join(timeout=30)
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join(timeout=30)
+    assert said(chief, other) == ["go"] * 2
+
+
 def test_rank_that_comes_to_a_silent_service(addresses):
     """Something listens at the address of rank 0 and never answers: the rank gives up after its time."""
     host, port = addresses[0].split(":")
@@ -172,9 +216,9 @@ def test_rank_with_another_secret(addresses):
     """It is told so, and rank 0 says how many came with another one."""
     ranks = Process(addresses[:2], 0, timeout_s=SHORT_S), Process(addresses[:2], 1, secret=THEIRS)
     chief, other = said(*ranks)
-    assert f"rank 1 ({addresses[1]}) had not connected to rank 0 ({addresses[0]}). Connections with another" in chief
-    assert "PHALANX_TOKEN: 1." in chief
-    assert f"the process that it connected to, {addresses[0]}, has another one." in other
+    assert f"rank 1 ({addresses[1]}) had not connected to rank 0 ({addresses[0]}). Connections with" in chief
+    assert "another secret than PHALANX_TOKEN: 1.\nHINT: set the same PHALANX_TOKEN for all processes" in chief
+    assert f"PHALANX_TOKEN: the process that it connected to, {addresses[0]}, has another secret." in other
     assert "HINT: set the same PHALANX_TOKEN for all processes of the cluster" in other
 
 
@@ -183,7 +227,7 @@ def test_strangers_do_not_matter(addresses):
     chief = Process(addresses[:3], 0)
     first = Process(addresses[:3], 1)
     stranger = Process(addresses[:3], 2, secret=THEIRS)
-    assert "has another one" in said(stranger)[0]
+    assert "has another secret" in said(stranger)[0]
     with connected(addresses[0]):
         assert said(chief, first, Process(addresses[:3], 2)) == ["go"] * 3
 

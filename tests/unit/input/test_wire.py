@@ -13,7 +13,8 @@ Pair = collections.namedtuple("Pair", ["x", "y"])
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", "int64", "uint8", "bool", "complex64", "bfloat16", "float8_e4m3fn", "<U3", "S4"]
+    "dtype",
+    ["float32", "int64", "uint8", "bool", "complex64", "bfloat16", "float8_e4m3fn", "float8_e5m2", ">i4", "<U3", "S4"],
 )
 def test_arrays_of_each_dtype(dtype):
     """Values, dtype and shape arrive."""
@@ -35,7 +36,13 @@ def test_structures_of_tuples_lists_and_dicts():
 
 @pytest.mark.parametrize(
     ("rows", "named"),
-    [(Pair(np.zeros(1), np.zeros(1)), "Pair"), (np.array([{"a": 1}], dtype=object), "an array of object")],
+    [
+        (Pair(np.zeros(1), np.zeros(1)), "Pair"),
+        (np.array([{"a": 1}], dtype=object), "an array of object"),
+        (np.array([None, "a"], dtype=object), "an array of object"),
+        ([np.zeros(1), np.zeros(1, [("a", "f4")])], "an array of "),
+        ({"\ud800": np.zeros(1)}, "PyTreeDef"),
+    ],
 )
 def test_classes_of_the_user(rows, named):
     """Cannot be restored without unpickling, which would run their code."""
