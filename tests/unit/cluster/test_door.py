@@ -80,11 +80,23 @@ def answering(said):
     return ours, theirs
 
 
-def test_host_that_was_recorded():
+def greeting(guest, own="own"):
+    """The nonce of the host, and a valid answer to it."""
+    nonce, hello = json.loads(read_line(guest, time.monotonic() + 5))["nonce"], json.dumps(HELLO)
+    proof = SECRET.proof("guest", nonce, own, hello)
+    return nonce, json.dumps({"nonce": own, "hello": hello, "proof": proof}).encode() + b"\n"
+
+
+def test_host_that_was_recorded(door, address):
     """What a host has said to another guest proves nothing to this one."""
-    proof = SECRET.proof("host", "nonce of the host", "nonce of another guest")
-    said = json.dumps({"nonce": "nonce of the host"}), json.dumps({"proof": proof}), ""
-    ours, theirs = answering("\n".join(said).encode())
+    with connection_to(address) as other:
+        door.guests(0.5)
+        nonce, answer = greeting(other)
+        other.sendall(answer)
+        (guest,) = door.guests(0.5)
+        proof = read_line(other, time.monotonic() + 5)
+        guest.connection.close()
+    ours, theirs = answering(json.dumps({"nonce": nonce}).encode() + b"\n" + proof)
     with ours, theirs, pytest.raises(StartupError, match="has another secret"):
         knock(ours, SECRET, HELLO, 5)
 
@@ -125,10 +137,7 @@ def test_proof_of_another_connection(door, address):
     """A proof is good for one connection: who has overheard it cannot use it again."""
     with connection_to(address) as first, connection_to(address) as second:
         door.guests(0.5)
-        nonce = json.loads(read_line(first, time.monotonic() + 5))["nonce"]
-        hello = json.dumps(HELLO)
-        proof = SECRET.proof("guest", nonce, "own", hello)
-        overheard = json.dumps({"nonce": "own", "hello": hello, "proof": proof}).encode() + b"\n"
+        _, overheard = greeting(first)
         second.sendall(overheard)
         assert door.guests(0.5) == []
         assert door.refused == 1
@@ -170,11 +179,10 @@ def test_hello_in_pieces(door, address):
     """It counts once its line is complete."""
     with connection_to(address) as guest:
         door.guests(0.5)
-        nonce, hello = json.loads(read_line(guest, time.monotonic() + 5))["nonce"], json.dumps(HELLO)
-        whole = json.dumps({"nonce": "own", "hello": hello, "proof": SECRET.proof("guest", nonce, "own", hello)})
-        guest.sendall(whole[:20].encode())
+        _, whole = greeting(guest)
+        guest.sendall(whole[:20])
         assert door.guests(0.2) == []
-        guest.sendall(whole[20:].encode() + b"\n")
+        guest.sendall(whole[20:])
         (found,) = door.guests(0.5)
         found.connection.close()
 
