@@ -73,9 +73,7 @@ class Door:
 
     def __init__(self, address: str, secret: Secret, size: int) -> None:
         # If the backlog is full, the kernel drops connections, and the other processes repeat them only after 1 s or more.
-        host, port = split(address)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = socket.create_server((host, port), family=family, backlog=max(_MIN_BACKLOG, size))
+        self._server = listen(address, max(_MIN_BACKLOG, size))
         self._server.setblocking(False)
         self._secret, self.refused = secret, 0
         self._most = max(_MOST_STRANGERS, 2 * size)
@@ -202,6 +200,17 @@ def knock(connection: socket.socket, secret: Secret, hello: Mapping[str, Any], t
             f"set the same {TOKEN} for all processes of the cluster",
         )
     return line
+
+
+def listen(address: str, backlog: int | None = None) -> socket.socket:
+    """Returns a socket that listens at an address `host:port`.
+
+    Raises:
+      OSError: this process cannot listen there.
+    """
+    host, port = split(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog)
 
 
 def split(address: str) -> tuple[str, int]:

@@ -49,7 +49,7 @@ def call_roll(
 
 
 class _Call:
-    """What all ranks know of a roll call. The arguments are those of `call_roll`."""
+    """The facts about a roll call that all ranks have. The arguments are those of `call_roll`."""
 
     def __init__(self, addresses: Sequence[str], about: str, secret: Secret, timeout_s: float) -> None:
         self.addresses, self.about, self.secret, self.timeout_s = addresses, about, secret, timeout_s

@@ -21,8 +21,10 @@ TOKEN = "PHALANX_TOKEN"
 """The environment variable with the secret of a cluster. `phalanx run` sets it."""
 
 _SHORTEST = 16
-_MADE = f'{TOKEN}=$(python -c "import secrets; print(secrets.token_hex(32))")'
-_HINT = f"export {_MADE}, the same value for all processes; srun passes it on"
+_HINT = (
+    f'export {TOKEN}=$(python -c "import secrets; print(secrets.token_hex(32))"), '
+    "the same value for all processes; srun passes it on"
+)
 
 
 @final
@@ -105,7 +107,7 @@ def _secret_of_user(environment: Mapping[str, str]) -> Secret:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="utf-8") as file:
             about, token = os.fstat(file.fileno()), file.read().strip()
     except (OSError, ValueError) as e:
-        found = e.strerror if isinstance(e, OSError) else "it is no text"
+        found = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
         raise StartupError(asked, f"it cannot be read or made: {found}.", f"rm {path}; or {_HINT}") from e
     if about.st_uid != os.getuid():
         raise StartupError(asked, f"it belongs to the user {about.st_uid}.", _HINT)

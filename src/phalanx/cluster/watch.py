@@ -391,7 +391,7 @@ class _Line:
         *whole, self._read = (self._read + new).split(b"\n")
         try:
             return [json.loads(line) for line in whole], bool(new)
-        except ValueError:  # Whoever sends this is no process of the cluster any more.
+        except ValueError:  # A process of the cluster sends JSON only.
             return [], False
 
     def hang_up(self) -> None:

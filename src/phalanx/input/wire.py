@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers send each other about their data: bytes, and rows as dtypes, shapes and bytes. Nothing is pickled."""
+"""Sends workers data of each other: bytes, and rows as dtypes, shapes and bytes. Nothing is pickled."""
 
 import base64
 import json
@@ -34,15 +34,13 @@ def packed(rows: PyTree) -> bytes:
     leaves, structure = jax.tree.flatten(rows)
     try:
         tree = base64.b64encode(structure.serialize_using_proto()).decode()
-    except (
-        ValueError,
-        RuntimeError,
-    ):  # A class of the user's own, for example a named tuple; or a key that is not Unicode.
+    except (ValueError, RuntimeError):
+        # A class of the user's own, for example a named tuple; or a key that is not Unicode.
         return json.dumps({"refused": f"{structure}"}).encode()
-    refused = [x.dtype for x in leaves if _name_of(x.dtype) is None]
-    if refused:
-        return json.dumps({"refused": f"an array of {refused[0]}"}).encode()
-    arrays = [[_name_of(x.dtype), x.shape, base64.b64encode(x.tobytes()).decode()] for x in leaves]
+    names = [_name_of(x.dtype) for x in leaves]
+    if None in names:
+        return json.dumps({"refused": f"an array of {leaves[names.index(None)].dtype}"}).encode()
+    arrays = [[name, x.shape, base64.b64encode(x.tobytes()).decode()] for name, x in zip(names, leaves, strict=True)]
     return json.dumps({"structure": tree, "arrays": arrays}).encode()
 
 

@@ -5,7 +5,6 @@ import argparse
 import json
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx.cluster.door import listen
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
@@ -59,9 +59,8 @@ class Check:
 
 def check_port(address: str) -> Check:
     """Checks that this process can listen at an address, given as "host:port"."""
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_server((host.strip("[]"), int(port))).close()
+        listen(address).close()
     except OSError as e:
         hint = "end the process that uses the port, or set the address to a name of this machine and a free port"
         return Check(

@@ -125,29 +125,31 @@ def test_rank_started_twice(addresses):
     assert said(chief, first, last) == ["go"] * 3
 
 
-def test_rank_that_comes_to_the_service_of_jax(addresses):
-    """Once the cluster has started the port is JAX's, whose answer is none of the roll call."""
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (b"\x00\x00\x18\x04\x00\x00\x00\x00\x00\n", ["rank 1 ({1}): a process with this rank has connected already"]),
+        (
+            b"SSH-2.0-OpenSSH_9.6\r\n",
+            [
+                "rank 0 ({0}): another program answers there: b'SSH-2.0-OpenSSH_9.6",
+                "HINT: use a free port in the address of the first worker",
+            ],
+        ),
+    ],
+    ids=["JAX", "SSH"],
+)
+def test_rank_that_comes_to_another_program(addresses, answer, told):
+    """Once the cluster has started the port is that of JAX's service. The first words of any other program are shown."""
     host, port = addresses[0].split(":")
     with socket.create_server((host, int(port))) as service:
         late = Process(addresses[:2], 1)
         connection, _ = service.accept()
         with connection:
-            connection.sendall(b"\x00\x00\x18\x04\x00\x00\x00\x00\x00\n")
+            connection.sendall(answer)
             (text,) = said(late)
-    assert f"rank 1 ({addresses[1]}): a process with this rank has connected already" in text
-
-
-def test_rank_that_comes_to_another_program(addresses):
-    """Its first words are shown."""
-    host, port = addresses[0].split(":")
-    with socket.create_server((host, int(port))) as service:
-        late = Process(addresses[:2], 1)
-        connection, _ = service.accept()
-        with connection:
-            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
-            (text,) = said(late)
-    assert f"rank 0 ({addresses[0]}): another program answers there: b'SSH-2.0-OpenSSH_9.6" in text
-    assert "HINT: use a free port in the address of the first worker" in text
+    for part in told:
+        assert part.format(*addresses) in text
 
 
 @pytest.mark.parametrize("host", ["localhost", "[::1]"])

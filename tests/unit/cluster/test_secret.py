@@ -15,7 +15,7 @@ LONG = "0123456789abcdef"
 
 
 def proofs(secret):
-    """What identifies a secret."""
+    """A proof, which identifies a secret."""
     return secret.proof("text")
 
 
@@ -94,7 +94,7 @@ def test_token_of_another_user(tmp_path, monkeypatch):
     ("make", "found"),
     [
         (lambda file: file.write_text("abc"), "it holds no secret of at least 16 characters"),
-        (lambda file: file.write_bytes(b"\xff" * 20), "it is no text"),
+        (lambda file: file.write_bytes(b"\xff" * 20), "it is not UTF-8"),
         (lambda file: os.mkfifo(file), "it holds no secret"),
         (lambda file: file.symlink_to("/dev/zero"), "it cannot be read or made"),
     ],
