@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, final
 
 from phalanx.cluster.secret import TOKEN, Secret
+from phalanx.cluster.spec import host_and_port
 from phalanx.errors import StartupError
 
 _HELLO_S = 5.0
@@ -214,10 +215,10 @@ def listen(address: str, backlog: int | None = None) -> socket.socket:
 
 
 def split(address: str) -> tuple[str, int]:
-    """Returns host and port."""
-    host, _, port = address.rpartition(":")
+    """Returns the host and the port at which the processes of a cluster meet."""
+    host, port = host_and_port(address)
     # The name may lead to two addresses. Another user could listen at the one that this cluster does not use.
-    return "127.0.0.1" if host == "localhost" else host.strip("[]"), int(port)
+    return "127.0.0.1" if host == "localhost" else host, port
 
 
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:

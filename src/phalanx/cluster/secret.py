@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
+from phalanx.cluster.spec import host_and_port
 from phalanx.errors import StartupError
 
 TOKEN = "PHALANX_TOKEN"
@@ -86,7 +87,7 @@ def secret_of(addresses: Sequence[str], environment: Mapping[str, str] = os.envi
 
 def is_loopback(address: str) -> bool:
     """Whether only processes on this machine can reach an address `host:port`."""
-    host = address.rpartition(":")[0].strip("[]")
+    host, _ = host_and_port(address)
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # The name of a machine.

@@ -389,6 +389,17 @@ def _addresses_of(job: str, tasks: object) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Returns the host and the port of a valid address. The brackets of an IPv6 address are removed.
+
+    Example:
+      >>> host_and_port("host0:12345"), host_and_port("[::1]:12345")
+      (('host0', 12345), ('::1', 12345))
+    """
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def _check_addresses(spec: ClusterSpec) -> None:
     seen: dict[str, Task] = {}
     for task in [Task(job, i) for job in spec.jobs for i in spec.task_indices(job)]:

@@ -23,6 +23,7 @@ from typing import Any, final
 from typing_extensions import override
 
 from phalanx.cluster.agreement import Difference, Signature, compare, shortened
+from phalanx.cluster.spec import host_and_port
 from phalanx.cluster.sync_point import SyncPoint
 from phalanx.cluster.verdict import Member, Verdict, judge_presence, judge_progress
 
@@ -67,7 +68,7 @@ class Watch(threading.Thread):
         self._members = {r: Member(f"rank {r} ({addresses[r]})", now_s, now_s) for r in {rank, *lines}}
         self._rank, self._stall_s = rank, stall_s
         self.sync_point = SyncPoint(rank, lines, self._say, self._waiting)
-        self._port = int(addresses[0].rpartition(":")[2])
+        self._port = host_and_port(addresses[0])[1]
         self._lines = {r: _Line(connection) for r, connection in lines.items()}
         self._tick_s = min(_TICK_S, stall_s / 4)
         self._turn = self._step = self._depth = 0
