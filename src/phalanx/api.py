@@ -5,6 +5,7 @@ from phalanx import compat  # noqa: F401  (Must be first, because it checks the 
 from phalanx import cluster_resolver
 from phalanx import coordinator
 from phalanx import data
+from phalanx import elastic
 from phalanx import errors
 from phalanx import estimator
 from phalanx import experimental
@@ -99,6 +100,7 @@ __all__ = [
     "coordinator",
     "data",
     "describe",
+    "elastic",
     "errors",
     "estimate",
     "estimator",

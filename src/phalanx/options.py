@@ -329,3 +329,33 @@ class InputOptions:
     def fetches_to_device(self) -> bool:
         """Whether batches are put on the devices ahead of time."""
         return self.experimental_fetch_to_device is not False
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    """What `MultiWorkerMirroredStrategy(elastic=...)` does so that a training survives the loss of a process.
+
+    They matter in the processes of `phalanx run --workers 2:4` only. May be created in any context.
+
+    Args:
+      donate: whether a step may consume the old values of the variables, which saves memory. If not, no step is lost: the other
+        processes repeat only the step that failed.
+      copy_every: number of steps between two copies of the variables in the memory of the host, from which the others go on. None for as
+        many steps that the copies take 1% of the time.
+
+    Raises:
+      InvalidArgumentError: `donate` is not a bool, or `copy_every` is not a positive integer.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.elastic.ElasticOptions(donate=False).donate
+      False
+    """
+
+    donate: bool = True
+    copy_every: int | None = None
+
+    def __post_init__(self) -> None:
+        arguments.flag("donate", self.donate)
+        if self.copy_every is not None:
+            arguments.integer("copy_every", self.copy_every, hint="copy_every=100")

@@ -91,6 +91,11 @@ class Door:
         self._selector.close()
         self._server.close()
 
+    @property
+    def fileno(self) -> int:
+        """A file descriptor that is ready when `guests` has something to do."""
+        return self._selector.fileno()
+
     def guests(self, timeout_s: float) -> list[Guest]:
         """Returns those who have proved that they know the secret. Waits up to `timeout_s` seconds for the next event."""
         now_s = time.monotonic()

@@ -71,11 +71,13 @@ class Verdict:
       text: the process that is the cause, and what happened to it.
       is_loss: whether a process has died, so that the programs of the others fail by themselves.
       hint: what to check. Empty if the text suffices.
+      still: names of the processes that are there and do not move, so that the others could go on without them.
     """
 
     text: str
     is_loss: bool = False
     hint: str = ""
+    still: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.text}." + (f"\nHINT: {self.hint}" if self.hint else "")
@@ -99,7 +101,8 @@ def judge_presence(
         if not member.has_left and now_s - member.heard_s > quiet_s:
             step = max(member.step, own.step - own.is_inside if own else 0)
             silence = f"has said nothing for {quiet_s:g} s, since step {step}"
-            return Verdict(f"{member.name} {silence}: the process, its machine or the network stands still")
+            text = f"{member.name} {silence}: the process, its machine or the network stands still"
+            return Verdict(text, still=(member.name,))
     return None
 
 
@@ -134,8 +137,9 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
     if known_s - moved_s <= stall_s:
         return None
     if behind:
-        names, stand = listed([m.name for m in behind]), "stands" if len(behind) == 1 else "stand"
-        return Verdict(f"{names} {stand} still after step {behind[0].step}, and {waited}", hint=_SAME_STEPS)
+        names, stand = tuple(m.name for m in behind), "stands" if len(behind) == 1 else "stand"
+        text = f"{listed(names)} {stand} still after step {behind[0].step}, and {waited}"
+        return Verdict(text, hint=_SAME_STEPS, still=names)
     if inside := [m.name for m in members if m.is_inside]:
         others = "the others have ended theirs" if len(inside) < len(members) else "all of them are there"
         return Verdict(

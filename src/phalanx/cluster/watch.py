@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from typing_extensions import override
@@ -37,6 +37,7 @@ _TICK_S = 1.0
 _JUDGE_S = 0.1
 _GRACE_IN_STEP_S = 5.0
 _GRACE_S = 20.0
+_LEAVE_S = 10.0
 _NO_PROGRESS = 75
 
 _HOLD = """
@@ -60,19 +61,30 @@ class Watch(threading.Thread):
       rank: rank of this process.
       lines: open connections by rank: on rank 0 to all other ranks, on any other rank to rank 0.
       stall_s: time that no process may make progress while one of them waits, in seconds.
+      outlive: called when the group has lost processes, so that this one leaves it. Takes the ranks of processes that stand still
+        and must be ended, and the reason. None if the group cannot lose a process.
     """
 
-    def __init__(self, addresses: Sequence[str], rank: int, lines: Mapping[int, socket.socket], stall_s: float) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        rank: int,
+        lines: Mapping[int, socket.socket],
+        stall_s: float,
+        outlive: Callable[[Sequence[int], str], None] | None = None,
+    ) -> None:
         super().__init__(name="phalanx-watch", daemon=True)
         now_s = time.monotonic()
         self._members = {r: Member(f"rank {r} ({addresses[r]})", now_s, now_s) for r in {rank, *lines}}
-        self._rank, self._stall_s = rank, stall_s
-        self.sync_point = SyncPoint(rank, lines, self._say, self._waiting)
+        self._rank, self._stall_s, self._outlive = rank, stall_s, outlive
+        self.sync_point = SyncPoint(rank, lines, self._say, self.waiting)
+        # Where all processes meet to form another group.
+        self.change_point = SyncPoint(rank, lines, lambda said: self._say({"change": said["sync"]}), self.waiting)
         self._port = host_and_port(addresses[0])[1]
         self._lines = {r: _Line(connection) for r, connection in lines.items()}
         self._tick_s = min(_TICK_S, stall_s / 4)
         self._turn = self._step = self._depth = 0
-        self._has_left = self._is_told_to_end = self._has_failed = False
+        self._has_left = self._is_told_to_end = self._has_failed = self._is_closed = False
         self._verdict: Verdict | None = None
         self._is_told = threading.Event()
         self._settling = threading.Lock()
@@ -90,6 +102,11 @@ class Watch(threading.Thread):
     def place(self) -> str:
         """Rank and address of this process."""
         return self._members[self._rank].name
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that this process has finished, and the one that it is in."""
+        return self._step
 
     @property
     def others_have_left(self) -> bool:
@@ -122,7 +139,7 @@ class Watch(threading.Thread):
             self.end(is_step=True, has_failed=True)
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
         """Returns a context that counts as waiting for the others, so that a process that does not answer is named."""
         self.begin(is_step=False)
         try:
@@ -165,13 +182,20 @@ class Watch(threading.Thread):
             line.hang_up()
         self._hold_service()
 
+    def close(self) -> None:
+        """Ends the watch, because this process leaves the group and goes on in another one."""
+        self.leave()
+        self._is_closed = True
+        for line in self._lines.values():
+            line.hang_up()
+
     @override
     def run(self) -> None:
         with selectors.DefaultSelector() as selector:
             for rank, line in self._lines.items():
                 selector.register(line.connection, selectors.EVENT_READ, rank)
             due_s = judge_s = time.monotonic()
-            while self._verdict is None:
+            while self._verdict is None and not self._is_closed:
                 began_s = time.monotonic()
                 ready = selector.select(max(0.0, due_s - began_s))
                 now_s = time.monotonic()
@@ -191,7 +215,10 @@ class Watch(threading.Thread):
                     judge_s = now_s + min(_JUDGE_S, self._tick_s)
                     self._settle()
                     self._verdict = self._verdict or self._judged(began_s)
-        self._act(self._verdict)
+        if self._verdict is not None and not self._is_closed:
+            self._act(self._verdict)
+        for line in self._lines.values():
+            line.connection.close()
 
     def _settle(self) -> None:
         """Answers the processes that wait in `agree`, on rank 0, once every process waits there or in that step."""
@@ -272,16 +299,24 @@ class Watch(threading.Thread):
                 self._answer(Difference(*message["agreed"]) if message["agreed"] else None)
             elif "sync" in message:
                 self.sync_point.hear(rank, message["sync"])
+            elif "change" in message:
+                self.change_point.hear(rank, message["change"])
             else:
                 self._members[rank].hear(message, now_s)
         if not is_open:
             self._members[rank].is_cut_off()
             self.sync_point.lose(rank)
+            self.change_point.lose(rank)
         return is_open, not is_open or any("asked" in message or "end" in message for message in messages)
 
     def _act(self, verdict: Verdict) -> None:
-        """Ends this process, after a grace period in which the main thread can end it."""
-        if self._rank == 0:
+        """Ends this process, after a grace period in which the main thread can end it or leave the group."""
+        survives = self._outlive is not None and not self._has_failed and bool(verdict.is_loss or verdict.still)
+        if survives:
+            self._wait_for_leave(verdict)
+            if self._is_closed:
+                return
+        elif self._rank == 0:
             self._say({"verdict": verdict.text, "is_loss": verdict.is_loss, "hint": verdict.hint})
         elif not verdict.is_loss:
             # Rank 0 has stalled and may recover. It must not name this process as the cause.
@@ -295,7 +330,7 @@ class Watch(threading.Thread):
                 os.write(2, f"\nPhalanx: {verdict}\n".encode())
         self._is_told.set()
         started_s = time.monotonic()
-        while verdict.is_loss and time.monotonic() - started_s < self._grace_s:
+        while verdict.is_loss and not survives and time.monotonic() - started_s < self._grace_s:
             time.sleep(self._tick_s)
         with suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -305,6 +340,25 @@ class Watch(threading.Thread):
         if verdict.is_loss:
             self._hold_service()
         os._exit(_NO_PROGRESS)
+
+    def _wait_for_leave(self, verdict: Verdict) -> None:
+        """Tells the main thread and the others that a process is lost, and waits until the main thread has left the group.
+
+        Returns before that if the main thread does not get out of a step.
+        """
+        assert self._outlive is not None
+        lost = self._verdict = replace(verdict, is_loss=True)
+        if self._rank == 0:
+            self._say({"verdict": lost.text, "is_loss": True, "hint": lost.hint})
+        with suppress(OSError):
+            os.write(2, f"\nPhalanx: {lost.text}.\n".encode())
+        self._is_told.set()
+        self._outlive([rank for rank, m in self._members.items() if m.name in verdict.still], verdict.text)
+        inside_s = time.monotonic()
+        while not self._is_closed and time.monotonic() - inside_s < _LEAVE_S:
+            time.sleep(min(self._tick_s, _JUDGE_S))
+            if not self._depth:
+                inside_s = time.monotonic()
 
     def _hold_service(self) -> None:
         """Keeps the connections to JAX's service open for a while after this process has ended.
@@ -403,12 +457,24 @@ class _Line:
 _started: list[Watch] = []
 
 
-def start(addresses: Sequence[str], rank: int, lines: Mapping[int, socket.socket], stall_s: float) -> Watch:
+def start(
+    addresses: Sequence[str],
+    rank: int,
+    lines: Mapping[int, socket.socket],
+    stall_s: float,
+    outlive: Callable[[Sequence[int], str], None] | None = None,
+) -> Watch:
     """Starts the watch of this process. See `Watch`."""
-    watch = Watch(addresses, rank, lines, stall_s)
+    watch = Watch(addresses, rank, lines, stall_s, outlive)
     watch.start()
     _started.append(watch)
     return watch
+
+
+def end() -> None:
+    """Ends the watch of this process, if there is one, because the process leaves its group."""
+    while _started:
+        _started.pop().close()
 
 
 def own() -> Watch | None:

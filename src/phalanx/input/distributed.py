@@ -38,6 +38,7 @@ class DistributedDataset:
       plan: which worker reads which rows.
       topology: devices of the replicas. If it has no devices, batches are not placed.
       options: how the dataset is read.
+      remake: returns the same dataset for another topology.
       steps: number of global batches that are stacked into one. None for no stacking.
 
     Example:
@@ -48,8 +49,17 @@ class DistributedDataset:
       [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]
     """
 
-    def __init__(self, plan: Plan, topology: Topology, options: InputOptions, *, steps: int | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        topology: Topology,
+        options: InputOptions,
+        remake: Callable[[Topology], "DistributedDataset"],
+        *,
+        steps: int | None = None,
+    ) -> None:
         self._plan, self._topology, self._options, self._steps = plan, topology, options, steps
+        self._remake = remake
         # The iterator that `element_spec` opened to look at the first batch. The next `iter` returns it, so that a
         # dataset that can be read only once loses no batch.
         self._untouched: DistributedIterator | None = None
@@ -119,7 +129,17 @@ class DistributedDataset:
         Raises:
           InvalidArgumentError: `steps` is not a positive integer.
         """
-        return DistributedDataset(self._plan, self._topology, self._options, steps=check_steps(steps))
+        return DistributedDataset(self._plan, self._topology, self._options, self._remake, steps=check_steps(steps))
+
+    def on(self, topology: Topology) -> "DistributedDataset":
+        """Returns the same dataset, split for the replicas of another topology."""
+        dataset = self._remake(topology)
+        return dataset if self._steps is None else dataset.batches(steps=self._steps)
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether a position in the data is that of all workers together, so that all must ask for it at the same time."""
+        return self._plan.agreed
 
     def reduce(self, initial_state: T, reduce_func: Callable[[T, Any], T]) -> T:
         """Folds a function over all batches. May be called in cross-replica context or outside all scopes.
@@ -182,7 +202,11 @@ def distribute(
     make = functools.partial(source_of, batch_size=batch_size, drop_remainder=drop_remainder)
     divided = plan(dataset, make, options.auto_shard_policy, worker)
     divided.announce(worker)
-    return DistributedDataset(divided, topology, options)
+
+    def remake(topology: Topology) -> DistributedDataset:
+        return distribute(dataset, topology, options, batch_size=batch_size, drop_remainder=drop_remainder)
+
+    return DistributedDataset(divided, topology, options, remake)
 
 
 def distribute_from_function(
@@ -198,7 +222,10 @@ def distribute_from_function(
     worker = worker_of(topology)
     devices = topology.local_devices
     source = FunctionSource(dataset_fn, worker, options, devices)
-    return DistributedDataset(Plan(source, AutoShardPolicy.OFF, worker.count > 1, ()), topology, options)
+    plan = Plan(source, AutoShardPolicy.OFF, worker.count > 1, ())
+    return DistributedDataset(
+        plan, topology, options, lambda topology: distribute_from_function(dataset_fn, topology, options)
+    )
 
 
 def shards_of(dataset: Any, topology: Topology, options: InputOptions, batch_size: int | None) -> Sequence[WorkerShard]:

@@ -240,7 +240,16 @@ class DistributedIterator(AbstractIterator):
         state = self._state
         if _unused and self._last is not None and _unused & _ids(self._last[0]):
             state = self._last[1]
-        state = positions.marked(state, self._plan.source.facts)
+        return self.state_at(state)
+
+    @property
+    def position(self) -> State:
+        """The position after the last batch that the user took, as this worker alone knows it, for `state_at`."""
+        return self._state
+
+    def state_at(self, position: State) -> State:
+        """Returns what `get_state` returned when `position` was the position. All workers must call it."""
+        state = positions.marked(position, self._plan.source.facts)
         return positions.of_all_workers(state, self._topology.exchange) if self._plan.agreed else state
 
     def set_state(self, state: State) -> None:

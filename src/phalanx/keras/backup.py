@@ -22,13 +22,20 @@ from phalanx.typing import PyTree
 
 
 class Data(Protocol):
-    """The batches of `fit`."""
+    """The batches of `fit` or of its validation."""
 
-    def get_state(self) -> State:
-        """Returns the position within the epoch."""
+    @property
+    def is_agreed(self) -> bool:
+        """Whether a position is that of all processes together, so that all must ask for it at the same time."""
+
+    def get_state(self, *, undone: bool = False) -> State:
+        """Returns the position within the epoch. With `undone`, that before the present steps."""
 
     def set_state(self, state: State) -> None:
         """Makes the next epoch go on from a position."""
+
+    def move(self, topology: Topology) -> None:
+        """Splits the batches for the replicas of another topology."""
 
 
 @final
@@ -37,24 +44,72 @@ class Progress:
 
     Args:
       data: the batches.
+      validation: the batches of the validation, or None.
       topology: the devices of all processes.
       settle: waits until all steps so far have ended.
+
+    Attributes:
+      epoch: the present epoch.
+      logs: the results of its steps, once all of them are done.
+      results: `logs` with those of the validation, once that is done too.
+      called: how many callbacks have heard the results.
     """
 
-    def __init__(self, data: Data, topology: Topology, settle: Callable[[], object]) -> None:
-        self.epoch = 0
+    def __init__(self, data: Data, validation: Data | None, topology: Topology, settle: Callable[[], object]) -> None:
         self.topology, self.settle = topology, settle
-        self._data = data
+        self._data, self._validation = data, validation
+        self.begin(0)
+
+    def begin(self, epoch: int) -> None:
+        """Notes that an epoch begins."""
+        self.epoch, self.called = epoch, 0
+        self.logs: dict[str, Any] | None = None
+        self.results: dict[str, Any] | None = None
 
     def get_state(self) -> dict[str, Any]:
         """Returns epoch, position in the data and the state of NumPy's global generator, which shuffles the rows."""
-        return {"epoch": self.epoch, "data": self._data.get_state(), "random": numpy_state()}
+        # A program that is started again must not call the callbacks once more.
+        epoch = self.epoch + (self.results is not None)
+        return {"epoch": epoch, "data": self._data.get_state(), "random": numpy_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes back to a state."""
-        self.epoch = state["epoch"]
+        self.begin(state["epoch"])
         self._data.set_state(state["data"])
         np.random.set_state(state["random"])  # noqa: NPY002
+
+    @property
+    def is_agreed(self) -> bool:
+        """See `Data.is_agreed`."""
+        return self._data.is_agreed
+
+    @property
+    def stage(self) -> list[int]:
+        """The epoch, and how much of it is done besides its steps."""
+        if self.logs is None:
+            return [self.epoch, 0]
+        return [self.epoch, 1 if self.results is None else 2 + self.called]
+
+    def get_position(self, *, undone: bool) -> dict[str, Any]:
+        """Returns all that another process needs to go on in the middle of an epoch, validation or list of callbacks.
+
+        Args:
+          undone: whether the present steps do not count.
+        """
+        stage = {"epoch": self.epoch, "logs": self.logs, "results": self.results, "called": self.called}
+        return {"stage": stage, "data": self._data.get_state(undone=undone), "random": numpy_state()}
+
+    def set_position(self, position: dict[str, Any]) -> None:
+        """Goes to what `get_position` has returned, perhaps in another process."""
+        self._data.set_state(position["data"])
+        np.random.set_state(position["random"])  # noqa: NPY002
+        vars(self).update(position["stage"])
+
+    def move(self, topology: Topology) -> None:
+        """Goes on with the devices of another group of processes. `set_position` follows."""
+        self.topology = topology
+        for data in filter(None, (self._data, self._validation)):
+            data.move(topology)
 
 
 @final

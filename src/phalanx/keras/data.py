@@ -18,6 +18,7 @@ from phalanx.input.sources.base import UNKNOWN, AbstractRows, Facts, State
 from phalanx.input.sources.batches import BatchStream
 from phalanx.input.sources.functions import InputContext
 from phalanx.mesh.annotated import shape_dtype
+from phalanx.mesh.topology import Topology
 from phalanx.options import InputOptions
 from phalanx.strategies.base import Strategy
 from phalanx.typing import PyTree
@@ -97,6 +98,8 @@ class EpochData:
         # For `get_state`: steps of the epoch so far, the iterator they came from, and NumPy's state when it was created.
         self._reading: DistributedIterator | None = None
         self._done, self._random = 0, numpy_state()
+        # The same before the present group of steps, for a group that fails.
+        self._before: tuple[int, State] = (0, {})
         self._restored: State | None = None
         batched = _batched(strategy, x, data)
         self._dataset = self._of_keras(strategy, x, steps, data) if batched is None else batched
@@ -164,6 +167,7 @@ class EpochData:
         self._reading = iterator
         while self._steps is None or done < self._steps:
             wanted = self._group if self._steps is None else min(self._group, self._steps - done)
+            self._before = done, iterator.position
             parts = list(_parts(iterator, self._stacked, wanted))
             # The last epoch ended exactly at the end of the data.
             if not parts and goes_on and not done:
@@ -194,10 +198,37 @@ class EpochData:
         """Whether the next epoch goes on in the middle."""
         return self._restored is not None and bool(self._restored["done"])
 
-    def get_state(self) -> State:
-        """Returns the position within the epoch: the number of steps, and the position of the iterator, if there is one."""
+    def get_state(self, *, undone: bool = False) -> State:
+        """Returns the position within the epoch: the number of steps, and the position of the iterator, if there is one.
+
+        Args:
+          undone: whether the present group of steps does not count.
+        """
+        if undone and self._reading is not None:
+            done, before = self._before
+            return {"done": done, "iterator": self._reading.state_at(before), "random": self._random}
         position = None if self._reading is None else self._reading.get_state()
         return {"done": self._done, "iterator": position, "random": self._random}
+
+    @property
+    def is_agreed(self) -> bool:
+        """See `DistributedDataset.is_agreed`."""
+        return self._dataset.is_agreed
+
+    def move(self, topology: Topology) -> None:
+        """Splits the batches for the replicas of another topology. Set the state after it.
+
+        Raises:
+          InputError: the data can be read only once.
+        """
+        if compat.goes_on(self._adapter):
+            raise InputError(
+                "fit of a generator in a group whose processes have changed",
+                "a generator can be read only once, and the steps since the last copy must be repeated.",
+                "keras.utils.PyDataset, arrays, or a Grain dataset",
+            )
+        self._dataset = self._dataset.on(topology)
+        self._iterator = self._reading = None
 
     def set_state(self, state: State) -> None:
         """Makes the next epoch go on from a position."""

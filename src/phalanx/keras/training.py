@@ -16,11 +16,14 @@ import numpy as np
 from keras.callbacks import CallbackList
 
 from phalanx import compat
-from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError
+from phalanx.cluster import membership
+from phalanx.elastic.training import GroupChange, Training, training_of
+from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError, PeerLostError
 from phalanx.keras import predictions, steps
 from phalanx.keras.backup import BackupAndRestore, Progress, informed
 from phalanx.keras.callbacks import Callbacks
 from phalanx.keras.data import EpochData, steps_in
+from phalanx.keras.handover import Run
 from phalanx.keras.tensorboard import writing
 from phalanx.mesh.topology import Topology
 from phalanx.options import RunOptions
@@ -61,6 +64,8 @@ class ModelTrainer:
         self._test = self._program(steps.test)
         self._predict = self._program(steps.predict)
         self._hears_batches = False
+        self._given: list[keras.callbacks.Callback] = []
+        self._training: Training | None = None
 
     @property
     def _model(self) -> keras.Model:
@@ -107,7 +112,11 @@ class ModelTrainer:
                     validation_data, validation_batch_size or batch_size, validation_steps
                 )
             self._build(data, "train")
-            progress = Progress(data, self._topology, self._settle)
+            progress = Progress(data, validation, self._topology, self._settle)
+            self._training = training = training_of(self._strategy, progress)
+            if training is not None and training.is_over:
+                model.history = keras.callbacks.History()
+                return model.history
             with (
                 self._calling(callbacks, verbose, epochs, data, add_history=True) as hooks,
                 informed(hooks.callbacks, progress),
@@ -117,24 +126,10 @@ class ModelTrainer:
                 # `on_train_begin` has restored the first process only, because the others run no callbacks that use files.
                 if self._has_peers and _any_of(callbacks, keras.callbacks.BackupAndRestore):
                     compat.take_over_state(model, self._topology.from_chief)
+                progress.begin(progress.epoch or compat.first_epoch(model, initial_epoch))
+                run = Run(data, validation, hooks, self._given, progress, _capped(epochs), validation_freq, training)
                 try:
-                    for epoch in range(progress.epoch or compat.first_epoch(model, initial_epoch), _capped(epochs)):
-                        progress.epoch = epoch
-                        if not data.is_within_epoch:
-                            model.reset_metrics()
-                        hooks.on_epoch_begin(epoch)
-                        logs = self._epoch(data, self._train, hooks, "train", interrupts)
-                        if validation is not None and compat.is_evaluated(model, epoch, validation_freq):
-                            results = self._evaluate(validation, hooks, interrupts)
-                            logs |= {f"val_{name}": value for name, value in results.items()}
-                        # `pythonify_logs` of Keras 3.15 catches every exception of `float(value)`, including one that a signal
-                        # handler raises, so hold signals back until the callbacks have run.
-                        with interrupts.held():
-                            self._read_on_demand()
-                            progress.epoch = epoch + 1
-                            hooks.on_epoch_end(epoch, logs)
-                        if model.stop_training:
-                            break
+                    logs = self._epochs(run, interrupts) if training is None else self._elastic_epochs(run, interrupts)
                 finally:
                     # Replaces the weights by their moving averages if the optimizer has `use_ema`, as Keras does.
                     if epochs > 0 and model.optimizer is not None:
@@ -142,6 +137,60 @@ class ModelTrainer:
                 hooks.on_train_end(logs=logs)
         background.wait()  # A callback may have saved. Whoever gets the history can rely on it.
         return model.history
+
+    def _epochs(self, run: Run, interrupts: Interrupts) -> dict[str, Any]:
+        """Runs the epochs from the present one, and returns the results of the last."""
+        model, progress = self._model, run.progress
+        for epoch in range(progress.epoch, run.epochs):
+            if progress.epoch != epoch:
+                progress.begin(epoch)
+            if progress.logs is None:
+                if not run.data.is_within_epoch:
+                    model.reset_metrics()
+                run.begin_epoch(epoch)
+                progress.logs = self._of_group(run, self._epoch(run.data, self._train, run.hooks, "train", interrupts))
+            if progress.results is None:
+                results = {}
+                if run.validation is not None and compat.is_evaluated(model, epoch, run.validation_freq):
+                    results = self._evaluate(run.validation, run.hooks, interrupts)
+                if run.training is not None:
+                    run.share_counters(self._topology)
+                progress.results = progress.logs | {f"val_{name}": value for name, value in results.items()}
+            # `pythonify_logs` of Keras 3.15 catches every exception of `float(value)`, including one that a signal
+            # handler raises, so hold signals back until the callbacks have run.
+            with interrupts.held():
+                self._read_on_demand()
+                run.end_epoch(epoch, progress.results)
+            if model.stop_training:
+                break
+        return progress.results or {}
+
+    def _of_group(self, run: Run, logs: dict[str, Any]) -> dict[str, Any]:
+        """Returns logs, as numbers if another process may need them."""
+        return logs if run.training is None else compat.to_python(logs)
+
+    def _elastic_epochs(self, run: Run, interrupts: Interrupts) -> dict[str, Any]:
+        """Runs the epochs in a group whose processes may die, leave and join."""
+        training = run.training
+        assert training is not None
+        is_new = membership.is_late()
+        training.enter()
+        logs: dict[str, Any] = {}
+        while not training.is_over:
+            try:
+                if training.has_changed:
+                    if self._topology.is_chief:
+                        run.promote(lambda callback: isinstance(callback, _WRITERS))
+                    run.share_counters(self._topology)
+                    if is_new:
+                        run.take_counters()
+                    is_new = training.has_changed = False
+                logs = self._epochs(run, interrupts)
+                training.finish()
+                break
+            except (PeerLostError, GroupChange) as e:
+                training.survive(e)
+        return logs
 
     def evaluate(
         self,
@@ -294,19 +343,24 @@ class ModelTrainer:
         self, data: EpochData, program: Callable[..., Any], callbacks: CallbackList, kind: str, interrupts: Interrupts
     ) -> dict[str, Any]:
         """Runs the steps of one epoch and returns the metrics."""
-        model = self._model
+        model, training = self._model, self._training if kind == "train" else None
         # A backup at the last step of an epoch leaves no step for the rest of that epoch.
         logs: dict[str, Any] = model.get_metrics_result() if data.is_within_epoch else {}
         begin, end = compat.batch_hooks(callbacks, kind)
         for first, parts in data.epoch():
-            begin(first)
+            is_new = training is None or training.begin_steps(first + steps_in(parts))
+            if is_new:
+                begin(first)
             # As in `fit`: Keras would swallow an exception of a signal handler while it converts the logs.
             with interrupts.held():
                 for batches, count in parts:
                     logs = program(batches, count)
                 if kind == "train" and self._hears_batches:
                     self._read_on_demand()
-                end(first + steps_in(parts) - 1, logs)
+                if training is not None:
+                    training.end_steps(steps_in(parts))
+                if is_new:
+                    end(first + steps_in(parts) - 1, logs)
             if model.stop_training if kind == "train" else model.stop_evaluating:
                 break
         return compat.logs_or_metrics(model, logs)
@@ -411,6 +465,7 @@ class ModelTrainer:
         flat = [c for c in keras.tree.flatten(callbacks) if c is not None]
         # This backup may end the program after a batch, which the other callbacks must have seen.
         given = sorted(flat, key=lambda c: isinstance(c, BackupAndRestore) and c.saves_before_preemption)
+        self._given = given
         if _any_of(given, keras.callbacks.TensorBoard) and importlib.util.find_spec("tensorflow") is None:
             raise MissingDependencyError(
                 "keras.callbacks.TensorBoard",
@@ -420,7 +475,7 @@ class ModelTrainer:
         # Decide from the full list, before writers are removed on other processes: the result must be equal on all of them,
         # because it decides about a collective call.
         self._hears_batches = compat.listens(given, "train", "end")
-        if self._has_peers and self._topology.worker_index:
+        if not self._topology.is_chief:
             given, verbose = [c for c in given if not isinstance(c, _WRITERS)], 0
         if self._has_peers and verbose == "auto" and not sys.stdout.isatty():
             # A progress bar would fill a log file. 2 prints one line per epoch.

@@ -63,7 +63,13 @@ def main() -> None:
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
-@click.option("--workers", default=1, show_default=True, help="Number of processes.")
+@click.option(
+    "--workers",
+    default="1",
+    show_default=True,
+    metavar="N|MIN:MAX",
+    help="Number of processes. With MIN:MAX, the others go on when one dies, as long as there are MIN, and another is started.",
+)
 @click.option("--devices-per-worker", type=int, help="Devices per process.  [default: 1; its share of the GPUs]")
 @click.option("--evaluator", is_flag=True, help="Start one more process, which evaluates what the workers save.")
 @click.option(
@@ -86,7 +92,12 @@ def main() -> None:
 @click.argument("target", metavar="SCRIPT")
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
 def run(
-    max_restarts: int, grace_seconds: float, evaluator_grace_seconds: float, template: str | None, **asked: Any
+    max_restarts: int,
+    grace_seconds: float,
+    evaluator_grace_seconds: float,
+    template: str | None,
+    workers: str,
+    **asked: Any,
 ) -> None:
     """Runs SCRIPT in every worker of a cluster on this machine, and stops all workers as soon as one fails.
 
@@ -97,7 +108,8 @@ def run(
     starts again alone, up to 10 times. If it has failed for good and all workers succeed, the exit code is its own.
     """
     with _errors_told():
-        request = Request(**asked)
+        least, most = _numbers_of(workers)
+        request = Request(workers=most, least_workers=least, **asked)
         if template:
             _require_no_evaluator(request, template)
             click.echo(TEMPLATES[template](request, max_restarts), nl=False)
@@ -108,6 +120,7 @@ def run(
         outcome = run_group(
             lambda restart: plan(request, machine, environment, free_ports(request.workers), restart=restart),
             max_restarts=max_restarts,
+            least_workers=least,
             grace_s=grace_seconds,
             patience=Patience(evaluator_grace_seconds),
             say=lambda text: click.echo(text, err=True),
@@ -248,6 +261,14 @@ def diff(first: str, second: str) -> None:
 def export(path: str, output: str, name: str) -> None:
     """Writes the arrays of PATH into OUTPUT, a new file that ends with .npz or .safetensors; or its model, with .keras."""
     sys.exit(_child(_CHECKPOINTS, ["export", path, output, name]))
+
+
+def _numbers_of(workers: str) -> tuple[int | None, int]:
+    """Returns the minimum, or None, and the maximum that --workers says."""
+    first, colon, last = workers.partition(":")
+    if not (first.isdecimal() and (last.isdecimal() or not colon)):
+        raise InvalidArgumentError(f"--workers {workers}", "must be a number, or two numbers.", "--workers 2:4")
+    return (int(first), int(last)) if colon else (None, int(first))
 
 
 def _require_no_evaluator(request: Request, template: str) -> None:

@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import final
 
 from phalanx.cluster.guard import Guard
 from phalanx.errors import StartupError
@@ -19,7 +18,6 @@ from phalanx.launch.relay import LONGEST_WAIT_S, TICK_S, Relay
 _DRAIN_S = 1.0
 
 
-@final
 class Group:
     """The processes of one start.
 
@@ -54,13 +52,7 @@ class Group:
           StartupError: a process cannot be started.
         """
         for spec in self._specs:
-            try:
-                self._workers.append(WorkerProcess(spec, self._mark, self._started_s))
-            except OSError as error:
-                raise StartupError(
-                    f"the command of {spec.name}: {' '.join(spec.argv)}", f"cannot be started: {error}."
-                ) from error
-            self._relay.add(self._workers[-1].streams)
+            self._workers.append(self._started(spec))
         # The guard only matters if this process is killed, so the workers can run without it.
         with suppress(OSError):
             self._guard = guard(self._workers, self._mark)
@@ -104,6 +96,17 @@ class Group:
     def endings(self) -> tuple[Ending, ...]:
         """Returns how the processes ended, once all have."""
         return tuple(worker.ending() for worker in self._workers)
+
+    def _started(self, spec: ProcessSpec) -> WorkerProcess:
+        """Starts a process, and returns it."""
+        try:
+            process = WorkerProcess(spec, self._mark, self._started_s)
+        except OSError as error:
+            raise StartupError(
+                f"the command of {spec.name}: {' '.join(spec.argv)}", f"cannot be started: {error}."
+            ) from error
+        self._relay.add(process.streams)
+        return process
 
     def _alive(self) -> list[WorkerProcess]:
         return [worker for worker in self._workers if worker.is_alive]

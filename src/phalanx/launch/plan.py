@@ -28,6 +28,7 @@ class Request:
       arguments: command line arguments of the script.
       is_module: whether `target` is a module, as after `python -m`.
       workers: number of processes.
+      least_workers: number of processes without which the group cannot go on. None if no process may be lost.
       devices_per_worker: number of devices per process. With None, the machine and the environment decide.
       evaluator: whether to start an evaluator beside the workers.
 
@@ -43,12 +44,19 @@ class Request:
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     workers: int = 1
+    least_workers: int | None = None
     devices_per_worker: int | None = None
     evaluator: bool = False
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise InvalidArgumentError(f"workers={self.workers}", "there must be at least one worker.", "--workers 2")
+        if self.least_workers is not None and not 1 <= self.least_workers <= self.workers:
+            raise InvalidArgumentError(
+                f"workers={self.least_workers}:{self.workers}",
+                "the minimum must be at least 1 and at most the maximum.",
+                f"--workers {min(max(1, self.least_workers), self.workers)}:{max(self.least_workers, self.workers)}",
+            )
         if self.devices_per_worker is not None and self.devices_per_worker < 1:
             raise InvalidArgumentError(
                 f"devices_per_worker={self.devices_per_worker}",

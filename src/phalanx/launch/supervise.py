@@ -4,6 +4,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from phalanx.launch.elastic import ElasticGroup
 from phalanx.launch.evaluator import Evaluator, Patience
 from phalanx.launch.group import Group
 from phalanx.launch.outcome import Outcome, in_words, report
@@ -19,6 +20,7 @@ def run_group(
     plan: Callable[[int], Sequence[ProcessSpec]],
     *,
     max_restarts: int = 0,
+    least_workers: int | None = None,
     grace_s: float = 5.0,
     patience: Patience | None = None,
     sink: Sink | None = None,
@@ -31,6 +33,7 @@ def run_group(
     Args:
       plan: function from the number of earlier starts to the processes to start.
       max_restarts: how often to restart the group.
+      least_workers: number of processes without which the group cannot go on. None if it ends with the first that fails.
       grace_s: time that processes have to end after SIGTERM, in seconds.
       patience: the limits of the evaluator. None means `Patience()`.
       sink: receives the output of the processes. None means the standard output.
@@ -47,7 +50,14 @@ def run_group(
         relay = Relay(signals, sink or Sink(1))
         with Evaluator(relay, grace_s, patience or Patience(), say) as evaluator:
             for restart in range(max_restarts + 1):
-                outcome = _run_once(evaluator.split_off(plan(restart)), relay, grace_s, evaluator.tend)
+                specs = evaluator.split_off(plan(restart))
+                if least_workers is None:
+                    group = Group(specs, relay, evaluator.tend)
+                else:
+                    group = ElasticGroup(
+                        specs, least_workers, relay, patience=Patience(), say=say, beside=evaluator.tend
+                    )
+                outcome = _run_once(group, relay, grace_s)
                 if text := report(outcome):
                     say(text)
                 if outcome.culprit is None or outcome.signal is not None or restart == max_restarts:
@@ -60,14 +70,13 @@ def run_group(
     return outcome
 
 
-def _run_once(specs: Sequence[ProcessSpec], relay: Relay, grace_s: float, beside: Callable[[], None]) -> Outcome:
+def _run_once(group: Group, relay: Relay, grace_s: float) -> Outcome:
     """Runs a group of processes once, until all of them have ended.
 
     Args:
-      specs: the processes to start.
+      group: the processes.
       relay: forwards their output.
       grace_s: time that processes have to end after SIGTERM, in seconds.
-      beside: function to call again and again in the meantime.
 
     Returns:
       The outcome of the group.
@@ -76,7 +85,6 @@ def _run_once(specs: Sequence[ProcessSpec], relay: Relay, grace_s: float, beside
       StartupError: a process cannot be started. The others have been ended.
       PhalanxError: the output of the processes cannot be written.
     """
-    group = Group(specs, relay, beside)
     try:
         group.start()
         group.run()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts this process as a member of a cluster, and ends it. The only caller of `jax.distributed`."""
+"""Starts this process as a member of a cluster, moves it from group to group if the cluster is elastic, and ends it."""
 
 import atexit
 import functools
@@ -9,26 +9,29 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, final
 
 import jax
 
-from phalanx.cluster import verdict, watch
+from phalanx.cluster import membership, verdict, watch
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster.rollcall import call_roll
 from phalanx.cluster.secret import is_loopback, secret_of
 from phalanx.cluster.spec import Task, addresses_of_workers, id_in_cluster, is_chief
 from phalanx.errors import ClusterError, InvalidArgumentError, StartupError, warn_of_slip
+from phalanx.mesh import coordination
 from phalanx.mesh.annotated import set_config
 from phalanx.typing import PyTree
 
 START_TIMEOUT_S = 300.0
 """Default time in seconds that a process waits for the others. PHALANX_START_TIMEOUT_S overrides it."""
 _A_DAY_S = 24 * 60 * 60
+_MEETING_S = 3.0
+"""Time in seconds that the processes of a new generation wait for each other. All of them were there when it was formed."""
 
 
 def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeout_s: float | None = None) -> None:
@@ -47,6 +50,14 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
       InvalidArgumentError: an environment variable holds an invalid time.
       StartupError: a process is missing, or JAX has already used its devices.
     """
+    member = membership.own()
+    if member is not None:
+        # A process that joins a running training stays alone until its training begins.
+        if not member.is_late and member.generation is None:
+            first = member.meet(call=0, progress=[-1])
+            assert first is not None
+            enter(first, stall_timeout_s)
+        return
     spec = resolver.cluster_spec()
     if not spec:
         return
@@ -61,14 +72,60 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
     if len(addresses) == 1:
         return
     timeout_s = timeout_s or _seconds_of("PHALANX_START_TIMEOUT_S", START_TIMEOUT_S)
-    stall_timeout_s = stall_timeout_s or _seconds_of("PHALANX_STALL_TIMEOUT_S", watch.STALL_TIMEOUT_S)
+    stall_timeout_s = stall_timeout_s or _stall_timeout_s()
     secret = secret_of(addresses)
     lines = call_roll(addresses, rank, about=f"{spec.as_dict()}", secret=secret, timeout_s=timeout_s)
-    own = watch.start(addresses, rank, lines, stall_timeout_s)
+    watch.start(addresses, rank, lines, stall_timeout_s)
     _initialize(addresses, rank, timeout_s)
-    sys.excepthook = functools.partial(_end_at_once, own, sys.excepthook)
+    _end_with_group()
+
+
+def enter(generation: membership.Generation, stall_timeout_s: float | None = None) -> None:
+    """Makes this process a member of a generation of an elastic group. JAX must not have used its devices since `leave`.
+
+    Args:
+      generation: the generation, which the rendezvous has formed.
+      stall_timeout_s: see `start`.
+
+    Raises:
+      StartupError: a process of it has not come.
+    """
+    member, rank, addresses = membership.own(), generation.rank, generation.addresses
+    assert member is not None
+    about = f"generation {generation.number} of {len(addresses)} processes"
+    lines = call_roll(addresses, rank, about=about, secret=secret_of(addresses), timeout_s=_MEETING_S)
+    own = watch.start(addresses, rank, lines, stall_timeout_s or _stall_timeout_s(), _outlive)
+    member.changed = own.change_point.request
+    _set_up_jax()
+    try:
+        with own.waiting():
+            coordination.connect(generation.service, rank, len(addresses), _MEETING_S)
+    except jax.errors.JaxRuntimeError as e:
+        raise StartupError(about, f"JAX cannot connect them: {e}", "") from e
+    _end_with_group()
+
+
+def _outlive(still: Sequence[int], why: str) -> None:
+    """Gets this process out of a step that others cannot end, and asks that those of them that stand still be ended."""
+    member = membership.own()
+    if member is not None and still:
+        member.accuse(still, why)
+    coordination.break_off()
+
+
+def leave() -> None:
+    """Leaves the group, whose other processes may have died. All devices, programs and arrays of JAX are gone then."""
+    watch.end()
+    coordination.disconnect()
+    coordination.drop_devices()
+
+
+@functools.cache
+def _end_with_group() -> None:
+    """Makes sure that the other processes learn of the end of this one, however it ends."""
+    sys.excepthook = functools.partial(_end_at_once, sys.excepthook)
     # Registered after the exit function of JAX, so that it runs first: JAX waits there for the other processes.
-    atexit.register(_Termination(own).leave)
+    atexit.register(_Termination().leave)
 
 
 @contextmanager
@@ -119,6 +176,8 @@ def is_this_chief() -> bool:
     """Returns whether this process writes the files of its cluster: the chief, an evaluator, or a process without a cluster."""
     if own := watch.own():
         return own.rank == 0
+    if membership.is_elastic():
+        return membership.is_first()
     resolver = resolver_of_environment()
     task = _task_of(resolver)
     return resolver is None or task is None or is_chief(resolver.cluster_spec(), task)
@@ -148,6 +207,10 @@ def _task_of(resolver: ClusterResolver | None) -> Task | None:
     if resolver is None or not resolver.cluster_spec() or resolver.task_type is None or resolver.task_id is None:
         return None
     return Task(resolver.task_type, resolver.task_id)
+
+
+def _stall_timeout_s() -> float:
+    return _seconds_of("PHALANX_STALL_TIMEOUT_S", watch.STALL_TIMEOUT_S)
 
 
 def _seconds_of(variable: str, default: float) -> float:
@@ -183,10 +246,7 @@ def _require_same(processes: int, rank: int) -> None:
 def _initialize(addresses: list[str], rank: int, timeout_s: float) -> None:
     # If all processes are on this machine, binds to the local address, so that no other machine can connect.
     bind = addresses[0] if rank == 0 and is_loopback(addresses[0]) else None
-    # With asynchronous dispatch, two independent programs run at the same time and gloo confuses their messages.
-    set_config("jax_cpu_enable_async_dispatch", False)
-    # This service replaces the SIGTERM handler: no Python handler would run, and the process would not end.
-    set_config("jax_enable_preemption_service", False)
+    _set_up_jax()
     try:
         jax.distributed.initialize(
             addresses[0],
@@ -206,8 +266,15 @@ def _initialize(addresses: list[str], rank: int, timeout_s: float) -> None:
         ) from e
 
 
+def _set_up_jax() -> None:
+    """Sets the options of JAX that several processes need."""
+    # With asynchronous dispatch, two independent programs run at the same time and gloo confuses their messages.
+    set_config("jax_cpu_enable_async_dispatch", False)
+    # This service replaces the SIGTERM handler: no Python handler would run, and the process would not end.
+    set_config("jax_enable_preemption_service", False)
+
+
 def _end_at_once(
-    own: watch.Watch,
     show: Callable[..., Any],
     kind: type[BaseException],
     error: BaseException,
@@ -215,7 +282,8 @@ def _end_at_once(
 ) -> None:
     """Exits immediately after an uncaught error. Other processes may wait for this one in the middle of a step."""
     show(kind, error, where)
-    own.fail(f"has ended by {kind.__name__}: {error}".partition("\n")[0])
+    if own := watch.own():
+        own.fail(f"has ended by {kind.__name__}: {error}".partition("\n")[0])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
@@ -226,13 +294,10 @@ class _Termination:
     """Ends this process after SIGTERM, so that its `finally` blocks run and no other process waits for it.
 
     A SIGTERM handler of the user stays installed. Without one, SIGTERM raises SystemExit(143) in the main thread.
-
-    Args:
-      own: the watch of this process.
     """
 
-    def __init__(self, own: watch.Watch) -> None:
-        self._watch, self._is_ours = own, False
+    def __init__(self) -> None:
+        self._is_ours = False
         self._news = -1
         if threading.current_thread() is not threading.main_thread():
             return
@@ -247,17 +312,24 @@ class _Termination:
 
     def leave(self) -> None:
         """Tells the watch that this process ends. Must be called at exit."""
+        own, member = watch.own(), membership.own()
         if not self._is_ours:
-            self._watch.leave(is_told=self._has_come())
+            if own:
+                own.leave(is_told=self._has_come())
+            if member:
+                member.leave()
+                coordination.disconnect()
             return
-        self._watch.fail(verdict.SIGTERM)
+        if own:
+            own.fail(verdict.SIGTERM)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(128 + signal.SIGTERM)
 
     def _raise(self, number: int, _: FrameType | None) -> None:
         # Raises only once, and not after the loss of a peer: a second SystemExit would interrupt `finally` blocks.
-        if not self._is_ours and self._watch.loss() is None:
+        own = watch.own()
+        if not self._is_ours and (own is None or own.loss() is None):
             self._is_ours = True
             raise SystemExit(128 + number)
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.typing import ArrayLike
 from typing_extensions import override
 
-from phalanx.cluster import watch
+from phalanx.cluster import membership, watch
 from phalanx.errors import DeviceError, InvalidArgumentError, arguments, shown
 from phalanx.mesh.annotated import partition_spec
 from phalanx.mesh.devices import (
@@ -58,6 +58,7 @@ class Topology:
       devices: the devices of the first replica, then those of the second replica, and so on.
       axes: names and sizes of the mesh axes over which XLA partitions a replica. Empty if a replica has one device.
       layout: the layout that shards variables over mesh axes. None if every device holds all variables whole.
+      source: index of the worker from which the others take the values of variables that are not on these devices yet.
 
     Raises:
       DeviceError: there is no device, a device is listed twice, the devices belong to several platforms, or a replica
@@ -74,6 +75,7 @@ class Topology:
     devices: tuple[jax.Device, ...]
     axes: tuple[tuple[str, int], ...] = ()
     layout: AbstractLayout | None = None
+    source: int = 0
     has_devices: ClassVar[bool] = True
     """Whether the topology places values on its own devices."""
     mesh: Mesh = field(init=False, repr=False, compare=False)
@@ -174,6 +176,11 @@ class Topology:
         """The index of this process among the processes that run replicas."""
         return self.workers.index(jax.process_index())
 
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes the files of all workers. One that waits to join running workers does not."""
+        return self.worker_index == 0 and not membership.is_late()
+
     @cached_property
     def local_devices(self) -> tuple[jax.Device, ...]:
         """The first device of each replica of this process, in replica order."""
@@ -254,8 +261,15 @@ class Topology:
 
     def from_chief(self, values: list[Any]) -> list[Any]:
         """Broadcasts arrays from the first worker to all workers. All workers must call it, in their main threads."""
+        return self._broadcast(values, 0)
+
+    def from_source(self, values: list[Any]) -> list[Any]:
+        """Broadcasts the values of variables from the worker `source`. All workers must call it, in their main threads."""
+        return self._broadcast(values, self.source)
+
+    def _broadcast(self, values: list[Any], worker: int) -> list[Any]:
         with self.dispatching(is_step=False):
-            received: list[Any] = multihost_utils.broadcast_one_to_all(values, is_source=self.worker_index == 0)
+            received: list[Any] = multihost_utils.broadcast_one_to_all(values, is_source=self.worker_index == worker)
         return received
 
     def join_per_replica(self, parts: Sequence[jax.Array]) -> jax.Array:
@@ -372,6 +386,7 @@ class Nowhere(Topology):
             devices=(),
             axes=(),
             layout=None,
+            source=0,
             num_replicas=1,
             is_single=True,
             num_workers=1,

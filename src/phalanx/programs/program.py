@@ -3,6 +3,7 @@
 
 import functools
 import gc
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from phalanx import compat
-from phalanx.errors import TraceError
+from phalanx.cluster import membership
+from phalanx.errors import ContextError, TraceError
 from phalanx.errors.deferred import failures, raise_deferred
 from phalanx.mesh.annotated import block_until_ready, shape_dtype, with_sharding_constraint
 from phalanx.mesh.dispatch import calling_back, process_dispatching
@@ -84,6 +86,8 @@ class Program:
         self.strategy = self._strategy = _strategy_of(found)
         is_functional = bool(found.strategies) and not found.variables and any(arguments.sharded)
         self.trains = bool(found.optimizers or found.updates) or is_functional
+        if self.trains and not membership.may_train():
+            raise _refuse_alone(name)
         self.num_steps = next((run.steps for run in found.runs if run.steps is not None), None)
         self._topology, self._updates = self._strategy.topology, found.updates
         storage = self._strategy.storage if self._strategy.updates is Updates.AFTER_PROGRAM else self._topology
@@ -93,7 +97,7 @@ class Program:
         self._global_seeds = list(filter(compat.is_global_seed, found.seeds))
         # JAX runs a program again to find the operation that made a NaN, and a callback that raises must leave the state unchanged.
         # Neither works with donated arrays.
-        donate = () if found.has_callback or checks_numbers() else (0,)
+        donate = () if found.has_callback or checks_numbers() or not self._strategy.donates else (0,)
         compiler = jax.jit
         if self._topology.has_devices and self._topology.is_single and not found.variables:
             # Without variables and batches, nothing else tells JAX to use the strategy's device instead of the default one.
@@ -340,11 +344,25 @@ class Call:
         return Call(program, self.fn, arguments, batches)
 
 
+_living: "weakref.WeakSet[Programs]" = weakref.WeakSet()
+
+
+def forget_all() -> None:
+    """Drops the compiled programs of all functions and strategies."""
+    for programs in list(_living):
+        programs.forget()
+
+
 class Programs:
     """The compiled programs of one `phalanx.function`, or of one strategy."""
 
     def __init__(self) -> None:
         self._cache: ProgramCache[Program] = ProgramCache()
+        _living.add(self)
+
+    def forget(self) -> None:
+        """Drops all programs, because the devices that they were compiled for are gone."""
+        self._cache = ProgramCache()
 
     def call(
         self,
@@ -420,6 +438,14 @@ def without_collections() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _refuse_alone(name: str) -> ContextError:
+    return ContextError(
+        f"the training step {name} in a process that has joined running workers",
+        "they go on from their own step, and this process would train alone from the beginning.",
+        "for loss in phalanx.elastic.steps(train_step, dataset): ..., or model.fit",
+    )
 
 
 def _finished(execute: Callable[..., Any], *args: PyTree) -> PyTree:

@@ -157,6 +157,26 @@ def _forget(variable: Variable) -> None:
 compat.on_assign(_forget)
 
 
+def unfinished_variables(home: Topology) -> list[tuple[Variable, bool]]:
+    """Returns the variables of which the replicas have values of their own that nobody has combined, and whether these are all zero.
+
+    Args:
+      home: the devices of the replicas. The values of other processes are not looked at.
+    """
+    found = []
+    for variable, slot in _slots.items():
+        if slot.home is home and slot.components is not None and raw_value(variable) is None:
+            found.append((variable, not any(np.any(shard.data) for shard in slot.components.addressable_shards)))
+    return found
+
+
+def put_values(values: Sequence[tuple[Variable, np.ndarray]]) -> None:
+    """Stores values as if the user had assigned them: the next program places them on its devices."""
+    for variable, value in values:
+        compat.set_raw_values([variable], [jax.device_put(value)])
+        _forget(variable)
+
+
 def _combine_on_demand(variable: Variable) -> bool:
     slot = _slots.get(variable)
     if slot is not None and slot.components is not None and slot.home is not None:
@@ -432,7 +452,7 @@ class _Variables:
         for i, (slot, array) in enumerate(zip(self._slots, arrays, strict=True)):
             if slot.array is not array or slot.home is not self._storage:
                 if slot.home is not self._storage and self._topology.num_workers > 1:
-                    self._take_from_chief(self._topology)
+                    self._take_from_source(self._topology)
                     return self._placed()
                 arrays[i] = self._adopt(self.variables[i], slot, array)
         if shelf is not None:
@@ -460,11 +480,13 @@ class _Variables:
             self.copied.append(slot)
         return taken
 
-    def _take_from_chief(self, topology: Topology) -> None:
-        """Sets variables that no program has used yet to the chief's values."""
+    def _take_from_source(self, topology: Topology) -> None:
+        """Sets variables that no program has used yet to the values of the chief, or of the worker that has made the most steps."""
         fresh = [i for i, slot in enumerate(self._slots) if slot.home is not topology]
         variables = [self.variables[i] for i in fresh]
-        for i, variable, value in zip(fresh, variables, topology.from_chief(compat.raw_values(variables)), strict=True):
+        for i, variable, value in zip(
+            fresh, variables, topology.from_source(compat.raw_values(variables)), strict=True
+        ):
             array = topology.put_replicated(value)
             compat.set_raw_values([variable], [array])
             self._slots[i].store(array, topology)

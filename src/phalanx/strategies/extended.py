@@ -250,4 +250,4 @@ class StrategyExtended:
 
     @property
     def _is_chief(self) -> bool:
-        return self._strategy.topology.worker_index == 0
+        return self._strategy.topology.is_chief

@@ -11,7 +11,7 @@ from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.mesh import bootstrap
 from phalanx.mesh.topology import Topology, axes_of
-from phalanx.options import CommunicationImplementation, CommunicationOptions
+from phalanx.options import CommunicationImplementation, CommunicationOptions, ElasticOptions
 from phalanx.strategies.synchronous import SynchronousStrategy
 
 
@@ -35,6 +35,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         None means `timeout_seconds`, else PHALANX_STALL_TIMEOUT_S, else 600.
       model_axis: name and size of a mesh axis over which XLA partitions each replica. The devices of a replica must
         belong to one process.
+      elastic: what to do so that a training survives the loss of a process. None means `ElasticOptions()`.
 
     Raises:
       ClusterError: the cluster description is invalid, or has no task for this process.
@@ -56,6 +57,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         *,
         stall_timeout_s: float | None = None,
         model_axis: tuple[str, int] | None = None,
+        elastic: ElasticOptions | None = None,
     ) -> None:
         resolver = cluster_resolver
         if resolver is None:
@@ -74,8 +76,14 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
                 "communication_options=phalanx.experimental.CommunicationOptions(bytes_per_pack=1 << 20)",
             )
         arguments.seconds("stall_timeout_s", stall_timeout_s, hint="stall_timeout_s=600")
+        if elastic is not None:
+            arguments.instance(
+                "elastic", elastic, ElasticOptions, "elastic=phalanx.elastic.ElasticOptions(donate=False)"
+            )
         axes = axes_of(model_axis)
-        bootstrap.start(resolver, options.timeout_seconds, stall_timeout_s or options.timeout_seconds)
+        self._elastic = elastic or ElasticOptions()
+        self._stall_timeout_s, self._axes = stall_timeout_s or options.timeout_seconds, axes
+        bootstrap.start(resolver, options.timeout_seconds, self._stall_timeout_s)
         topology = Topology(tuple(jax.devices()), axes)
         _require_implementation(options.implementation, topology)
         super().__init__(topology)
@@ -94,6 +102,29 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
     def cluster_resolver(self) -> ClusterResolver:
         """The resolver that describes the cluster. May be called in any context."""
         return self._resolver
+
+    @property
+    def elastic(self) -> ElasticOptions:
+        """The argument `elastic`. May be called in any context."""
+        return self._elastic
+
+    @property
+    @override
+    def donates(self) -> bool:
+        return self._elastic.donate
+
+    @property
+    def stall_timeout_s(self) -> float | None:
+        """The argument `stall_timeout_s`, or the time limit of the communication options. May be called in any context."""
+        return self._stall_timeout_s
+
+    def move(self, source: int) -> None:
+        """Trains on the present devices of JAX from now on, which are those of another group of processes.
+
+        Args:
+          source: rank of the process whose values the variables have.
+        """
+        self._topology = Topology(tuple(jax.devices()), self._axes, source=source)
 
 
 def _require_implementation(implementation: CommunicationImplementation, topology: Topology) -> None:

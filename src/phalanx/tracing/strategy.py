@@ -77,6 +77,11 @@ class AbstractStrategy(ABC):
         """Returns where an optimizer's updates run. May be called in any context."""
 
     @property
+    def donates(self) -> bool:
+        """Returns whether a step may consume the variables' old values, which saves memory. May be called in any context."""
+        return True
+
+    @property
     @abstractmethod
     def cross_device_ops(self) -> CrossDeviceOps | None:
         """Returns the collectives that aggregate gradients; None if there is one replica."""

@@ -355,7 +355,7 @@ class Checkpoint(Holder):
     ) -> str:
         _check_options(options)
         file, topology = file_of(path), _topology()
-        is_chief = topology.worker_index == 0
+        is_chief = topology.is_chief
 
         def prepare() -> None:
             if is_chief:

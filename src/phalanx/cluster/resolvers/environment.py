@@ -4,6 +4,7 @@
 import os
 from collections.abc import Mapping
 
+from phalanx.cluster.membership import RENDEZVOUS
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.kubernetes import KubernetesClusterResolver
 from phalanx.cluster.resolvers.sagemaker import SageMakerClusterResolver
@@ -19,7 +20,7 @@ def resolver_of_environment(environ: Mapping[str, str] | None = None) -> Cluster
 
     The first match wins. Explicit settings come before automatic ones, and inner systems before the systems they run in:
 
-    1. TF_CONFIG.
+    1. TF_CONFIG, and PHALANX_RENDEZVOUS: a process of an elastic group finds its present generation in TF_CONFIG.
     2. A Slurm job step: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE.
     3. Kubernetes: PHALANX_NUM_PODS.
     4. SageMaker: SM_HOSTS and SM_CURRENT_HOST.
@@ -35,7 +36,7 @@ def resolver_of_environment(environ: Mapping[str, str] | None = None) -> Cluster
       True
     """
     found = os.environ if environ is None else environ
-    if "TF_CONFIG" in found:
+    if "TF_CONFIG" in found or RENDEZVOUS in found:
         return TFConfigClusterResolver(environ=environ)
     if all(found.get(name) for name in _SLURM_STEP):
         return SlurmClusterResolver(environ=environ)

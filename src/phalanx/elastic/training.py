@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training of a process whose group may change: it keeps copies, leaves groups and enters them, and goes on."""
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, final
+
+import numpy as np
+
+from phalanx.cluster import membership, watch
+from phalanx.elastic.copies import Copier, Copy, others
+from phalanx.errors import InputError, PeerLostError, StartupError
+from phalanx.input.wire import exchange_bytes
+from phalanx.mesh import bootstrap
+from phalanx.mesh.topology import Topology
+from phalanx.programs.identity import IdentityMap
+from phalanx.programs.program import forget_all
+from phalanx.programs.state import put_values
+from phalanx.strategies.base import Strategy
+from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
+from phalanx.train import text
+
+_SHARE = 0.01
+"""The share of the time that copies may take."""
+_FIRST_EVERY = 8
+_AGREED_EVERY = 16
+_MOST_EVERY = 4096
+_ATTEMPTS = 10
+
+_calls = itertools.count()
+
+
+class GroupChange(Exception):  # noqa: N818  (It is no error.)
+    """Raised between two steps on all processes, to form another group."""
+
+
+class Progress(Protocol):
+    """How far a training has come, apart from the variables."""
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all processes must ask for the state at the same time."""
+
+    @property
+    def stage(self) -> list[int]:
+        """The epoch, and what is done in it besides steps: a list that grows while the number of steps stays."""
+
+    def get_position(self, *, undone: bool) -> dict[str, Any]:
+        """Returns the position. With `undone`, that before the present step."""
+
+    def set_position(self, position: dict[str, Any]) -> None:
+        """Goes to a position."""
+
+    def move(self, topology: Topology) -> None:
+        """Goes on with the devices of another group. `set_position` follows."""
+
+
+def training_of(strategy: Strategy, progress: Progress) -> "Training | None":
+    """Returns the training that begins now. None if the group of this process never changes."""
+    if membership.own() is None or not isinstance(strategy, MultiWorkerMirroredStrategy):
+        return None
+    return Training(strategy, progress)
+
+
+@final
+class Training:
+    """One call of `fit` or of `steps` in an elastic group.
+
+    Args:
+      strategy: the strategy.
+      progress: how far the training has come.
+
+    Attributes:
+      step: number of steps that it has made.
+      told: the epoch, and the number of its steps, of which the user's code has heard. Steps that are repeated say nothing.
+      has_changed: whether this process is in a new group, which the caller has not taken note of yet.
+    """
+
+    def __init__(self, strategy: MultiWorkerMirroredStrategy, progress: Progress) -> None:
+        member = membership.own()
+        assert member is not None
+        self._member, self._strategy, self._progress = member, strategy, progress
+        self._copier, self._copy = Copier(), None  # type: Copier, Copy | None
+        self.step, self._due, self._every = 0, 0, _FIRST_EVERY
+        self.told, self.has_changed = [-1, 0], True
+        self._is_inside, self._clean = False, 0
+        self._began_s, self._step_s = 0.0, float("inf")
+        self._call = next(_calls)
+        self.is_over = member.begin(self._call) > self._call and member.is_late
+        """Whether the others have finished this training before this process joined them."""
+
+    def enter(self) -> None:
+        """Joins the others, if this process has started later than they."""
+        if self._member.is_late:
+            self._change(Copy(-1, [0, 0], {}, IdentityMap()))
+
+    @contextmanager
+    def trying(self) -> Iterator[bool]:
+        """Returns a context in which a process that has started later may make a step alone. Yields whether this one has."""
+        self._member.is_trying = True
+        try:
+            yield self._member.is_late
+        finally:
+            self._member.is_trying = False
+
+    def finish(self) -> None:
+        """Waits for the other processes at the end, so that none of them goes on with a group that another one has to leave.
+
+        Raises:
+          PeerLostError: one of them was lost.
+        """
+        self._strategy.topology.exchange(np.zeros(1))
+
+    def keep(self) -> None:
+        """Copies the variables, so that the steps so far cannot be lost."""
+        began_s = time.perf_counter()
+        position = self._progress.get_position(undone=self._is_inside)
+        copy = self._copier.copy(self.step, self._progress.stage, position, self._strategy.topology)
+        self._copy = copy or self._copy
+        cost_s = time.perf_counter() - began_s
+        if self._progress.is_agreed:
+            self._every = _AGREED_EVERY
+        elif self._strategy.elastic.copy_every is not None:
+            self._every = self._strategy.elastic.copy_every
+        elif self._step_s < float("inf"):
+            every = max(1.0, cost_s / (_SHARE * self._step_s))
+            # A power of two, so that processes which measure a little differently copy at the same steps.
+            self._every = min(_MOST_EVERY, 1 << (int(every) - 1).bit_length())
+        self._due = self.step + 1 if copy is None else (self.step // self._every + 1) * self._every
+
+    def begin_steps(self, end: int) -> bool:
+        """Notes that one or more steps begin. Call it when their batches have been read.
+
+        Args:
+          end: number of steps of the epoch when they are done.
+
+        Returns:
+          Whether the user's code has not heard of them yet.
+
+        Raises:
+          GroupChange: all processes meet here to form another group.
+        """
+        self._is_inside = True
+        own = watch.own()
+        assert own is not None
+        self._clean = own.steps
+        if reason := own.change_point.is_reached():
+            raise GroupChange(reason)
+        if self.step >= self._due:
+            self.keep()
+        self._began_s = time.perf_counter()
+        return self.is_new(self._progress.stage[0], end)
+
+    def end_steps(self, count: int = 1) -> None:
+        """Notes that the steps have ended."""
+        self._is_inside = False
+        self.step += count
+        self._step_s = min(self._step_s, (time.perf_counter() - self._began_s) / count)
+
+    def survive(self, cause: BaseException) -> None:
+        """Leaves the group and goes on in the next one, with the newest variables that a process of it has.
+
+        Args:
+          cause: a `GroupChange` or the loss of a process.
+
+        Raises:
+          PeerLostError: nobody can go on, because this process has no variables left.
+        """
+        offer = self._offer(cause)
+        if offer is None:
+            raise cause
+        self._change(offer)
+
+    def _offer(self, cause: BaseException) -> Copy | None:
+        """Returns what this process can go on with: its variables as they are, or else the last copy."""
+        own = watch.own()
+        is_whole = isinstance(cause, GroupChange) or not self._is_inside or own is None or own.steps == self._clean
+        if is_whole and not self._progress.is_agreed:
+            position = self._progress.get_position(undone=self._is_inside)
+            # A validation that has failed has lost its metrics, which it resets before it begins again.
+            is_lenient = self._progress.stage[1] > 0
+            found = self._copier.copy(
+                self.step, self._progress.stage, position, self._strategy.topology, is_lenient=is_lenient
+            )
+            if found is not None:
+                return found
+        return self._copy
+
+    def _change(self, offer: Copy) -> None:
+        values = [*offer.values.items(), *others(offer)]
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._try_to_change(offer, values)
+            except (StartupError, PeerLostError):
+                # Another process has died while the group was formed.
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+            else:
+                return
+
+    def _try_to_change(self, offer: Copy, values: list[Any]) -> None:
+        bootstrap.leave()
+        forget_all()
+        generation = self._member.meet(call=self._call, progress=[offer.step, *offer.stage])
+        if generation is None:
+            self.is_over = True
+            return
+        bootstrap.enter(generation, self._strategy.stall_timeout_s)
+        self._strategy.move(generation.source)
+        topology = self._strategy.topology
+        put_values(values)
+        own = _packed(offer, self.told) if topology.worker_index == generation.source else b""
+        with bootstrap.without_lines_of_gloo():
+            told = exchange_bytes(own, topology.exchange)[generation.source]
+        self.step, theirs, position = _unpacked(told)
+        self.told = max(self.told, theirs) if self.told[0] == theirs[0] else theirs
+        try:
+            self._progress.move(topology)
+            self._progress.set_position(position)
+        except InputError as e:
+            raise PeerLostError(
+                "a training whose group has changed", f"its data cannot go on: {e.found}", e.hint
+            ) from e
+        self._is_inside, self._due, self.has_changed = False, self.step, True
+
+    def is_new(self, epoch: int, end: int) -> bool:
+        """Notes that the first steps of an epoch are reached. Returns whether the user's code has not heard of them yet."""
+        if [epoch, end] <= self.told:
+            return False
+        self.told = [epoch, end]
+        return True
+
+
+def _packed(copy: Copy, told: list[int]) -> bytes:
+    arrays: list[Any] = []
+
+    def put(array: Any) -> str:
+        arrays.append([str(array.dtype), array.shape, array.tobytes().hex()])
+        return str(len(arrays) - 1)
+
+    position = text.encode(copy.position, put)
+    return json.dumps({"step": copy.step, "told": told, "position": position, "arrays": arrays}).encode()
+
+
+def _unpacked(data: bytes) -> tuple[int, list[int], dict[str, Any]]:
+    found = json.loads(data)
+
+    def get(name: str) -> Any:
+        dtype, shape, numbers = found["arrays"][int(name)]
+        return np.frombuffer(bytes.fromhex(numbers), dtype).reshape(shape)
+
+    position: dict[str, Any] = text.decode(found["position"], get)
+    return found["step"], found["told"], position

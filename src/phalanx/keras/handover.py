@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `fit` hands over when processes die, leave or join: the counters of callbacks, and the work of the chief."""
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+from keras.callbacks import Callback, CallbackList
+
+from phalanx.elastic.training import Training
+from phalanx.input.wire import exchange_bytes
+from phalanx.keras.backup import Progress
+from phalanx.keras.data import EpochData
+from phalanx.mesh.topology import Topology
+from phalanx.train import text
+
+_OF_PROCESS = ("_model", "model", "params")
+"""Attributes of a callback that belong to its own process."""
+
+
+@dataclass
+class Run:
+    """One call of `fit`.
+
+    Args:
+      data: the batches.
+      validation: the batches of the validation, or None.
+      hooks: the callbacks that this process runs.
+      given: all callbacks of the user, in the same order on every process.
+      progress: how far the training has come.
+      epochs: the number of epochs.
+      validation_freq: after which epochs the validation runs.
+      training: keeps the training going if processes are lost. None if the group does not change.
+    """
+
+    data: EpochData
+    validation: EpochData | None
+    hooks: CallbackList
+    given: Sequence[Callback]
+    progress: Progress
+    epochs: int
+    validation_freq: int | Collection[int]
+    training: Training | None
+    _counters: list[dict[str, Any]] = field(default_factory=list, init=False)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Calls `on_epoch_begin`, unless the callbacks have heard of this epoch before."""
+        if self.training is None or self.training.is_new(epoch, 0):
+            self.hooks.on_epoch_begin(epoch)
+
+    def end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Calls `on_epoch_end` of each callback once, also if one of them fails because a process was lost."""
+        if self.training is None:
+            self.hooks.on_epoch_end(epoch, logs)
+            return
+        if epoch < self.training.told[0]:
+            return
+        own = self.hooks.callbacks
+        # On all processes in the order of the user, because callbacks may communicate.
+        for callback in self.given[self.progress.called :]:
+            if _is_among(callback, own):
+                callback.on_epoch_end(epoch, logs)
+            self.progress.called += 1
+        if self.progress.called == len(self.given):
+            for callback in own:
+                if not _is_among(callback, self.given):
+                    callback.on_epoch_end(epoch, logs)
+            self.progress.called += 1
+
+    def share_counters(self, topology: Topology) -> None:
+        """Tells all processes the counters of the chief's callbacks, for those that start later, or become the chief."""
+        own = json.dumps(list(map(_counters_of, self._all()))).encode() if topology.worker_index == 0 else b""
+        self._counters = json.loads(exchange_bytes(own, topology.exchange)[0])
+
+    def take_counters(self) -> None:
+        """Sets the counters of all callbacks to those that were shared last."""
+        for callback, counters in zip(self._all(), self._counters, strict=False):
+            _set_counters(callback, counters)
+
+    def promote(self, is_writer: Callable[[Callback], bool]) -> None:
+        """Adds the callbacks that only the chief runs, because this process has become the chief."""
+        for i, callback in enumerate(self.given):
+            if not is_writer(callback) or _is_among(callback, self.hooks.callbacks):
+                continue
+            if isinstance(callback, keras.callbacks.CSVLogger):
+                callback.append = True  # The rows of the former chief stay in the file.
+            self.hooks.callbacks.append(callback)
+            callback.set_params(self.hooks.params)
+            callback.set_model(self.hooks.model)
+            callback.on_train_begin()
+            if i < len(self._counters):
+                _set_counters(callback, self._counters[i])
+            if self.training is not None and self.training.told[0] >= 0:
+                callback.on_epoch_begin(self.training.told[0])
+
+    def _all(self) -> list[Callback]:
+        return [*self.given, self.hooks.model.history]
+
+
+def _is_among(callback: Callback, callbacks: Sequence[Callback]) -> bool:
+    return any(callback is other for other in callbacks)
+
+
+def _counters_of(callback: Callback) -> dict[str, Any]:
+    """Returns the attributes that are numbers, text, or containers of these, as JSON can hold them."""
+    found = {}
+    for name, value in vars(callback).items():
+        plain = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 1) else value
+        if name not in _OF_PROCESS:
+            with suppress(TypeError):
+                found[name] = text.encode(plain)
+    return found
+
+
+def _set_counters(callback: Callback, counters: dict[str, Any]) -> None:
+    vars(callback).update({name: text.decode(value, _no_array) for name, value in counters.items()})
+
+
+def _no_array(name: str) -> Any:
+    raise KeyError(name)

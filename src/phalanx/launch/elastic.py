@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group of processes that goes on when some of them die, and in which others take their places."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import final
+
+from typing_extensions import override
+
+from phalanx.launch.evaluator import Patience
+from phalanx.launch.group import Group
+from phalanx.launch.outcome import Ending, in_words
+from phalanx.launch.plan import ProcessSpec
+from phalanx.launch.processes import WorkerProcess
+from phalanx.launch.relay import Relay
+from phalanx.launch.rendezvous import Rendezvous
+
+
+@dataclass
+class _Place:
+    """A place in the group, which one process takes after the other.
+
+    Args:
+      spec: how to start a process.
+      process: the process that took it last.
+      failures: how many processes have failed here one after the other, while the training made no step.
+      due_s: time at which the next one starts. None if none is to start.
+    """
+
+    spec: ProcessSpec
+    process: WorkerProcess
+    failures: int = 0
+    due_s: float | None = None
+
+
+@final
+class ElasticGroup(Group):
+    """Processes that train together, of which some may be lost.
+
+    Args:
+      specs: the processes to start.
+      least: number of processes without which the group cannot go on.
+      relay: forwards their output.
+      patience: when to start a process in the place of one that has failed, and how often without a step in between.
+      say: receives reports.
+      beside: see `Group`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        least: int,
+        relay: Relay,
+        *,
+        patience: Patience,
+        say: Callable[[str], None],
+        beside: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(specs, relay, beside)
+        self._least, self._patience, self._tell_user = least, patience, say
+        self._places: list[_Place] = []
+        self._steps, self._is_ending = -1, False
+        self._rendezvous = Rendezvous(least, dict(specs[0].environment), self._kill, say)
+
+    @property
+    @override
+    def is_alive(self) -> bool:
+        return super().is_alive or any(place.due_s is not None for place in self._places)
+
+    @property
+    @override
+    def has_failed(self) -> bool:
+        """Whether nobody is left who trains: the training is lost, or has ended, or has too few processes for good."""
+        rendezvous = self._rendezvous
+        if rendezvous.is_lost or rendezvous.is_finished:
+            return True
+        hopeful = [place for place in self._places if place.due_s is not None or place.process.is_alive]
+        return len(hopeful) < self._least and not rendezvous.has_finished
+
+    @override
+    def start(self) -> None:
+        self._rendezvous.start()
+        self._specs = [
+            replace(spec, environment=self._rendezvous.environment_of(spec.task.index, spec.environment))
+            for spec in self._specs
+        ]
+        super().start()
+        self._places = [_Place(spec, process) for spec, process in zip(self._specs, self._workers, strict=True)]
+
+    @override
+    def end(self, grace_s: float, word_s: float = 0.0) -> None:
+        self._is_ending = True
+        super().end(grace_s, word_s)
+        self._rendezvous.end()
+
+    @override
+    def endings(self) -> tuple[Ending, ...]:
+        """Returns how the processes ended, without those that were lost before a training that has succeeded ended."""
+        is_success = self._rendezvous.has_finished and not self._rendezvous.is_lost
+        counts = [place for place in self._places if place.due_s is None or not is_success]
+        return tuple(place.process.ending() for place in counts)
+
+    @override
+    def _turn(self, timeout_s: float) -> None:
+        if not self._is_ending:
+            self._tend()
+            due = [place.due_s for place in self._places if place.due_s is not None]
+            timeout_s = max(0.0, min([timeout_s, *(due_s - time.monotonic() for due_s in due)]))
+        super()._turn(timeout_s)
+
+    def _tend(self) -> None:
+        """Looks which processes have failed, and starts others in their places when it is time."""
+        if self._rendezvous.steps > self._steps:
+            self._steps = self._rendezvous.steps
+            for place in self._places:
+                place.failures = 0
+        for index, place in enumerate(self._places):
+            if place.due_s is None and not place.process.is_alive and place.process.has_failed:
+                self._plan_start(place)
+            if place.due_s is not None and time.monotonic() >= place.due_s and not self._rendezvous.has_finished:
+                place.due_s = None
+                place.process = self._workers[index] = self._started(place.spec)
+        self._rendezvous.expect([place.spec.task.index for place in self._places if place.process.is_alive])
+
+    def _plan_start(self, place: _Place) -> None:
+        how = f"{place.spec.name} {in_words(place.process.ending().code)}"
+        if place.failures == self._patience.max_restarts:
+            return
+        place.failures += 1
+        pause_s = self._patience.pause_s(place.failures)
+        place.due_s = time.monotonic() + pause_s
+        self._tell_user(f"{how}. It starts again in {pause_s:g} s.")
+        if place.failures == self._patience.max_restarts:
+            self._tell_user(
+                f"This was its last start: it has failed {place.failures} times, and no step was made since."
+            )
+
+    def _kill(self, number: int, why: str) -> None:
+        for place in self._places:
+            if place.spec.task.index == number and place.process.is_alive:
+                self._tell_user(f"{place.spec.name} is ended: {why}.")
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(place.process.pid, signal.SIGKILL)

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rendezvous of an elastic group: decides which processes form the next generation, and tells them.
+
+All processes that train keep a connection with it. If one dies, the kernel closes its connection; the others leave their generation and
+say that they are ready for the next. A process that has started later says so too, and is let in at the next step on which the others agree.
+"""
+
+import json
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from typing_extensions import override
+
+from phalanx.cluster.door import Door, Guest
+from phalanx.cluster.membership import MEMBER, RENDEZVOUS
+from phalanx.cluster.secret import secret_of
+from phalanx.launch.plan import LOOPBACK, free_ports
+
+_TICK_S = 1.0
+_SILENCE_S = 10.0
+_NO_RANK = 1 << 30
+_MOST = 128
+"""Number of processes that may connect at the same time."""
+
+
+@dataclass
+class _Member:
+    """A process that keeps a connection with the rendezvous.
+
+    Args:
+      number: its number.
+      guest: its connection.
+      heard_s: time of its last message.
+      generation: the last generation that it was in. 0 before the first.
+      rank: its rank there.
+      ready: what it has said about itself, if it waits for a generation.
+      call: number of the training that its program is in.
+    """
+
+    number: int
+    guest: Guest
+    heard_s: float
+    generation: int = 0
+    rank: int = _NO_RANK
+    ready: dict[str, Any] | None = None
+    call: int = 0
+    _read: bytes = field(default=b"", init=False)
+
+    def hear(self) -> list[dict[str, Any]] | None:
+        """Returns its new messages. None if it has ended."""
+        try:
+            new = self.guest.connection.recv(1 << 16)
+        except OSError:
+            new = b""
+        *whole, self._read = (self._read + new).split(b"\n")
+        return [json.loads(line) for line in whole] if new else None
+
+
+@final
+class Rendezvous(threading.Thread):
+    """Forms the generations of a training.
+
+    Args:
+      least: number of processes without which no generation is formed.
+      environment: environment of the processes, with the secret.
+      kill: called with the number of a process that keeps the others from going on, and the reason.
+      say: receives reports.
+    """
+
+    def __init__(
+        self,
+        least: int,
+        environment: Mapping[str, str],
+        kill: Callable[[int, str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(name="phalanx-rendezvous", daemon=True)
+        self._least, self._kill, self._say = least, kill, say
+        self.address = f"{LOOPBACK}:{free_ports(1)[0]}"
+        self._door = Door(self.address, secret_of([self.address], environment), _MOST)
+        self._service = _Service(environment)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._door.fileno, selectors.EVENT_READ, None)
+        self._members: dict[int, _Member] = {}
+        self._expected: set[int] = set()
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._pending_s: float | None = None
+        self._asked: set[int] = set()
+        self.has_finished = False
+        """Whether the program of a process has come to its end."""
+        self.generation, self.steps = 0, -1
+        """The number of the present generation, and the most steps that a process has reported."""
+
+    def environment_of(self, number: int, environment: Mapping[str, str]) -> dict[str, str]:
+        """Returns the environment of a process, with which it finds the rendezvous instead of a fixed cluster."""
+        rest = {name: value for name, value in environment.items() if name != "TF_CONFIG"}
+        return {**rest, RENDEZVOUS: self.address, MEMBER: str(number)}
+
+    def end(self) -> None:
+        """Ends the rendezvous."""
+        self._is_over = True
+        self.join()
+        self._service.end()
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Says which processes run. The first generation waits for all of them."""
+        with self._lock:
+            self._expected = set(numbers)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a generation was formed, and none of its processes is left or has finished."""
+        with self._lock:
+            return bool(self.generation) and not self.has_finished and not self._survivors()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a process has finished, and all others of its generation have ended too."""
+        with self._lock:
+            return self.has_finished and not self._survivors()
+
+    @override
+    def run(self) -> None:
+        with self._door, self._selector:
+            while not self._is_over:
+                ready = self._selector.select(_TICK_S if self._pending_s is None else _TICK_S / 10)
+                with self._lock:
+                    for guest in self._door.guests(0):
+                        self._admit(guest)
+                    for key, _ in ready:
+                        if key.data is not None:
+                            self._hear(key.data)
+                    self._settle()
+
+    def _admit(self, guest: Guest) -> None:
+        number = guest.hello.get("member")
+        if type(number) is not int:
+            guest.connection.close()
+            return
+        if number in self._members:
+            self._forget(self._members[number])
+        member = self._members[number] = _Member(number, guest, time.monotonic())
+        self._selector.register(guest.connection, selectors.EVENT_READ, member)
+        guest.say({"is_late": self.generation > 0})
+
+    def _hear(self, member: _Member) -> None:
+        if self._members.get(member.number) is not member:
+            return
+        messages = member.hear()
+        if messages is None:
+            self._forget(member)
+            return
+        member.heard_s = time.monotonic()
+        for message in messages:
+            if "ready" in message:
+                member.ready = message["ready"]
+                member.call = member.ready["call"]
+                self.steps = max(self.steps, member.ready["progress"][0])
+            elif "begins" in message:
+                member.call = message["begins"]
+                member.guest.say({"call": self._call_of_others(member)})
+                if member.generation:
+                    self._dismiss(member.call)
+            elif "accuses" in message and message["generation"] == self.generation:
+                for other in self._survivors():
+                    if other.rank in message["accuses"]:
+                        self._kill(other.number, message["why"])
+            elif "leaves" in message:
+                self.has_finished = True
+                self._forget(member)
+                return
+
+    def _forget(self, member: _Member) -> None:
+        self._selector.unregister(member.guest.connection)
+        member.guest.connection.close()
+        del self._members[member.number]
+
+    def _survivors(self) -> list[_Member]:
+        """Returns the processes of the present generation that are left, by rank."""
+        found = [m for m in self._members.values() if m.generation == self.generation and self.generation]
+        return sorted(found, key=lambda m: m.rank)
+
+    def _dismiss(self, call: int) -> None:
+        """Tells newcomers that wait in an earlier training that it is over."""
+        for member in self._members.values():
+            if member.ready and not member.generation and member.call < call:
+                member.ready = None
+                member.guest.say({"missed": "the others have finished this training"})
+
+    def _call_of_others(self, member: _Member) -> int:
+        calls = [m.call for m in self._survivors() if m is not member]
+        return max(calls, default=member.call)
+
+    def _settle(self) -> None:
+        """Forms the next generation if its processes have come."""
+        survivors, now_s = self._survivors(), time.monotonic()
+        newcomers = [m for m in self._members.values() if m.ready and m.generation == 0]
+        if not self.generation:
+            if self._expected and self._expected <= {m.number for m in newcomers} and len(newcomers) >= self._least:
+                self._form([], sorted(newcomers, key=lambda m: m.number))
+            return
+        came = [m for m in survivors if m.ready]
+        call = max((m.call for m in survivors), default=0)
+        newcomers = [m for m in newcomers if m.call == call]
+        if not came:
+            self._pending_s = None
+            self._invite(survivors, newcomers)
+            return
+        self._pending_s = self._pending_s or now_s
+        if missing := [m for m in survivors if not m.ready]:
+            self._wake(missing, now_s)
+        elif len(came) + len(newcomers) >= self._least or self.has_finished:
+            self._form(came, sorted(newcomers, key=lambda m: m.number))
+
+    def _invite(self, survivors: list[_Member], newcomers: list[_Member]) -> None:
+        """Asks the present generation to meet newcomers after one of its next steps."""
+        new = {m.number for m in newcomers} - self._asked
+        if survivors and new:
+            self._asked |= new
+            names = ", ".join(f"worker {number}" for number in sorted(new))
+            survivors[0].guest.say({"change": f"{names} joins" if len(new) == 1 else f"{names} join"})
+
+    def _wake(self, missing: list[_Member], now_s: float) -> None:
+        """Ends processes that answer nothing, while others wait for them: they are stopped, or their machine is."""
+        assert self._pending_s is not None
+        for member in missing:
+            silent_s = now_s - max(member.heard_s, self._pending_s)
+            if silent_s > _SILENCE_S:
+                self._kill(member.number, f"has said nothing for {silent_s:.0f} s, while the others wait for it")
+            else:
+                member.guest.say({"ping": True})
+
+    def _form(self, survivors: list[_Member], newcomers: list[_Member]) -> None:
+        members = survivors + newcomers
+        service = self._service.start(len(members))
+        self.generation += 1
+        readies = [m.ready or {} for m in members]
+        progress = [ready["progress"] for ready in readies[: len(survivors)]]
+        source = progress.index(max(progress)) if progress else 0
+        call = members[0].call
+        for rank, member in enumerate(members):
+            member.ready, member.generation, member.rank, member.call = None, self.generation, rank, call
+            member.guest.say(
+                {
+                    "generation": self.generation,
+                    "service": service,
+                    "addresses": [ready["address"] for ready in readies],
+                    "rank": rank,
+                    "source": source,
+                }
+            )
+        self._pending_s = None
+        self._asked.clear()
+        if self.generation > 1:
+            names = ", ".join(str(m.number) for m in members)
+            self._say(f"Generation {self.generation}: the workers {names} go on.")
+
+
+class _Service:
+    """A process that runs JAX's coordination services, because the launcher does not import JAX."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx.mesh.coordination"],
+            env={**environment, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def start(self, size: int) -> str:
+        """Starts the service for a group of `size` processes, and returns its address."""
+        address = f"{LOOPBACK}:{free_ports(1)[0]}"
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(f"{address} {size}\n")
+        self._process.stdin.flush()
+        self._process.stdout.readline()
+        return address
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        with suppress(OSError):
+            self._process.communicate()

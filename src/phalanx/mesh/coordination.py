@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JAX's coordination service outside all workers, and the clients that join one service after another.
+
+`jax.distributed.initialize` starts the service in the process of rank 0, so that nobody survives the end of that process. This file
+has all names that are no public API of JAX. tests/unit/mesh/test_coordination.py checks that they exist, and what they do.
+
+As a module (`python -m phalanx.mesh.coordination`) it serves: each line of its input is `HOST:PORT SIZE` and starts a service for a
+group of that size, and each line of its output says that one has started. It ends with its input.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.extend
+from jax._src import distributed, lib
+
+_jax: Any = lib._jax  # type: ignore[attr-defined]
+_HEARTBEAT_S = 100
+"""Time in seconds after which the service gives up a silent client. The watch notices it earlier."""
+_SHUTDOWN_S = 5
+_KEPT_SERVICES = 2
+
+
+def connect(address: str, rank: int, size: int, timeout_s: float) -> None:
+    """Connects this process with the service of its group, and finds the devices of all. JAX must have none before.
+
+    Args:
+      address: `host:port` of the service.
+      rank: rank of this process.
+      size: number of processes in the group.
+      timeout_s: time to wait for the service, in seconds.
+
+    Raises:
+      RuntimeError: the service, or a process of the group, does not answer.
+    """
+    client = _jax.get_distributed_runtime_client(
+        address,
+        rank,
+        init_timeout=max(1, int(timeout_s)),
+        shutdown_timeout=_SHUTDOWN_S,
+        heartbeat_timeout=_HEARTBEAT_S,
+        use_compression=True,
+    )
+    client.connect()
+    state: Any = distributed.global_state
+    state.client, state.process_id, state.num_processes, state.coordinator_address = client, rank, size, address
+    before = _listening()
+    jax.devices()
+    own = _listening() - before
+    client.key_value_set(f"phalanx/ports/{rank}", json.dumps(sorted(own)))
+    _ports.clear()
+    for other in range(size):
+        _ports.update(json.loads(client.blocking_key_value_get(f"phalanx/ports/{other}", int(1000 * timeout_s))))
+
+
+_ports: set[int] = set()
+"""The ports at which gloo listens in the processes of the group."""
+
+
+def break_off() -> None:
+    """Closes the connections of gloo, so that a collective that waits for other processes ends with an error. May be called in any thread.
+
+    A process that has died closes its own connections, but a third one may wait for somebody who waits no longer.
+    """
+    for connection in _sockets():
+        with connection, contextlib.suppress(OSError):
+            if {connection.getsockname()[1], connection.getpeername()[1]} & _ports:
+                connection.shutdown(socket.SHUT_RD)
+
+
+def _listening() -> set[int]:
+    """Returns the ports at which this process listens."""
+    found = set()
+    for each in _sockets():
+        with each, contextlib.suppress(OSError):
+            if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add(each.getsockname()[1])
+    return found
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Yields copies of the TCP sockets of this process."""
+    for name in os.listdir("/dev/fd"):
+        # The descriptor may have been closed.
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            copy = socket.socket(fileno=os.dup(int(name)))
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                yield copy
+            else:
+                copy.close()
+
+
+def disconnect() -> None:
+    """Leaves the group, whose other processes may have died. The devices stay usable until `drop_devices`."""
+    state: Any = distributed.global_state
+    if state.client is not None:
+        # The service has noticed that others are missing, and says so here.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            state.client.shutdown()
+    state.client, state.process_id, state.num_processes = None, 0, 1
+
+
+def drop_devices() -> None:
+    """Drops all devices, programs and arrays of JAX, so that the next call of JAX finds the devices of another group."""
+    clears: list[Any] = [jax.clear_caches, jax.extend.backend.clear_backends]
+    for clear in clears:
+        clear()
+
+
+def _serve() -> None:
+    # The clients of a group that has ended have left its service, but may be in the middle of a call.
+    services: deque[Any] = deque()
+    for line in sys.stdin:
+        address, size = line.split()
+        services.append(
+            _jax.get_distributed_runtime_service(
+                address,
+                int(size),
+                heartbeat_timeout=_HEARTBEAT_S,
+                shutdown_timeout=_SHUTDOWN_S,
+                recoverable=True,
+            )
+        )
+        print("started", flush=True)
+        while len(services) > _KEPT_SERVICES:
+            services.popleft().shutdown()
+    os._exit(0)  # Without waiting for clients that have not left.
+
+
+if __name__ == "__main__":
+    _serve()
