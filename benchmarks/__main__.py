@@ -33,6 +33,7 @@ MODULES = {
     "kills": "kills",
     "interrupts": "interrupts",
     "endurance": "endurance",
+    "elastic": "elastic",
 }
 """The module of each benchmark. It is imported when it runs, because some need optional libraries."""
 
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds",
         type=int,
-        help="how many rounds of restarts (50) and parameter_server_soak (30), and interrupts per loop (1000)",
+        help="how many rounds of restarts and elastic (50) and parameter_server_soak (30), and interrupts per loop (1000)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the number of their first round (default: %(default)s)")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of the table of parameter_server_memory (4)")
@@ -63,6 +64,7 @@ def main() -> None:
     drawn = {"seed": options.seed} | ({} if options.rounds is None else {"rounds": options.rounds})
     arguments = {
         "restarts": drawn,
+        "elastic": drawn,
         "parameter_server_soak": drawn,
         "parameter_server_memory": {"gigabytes": options.gigabytes},
         "interrupts": {"rounds": options.rounds},

@@ -73,6 +73,7 @@ _ROOMS = (
     "cluster_resolver",
     "keras",
     "data",
+    "elastic",
     "estimator",
     "estimator.experimental",
     "estimator.export",

@@ -21,6 +21,11 @@ def of_options():
             experimental.CommunicationOptions,
             {"bytes_per_pack": 0, "timeout_seconds": None, "implementation": "auto", "wire_dtype": None},
         ),
+        "ElasticOptions": Case(
+            phalanx.elastic.ElasticOptions,
+            {"donate": True, "copy_every": None},
+            takes={"donate": {"True"}, "copy_every": COUNT | NONE},
+        ),
         "CommunicationOptions.merge": Case(experimental.CommunicationOptions().merge, {"other": None}),
         "RunOptions": Case(
             phalanx.RunOptions,

@@ -82,6 +82,12 @@ def of_verbs(count):
         "Strategy.run_steps(of an iterator)": Case(
             lambda iterator: strategy.run_steps(same, iterator, 2), {"iterator": iter(dataset)}
         ),
+        "steps": Case(
+            lambda step, dataset, epochs: next(phalanx.elastic.steps(step, dataset, epochs)),
+            {"step": same, "dataset": dataset, "epochs": 1},
+            takes={"epochs": COUNT},
+            functions=("step",),
+        ),
         "Strategy.reduce": Case(
             strategy.reduce,
             {"reduce_op": "SUM", "value": value, "axis": None},

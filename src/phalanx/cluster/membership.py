@@ -13,6 +13,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -89,14 +90,17 @@ class Membership(threading.Thread):
         secret = secret_of([address])
         try:
             self._connection = socket.create_connection(split(address), timeout=_CONNECT_S)
-            refused = knock(self._connection, secret, {"member": number}, _CONNECT_S)
-            self._lines = self._connection.makefile("rb")
-            welcome = None if refused is not None else json.loads(self._lines.readline())
-        except (OSError, ValueError) as e:
+        except OSError as e:
             raise _no_answer(address) from e
-        if welcome is None:
-            raise _no_answer(address)
-        self.is_late: bool = welcome["is_late"]
+        with ExitStack() as stack:
+            stack.enter_context(self._connection)
+            refused = knock(self._connection, secret, {"member": number}, _CONNECT_S)
+            self._lines = stack.enter_context(self._connection.makefile("rb"))
+            welcome = b"" if refused is not None else self._lines.readline()
+            if not welcome:
+                raise _no_answer(address)
+            stack.pop_all()
+        self.is_late: bool = json.loads(welcome)["is_late"]
         self._connection.settimeout(None)
         self._own_host = self._connection.getsockname()[0]
         self.start()
@@ -123,7 +127,7 @@ class Membership(threading.Thread):
         return found
 
     def begin(self, call: int) -> int:
-        """Says that the program has come to its training number `call`. Returns the number of the training that the others are in."""
+        """Reports that the program has come to its training number `call`. Returns the number of the one that the others are in."""
         self._say({"begins": call})
         others: int = _next(self._calls)
         return others
@@ -133,12 +137,14 @@ class Membership(threading.Thread):
         if self.generation is not None:
             self._say({"accuses": list(ranks), "generation": self.generation.number, "why": why})
 
-    def leave(self) -> None:
-        """Says that the program of this process has finished."""
-        self._say({"leaves": True})
-
     @override
     def run(self) -> None:
+        with self._connection, self._lines:
+            self._hear()
+        self._generations.put(None)
+        self._calls.put(None)
+
+    def _hear(self) -> None:
         for line in self._lines:
             message = json.loads(line)
             if "generation" in message:
@@ -153,8 +159,6 @@ class Membership(threading.Thread):
                 self._calls.put(message["call"])
             elif "ping" in message:
                 self._say({"pong": True})
-        self._generations.put(None)
-        self._calls.put(None)
 
     def _say(self, message: Mapping[str, Any]) -> None:
         with self._saying:

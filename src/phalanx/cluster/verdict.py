@@ -32,6 +32,7 @@ class Member:
       is_told: whether it left because of SIGTERM.
       asked: signature of the program that it is about to run for the first time. None unless it waits for agreement.
       end: how it failed. Empty if it has not failed.
+      has_lost_step: whether a step has failed in it, and it waits for the reason.
     """
 
     name: str
@@ -44,11 +45,12 @@ class Member:
     is_told: bool = False
     asked: dict[str, list[str]] | None = None
     end: str = ""
+    has_lost_step: bool = False
 
     def hear(self, message: Mapping[str, Any], now_s: float) -> None:
         """Updates the state from a message of the process."""
         self.heard_s = now_s
-        for name in ("turn", "step", "is_inside", "has_left", "is_told", "asked", "end"):
+        for name in ("turn", "step", "is_inside", "has_left", "is_told", "asked", "end", "has_lost_step"):
             if name in message and message[name] != getattr(self, name):
                 setattr(self, name, message[name])
                 self.moved_s = now_s
@@ -71,7 +73,7 @@ class Verdict:
       text: the process that is the cause, and what happened to it.
       is_loss: whether a process has died, so that the programs of the others fail by themselves.
       hint: what to check. Empty if the text suffices.
-      still: names of the processes that are there and do not move, so that the others could go on without them.
+      still: names of the processes that take no further step, so that the others could go on without them.
     """
 
     text: str
@@ -106,6 +108,15 @@ def judge_presence(
     return None
 
 
+def judge_failure(members: Sequence[Member]) -> Verdict | None:
+    """Returns a verdict on a process that has ended its program, if a step has failed since. It may have ended with an error."""
+    left = [m for m in members if m.has_left]
+    if not left or not any(m.has_lost_step for m in members):
+        return None
+    text = f"{left[0].name} has ended its program after step {left[0].step}, and the others go on"
+    return Verdict(text, is_loss=True, still=tuple(m.name for m in left))
+
+
 def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> Verdict | None:
     """Returns a verdict on a process that makes no progress while others wait, or None if there is none.
 
@@ -129,9 +140,8 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
         # Its end releases the others from the step: the collective fails, and their handlers and `finally` blocks run.
         return Verdict(f"{told[0].name} {SIGTERM} after step {told[0].step}", is_loss=True)
     if (left := [m for m in behind if m.has_left]) and still_s > min(_LEFT_S, stall_s):
-        return Verdict(
-            f"{left[0].name} has ended its program after step {left[0].step}, and {waited}", hint=_SAME_STEPS
-        )
+        text = f"{left[0].name} has ended its program after step {left[0].step}, and {waited}"
+        return Verdict(text, hint=_SAME_STEPS, still=tuple(m.name for m in left))
     # Nobody knows what a silent process has done since its last message: it must be named for its silence.
     known_s = min([now_s, *(m.heard_s for m in members if not m.has_left)])
     if known_s - moved_s <= stall_s:

@@ -25,7 +25,7 @@ from typing_extensions import override
 from phalanx.cluster.agreement import Difference, Signature, compare, shortened
 from phalanx.cluster.spec import host_and_port
 from phalanx.cluster.sync_point import SyncPoint
-from phalanx.cluster.verdict import Member, Verdict, judge_presence, judge_progress
+from phalanx.cluster.verdict import Member, Verdict, judge_failure, judge_presence, judge_progress
 
 STALL_TIMEOUT_S = 600.0
 """Default time without progress in any process, in seconds, after which a waiting cluster counts as stalled.
@@ -37,7 +37,9 @@ _TICK_S = 1.0
 _JUDGE_S = 0.1
 _GRACE_IN_STEP_S = 5.0
 _GRACE_S = 20.0
-_LEAVE_S = 10.0
+_LEAVE_S = 2.0, 10.0
+"""Shortest and longest time in seconds in which a process must leave a group that has lost another one: some steps."""
+_STEPS_TO_LEAVE = 4
 _NO_PROGRESS = 75
 
 _HOLD = """
@@ -78,13 +80,14 @@ class Watch(threading.Thread):
         self._members = {r: Member(f"rank {r} ({addresses[r]})", now_s, now_s) for r in {rank, *lines}}
         self._rank, self._stall_s, self._outlive = rank, stall_s, outlive
         self.sync_point = SyncPoint(rank, lines, self._say, self.waiting)
-        # Where all processes meet to form another group.
+        # All processes meet at this one to form another group.
         self.change_point = SyncPoint(rank, lines, lambda said: self._say({"change": said["sync"]}), self.waiting)
         self._port = host_and_port(addresses[0])[1]
         self._lines = {r: _Line(connection) for r, connection in lines.items()}
         self._tick_s = min(_TICK_S, stall_s / 4)
         self._turn = self._step = self._depth = 0
-        self._has_left = self._is_told_to_end = self._has_failed = self._is_closed = False
+        self._began_s = self._last_s = 0.0
+        self._has_left = self._is_told_to_end = self._has_failed = self._is_closed = self._has_lost_step = False
         self._verdict: Verdict | None = None
         self._is_told = threading.Event()
         self._settling = threading.Lock()
@@ -153,17 +156,23 @@ class Watch(threading.Thread):
         if self._depth == 1:
             self._turn += 1
             self._step += is_step
+            self._began_s = time.monotonic()
 
     def end(self, *, is_step: bool, has_failed: bool) -> None:
         """Records the end of the operation that the matching `begin` started."""
         self._depth -= 1
-        if self._depth == 0 and has_failed:
+        if self._depth == 0 and not has_failed:
+            self._last_s = time.monotonic() - self._began_s
+        elif self._depth == 0:
             # The others may not have begun it either, so this process must not count as ahead of them.
             self._turn -= 1
             self._step -= is_step
 
     def loss(self, wait_s: float = 0.0) -> str | None:
         """Returns the verdict text if a process has died, otherwise None. Waits up to `wait_s` seconds for a verdict."""
+        if wait_s and self._verdict is None:
+            self._has_lost_step = True
+            self._report()
         if wait_s and self._is_told.wait(wait_s) and self._verdict and not self._verdict.is_loss:
             # The watch is about to end this process with an explanation. An error in the main thread must not come first.
             self.join(_GRACE_S)
@@ -261,6 +270,8 @@ class Watch(threading.Thread):
         own = self._members[self._rank]
         verdict = judge_presence([self._members[rank] for rank in self._lines], now_s, self._stall_s, own)
         # Only rank 0 judges progress, so that all ranks report the same. The other ranks only hear from rank 0.
+        if verdict is None and self._rank == 0 and self._outlive is not None:
+            verdict = judge_failure(list(self._members.values()))
         if verdict is None and self._rank == 0:
             verdict = judge_progress(list(self._members.values()), now_s, self._stall_s)
         return verdict
@@ -273,6 +284,7 @@ class Watch(threading.Thread):
             "is_inside": inside,
             "has_left": self._has_left,
             "is_told": self._is_told_to_end,
+            "has_lost_step": self._has_lost_step,
         }
 
     def _report(self, **more: Any) -> None:
@@ -355,7 +367,8 @@ class Watch(threading.Thread):
         self._is_told.set()
         self._outlive([rank for rank, m in self._members.items() if m.name in verdict.still], verdict.text)
         inside_s = time.monotonic()
-        while not self._is_closed and time.monotonic() - inside_s < _LEAVE_S:
+        leave_s = min(max(_LEAVE_S[0], _STEPS_TO_LEAVE * self._last_s), _LEAVE_S[1])
+        while not self._is_closed and time.monotonic() - inside_s < leave_s:
             time.sleep(min(self._tick_s, _JUDGE_S))
             if not self._depth:
                 inside_s = time.monotonic()

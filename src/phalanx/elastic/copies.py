@@ -41,7 +41,13 @@ class Copier:
     """Copies variables to the host. An array that is still the one of the last copy is not copied again."""
 
     def __init__(self) -> None:
+        self._known = 0
         self._last: IdentityMap[tuple[Callable[[], Any], np.ndarray]] = IdentityMap()
+
+    @property
+    def has_missed(self) -> bool:
+        """Whether variables were created since the last copy."""
+        return len(_variables) != self._known
 
     def copy(
         self,
@@ -62,6 +68,7 @@ class Copier:
           is_lenient: whether a variable that a failed program has consumed gets an old value.
         """
         values: IdentityMap[np.ndarray] = IdentityMap()
+        self._known = len(_variables)
         unfinished = {id(v): is_zero for v, is_zero in unfinished_variables(topology)}
         for variable, _ in _variables.items():
             array = compat.raw_value(variable)
@@ -90,11 +97,15 @@ class Copier:
         return host
 
 
-def others(copy: Copy) -> list[tuple[Variable, np.ndarray]]:
-    """Returns the variables that a copy does not have, with their present values, as far as these exist."""
-    found = []
+def others(copy: Copy) -> tuple[list[tuple[Variable, np.ndarray]], list[str]]:
+    """Returns the variables that a copy does not have with their present values, and the names of those that have lost theirs."""
+    found, lost = [], []
     for variable, _ in _variables.items():
         array = compat.raw_value(variable)
-        if copy.values.get(variable) is None and isinstance(array, jax.Array) and not array.is_deleted():
+        if copy.values.get(variable) is not None or not isinstance(array, jax.Array):
+            continue
+        if array.is_deleted():
+            lost.append(variable.path)
+        else:
             found.append((variable, np.array(array)))
-    return found
+    return found, lost

@@ -121,6 +121,10 @@ def _results(step: Callable[[Any], T], dataset: DistributedDataset, epochs: int)
             if batch is None:
                 training.finish()
                 return
+            if training.has_changed:
+                training.has_changed = False
+                if isinstance(step, Function):
+                    step.prepare(*batch)  # Then all variables exist, and are copied.
             is_new = training.begin_steps(loop.begun)
             result = step(*batch)
             training.end_steps()

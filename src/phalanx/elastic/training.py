@@ -12,7 +12,7 @@ import numpy as np
 
 from phalanx.cluster import membership, watch
 from phalanx.elastic.copies import Copier, Copy, others
-from phalanx.errors import InputError, PeerLostError, StartupError
+from phalanx.errors import InputError, PeerLostError, StartupError, StateLostError, listed
 from phalanx.input.wire import exchange_bytes
 from phalanx.mesh import bootstrap
 from phalanx.mesh.topology import Topology
@@ -86,6 +86,7 @@ class Training:
         self._copier, self._copy = Copier(), None  # type: Copier, Copy | None
         self.step, self._due, self._every = 0, 0, _FIRST_EVERY
         self.told, self.has_changed = [-1, 0], True
+        self._end = [-1, 0]
         self._is_inside, self._clean = False, 0
         self._began_s, self._step_s = 0.0, float("inf")
         self._call = next(_calls)
@@ -149,14 +150,16 @@ class Training:
         self._clean = own.steps
         if reason := own.change_point.is_reached():
             raise GroupChange(reason)
-        if self.step >= self._due:
+        if self.step >= self._due or self._copier.has_missed:
             self.keep()
         self._began_s = time.perf_counter()
-        return self.is_new(self._progress.stage[0], end)
+        self._end = [self._progress.stage[0], end]
+        return self._end > self.told
 
     def end_steps(self, count: int = 1) -> None:
-        """Notes that the steps have ended."""
+        """Notes that the steps have ended, and that the user's code hears of them now."""
         self._is_inside = False
+        self.told = max(self.told, self._end)
         self.step += count
         self._step_s = min(self._step_s, (time.perf_counter() - self._began_s) / count)
 
@@ -190,7 +193,14 @@ class Training:
         return self._copy
 
     def _change(self, offer: Copy) -> None:
-        values = [*offer.values.items(), *others(offer)]
+        rest, lost = others(offer)
+        if lost:
+            raise StateLostError(
+                f"a training of {len(rest) + len(lost)} variables whose group has lost a process",
+                f"the values of {listed(sorted(lost)[:3])} were made in the step that failed, and are lost.",
+                "create all variables before the first step: optimizer.build(model.trainable_variables)",
+            )
+        values = [*offer.values.items(), *rest]
         for attempt in range(_ATTEMPTS):
             try:
                 self._try_to_change(offer, values)
@@ -226,12 +236,11 @@ class Training:
             ) from e
         self._is_inside, self._due, self.has_changed = False, self.step, True
 
-    def is_new(self, epoch: int, end: int) -> bool:
-        """Notes that the first steps of an epoch are reached. Returns whether the user's code has not heard of them yet."""
-        if [epoch, end] <= self.told:
-            return False
-        self.told = [epoch, end]
-        return True
+    def begin_epoch(self, epoch: int) -> bool:
+        """Notes that an epoch begins. Returns whether the user's code has not heard of it yet."""
+        is_new = [epoch, 0] > self.told
+        self.told = max(self.told, [epoch, 0])
+        return is_new
 
 
 def _packed(copy: Copy, told: list[int]) -> bytes:

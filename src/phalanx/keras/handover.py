@@ -48,7 +48,7 @@ class Run:
 
     def begin_epoch(self, epoch: int) -> None:
         """Calls `on_epoch_begin`, unless the callbacks have heard of this epoch before."""
-        if self.training is None or self.training.is_new(epoch, 0):
+        if self.training is None or self.training.begin_epoch(epoch):
             self.hooks.on_epoch_begin(epoch)
 
     def end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:

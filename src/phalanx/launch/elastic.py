@@ -3,6 +3,7 @@
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -64,6 +65,7 @@ class ElasticGroup(Group):
         self._least, self._patience, self._tell_user = least, patience, say
         self._places: list[_Place] = []
         self._steps, self._is_ending = -1, False
+        self._compiled = tempfile.TemporaryDirectory(prefix="phalanx-compiled-", ignore_cleanup_errors=True)
         self._rendezvous = Rendezvous(least, dict(specs[0].environment), self._kill, say)
 
     @property
@@ -74,18 +76,25 @@ class ElasticGroup(Group):
     @property
     @override
     def has_failed(self) -> bool:
-        """Whether nobody is left who trains: the training is lost, or has ended, or has too few processes for good."""
-        rendezvous = self._rendezvous
-        if rendezvous.is_lost or rendezvous.is_finished:
-            return True
+        """Whether nobody is left who trains: the training has ended, or is lost, or has too few processes for good."""
+        gone = self._rendezvous.gone
+        if gone is not None:
+            # Those whose connections are closed may still be on the way out.
+            return not any(p.process.is_alive and p.spec.task.index in gone for p in self._places)
         hopeful = [place for place in self._places if place.due_s is not None or place.process.is_alive]
-        return len(hopeful) < self._least and not rendezvous.has_finished
+        return len(hopeful) < self._least and not self._rendezvous.has_finished
 
     @override
     def start(self) -> None:
         self._rendezvous.start()
         self._specs = [
-            replace(spec, environment=self._rendezvous.environment_of(spec.task.index, spec.environment))
+            replace(
+                spec,
+                environment={
+                    **self._cache(),
+                    **self._rendezvous.environment_of(spec.task.index, spec.environment),
+                },
+            )
             for spec in self._specs
         ]
         super().start()
@@ -96,12 +105,21 @@ class ElasticGroup(Group):
         self._is_ending = True
         super().end(grace_s, word_s)
         self._rendezvous.end()
+        self._compiled.cleanup()
+
+    def _cache(self) -> dict[str, str]:
+        """Returns the environment in which a group of a size that has been there before does not compile its programs again."""
+        return {
+            "JAX_COMPILATION_CACHE_DIR": self._compiled.name,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
 
     @override
     def endings(self) -> tuple[Ending, ...]:
         """Returns how the processes ended, without those that were lost before a training that has succeeded ended."""
-        is_success = self._rendezvous.has_finished and not self._rendezvous.is_lost
-        counts = [place for place in self._places if place.due_s is None or not is_success]
+        has_succeeded = self._rendezvous.has_finished
+        counts = [place for place in self._places if place.due_s is None or not has_succeeded]
         return tuple(place.process.ending() for place in counts)
 
     @override
@@ -119,11 +137,15 @@ class ElasticGroup(Group):
             for place in self._places:
                 place.failures = 0
         for index, place in enumerate(self._places):
-            if place.due_s is None and not place.process.is_alive and place.process.has_failed:
-                self._plan_start(place)
+            if place.due_s is None and not place.process.is_alive:
+                if place.process.has_failed:
+                    self._plan_start(place)
+                else:
+                    self._rendezvous.has_finished = True
             if place.due_s is not None and time.monotonic() >= place.due_s and not self._rendezvous.has_finished:
                 place.due_s = None
                 place.process = self._workers[index] = self._started(place.spec)
+                self._rendezvous.note_start(place.spec.task.index)
         self._rendezvous.expect([place.spec.task.index for place in self._places if place.process.is_alive])
 
     def _plan_start(self, place: _Place) -> None:

@@ -23,7 +23,7 @@ from phalanx.cluster.membership import MEMBER, RENDEZVOUS
 from phalanx.cluster.secret import secret_of
 from phalanx.launch.plan import LOOPBACK, free_ports
 
-_TICK_S = 1.0
+_TICK_S = 0.2
 _SILENCE_S = 10.0
 _NO_RANK = 1 << 30
 _MOST = 128
@@ -94,8 +94,9 @@ class Rendezvous(threading.Thread):
         self._is_over = False
         self._pending_s: float | None = None
         self._asked: set[int] = set()
+        self._gone: set[int] = set()
         self.has_finished = False
-        """Whether the program of a process has come to its end."""
+        """Whether the program of a process has come to its end, so that no process joins any more."""
         self.generation, self.steps = 0, -1
         """The number of the present generation, and the most steps that a process has reported."""
 
@@ -111,27 +112,26 @@ class Rendezvous(threading.Thread):
         self._service.end()
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """Says which processes run. The first generation waits for all of them."""
+        """Notes which processes run. The first generation waits for all of them."""
         with self._lock:
             self._expected = set(numbers)
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether a generation was formed, and none of its processes is left or has finished."""
+    def note_start(self, number: int) -> None:
+        """Notes that another process has taken a place."""
         with self._lock:
-            return bool(self.generation) and not self.has_finished and not self._survivors()
+            self._gone.discard(number)
 
     @property
-    def is_finished(self) -> bool:
-        """Whether a process has finished, and all others of its generation have ended too."""
+    def gone(self) -> frozenset[int] | None:
+        """The processes that were in the last generation, if all of them are gone. None if one trains, or no generation was formed."""
         with self._lock:
-            return self.has_finished and not self._survivors()
+            return None if not self.generation or self._survivors() else frozenset(self._gone)
 
     @override
     def run(self) -> None:
         with self._door, self._selector:
             while not self._is_over:
-                ready = self._selector.select(_TICK_S if self._pending_s is None else _TICK_S / 10)
+                ready = self._selector.select(_TICK_S)
                 with self._lock:
                     for guest in self._door.guests(0):
                         self._admit(guest)
@@ -139,6 +139,8 @@ class Rendezvous(threading.Thread):
                         if key.data is not None:
                             self._hear(key.data)
                     self._settle()
+            for member in self._members.values():
+                member.guest.connection.close()
 
     def _admit(self, guest: Guest) -> None:
         number = guest.hello.get("member")
@@ -173,15 +175,13 @@ class Rendezvous(threading.Thread):
                 for other in self._survivors():
                     if other.rank in message["accuses"]:
                         self._kill(other.number, message["why"])
-            elif "leaves" in message:
-                self.has_finished = True
-                self._forget(member)
-                return
 
     def _forget(self, member: _Member) -> None:
         self._selector.unregister(member.guest.connection)
         member.guest.connection.close()
         del self._members[member.number]
+        if member.generation:
+            self._gone.add(member.number)
 
     def _survivors(self) -> list[_Member]:
         """Returns the processes of the present generation that are left, by rank."""

@@ -100,8 +100,9 @@ def enter(generation: membership.Generation, stall_timeout_s: float | None = Non
     try:
         with own.waiting():
             coordination.connect(generation.service, rank, len(addresses), _MEETING_S)
-    except jax.errors.JaxRuntimeError as e:
-        raise StartupError(about, f"JAX cannot connect them: {e}", "") from e
+    except RuntimeError as e:
+        hint = "look at the output of the other processes"
+        raise StartupError(about, f"JAX cannot connect them: {e}", hint) from e
     _end_with_group()
 
 
@@ -312,12 +313,11 @@ class _Termination:
 
     def leave(self) -> None:
         """Tells the watch that this process ends. Must be called at exit."""
-        own, member = watch.own(), membership.own()
+        own = watch.own()
         if not self._is_ours:
             if own:
                 own.leave(is_told=self._has_come())
-            if member:
-                member.leave()
+            if membership.is_elastic():
                 coordination.disconnect()
             return
         if own:

@@ -2,7 +2,7 @@
 """JAX's coordination service outside all workers, and the clients that join one service after another.
 
 `jax.distributed.initialize` starts the service in the process of rank 0, so that nobody survives the end of that process. This file
-has all names that are no public API of JAX. tests/unit/mesh/test_coordination.py checks that they exist, and what they do.
+has all names that do not belong to JAX's public API. tests/unit/mesh/test_coordination.py checks that they exist, and what they do.
 
 As a module (`python -m phalanx.mesh.coordination`) it serves: each line of its input is `HOST:PORT SIZE` and starts a service for a
 group of that size, and each line of its output says that one has started. It ends with its input.
@@ -27,6 +27,7 @@ _HEARTBEAT_S = 100
 """Time in seconds after which the service gives up a silent client. The watch notices it earlier."""
 _SHUTDOWN_S = 5
 _KEPT_SERVICES = 2
+_ATTEMPTS = 5
 
 
 def connect(address: str, rank: int, size: int, timeout_s: float) -> None:
@@ -53,12 +54,24 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> None:
     state: Any = distributed.global_state
     state.client, state.process_id, state.num_processes, state.coordinator_address = client, rank, size, address
     before = _listening()
-    jax.devices()
+    _find_devices()
     own = _listening() - before
     client.key_value_set(f"phalanx/ports/{rank}", json.dumps(sorted(own)))
     _ports.clear()
     for other in range(size):
         _ports.update(json.loads(client.blocking_key_value_get(f"phalanx/ports/{other}", int(1000 * timeout_s))))
+
+
+def _find_devices() -> None:
+    for attempt in range(_ATTEMPTS):
+        try:
+            jax.devices()
+        except RuntimeError:
+            # gloo asks for the address of this machine's name. That fails at times while connections of an earlier group are closed.
+            if attempt + 1 == _ATTEMPTS:
+                raise
+        else:
+            return
 
 
 _ports: set[int] = set()
@@ -68,7 +81,7 @@ _ports: set[int] = set()
 def break_off() -> None:
     """Closes the connections of gloo, so that a collective that waits for other processes ends with an error. May be called in any thread.
 
-    A process that has died closes its own connections, but a third one may wait for somebody who waits no longer.
+    A process that has died closes its own connections, but a third one may wait for a process that has left the group.
     """
     for connection in _sockets():
         with connection, contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from phalanx.cluster import watch
+from phalanx.cluster import membership, watch
 from phalanx.errors import (
     ContextError,
     PeerLostError,
@@ -55,7 +55,7 @@ def _require_outside_callbacks() -> None:
         )
 
 
-_NEWS_S = 3.0
+_NEWS_S = 5.0
 """Time in seconds to wait for a report of a lost process, after a program has failed."""
 
 _STATUS = re.compile(r"[A-Z_]+: ")
@@ -90,8 +90,8 @@ def _is_of_program(error: BaseException) -> bool:
 
 
 def _peer_lost(how: str) -> PeerLostError:
-    return PeerLostError(
-        how,
-        "no step can run without it.",
-        "phalanx run --max-restarts 3 ..., and let the script resume from its last checkpoint",
-    )
+    if membership.is_elastic():
+        hint = "for loss in phalanx.elastic.steps(train_step, dataset): ...; only this and fit go on without a process"
+    else:
+        hint = "phalanx run --max-restarts 3 ..., and let the script resume from its last checkpoint"
+    return PeerLostError(how, "no step can run without it.", hint)

@@ -193,7 +193,10 @@ def test_script_that_is_not_there():
     [
         (["--workers", "0", "train.py"], "workers=0: there must be at least one worker.\nHINT: --workers 2"),
         (["--devices-per-worker", "0", "train.py"], "devices_per_worker=0: a worker must have at least one device."),
-        (["--workers", "two", "train.py"], "'two' is not a valid integer"),
+        (["--workers", "two", "train.py"], "--workers two: must be a number, or two numbers."),
+        (["--workers", "2:", "train.py"], "--workers 2:: must be a number, or two numbers."),
+        (["--workers", "3:2", "train.py"], "workers=3:2: the minimum must be at least 1 and at most the maximum."),
+        (["--workers", "0:2", "train.py"], "workers=0:2: the minimum must be at least 1"),
         (["--max-restarts", "-1", "train.py"], "-1 is not in the range x>=0"),
         (["--grace-seconds", "-1", "train.py"], "-1.0 is not in the range x>=0"),
         (["--evaluator-grace-seconds", "-1", "train.py"], "-1.0 is not in the range x>=0"),

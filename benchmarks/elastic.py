@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of one training are lost, again and again: how soon the others finish the next step, and whether the result is right.
+
+The seconds go from the loss, or for a stopped process from the time limit of the watch, to the first finished step of each process that
+is left. Another process then takes the place of the lost one, before the next round.
+"""
+
+import os
+import random
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from benchmarks.parent import ROOT
+from benchmarks.report import Report
+
+RECORD = struct.Struct("qqqd")
+"""What a process writes down after each step: see `Done`."""
+STALL_S = 3.0
+"""Time limit of the watch."""
+KINDS = ("kill", "stop", "raise", "exit", "two")
+"""How processes are lost: SIGKILL, SIGSTOP, an exception, `os._exit`, and SIGKILL of two at once."""
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "two": signal.SIGKILL}
+_OF_THE_PARENT = ("NPROC", "PHALANX_CPU_DEVICES", "PYTHONPATH", "XLA_FLAGS", "TF_CONFIG")
+_DEADLINE_S = 60.0
+_RECENT_S = 0.5
+_POLL_S = 0.002
+
+
+class Done(NamedTuple):
+    """What a process has written down last.
+
+    Args:
+      worker: number of its place.
+      generation: the generation in which it made its last step. 0 before the first.
+      step: number of steps.
+      at_s: when it finished the last one.
+    """
+
+    worker: int
+    generation: int
+    step: int
+    at_s: float
+
+
+class Job:
+    """A training under `phalanx run`. A context manager, which ends it.
+
+    Args:
+      how: "fit" or "loop".
+      workers: the option `--workers`.
+      epochs: number of epochs.
+      donate: see `phalanx.elastic.ElasticOptions`.
+      options: other options of `phalanx run`.
+    """
+
+    def __init__(
+        self, how: str, workers: str, epochs: int, *, donate: bool = True, options: Sequence[str] = ()
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="phalanx-elastic-")
+        self.folder, self.size = Path(self._folder.name), int(workers.rpartition(":")[2])
+        self._log = (self.folder / "log").open("w+")
+        environment = {k: v for k, v in os.environ.items() if k not in _OF_THE_PARENT}
+        told = {"JAX_PLATFORMS": "cpu", "PHALANX_STALL_TIMEOUT_S": str(STALL_S), "DONATE": "yes" if donate else "no"}
+        launcher = [sys.executable, "-m", "phalanx", "run", "--workers", workers, *options]
+        self._process = subprocess.Popen(
+            [*launcher, "-m", "benchmarks.elastic_script", how, str(self.folder), str(epochs)],
+            cwd=ROOT,
+            env=environment | told,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+        self._folder.cleanup()
+
+    @property
+    def output(self) -> str:
+        """What the launcher and the processes have printed."""
+        return (self.folder / "log").read_text()
+
+    def done(self) -> dict[int, Done]:
+        """Returns what each running process has written down, by process id."""
+        found = {}
+        for file in self.folder.iterdir():
+            if file.name.isdigit() and _is_running(int(file.name)):
+                found[int(file.name)] = Done(*RECORD.unpack(file.read_bytes()))
+        return found
+
+    def wait_until_complete(self) -> dict[int, Done]:
+        """Waits until as many processes as possible train in one generation, and returns what they have done.
+
+        Raises:
+          RuntimeError: they do not, or the training has ended.
+        """
+        deadline_s = time.monotonic() + _DEADLINE_S
+        while self._process.poll() is None and time.monotonic() < deadline_s:
+            found, now_s = self.done(), time.monotonic()
+            is_recent = all(done.generation and now_s - done.at_s < _RECENT_S for done in found.values())
+            if len(found) == self.size and is_recent and len({done.generation for done in found.values()}) == 1:
+                return found
+            time.sleep(_POLL_S)
+        raise RuntimeError(f"the group is not complete:\n{self.output[-3000:]}")
+
+    def lose(self, victims: Iterable[int], kind: str) -> float:
+        """Ends processes, and returns the time in seconds until all others have finished a step of the next generation.
+
+        Raises:
+          RuntimeError: they do not.
+        """
+        before, lost = self.done(), set(victims)
+        began_s = time.monotonic()
+        for pid in lost:
+            if kind in _SIGNALS:
+                os.kill(pid, _SIGNALS[kind])
+            else:
+                (self.folder / f"{pid}.do").write_text(kind)
+        others = set(before) - lost
+        generation = max(done.generation for done in before.values())
+        while self._process.poll() is None and time.monotonic() < began_s + _DEADLINE_S:
+            now = self.done()
+            if all(pid in now and now[pid].generation > generation for pid in others):
+                last_s = max(now[pid].at_s for pid in others)
+                return last_s - began_s - (STALL_S if kind == "stop" else 0.0)
+            time.sleep(_POLL_S)
+        raise RuntimeError(f"the others do not go on after {kind} of {lost}:\n{self.output[-3000:]}")
+
+    def wait(self, deadline_s: float) -> int:
+        """Waits for the end, and returns the exit code."""
+        return self._process.wait(deadline_s)
+
+    def result(self) -> list[np.ndarray]:
+        """Returns the weights at the end, and then the losses."""
+        with np.load(self.folder / "end.npz") as saved:
+            weights = [saved[name] for name in sorted(saved.files) if name != "losses"]
+            return [*weights, saved["losses"]]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class Played:
+    """The result of some rounds.
+
+    Args:
+      seconds: of each round.
+      differs: largest relative difference of the weights from those of an undisturbed training.
+      code: exit code.
+    """
+
+    seconds: list[float]
+    differs: float
+    code: int
+
+
+def play(
+    how: str, kinds: Sequence[str], rounds: int, rng: random.Random, *, epochs: int, donate: bool = True
+) -> Played:
+    """Disturbs a training of three processes, and trains another one without a disturbance."""
+    seconds = []
+    with Job(how, "1:3", epochs, donate=donate) as job:
+        for number in range(rounds):
+            found = sorted(job.wait_until_complete())
+            time.sleep(rng.uniform(0.0, 0.5))
+            kind = kinds[number % len(kinds)]
+            seconds.append(job.lose(rng.sample(found, 2 if kind == "two" else 1), kind))
+        code = job.wait(600)
+        disturbed = job.result()
+    with Job(how, "3", epochs) as job:
+        job.wait(600)
+        expected = job.result()
+    differs = max(_difference(x, y) for x, y in zip(disturbed[:-1], expected[:-1], strict=True))
+    return Played(seconds, differs, code)
+
+
+def _difference(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def _speed(workers: str, seconds: float) -> float:
+    """Returns the steps per second of an undisturbed training."""
+    with Job("loop", workers, 100_000) as job:
+        if ":" in workers:
+            job.wait_until_complete()
+        while len(found := job.done()) < job.size or min(done.step for done in found.values()) < 50:
+            time.sleep(_POLL_S)
+        (pid, first), *_ = found.items()
+        time.sleep(seconds)
+        last = job.done()[pid]
+        return (last.step - first.step) / (last.at_s - first.at_s)
+
+
+def run(*, quick: bool, rounds: int = 50, seed: int = 0) -> Report:
+    """Loses processes in all ways in `fit` and in a custom loop, and compares the speed with that of a fixed group."""
+    report = Report(
+        "elastic",
+        f"Processes of three are lost (kill -9, SIGSTOP after {STALL_S:g} s, exception, os._exit, two at once): seconds to the next step",
+        ("training", "rounds", "median s", "worst s", "difference of the weights", "exit code"),
+    )
+    rng = random.Random(seed)
+    rounds, epochs = (2, 60) if quick else (rounds, 30 * rounds)
+
+    def lose(how: str, donate: bool) -> None:
+        played = play(how, KINDS, rounds, rng, epochs=epochs, donate=donate)
+        median, worst = statistics.median(played.seconds), max(played.seconds)
+        name = f"{how}, donate={donate}"
+        report.add([name, rounds, median, worst, played.differs, played.code], how=name, seconds=played.seconds)
+
+    def compare() -> None:
+        pairs = [
+            (_speed("2:2", 2.0 if quick else 10.0), _speed("2", 2.0 if quick else 10.0))
+            for _ in range(1 if quick else 7)
+        ]
+        ratio = statistics.median(elastic / fixed for elastic, fixed in pairs)
+        text = f"--workers 2:2 makes {ratio:.3f} of the steps of --workers 2"
+        report.add([text, len(pairs), "", "", "", ""], pairs=pairs)
+
+    report.measure(
+        [*(lambda h=h, d=d: lose(h, d) for h, d in (("loop", True), ("fit", True), ("loop", False))), compare]
+    )
+    return report

@@ -1,0 +1,258 @@
+"""Processes of an elastic group die, are stopped and join: the others go on at once, and the result is right."""
+
+import csv
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from benchmarks.elastic import Job
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 240
+LONGEST_S = 30
+"""Much longer than it takes; the seconds are those of `python -m benchmarks elastic`."""
+EPOCHS = 60
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """The weights and losses of a training without a disturbance, by kind of training."""
+    found = {}
+
+    def result_of(how):
+        if how not in found:
+            with Job(how, "2", EPOCHS) as job:
+                assert job.wait(DEADLINE_S) == 0, job.output
+                found[how] = job.result()
+        return found[how]
+
+    return result_of
+
+
+CASES = {
+    "chief is killed in a loop": ("loop", "kill", 0, True),
+    "another one is killed, without donation": ("loop", "kill", 1, False),
+    "one stands still in a loop": ("loop", "stop", 1, True),
+    "chief raises in fit": ("fit", "raise", 0, True),
+    "two are killed at once in fit": ("fit", "two", 1, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_others_go_on(case, undisturbed):
+    """They make the next step, another process takes the place, and the weights are those of a training that nothing disturbs."""
+    how, kind, place, donate = CASES[case]
+    with Job(how, "1:3", EPOCHS, donate=donate) as job:
+        found = job.wait_until_complete()
+        by_place = {done.worker: pid for pid, done in found.items()}
+        victims = [by_place[place], *([by_place[place + 1]] if kind == "two" else [])]
+        assert job.lose(victims, kind) < LONGEST_S
+        survivors = set(found) - set(victims)
+        again = job.wait_until_complete()
+        assert survivors < set(again)
+        assert job.wait(DEADLINE_S) == 0, job.output
+        assert "Generation 2: the workers" in job.output
+        for x, y in zip(job.result()[:-1], undisturbed(how)[:-1], strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+COUNTS = """
+import os, sys, time
+from pathlib import Path
+import phalanx
+import keras, numpy as np
+strategy = phalanx.MultiWorkerMirroredStrategy(elastic=phalanx.elastic.ElasticOptions(donate=DONATE, copy_every=4))
+with strategy.scope():
+    seen = keras.Variable(np.zeros(24, "float32"), aggregation="sum")
+def count(rows):
+    mask = rows < 1000
+    seen.assign_add(keras.ops.sum(keras.ops.one_hot(rows, 24) * keras.ops.cast(mask, "float32")[:, None], 0))
+@phalanx.function
+def step(batch):
+    strategy.run(count, args=(batch,))
+    return keras.ops.sum(seen.value)
+dataset = strategy.experimental_distribute_dataset(np.arange(24), batch_size=6)
+here = Path(sys.argv[1])
+heard = []
+made = 0
+for total in phalanx.elastic.steps(step, dataset, epochs=60):
+    heard.append(int(total))
+    made += 1
+    (here / str(os.getpid())).write_text(str(made))
+    time.sleep(0.02)
+print("heard", heard == list(range(heard[0], 24 * 60 + 1, 6)), len(heard), flush=True)
+print("seen", sorted(set(np.asarray(seen.value).tolist())), flush=True)
+"""
+
+
+def run(script, *arguments, workers="1:2", options=(), meanwhile=lambda process: None):
+    """Runs a script, and returns the exit code and the output."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", "run", "--workers", workers, *options, str(script), *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        meanwhile(process)
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode, output
+
+
+def kill(folder, times):
+    """Returns a function that kills one of two processes once both have made 25 steps, so many times."""
+
+    def meanwhile(process):
+        rng = random.Random(0)
+        for _ in range(times):
+            deadline = time.monotonic() + DEADLINE_S
+            ready = []
+            while len(ready) < 2 and process.poll() is None and time.monotonic() < deadline:
+                ready = sorted(int(file.name) for file in folder.iterdir() if int(file.read_text() or 0) >= 25)
+                time.sleep(0.01)
+            victim = rng.choice(ready)
+            (folder / str(victim)).unlink()
+            os.kill(victim, 9)
+
+    return meanwhile
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_every_row_counts_once_per_epoch(tmp_path, donate):
+    """Whatever is repeated, and the loop hears of each step once, in order."""
+    script = tmp_path / "count.py"
+    script.write_text(COUNTS.replace("DONATE", str(donate)))
+    folder = tmp_path / "steps"
+    folder.mkdir()
+    code, output = run(script, folder, meanwhile=kill(folder, 2))
+    assert code == 0, output
+    assert set(re.findall(r"heard (\w+)", output)) == {"True"}, output
+    assert set(re.findall(r"seen (.*)", output)) == {"[60.0]"}, output
+    assert output.count("was killed by SIGKILL") == 2
+
+
+FIT = """
+import json, os, sys, time
+from pathlib import Path
+import phalanx
+import keras, numpy as np
+here = Path(sys.argv[1])
+keras.utils.set_random_seed(0)
+strategy = phalanx.MultiWorkerMirroredStrategy()
+class Heard(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+        self.epochs = 0
+    def on_epoch_begin(self, epoch, logs=None):
+        self.heard.append(["begin", epoch])
+    def on_train_batch_end(self, batch, logs=None):
+        self.heard.append(["batch", batch])
+        (here / str(os.getpid())).write_text(str(int(self.model.optimizer.iterations.value)))
+        time.sleep(0.02)
+    def on_epoch_end(self, epoch, logs=None):
+        self.heard.append(["end", epoch])
+        self.epochs += 1
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.1), keras.layers.Dense(8), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+rng = np.random.default_rng(0)
+x = rng.normal(size=(64, 4)).astype("float32")
+heard = Heard()
+history = model.fit(x, x.sum(1, keepdims=True), batch_size=8, epochs=20, validation_split=0.25, verbose=0, callbacks=[
+    heard,
+    keras.callbacks.CSVLogger(here / "log.csv"),
+    keras.callbacks.ModelCheckpoint(here / "best.weights.h5", save_best_only=True, save_weights_only=True),
+]).history
+print(json.dumps({"heard": heard.heard, "epochs": heard.epochs, "losses": history["val_loss"]}), flush=True)
+"""
+
+
+def test_callbacks_go_on_after_the_chief(tmp_path):
+    """Each batch and epoch is heard once; the new chief writes the files on, and all have the whole history."""
+    script = tmp_path / "train.py"
+    script.write_text(FIT)
+    folder = tmp_path / "files"
+    folder.mkdir()
+
+    def kill_chief(process):
+        deadline = time.monotonic() + DEADLINE_S
+        while not (folder / "log.csv").exists() or len((folder / "log.csv").read_text().splitlines()) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        chief = min(int(file.name) for file in folder.iterdir() if file.name.isdigit())
+        os.kill(chief, 9)
+
+    code, output = run(script, folder, meanwhile=kill_chief)
+    assert code == 0, output
+    found = [eval(line) for line in re.findall(r"(\{\"heard.*\})", output)]
+    assert len(found) == 2, output
+    for each in found:
+        heard = [tuple(event) for event in each["heard"]]
+        assert len(set(zip(heard, np.cumsum([kind == "begin" for kind, _ in heard]), strict=True))) == len(heard)
+        assert [n for kind, n in heard if kind == "end"] == list(range(20))[-len([n for k, n in heard if k == "end"]) :]
+        assert each["epochs"] == len(each["losses"]) == 20
+    assert found[0]["losses"] == found[1]["losses"]
+    with (folder / "log.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["epoch"] != "epoch"]
+    assert [int(row["epoch"]) for row in rows] == list(range(20))
+    assert (folder / "best.weights.h5").exists()
+
+
+PLAIN = """
+import sys, time
+import phalanx
+import keras
+strategy = phalanx.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    w = keras.Variable(1.0)
+    optimizer = keras.optimizers.SGD(0.1)
+@phalanx.function
+def step():
+    def replica():
+        optimizer.apply_gradients([(w.value * 0.0, w)])
+    strategy.run(replica)
+for number in range(1000):
+    step()
+    time.sleep(0.02)
+    if number == 20 and phalanx.cluster.membership.own().number == 1:
+        sys.exit(7)
+"""
+
+
+def test_script_that_cannot_go_on(tmp_path):
+    """A loop without `steps` ends with an error that says what to write."""
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN)
+    code, output = run(script)
+    assert code
+    assert "PeerLostError" in output
+    assert "phalanx.elastic.steps(train_step, dataset)" in output
+
+
+BROKEN = """
+import sys
+import phalanx
+strategy = phalanx.MultiWorkerMirroredStrategy()
+sys.exit(5)
+"""
+
+
+def test_group_that_always_fails(tmp_path):
+    """It ends with the exit code of the first one, and a report."""
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN)
+    code, output = run(script)
+    assert code == 5, output
+    assert re.search(r"worker \d failed first: it exited with code 5", output)

@@ -1,0 +1,245 @@
+"""The rendezvous with real members in threads of this process: who is in which generation, and who is told what."""
+
+import os
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from phalanx.cluster.membership import MEMBER, RENDEZVOUS, Membership
+from phalanx.cluster.secret import TOKEN, new_token
+from phalanx.launch.rendezvous import Rendezvous
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 30.0
+
+
+class Hall:
+    """A rendezvous, and the members that this test has let in.
+
+    Args:
+      least: number of processes without which no generation is formed.
+    """
+
+    def __init__(self, least):
+        self.killed, self.said = [], []
+        self.rendezvous = Rendezvous(least, dict(os.environ), lambda *told: self.killed.append(told), self.said.append)
+        self.rendezvous.start()
+
+    def members(self, *numbers):
+        """Lets members in, which the rendezvous expects."""
+        self.rendezvous.expect(numbers)
+        return [Membership(self.rendezvous.address, number) for number in numbers]
+
+    def meet(self, members, progress=None, call=0):
+        """Returns the generations of members that meet at the same time."""
+        found = {}
+
+        def meet(member):
+            found[member.number] = member.meet(call=call, progress=(progress or {}).get(member.number, [0]))
+
+        threads = [threading.Thread(target=meet, args=(member,), daemon=True) for member in members]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert len(found) == len(members)
+        return [found[member.number] for member in members]
+
+
+def hang_up(member):
+    """Ends the connection of a member, as the end of its process does."""
+    member._connection.shutdown(2)
+
+
+def until(condition):
+    """Waits until something holds."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def hall(monkeypatch):
+    """Makes rendezvous, which end with the test."""
+    monkeypatch.setenv(TOKEN, new_token())
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    halls = []
+
+    def make(least):
+        halls.append(Hall(least))
+        return halls[-1]
+
+    yield make
+    os.environ.pop("TF_CONFIG", None)
+    for each in halls:
+        each.rendezvous.end()
+
+
+def test_first_generation_waits_for_all(hall):
+    """Ranks follow the numbers, and all have the same addresses and the same service."""
+    found = hall(1)
+    generations = found.meet(found.members(0, 1, 2))
+    assert [g.rank for g in generations] == [0, 1, 2]
+    assert len({(g.number, g.service, g.addresses, g.source) for g in generations}) == 1
+    assert generations[0].number == 1
+    assert len(set(generations[0].addresses)) == generations[0].size == 3
+    assert '"index"' in generations[2].tf_config()
+
+
+def test_others_form_the_next_generation(hall):
+    """Without the one that has died; the most advanced one is the source, and ranks keep their order."""
+    found = hall(1)
+    first, second, third = members = found.members(0, 1, 2)
+    found.meet(members)
+    hang_up(first)
+    generations = found.meet([second, third], {1: [7, 0, 0], 2: [8, 0, 0]})
+    assert [(g.number, g.rank, g.size, g.source) for g in generations] == [(2, 0, 2, 1), (2, 1, 2, 1)]
+    assert found.rendezvous.steps == 8
+    assert found.said == ["Generation 2: the workers 1, 2 go on."]
+
+
+def test_too_few_wait_for_another(hall):
+    """With a minimum of two, the one that is left waits until a newcomer is there, and is the source."""
+    found = hall(2)
+    first, second = members = found.members(0, 1)
+    found.meet(members)
+    hang_up(second)
+    until(lambda: 1 not in found.rendezvous._members)
+    (newcomer,) = found.members(1)
+    assert newcomer.is_late
+    generations = found.meet([newcomer, first], {0: [5, 0, 0], 1: [-1]})
+    assert [(g.number, g.rank, g.source) for g in generations] == [(2, 1, 0), (2, 0, 0)]
+
+
+def test_newcomer_is_announced_to_the_chief(hall):
+    """The generation that trains is asked to meet it; only its first rank, which asks the others."""
+    found = hall(1)
+    members = found.members(0, 1)
+    found.meet(members)
+    news = [[], []]
+    for member, heard in zip(members, news, strict=True):
+        member.changed = heard.append
+    (newcomer,) = found.members(2)
+    thread = threading.Thread(target=newcomer.meet, kwargs={"call": 0, "progress": [-1]}, daemon=True)
+    thread.start()
+    until(lambda: news[0])
+    assert news == [["worker 2 joins"], []]
+    assert [g.size for g in found.meet(members)] == [3, 3]
+    thread.join(DEADLINE_S)
+    assert newcomer.generation.rank == 2
+    assert not newcomer.is_late
+
+
+def test_newcomer_in_an_earlier_training(hall):
+    """It is told the present one, and does not join; one that waits when the others finish is told too."""
+    found = hall(1)
+    (first,) = members = found.members(0)
+    found.meet(members)
+    assert first.begin(0) == 0
+    (newcomer,) = found.members(1)
+    assert newcomer.begin(0) == 0
+    met = []
+    thread = threading.Thread(target=lambda: met.append(newcomer.meet(call=0, progress=[-1])), daemon=True)
+    thread.start()
+    until(lambda: found.rendezvous._members[1].ready)
+    assert first.begin(1) == 1
+    thread.join(DEADLINE_S)
+    assert met == [None]
+    assert newcomer.is_late
+    assert newcomer.begin(0) == 1
+
+
+def test_accused_process_is_killed(hall):
+    """By the number of its place; an accusation of another generation does not count."""
+    found = hall(1)
+    first, _ = members = found.members(4, 5)
+    found.meet(members)
+    first.accuse([1], "it stands still")
+    until(lambda: found.killed)
+    assert found.killed == [(5, "it stands still")]
+
+
+def test_silent_process_is_killed(hall, monkeypatch):
+    """One that does not even answer, while another one waits for the next generation."""
+    monkeypatch.setattr("phalanx.launch.rendezvous._SILENCE_S", 0.5)
+    found = hall(1)
+    first, second = members = found.members(0, 1)
+    found.meet(members)
+    second._say = lambda message: None
+
+    def meet():
+        with suppress(RuntimeError):  # The rendezvous ends with the test.
+            first.meet(call=0, progress=[1])
+
+    threading.Thread(target=meet, daemon=True).start()
+    until(lambda: found.killed)
+    number, why = found.killed[0]
+    assert number == 1
+    assert why.startswith("has said nothing for ")
+
+
+def test_state_of_the_training(hall):
+    """Nobody is gone until all of the generation are; a process that takes a place is not gone."""
+    found = hall(1)
+    first, second = members = found.members(0, 1)
+    assert found.rendezvous.gone is None
+    found.meet(members)
+    hang_up(first)
+    until(lambda: 0 not in found.rendezvous._members)
+    assert found.rendezvous.gone is None
+    hang_up(second)
+    until(lambda: found.rendezvous.gone == {0, 1})
+    found.rendezvous.note_start(1)
+    assert found.rendezvous.gone == {0}
+
+
+def test_environment_of_a_process(hall):
+    """It finds the rendezvous, and no fixed cluster."""
+    found = hall(1)
+    environment = found.rendezvous.environment_of(3, {"TF_CONFIG": "{}", "HOME": "/root"})
+    assert environment == {"HOME": "/root", RENDEZVOUS: found.rendezvous.address, MEMBER: "3"}
+
+
+def test_end_of_the_rendezvous_is_an_error(hall):
+    """For a member that waits for its generation."""
+    found = hall(1)
+    (first,) = found.members(0)
+    found.rendezvous.expect([0, 1])
+    errors = []
+
+    def meet():
+        try:
+            first.meet(call=0, progress=[0])
+        except RuntimeError as e:
+            errors.append(f"{e}")
+
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    until(lambda: found.rendezvous._members[0].ready)
+    found.rendezvous._forget(found.rendezvous._members[0])
+    thread.join(DEADLINE_S)
+    assert "phalanx run has ended." in errors[0]
+
+
+def test_stranger_is_not_let_in(hall):
+    """A process with another secret gets an error, and the rendezvous goes on."""
+    found = hall(1)
+    token = os.environ[TOKEN]
+    os.environ[TOKEN] = new_token()
+    try:
+        with pytest.raises(RuntimeError, match="another secret"):
+            Membership(found.rendezvous.address, 0)
+    finally:
+        os.environ[TOKEN] = token
+    assert found.meet(found.members(0))[0].size == 1
+
+
+def test_no_rendezvous_at_the_address(monkeypatch):
+    """The error says what to write."""
+    monkeypatch.setenv(TOKEN, new_token())
+    with pytest.raises(RuntimeError, match=r"the rendezvous at 127\.0\.0\.1:1.*\n.*HINT|HINT"):
+        Membership("127.0.0.1:1", 0)
