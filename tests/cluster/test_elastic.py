@@ -27,7 +27,7 @@ def undisturbed():
 
     def result_of(how):
         if how not in found:
-            with Job(how, "2", EPOCHS) as job:
+            with Job(how, "1", EPOCHS) as job:
                 assert job.wait(DEADLINE_S) == 0, job.output
                 found[how] = job.result()
         return found[how]

@@ -10,7 +10,7 @@ from phalanx.input.distributed import DistributedDataset
 from phalanx.input.iterator import DistributedIterator
 from phalanx.mesh.topology import Topology
 from phalanx.programs.function import Function
-from phalanx.strategies.base import Strategy, living_strategies
+from phalanx.strategies.base import Strategy, strategy_on
 
 T = TypeVar("T")
 
@@ -147,9 +147,9 @@ def _enter(training: Training, step: Callable[[Any], Any], loop: _Loop) -> None:
 
 
 def _strategy_of(dataset: DistributedDataset) -> Strategy:
-    for strategy in living_strategies():
-        if strategy.topology.has_devices and strategy.topology is dataset.topology:
-            return strategy
+    strategy = strategy_on(dataset.topology)
+    if strategy is not None:
+        return strategy
     raise InvalidArgumentError(
         f"dataset={shown(dataset)}", "its strategy no longer exists.", "keep the strategy in a variable"
     )

@@ -16,7 +16,7 @@ from phalanx.keras import steps
 from phalanx.keras.scheduled import ScheduledTrainer
 from phalanx.keras.training import ModelTrainer
 from phalanx.programs.identity import IdentityMap
-from phalanx.strategies.base import Strategy, living_strategies
+from phalanx.strategies.base import Strategy, living_strategies, strategy_on
 from phalanx.strategies.current import get_strategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.tracing import context
@@ -161,9 +161,9 @@ def _strategy_of(dataset: DistributedDataset, method: str) -> Strategy:
     Raises:
       ContextError: the strategy no longer exists.
     """
-    for strategy in living_strategies():
-        if strategy.topology.has_devices and strategy.topology is dataset.topology:
-            return strategy
+    strategy = strategy_on(dataset.topology)
+    if strategy is not None:
+        return strategy
     raise ContextError(
         f"{method} of a DistributedDataset outside all scopes",
         "the strategy of the dataset no longer exists, and the model was not created in a scope.",

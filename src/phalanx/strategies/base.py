@@ -435,3 +435,8 @@ for _method in (*vars(AbstractInputs).values(), *vars(AbstractResults).values())
 def living_strategies() -> tuple[Strategy, ...]:
     """Returns all strategies of this process that are still referenced."""
     return tuple(_living)
+
+
+def strategy_on(topology: Topology) -> Strategy | None:
+    """Returns the strategy that uses a topology. None if it no longer exists."""
+    return next((s for s in living_strategies() if s.topology.has_devices and s.topology is topology), None)

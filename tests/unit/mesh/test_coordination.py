@@ -1,0 +1,104 @@
+"""The names of JAX that are not public: they exist, and do what Phalanx expects of them."""
+
+import inspect
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from jax._src import distributed, lib
+
+from phalanx.launch.plan import free_ports
+from phalanx.mesh import coordination
+
+DEADLINE_S = 60
+
+GROUP = """
+import sys
+import phalanx
+import jax, numpy as np
+from phalanx.mesh import coordination
+from phalanx.mesh.annotated import set_config
+set_config("jax_cpu_enable_async_dispatch", False)
+rank, *services = int(sys.argv[1]), *sys.argv[2:]
+for service in services:
+    coordination.connect(service, rank, 2, 20)
+    print(jax.process_index(), jax.process_count(), len(jax.devices()), len(coordination._ports), flush=True)
+    coordination.disconnect()
+    coordination.drop_devices()
+print(jax.process_count(), len(jax.devices()), flush=True)
+"""
+
+
+def test_private_names_exist():
+    """With the parameters that Phalanx sets, and the fields that it writes."""
+    assert {"client", "process_id", "num_processes", "coordinator_address"} <= set(vars(distributed.State)) | set(
+        distributed.State.__annotations__
+    )
+    service = lib._jax.get_distributed_runtime_service.__doc__
+    assert all(name in service for name in ("num_nodes", "heartbeat_timeout", "shutdown_timeout", "recoverable"))
+    client = lib._jax.get_distributed_runtime_client.__doc__
+    names = ("node_id", "init_timeout", "shutdown_timeout", "heartbeat_timeout", "use_compression")
+    assert all(name in client for name in names)
+    methods = ("connect", "shutdown", "key_value_set", "blocking_key_value_get")
+    assert all(hasattr(lib._jax.DistributedRuntimeClient, name) for name in methods)
+    assert inspect.isdatadescriptor(distributed.State.client) or hasattr(distributed.global_state, "client")
+
+
+@pytest.mark.slow
+def test_two_groups_one_after_the_other(tmp_path):
+    """Two processes join a service, leave it, join another one, and are alone in the end."""
+    script = tmp_path / "group.py"
+    script.write_text(GROUP)
+    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS", "TF_CONFIG")} | {
+        "JAX_PLATFORMS": "cpu",
+        "PHALANX_CPU_DEVICES": "1",
+    }
+    server = subprocess.Popen(
+        [sys.executable, "-m", "phalanx.mesh.coordination"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    processes = []
+    try:
+        services = [f"127.0.0.1:{port}" for port in free_ports(2)]
+        for service in services:
+            server.stdin.write(f"{service} 2\n")
+            server.stdin.flush()
+            assert server.stdout.readline() == "started\n"
+        for rank in range(2):
+            command = [sys.executable, str(script), str(rank), *services]
+            processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        for rank, process in enumerate(processes):
+            output, _ = process.communicate(timeout=DEADLINE_S)
+            lines = [line for line in output.splitlines() if not line.startswith("[Gloo]")]
+            assert lines == [f"{rank} 2 2 2", f"{rank} 2 2 2", "1 1"]
+        server.stdin.close()
+        assert server.wait(DEADLINE_S) == 0
+    finally:
+        for process in (server, *processes):
+            process.kill()
+            process.wait()
+            for pipe in filter(None, (process.stdin, process.stdout)):
+                pipe.close()
+
+
+def test_connections_of_the_group_are_broken_off(monkeypatch):
+    """Those at its ports can be read no longer, others can."""
+    with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setattr(coordination, "_ports", {ours.getsockname()[1]})
+        assert {ours.getsockname()[1], other.getsockname()[1]} <= coordination._listening()
+        with (
+            socket.create_connection(ours.getsockname()) as first,
+            socket.create_connection(other.getsockname()) as second,
+            ours.accept()[0] as theirs,
+            other.accept()[0] as unknown,
+        ):
+            coordination.break_off()
+            assert first.recv(1) == b""
+            assert theirs.recv(1) == b""
+            unknown.sendall(b"x")
+            assert second.recv(1) == b"x"
