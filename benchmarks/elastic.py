@@ -28,10 +28,10 @@ RECORD = struct.Struct("qqqd")
 """What a process writes down after each step: see `Done`."""
 STALL_S = 3.0
 """Time limit of the watch."""
-KINDS = ("kill", "stop", "raise", "exit", "two")
-"""How processes are lost: SIGKILL, SIGSTOP, an exception, `os._exit`, and SIGKILL of two at once."""
+KINDS = ("kill", "stop", "raise", "exit", "two", "term")
+"""How processes are lost: SIGKILL, SIGSTOP, an exception, `os._exit`, SIGKILL of two at once, and SIGTERM."""
 
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "two": signal.SIGKILL}
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "two": signal.SIGKILL, "term": signal.SIGTERM}
 _OF_THE_PARENT = ("NPROC", "PHALANX_CPU_DEVICES", "PYTHONPATH", "XLA_FLAGS", "TF_CONFIG")
 _DEADLINE_S = 60.0
 _RECENT_S = 0.5
@@ -104,8 +104,8 @@ class Job:
         """Returns what each running process has written down, by process id."""
         found = {}
         for file in self.folder.iterdir():
-            if file.name.isdigit() and _is_running(int(file.name)):
-                found[int(file.name)] = Done(*RECORD.unpack(file.read_bytes()))
+            if file.name.isdigit() and _is_running(int(file.name)) and len(written := file.read_bytes()) == RECORD.size:
+                found[int(file.name)] = Done(*RECORD.unpack(written))
         return found
 
     def wait_until_complete(self) -> dict[int, Done]:
@@ -220,7 +220,7 @@ def run(*, quick: bool, rounds: int = 50, seed: int = 0) -> Report:
     """Loses processes in all ways in `fit` and in a custom loop, and compares the speed with that of a fixed group."""
     report = Report(
         "elastic",
-        f"Processes of three are lost (kill -9, SIGSTOP after {STALL_S:g} s, exception, os._exit, two at once): seconds to the next step",
+        f"Processes of three are lost (kill -9, SIGSTOP after {STALL_S:g} s, exception, os._exit, two at once, SIGTERM): seconds to the next step",
         ("training", "rounds", "median s", "worst s", "difference of the weights", "exit code"),
     )
     rng = random.Random(seed)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 DEADLINE_S = 240
 LONGEST_S = 30
 """Much longer than it takes; the seconds are those of `python -m benchmarks elastic`."""
-EPOCHS = 60
+EPOCHS = 40
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +140,17 @@ def test_every_row_counts_once_per_epoch(tmp_path, donate):
     assert set(re.findall(r"heard (\w+)", output)) == {"True"}, output
     assert set(re.findall(r"seen (.*)", output)) == {"[60.0]"}, output
     assert output.count("was killed by SIGKILL") == 2
+
+
+def test_told_process_leaves_between_steps(tmp_path):
+    """After SIGTERM no step fails, and another process takes the place."""
+    with Job("loop", "1:3", EPOCHS) as job:
+        found = sorted(job.wait_until_complete())
+        assert job.lose(found[:1], "term") < LONGEST_S
+        job.wait_until_complete()
+        assert job.wait(DEADLINE_S) == 0, job.output
+        assert "Phalanx: rank" not in job.output
+        assert "exited with code 143 (it was ended by SIGTERM). It starts again in 1 s." in job.output
 
 
 FIT = """

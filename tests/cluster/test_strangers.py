@@ -84,23 +84,29 @@ def disturb(address, crowd):
         time.sleep(0.5)
 
 
-def test_strangers_at_every_port(tmp_path):
-    """Garbage, and 10,000 silent connections to each: no worker is lost."""
+def family_of(process):
+    """The process and those that it has started."""
+    return [process, *map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
+
+
+@pytest.mark.parametrize(("workers", "ports"), [("2", 3), ("2:2", 4)])
+def test_strangers_at_every_port(tmp_path, workers, ports):
+    """Garbage, and 10,000 silent connections to each: no worker is lost. An elastic group has the rendezvous too."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     script, stop = tmp_path / "train.py", tmp_path / "stop"
     script.write_text(TRAIN)
-    command = [sys.executable, "-m", "phalanx", "run", "--workers", "2", str(script), str(stop)]
+    command = [sys.executable, "-m", "phalanx", "run", "--workers", workers, str(script), str(stop)]
     environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES")}
     job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        processes = []
-        while len(processes) < 2:
+        training = 0
+        while training < 2:
             line = job.stdout.readline()
             assert line, "the job ended before it trained"
-            processes += re.findall(r"trains (\d+)", line)
-        found = [address for process in processes for address in ports_of(process)]
+            training += "trains" in line
+        found = [address for process in family_of(job.pid) for address in ports_of(process)]
         # The service of JAX, and gloo in each worker, which listens where the name of the machine leads.
-        assert len(found) == 3
+        assert len(found) == ports
         assert "127.0.0.1" in dict(found)
         for address in found:
             disturb(address, min(CROWD, limit - 200))

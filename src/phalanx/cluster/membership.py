@@ -10,10 +10,11 @@ import functools
 import json
 import os
 import queue
+import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -29,6 +30,7 @@ RENDEZVOUS, MEMBER = "PHALANX_RENDEZVOUS", "PHALANX_MEMBER"
 
 JOB = "worker"
 _CONNECT_S = 30.0
+_PATIENCE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Membership(threading.Thread):
       is_late: whether the others had begun to train when this process started, and it has not joined them yet.
       generation: the present generation of this process. None before the first, and while it waits for the next.
       is_trying: whether this process may train alone for a moment although it is late.
+      is_leaving: whether this process was told to end, so that it waits for no further generation.
       changed: called in the thread, with a reason, if all processes are to meet for another generation.
 
     Raises:
@@ -86,7 +89,7 @@ class Membership(threading.Thread):
         self._calls: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.changed: Callable[[str], None] = lambda reason: None
         self.generation: Generation | None = None
-        self.is_trying = False
+        self.is_trying = self.is_leaving = False
         secret = secret_of([address])
         try:
             self._connection = socket.create_connection(split(address), timeout=_CONNECT_S)
@@ -115,11 +118,12 @@ class Membership(threading.Thread):
 
         Raises:
           StartupError: the rendezvous has ended.
+          SystemExit: this process is leaving.
         """
         self.generation = None
         address = f"{self._own_host}:{_free_port(self._own_host)}"
         self._say({"ready": {"call": call, "progress": list(progress), "address": address}})
-        found: Generation | str = _next(self._generations)
+        found: Generation | str = self._next(self._generations)
         if isinstance(found, str):
             return None
         self.generation, self.is_late = found, False
@@ -129,13 +133,30 @@ class Membership(threading.Thread):
     def begin(self, call: int) -> int:
         """Reports that the program has come to its training number `call`. Returns the number of the one that the others are in."""
         self._say({"begins": call})
-        others: int = _next(self._calls)
+        others: int = self._next(self._calls)
         return others
 
     def accuse(self, ranks: Sequence[int], why: str) -> None:
         """Asks the rendezvous to end processes of this generation that keep the others from going on."""
         if self.generation is not None:
             self._say({"accuses": list(ranks), "generation": self.generation.number, "why": why})
+
+    def close(self) -> None:
+        """Leaves the rendezvous, so that the others do not wait for this process."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _next(self, news: "queue.SimpleQueue[Any]") -> Any:
+        while not self.is_leaving:
+            try:
+                # Python handles signals between two waits.
+                found = news.get(timeout=_PATIENCE_S)
+            except queue.Empty:
+                continue
+            if found is None:
+                raise StartupError("the rendezvous", "phalanx run has ended.", "phalanx run --workers 2:4 train.py")
+            return found
+        raise SystemExit(128 + signal.SIGTERM)
 
     @override
     def run(self) -> None:
@@ -193,18 +214,6 @@ def may_train() -> bool:
     """Whether this process may make a training step: a late one would train alone, from the beginning."""
     member = own()
     return member is None or not member.is_late or member.is_trying
-
-
-def _next(news: "queue.SimpleQueue[Any]") -> Any:
-    while True:
-        try:
-            # Python handles signals between two waits.
-            found = news.get(timeout=1.0)
-        except queue.Empty:
-            continue
-        if found is None:
-            raise StartupError("the rendezvous", "phalanx run has ended.", "phalanx run --workers 2:4 train.py")
-        return found
 
 
 def _free_port(host: str) -> int:

@@ -113,6 +113,11 @@ def _results(step: Callable[[Any], T], dataset: DistributedDataset, epochs: int)
         while (batch := loop.next()) is not None:
             yield step(*batch)
         return
+    with training.leaving_when_told():
+        yield from _elastic_results(step, loop, training)
+
+
+def _elastic_results(step: Callable[[Any], T], loop: _Loop, training: Training) -> Iterator[T]:
     if not training.is_over:
         _enter(training, step, loop)
     while not training.is_over:

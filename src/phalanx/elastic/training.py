@@ -3,6 +3,8 @@
 
 import itertools
 import json
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +13,14 @@ from typing import Any, Protocol, final
 import numpy as np
 
 from phalanx.cluster import membership, watch
+from phalanx.cluster.notices import Notices
 from phalanx.elastic.copies import Copier, Copy, others
 from phalanx.errors import InputError, PeerLostError, StartupError, StateLostError, listed
 from phalanx.input.wire import exchange_bytes
 from phalanx.mesh import bootstrap
 from phalanx.mesh.topology import Topology
 from phalanx.programs.identity import IdentityMap
+from phalanx.programs.interrupts import handler_of
 from phalanx.programs.program import forget_all
 from phalanx.programs.state import put_values
 from phalanx.strategies.base import Strategy
@@ -99,6 +103,27 @@ class Training:
             self._change(Copy(-1, [0, 0], {}, IdentityMap()))
 
     @contextmanager
+    def leaving_when_told(self) -> Iterator[None]:
+        """Returns a context in which SIGTERM makes this process leave the group between two steps, so that no step fails.
+
+        A handler of the user stays. Threads other than the main one cannot handle signals.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or not bootstrap.ends_by(handler_of(signal.SIGTERM)):
+            yield
+            return
+        notices = Notices("a training in an elastic group", self._note)
+        try:
+            yield
+        finally:
+            notices.close()
+
+    def _note(self, notice: str) -> None:
+        self._member.is_leaving = True
+        if own := watch.own():
+            own.change_point.request(f"rank {own.rank} {notice}")
+
+    @contextmanager
     def trying(self) -> Iterator[bool]:
         """Returns a context in which a process that has started later may make a step alone. Yields whether this one has."""
         self._member.is_trying = True
@@ -171,7 +196,12 @@ class Training:
 
         Raises:
           PeerLostError: nobody can go on, because this process has no variables left.
+          SystemExit: this process was told to end.
         """
+        if self._member.is_leaving:
+            bootstrap.leave()
+            self._member.close()
+            raise SystemExit(128 + signal.SIGTERM)
         offer = self._offer(cause)
         if offer is None:
             raise cause

@@ -173,6 +173,10 @@ class ModelTrainer:
         """Runs the epochs in a group whose processes may die, leave and join."""
         training = run.training
         assert training is not None
+        with training.leaving_when_told():
+            return self._go_on(run, training, interrupts)
+
+    def _go_on(self, run: Run, training: Training, interrupts: Interrupts) -> dict[str, Any]:
         is_new = membership.is_late()
         training.enter()
         logs: dict[str, Any] = {}

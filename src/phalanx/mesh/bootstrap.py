@@ -275,6 +275,11 @@ def _set_up_jax() -> None:
     set_config("jax_enable_preemption_service", False)
 
 
+def ends_by(handler: object) -> bool:
+    """Whether a handler of SIGTERM ends this process: the one that Python begins with, or the one that `start` has installed."""
+    return handler is signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), _Termination)
+
+
 def _end_at_once(
     show: Callable[..., Any],
     kind: type[BaseException],

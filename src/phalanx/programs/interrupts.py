@@ -117,6 +117,13 @@ def deferred() -> Iterator[None]:
         yield
 
 
+def handler_of(number: int) -> Any:
+    """Returns the handler of a signal, also while `Interrupts` defers it."""
+    handler = signal.getsignal(number)
+    owner = getattr(handler, "__self__", None)
+    return owner._handlers[number] if isinstance(owner, Interrupts) else handler
+
+
 _HOOK_RETURNS_WITHIN_S = 0.001
 
 
