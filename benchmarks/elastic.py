@@ -62,18 +62,21 @@ class Job:
       workers: the option `--workers`.
       epochs: number of epochs.
       donate: see `phalanx.elastic.ElasticOptions`.
-      options: other options of `phalanx run`.
+      pause_s: pause after each step, in seconds.
     """
 
-    def __init__(
-        self, how: str, workers: str, epochs: int, *, donate: bool = True, options: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, how: str, workers: str, epochs: int, *, donate: bool = True, pause_s: float = 0.0) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-elastic-")
         self.folder, self.size = Path(self._folder.name), int(workers.rpartition(":")[2])
         self._log = (self.folder / "log").open("w+")
         environment = {k: v for k, v in os.environ.items() if k not in _OF_THE_PARENT}
-        told = {"JAX_PLATFORMS": "cpu", "PHALANX_STALL_TIMEOUT_S": str(STALL_S), "DONATE": "yes" if donate else "no"}
-        launcher = [sys.executable, "-m", "phalanx", "run", "--workers", workers, *options]
+        told = {
+            "JAX_PLATFORMS": "cpu",
+            "PHALANX_STALL_TIMEOUT_S": str(STALL_S),
+            "DONATE": "yes" if donate else "no",
+            "PAUSE_S": str(pause_s),
+        }
+        launcher = [sys.executable, "-m", "phalanx", "run", "--workers", workers]
         self._process = subprocess.Popen(
             [*launcher, "-m", "benchmarks.elastic_script", how, str(self.folder), str(epochs)],
             cwd=ROOT,

@@ -44,6 +44,7 @@ class Record:
         number = self._strategy.cluster_resolver.task_id if member is None else member.number
         generation = member.generation.number if member and member.generation else 0
         self._file[:] = RECORD.pack(number, generation, int(self._optimizer.iterations.value), time.monotonic())
+        time.sleep(float(os.environ["PAUSE_S"]))
         if self._order.exists():
             if self._order.read_text() == "raise":
                 raise ValueError("the parent has ordered it")

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.slow
 DEADLINE_S = 240
 LONGEST_S = 30
 """Much longer than it takes; the seconds are those of `python -m benchmarks elastic`."""
-EPOCHS = 40
+EPOCHS = 20
+PAUSE_S = 0.01
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ CASES = {
 def test_others_go_on(case, undisturbed):
     """They make the next step, another process takes the place, and the weights are those of a training that nothing disturbs."""
     how, kind, place, donate = CASES[case]
-    with Job(how, "1:3", EPOCHS, donate=donate) as job:
+    with Job(how, "1:3", EPOCHS, donate=donate, pause_s=PAUSE_S) as job:
         found = job.wait_until_complete()
         by_place = {done.worker: pid for pid, done in found.items()}
         victims = [by_place[place], *([by_place[place + 1]] if kind == "two" else [])]
@@ -144,7 +145,7 @@ def test_every_row_counts_once_per_epoch(tmp_path, donate):
 
 def test_told_process_leaves_between_steps(tmp_path):
     """After SIGTERM no step fails, and another process takes the place."""
-    with Job("loop", "1:3", EPOCHS) as job:
+    with Job("loop", "1:3", EPOCHS, pause_s=PAUSE_S) as job:
         found = sorted(job.wait_until_complete())
         assert job.lose(found[:1], "term") < LONGEST_S
         job.wait_until_complete()

@@ -15,7 +15,7 @@ import numpy as np
 from phalanx.cluster import membership, watch
 from phalanx.cluster.notices import Notices
 from phalanx.elastic.copies import Copier, Copy, others
-from phalanx.errors import InputError, PeerLostError, StartupError, StateLostError, listed
+from phalanx.errors import PeerLostError, StartupError, StateLostError, listed
 from phalanx.input.wire import exchange_bytes
 from phalanx.mesh import bootstrap
 from phalanx.mesh.topology import Topology
@@ -87,7 +87,10 @@ class Training:
         member = membership.own()
         assert member is not None
         self._member, self._strategy, self._progress = member, strategy, progress
-        self._copier, self._copy = Copier(), None  # type: Copier, Copy | None
+        self._copier = Copier()
+        self._copy: Copy | None = None
+        # What this process had when it entered its group, until a step there has brought all variables up to date.
+        self._brought: Copy | None = None
         self.step, self._due, self._every = 0, 0, _FIRST_EVERY
         self.told, self.has_changed = [-1, 0], True
         self._end = [-1, 0]
@@ -175,7 +178,7 @@ class Training:
         self._clean = own.steps
         if reason := own.change_point.is_reached():
             raise GroupChange(reason)
-        if self.step >= self._due or self._copier.has_missed:
+        if self._brought is None and (self.step >= self._due or self._copier.has_missed):
             self.keep()
         self._began_s = time.perf_counter()
         self._end = [self._progress.stage[0], end]
@@ -183,7 +186,7 @@ class Training:
 
     def end_steps(self, count: int = 1) -> None:
         """Notes that the steps have ended, and that the user's code hears of them now."""
-        self._is_inside = False
+        self._is_inside, self._brought = False, None
         self.told = max(self.told, self._end)
         self.step += count
         self._step_s = min(self._step_s, (time.perf_counter() - self._began_s) / count)
@@ -196,6 +199,7 @@ class Training:
 
         Raises:
           PeerLostError: nobody can go on, because this process has no variables left.
+          InputError: the data cannot be read again from an earlier position, or not by another number of processes.
           SystemExit: this process was told to end.
         """
         if self._member.is_leaving:
@@ -209,18 +213,20 @@ class Training:
 
     def _offer(self, cause: BaseException) -> Copy | None:
         """Returns what this process can go on with: its variables as they are, or else the last copy."""
-        own = watch.own()
-        is_whole = isinstance(cause, GroupChange) or not self._is_inside or own is None or own.steps == self._clean
-        if is_whole and not self._progress.is_agreed:
+        if self._brought is not None:
+            return self._brought
+        own, are_here = watch.own(), isinstance(cause, GroupChange)
+        is_whole = are_here or not self._is_inside or own is None or own.steps == self._clean
+        if not is_whole or (self._progress.is_agreed and not are_here):
+            return self._copy
+        try:
             position = self._progress.get_position(undone=self._is_inside)
-            # A validation that has failed has lost its metrics, which it resets before it begins again.
-            is_lenient = self._progress.stage[1] > 0
-            found = self._copier.copy(
-                self.step, self._progress.stage, position, self._strategy.topology, is_lenient=is_lenient
-            )
-            if found is not None:
-                return found
-        return self._copy
+        except PeerLostError:  # The others were there when the step ended, and one of them has died since.
+            return self._copy
+        # A validation that has failed has lost its metrics, which it resets before it begins again.
+        is_lenient, stage = self._progress.stage[1] > 0, self._progress.stage
+        found = self._copier.copy(self.step, stage, position, self._strategy.topology, is_lenient=is_lenient)
+        return found or self._copy
 
     def _change(self, offer: Copy) -> None:
         rest, lost = others(offer)
@@ -230,7 +236,7 @@ class Training:
                 f"the values of {listed(sorted(lost)[:3])} were made in the step that failed, and are lost.",
                 "create all variables before the first step: optimizer.build(model.trainable_variables)",
             )
-        values = [*offer.values.items(), *rest]
+        self._brought, values = offer, [*offer.values.items(), *rest]
         for attempt in range(_ATTEMPTS):
             try:
                 self._try_to_change(offer, values)
@@ -257,13 +263,8 @@ class Training:
             told = exchange_bytes(own, topology.exchange)[generation.source]
         self.step, theirs, position = _unpacked(told)
         self.told = max(self.told, theirs) if self.told[0] == theirs[0] else theirs
-        try:
-            self._progress.move(topology)
-            self._progress.set_position(position)
-        except InputError as e:
-            raise PeerLostError(
-                "a training whose group has changed", f"its data cannot go on: {e.found}", e.hint
-            ) from e
+        self._progress.move(topology)
+        self._progress.set_position(position)
         self._is_inside, self._due, self.has_changed = False, self.step, True
 
     def begin_epoch(self, epoch: int) -> bool:
