@@ -43,6 +43,7 @@ class Generation:
       addresses: addresses of the processes, by rank.
       rank: rank of this process.
       source: rank of the process whose variables the others take over, because it has made the most steps.
+      is_even: whether all have made these steps, so that none has to take anything over.
     """
 
     number: int
@@ -50,6 +51,7 @@ class Generation:
     addresses: tuple[str, ...]
     rank: int
     source: int = 0
+    is_even: bool = True
 
     @property
     def size(self) -> int:

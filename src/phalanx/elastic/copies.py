@@ -2,9 +2,9 @@
 """Copies of all variables in the memory of the host, from which a training goes on after the loss of a process."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,62 @@ from phalanx.programs.state import to_host, unfinished_variables
 _variables: IdentityMap[bool] = IdentityMap()
 """All Keras variables of this process."""
 compat.on_variable(lambda variable: _variables.__setitem__(variable, True))
+
+
+class _Assignments:
+    """Counts assignments outside programs. Code of the user that has assigned a variable is not called again."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def note(self, variable: Variable) -> None:
+        """Counts one."""
+        self.count += 1
+
+
+_assignments = _Assignments()
+compat.on_assign(_assignments.note)
+
+
+class Kind(NamedTuple):
+    """What identifies a variable in another process, which has run the same program.
+
+    Args:
+      path: its path.
+      number: how many variables with this path were created before.
+      shape: its shape.
+      dtype: its dtype.
+    """
+
+    path: str
+    number: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def kinds_of(values: Sequence[tuple[Variable, np.ndarray]]) -> list[Kind]:
+    """Returns the kinds of variables, in their order."""
+    seen: dict[str, int] = {}
+    found = []
+    for variable, value in values:
+        number = seen[variable.path] = seen.get(variable.path, -1) + 1
+        found.append(Kind(variable.path, number, value.shape, str(value.dtype)))
+    return found
+
+
+def taken_over(
+    values: Sequence[tuple[Variable, np.ndarray]], kinds: Sequence[Sequence[Any]], given: Sequence[Any]
+) -> list[tuple[Variable, np.ndarray]]:
+    """Returns variables with the values of another process, as far as that one has them.
+
+    Args:
+      values: the variables of this process.
+      kinds: the kinds of the variables of the other process.
+      given: their values.
+    """
+    theirs = {Kind(*kind): np.array(value) for kind, value in zip(kinds, given, strict=True)}
+    own = zip(values, kinds_of(values), strict=True)
+    return [(variable, theirs.get(kind, value)) for (variable, value), kind in own]
 
 
 @dataclass(frozen=True)
@@ -41,13 +97,13 @@ class Copier:
     """Copies variables to the host. An array that is still the one of the last copy is not copied again."""
 
     def __init__(self) -> None:
-        self._known = 0
+        self._known = (0, 0)
         self._last: IdentityMap[tuple[Callable[[], Any], np.ndarray]] = IdentityMap()
 
     @property
     def has_missed(self) -> bool:
-        """Whether variables were created since the last copy."""
-        return len(_variables) != self._known
+        """Whether variables were created, or assigned outside programs, since the last copy."""
+        return (len(_variables), _assignments.count) != self._known
 
     def copy(
         self,
@@ -68,7 +124,7 @@ class Copier:
           is_lenient: whether a variable that a failed program has consumed gets an old value.
         """
         values: IdentityMap[np.ndarray] = IdentityMap()
-        self._known = len(_variables)
+        self._known = len(_variables), _assignments.count
         unfinished = {id(v): is_zero for v, is_zero in unfinished_variables(topology)}
         for variable, _ in _variables.items():
             array = compat.raw_value(variable)

@@ -4,6 +4,9 @@
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import jax
+import numpy as np
+
 from phalanx.elastic.training import GroupChange, Training, training_of
 from phalanx.errors import InvalidArgumentError, PeerLostError, arguments, shown
 from phalanx.input.distributed import DistributedDataset
@@ -79,7 +82,7 @@ def steps(step: Callable[[Any], T], dataset: DistributedDataset, epochs: int = 1
       epochs: how often to read it.
 
     Yields:
-      What `step` returned.
+      What `step` returned. In an elastic group with arrays of NumPy instead of JAX, because those of JAX end with the group.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type.
@@ -131,13 +134,21 @@ def _elastic_results(step: Callable[[Any], T], loop: _Loop, training: Training) 
                 if isinstance(step, Function):
                     step.prepare(*batch)  # Then all variables exist, and are copied.
             is_new = training.begin_steps(loop.begun)
-            result = step(*batch)
+            result = _on_host(step(*batch))
             training.end_steps()
         except (PeerLostError, GroupChange) as e:
             training.survive(e)
             continue
         if is_new:
             yield result
+
+
+def _on_host(result: T) -> T:
+    """Returns a result whose arrays outlive the devices of the group, as far as this process has the whole of them."""
+    found: T = jax.tree.map(
+        lambda x: np.asarray(x) if isinstance(x, jax.Array) and x.is_fully_replicated else x, result
+    )
+    return found
 
 
 def _enter(training: Training, step: Callable[[Any], Any], loop: _Loop) -> None:

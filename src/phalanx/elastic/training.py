@@ -2,7 +2,6 @@
 """One training of a process whose group may change: it keeps copies, leaves groups and enters them, and goes on."""
 
 import itertools
-import json
 import signal
 import threading
 import time
@@ -14,7 +13,7 @@ import numpy as np
 
 from phalanx.cluster import membership, watch
 from phalanx.cluster.notices import Notices
-from phalanx.elastic.copies import Copier, Copy, others
+from phalanx.elastic.copies import Copier, Copy, Kind, kinds_of, others, taken_over
 from phalanx.errors import PeerLostError, StartupError, StateLostError, listed
 from phalanx.input.wire import exchange_bytes
 from phalanx.mesh import bootstrap
@@ -89,7 +88,7 @@ class Training:
         self._member, self._strategy, self._progress = member, strategy, progress
         self._copier = Copier()
         self._copy: Copy | None = None
-        # What this process had when it entered its group, until a step there has brought all variables up to date.
+        # What this process had when it left its last group, until it has what the next group has.
         self._brought: Copy | None = None
         self.step, self._due, self._every = 0, 0, _FIRST_EVERY
         self.told, self.has_changed = [-1, 0], True
@@ -178,7 +177,7 @@ class Training:
         self._clean = own.steps
         if reason := own.change_point.is_reached():
             raise GroupChange(reason)
-        if self._brought is None and (self.step >= self._due or self._copier.has_missed):
+        if self.step >= self._due or self._copier.has_missed:
             self.keep()
         self._began_s = time.perf_counter()
         self._end = [self._progress.stage[0], end]
@@ -186,7 +185,7 @@ class Training:
 
     def end_steps(self, count: int = 1) -> None:
         """Notes that the steps have ended, and that the user's code hears of them now."""
-        self._is_inside, self._brought = False, None
+        self._is_inside = False
         self.told = max(self.told, self._end)
         self.step += count
         self._step_s = min(self._step_s, (time.perf_counter() - self._began_s) / count)
@@ -257,14 +256,20 @@ class Training:
         bootstrap.enter(generation, self._strategy.stall_timeout_s)
         self._strategy.move(generation.source)
         topology = self._strategy.topology
-        put_values(values)
-        own = _packed(offer, self.told) if topology.worker_index == generation.source else b""
+        has_it = topology.worker_index == generation.source
         with bootstrap.without_lines_of_gloo():
+            own = text.packed([offer.step, self.told, offer.position, kinds_of(values)]) if has_it else b""
             told = exchange_bytes(own, topology.exchange)[generation.source]
-        self.step, theirs, position = _unpacked(told)
-        self.told = max(self.told, theirs) if self.told[0] == theirs[0] else theirs
+            step, theirs, position, kinds = text.unpacked(told)
+            if not generation.is_even:
+                arrays = [np.zeros(kind.shape, kind.dtype) for kind in map(Kind._make, kinds)]
+                given = [value for _, value in values] if has_it else arrays
+                values = taken_over(values, kinds, topology.from_source(given))
+        put_values(values)
         self._progress.move(topology)
         self._progress.set_position(position)
+        self.step, self._brought = step, None
+        self.told = max(self.told, theirs) if self.told[0] == theirs[0] else theirs
         self._is_inside, self._due, self.has_changed = False, self.step, True
 
     def begin_epoch(self, epoch: int) -> bool:
@@ -272,25 +277,3 @@ class Training:
         is_new = [epoch, 0] > self.told
         self.told = max(self.told, [epoch, 0])
         return is_new
-
-
-def _packed(copy: Copy, told: list[int]) -> bytes:
-    arrays: list[Any] = []
-
-    def put(array: Any) -> str:
-        arrays.append([str(array.dtype), array.shape, array.tobytes().hex()])
-        return str(len(arrays) - 1)
-
-    position = text.encode(copy.position, put)
-    return json.dumps({"step": copy.step, "told": told, "position": position, "arrays": arrays}).encode()
-
-
-def _unpacked(data: bytes) -> tuple[int, list[int], dict[str, Any]]:
-    found = json.loads(data)
-
-    def get(name: str) -> Any:
-        dtype, shape, numbers = found["arrays"][int(name)]
-        return np.frombuffer(bytes.fromhex(numbers), dtype).reshape(shape)
-
-    position: dict[str, Any] = text.decode(found["position"], get)
-    return found["step"], found["told"], position

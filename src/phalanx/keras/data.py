@@ -100,6 +100,7 @@ class EpochData:
         self._done, self._random = 0, numpy_state()
         # The same before the present group of steps, for a group that fails.
         self._before: tuple[int, State] = (0, {})
+        self._is_open = False  # Whether Keras's adapter is within an epoch.
         self._restored: State | None = None
         batched = _batched(strategy, x, data)
         self._dataset = self._of_keras(strategy, x, steps, data) if batched is None else batched
@@ -159,6 +160,7 @@ class EpochData:
         """
         if self._adapter is not None:
             self._adapter.on_epoch_begin()
+            self._is_open = True
         # With `steps_per_epoch`, an epoch continues where the last one ended, and starts over at the end of the data.
         restored = self._resume()
         goes_on, self._iterator = self._iterator, None
@@ -186,7 +188,11 @@ class EpochData:
         elif self._steps is not None:
             self._warn(done)
         self._done, self._reading = 0, self._iterator
-        if self._adapter is not None:
+        self._close_epoch()
+
+    def _close_epoch(self) -> None:
+        if self._is_open:
+            self._is_open = False
             self._adapter.on_epoch_end()
 
     def _new_iterator(self) -> DistributedIterator:
@@ -227,6 +233,9 @@ class EpochData:
                 "a generator can be read only once, and the steps since the last copy must be repeated.",
                 "keras.utils.PyDataset, arrays, or a Grain dataset",
             )
+        if self._reading is not None:
+            self._reading.stop_reading()
+        self._close_epoch()
         self._dataset = self._dataset.on(topology)
         self._iterator = self._reading = None
 

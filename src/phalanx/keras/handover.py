@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `fit` hands over when processes die, leave or join: the counters of callbacks, and the work of the chief."""
 
-import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from phalanx.keras.data import EpochData
 from phalanx.mesh.topology import Topology
 from phalanx.train import text
 
-_OF_PROCESS = ("_model", "model", "params")
+_OF_PROCESS = ("_model", "append", "append_header", "model", "params")
 """Attributes of a callback that belong to its own process."""
 
 
@@ -72,8 +71,8 @@ class Run:
 
     def share_counters(self, topology: Topology) -> None:
         """Tells all processes the counters of the chief's callbacks, for those that start later, or become the chief."""
-        own = json.dumps(list(map(_counters_of, self._all()))).encode() if topology.worker_index == 0 else b""
-        self._counters = json.loads(exchange_bytes(own, topology.exchange)[0])
+        own = text.packed(list(map(_counters_of, self._all()))) if topology.worker_index == 0 else b""
+        self._counters = text.unpacked(exchange_bytes(own, topology.exchange)[0])
 
     def take_counters(self) -> None:
         """Sets the counters of all callbacks to those that were shared last."""
@@ -105,19 +104,15 @@ def _is_among(callback: Callback, callbacks: Sequence[Callback]) -> bool:
 
 
 def _counters_of(callback: Callback) -> dict[str, Any]:
-    """Returns the attributes that are numbers, text, or containers of these, as JSON can hold them."""
+    """Returns the attributes that are numbers, text, arrays, or containers of these."""
     found = {}
     for name, value in vars(callback).items():
-        plain = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 1) else value
         if name not in _OF_PROCESS:
             with suppress(TypeError):
-                found[name] = text.encode(plain)
+                text.packed(value)
+                found[name] = value
     return found
 
 
 def _set_counters(callback: Callback, counters: dict[str, Any]) -> None:
-    vars(callback).update({name: text.decode(value, _no_array) for name, value in counters.items()})
-
-
-def _no_array(name: str) -> Any:
-    raise KeyError(name)
+    vars(callback).update(counters)

@@ -30,12 +30,14 @@ class _Place:
       process: the process that took it last.
       failures: how many processes have failed here one after the other, while the training made no step.
       due_s: time at which the next one starts. None if none is to start.
+      is_lost: whether the last process was lost while the others trained.
     """
 
     spec: ProcessSpec
     process: WorkerProcess
     failures: int = 0
     due_s: float | None = None
+    is_lost: bool = False
 
 
 @final
@@ -119,7 +121,7 @@ class ElasticGroup(Group):
     def endings(self) -> tuple[Ending, ...]:
         """Returns how the processes ended, without those that were lost before a training that has succeeded ended."""
         has_succeeded = self._rendezvous.has_finished
-        counts = [place for place in self._places if place.due_s is None or not has_succeeded]
+        counts = [place for place in self._places if not (place.is_lost and has_succeeded)]
         return tuple(place.process.ending() for place in counts)
 
     @override
@@ -137,19 +139,20 @@ class ElasticGroup(Group):
             for place in self._places:
                 place.failures = 0
         for index, place in enumerate(self._places):
-            if place.due_s is None and not place.process.is_alive:
-                if place.process.has_failed:
-                    self._plan_start(place)
-                else:
+            if place.due_s is None and not place.is_lost and not place.process.is_alive:
+                if not place.process.has_failed:
                     self._rendezvous.has_finished = True
+                elif not self._rendezvous.has_finished:
+                    self._plan_start(place)
             if place.due_s is not None and time.monotonic() >= place.due_s and not self._rendezvous.has_finished:
-                place.due_s = None
+                place.due_s, place.is_lost = None, False
                 place.process = self._workers[index] = self._started(place.spec)
                 self._rendezvous.note_start(place.spec.task.index)
         self._rendezvous.expect([place.spec.task.index for place in self._places if place.process.is_alive])
 
     def _plan_start(self, place: _Place) -> None:
         how = f"{place.spec.name} {in_words(place.process.ending().code)}"
+        place.is_lost = True
         if place.failures == self._patience.max_restarts:
             return
         place.failures += 1

@@ -26,6 +26,7 @@ from phalanx.launch.plan import LOOPBACK, free_ports
 _TICK_S = 0.2
 _SILENCE_S = 10.0
 _NO_RANK = 1 << 30
+_PORTS_TO_TRY = 3
 _MOST = 128
 """Number of processes that may connect at the same time."""
 
@@ -217,6 +218,9 @@ class Rendezvous(threading.Thread):
         self._pending_s = self._pending_s or now_s
         if missing := [m for m in survivors if not m.ready]:
             self._wake(missing, now_s)
+        elif all(m.ready["progress"][0] < 0 for m in came if m.ready):
+            for member in came:
+                self._kill(member.number, "nobody who has the variables of the training is left")
         elif len(came) + len(newcomers) >= self._least or self.has_finished:
             self._form(came, sorted(newcomers, key=lambda m: m.number))
 
@@ -240,7 +244,12 @@ class Rendezvous(threading.Thread):
 
     def _form(self, survivors: list[_Member], newcomers: list[_Member]) -> None:
         members = survivors + newcomers
-        service = self._service.start(len(members))
+        try:
+            service = self._service.start(len(members))
+        except OSError as e:
+            for member in members:
+                self._kill(member.number, f"{e}")
+            return
         self.generation += 1
         readies = [m.ready or {} for m in members]
         progress = [ready["progress"] for ready in readies[: len(survivors)]]
@@ -255,6 +264,7 @@ class Rendezvous(threading.Thread):
                     "addresses": [ready["address"] for ready in readies],
                     "rank": rank,
                     "source": source,
+                    "is_even": all(ready["progress"] == readies[source]["progress"] for ready in readies),
                 }
             )
         self._pending_s = None
@@ -278,14 +288,22 @@ class _Service:
         )
 
     def start(self, size: int) -> str:
-        """Starts the service for a group of `size` processes, and returns its address."""
-        address = f"{LOOPBACK}:{free_ports(1)[0]}"
+        """Starts the service for a group of `size` processes, and returns its address.
+
+        Raises:
+          OSError: it cannot be started.
+        """
         assert self._process.stdin
         assert self._process.stdout
-        self._process.stdin.write(f"{address} {size}\n")
-        self._process.stdin.flush()
-        self._process.stdout.readline()
-        return address
+        said = ""
+        for _ in range(_PORTS_TO_TRY):  # Another program may take a port between the choice and its use.
+            address = f"{LOOPBACK}:{free_ports(1)[0]}"
+            self._process.stdin.write(f"{address} {size}\n")
+            self._process.stdin.flush()
+            said = self._process.stdout.readline()
+            if said == "started\n":
+                return address
+        raise OSError(f"JAX's coordination service does not start: {said or 'its process has ended'}")
 
     def end(self) -> None:
         """Ends the process."""

@@ -5,7 +5,7 @@
 has all names that do not belong to JAX's public API. tests/unit/mesh/test_coordination.py checks that they exist, and what they do.
 
 As a module (`python -m phalanx.mesh.coordination`) it serves: each line of its input is `HOST:PORT SIZE` and starts a service for a
-group of that size, and each line of its output says that one has started. It ends with its input.
+group of that size, and each line of its output says that it has started, or that it has failed. It ends with its input.
 """
 
 import contextlib
@@ -135,15 +135,18 @@ def _serve() -> None:
     services: deque[Any] = deque()
     for line in sys.stdin:
         address, size = line.split()
-        services.append(
-            _jax.get_distributed_runtime_service(
+        try:
+            service = _jax.get_distributed_runtime_service(
                 address,
                 int(size),
                 heartbeat_timeout=_HEARTBEAT_S,
                 shutdown_timeout=_SHUTDOWN_S,
                 recoverable=True,
             )
-        )
+        except (jax.errors.JaxRuntimeError, RuntimeError) as e:
+            print(f"failed: {e}".partition("\n")[0], flush=True)
+            continue
+        services.append(service)
         print("started", flush=True)
         while len(services) > _KEPT_SERVICES:
             services.popleft().shutdown()

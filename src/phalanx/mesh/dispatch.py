@@ -91,7 +91,10 @@ def _is_of_program(error: BaseException) -> bool:
 
 def _peer_lost(how: str) -> PeerLostError:
     if membership.is_elastic():
-        hint = "for loss in phalanx.elastic.steps(train_step, dataset): ...; only this and fit go on without a process"
+        hint = (
+            "train by fit, or by: for loss in phalanx.elastic.steps(train_step, dataset). A process that is lost outside them, "
+            "or before the first step, ends the group: phalanx run --max-restarts 3"
+        )
     else:
         hint = "phalanx run --max-restarts 3 ..., and let the script resume from its last checkpoint"
     return PeerLostError(how, "no step can run without it.", hint)

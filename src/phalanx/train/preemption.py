@@ -35,8 +35,17 @@ class _Cluster:
     """The processes that act together: those of the watch, or this one alone."""
 
     def __init__(self) -> None:
-        self._watch = watch.own()
-        self.point = SyncPoint() if self._watch is None else self._watch.sync_point
+        self._alone = SyncPoint()
+
+    @property
+    def _watch(self) -> watch.Watch | None:
+        # An elastic group gets another watch when it changes.
+        return watch.own()
+
+    @property
+    def point(self) -> SyncPoint:
+        """The point between two steps on which these processes agree."""
+        return self._alone if self._watch is None else self._watch.sync_point
 
     @property
     def is_chief(self) -> bool:

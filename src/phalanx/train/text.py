@@ -2,6 +2,7 @@
 """Python values as JSON: numbers, text, bytes, tuples, dicts with any keys, NumPy generators, and references to arrays."""
 
 import base64
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,32 @@ def decode(value: Any, get: Callable[[str], np.ndarray]) -> PyTree:
     if _ITEMS in value:
         return {decode(k, get): decode(item, get) for k, item in value[_ITEMS]}
     return {k: decode(item, get) for k, item in value.items()}
+
+
+def packed(value: PyTree) -> bytes:
+    """Returns a value that `encode` accepts, with its arrays, as bytes.
+
+    Raises:
+      TypeError: the value contains another object.
+    """
+    arrays: list[list[Any]] = []
+
+    def put(array: np.ndarray) -> str:
+        arrays.append([str(array.dtype), array.shape, base64.b64encode(array.tobytes()).decode()])
+        return str(len(arrays) - 1)
+
+    return json.dumps([encode(value, put), arrays]).encode()
+
+
+def unpacked(data: bytes) -> PyTree:
+    """Returns the value that `packed` was called with."""
+    value, arrays = json.loads(data)
+
+    def get(name: str) -> np.ndarray:
+        dtype, shape, numbers = arrays[int(name)]
+        return np.frombuffer(base64.b64decode(numbers), jnp.dtype(dtype)).reshape(shape).copy()
+
+    return decode(value, get)
 
 
 def references(value: Any) -> set[str]:
