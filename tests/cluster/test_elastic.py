@@ -2,7 +2,6 @@
 
 import csv
 import os
-import random
 import re
 import subprocess
 import sys
@@ -63,6 +62,24 @@ def test_others_go_on(case, undisturbed):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+def test_survivor_does_not_grow():
+    """What belongs to groups that it has left is gone: threads, and connections."""
+    with Job("loop", "1:3", 10_000, pause_s=PAUSE_S) as job:
+        (survivor,) = [pid for pid, done in job.wait_until_complete().items() if done.worker == 0]
+
+        def lose_one():
+            found = job.wait_until_complete()
+            job.lose([next(pid for pid in found if pid != survivor)], "kill")
+            job.wait_until_complete()
+            return [len(os.listdir(f"/proc/{survivor}/{kind}")) for kind in ("task", "fd")]
+
+        lose_one()
+        before = lose_one()
+        lose_one()
+        after = lose_one()
+        assert all(now <= then + 4 for now, then in zip(after, before, strict=True)), (before, after)
+
+
 COUNTS = """
 import os, sys, time
 from pathlib import Path
@@ -112,17 +129,16 @@ def run(script, *arguments, workers="1:2", options=(), meanwhile=lambda process:
 
 
 def kill(folder, times):
-    """Returns a function that kills one of two processes once both have made 25 steps, so many times."""
+    """Returns a function that kills the older of two processes once both have made 25 steps, so many times."""
 
     def meanwhile(process):
-        rng = random.Random(0)
         for _ in range(times):
             deadline = time.monotonic() + DEADLINE_S
             ready = []
             while len(ready) < 2 and process.poll() is None and time.monotonic() < deadline:
                 ready = sorted(int(file.name) for file in folder.iterdir() if int(file.read_text() or 0) >= 25)
                 time.sleep(0.01)
-            victim = rng.choice(ready)
+            victim = ready[0]
             (folder / str(victim)).unlink()
             os.kill(victim, 9)
 
@@ -131,7 +147,7 @@ def kill(folder, times):
 
 @pytest.mark.parametrize("donate", [True, False])
 def test_every_row_counts_once_per_epoch(tmp_path, donate):
-    """Whatever is repeated, and the loop hears of each step once, in order."""
+    """Whatever is repeated, also if only processes are left that have joined later. The loop hears of each step once, in order."""
     script = tmp_path / "count.py"
     script.write_text(COUNTS.replace("DONATE", str(donate)))
     folder = tmp_path / "steps"
@@ -220,6 +236,80 @@ def test_callbacks_go_on_after_the_chief(tmp_path):
         rows = [row for row in csv.DictReader(file) if row["epoch"] != "epoch"]
     assert [int(row["epoch"]) for row in rows] == list(range(20))
     assert (folder / "best.weights.h5").exists()
+
+
+ASSIGNS = """
+import os, sys, time
+from pathlib import Path
+import phalanx
+import keras, numpy as np
+strategy = phalanx.MultiWorkerMirroredStrategy(elastic=phalanx.elastic.ElasticOptions(copy_every=100))
+with strategy.scope():
+    total, each = keras.Variable(0.0, aggregation="sum"), keras.Variable(1.0)
+@phalanx.function
+def step(batch):
+    strategy.run(lambda rows: total.assign_add(each * keras.ops.sum(rows)), args=(batch,))
+    return total.value
+dataset = strategy.experimental_distribute_dataset(np.ones(240, "float32"), batch_size=4)
+for made, _ in enumerate(phalanx.elastic.steps(step, dataset, epochs=4), 1):
+    if made == 20:
+        each.assign(2.0)
+    (Path(sys.argv[1]) / str(os.getpid())).write_text(str(made))
+    time.sleep(0.02)
+print("total", float(total.value), flush=True)
+"""
+
+
+def test_assignment_between_steps_is_kept(tmp_path):
+    """The body of the loop is not called again for steps that are repeated, so what it has assigned must not be undone."""
+    script = tmp_path / "assigns.py"
+    script.write_text(ASSIGNS)
+    folder = tmp_path / "steps"
+    folder.mkdir()
+    code, output = run(script, folder, meanwhile=kill(folder, 1))
+    assert code == 0, output
+    assert set(re.findall(r"total (.*)", output)) == {f"{4.0 * 20 + 8.0 * 220}"}, output
+
+
+DATA = """
+import os, sys, time
+from pathlib import Path
+import phalanx
+import keras, numpy as np
+strategy = phalanx.MultiWorkerMirroredStrategy()
+class Rows(keras.utils.PyDataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        return np.full((4, 1), index, "float32"), np.zeros((4, 1), "float32")
+class Slow(keras.callbacks.Callback):
+    made = 0
+    def on_train_batch_end(self, batch, logs=None):
+        self.made += 1
+        (Path(sys.argv[1]) / str(os.getpid())).write_text(str(self.made))
+        time.sleep(0.02)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit(Rows(), epochs=4, verbose=0, callbacks=[Slow()])
+print("steps", int(model.optimizer.iterations.value), flush=True)
+number = phalanx.cluster.membership.own().number
+if number == 0:
+    time.sleep(1)
+    raise RuntimeError("the disk is full")
+"""
+
+
+def test_failure_after_the_training(tmp_path):
+    """A PyDataset goes on within its epoch; what fails after the end of the training is not a loss, and is the exit code."""
+    script = tmp_path / "data.py"
+    script.write_text(DATA)
+    folder = tmp_path / "steps"
+    folder.mkdir()
+    code, output = run(script, folder, meanwhile=kill(folder, 1))
+    assert re.findall(r"\] steps (\d+)", output) == ["160", "160"], output
+    assert code == 1, output
+    assert "the disk is full" in output
 
 
 PLAIN = """

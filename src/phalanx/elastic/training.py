@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training of a process whose group may change: it keeps copies, leaves groups and enters them, and goes on."""
 
+import gc
 import itertools
 import signal
 import threading
@@ -93,7 +94,7 @@ class Training:
         self.step, self._due, self._every = 0, 0, _FIRST_EVERY
         self.told, self.has_changed = [-1, 0], True
         self._end = [-1, 0]
-        self._is_inside, self._clean = False, 0
+        self._is_inside, self._has_rubbish, self._clean = False, False, 0
         self._began_s, self._step_s = 0.0, float("inf")
         self._call = next(_calls)
         self.is_over = member.begin(self._call) > self._call and member.is_late
@@ -188,6 +189,10 @@ class Training:
         self._is_inside = False
         self.told = max(self.told, self._end)
         self.step += count
+        if self._has_rubbish:
+            # The devices of the last group end with the last object that refers to them, and exceptions make cycles.
+            self._has_rubbish = False
+            gc.collect()
         self._step_s = min(self._step_s, (time.perf_counter() - self._began_s) / count)
 
     def survive(self, cause: BaseException) -> None:
@@ -270,7 +275,7 @@ class Training:
         self._progress.set_position(position)
         self.step, self._brought = step, None
         self.told = max(self.told, theirs) if self.told[0] == theirs[0] else theirs
-        self._is_inside, self._due, self.has_changed = False, self.step, True
+        self._is_inside, self._due, self.has_changed, self._has_rubbish = False, self.step, True, True
 
     def begin_epoch(self, epoch: int) -> bool:
         """Notes that an epoch begins. Returns whether the user's code has not heard of it yet."""

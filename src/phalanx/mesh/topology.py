@@ -268,9 +268,19 @@ class Topology:
         return self._broadcast(values, self.source)
 
     def _broadcast(self, values: list[Any], worker: int) -> list[Any]:
+        # Not `multihost_utils.broadcast_one_to_all`: JAX 0.10.2 keeps the mesh that it sets, and with it the devices of a
+        # group that this process has left.
+        if self.num_workers == 1:
+            return list(map(np.asarray, values))
+        rows = []
+        for value in map(np.asarray, values):
+            own = np.zeros((len(self.local_replicas), *value.shape), value.dtype)
+            if self.worker_index == worker:
+                own[0] = value
+            rows.append(own)
         with self.dispatching(is_step=False):
-            received: list[Any] = multihost_utils.broadcast_one_to_all(values, is_source=self.worker_index == worker)
-        return received
+            sums = jax.jit(_sums_of_rows, out_shardings=self.replicated)(self.put_per_replica(rows))
+            return list(map(np.asarray, sums))
 
     def join_per_replica(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Joins one array per local replica into an array `(num_replicas, ...)`. Copies arrays only if necessary."""
@@ -363,6 +373,10 @@ class Topology:
                 "a process can read only the shards on its own devices.",
                 "use a layout in one process, or no layout with several processes",
             )
+
+
+def _sums_of_rows(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [x.sum(0, dtype=x.dtype) for x in arrays]
 
 
 @final
