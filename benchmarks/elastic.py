@@ -233,7 +233,8 @@ def run(*, quick: bool, rounds: int = 50, seed: int = 0) -> Report:
         played = play(how, KINDS, rounds, rng, epochs=epochs, donate=donate)
         median, worst = statistics.median(played.seconds), max(played.seconds)
         name = f"{how}, donate={donate}"
-        report.add([name, rounds, median, worst, played.differs, played.code], how=name, seconds=played.seconds)
+        row = [name, rounds, median, worst, f"{played.differs:.1e}", played.code]
+        report.add(row, how=name, seconds=played.seconds, differs=played.differs)
 
     def compare() -> None:
         pairs = [
