@@ -112,6 +112,7 @@ def run(
         request = Request(workers=most, least_workers=least, **asked)
         if template:
             _require_no_evaluator(request, template)
+            _require_fixed(request, template)
             click.echo(TEMPLATES[template](request, max_restarts), nl=False)
             return
         request.check_script()
@@ -277,6 +278,15 @@ def _require_no_evaluator(request: Request, template: str) -> None:
             f"--evaluator with --print {template}",
             "the template starts only the processes that train. An evaluator is a job of its own.",
             f"""TF_CONFIG='{{"task": {{"type": "evaluator", "index": 0}}}}' {shlex.join(request.command("python"))}""",
+        )
+
+
+def _require_fixed(request: Request, template: str) -> None:
+    if request.least_workers is not None:
+        raise InvalidArgumentError(
+            f"--workers {request.least_workers}:{request.workers} with --print {template}",
+            "only processes on one machine can go on without each other; the template starts a fixed number.",
+            f"--workers {request.workers} --max-restarts 3 --print {template}",
         )
 
 

@@ -134,12 +134,15 @@ class Rendezvous(threading.Thread):
             while not self._is_over:
                 ready = self._selector.select(_TICK_S)
                 with self._lock:
-                    for guest in self._door.guests(0):
-                        self._admit(guest)
-                    for key, _ in ready:
-                        if key.data is not None:
-                            self._hear(key.data)
-                    self._settle()
+                    try:
+                        for guest in self._door.guests(0):
+                            self._admit(guest)
+                        for key, _ in ready:
+                            if key.data is not None:
+                                self._hear(key.data)
+                        self._settle()
+                    except Exception as e:  # Nobody would notice the end of this thread, and all would wait for it.
+                        self._end_all(f"the rendezvous has failed: {e!r}")
             for member in self._members.values():
                 member.guest.connection.close()
 
@@ -219,8 +222,7 @@ class Rendezvous(threading.Thread):
         if missing := [m for m in survivors if not m.ready]:
             self._wake(missing, now_s)
         elif all(m.ready["progress"][0] < 0 for m in came if m.ready):
-            for member in came:
-                self._kill(member.number, "nobody who has the variables of the training is left")
+            self._end_all("nobody who has the variables of the training is left")
         elif len(came) + len(newcomers) >= self._least or self.has_finished:
             self._form(came, sorted(newcomers, key=lambda m: m.number))
 
@@ -247,8 +249,7 @@ class Rendezvous(threading.Thread):
         try:
             service = self._service.start(len(members))
         except OSError as e:
-            for member in members:
-                self._kill(member.number, f"{e}")
+            self._end_all(f"{e}")
             return
         self.generation += 1
         readies = [m.ready or {} for m in members]
@@ -272,6 +273,10 @@ class Rendezvous(threading.Thread):
         if self.generation > 1:
             names = ", ".join(str(m.number) for m in members)
             self._say(f"Generation {self.generation}: the workers {names} go on.")
+
+    def _end_all(self, why: str) -> None:
+        for number in list(self._members):
+            self._kill(number, why)
 
 
 class _Service:

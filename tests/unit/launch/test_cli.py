@@ -197,6 +197,10 @@ def test_script_that_is_not_there():
         (["--workers", "2:", "train.py"], "--workers 2:: must be a number, or two numbers."),
         (["--workers", "3:2", "train.py"], "workers=3:2: the minimum must be at least 1 and at most the maximum."),
         (["--workers", "0:2", "train.py"], "workers=0:2: the minimum must be at least 1"),
+        (
+            ["--workers", "2:4", "--print", "slurm", "train.py"],
+            "--workers 2:4 with --print slurm: only processes on one machine can go on without each other",
+        ),
         (["--max-restarts", "-1", "train.py"], "-1 is not in the range x>=0"),
         (["--grace-seconds", "-1", "train.py"], "-1.0 is not in the range x>=0"),
         (["--evaluator-grace-seconds", "-1", "train.py"], "-1.0 is not in the range x>=0"),

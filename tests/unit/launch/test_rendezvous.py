@@ -225,6 +225,48 @@ def test_end_of_the_rendezvous_is_an_error(hall):
     assert "phalanx run has ended." in errors[0]
 
 
+def test_nobody_has_the_variables(hall):
+    """If only processes are left that have taken over nothing, they are ended, and the group is lost."""
+    found = hall(1)
+    first, second = members = found.members(0, 1)
+    found.meet(members)
+    hang_up(first)
+
+    def meet():
+        with suppress(RuntimeError):
+            second.meet(call=0, progress=[-1, 0, 0])
+
+    threading.Thread(target=meet, daemon=True).start()
+    until(lambda: found.killed)
+    assert found.killed[0] == (1, "nobody who has the variables of the training is left")
+
+
+def test_message_that_cannot_be_understood(hall):
+    """Ends the processes, instead of the thread that all wait for."""
+    found = hall(1)
+    (first,) = members = found.members(0)
+    found.meet(members)
+    first._say({"ready": 3})
+    until(lambda: found.killed)
+    assert found.killed[0][1].startswith("the rendezvous has failed: TypeError(")
+
+
+def test_some_are_ahead_of_others(hall):
+    """Then variables must be taken over. If all have made the same steps, not."""
+    found = hall(1)
+    first, second, third = members = found.members(0, 1, 2)
+    assert all(g.is_even for g in found.meet(members))
+    hang_up(first)
+    assert all(g.is_even for g in found.meet([second, third], {1: [4, 0, 0], 2: [4, 0, 0]}))
+    (newcomer,) = found.members(0)
+    thread = threading.Thread(target=newcomer.meet, kwargs={"call": 0, "progress": [-1]}, daemon=True)
+    thread.start()
+    until(lambda: found.rendezvous._members[0].ready)
+    generations = found.meet([second, third], {1: [5, 0, 0], 2: [5, 0, 0]})
+    thread.join(DEADLINE_S)
+    assert not any(g.is_even for g in [*generations, newcomer.generation])
+
+
 def test_stranger_is_not_let_in(hall):
     """A process with another secret gets an error, and the rendezvous goes on."""
     found = hall(1)
