@@ -26,7 +26,7 @@ from benchmarks.report import Report
 
 RECORD = struct.Struct("qqqd")
 """What a process writes down after each step: see `Done`."""
-STALL_S = 3.0
+STALL_S = 10.0
 """Time limit of the watch."""
 KINDS = ("kill", "stop", "raise", "exit", "two", "term")
 """How processes are lost: SIGKILL, SIGSTOP, an exception, `os._exit`, SIGKILL of two at once, and SIGTERM."""

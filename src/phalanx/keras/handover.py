@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import keras
+import numpy as np
 from keras.callbacks import Callback, CallbackList
 
 from phalanx.elastic.training import Training
@@ -69,9 +70,17 @@ class Run:
                     callback.on_epoch_end(epoch, logs)
             self.progress.called += 1
 
-    def share_counters(self, topology: Topology) -> None:
-        """Tells all processes the counters of the chief's callbacks, for those that start later, or become the chief."""
-        own = text.packed(list(map(_counters_of, self._all()))) if topology.worker_index == 0 else b""
+    def share_counters(self, topology: Topology, *, has_arrays: bool = False) -> None:
+        """Tells all processes the counters of the chief's callbacks.
+
+        Args:
+          topology: the devices of all processes.
+          has_arrays: whether arrays count too, such as the best weights so far. A process that has started later needs them, and they are
+            large.
+        """
+        own = b""
+        if topology.worker_index == 0:
+            own = text.packed([_counters_of(callback, has_arrays=has_arrays) for callback in self._all()])
         self._counters = text.unpacked(exchange_bytes(own, topology.exchange)[0])
 
     def take_counters(self) -> None:
@@ -103,11 +112,15 @@ def _is_among(callback: Callback, callbacks: Sequence[Callback]) -> bool:
     return any(callback is other for other in callbacks)
 
 
-def _counters_of(callback: Callback) -> dict[str, Any]:
-    """Returns the attributes that are numbers, text, arrays, or containers of these."""
+def _counters_of(callback: Callback, *, has_arrays: bool) -> dict[str, Any]:
+    """Returns the attributes that are numbers, text or containers of these, and perhaps those with arrays."""
     found = {}
     for name, value in vars(callback).items():
-        if name not in _OF_PROCESS:
+        if name in _OF_PROCESS or value is None:  # None may stand for a file, or another object that is not open yet.
+            continue
+        if text.is_plain(value) or isinstance(value, np.generic):
+            found[name] = value
+        elif has_arrays:
             with suppress(TypeError):
                 text.packed(value)
                 found[name] = value

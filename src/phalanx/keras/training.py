@@ -185,7 +185,7 @@ class ModelTrainer:
                 if training.has_changed:
                     if self._topology.is_chief:
                         run.promote(lambda callback: isinstance(callback, _WRITERS))
-                    run.share_counters(self._topology)
+                    run.share_counters(self._topology, has_arrays=True)
                     if is_new:
                         run.take_counters()
                     is_new = training.has_changed = False
