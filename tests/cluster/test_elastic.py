@@ -145,14 +145,23 @@ def kill(folder, times):
     return meanwhile
 
 
+@pytest.fixture
+def disturbed(tmp_path):
+    """Runs a script in two processes, of which some are killed; returns the exit code and the output."""
+
+    def run_and_kill(source, times):
+        script, folder = tmp_path / "train.py", tmp_path / "steps"
+        script.write_text(source)
+        folder.mkdir()
+        return run(script, folder, meanwhile=kill(folder, times))
+
+    return run_and_kill
+
+
 @pytest.mark.parametrize("donate", [True, False])
-def test_every_row_counts_once_per_epoch(tmp_path, donate):
+def test_every_row_counts_once_per_epoch(disturbed, donate):
     """Whatever is repeated, also if only processes are left that have joined later. The loop hears of each step once, in order."""
-    script = tmp_path / "count.py"
-    script.write_text(COUNTS.replace("DONATE", str(donate)))
-    folder = tmp_path / "steps"
-    folder.mkdir()
-    code, output = run(script, folder, meanwhile=kill(folder, 2))
+    code, output = disturbed(COUNTS.replace("DONATE", str(donate)), 2)
     assert code == 0, output
     assert set(re.findall(r"heard (\w+)", output)) == {"True"}, output
     assert set(re.findall(r"seen (.*)", output)) == {"[60.0]"}, output
@@ -233,7 +242,7 @@ def test_callbacks_go_on_after_the_chief(tmp_path):
         assert each["epochs"] == len(each["losses"]) == 20
     assert found[0]["losses"] == found[1]["losses"]
     with (folder / "log.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["epoch"] != "epoch"]
+        rows = list(csv.DictReader(file))
     assert [int(row["epoch"]) for row in rows] == list(range(20))
     assert (folder / "best.weights.h5").exists()
 
@@ -260,13 +269,9 @@ print("total", float(total.value), flush=True)
 """
 
 
-def test_assignment_between_steps_is_kept(tmp_path):
+def test_assignment_between_steps_is_kept(disturbed):
     """The body of the loop is not called again for steps that are repeated, so what it has assigned must not be undone."""
-    script = tmp_path / "assigns.py"
-    script.write_text(ASSIGNS)
-    folder = tmp_path / "steps"
-    folder.mkdir()
-    code, output = run(script, folder, meanwhile=kill(folder, 1))
+    code, output = disturbed(ASSIGNS, 1)
     assert code == 0, output
     assert set(re.findall(r"total (.*)", output)) == {f"{4.0 * 20 + 8.0 * 220}"}, output
 
@@ -300,13 +305,9 @@ if number == 0:
 """
 
 
-def test_failure_after_the_training(tmp_path):
+def test_failure_after_the_training(disturbed):
     """A PyDataset goes on within its epoch; what fails after the end of the training is not a loss, and is the exit code."""
-    script = tmp_path / "data.py"
-    script.write_text(DATA)
-    folder = tmp_path / "steps"
-    folder.mkdir()
-    code, output = run(script, folder, meanwhile=kill(folder, 1))
+    code, output = disturbed(DATA, 1)
     assert re.findall(r"\] steps (\d+)", output) == ["160", "160"], output
     assert code == 1, output
     assert "the disk is full" in output

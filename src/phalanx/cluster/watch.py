@@ -83,7 +83,7 @@ class Watch(threading.Thread):
         # All processes meet at this one to form another group.
         self.change_point = SyncPoint(rank, lines, lambda said: self._say({"change": said["sync"]}), self.waiting)
         self._port = host_and_port(addresses[0])[1]
-        self._lines = {r: _Line(connection) for r, connection in lines.items()}
+        self._lines = {r: Line(connection) for r, connection in lines.items()}
         self._tick_s = min(_TICK_S, stall_s / 4)
         self._turn = self._step = self._depth = 0
         self._began_s = self._last_s = 0.0
@@ -430,7 +430,7 @@ def _encoded(message: Mapping[str, Any]) -> bytes:
 
 
 @dataclass
-class _Line:
+class Line:
     """An open connection that carries messages as lines of JSON."""
 
     connection: socket.socket
@@ -443,9 +443,11 @@ class _Line:
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def say(self, message: Mapping[str, Any]) -> None:
+        """Sends a message."""
         self.send(_encoded(message))
 
     def send(self, data: bytes) -> None:
+        """Sends a message that is encoded already."""
         # `hear` notices a closed connection. A stalled process accepts no more data.
         with suppress(OSError):
             self.connection.send(data)
@@ -463,6 +465,7 @@ class _Line:
             return [], False
 
     def hang_up(self) -> None:
+        """Sends nothing more."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
 

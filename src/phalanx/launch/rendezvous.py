@@ -5,7 +5,6 @@ All processes that train keep a connection with it. If one dies, the kernel clos
 say that they are ready for the next. A process that has started later says so too, and is let in at the next step on which the others agree.
 """
 
-import json
 import selectors
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing_extensions import override
 from phalanx.cluster.door import Door, Guest
 from phalanx.cluster.membership import MEMBER, RENDEZVOUS
 from phalanx.cluster.secret import secret_of
+from phalanx.cluster.watch import Line
 from phalanx.launch.plan import LOOPBACK, free_ports
 
 _TICK_S = 0.2
@@ -52,16 +52,10 @@ class _Member:
     rank: int = _NO_RANK
     ready: dict[str, Any] | None = None
     call: int = 0
-    _read: bytes = field(default=b"", init=False)
+    line: Line = field(init=False)
 
-    def hear(self) -> list[dict[str, Any]] | None:
-        """Returns its new messages. None if it has ended."""
-        try:
-            new = self.guest.connection.recv(1 << 16)
-        except OSError:
-            new = b""
-        *whole, self._read = (self._read + new).split(b"\n")
-        return [json.loads(line) for line in whole] if new else None
+    def __post_init__(self) -> None:
+        self.line = Line(self.guest.connection)
 
 
 @final
@@ -160,8 +154,8 @@ class Rendezvous(threading.Thread):
     def _hear(self, member: _Member) -> None:
         if self._members.get(member.number) is not member:
             return
-        messages = member.hear()
-        if messages is None:
+        messages, is_open = member.line.hear()
+        if not is_open:
             self._forget(member)
             return
         member.heard_s = time.monotonic()

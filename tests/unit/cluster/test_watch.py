@@ -15,7 +15,7 @@ from contextlib import suppress
 import pytest
 
 from phalanx.cluster.verdict import SIGTERM, Member, judge_presence, judge_progress
-from phalanx.cluster.watch import Watch, _connections_at, _Line
+from phalanx.cluster.watch import Line, Watch, _connections_at
 from phalanx.launch.plan import free_ports
 
 pytestmark = pytest.mark.slow
@@ -445,7 +445,7 @@ def test_reset_connection_is_heard_as_closed():
     with socket.create_server(("127.0.0.1", 0)) as server:
         other = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
-        line = _Line(accepted)
+        line = Line(accepted)
         other.sendall(b'{"step": 1}\n{"st')
         select.select([accepted], [], [], DEADLINE_S)
         assert line.hear() == ([{"step": 1}], True)
@@ -471,7 +471,7 @@ def test_last_word_arrives():
     """The last messages of a process arrive, even if it closes the connection with unread messages."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         own, (others, _) = socket.create_connection(server.getsockname()), server.accept()
-        leaving, staying = _Line(own), _Line(others)
+        leaving, staying = Line(own), Line(others)
         for _ in range(20):
             for sender, reader in ((leaving, staying), (staying, leaving)):
                 sender.say({"step": 1})
@@ -490,7 +490,7 @@ def test_an_older_report_does_not_undo_that_a_process_has_left():
     """The thread that reports each tick says nothing older than what `leave` has said, however late it comes to run."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         own, (others, _) = socket.create_connection(server.getsockname()), server.accept()
-        watch, heard = Watch(["127.0.0.1:1", "127.0.0.1:2"], 1, {0: own}, STALL_S), _Line(others)
+        watch, heard = Watch(["127.0.0.1:1", "127.0.0.1:2"], 1, {0: own}, STALL_S), Line(others)
         is_between, may_go_on = threading.Event(), threading.Event()
         say = watch._say
 
