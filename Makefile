@@ -16,10 +16,10 @@ demo: $(DEMO_INSTALLED) ## train a small language model on one device and on two
 demo-multi-worker: $(DEMO_INSTALLED) ## train it in two processes
 	JAX_PLATFORMS=cpu $(BIN)/phalanx run --workers 2 examples/multi_worker.py
 
-# One of two workers is killed after step 120. All start again, from the checkpoint of step 100.
-demo-crash: $(DEMO_INSTALLED) ## kill one of two processes, and let both go on from a checkpoint
+# One of two workers is killed after step 120. The other goes on, and a new one joins it.
+demo-crash: $(DEMO_INSTALLED) ## kill one of two processes: the other goes on at once, and a new one takes the place
 	rm -rf out/demo-crash
-	JAX_PLATFORMS=cpu $(BIN)/phalanx run --workers 2 --max-restarts 1 examples/multi_worker.py \
+	JAX_PLATFORMS=cpu $(BIN)/phalanx run --workers 1:2 examples/multi_worker.py \
 		--steps 200 --save-every 50 --crash-at 120 --out out/demo-crash
 
 # Two workers and two parameter servers.

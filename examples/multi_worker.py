@@ -2,11 +2,12 @@
 """Trains the language model of text_lm.py with several processes, the workers of a cluster.
 
   phalanx run --workers 2 examples/multi_worker.py                                       two workers on this machine
-  phalanx run --workers 2 --max-restarts 1 examples/multi_worker.py --crash-at 250       one worker dies, and the group restarts
+  phalanx run --workers 1:2 examples/multi_worker.py --crash-at 250                      one dies, and the other goes on
+  phalanx run --workers 2 --max-restarts 1 examples/multi_worker.py --crash-at 250       one dies, and both start again
   phalanx run --workers 2 --print slurm examples/multi_worker.py                         a script for sbatch
 
 Every worker runs this program. It reads its own files and trains on its part of each batch. Only the chief prints and writes.
-It saves a checkpoint every few steps. A group that restarts continues from the checkpoint as if nothing had happened, so
+It saves a checkpoint every few steps. A group that starts again continues from the checkpoint as if nothing had happened, so
 `--out` must be a folder that all workers can read.
 """
 
@@ -41,8 +42,7 @@ def main() -> None:
     keras.utils.set_random_seed(args.seed)
     # Finds the other workers from TF_CONFIG, Slurm or a similar environment. Without one, this process trains alone.
     strategy = phalanx.MultiWorkerMirroredStrategy()
-    is_chief = strategy.extended.should_checkpoint
-    console.quiet = not is_chief
+    console.quiet = not strategy.extended.should_checkpoint
     args.out.mkdir(parents=True, exist_ok=True)
 
     trainer = Trainer(strategy, args.width, args.layers, args.learning_rate, args.steps)
@@ -55,7 +55,7 @@ def main() -> None:
     manager = train(trainer, train_files, args)
     evaluate(trainer, held_out_files)
 
-    if is_chief:
+    if strategy.extended.should_checkpoint:
         weights = args.out / "model.weights.h5"
         trainer.model.save_weights(weights)
         console.print(f"Saved: {weights}")
@@ -66,35 +66,33 @@ def train(trainer: Trainer, files: Sequence[Path], args: argparse.Namespace) -> 
     """Trains up to step `args.steps`, starting from the last checkpoint if there is one. Returns what saves."""
     windows = phalanx.data.from_files(files, functools.partial(shuffled_windows, seed=args.seed), interleave=len(files))
     dataset = trainer.strategy.experimental_distribute_dataset(windows, batch_size=args.batch)
-    iterator = iter(dataset)
-    checkpoint = phalanx.train.Checkpoint(model=trainer.model, optimizer=trainer.optimizer, iterator=iterator)
+    loop = phalanx.elastic.steps(trainer.train_step, dataset, epochs=None, max_steps=args.steps)
+    checkpoint = phalanx.train.Checkpoint(model=trainer.model, optimizer=trainer.optimizer, loop=loop)
     manager = phalanx.train.CheckpointManager(checkpoint, args.out, max_to_keep=1)
     restored = manager.restore_or_initialize()
-    first = int(trainer.optimizer.iterations.numpy())
     if restored:
-        console.print(f"restored step {first} from {restored}")
+        console.print(f"restored step {trainer.step} from {restored}")
     losses: list[float] = []
     every = max(1, args.steps // 10)
     with training_progress(tokens_per_step=args.batch * WINDOW) as progress:
-        task = progress.add_task("training", total=args.steps, completed=first, loss=math.nan)
-        for step in range(first + 1, args.steps + 1):
-            if (batch := next(iterator, None)) is None:
-                iterator = checkpoint.iterator = iter(dataset)  # The next epoch.
-                batch = next(iterator)
-            losses.append(float(trainer.train_step(batch)))
-            progress.update(task, advance=1, loss=losses[-1])
-            if step == 1 or step % every == 0:
-                progress.console.print(f"step {step:5d}   loss {np.mean(losses[-every:]):.4f}")
-            if step % args.save_every == 0 or step == args.steps:
+        task = progress.add_task("training", total=args.steps, completed=trainer.step, loss=math.nan)
+        for loss in loop:
+            losses.append(float(loss))
+            # In an elastic group, the chief may be another process than at the beginning.
+            console.quiet = not trainer.strategy.extended.should_checkpoint
+            progress.update(task, completed=trainer.step, loss=losses[-1])
+            if trainer.step == 1 or trainer.step % every == 0:
+                progress.console.print(f"step {trainer.step:5d}   loss {np.mean(losses[-every:]):.4f}")
+            if trainer.step % args.save_every == 0 or trainer.step == args.steps:
                 manager.save()
-            if step == args.crash_at:
+            if trainer.step == args.crash_at:
                 crash(trainer.strategy, manager)
     manager.sync()
     return manager
 
 
 def crash(strategy: phalanx.Strategy, manager: phalanx.train.CheckpointManager) -> None:
-    """Kills worker 1 once there is a checkpoint, unless the group was restarted."""
+    """Kills rank 1 once there is a checkpoint, unless the group was restarted."""
     if strategy.topology.worker_index == 1 and os.environ.get("PHALANX_RESTART", "0") == "0":
         while manager.latest_checkpoint is None:
             time.sleep(0.1)
@@ -106,7 +104,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=800, help="(default: %(default)s)")
     add_training_arguments(parser)
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (default: %(default)s)")
-    parser.add_argument("--crash-at", type=int, help="kill worker 1 after this step, to see the group restart")
+    parser.add_argument("--crash-at", type=int, help="kill rank 1 after this step, to see what the others do")
     parser.add_argument(
         "--out", type=Path, default=Path("out/multi_worker"), help="where to save (default: %(default)s)"
     )

@@ -129,6 +129,11 @@ class Trainer:
             self.optimizer = keras.optimizers.AdamW(schedule, weight_decay=0.01, epsilon=1e-6, global_clipnorm=1.0)
         self.token_losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 
+    @property
+    def step(self) -> int:
+        """The number of steps so far."""
+        return int(self.optimizer.iterations.value)
+
     @phalanx.function
     def train_step(self, batch):
         """Trains on one global batch, and returns its mean loss."""

@@ -1,4 +1,4 @@
-"""`examples/multi_worker.py` with a tiny model as two workers, of which one dies and all are started again."""
+"""`examples/multi_worker.py` with a tiny model as two workers, of which one dies: all are started again, or the other goes on."""
 
 import re
 import sys
@@ -92,6 +92,16 @@ def test_held_out_loss(printed, text_lm, folder):
     losses = np.log(np.exp(logits).sum(axis=-1)) - of_targets
     assert int(count) == len(windows)
     assert float(loss) == pytest.approx(losses.mean(), abs=1e-3)
+
+
+def test_goes_on_without_the_other(run_example, tmp_path):
+    """Under `--workers 1:2`: each step is done once, in order, and the chief that is left saves the weights."""
+    launcher = ("run", "--workers", "1:2", "--grace-seconds", "0.5")
+    crashing = ("--save-every", SAVED, "--crash-at", CRASHED, "--seed", SEED)
+    printed = run_example("multi_worker.py", *ARGUMENTS, *crashing, folder=tmp_path, launcher=launcher)
+    assert [int(n) for n in re.findall(r" step +(\d+) ", printed)] == [*range(1, STEPS + 1)]
+    assert "Generation 2: worker 0 goes on." in printed
+    assert [p.name for p in (tmp_path / "out/multi_worker").iterdir()] == ["model.weights.h5"]
 
 
 def test_leaves_the_weights_alone(printed, folder):

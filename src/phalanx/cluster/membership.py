@@ -77,6 +77,7 @@ class Membership(threading.Thread):
       generation: the present generation of this process. None before the first, and while it waits for the next.
       is_trying: whether this process may train alone for a moment although it is late.
       is_leaving: whether this process was told to end, so that it waits for no further generation.
+      is_between_steps: whether the user's code runs between two steps of `phalanx.elastic.steps`.
       changed: called in the thread, with a reason, if all processes are to meet for another generation.
 
     Raises:
@@ -91,7 +92,7 @@ class Membership(threading.Thread):
         self._calls: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.changed: Callable[[str], None] = lambda reason: None
         self.generation: Generation | None = None
-        self.is_trying = self.is_leaving = False
+        self.is_trying = self.is_leaving = self.is_between_steps = False
         secret = secret_of([address])
         try:
             self._connection = socket.create_connection(split(address), timeout=_CONNECT_S)
@@ -127,6 +128,7 @@ class Membership(threading.Thread):
         self._say({"ready": {"call": call, "progress": list(progress), "address": address}})
         found: Generation | str = self._next(self._generations)
         if isinstance(found, str):
+            self.is_late = True
             return None
         self.generation, self.is_late = found, False
         os.environ["TF_CONFIG"] = found.tf_config()
@@ -216,6 +218,12 @@ def may_train() -> bool:
     """Whether this process may make a training step: a late one would train alone, from the beginning."""
     member = own()
     return member is None or not member.is_late or member.is_trying
+
+
+def outlives_losses() -> bool:
+    """Whether the next step goes on without a process that is lost now, so that what fails before it may be left out."""
+    member = own()
+    return member is not None and member.is_between_steps
 
 
 def _free_port(host: str) -> int:

@@ -17,22 +17,27 @@ from phalanx.programs.state import to_host, unfinished_variables
 
 _variables: IdentityMap[bool] = IdentityMap()
 """All Keras variables of this process."""
-compat.on_variable(lambda variable: _variables.__setitem__(variable, True))
 
 
-class _Assignments:
-    """Counts assignments outside programs. Code of the user that has assigned a variable is not called again."""
+class _Changes:
+    """Counts new variables, and assignments outside programs. Code of the user that has made them is not called again."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def note(self, variable: Variable) -> None:
-        """Counts one."""
+    def create(self, variable: Variable) -> None:
+        """Counts a new variable, and remembers it."""
+        _variables[variable] = True
+        self.count += 1
+
+    def assign(self, variable: Variable) -> None:
+        """Counts an assignment."""
         self.count += 1
 
 
-_assignments = _Assignments()
-compat.on_assign(_assignments.note)
+_changes = _Changes()
+compat.on_variable(_changes.create)
+compat.on_assign(_changes.assign)
 
 
 class Kind(NamedTuple):
@@ -97,13 +102,13 @@ class Copier:
     """Copies variables to the host. An array that is still the one of the last copy is not copied again."""
 
     def __init__(self) -> None:
-        self._known = (0, 0)
+        self._known = 0
         self._last: IdentityMap[tuple[Callable[[], Any], np.ndarray]] = IdentityMap()
 
     @property
     def has_missed(self) -> bool:
         """Whether variables were created, or assigned outside programs, since the last copy."""
-        return (len(_variables), _assignments.count) != self._known
+        return _changes.count != self._known
 
     def copy(
         self,
@@ -124,7 +129,7 @@ class Copier:
           is_lenient: whether a variable that a failed program has consumed gets an old value.
         """
         values: IdentityMap[np.ndarray] = IdentityMap()
-        self._known = len(_variables), _assignments.count
+        self._known = _changes.count
         unfinished = {id(v): is_zero for v, is_zero in unfinished_variables(topology)}
         for variable, _ in _variables.items():
             array = compat.raw_value(variable)

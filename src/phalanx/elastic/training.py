@@ -135,6 +135,15 @@ class Training:
         finally:
             self._member.is_trying = False
 
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Returns a context for the user's code between two steps, in which the loss of a process must raise no error."""
+        self._member.is_between_steps = True
+        try:
+            yield
+        finally:
+            self._member.is_between_steps = False
+
     def finish(self) -> None:
         """Waits for the other processes at the end, so that none of them goes on with a group that another one has to leave.
 
@@ -178,11 +187,19 @@ class Training:
         self._clean = own.steps
         if reason := own.change_point.is_reached():
             raise GroupChange(reason)
-        if self.step >= self._due or self._copier.has_missed:
+        if self._is_due():
             self.keep()
         self._began_s = time.perf_counter()
         self._end = [self._progress.stage[0], end]
         return self._end > self.told
+
+    def _is_due(self) -> bool:
+        """Whether to copy now. If all processes must ask for the position at the same time, they decide together."""
+        is_due = self.step >= self._due or self._copier.has_missed
+        if not self._progress.is_agreed:
+            return is_due
+        # One process alone may have assigned a variable, for example the chief one of a metric that it prints.
+        return bool(self._strategy.topology.exchange(np.array([is_due])).any())
 
     def end_steps(self, count: int = 1) -> None:
         """Notes that the steps have ended, and that the user's code hears of them now."""
@@ -256,6 +273,8 @@ class Training:
         forget_all()
         generation = self._member.meet(call=self._call, progress=[offer.step, *offer.stage])
         if generation is None:
+            self._strategy.move(0)
+            put_values(values)
             self.is_over = True
             return
         bootstrap.enter(generation, self._strategy.stall_timeout_s)

@@ -36,9 +36,9 @@ class DistributedDataset:
 
     Args:
       plan: which worker reads which rows.
-      topology: devices of the replicas. If it has no devices, batches are not placed.
+      where: returns the devices of the replicas, which change with an elastic group. If there are none, batches are not placed.
       options: how the dataset is read.
-      remake: returns the same dataset for another topology.
+      make_plan: returns the plan for other devices.
       steps: number of global batches that are stacked into one. None for no stacking.
 
     Example:
@@ -52,22 +52,24 @@ class DistributedDataset:
     def __init__(
         self,
         plan: Plan,
-        topology: Topology,
+        where: Callable[[], Topology],
         options: InputOptions,
-        remake: Callable[[Topology], "DistributedDataset"],
+        make_plan: Callable[[Topology], Plan],
         *,
         steps: int | None = None,
     ) -> None:
-        self._plan, self._topology, self._options, self._steps = plan, topology, options, steps
-        self._remake = remake
+        self._last_plan, self._options, self._steps = plan, options, steps
+        self._where, self._make_plan = where, make_plan
+        self._last_topology = where()
         # The iterator that `element_spec` opened to look at the first batch. The next `iter` returns it, so that a
         # dataset that can be read only once loses no batch.
         self._untouched: DistributedIterator | None = None
 
     def __iter__(self) -> "DistributedIterator":
         require_outside_programs("iter(dataset)")
+        plan = self._plan
         iterator, self._untouched = self._untouched, None
-        return iterator or DistributedIterator(self._plan, self._topology, self._options, steps=self._steps)
+        return iterator or DistributedIterator(plan, self.topology, self._options, steps=self._steps)
 
     def __len__(self) -> int:
         if self.cardinality < 0:
@@ -82,7 +84,14 @@ class DistributedDataset:
     @property
     def topology(self) -> Any:
         """The devices that the batches are split for."""
-        return self._topology
+        return self._where()
+
+    @property
+    def _plan(self) -> Plan:
+        topology = self.topology
+        if topology is not self._last_topology:
+            self._last_plan, self._last_topology, self._untouched = self._make_plan(topology), topology, None
+        return self._last_plan
 
     @property
     def cardinality(self) -> int:
@@ -101,8 +110,7 @@ class DistributedDataset:
           ContextError: a step is being traced.
           InputError: the dataset is empty.
         """
-        if self._untouched is None:
-            self._untouched = iter(self)
+        self._untouched = iter(self)
         return self._untouched.element_spec
 
     def require_same(self) -> None:
@@ -113,8 +121,8 @@ class DistributedDataset:
         Raises:
           InputError: the workers have different numbers of rows or batches.
         """
-        if not self._plan.agreed and worker_of(self._topology).count > 1:
-            require_same_data(self._plan.source.facts, self._topology.exchange)
+        if not self._plan.agreed and worker_of(self.topology).count > 1:
+            require_same_data(self._plan.source.facts, self.topology.exchange)
 
     def batches(self, *, steps: int) -> "DistributedDataset":
         """Returns a dataset that stacks `steps` batches into one. May be called in any context.
@@ -129,12 +137,7 @@ class DistributedDataset:
         Raises:
           InvalidArgumentError: `steps` is not a positive integer.
         """
-        return DistributedDataset(self._plan, self._topology, self._options, self._remake, steps=check_steps(steps))
-
-    def on(self, topology: Topology) -> "DistributedDataset":
-        """Returns the same dataset, split for the replicas of another topology."""
-        dataset = self._remake(topology)
-        return dataset if self._steps is None else dataset.batches(steps=self._steps)
+        return DistributedDataset(self._plan, self._where, self._options, self._make_plan, steps=check_steps(steps))
 
     @property
     def is_agreed(self) -> bool:
@@ -165,7 +168,7 @@ class DistributedDataset:
 
 def distribute(
     dataset: Any,
-    topology: Topology,
+    where: Callable[[], Topology],
     options: InputOptions,
     *,
     batch_size: int | None,
@@ -175,7 +178,7 @@ def distribute(
 
     Args:
       dataset: see `Strategy.experimental_distribute_dataset`.
-      topology: devices of the replicas. If it has no devices, batches are not placed.
+      where: see `DistributedDataset`.
       options: how the dataset is read.
       batch_size: global batch size in rows, for a dataset of single rows. None for a dataset of batches.
       drop_remainder: whether to drop a short last batch.
@@ -198,19 +201,19 @@ def distribute(
             "distribute_datasets_from_function, which makes one dataset per replica",
         )
     arguments.flag("drop_remainder", drop_remainder)
-    worker = worker_of(topology)
     make = functools.partial(source_of, batch_size=batch_size, drop_remainder=drop_remainder)
-    divided = plan(dataset, make, options.auto_shard_policy, worker)
-    divided.announce(worker)
 
-    def remake(topology: Topology) -> DistributedDataset:
-        return distribute(dataset, topology, options, batch_size=batch_size, drop_remainder=drop_remainder)
+    def make_plan(topology: Topology) -> Plan:
+        worker = worker_of(topology)
+        divided = plan(dataset, make, options.auto_shard_policy, worker)
+        divided.announce(worker)
+        return divided
 
-    return DistributedDataset(divided, topology, options, remake)
+    return DistributedDataset(make_plan(where()), where, options, make_plan)
 
 
 def distribute_from_function(
-    dataset_fn: Callable[[InputContext], Any], topology: Topology, options: InputOptions
+    dataset_fn: Callable[[InputContext], Any], where: Callable[[], Topology], options: InputOptions
 ) -> DistributedDataset:
     """Returns a distributed dataset of the per-replica batches that `dataset_fn` provides.
 
@@ -219,13 +222,13 @@ def distribute_from_function(
       InputError: it returned something that is not a dataset of batches.
     """
     arguments.function("dataset_fn", dataset_fn, "lambda context: dataset.shard(context.num_input_pipelines, 0)")
-    worker = worker_of(topology)
-    devices = topology.local_devices
-    source = FunctionSource(dataset_fn, worker, options, devices)
-    plan = Plan(source, AutoShardPolicy.OFF, worker.count > 1, ())
-    return DistributedDataset(
-        plan, topology, options, lambda topology: distribute_from_function(dataset_fn, topology, options)
-    )
+
+    def make_plan(topology: Topology) -> Plan:
+        worker = worker_of(topology)
+        source = FunctionSource(dataset_fn, worker, options, topology.local_devices)
+        return Plan(source, AutoShardPolicy.OFF, worker.count > 1, ())
+
+    return DistributedDataset(make_plan(where()), where, options, make_plan)
 
 
 def shards_of(dataset: Any, topology: Topology, options: InputOptions, batch_size: int | None) -> Sequence[WorkerShard]:

@@ -34,8 +34,8 @@ class Data(Protocol):
     def set_state(self, state: State) -> None:
         """Makes the next epoch go on from a position."""
 
-    def move(self, topology: Topology) -> None:
-        """Splits the batches for the replicas of another topology."""
+    def move(self) -> None:
+        """See `EpochData.move`."""
 
 
 @final
@@ -109,7 +109,7 @@ class Progress:
         """Goes on with the devices of another group of processes. `set_position` follows."""
         self.topology = topology
         for data in filter(None, (self._data, self._validation)):
-            data.move(topology)
+            data.move()
 
 
 @final

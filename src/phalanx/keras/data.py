@@ -18,7 +18,6 @@ from phalanx.input.sources.base import UNKNOWN, AbstractRows, Facts, State
 from phalanx.input.sources.batches import BatchStream
 from phalanx.input.sources.functions import InputContext
 from phalanx.mesh.annotated import shape_dtype
-from phalanx.mesh.topology import Topology
 from phalanx.options import InputOptions
 from phalanx.strategies.base import Strategy
 from phalanx.typing import PyTree
@@ -104,7 +103,7 @@ class EpochData:
         self._restored: State | None = None
         batched = _batched(strategy, x, data)
         self._dataset = self._of_keras(strategy, x, steps, data) if batched is None else batched
-        self._dataset.require_same()
+        self._is_checked = False
 
     def _of_keras(self, strategy: Strategy, x: PyTree, steps: int | None, data: dict[str, Any]) -> DistributedDataset:
         self._adapter = adapter = compat.data_adapter(x=x, steps_per_epoch=steps, **data)
@@ -158,6 +157,10 @@ class EpochData:
           The index of the first step of the group, and the parts of the group: pairs of a batch, or a stack of batches of
           equal size, and its number of steps.
         """
+        if not self._is_checked:
+            # Here, because an elastic group can lose a process from now on.
+            self._dataset.require_same()
+            self._is_checked = True
         if self._adapter is not None:
             self._adapter.on_epoch_begin()
             self._is_open = True
@@ -221,8 +224,8 @@ class EpochData:
         """See `DistributedDataset.is_agreed`."""
         return self._dataset.is_agreed
 
-    def move(self, topology: Topology) -> None:
-        """Splits the batches for the replicas of another topology. Set the state after it.
+    def move(self) -> None:
+        """Begins to read again, for the replicas that the strategy has now. Set the state after it.
 
         Raises:
           InputError: the data can be read only once.
@@ -236,8 +239,7 @@ class EpochData:
         if self._reading is not None:
             self._reading.stop_reading()
         self._close_epoch()
-        self._dataset = self._dataset.on(topology)
-        self._iterator = self._reading = None
+        self._iterator, self._reading, self._is_checked = None, None, False
 
     def set_state(self, state: State) -> None:
         """Makes the next epoch go on from a position."""

@@ -167,8 +167,6 @@ class Rendezvous(threading.Thread):
             elif "begins" in message:
                 member.call = message["begins"]
                 member.guest.say({"call": self._call_of_others(member)})
-                if member.generation:
-                    self._dismiss(member.call)
             elif "accuses" in message and message["generation"] == self.generation:
                 for other in self._survivors():
                     if other.rank in message["accuses"]:
@@ -186,11 +184,15 @@ class Rendezvous(threading.Thread):
         found = [m for m in self._members.values() if m.generation == self.generation and self.generation]
         return sorted(found, key=lambda m: m.rank)
 
-    def _dismiss(self, call: int) -> None:
-        """Tells newcomers that wait in an earlier training that it is over."""
+    def _dismiss_behind(self) -> None:
+        """Tells processes that wait in an earlier training that it is over. They join the next one as newcomers.
+
+        They have come too late; or they were at its end, and did not hear of another one that it had got there too.
+        """
+        call = max((m.call for m in self._survivors()), default=0)
         for member in self._members.values():
-            if member.ready and not member.generation and member.call < call:
-                member.ready = None
+            if member.ready and member.call < call:
+                member.ready, member.generation = None, 0
                 member.guest.say({"missed": "the others have finished this training"})
 
     def _call_of_others(self, member: _Member) -> int:
@@ -199,6 +201,7 @@ class Rendezvous(threading.Thread):
 
     def _settle(self) -> None:
         """Forms the next generation if its processes have come."""
+        self._dismiss_behind()
         survivors, now_s = self._survivors(), time.monotonic()
         newcomers = [m for m in self._members.values() if m.ready and m.generation == 0]
         if not self.generation:
@@ -265,8 +268,9 @@ class Rendezvous(threading.Thread):
         self._pending_s = None
         self._asked.clear()
         if self.generation > 1:
-            names = ", ".join(str(m.number) for m in members)
-            self._say(f"Generation {self.generation}: the workers {names} go on.")
+            numbers = ", ".join(str(m.number) for m in members)
+            who = f"worker {numbers} goes on" if len(members) == 1 else f"workers {numbers} go on"
+            self._say(f"Generation {self.generation}: {who}.")
 
     def _end_all(self, why: str) -> None:
         for number in list(self._members):

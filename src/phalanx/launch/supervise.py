@@ -14,6 +14,8 @@ from phalanx.launch.relay import Relay
 from phalanx.launch.signals import Signals
 
 _WORD_S = 2.0
+_IN_PLACE_OF_THE_LOST = Patience(first_pause_s=2.0)
+"""When others start in an elastic group. Not sooner, because they use the cores on which the group compiles its next step."""
 
 
 def run_group(
@@ -55,7 +57,7 @@ def run_group(
                     group = Group(specs, relay, evaluator.tend)
                 else:
                     group = ElasticGroup(
-                        specs, least_workers, relay, patience=Patience(), say=say, beside=evaluator.tend
+                        specs, least_workers, relay, patience=_IN_PLACE_OF_THE_LOST, say=say, beside=evaluator.tend
                     )
                 outcome = _run_once(group, relay, grace_s)
                 if text := report(outcome):

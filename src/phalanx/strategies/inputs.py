@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The methods of a strategy that distribute datasets and values."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any, final
 
@@ -12,6 +13,7 @@ from phalanx.input.placement import ValueContext, components, distribute_values
 from phalanx.input.sources.functions import InputContext
 from phalanx.input.sources.records import NumpyDataset
 from phalanx.mesh.arrays import is_array
+from phalanx.mesh.topology import Topology
 from phalanx.options import InputOptions
 from phalanx.tracing import context
 from phalanx.tracing.strategy import AbstractStrategy
@@ -61,6 +63,16 @@ class AbstractInputs(AbstractStrategy):
         own = self.topology.local_replicas
         return distribute_values([components(value_fn(ValueContext(i, n))) for i in own], self.topology)
 
+    def _where(self) -> Callable[[], Topology]:
+        """Returns a function that returns the devices of this strategy, without keeping the strategy alive."""
+        own, last = weakref.ref(self), self.topology
+
+        def where() -> Topology:
+            strategy = own()
+            return last if strategy is None else strategy.topology
+
+        return where
+
     @final
     def experimental_distribute_dataset(
         self,
@@ -104,7 +116,7 @@ class AbstractInputs(AbstractStrategy):
         """
         self._require_distributing("experimental_distribute_dataset")
         options = check_options(options)
-        return distribute(dataset, self.topology, options, batch_size=batch_size, drop_remainder=drop_remainder)
+        return distribute(dataset, self._where(), options, batch_size=batch_size, drop_remainder=drop_remainder)
 
     @final
     def distribute_datasets_from_function(
@@ -128,7 +140,7 @@ class AbstractInputs(AbstractStrategy):
           ContextError: called in replica context.
         """
         self._require_distributing("distribute_datasets_from_function")
-        return distribute_from_function(dataset_fn, self.topology, check_options(options))
+        return distribute_from_function(dataset_fn, self._where(), check_options(options))
 
     @final
     def experimental_distribute_datasets_from_function(

@@ -3,6 +3,7 @@
 
 import functools
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -14,12 +15,14 @@ import jax
 import keras
 from typing_extensions import override
 
+from phalanx.cluster import membership
 from phalanx.compat import is_lifting
 from phalanx.errors import (
     CheckpointError,
     CheckpointMismatchError,
     ContextError,
     InvalidArgumentError,
+    PeerLostError,
     PhalanxError,
     arguments,
     shown,
@@ -36,6 +39,8 @@ from phalanx.train.restoration import Holder, Restoration, capture, with_nearest
 from phalanx.train.store import Stored, file_of, refuse_existing, write
 
 T = TypeVar("T")
+
+_log = logging.getLogger("phalanx")
 
 _busy = threading.Lock()
 
@@ -363,14 +368,20 @@ class Checkpoint(Holder):
                 before(file)
                 refuse_existing(file)
 
-        with _Call(call):
-            _together(topology, call, path, prepare)
-            snapshot = Snapshot(topology)
-            capture(self, snapshot)
-            if is_chief:
-                background.submit(functools.partial(_finish, file, snapshot, after))
-                if options is not None and not options.enable_async:
-                    background.wait()
+        try:
+            with _Call(call):
+                _together(topology, call, path, prepare)
+                snapshot = Snapshot(topology)
+                capture(self, snapshot)
+                if is_chief:
+                    background.submit(functools.partial(_finish, file, snapshot, after))
+                    if options is not None and not options.enable_async:
+                        background.wait()
+        except PeerLostError as e:
+            if not membership.outlives_losses():
+                raise
+            # In all processes, the next save has another number: the chief may have written this one.
+            _log.warning("%s is left out. %s", call, str(e).partition("\n")[0])
         self._path = path
         return path
 

@@ -211,7 +211,8 @@ class CheckpointManager:
         self._checkpoint, self._directory, self._name = checkpoint, Path(directory), checkpoint_name
         self._max_to_keep, self._keep_every_h = max_to_keep, keep_checkpoint_every_n_hours
         self._step_counter, self._interval, self._init_fn = step_counter, checkpoint_interval, init_fn
-        self._last_step: int | None = None
+        # A variable, so that a process which joins an elastic group takes it over and saves after the same steps as the others.
+        self._last_step = None if step_counter is None else keras.Variable(-1, False, "int32", name="last_step")
         self._since_s = time.time()
         self._kept: set[Path] = set()
         self._is_first = True
@@ -270,7 +271,7 @@ class CheckpointManager:
         arguments.flag("check_interval", check_interval)
         if checkpoint_number is not None:
             arguments.integer("checkpoint_number", checkpoint_number, least=0)
-        step = None if self._step_counter is None else int(self._step_counter)
+        step = self._step
         if check_interval and not self._is_due(step):
             return None
 
@@ -279,8 +280,12 @@ class CheckpointManager:
             return str(self._directory / f"{self._name}-{number}")
 
         path = self._checkpoint._save(call, name, options, functools.partial(self._prepare, call), self._delete_old)
-        self._last_step = step
+        self._note_step(step)
         return path
+
+    def _note_step(self, step: int | None) -> None:
+        if self._last_step is not None:
+            self._last_step.assign(step)
 
     def _last_number(self) -> int:
         """Returns the number of the checkpoint that was last saved or restored, if it is one of this manager; else 0."""
@@ -289,10 +294,15 @@ class CheckpointManager:
         parts = _name_and_number(path)
         return parts[1] if parts is not None and (path.parent, parts[0]) == (self._directory, self._name) else 0
 
+    @property
+    def _step(self) -> int | None:
+        return None if self._step_counter is None else int(self._step_counter)
+
     def _is_due(self, step: int | None) -> bool:
         if step is None or self._last_step is None or self._interval is None:
             return True
-        return step >= self._last_step + self._interval
+        last = int(self._last_step)
+        return last < 0 or step >= last + self._interval
 
     def restore_or_initialize(self) -> str | None:
         """Restores the latest checkpoint; if there is none, calls `init_fn`. Call it outside replica functions, in all processes.
@@ -310,8 +320,7 @@ class CheckpointManager:
                 self._init_fn()
             return None
         self._checkpoint.restore(latest)
-        if self._step_counter is not None:
-            self._last_step = int(self._step_counter)
+        self._note_step(self._step)
         return latest
 
     def delete_all(self) -> None:

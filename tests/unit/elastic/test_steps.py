@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import ContextError, InvalidArgumentError
 
 
 @pytest.fixture
@@ -50,3 +50,47 @@ def test_dataset_whose_strategy_is_gone():
     gc.collect()
     with pytest.raises(InvalidArgumentError, match="its strategy no longer exists"):
         next(phalanx.elastic.steps(lambda batch: batch, dataset))
+
+
+def test_loop_ends_after_steps(strategy):
+    """In the middle of an epoch; the next epoch begins as often as necessary. Without data it ends too."""
+    dataset = strategy.experimental_distribute_dataset(np.arange(10), batch_size=4)
+    loop = phalanx.elastic.steps(lambda batch: batch.values[0][0], dataset, epochs=None, max_steps=5)
+    assert [(int(first), loop.epoch) for first in loop] == [(0, 0), (4, 0), (8, 0), (0, 1), (4, 1)]
+    short = phalanx.elastic.steps(lambda batch: batch, dataset, epochs=1, max_steps=5)
+    assert len(list(short)) == 3
+    empty = strategy.experimental_distribute_dataset(lambda: iter(()))
+    assert list(phalanx.elastic.steps(lambda batch: batch, empty, epochs=None, max_steps=5)) == []
+
+
+def test_checkpoint_restores_the_position(strategy, tmp_path):
+    """In the middle of an epoch, also of another loop; the limit counts the steps before it too."""
+    dataset = strategy.experimental_distribute_dataset(np.arange(10), batch_size=4)
+
+    def loop():
+        return phalanx.elastic.steps(lambda batch: int(batch.values[0][0]), dataset, epochs=None, max_steps=8)
+
+    first, second = loop(), loop()
+    firsts = [next(first) for _ in range(5)]
+    path = phalanx.train.Checkpoint(loop=first).save(tmp_path / "ckpt")
+    phalanx.train.Checkpoint(loop=second).restore(path)
+    assert second.epoch == 1
+    assert firsts + list(second) == firsts + list(first) == [0, 4, 8, 0, 4, 8, 0, 4]
+
+
+def test_position_of_a_loop_that_has_begun(strategy):
+    """It cannot be set. A position of something else cannot either."""
+    dataset = strategy.experimental_distribute_dataset(np.arange(10), batch_size=4)
+    loop = phalanx.elastic.steps(lambda batch: batch, dataset)
+    with pytest.raises(InvalidArgumentError, match=r"state=\{'rows': 1\}: is not a position"):
+        loop.set_state({"rows": 1})
+    next(loop)
+    with pytest.raises(ContextError, match=r"that has begun: .*\nHINT: restore the checkpoint before the loop"):
+        loop.set_state(loop.get_state())
+
+
+def test_loop_without_an_end(strategy):
+    """Is refused."""
+    dataset = strategy.experimental_distribute_dataset(np.arange(10), batch_size=4)
+    with pytest.raises(InvalidArgumentError, match="epochs=None and max_steps=None: the loop would never end"):
+        phalanx.elastic.steps(lambda batch: batch, dataset, epochs=None)

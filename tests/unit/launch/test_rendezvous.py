@@ -99,7 +99,7 @@ def test_others_form_the_next_generation(hall):
     generations = found.meet([second, third], {1: [7, 0, 0], 2: [8, 0, 0]})
     assert [(g.number, g.rank, g.size, g.source) for g in generations] == [(2, 0, 2, 1), (2, 1, 2, 1)]
     assert found.rendezvous.steps == 8
-    assert found.said == ["Generation 2: the workers 1, 2 go on."]
+    assert found.said == ["Generation 2: workers 1, 2 go on."]
 
 
 def test_too_few_wait_for_another(hall):
@@ -151,6 +151,23 @@ def test_newcomer_in_an_earlier_training(hall):
     assert met == [None]
     assert newcomer.is_late
     assert newcomer.begin(0) == 1
+
+
+def test_survivor_at_the_end_of_an_earlier_training(hall):
+    """If another one has begun the next training, that training is over for it too. It joins the next one as a newcomer."""
+    found = hall(1)
+    first, second, third = members = found.members(0, 1, 2)
+    found.meet(members)
+    assert first.begin(1) == 0
+    hang_up(third)
+    met = []
+    thread = threading.Thread(target=lambda: met.append(second.meet(call=0, progress=[9, 0, 0])), daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert met == [None]
+    assert second.is_late
+    assert [(g.rank, g.size) for g in found.meet([first], {0: [0, 0, 0]}, call=1)] == [(0, 1)]
+    assert found.said[-1] == "Generation 2: worker 0 goes on."
 
 
 def test_accused_process_is_killed(hall):
