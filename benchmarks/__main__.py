@@ -34,6 +34,7 @@ MODULES = {
     "interrupts": "interrupts",
     "endurance": "endurance",
     "elastic": "elastic",
+    "elastic_peers": "elastic_peers",
 }
 """The module of each benchmark. It is imported when it runs, because some need optional libraries."""
 
@@ -52,7 +53,8 @@ def main() -> None:
     parser.add_argument(
         "--rounds",
         type=int,
-        help="how many rounds of restarts and elastic (50) and parameter_server_soak (30), and interrupts per loop (1000)",
+        help="how many rounds of restarts and elastic (50), elastic_peers (3) and parameter_server_soak (30), and interrupts "
+        "per loop (1000)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the number of their first round (default: %(default)s)")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of the table of parameter_server_memory (4)")
@@ -65,6 +67,7 @@ def main() -> None:
     arguments = {
         "restarts": drawn,
         "elastic": drawn,
+        "elastic_peers": drawn,
         "parameter_server_soak": drawn,
         "parameter_server_memory": {"gigabytes": options.gigabytes},
         "interrupts": {"rounds": options.rounds},

@@ -5,27 +5,27 @@ The seconds go from the loss, or for a stopped process from the time limit of th
 is left. Another process then takes the place of the lost one, before the next round.
 """
 
+import contextlib
 import os
 import random
 import signal
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
 
+from benchmarks import processes
+from benchmarks.elastic_job import RECORD
 from benchmarks.parent import ROOT
 from benchmarks.report import Report
 
-RECORD = struct.Struct("qqqd")
-"""What a process writes down after each step: see `Done`."""
 STALL_S = 10.0
 """Time limit of the watch."""
 KINDS = ("kill", "stop", "raise", "exit", "two", "term")
@@ -34,6 +34,7 @@ KINDS = ("kill", "stop", "raise", "exit", "two", "term")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "two": signal.SIGKILL, "term": signal.SIGTERM}
 _OF_THE_PARENT = ("NPROC", "PHALANX_CPU_DEVICES", "PYTHONPATH", "XLA_FLAGS", "TF_CONFIG")
 _DEADLINE_S = 60.0
+_END_S = 10.0
 _RECENT_S = 0.5
 _POLL_S = 0.002
 
@@ -54,33 +55,36 @@ class Done(NamedTuple):
     at_s: float
 
 
-class Job:
-    """A training under `phalanx run`. A context manager, which ends it.
+class Recovery(NamedTuple):
+    """What the loss of a process cost.
 
     Args:
-      how: "fit" or "loop".
-      workers: the option `--workers`.
-      epochs: number of epochs.
-      donate: see `phalanx.elastic.ElasticOptions`.
-      pause_s: pause after each step, in seconds.
+      seconds: from the loss to the next finished step.
+      repeated: number of steps that the script had finished before, and did again.
     """
 
-    def __init__(self, how: str, workers: str, epochs: int, *, donate: bool = True, pause_s: float = 0.0) -> None:
+    seconds: float
+    repeated: int
+
+
+class Training:
+    """Processes that train together, and write down their steps in a folder. A context manager, which ends them.
+
+    Args:
+      command: what starts the processes. The folder is added as its last argument.
+      size: the highest number of processes.
+      environment: further environment variables.
+    """
+
+    def __init__(self, command: Sequence[str], size: int, environment: Mapping[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-elastic-")
-        self.folder, self.size = Path(self._folder.name), int(workers.rpartition(":")[2])
+        self.folder, self.size = Path(self._folder.name), size
         self._log = (self.folder / "log").open("w+")
-        environment = {k: v for k, v in os.environ.items() if k not in _OF_THE_PARENT}
-        told = {
-            "JAX_PLATFORMS": "cpu",
-            "PHALANX_STALL_TIMEOUT_S": str(STALL_S),
-            "DONATE": "yes" if donate else "no",
-            "PAUSE_S": str(pause_s),
-        }
-        launcher = [sys.executable, "-m", "phalanx", "run", "--workers", workers]
+        inherited = {k: v for k, v in os.environ.items() if k not in _OF_THE_PARENT}
         self._process = subprocess.Popen(
-            [*launcher, "-m", "benchmarks.elastic_script", how, str(self.folder), str(epochs)],
+            [*command, str(self.folder)],
             cwd=ROOT,
-            env=environment | told,
+            env=inherited | dict(environment),
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
@@ -89,12 +93,14 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
+        started = processes.descendants(self._process.pid)
         self._process.terminate()
         try:
             self._process.wait(15)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        _wait_for_end(started)
         self._log.close()
         self._folder.cleanup()
 
@@ -107,7 +113,9 @@ class Job:
         """Returns what each running process has written down, by process id."""
         found = {}
         for file in self.folder.iterdir():
-            if file.name.isdigit() and _is_running(int(file.name)) and len(written := file.read_bytes()) == RECORD.size:
+            if not file.name.isdigit() or not processes.is_alive(int(file.name)):
+                continue
+            if len(written := file.read_bytes()) == RECORD.size:
                 found[int(file.name)] = Done(*RECORD.unpack(written))
         return found
 
@@ -125,6 +133,56 @@ class Job:
                 return found
             time.sleep(_POLL_S)
         raise RuntimeError(f"the group is not complete:\n{self.output[-3000:]}")
+
+    def kill(self, victim: int, members: int) -> Recovery:
+        """Sends SIGKILL to a process, and waits until processes have finished a step of a later generation.
+
+        Args:
+          victim: the process.
+          members: how many processes must have finished that step.
+
+        Raises:
+          RuntimeError: they do not.
+        """
+        before = self.done().values()
+        generation, reached = max(done.generation for done in before), max(done.step for done in before)
+        began_s = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        while self._process.poll() is None and time.monotonic() < began_s + _DEADLINE_S:
+            later = [done for done in self.done().values() if done.generation > generation]
+            if len(later) >= members:
+                repeated = max(0, reached + 1 - min(done.step for done in later))
+                return Recovery(max(done.at_s for done in later) - began_s, repeated)
+            time.sleep(_POLL_S)
+        raise RuntimeError(f"no step follows the kill of {victim}:\n{self.output[-3000:]}")
+
+    def wait(self, deadline_s: float) -> int:
+        """Waits for the end, and returns the exit code."""
+        return self._process.wait(deadline_s)
+
+
+class Job(Training):
+    """A training under `phalanx run`.
+
+    Args:
+      how: "fit" or "loop".
+      workers: the option `--workers`.
+      epochs: number of epochs.
+      donate: see `phalanx.elastic.ElasticOptions`.
+      pause_s: pause after each step, in seconds.
+    """
+
+    def __init__(self, how: str, workers: str, epochs: int, *, donate: bool = True, pause_s: float = 0.0) -> None:
+        environment = {
+            "PYTHONPATH": str(ROOT / "src"),  # Phalanx need not be installed.
+            "JAX_PLATFORMS": "cpu",
+            "PHALANX_STALL_TIMEOUT_S": str(STALL_S),
+            "DONATE": "yes" if donate else "no",
+            "PAUSE_S": str(pause_s),
+        }
+        launcher = [sys.executable, "-m", "phalanx", "run", "--workers", workers]
+        script = ["-m", "benchmarks.elastic_script", how, str(epochs)]
+        super().__init__([*launcher, *script], int(workers.rpartition(":")[2]), environment)
 
     def lose(self, victims: Iterable[int], kind: str) -> float:
         """Ends processes, and returns the time in seconds until all others have finished a step of the next generation.
@@ -149,10 +207,6 @@ class Job:
             time.sleep(_POLL_S)
         raise RuntimeError(f"the others do not go on after {kind} of {lost}:\n{self.output[-3000:]}")
 
-    def wait(self, deadline_s: float) -> int:
-        """Waits for the end, and returns the exit code."""
-        return self._process.wait(deadline_s)
-
     def result(self) -> list[np.ndarray]:
         """Returns the weights at the end, and then the losses."""
         with np.load(self.folder / "end.npz") as saved:
@@ -160,11 +214,16 @@ class Job:
             return [*weights, saved["losses"]]
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def _wait_for_end(started: set[int]) -> None:
+    """Waits until processes have ended, and kills them if they do not."""
+    deadline_s = time.monotonic() + _END_S
+    while left := {pid for pid in started if processes.is_alive(pid)}:
+        if time.monotonic() > deadline_s:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(_POLL_S)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training that `elastic` disturbs: `python -m benchmarks.elastic_script fit|loop FOLDER EPOCHS`."""
+"""A training that `elastic` disturbs: `python -m benchmarks.elastic_script fit|loop EPOCHS FOLDER`."""
 
-import mmap
 import os
 import sys
 import time
@@ -13,29 +12,22 @@ import phalanx  # isort: skip  (Before Keras.)
 import keras
 import numpy as np
 
-from benchmarks.elastic import RECORD
+from benchmarks.elastic_job import BATCH, LEARNING_RATE, MOMENTUM, WIDTHS, StepFile, rows
 from phalanx.cluster import membership
-
-STEPS = 40
-"""Steps of an epoch."""
-BATCH = 48
 
 
 class Record:
-    """The file in which this process writes down its steps, and in which it finds what the parent has ordered.
+    """Writes down the steps of this process, and does what the parent has ordered.
 
     Args:
-      folder: where the file is.
+      folder: where the files are.
       strategy: the strategy.
       optimizer: counts the steps.
     """
 
     def __init__(self, folder: Path, strategy: Any, optimizer: Any) -> None:
-        path = folder / str(os.getpid())
-        path.write_bytes(bytes(RECORD.size))
-        with path.open("r+b") as file:
-            self._file = mmap.mmap(file.fileno(), RECORD.size)
-        self._order = path.with_suffix(".do")
+        self._file = StepFile(folder)
+        self._order = self._file.path.with_suffix(".do")
         self._strategy, self._optimizer = strategy, optimizer
 
     def note(self) -> None:
@@ -43,7 +35,7 @@ class Record:
         member = membership.own()
         number = self._strategy.cluster_resolver.task_id if member is None else member.number
         generation = member.generation.number if member and member.generation else 0
-        self._file[:] = RECORD.pack(number, generation, int(self._optimizer.iterations.value), time.monotonic())
+        self._file.write(number, generation, int(self._optimizer.iterations.value))
         time.sleep(float(os.environ["PAUSE_S"]))
         if self._order.exists():
             if self._order.read_text() == "raise":
@@ -63,18 +55,16 @@ class Noting(keras.callbacks.Callback):
         self._record.note()
 
 
-def main(how: str, folder: Path, epochs: int) -> None:
+def main(how: str, epochs: int, folder: Path) -> None:
     """Trains, and saves the weights and the losses."""
     keras.utils.set_random_seed(0)
     options = phalanx.elastic.ElasticOptions(donate=os.environ.get("DONATE") != "no")
     strategy = phalanx.MultiWorkerMirroredStrategy(elastic=options)
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(STEPS * BATCH, 784)).astype("float32")
-    y = rng.integers(0, 10, size=STEPS * BATCH)
+    x, y = rows()
     with strategy.scope():
-        hidden = [keras.layers.Dense(512, activation="tanh") for _ in range(2)]
-        model = keras.Sequential([keras.Input((784,)), *hidden, keras.layers.Dense(10)])
-        optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+        hidden = [keras.layers.Dense(width, activation="tanh") for width in WIDTHS[1:-1]]
+        model = keras.Sequential([keras.Input((WIDTHS[0],)), *hidden, keras.layers.Dense(WIDTHS[-1])])
+        optimizer = keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM)
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     record = Record(folder, strategy, optimizer)
     if how == "fit":
@@ -107,4 +97,4 @@ def main(how: str, folder: Path, epochs: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -10,6 +10,7 @@ from benchmarks.parent import ROOT
 
 TENSORFLOW = ("tensorflow-cpu==2.21.0", "tf_keras==2.21.0")
 TORCH = ("torch==2.13.0", "numpy==2.4.6")
+RAY_TRAIN = ("ray[train]==2.60.0", *TORCH)
 
 
 def interpreter(name: str, packages: Sequence[str]) -> Path:

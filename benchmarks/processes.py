@@ -5,13 +5,14 @@ import os
 from pathlib import Path
 
 
-def descendants() -> set[int]:
-    """Returns all processes that descend from this one."""
-    found = {os.getpid()}
+def descendants(ancestor: int | None = None) -> set[int]:
+    """Returns all processes that descend from a process, or from this one."""
+    ancestor = os.getpid() if ancestor is None else ancestor
+    found = {ancestor}
     stats = {int(p.name): _stat(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()}
     while more := {p for p, stat in stats.items() if stat and int(stat[1]) in found} - found:
         found |= more
-    return found - {os.getpid()}
+    return found - {ancestor}
 
 
 def is_alive(pid: int) -> bool:
