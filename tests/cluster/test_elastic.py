@@ -1,6 +1,7 @@
 """Processes of an elastic group die, are stopped and join: the others go on at once, and the result is right."""
 
 import csv
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,9 @@ import time
 import numpy as np
 import pytest
 from benchmarks.elastic import Job
+
+from phalanx.cluster.secret import TOKEN, new_token
+from phalanx.launch.plan import free_ports
 
 pytestmark = pytest.mark.slow
 
@@ -373,6 +377,94 @@ def test_failure_after_the_training(disturbed):
     assert re.findall(r"\] steps (\d+)", output) == ["480", "480"], output
     assert code == 1, output
     assert "the disk is full" in output
+
+
+MACHINES = """
+import os, sys, time
+from pathlib import Path
+import phalanx
+import keras, numpy as np
+strategy = phalanx.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    seen = keras.Variable(np.zeros(24, "float32"), aggregation="sum")
+def count(rows):
+    seen.assign_add(keras.ops.sum(keras.ops.one_hot(rows, 24), 0))
+@phalanx.function
+def step(batch):
+    strategy.run(count, args=(batch,))
+    return keras.ops.sum(seen.value)
+dataset = strategy.experimental_distribute_dataset(np.arange(24), batch_size=12)
+here = Path(sys.argv[1])
+for total in phalanx.elastic.steps(step, dataset, epochs=EPOCHS):
+    generation = phalanx.cluster.membership.own().generation
+    (here / str(phalanx.cluster.membership.own().number)).write_text(f"{os.getpid()} {generation.size}")
+    time.sleep(0.02)
+print("seen", len(set(np.asarray(seen.value).tolist())), phalanx.cluster.membership.own().number, flush=True)
+"""
+
+
+def test_group_of_several_machines(tmp_path):
+    """A process dies, a whole machine does, and comes back: the others go on each time, and all have the same result."""
+    script = tmp_path / "train.py"
+    script.write_text(MACHINES.replace("EPOCHS", "900"))
+    port, launchers = free_ports(1)[0], {}
+    addresses = [f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
+    inherited = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS")}
+    inherited[TOKEN] = new_token()
+
+    def start(index):
+        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        logs.append(tmp_path / f"log{len(logs)}")
+        with logs[-1].open("w") as log:
+            launchers[index] = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "phalanx",
+                    "run",
+                    "--in-cluster",
+                    "--workers",
+                    "1:4",
+                    str(script),
+                    str(tmp_path),
+                ],
+                env={**inherited, "TF_CONFIG": json.dumps(cluster), "PHALANX_STALL_TIMEOUT_S": "20"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def output():
+        return "\n".join(log.read_text() for log in logs)
+
+    def wait_for(size, numbers):
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            files = [tmp_path / str(number) for number in numbers]
+            found = [file.read_text().split() for file in files if file.exists()]
+            if len(found) == len(numbers) and all(len(words) == 2 and words[1] == str(size) for words in found):
+                return [int(words[0]) for words in found]
+            time.sleep(0.01)
+        raise AssertionError(output())
+
+    logs = []
+    try:
+        start(0)
+        start(1)
+        pids = wait_for(4, (0, 1, 2, 3))
+        os.kill(pids[3], 9)
+        wait_for(3, (0, 1, 2))
+        launchers[1].kill()
+        launchers[1].wait()
+        wait_for(2, (0, 1))
+        start(1)
+        wait_for(4, (0, 1, 2, 3))
+        codes = [launchers[i].wait(DEADLINE_S) for i in (0, 1)]
+    finally:
+        for launcher in launchers.values():
+            launcher.kill()
+            launcher.wait()
+    assert codes == [0, 0], output()
+    assert sorted(re.findall(r"seen (\d+) (\d)", output())) == [("1", str(number)) for number in range(4)], output()
 
 
 PLAIN = """

@@ -24,7 +24,7 @@ from phalanx.cluster.secret import TOKEN, new_token
 from phalanx.cluster.spec import ClusterSpec, Task, is_unlisted, leader
 from phalanx.errors import InvalidArgumentError, PhalanxError
 from phalanx.launch.evaluator import Patience
-from phalanx.launch.plan import Machine, Request, free_ports, plan
+from phalanx.launch.plan import ALONE, Machine, Machines, Request, free_ports, plan
 from phalanx.launch.supervise import run_group
 from phalanx.launch.templates import TEMPLATES
 
@@ -70,6 +70,11 @@ def main() -> None:
     metavar="N|MIN:MAX",
     help="Number of processes. With MIN:MAX, the others go on when one dies, as long as there are MIN, and another is started.",
 )
+@click.option(
+    "--in-cluster",
+    is_flag=True,
+    help="Run this command on each machine of the cluster that the environment describes. --workers MIN:MAX counts those of all.",
+)
 @click.option("--devices-per-worker", type=int, help="Devices per process.  [default: 1; its share of the GPUs]")
 @click.option("--evaluator", is_flag=True, help="Start one more process, which evaluates what the workers save.")
 @click.option(
@@ -92,11 +97,13 @@ def main() -> None:
 @click.argument("target", metavar="SCRIPT")
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
 def run(
+    *,
     max_restarts: int,
     grace_seconds: float,
     evaluator_grace_seconds: float,
     template: str | None,
     workers: str,
+    in_cluster: bool,
     **asked: Any,
 ) -> None:
     """Runs SCRIPT in every worker of a cluster on this machine, and stops all workers as soon as one fails.
@@ -112,16 +119,17 @@ def run(
         request = Request(workers=most, least_workers=least, **asked)
         if template:
             _require_no_evaluator(request, template)
-            _require_fixed(request, template)
             click.echo(TEMPLATES[template](request, max_restarts), nl=False)
             return
         request.check_script()
-        environment = _environment()
+        environment, machines = (dict(os.environ), _machines(request)) if in_cluster else (_environment(), ALONE)
+        own = request.on(machines)
         machine = Machine.this(environment)
         outcome = run_group(
-            lambda restart: plan(request, machine, environment, free_ports(request.workers), restart=restart),
+            lambda restart: plan(own, machine, environment, free_ports(own.workers), restart=restart),
             max_restarts=max_restarts,
             least_workers=least,
+            machines=machines,
             grace_s=grace_seconds,
             patience=Patience(evaluator_grace_seconds),
             say=lambda text: click.echo(text, err=True),
@@ -272,21 +280,29 @@ def _numbers_of(workers: str) -> tuple[int | None, int]:
     return (int(first), int(last)) if colon else (None, int(first))
 
 
+def _machines(request: Request) -> Machines:
+    """Returns the machines of the cluster that the environment describes."""
+    if request.least_workers is None:
+        raise InvalidArgumentError(
+            f"--in-cluster with --workers {request.workers}",
+            "only a group whose workers may be lost is started from several machines. A fixed one needs no launcher there.",
+            f"--workers {request.workers}:{request.workers}, or start the script itself on each machine",
+        )
+    resolver = resolver_of_environment(os.environ)
+    spec = resolver.cluster_spec() if resolver else None
+    if resolver is None or not spec or resolver.task_type is None or resolver.task_id is None:
+        raise InvalidArgumentError(
+            "--in-cluster", "nothing here describes a cluster.", "srun phalanx run --in-cluster ..."
+        )
+    return Machines.of(spec, Task(resolver.task_type, resolver.task_id))
+
+
 def _require_no_evaluator(request: Request, template: str) -> None:
     if request.evaluator:
         raise InvalidArgumentError(
             f"--evaluator with --print {template}",
             "the template starts only the processes that train. An evaluator is a job of its own.",
             f"""TF_CONFIG='{{"task": {{"type": "evaluator", "index": 0}}}}' {shlex.join(request.command("python"))}""",
-        )
-
-
-def _require_fixed(request: Request, template: str) -> None:
-    if request.least_workers is not None:
-        raise InvalidArgumentError(
-            f"--workers {request.least_workers}:{request.workers} with --print {template}",
-            "only processes on one machine can go on without each other; the template starts a fixed number.",
-            f"--workers {request.workers} --max-restarts 3 --print {template}",
         )
 
 

@@ -12,13 +12,16 @@ from typing import final
 
 from typing_extensions import override
 
+from phalanx.cluster.spec import Task
 from phalanx.launch.evaluator import Patience
 from phalanx.launch.group import Group
 from phalanx.launch.outcome import Ending, in_words
-from phalanx.launch.plan import ProcessSpec
+from phalanx.launch.outpost import Outpost
+from phalanx.launch.plan import ALONE, JOB, Machines, ProcessSpec
 from phalanx.launch.processes import WorkerProcess
 from phalanx.launch.relay import Relay
 from phalanx.launch.rendezvous import Rendezvous
+from phalanx.launch.standing import AbstractRendezvous, Report, Standing, environment_of
 
 
 @dataclass
@@ -50,7 +53,11 @@ class ElasticGroup(Group):
       relay: forwards their output.
       patience: when to start a process in the place of one that has failed, and how often without a step in between.
       say: receives reports.
+      machines: the machines on which the group has such processes.
       beside: see `Group`.
+
+    Raises:
+      StartupError: the first of these machines cannot be reached, or cannot listen at its address.
     """
 
     def __init__(
@@ -61,44 +68,42 @@ class ElasticGroup(Group):
         *,
         patience: Patience,
         say: Callable[[str], None],
+        machines: Machines = ALONE,
         beside: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(specs, relay, beside)
-        self._least, self._patience, self._tell_user = least, patience, say
+        self._patience, self._tell_user = patience, say
         self._places: list[_Place] = []
-        self._steps, self._is_ending = -1, False
+        self._is_ending = False
+        self._standing, self._has_finished = Standing(), False
         self._compiled = tempfile.TemporaryDirectory(prefix="phalanx-compiled-", ignore_cleanup_errors=True)
-        self._rendezvous = Rendezvous(least, dict(specs[0].environment), self._kill, say)
+        environment = specs[0].environment
+        self._rendezvous: AbstractRendezvous = (
+            Outpost(environment, self._kill, machines)
+            if machines.index
+            else Rendezvous(least, environment, self._kill, say, machines)
+        )
+        self._first = machines.index * len(specs)
 
     @property
     @override
     def is_alive(self) -> bool:
-        return super().is_alive or any(place.due_s is not None for place in self._places)
+        is_due = any(place.due_s is not None for place in self._places)
+        return super().is_alive or is_due or (not self._first and self._standing.is_needed)
 
     @property
     @override
     def has_failed(self) -> bool:
         """Whether nobody is left who trains: the training has ended, or is lost, or has too few processes for good."""
-        gone = self._rendezvous.gone
-        if gone is not None:
+        if self._standing.gone is not None:
             # Those whose connections are closed may still be on the way out.
-            return not any(p.process.is_alive and p.spec.task.index in gone for p in self._places)
-        hopeful = [place for place in self._places if place.due_s is not None or place.process.is_alive]
-        return len(hopeful) < self._least and not self._rendezvous.has_finished
+            return not any(p.process.is_alive and p.spec.task.index in self._standing.gone for p in self._places)
+        return self._standing.is_hopeless
 
     @override
     def start(self) -> None:
         self._rendezvous.start()
-        self._specs = [
-            replace(
-                spec,
-                environment={
-                    **self._cache(),
-                    **self._rendezvous.environment_of(spec.task.index, spec.environment),
-                },
-            )
-            for spec in self._specs
-        ]
+        self._specs = [self._elastic(spec) for spec in self._specs]
         super().start()
         self._places = [_Place(spec, process) for spec, process in zip(self._specs, self._workers, strict=True)]
 
@@ -108,6 +113,12 @@ class ElasticGroup(Group):
         super().end(grace_s, word_s)
         self._rendezvous.end()
         self._compiled.cleanup()
+
+    def _elastic(self, spec: ProcessSpec) -> ProcessSpec:
+        """Returns a process with its number among those of all machines, which finds the rendezvous."""
+        number = self._first + spec.task.index
+        environment = environment_of(self._rendezvous.address, number, spec.environment)
+        return replace(spec, task=Task(JOB, number), environment={**self._cache(), **environment})
 
     def _cache(self) -> dict[str, str]:
         """Returns the environment in which a group of a size that has been there before does not compile its programs again."""
@@ -120,7 +131,7 @@ class ElasticGroup(Group):
     @override
     def endings(self) -> tuple[Ending, ...]:
         """Returns how the processes ended, without those that were lost before a training that has succeeded ended."""
-        has_succeeded = self._rendezvous.has_finished
+        has_succeeded = self._standing.has_finished
         counts = [place for place in self._places if not (place.is_lost and has_succeeded)]
         return tuple(place.process.ending() for place in counts)
 
@@ -134,21 +145,22 @@ class ElasticGroup(Group):
 
     def _tend(self) -> None:
         """Looks which processes have failed, and starts others in their places when it is time."""
-        if self._rendezvous.steps > self._steps:
-            self._steps = self._rendezvous.steps
-            for place in self._places:
-                place.failures = 0
         for index, place in enumerate(self._places):
             if place.due_s is None and not place.is_lost and not place.process.is_alive:
                 if not place.process.has_failed:
-                    self._rendezvous.has_finished = True
-                elif not self._rendezvous.has_finished:
+                    self._has_finished = True
+                elif not self._standing.has_finished:
                     self._plan_start(place)
-            if place.due_s is not None and time.monotonic() >= place.due_s and not self._rendezvous.has_finished:
+            if place.due_s is not None and time.monotonic() >= place.due_s and not self._standing.has_finished:
                 place.due_s, place.is_lost = None, False
                 place.process = self._workers[index] = self._started(place.spec)
-                self._rendezvous.note_start(place.spec.task.index)
-        self._rendezvous.expect([place.spec.task.index for place in self._places if place.process.is_alive])
+        steps = self._standing.steps
+        running = tuple(place.spec.task.index for place in self._places if place.process.is_alive)
+        hopeful = sum(place.due_s is not None or place.process.is_alive for place in self._places)
+        self._standing = self._rendezvous.report(Report(running, hopeful, self._has_finished))
+        if self._standing.steps > steps:
+            for place in self._places:
+                place.failures = 0
 
     def _plan_start(self, place: _Place) -> None:
         how = f"{place.spec.name} {in_words(place.process.ending().code)}"

@@ -6,17 +6,56 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from phalanx.cluster.spec import ClusterSpec, Task, tf_config
+from phalanx.cluster.spec import ClusterSpec, Task, addresses_of_workers, id_in_cluster, tf_config
 from phalanx.errors import InvalidArgumentError
 
 LOOPBACK = "127.0.0.1"
 JOB = "worker"
 EVALUATOR = Task("evaluator", 0)
 """The process that does not train, and evaluates what the others save."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of an elastic group, on each of which `phalanx run` starts a share of the workers.
+
+    Args:
+      index: index of this machine. The first one holds the rendezvous.
+      count: number of machines.
+      address: `host:port` of the rendezvous. Empty for a free port that only this machine can reach.
+    """
+
+    index: int = 0
+    count: int = 1
+    address: str = ""
+
+    @classmethod
+    def of(cls, spec: ClusterSpec, task: Task) -> Self:
+        """Returns the machines of a cluster that has one task per machine."""
+        addresses = addresses_of_workers(spec)
+        return cls(id_in_cluster(spec, task), len(addresses), addresses[0])
+
+    def share(self, workers: int) -> int:
+        """Returns how many of the workers run on each machine.
+
+        Raises:
+          InvalidArgumentError: the machines cannot have the same number.
+        """
+        if workers % self.count:
+            raise InvalidArgumentError(
+                f"workers={workers} on {self.count} machines",
+                "each machine runs the same number of workers.",
+                f"--workers {self.count}:{(workers // self.count + 1) * self.count}",
+            )
+        return workers // self.count
+
+
+ALONE = Machines()
+"""This machine alone."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +111,15 @@ class Request:
     def command(self, python: str) -> tuple[str, ...]:
         """Returns the command line that runs the script."""
         return (python, *(["-m"] if self.is_module else []), self.target, *self.arguments)
+
+    def on(self, machines: Machines) -> Self:
+        """Returns the part of the request for one of several machines. The evaluator is on the first.
+
+        Raises:
+          InvalidArgumentError: the machines cannot have the same number of workers.
+        """
+        evaluator = self.evaluator and machines.index == 0
+        return replace(self, workers=machines.share(self.workers), least_workers=None, evaluator=evaluator)
 
     def check_script(self) -> None:
         """Checks that the script exists and can be read, so that the launcher reports it once instead of every worker.

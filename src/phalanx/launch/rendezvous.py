@@ -3,6 +3,7 @@
 
 All processes that train keep a connection with it. If one dies, the kernel closes its connection; the others leave their generation and
 say that they are ready for the next. A process that has started later says so too, and is let in at the next step on which the others agree.
+The launchers of other machines keep a connection too: see `phalanx.launch.outpost`.
 """
 
 import selectors
@@ -10,25 +11,50 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
 from typing_extensions import override
 
 from phalanx.cluster.door import Door, Guest
-from phalanx.cluster.membership import MEMBER, RENDEZVOUS
 from phalanx.cluster.secret import secret_of
 from phalanx.cluster.watch import Line
-from phalanx.launch.plan import LOOPBACK, free_ports
+from phalanx.errors import StartupError
+from phalanx.launch.plan import ALONE, LOOPBACK, Machines, free_ports
+from phalanx.launch.standing import START_S, Report, Standing
 
 _TICK_S = 0.2
 _SILENCE_S = 10.0
+_ASK_S = 1.0
+"""Time between two invitations. A process that is only just entering its generation does not hear the first."""
 _NO_RANK = 1 << 30
 _PORTS_TO_TRY = 3
 _MOST = 128
 """Number of processes that may connect at the same time."""
+
+
+@dataclass
+class _Launcher:
+    """The launcher of a machine.
+
+    Args:
+      guest: its connection. None on this machine.
+      report: its last report. None if it has not connected yet, or was lost.
+      until_s: until when others wait for it then.
+      told: what it was told last.
+    """
+
+    guest: Guest | None = None
+    report: Report | None = None
+    until_s: float = 0.0
+    told: Standing = Standing()
+    line: Line | None = None
+
+    def __post_init__(self) -> None:
+        self.until_s = time.monotonic() + START_S
+        self.line = Line(self.guest.connection) if self.guest else None
 
 
 @dataclass
@@ -65,8 +91,12 @@ class Rendezvous(threading.Thread):
     Args:
       least: number of processes without which no generation is formed.
       environment: environment of the processes, with the secret.
-      kill: called with the number of a process that keeps the others from going on, and the reason.
+      kill: called with the number of a process of this machine that keeps the others from going on, and the reason.
       say: receives reports.
+      machines: the machines of the group, of which this one is the first.
+
+    Raises:
+      StartupError: it cannot listen at the address of the first machine.
     """
 
     def __init__(
@@ -75,30 +105,33 @@ class Rendezvous(threading.Thread):
         environment: Mapping[str, str],
         kill: Callable[[int, str], None],
         say: Callable[[str], None],
+        machines: Machines = ALONE,
     ) -> None:
         super().__init__(name="phalanx-rendezvous", daemon=True)
-        self._least, self._kill, self._say = least, kill, say
-        self.address = f"{LOOPBACK}:{free_ports(1)[0]}"
-        self._door = Door(self.address, secret_of([self.address], environment), _MOST)
-        self._service = _Service(environment)
+        self._least, self._kill_here, self._say = least, kill, say
+        self.address = machines.address or f"{LOOPBACK}:{free_ports(1)[0]}"
+        secret = secret_of([self.address], environment)
+        try:
+            self._door = Door(self.address, secret, _MOST)
+        except OSError as e:
+            raise StartupError(
+                f"the rendezvous at {self.address}",
+                f"this machine cannot listen there: {e.strerror or e}.",
+                "use a free port and the name of this machine in the address of the first task",
+            ) from e
+        self._service = _Service(environment, self.address.rpartition(":")[0])
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._door.fileno, selectors.EVENT_READ, None)
         self._members: dict[int, _Member] = {}
-        self._expected: set[int] = set()
+        self._launchers = [_Launcher() for _ in range(machines.count)]
         self._lock = threading.Lock()
         self._is_over = False
         self._pending_s: float | None = None
-        self._asked: set[int] = set()
+        self._ask_s = 0.0
         self._gone: set[int] = set()
-        self.has_finished = False
-        """Whether the program of a process has come to its end, so that no process joins any more."""
+        self._has_finished = False
         self.generation, self.steps = 0, -1
         """The number of the present generation, and the most steps that a process has reported."""
-
-    def environment_of(self, number: int, environment: Mapping[str, str]) -> dict[str, str]:
-        """Returns the environment of a process, with which it finds the rendezvous instead of a fixed cluster."""
-        rest = {name: value for name, value in environment.items() if name != "TF_CONFIG"}
-        return {**rest, RENDEZVOUS: self.address, MEMBER: str(number)}
 
     def end(self) -> None:
         """Ends the rendezvous."""
@@ -106,21 +139,38 @@ class Rendezvous(threading.Thread):
         self.join()
         self._service.end()
 
-    def expect(self, numbers: Sequence[int]) -> None:
-        """Notes which processes run. The first generation waits for all of them."""
+    def report(self, report: Report) -> Standing:
+        """See `AbstractRendezvous`."""
         with self._lock:
-            self._expected = set(numbers)
+            self._note(self._launchers[0], report)
+            return self._standing()
 
-    def note_start(self, number: int) -> None:
-        """Notes that another process has taken a place."""
-        with self._lock:
-            self._gone.discard(number)
+    def _note(self, launcher: _Launcher, report: Report) -> None:
+        # A process that takes the place of another one is not gone.
+        before = launcher.report.running if launcher.report else ()
+        self._gone -= set(report.running) - set(before)
+        launcher.report = report
+        self._has_finished = self._has_finished or report.has_finished
+
+    def _standing(self) -> Standing:
+        hopeful = sum(each.report.hopeful for each in self._launchers if each.report)
+        return Standing(
+            self.steps,
+            None if not self.generation or self._survivors() else tuple(sorted(self._gone)),
+            not self._has_finished and not self._awaits_machine and hopeful < self._least,
+            self._has_finished,
+            any(each.report and each.report.running for each in self._launchers[1:]),
+        )
 
     @property
-    def gone(self) -> frozenset[int] | None:
-        """The processes that were in the last generation, if all of them are gone. None if one trains, or no generation was formed."""
-        with self._lock:
-            return None if not self.generation or self._survivors() else frozenset(self._gone)
+    def _awaits_machine(self) -> bool:
+        """Whether a machine has not come yet or may come back, so that nobody knows how many processes it will have."""
+        now_s = time.monotonic()
+        return any(each.report is None and now_s < each.until_s for each in self._launchers)
+
+    @property
+    def _running(self) -> set[int]:
+        return {number for each in self._launchers if each.report for number in each.report.running}
 
     @override
     def run(self) -> None:
@@ -132,16 +182,24 @@ class Rendezvous(threading.Thread):
                         for guest in self._door.guests(0):
                             self._admit(guest)
                         for key, _ in ready:
-                            if key.data is not None:
+                            if isinstance(key.data, _Member):
                                 self._hear(key.data)
+                            elif isinstance(key.data, _Launcher):
+                                self._hear_launcher(key.data)
                         self._settle()
+                        self._tell_launchers()
                     except Exception as e:  # Nobody would notice the end of this thread, and all would wait for it.
                         self._end_all(f"the rendezvous has failed: {e!r}")
-            for member in self._members.values():
-                member.guest.connection.close()
+            for guest in [m.guest for m in self._members.values()] + [x.guest for x in self._launchers if x.guest]:
+                guest.connection.close()
 
     def _admit(self, guest: Guest) -> None:
-        number = guest.hello.get("member")
+        number, machine = guest.hello.get("member"), guest.hello.get("machine")
+        if type(machine) is int and 0 < machine < len(self._launchers):
+            self._lose(self._launchers[machine])
+            launcher = self._launchers[machine] = _Launcher(guest)
+            self._selector.register(guest.connection, selectors.EVENT_READ, launcher)
+            return
         if type(number) is not int:
             guest.connection.close()
             return
@@ -150,6 +208,36 @@ class Rendezvous(threading.Thread):
         member = self._members[number] = _Member(number, guest, time.monotonic())
         self._selector.register(guest.connection, selectors.EVENT_READ, member)
         guest.say({"is_late": self.generation > 0})
+
+    def _hear_launcher(self, launcher: _Launcher) -> None:
+        assert launcher.line
+        messages, is_open = launcher.line.hear()
+        for message in messages:
+            self._note(launcher, Report(tuple(message["running"]), message["hopeful"], message["has_finished"]))
+        if not is_open:
+            self._lose(launcher)
+
+    def _lose(self, launcher: _Launcher) -> None:
+        """Goes on without a machine, which may come back."""
+        if launcher.guest:
+            self._selector.unregister(launcher.guest.connection)
+            launcher.guest.connection.close()
+            launcher.guest = launcher.report = None
+            launcher.until_s = time.monotonic() + START_S
+
+    def _tell_launchers(self) -> None:
+        standing = self._standing()
+        for launcher in self._launchers:
+            if launcher.guest and launcher.told != standing:
+                launcher.told = standing
+                launcher.guest.say(asdict(standing))
+
+    def _kill(self, number: int, why: str) -> None:
+        for launcher in self._launchers:
+            if launcher.guest and launcher.report and number in launcher.report.running:
+                launcher.guest.say({"kill": number, "why": why})
+                return
+        self._kill_here(number, why)
 
     def _hear(self, member: _Member) -> None:
         if self._members.get(member.number) is not member:
@@ -205,7 +293,8 @@ class Rendezvous(threading.Thread):
         survivors, now_s = self._survivors(), time.monotonic()
         newcomers = [m for m in self._members.values() if m.ready and m.generation == 0]
         if not self.generation:
-            if self._expected and self._expected <= {m.number for m in newcomers} and len(newcomers) >= self._least:
+            are_all_there = self._running <= {m.number for m in newcomers} and not self._awaits_machine
+            if are_all_there and len(newcomers) >= self._least:
                 self._form([], sorted(newcomers, key=lambda m: m.number))
             return
         came = [m for m in survivors if m.ready]
@@ -213,23 +302,22 @@ class Rendezvous(threading.Thread):
         newcomers = [m for m in newcomers if m.call == call]
         if not came:
             self._pending_s = None
-            self._invite(survivors, newcomers)
+            if survivors and newcomers and now_s >= self._ask_s:
+                self._ask_s = now_s + _ASK_S
+                self._invite(survivors[0], newcomers)
             return
         self._pending_s = self._pending_s or now_s
         if missing := [m for m in survivors if not m.ready]:
             self._wake(missing, now_s)
         elif all(m.ready["progress"][0] < 0 for m in came if m.ready):
             self._end_all("nobody who has the variables of the training is left")
-        elif len(came) + len(newcomers) >= self._least or self.has_finished:
+        elif len(came) + len(newcomers) >= self._least or self._has_finished:
             self._form(came, sorted(newcomers, key=lambda m: m.number))
 
-    def _invite(self, survivors: list[_Member], newcomers: list[_Member]) -> None:
+    def _invite(self, first: _Member, newcomers: list[_Member]) -> None:
         """Asks the present generation to meet newcomers after one of its next steps."""
-        new = {m.number for m in newcomers} - self._asked
-        if survivors and new:
-            self._asked |= new
-            names = ", ".join(f"worker {number}" for number in sorted(new))
-            survivors[0].guest.say({"change": f"{names} joins" if len(new) == 1 else f"{names} join"})
+        names = ", ".join(f"worker {member.number}" for member in newcomers)
+        first.guest.say({"change": f"{names} joins" if len(newcomers) == 1 else f"{names} join"})
 
     def _wake(self, missing: list[_Member], now_s: float) -> None:
         """Ends processes that answer nothing, while others wait for them: they are stopped, or their machine is."""
@@ -266,7 +354,6 @@ class Rendezvous(threading.Thread):
                 }
             )
         self._pending_s = None
-        self._asked.clear()
         if self.generation > 1:
             numbers = ", ".join(str(m.number) for m in members)
             who = f"worker {numbers} goes on" if len(members) == 1 else f"workers {numbers} go on"
@@ -278,9 +365,15 @@ class Rendezvous(threading.Thread):
 
 
 class _Service:
-    """A process that runs JAX's coordination services, because the launcher does not import JAX."""
+    """A process that runs JAX's coordination services, because the launcher does not import JAX.
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    Args:
+      environment: its environment.
+      host: the address of this machine that the processes of the group can reach.
+    """
+
+    def __init__(self, environment: Mapping[str, str], host: str) -> None:
+        self._host = host
         self._process = subprocess.Popen(
             [sys.executable, "-m", "phalanx.mesh.coordination"],
             env={**environment, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"},
@@ -300,7 +393,7 @@ class _Service:
         assert self._process.stdout
         said = ""
         for _ in range(_PORTS_TO_TRY):  # Another program may take a port between the choice and its use.
-            address = f"{LOOPBACK}:{free_ports(1)[0]}"
+            address = f"{self._host}:{free_ports(1)[0]}"
             self._process.stdin.write(f"{address} {size}\n")
             self._process.stdin.flush()
             said = self._process.stdout.readline()

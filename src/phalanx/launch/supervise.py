@@ -9,7 +9,7 @@ from phalanx.launch.evaluator import Evaluator, Patience
 from phalanx.launch.group import Group
 from phalanx.launch.outcome import Outcome, in_words, report
 from phalanx.launch.output import Sink
-from phalanx.launch.plan import ProcessSpec
+from phalanx.launch.plan import ALONE, Machines, ProcessSpec
 from phalanx.launch.relay import Relay
 from phalanx.launch.signals import Signals
 
@@ -23,6 +23,7 @@ def run_group(
     *,
     max_restarts: int = 0,
     least_workers: int | None = None,
+    machines: Machines = ALONE,
     grace_s: float = 5.0,
     patience: Patience | None = None,
     sink: Sink | None = None,
@@ -36,6 +37,7 @@ def run_group(
       plan: function from the number of earlier starts to the processes to start.
       max_restarts: how often to restart the group.
       least_workers: number of processes without which the group cannot go on. None if it ends with the first that fails.
+      machines: the machines on which the group has processes, if it may lose some.
       grace_s: time that processes have to end after SIGTERM, in seconds.
       patience: the limits of the evaluator. None means `Patience()`.
       sink: receives the output of the processes. None means the standard output.
@@ -57,7 +59,13 @@ def run_group(
                     group = Group(specs, relay, evaluator.tend)
                 else:
                     group = ElasticGroup(
-                        specs, least_workers, relay, patience=_IN_PLACE_OF_THE_LOST, say=say, beside=evaluator.tend
+                        specs,
+                        least_workers,
+                        relay,
+                        patience=_IN_PLACE_OF_THE_LOST,
+                        say=say,
+                        machines=machines,
+                        beside=evaluator.tend,
                     )
                 outcome = _run_once(group, relay, grace_s)
                 if text := report(outcome):

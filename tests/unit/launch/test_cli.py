@@ -198,13 +198,17 @@ def test_script_that_is_not_there():
         (["--workers", "3:2", "train.py"], "workers=3:2: the minimum must be at least 1 and at most the maximum."),
         (["--workers", "0:2", "train.py"], "workers=0:2: the minimum must be at least 1"),
         (
-            ["--workers", "2:4", "--print", "slurm", "train.py"],
-            "--workers 2:4 with --print slurm: only processes on one machine can go on without each other",
+            ["--workers", "2", "--in-cluster", __file__],
+            "--in-cluster with --workers 2: only a group whose workers may be lost is started from several machines.",
+        ),
+        (
+            ["--workers", "1:2", "--in-cluster", __file__],
+            "--in-cluster: nothing here describes a cluster.\nHINT: srun ",
         ),
         (["--max-restarts", "-1", "train.py"], "-1 is not in the range x>=0"),
         (["--grace-seconds", "-1", "train.py"], "-1.0 is not in the range x>=0"),
         (["--evaluator-grace-seconds", "-1", "train.py"], "-1.0 is not in the range x>=0"),
-        (["--print", "mesos", "train.py"], "'mesos' is not one of 'slurm', 'kubernetes'"),
+        (["--print", "mesos", "train.py"], "'mesos' is not one of 'slurm', 'kubernetes', 'kubeflow'"),
         (["--wrokers", "2", "train.py"], "No such option"),
         ([], "Missing argument 'SCRIPT'"),
     ],
@@ -224,7 +228,10 @@ def test_malformed_number_of_devices(phalanx, environment, launch):
     assert re.fullmatch(r"phalanx: .*: the environment sets PHALANX_CPU_DEVICES='x'.\nHINT: .*\n", done.stderr)
 
 
-@pytest.mark.parametrize(("scheduler", "start"), [("slurm", "#!/bin/bash\n"), ("kubernetes", "# JobSet ")])
+@pytest.mark.parametrize(
+    ("scheduler", "start"),
+    [("slurm", "#!/bin/bash\n"), ("kubernetes", "# JobSet "), ("kubeflow", "# The JobSet of the TrainJob ")],
+)
 def test_print_writes_template_without_running(scheduler, start):
     """`--print` writes the template and runs nothing: the script is not even there."""
     done = invoke("run", "--workers", "2", "--max-restarts", "3", "--print", scheduler, "no.py", "--print", "x")
@@ -233,7 +240,18 @@ def test_print_writes_template_without_running(scheduler, start):
     assert "no.py" in done.stdout
 
 
-@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
+def test_machines_must_have_the_same_number():
+    """Three workers cannot be shared by two machines."""
+    cluster = {"cluster": {"worker": ["host0:1", "host1:1"]}, "task": {"type": "worker", "index": 0}}
+    done = invoke("run", "--workers", "1:3", "--in-cluster", __file__, TF_CONFIG=json.dumps(cluster))
+    assert done.exit_code == 2
+    assert done.stderr.splitlines() == [
+        "phalanx: workers=3 on 2 machines: each machine runs the same number of workers.",
+        "HINT: --workers 2:4",
+    ]
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes", "kubeflow"])
 def test_template_with_an_evaluator_is_refused(scheduler):
     """The evaluator is a job of its own, which the message writes."""
     done = invoke("run", "--workers", "2", "--evaluator", "--print", scheduler, "train.py", "--lr", "1")

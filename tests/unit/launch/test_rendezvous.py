@@ -9,7 +9,12 @@ import pytest
 
 from phalanx.cluster.membership import MEMBER, RENDEZVOUS, Membership
 from phalanx.cluster.secret import TOKEN, new_token
+from phalanx.errors import StartupError
+from phalanx.launch import outpost, standing
+from phalanx.launch.outpost import Outpost
+from phalanx.launch.plan import ALONE, Machines, free_ports
 from phalanx.launch.rendezvous import Rendezvous
+from phalanx.launch.standing import Report, environment_of
 
 pytestmark = pytest.mark.slow
 
@@ -21,16 +26,20 @@ class Hall:
 
     Args:
       least: number of processes without which no generation is formed.
+      machines: the machines of the group.
     """
 
-    def __init__(self, least):
-        self.killed, self.said = [], []
-        self.rendezvous = Rendezvous(least, dict(os.environ), lambda *told: self.killed.append(told), self.said.append)
+    def __init__(self, least, machines=ALONE):
+        self.killed, self.said, self.running = [], [], ()
+        self.rendezvous = Rendezvous(
+            least, dict(os.environ), lambda *told: self.killed.append(told), self.said.append, machines
+        )
         self.rendezvous.start()
 
     def members(self, *numbers):
         """Lets members in, which the rendezvous expects."""
-        self.rendezvous.expect(numbers)
+        self.running = tuple(sorted({*self.running, *numbers}))
+        self.rendezvous.report(Report(self.running, len(self.running)))
         return [Membership(self.rendezvous.address, number) for number in numbers]
 
     def meet(self, members, progress=None, call=0):
@@ -69,8 +78,8 @@ def hall(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     halls = []
 
-    def make(least):
-        halls.append(Hall(least))
+    def make(least, machines=ALONE):
+        halls.append(Hall(least, machines))
         return halls[-1]
 
     yield make
@@ -99,7 +108,7 @@ def test_others_form_the_next_generation(hall):
     generations = found.meet([second, third], {1: [7, 0, 0], 2: [8, 0, 0]})
     assert [(g.number, g.rank, g.size, g.source) for g in generations] == [(2, 0, 2, 1), (2, 1, 2, 1)]
     assert found.rendezvous.steps == 8
-    assert found.said == ["Generation 2: workers 1, 2 go on."]
+    until(lambda: found.said == ["Generation 2: workers 1, 2 go on."])
 
 
 def test_too_few_wait_for_another(hall):
@@ -167,7 +176,7 @@ def test_survivor_at_the_end_of_an_earlier_training(hall):
     assert met == [None]
     assert second.is_late
     assert [(g.rank, g.size) for g in found.meet([first], {0: [0, 0, 0]}, call=1)] == [(0, 1)]
-    assert found.said[-1] == "Generation 2: worker 0 goes on."
+    until(lambda: found.said == ["Generation 2: worker 0 goes on."])
 
 
 def test_accused_process_is_killed(hall):
@@ -203,29 +212,36 @@ def test_state_of_the_training(hall):
     """Nobody is gone until all of the generation are; a process that takes a place is not gone."""
     found = hall(1)
     first, second = members = found.members(0, 1)
-    assert found.rendezvous.gone is None
+    running = Report((0, 1), 2)
+
+    def gone():
+        return found.rendezvous.report(running).gone
+
+    assert gone() is None
     found.meet(members)
     hang_up(first)
     until(lambda: 0 not in found.rendezvous._members)
-    assert found.rendezvous.gone is None
+    assert gone() is None
     hang_up(second)
-    until(lambda: found.rendezvous.gone == {0, 1})
-    found.rendezvous.note_start(1)
-    assert found.rendezvous.gone == {0}
+    until(lambda: gone() == (0, 1))
+    found.rendezvous.report(Report((0,), 1))
+    assert gone() == (0,)
+    assert not found.rendezvous.report(running).is_hopeless
+    assert found.rendezvous.report(Report()).is_hopeless
+    assert not found.rendezvous.report(Report(has_finished=True)).is_hopeless
 
 
-def test_environment_of_a_process(hall):
+def test_environment_of_a_process():
     """It finds the rendezvous, and no fixed cluster."""
-    found = hall(1)
-    environment = found.rendezvous.environment_of(3, {"TF_CONFIG": "{}", "HOME": "/root"})
-    assert environment == {"HOME": "/root", RENDEZVOUS: found.rendezvous.address, MEMBER: "3"}
+    environment = environment_of("127.0.0.1:5", 3, {"TF_CONFIG": "{}", "HOME": "/root"})
+    assert environment == {"HOME": "/root", RENDEZVOUS: "127.0.0.1:5", MEMBER: "3"}
 
 
 def test_end_of_the_rendezvous_is_an_error(hall):
     """For a member that waits for its generation."""
     found = hall(1)
     (first,) = found.members(0)
-    found.rendezvous.expect([0, 1])
+    found.rendezvous.report(Report((0, 1), 2))
     errors = []
 
     def meet():
@@ -302,3 +318,73 @@ def test_no_rendezvous_at_the_address(monkeypatch):
     monkeypatch.setenv(TOKEN, new_token())
     with pytest.raises(RuntimeError, match=r"the rendezvous at 127\.0\.0\.1:1.*\n.*HINT|HINT"):
         Membership("127.0.0.1:1", 0)
+
+
+@pytest.fixture
+def second_machine(hall):
+    """The rendezvous of two machines, the outpost on the second, and what it was told to kill."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    found, killed = hall(1, Machines(0, 2, address)), []
+    post = Outpost(dict(os.environ), lambda *told: killed.append(told), Machines(1, 2, address))
+    post.start()
+    yield found, post, killed
+    post.end()
+
+
+def test_first_generation_waits_for_all_machines(second_machine):
+    """Their processes form one generation; each launcher kills its own, and hears what the others do."""
+    found, post, killed = second_machine
+    members = found.members(0)
+    thread = threading.Thread(target=found.meet, args=(members,), daemon=True)
+    thread.start()
+    until(lambda: found.rendezvous._members[0].ready)
+    assert not found.rendezvous.report(Report((0,), 1)).is_hopeless
+    assert post.report(Report((1,), 1)).gone is None
+    other = Membership(found.rendezvous.address, 1)
+    (generation,) = found.meet([other])
+    thread.join(DEADLINE_S)
+    assert (generation.rank, generation.size) == (1, 2)
+    until(lambda: found.rendezvous.report(Report((0,), 1)).is_needed)
+    members[0].accuse([1], "it stands still")
+    until(lambda: killed == [(1, "it stands still")])
+    assert not found.killed
+    post.report(Report((), 0, has_finished=True))
+    until(lambda: post.report(Report((), 0, has_finished=True)).has_finished)
+    until(lambda: not found.rendezvous.report(Report((0,), 1)).is_needed)
+
+
+def test_machine_that_is_lost_may_come_back(second_machine, monkeypatch):
+    """For a while; then those that are left count."""
+    found, post, _ = second_machine
+    post.report(Report((1,), 1))
+    until(lambda: found.rendezvous.report(Report((), 0)).is_needed)
+    monkeypatch.setattr("phalanx.launch.rendezvous.START_S", 0.5)
+    post.end()
+    until(lambda: not found.rendezvous.report(Report((), 0)).is_needed)
+    until(lambda: found.rendezvous.report(Report((), 0)).is_hopeless)
+
+
+def test_first_machine_is_lost(second_machine):
+    """Nobody can go on then, unless the training is over."""
+    found, post, _ = second_machine
+    assert not post.report(Report((1,), 1)).is_hopeless
+    found.rendezvous.end()
+    until(lambda: post.report(Report((1,), 1)).is_hopeless)
+    assert post.report(Report((1,), 1)).gone == ()
+    found.rendezvous.end = lambda: None
+
+
+def test_first_machine_does_not_answer(hall, monkeypatch):
+    """The error names its address; with another secret it is refused at once."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    monkeypatch.setattr(outpost, "START_S", 0.3)
+    with pytest.raises(
+        StartupError, match=rf"rendezvous at {address}: machine 1 could not connect to it for 0.3 s: Connection"
+    ):
+        Outpost(dict(os.environ), print, Machines(1, 2, address))
+    hall(1, Machines(0, 2, address))
+    with pytest.raises(StartupError, match="another secret"):
+        Outpost({TOKEN: new_token()}, print, Machines(1, 2, address))
+    with pytest.raises(StartupError, match=rf"the rendezvous at {address}: this machine cannot listen there"):
+        Hall(1, Machines(0, 2, address))
+    assert standing.START_S == 300.0

@@ -11,8 +11,8 @@ import pytest
 
 from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster.spec import Task, tf_config
-from phalanx.launch.plan import Machine, Request, plan
-from phalanx.launch.templates import TEMPLATES, kubernetes, slurm
+from phalanx.launch.plan import Machine, Machines, Request, plan
+from phalanx.launch.templates import TEMPLATES, kubeflow, kubernetes, slurm
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the templates for Kubernetes")
 
@@ -83,18 +83,25 @@ def steps(script):
         }
 
 
-def pods(text):
-    """What Kubernetes sets in each pod of a JobSet, and the words that it starts."""
-    (job,) = yaml.safe_load(text)["spec"]["replicatedJobs"]
+def job_of(text):
+    """The name of the job of pods in a JobSet or a TrainingRuntime, its spec, and the number of pods."""
+    found = next(yaml.safe_load_all(text))["spec"]
+    (job,) = found.get("template", {"spec": found})["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
+    return job["name"], spec, spec.get("completions") or found["mlPolicy"]["numNodes"]
+
+
+def pods(text):
+    """What Kubernetes sets in each pod."""
+    name, spec, count = job_of(text)
     (container,) = spec["template"]["spec"]["containers"]
     own = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
-    for index in range(spec["completions"]):
-        yield {**own, "JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"x-worker-0-{index}"}
+    for index in range(count):
+        yield {**own, "JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"x-{name}-0-{index}"}
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 12])
-@pytest.mark.parametrize(("write", "environments"), [(slurm, steps), (kubernetes, pods)])
+@pytest.mark.parametrize(("write", "environments"), [(slurm, steps), (kubernetes, pods), (kubeflow, pods)])
 def test_agrees_with_the_launcher(write, environments, workers):
     """The resolvers see the jobs, tasks and ranks that `phalanx run` sets."""
     request = Request("train.py", workers=workers)
@@ -122,10 +129,17 @@ def test_templates_parse_with_any_arguments(write):
         subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=300)
         assert text.splitlines()[0] == "#!/bin/bash"
         assert options(text)["nodes"] == options(text)["ntasks"] == "2"
-    else:
+    elif write is kubernetes:
         found = yaml.safe_load(text)
         assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
         assert found["spec"]["failurePolicy"] == {"maxRestarts": 3}
+    else:
+        runtime, job = yaml.safe_load_all(text)
+        assert runtime["apiVersion"] == job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+        group, kind, name = "trainer.kubeflow.org", "TrainingRuntime", runtime["metadata"]["name"]
+        assert job["spec"] == {"runtimeRef": {"apiGroup": group, "kind": kind, "name": name}}
+        assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
+        assert runtime["spec"]["template"]["spec"]["failurePolicy"] == {"maxRestarts": 3}
 
 
 def test_jobset_fails_as_a_group():
@@ -149,6 +163,31 @@ def test_jobset_counts_restarts():
     assert restart["valueFrom"] == {"fieldRef": {"fieldPath": path}}
 
 
+@pytest.mark.parametrize("write", [kubernetes, kubeflow])
+def test_elastic_pods_start_again_alone(write):
+    """A pod that fails ends neither the others nor the job; each runs a launcher, which finds the cluster of pods."""
+    text = write(Request("train.py", ("--lr", "1"), workers=4, least_workers=2), 3)
+    _, spec, count = job_of(text)
+    assert (count, spec["backoffLimit"], spec["template"]["spec"]["restartPolicy"]) == (4, 100, "OnFailure")
+    (container,) = spec["template"]["spec"]["containers"]
+    run = ["phalanx", "run", "--in-cluster", "--workers", "2:4", "--max-restarts", "3", "train.py", "--lr", "1"]
+    assert container["command"] == run
+    resolvers = [resolver_of_environment(environ) for environ in pods(text)]
+    machines = [Machines.of(r.cluster_spec(), Task(r.task_type, r.task_id)) for r in resolvers]
+    first = f"train-{container['name']}-0-0.train:8470"
+    assert machines == [Machines(index, 4, first) for index in range(4)]
+
+
+def test_elastic_script_keeps_the_other_nodes():
+    """Neither a launcher that fails nor a lost node ends the step, which is started once."""
+    text = slurm(Request("train.py", workers=4, least_workers=2), 3)
+    assert "#SBATCH --no-kill\n" in text
+    (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
+    assert "--no-kill --kill-on-bad-exit=0 " in srun
+    assert srun.endswith(" phalanx run --in-cluster --workers 2:4 --max-restarts 3 train.py")
+    assert text.splitlines()[-1] == srun
+
+
 @pytest.mark.parametrize("write", TEMPLATES.values())
 @pytest.mark.parametrize(
     ("target", "is_module", "name"),
@@ -166,7 +205,7 @@ def test_jobset_counts_restarts():
 def test_name_of_job_follows_script(write, target, is_module, name):
     """The job is named after the script, as hosts may be named."""
     text = write(Request(target, is_module=is_module), 0)
-    found = options(text)["job-name"] if write is slurm else yaml.safe_load(text)["metadata"]["name"]
+    found = options(text)["job-name"] if write is slurm else next(yaml.safe_load_all(text))["metadata"]["name"]
     assert found == name
     assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", found)
 

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launchers of an elastic group and its rendezvous tell each other."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from phalanx.cluster.membership import MEMBER, RENDEZVOUS
+
+START_S = 300.0
+"""Time that the launchers of all machines have to connect, and to come back after one was lost, in seconds."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a launcher tells the rendezvous about its processes.
+
+    Args:
+      running: numbers of those that run.
+      hopeful: number of those that run, or will be started.
+      has_finished: whether the program of one of them has come to its end.
+    """
+
+    running: tuple[int, ...] = ()
+    hopeful: int = 0
+    has_finished: bool = False
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What the rendezvous tells the launchers.
+
+    Args:
+      steps: the most steps that a process has reported.
+      gone: the processes that were in the last generation, if all of them are gone. None if one trains, or no generation was formed.
+      is_hopeless: whether there will never be enough processes again.
+      has_finished: whether the program of a process has come to its end, so that no process joins any more.
+      is_needed: whether processes of other machines still run, which need this rendezvous.
+    """
+
+    steps: int = -1
+    gone: tuple[int, ...] | None = None
+    is_hopeless: bool = False
+    has_finished: bool = False
+    is_needed: bool = False
+
+
+class AbstractRendezvous(Protocol):
+    """What an elastic group needs of its rendezvous, which may be on another machine."""
+
+    address: str
+
+    def start(self) -> None:
+        """Begins to work."""
+
+    def end(self) -> None:
+        """Ends it."""
+
+    def report(self, report: Report) -> Standing:
+        """Tells how the processes of this machine are, and returns how the training is."""
+
+
+def environment_of(address: str, number: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a process, with which it finds the rendezvous instead of a fixed cluster."""
+    rest = {name: value for name, value in environment.items() if name != "TF_CONFIG"}
+    return {**rest, RENDEZVOUS: address, MEMBER: str(number)}
