@@ -420,6 +420,14 @@ def test_own_metrics_weigh_padded_rows():
     assert float(metric.result()) == 7
 
 
+def test_variables_of_metrics_are_known():
+    """Parameter servers do not keep them for the next start of a script."""
+    metric = keras.metrics.AUC()
+    assert len(metric.variables) == 4
+    assert all(map(compat.is_of_metric, metric.variables))
+    assert not compat.is_of_metric(keras.Variable(0.0))
+
+
 def test_metric_of_values_that_differ():
     """Outside a replica function the error says where to call `update_state`, and the call works there."""
     strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])

@@ -229,6 +229,20 @@ def maker_of(variable: Variable) -> int | None:
     return number
 
 
+@extend(keras.metrics.Metric, "add_variable")
+def _add_to_metric(
+    original: Callable[..., Variable], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree
+) -> Variable:
+    variable = original(self, *args, **kwargs)
+    variable._phalanx_is_of_metric = True
+    return variable
+
+
+def is_of_metric(variable: Variable) -> bool:
+    """Whether a metric has created `variable`."""
+    return "_phalanx_is_of_metric" in vars(variable)
+
+
 def place_of_creation(variable: Variable) -> Place | None:
     """Returns the line of user code that created a variable while a function was traced; None for other variables."""
     place: Place | None = vars(variable).get("_phalanx_place")

@@ -37,7 +37,7 @@ class Scheduler:
     def __init__(
         self, strategy: AbstractStrategy, homes: Homes, cluster: RayCluster, *, timeout_s: float, waits: bool
     ) -> None:
-        self._servers, self._names = homes.servers, itertools.count()
+        self._homes, self._servers, self._names = homes, homes.servers, itertools.count()
         self._queue = ClosureQueue(wake=self._wake if waits else None)
         self._steps = Steps(strategy, homes, lambda: self._platforms)
         self._supervisors = [
@@ -80,6 +80,7 @@ class Scheduler:
             # Traced in the thread of the caller, because Keras keeps settings such as the dtype policy per thread.
             self._steps.program(step, fn, self._specs(resources), recording)
         closure = Closure(Work(step, fn, inputs, resources, recording))
+        self._homes.note_step()
         self._queue.put(closure)
         return closure.outcome
 

@@ -104,7 +104,7 @@ class Supervisor:
     ) -> None:
         self._ray, self._cluster, self._servers, self._queue, self._steps = load_ray(), cluster, servers, queue, steps
         self._timeout_s, self._waits = timeout_s, waits
-        self.pusher = Pusher(index, 0)
+        self.pusher = Pusher(index, servers.next_life(index))
         self.state, self.num_steps, self.num_lost, self.num_again = WorkerState.STARTING, 0, 0, 0
         self._made: dict[int, Any] = {}
         self._dropped: list[int] = []

@@ -14,7 +14,8 @@ from phalanx.launch.outcome import Ending
 from phalanx.launch.output import Stream, kept_lines
 from phalanx.launch.plan import ProcessSpec
 
-_MARK = "PHALANX_LAUNCH"
+MARK = "PHALANX_LAUNCH"
+"""The variable that marks the processes of a group, which end with it."""
 
 
 @final
@@ -25,7 +26,7 @@ class WorkerProcess:
         self.spec, self._started_s = spec, started_s
         self._process = subprocess.Popen(
             spec.argv,
-            env={**spec.environment, _MARK: mark},
+            env={**spec.environment, MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -81,13 +82,13 @@ class WorkerProcess:
 
 def guard(workers: Sequence[WorkerProcess], mark: str) -> Guard:
     """Starts a guard that kills the workers and all processes that they have started, if the launcher is killed."""
-    return Guard(f"{_MARK}={mark}", groups=[worker.pid for worker in workers])
+    return Guard(f"{MARK}={mark}", groups=[worker.pid for worker in workers])
 
 
 def strays(mark: str, workers: Sequence[WorkerProcess]) -> list[int]:
     """Returns the running processes that workers with this mark have started, in any session."""
     known = {worker.pid for worker in workers}
-    return [pid for pid in marked(f"{_MARK}={mark}") if pid not in known]
+    return [pid for pid in marked(f"{MARK}={mark}") if pid not in known]
 
 
 def tell_all(number: int, mark: str, workers: Sequence[WorkerProcess]) -> None:

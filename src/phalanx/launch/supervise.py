@@ -7,6 +7,7 @@ from dataclasses import replace
 from phalanx.launch.elastic import ElasticGroup
 from phalanx.launch.evaluator import Evaluator, Patience
 from phalanx.launch.group import Group
+from phalanx.launch.kept import KeptProcesses
 from phalanx.launch.outcome import Outcome, in_words, report
 from phalanx.launch.output import Sink
 from phalanx.launch.plan import ALONE, Machines, ProcessSpec
@@ -31,7 +32,8 @@ def run_group(
 ) -> Outcome:
     """Runs a group of processes to its end, and restarts it if one of them fails.
 
-    An evaluator in the plan is no part of the group: it starts again alone, and goes on while the group restarts.
+    An evaluator in the plan is no part of the group: it starts again alone, and goes on while the group restarts. If the group is
+    one process, its parameter servers outlive it until the last start has ended.
 
     Args:
       plan: function from the number of earlier starts to the processes to start.
@@ -53,26 +55,27 @@ def run_group(
     with Signals() as signals:
         relay = Relay(signals, sink or Sink(1))
         with Evaluator(relay, grace_s, patience or Patience(), say) as evaluator:
-            for restart in range(max_restarts + 1):
-                specs = evaluator.split_off(plan(restart))
-                if least_workers is None:
-                    group = Group(specs, relay, evaluator.tend)
-                else:
-                    group = ElasticGroup(
-                        specs,
-                        least_workers,
-                        relay,
-                        patience=_IN_PLACE_OF_THE_LOST,
-                        say=say,
-                        machines=machines,
-                        beside=evaluator.tend,
-                    )
-                outcome = _run_once(group, relay, grace_s)
-                if text := report(outcome):
-                    say(text)
-                if outcome.culprit is None or outcome.signal is not None or restart == max_restarts:
-                    break
-                say(f"The group starts again: {restart + 1} of {max_restarts}.")
+            with KeptProcesses(is_wanted=max_restarts > 0 and least_workers is None) as kept:
+                for restart in range(max_restarts + 1):
+                    specs = kept.announce_to(evaluator.split_off(plan(restart)))
+                    if least_workers is None:
+                        group = Group(specs, relay, evaluator.tend)
+                    else:
+                        group = ElasticGroup(
+                            specs,
+                            least_workers,
+                            relay,
+                            patience=_IN_PLACE_OF_THE_LOST,
+                            say=say,
+                            machines=machines,
+                            beside=evaluator.tend,
+                        )
+                    outcome = _run_once(group, relay, grace_s)
+                    if text := report(outcome):
+                        say(text)
+                    if outcome.culprit is None or outcome.signal is not None or restart == max_restarts:
+                        break
+                    say(f"The group starts again: {restart + 1} of {max_restarts}.")
             evaluator.finish(is_success=outcome.exit_code == 0)
             outcome = replace(outcome, signal=relay.ending_signal(), evaluator=evaluator.ending)
     if outcome.culprit is None and (failed := outcome.failed_evaluator):

@@ -11,9 +11,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, final
 import numpy as np
 
 from phalanx.errors import ContextError, PhalanxError, ServerLostError, StartupError
-from phalanx.servers.calls import Calls, Lost, Peer, Reply, Silent
+from phalanx.servers.calls import Calls, Gone, Lost, Peer, Reply, Silent
 from phalanx.servers.ray import RayCluster, load_ray
-from phalanx.servers.remote.plans import Pusher, UpdateProgram
+from phalanx.servers.remote.plans import Inventory, Label, Pusher, UpdateProgram
 from phalanx.servers.remote.server import ParameterServer
 
 R = TypeVar("R")
@@ -43,9 +43,11 @@ class Servers:
       calls: waits for results.
       lock: held while servers are restarted, and by code that must not run during a restart.
       platforms: JAX platforms of the servers.
+      inventories: what the servers held when this process found them again, by server. Empty if it has started them.
 
     Raises:
       StartupError: a server died during startup.
+      ServerLostError: a server that an earlier coordinator has left is silent.
     """
 
     def __init__(
@@ -60,14 +62,24 @@ class Servers:
         self._ray, self._cluster, self._names_on = load_ray(), cluster, names_on
         # A push of each worker may block one thread while it waits for its turn.
         threads = _THREADS + cluster.workers
+        # Servers with other properties have other names, so they are not found again.
+        names = [f"server {i} of {cluster.ps}, max_staleness={max_staleness}" for i in range(cluster.ps)]
 
         def start(index: int) -> Peer[ParameterServer]:
-            actor = cluster.actor(ParameterServer, "ps", index, index, max_staleness, threads=threads)
-            return Peer(self._ray, actor, f"parameter server {index}", timeout_s, _START_S)
+            args = (index, max_staleness)
+            actor = cluster.actor(ParameterServer, "ps", index, *args, threads=threads, name=names[index])
+            return peer(index, actor, _START_S)
+
+        def peer(index: int, actor: Any, start_s: float) -> Peer[ParameterServer]:
+            return Peer(self._ray, actor, f"parameter server {index}", timeout_s, start_s)
 
         self._start = start
         self.lock, self.calls = threading.RLock(), Calls(self._ray)
-        self._peers: list[Peer[ParameterServer]] | None = [self._start(i) for i in range(cluster.ps)]
+        self._peers: list[Peer[ParameterServer]] | None
+        self._peers = [peer(i, actor, timeout_s) for i, actor in enumerate(cluster.kept_actors(names))]
+        self.inventories = self._take_over()
+        if not self.inventories:
+            self._peers = [self._start(i) for i in range(cluster.ps)]
         try:
             signs = self.calls.answers([p.ask(ParameterServer.ping) for p in self.peers])
             self.calls.answers([p.ask(ParameterServer.meet, self.actors) for p in self.peers])
@@ -76,6 +88,44 @@ class Servers:
         self.platforms = tuple(sorted({sign.platform for sign in signs}))
         self._learned: dict[int, dict[int, UpdateProgram]] = {i: {} for i in range(cluster.ps)}
         self._snapshots = None if snapshot_every_s is None else _Snapshots(self, snapshot_every_s)
+
+    def _take_over(self) -> list[Inventory]:
+        """Returns what the servers of a dead coordinator hold. Its workers cannot push to them any more.
+
+        Ends the servers, and returns an empty list, if one of them has died.
+
+        Raises:
+          ServerLostError: a server is silent.
+        """
+        if not self.peers:
+            return []
+        try:
+            answers = self.calls.answers([p.ask(ParameterServer.inventory) for p in self.peers])
+            inventories = [answer for answer in answers if answer is not None]
+            if inventories and len(inventories) == len(answers):
+                pushers = {Pusher(*life) for inventory in inventories for life in inventory.lives.items()}
+                for pusher in sorted(pushers):
+                    self._forget(pusher, self.calls.answers)
+                return inventories
+            why = "the start of one of them was cut off"
+        except Gone as e:
+            why = str(e)
+        except Silent as e:
+            # The strategy ends all actors of the cluster when its creation fails. A later start may need these.
+            self._cluster.actors.clear()
+            raise ServerLostError(
+                str(e.peer),
+                f"it {e.found}, and it holds the only copy of its variables.",
+                "resume the process and start the script again; worker_timeout_s=300 if it is only slow",
+            ) from e
+        _log.warning("The parameter servers of the last start end, and new ones start without their values: %s.", why)
+        for peer in self.peers:
+            self._cluster.end(peer.actor)
+        return []
+
+    def next_life(self, worker: int) -> int:
+        """Returns the generation with which a worker begins: more than that of any worker of an earlier coordinator."""
+        return max((inventory.lives.get(worker, -1) + 1 for inventory in self.inventories), default=0)
 
     def __len__(self) -> int:
         """The number of servers."""
@@ -156,9 +206,13 @@ class Servers:
 
     def forget(self, pusher: Pusher) -> None:
         """Tells the servers that a worker is lost. A push that the first server has not applied yet will not be applied."""
+        self._forget(pusher, self.answers)
+
+    def _forget(self, pusher: Pusher, answers: Callable[[Sequence[Reply[list[int]]]], list[list[int]]]) -> None:
         # The first server decides. Its answer tells which turns the others must apply before they drop the rest.
-        ((_, *turns),) = self.ask(ParameterServer.forget, (0, pusher))
-        self.ask(ParameterServer.forget, *((i, pusher, turn) for i, turn in enumerate(turns, start=1)))
+        first, *others = self.peers
+        ((_, *turns),) = answers([first.ask(ParameterServer.forget, pusher)])
+        answers([p.ask(ParameterServer.forget, pusher, turn) for p, turn in zip(others, turns, strict=True)])
 
     def learn(self, server: int, name: int, program: UpdateProgram) -> None:
         """Sends a server the program of an update, and records it for a replacement of that server."""
@@ -221,11 +275,12 @@ class Servers:
         answers(
             [p.ask(ParameterServer.forget, pusher) for i, p in enumerate(peers) if i not in lost for pusher in pushers]
         )
-        answers([peer.ask(ParameterServer.meet, self.actors) for peer in peers])
         for i in lost:
-            answers([peers[i].ask(ParameterServer.put, snapshot[i])])
+            answers([peers[i].ask(ParameterServer.put, *snapshot[i])])
             answers([peers[i].ask(ParameterServer.learn, name, program) for name, program in self._learned[i].items()])
             answers([peers[i].ask(ParameterServer.forget, pusher) for pusher in pushers])
+        # After the values, so that the next coordinator does not find a server without them.
+        answers([peer.ask(ParameterServer.meet, self.actors) for peer in peers])
         applied = max(answers([peer.ask(ParameterServer.num_applied) for peer in peers]))
         answers([peers[0].ask(ParameterServer.align_all, applied)])
 
@@ -268,7 +323,7 @@ class _Snapshots:
     """Copies the state of all servers periodically, in a daemon thread. `last` is the latest complete copy."""
 
     def __init__(self, servers: Servers, every_s: float) -> None:
-        self.last: list[dict[int, np.ndarray]] = [{} for _ in servers.peers]
+        self.last: list[tuple[dict[int, np.ndarray], dict[int, Label]]] = [({}, {}) for _ in servers.peers]
         # Weak, so that the thread does not keep a dropped strategy alive.
         self._servers, self._every_s = weakref.ref(servers), every_s
         self._over = threading.Event()

@@ -21,6 +21,13 @@ class RayErrors(Protocol):
     GetTimeoutError: type[Exception]
 
 
+class RayUtil(Protocol):
+    """The module `ray.util`."""
+
+    def list_named_actors(self) -> list[str]:
+        """Returns the names of the running actors that have names."""
+
+
 class ActorOptions(Protocol):
     """A class of actors with options."""
 
@@ -53,6 +60,13 @@ class Ray(Protocol):
 
     def cluster_resources(self) -> Mapping[str, float]:
         """Returns the resources of all machines, by name."""
+
+    @property
+    def util(self) -> "RayUtil":
+        """The module `ray.util`."""
+
+    def get_actor(self, name: str, /) -> Any:
+        """Returns the handle of a running actor that has a name."""
 
     def remote(self, kind: type, /) -> ActorClass:
         """Returns a class of actors."""

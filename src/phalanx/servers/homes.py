@@ -7,6 +7,7 @@ variable, so that an update needs no communication between servers.
 """
 
 import itertools
+import logging
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -31,6 +32,7 @@ from phalanx.programs.identity import IdentityMap
 from phalanx.programs.replicas import trace_run
 from phalanx.programs.state import slot_of
 from phalanx.servers.client import Servers
+from phalanx.servers.inventory import id_of, labels_of, stored_in
 from phalanx.servers.partitioners import check_partitions, place, split_rows
 from phalanx.servers.ray import RayCluster
 from phalanx.servers.remote.plans import Gradient, Part, Placement, UpdateProgram, require_rows
@@ -38,6 +40,8 @@ from phalanx.servers.remote.server import ParameterServer
 from phalanx.tracing import context
 from phalanx.tracing.policy import describe
 from phalanx.tracing.strategy import AbstractStrategy, Update
+
+_log = logging.getLogger("phalanx")
 
 # Their updates depend on norms or products over a whole variable.
 _OF_WHOLE_VARIABLES = (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon)
@@ -70,7 +74,7 @@ class Homes:
         snapshot_every_s: float | None,
         timeout_s: float,
     ) -> None:
-        self._device, self._partitioner = device, partitioner
+        self._device, self._partitioner, self._outlives = device, partitioner, cluster.outlives
         self._max_staleness = max_staleness
         self.servers = Servers(
             cluster,
@@ -86,9 +90,26 @@ class Homes:
         # In bytes: all parts on each server, and each part by key.
         self._loads = [0] * cluster.ps
         self._sizes: dict[int, int] = {}
-        self._keys, self._update_names = itertools.count(), itertools.count()
+        # Values of an earlier start that no variable of this one has taken over yet.
+        self._stored = stored_in(self.servers.inventories)
+        # The number of scheduled steps, now and when each variable took over its value.
+        self._num_steps = 0
+        self._steps_before: IdentityMap[int] = IdentityMap()
+        kept = {key for stored in self._stored.values() for key in stored.holders}
+        self._keys, self._update_names = itertools.count(max(kept, default=-1) + 1), itertools.count()
         self._updates: IdentityMap[dict[tuple[int, ...], tuple[int, Any]]] = IdentityMap()
-        self._has_new = False
+        # Pairs of a server and a key that no variable of this process needs any more.
+        self._unneeded: list[tuple[int, int]] = []
+        self._has_new = bool(kept)
+        if self.servers.inventories:
+            self.servers.tell(ParameterServer.keep, kept)
+            self._save_new()
+            _log.warning(
+                "%d parameter servers were found again, with %d variables. Assignments before the first step do not count, "
+                "because these values are newer.",
+                len(self.servers),
+                len(self._stored),
+            )
 
     def placement(self, variable: Variable) -> Placement | None:
         """Returns the placement of a variable; None if it has not moved to the servers yet."""
@@ -114,6 +135,27 @@ class Homes:
     def add_table(self, table: Variable) -> None:
         """Registers a variable without a value. The servers will initialize its rows."""
         _owners[table] = self
+        self.take_over(table)
+
+    def take_over(self, variable: Variable) -> bool:
+        """Gives a variable the value that it had in an earlier start, if the servers hold it. Returns whether they do."""
+        with self.servers.lock:
+            stored = self._stored.pop(id_of(variable), None) if self._stored else None
+            if stored is None:
+                return False
+            self._settle(variable, stored.placement)
+            self._holders |= stored.holders
+            self._steps_before[variable] = self._num_steps
+            return True
+
+    def note_step(self) -> None:
+        """Records that a step was scheduled. From now on, assignments to variables that were taken over count."""
+        self._num_steps += 1
+        self._drop_unneeded()
+
+    def is_newer(self, variable: Variable) -> bool:
+        """Whether a variable was taken over after the last step, so that its value is newer than what the script assigns."""
+        return self._steps_before.get(variable) == self._num_steps
 
     def rows(self, table: Variable, ids: np.ndarray) -> jax.Array:
         """Fetches rows of a table from the servers.
@@ -152,7 +194,7 @@ class Homes:
                     "create the variable in the scope of this strategy: with strategy.scope(): ...",
                 )
         with self.servers.lock:
-            new = [v for v in variables if self.placement(v) is None]
+            new = [v for v in variables if self.placement(v) is None and not self.take_over(v)]
             for table in [v for v in new if _is_unmade(v)]:
                 self._make(table)
             # Tables have a placement now. Place the rest: whole variables balance the loads, shards go to the emptiest.
@@ -315,7 +357,7 @@ class Homes:
 
     def _hold(self, variable: Variable, server: int) -> int:
         """Returns the key under which a server holds a variable, or its part of it. Moves or copies the variable there."""
-        if self.placement(variable) is None and _is_unmade(variable):
+        if self.placement(variable) is None and not self.take_over(variable) and _is_unmade(variable):
             self._make(variable)
         if self.placement(variable) is None:
             reference = compat.reference_of(variable)
@@ -329,7 +371,8 @@ class Homes:
                 return part.key
         (part,) = placement
         # A variable of the whole optimizer, such as the number of updates. Each server keeps its own copy.
-        self.servers.ask(ParameterServer.put, (server, {part.key: np.asarray(self.read(variable))}))
+        value = np.asarray(self.read(variable))
+        self.servers.ask(ParameterServer.put, (server, {part.key: value}, labels_of(variable, part)))
         self._holders[part.key] = (*self._holders[part.key], server)
         return part.key
 
@@ -354,23 +397,25 @@ class Homes:
         placement = tuple(Part(server, next(self._keys), start, stop) for server, start, stop in parts)
         programs = [_rows_program(table, p, i, self.servers.platforms) for i, p in enumerate(placement)]
         self.servers.ask(
-            ParameterServer.make, *((p.server, p.key, x) for p, x in zip(placement, programs, strict=True))
+            ParameterServer.make,
+            *((p.server, p.key, x, labels_of(table, p)) for p, x in zip(placement, programs, strict=True)),
         )
-        self._settle(table, placement, _bytes_of(table) // table.shape[0])
+        self._settle(table, placement)
 
     def _move(self, variable: Variable, parts: Sequence[tuple[int, int, int | None]]) -> None:
         """Sends the value of a variable to the servers. A part is the index of a server, and its first and last row."""
         array = np.asarray(compat.raw_value(variable))
         placement = tuple(Part(server, next(self._keys), start, stop) for server, start, stop in parts)
-        self.servers.ask(ParameterServer.put, *((p.server, {p.key: p.of(array)}) for p in placement))
-        self._settle(variable, placement, array.nbytes // max(1, len(array) if array.ndim else 1))
+        sent = ((p.server, {p.key: p.of(array)}, labels_of(variable, p)) for p in placement)
+        self.servers.ask(ParameterServer.put, *sent)
+        self._settle(variable, placement)
 
-    def _settle(self, variable: Variable, placement: Placement, row_bytes: int) -> None:
+    def _settle(self, variable: Variable, placement: Placement) -> None:
         """Records the placement of a variable, and releases its value in this process."""
+        rows, size = variable.shape[0] if variable.shape else 1, _bytes_of(variable)
         for part in placement:
-            rows = (variable.shape[0] if variable.shape else 1) if part.stop is None else part.stop - part.start
-            self._sizes[part.key] = rows * row_bytes
-            self._loads[part.server] += rows * row_bytes
+            self._sizes[part.key] = size if part.stop is None else size // max(1, rows) * (part.stop - part.start)
+            self._loads[part.server] += self._sizes[part.key]
             self._names[part.key], self._holders[part.key] = variable.path, (part.server,)
         self._has_new = True
         self._placements[variable] = placement
@@ -389,8 +434,14 @@ class Homes:
         for part in placement:
             self._names.pop(part.key, None)
             self._loads[part.server] -= self._sizes.pop(part.key)
-            for server in self._holders.pop(part.key, ()):
-                self.servers.drop(server, part.key)
+            self._unneeded += [(server, part.key) for server in self._holders.pop(part.key, ())]
+        # At the end of a script its variables disappear, but its next start needs them. Then no step follows.
+        if not self._outlives:
+            self._drop_unneeded()
+
+    def _drop_unneeded(self) -> None:
+        while self._unneeded:
+            self.servers.drop(*self._unneeded.pop())
 
     def _names_on(self, servers: Collection[int]) -> list[str]:
         """Returns the names of the variables that only these servers hold."""
@@ -414,7 +465,8 @@ def _send(variable: Variable) -> None:
     homes = _owners.get(variable)
     # A table that is assigned before its first use moves later, like any other variable.
     if homes is not None and homes.placement(variable) is not None:
-        homes.write(variable, compat.raw_value(variable))
+        if not homes.is_newer(variable):
+            homes.write(variable, compat.raw_value(variable))
         compat.set_raw_values([variable], [None])
 
 

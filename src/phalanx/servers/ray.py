@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the processes of workers and parameter servers, as actors of Ray."""
 
+import functools
 import importlib
+import itertools
 import json
+import logging
 import os
 import signal
 import socket
@@ -10,9 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
+from phalanx.cluster.owned import SERVERS_FOLDER, OwnedProcesses
 from phalanx.cluster.spec import ClusterSpec, Task, leader
 from phalanx.errors import (
     ClusterError,
@@ -24,8 +28,18 @@ from phalanx.errors import (
     shown,
 )
 from phalanx.servers.handles import Ray
-from phalanx.servers.session import OwnedProcesses, Session, environment, make_token
+from phalanx.servers.session import (
+    AbstractSession,
+    KeptSession,
+    Session,
+    environment,
+    listens,
+    make_token,
+    ray_command,
+)
 from phalanx.typing import PyTree
+
+_log = logging.getLogger("phalanx")
 
 _QUIET = {
     # Ray sends usage statistics to its makers by default.
@@ -108,6 +122,7 @@ class RayCluster:
 
     Attributes:
       actors: the actors that were started and not ended.
+      outlives: whether actors with a name outlive this process.
 
     Raises:
       StartupError: Ray did not start, or tasks are missing.
@@ -124,10 +139,12 @@ class RayCluster:
         if not self._ray.is_initialized():
             _sessions.append(self._started(dashboard=dashboard))
         _open.append(self)
+        self.outlives = spec is None and any(session.outlives for session in _sessions)
+        self._prefix = f"strategy {next(_numbers)}: "
         if spec is not None:
             self._await_tasks(spec, timeout_s)
 
-    def actor(self, kind: type, job: str, index: int, *args: PyTree, threads: int) -> Any:
+    def actor(self, kind: type, job: str, index: int, *args: PyTree, threads: int, name: str | None = None) -> Any:
         """Starts the actor of a task without waiting for it.
 
         Args:
@@ -136,14 +153,43 @@ class RayCluster:
           index: index of the task.
           *args: arguments of the class.
           threads: number of calls that the actor runs at the same time.
+          name: name under which `kept_actors` returns the actor in the next start of this script. None if it ends with this process.
         """
         # In a cluster, a custom resource places the actor on the machine of its task.
         resources = {} if self._spec is None else {_resource(Task(job, index)): 1.0}
         # Processes on this machine share its cores. In a cluster, each task is assumed to have a machine to itself.
         cores = max(1, (os.cpu_count() or 1) // (self.workers + self.ps)) if self._spec is None else None
         options = {"num_cpus": 0, "max_concurrency": threads, "resources": resources}
+        if self.outlives and name is not None:
+            options |= {"name": self._prefix + name, "lifetime": "detached"}
         self.actors.append(self._ray.remote(_started(kind)).options(**options).remote(cores, *args))
         return self.actors[-1]
+
+    def kept_actors(self, names: Sequence[str]) -> list[Any]:
+        """Returns the actors that an earlier start of this script has left to this strategy, if they have exactly these names.
+
+        Otherwise it ends them, and returns none.
+        """
+        if not self.outlives:
+            return []
+        actors = {}
+        for name in self._ray.util.list_named_actors():
+            if name.startswith(self._prefix):
+                with suppress(ValueError):  # The actor has ended since.
+                    actors[name.removeprefix(self._prefix)] = self._ray.get_actor(name)
+        self.actors += actors.values()
+        if actors.keys() == set(names):
+            return [actors[name] for name in names]
+        if actors:
+            _log.warning(
+                "These parameter servers of the last start are there: %s. This start needs: %s. New ones take their place, "
+                "without their values.",
+                "; ".join(sorted(actors)),
+                "; ".join(names),
+            )
+        for actor in actors.values():
+            self.end(actor)
+        return []
 
     def end(self, actor: object) -> None:
         """Kills an actor, whatever it is doing."""
@@ -162,13 +208,14 @@ class RayCluster:
         if not _open and _sessions:
             _sessions.pop().close()
 
-    def _started(self, *, dashboard: bool) -> Session:
+    def _started(self, *, dashboard: bool) -> AbstractSession:
         """Starts Ray: on the loopback interface, or at the address of the chief."""
-        address, settings = _LOOPBACK, _ALONE
         if self._spec is not None:
             address, port = _split(self._spec.task_address("chief", 0))
-            settings = {"RAY_GCS_SERVER_PORT": str(port)}
-        return Session(self._ray, address, settings, dashboard=dashboard)
+            return Session(self._ray, address, {"RAY_GCS_SERVER_PORT": str(port)}, dashboard=dashboard)
+        if folder := _folder_of_launcher():
+            return KeptSession(self._ray, folder, _LOOPBACK, _ALONE, dashboard=dashboard)
+        return Session(self._ray, _LOOPBACK, _ALONE, dashboard=dashboard)
 
     def _await_tasks(self, spec: ClusterSpec, timeout_s: float) -> None:
         tasks = [Task(job, i) for job in ("worker", "ps") for i in spec.task_indices(job)]
@@ -266,7 +313,7 @@ class Server:
         """
         load_ray()
         deadline = time.monotonic() + timeout_s
-        while not _listens(self._chief):
+        while not listens(self._chief):
             if time.monotonic() > deadline:
                 raise StartupError(
                     f"Server({self._task}).join(timeout_s={timeout_s:.0f})",
@@ -281,13 +328,13 @@ class Server:
             # Each task needs its own temporary folder: nodes that start together on one machine would choose the same
             # names in a common one.
             for tries_left in reversed(range(_TRIES)):
-                node = self._start(host, f"{processes.folder}/ray", processes.variables)
+                node = self._start(host, f"{processes.marked.folder}/ray", processes.marked.variables)
                 try:
                     if self._stay(node, is_last=not tries_left):
                         return
                 finally:
                     _end(node)
-                    processes.end()
+                    processes.marked.end()
         finally:
             processes.close(_GRACE_S)
 
@@ -298,7 +345,7 @@ class Server:
     def _start(self, host: str, folder: str, variables: Mapping[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [
-                str(Path(sys.executable).with_name("ray")),
+                ray_command(),
                 "start",
                 f"--address={self._chief}",
                 f"--node-ip-address={socket.gethostbyname(host)}",
@@ -324,11 +371,11 @@ class Server:
           StartupError: Ray has ended first, and another try would not help.
         """
         began = time.monotonic()
-        while _listens(self._chief):
+        while listens(self._chief):
             if node.poll() is not None:
                 # Ray may have ended because the chief did, whose port closes a moment later.
                 time.sleep(1.0)
-                if not _listens(self._chief):
+                if not listens(self._chief):
                     return True
                 text = node.stdout.read() if node.stdout else ""
                 if not is_last and "exited unexpectedly" in text:
@@ -367,14 +414,6 @@ def _split(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _listens(address: str) -> bool:
-    try:
-        with socket.create_connection(_split(address), timeout=2.0):
-            return True
-    except OSError:
-        return False
-
-
 def _end(process: subprocess.Popen[str]) -> None:
     """Ends a process: with SIGTERM, and with SIGKILL after a grace period."""
     process.send_signal(signal.SIGTERM)
@@ -385,8 +424,20 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-_sessions: list[Session] = []
+@functools.cache
+def _folder_of_launcher() -> str | None:
+    """Returns the folder of processes that outlive this one; None without a launcher that starts this script again.
+
+    Removes the variable, so that programs that this one starts do not take the processes for theirs.
+    """
+    return os.environ.pop(SERVERS_FOLDER, None)
+
+
+_sessions: list[AbstractSession] = []
 """The Ray session that this process has started; at most one."""
+
+_numbers = itertools.count()
+"""The number of the next cluster: a script that starts again creates its strategies in the same order."""
 
 _open: list[RayCluster] = []
 """The open clusters, which share one Ray session."""

@@ -57,7 +57,8 @@ class Shard:
                 f"the shard has the shape {self.shape}.",
                 f"an array of shape {self.shape}",
             )
-        self._homes.write_part(self._part, array)
+        if not self._homes.is_newer(self._variable):
+            self._homes.write_part(self._part, array)
 
 
 @final

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, final
 
 from typing_extensions import override
 
+from phalanx import compat
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.spec import ClusterSpec
@@ -24,6 +25,7 @@ from phalanx.servers.partitioners import Partitioner
 from phalanx.servers.ray import RayCluster
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.single import OneDeviceStrategy
+from phalanx.tracing import context
 from phalanx.typing import PyTree
 
 T = TypeVar("T")
@@ -38,7 +40,8 @@ class ParameterServerStrategy(Strategy):
     Must be created outside all scopes, in the coordinator process. A `phalanx.coordinator.ClusterCoordinator` schedules
     steps. `run` outside of scheduled steps runs one step on a worker and waits for it. Variables created in the scope
     move to the servers when a scheduled step first uses them. From then on, reads and assignments in this process go to
-    the servers.
+    the servers. Under `phalanx run --max-restarts`, servers on this machine keep their variables for the next start of
+    the script.
 
     Args:
       cluster_resolver: describes a cluster with a chief (this process), workers and parameter servers, on which
@@ -129,13 +132,18 @@ class ParameterServerStrategy(Strategy):
         super().__init__()
         self._scheduler: Scheduler | None = None
         self._starting = threading.Lock()
-        self._close = weakref.finalize(self, _closed, self.cluster, self.homes)
+        # If the script ends without `close`, its next start may need the servers. At last, the launcher ends them.
+        if not self.cluster.outlives:
+            weakref.finalize(self, _closed, self.cluster, self.homes)
 
     def close(self) -> None:
-        """Stops all workers and parameter servers. The values of variables are lost. May be called in any context."""
+        """Stops all workers and parameter servers. The values of variables are lost, also for the next start of the script.
+
+        May be called in any context.
+        """
         if self._scheduler is not None:
             self._scheduler.stop()
-        self._close()
+        _closed(self.cluster, self.homes)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -221,7 +229,7 @@ class WorkerSide:
 
 
 def _cluster_of(resolver: ClusterResolver | None) -> ClusterSpec | None:
-    """Returns the cluster that the resolver or TF_CONFIG describes, or None without a cluster and in an evaluator.
+    """Returns the cluster that the resolver or TF_CONFIG describes, or None without others in it and in an evaluator.
 
     Raises:
       InvalidArgumentError: `resolver` is not a resolver.
@@ -231,6 +239,8 @@ def _cluster_of(resolver: ClusterResolver | None) -> ClusterSpec | None:
         if not os.environ.get("TF_CONFIG"):
             return None
         resolver = TFConfigClusterResolver()
+        if resolver.cluster_spec().jobs == ["worker"] and resolver.cluster_spec().num_tasks("worker") == 1:
+            return None  # The only process of `phalanx run`.
     if not isinstance(resolver, ClusterResolver):
         raise InvalidArgumentError(
             f"cluster_resolver={shown(resolver)}",
@@ -257,6 +267,17 @@ def _cluster_of(resolver: ClusterResolver | None) -> ClusterSpec | None:
             f'phalanx.Server(cluster_spec, "{resolver.task_type}", {resolver.task_id}).join()',
         )
     return spec
+
+
+def _take_over(variable: Variable) -> None:
+    """Gives a new variable of a strategy its value from an earlier start, before the script reads it."""
+    if context.has_strategy() and not compat.is_new(variable):
+        strategy = context.get_strategy()
+        if isinstance(strategy, ParameterServerStrategy):
+            strategy.homes.take_over(variable)
+
+
+compat.on_variable(_take_over)
 
 
 def _closed(cluster: RayCluster, homes: Homes) -> None:

@@ -1,10 +1,17 @@
 """Processes of workers and servers: which they are, and whether they are still there."""
 
 import ipaddress
+import json
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
+
+HERE = Path(__file__).parent
 
 
 def pid_of(actor):
@@ -80,3 +87,53 @@ def wait_until(is_so, deadline_s=60.0):
 def end(pid, sign=signal.SIGKILL):
     """Sends a signal to one process."""
     os.kill(pid, sign)
+
+
+@contextmanager
+def process(*command, cwd=HERE, **environment):
+    """A Python process, ended with all that descend from it; its errors go to a file."""
+    with tempfile.TemporaryFile("w+") as log:
+        one = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            env={k: v for k, v in os.environ.items() if k not in ("NPROC", "TF_CONFIG")}
+            | {"PHALANX_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
+            | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=cwd,
+        )
+        one.log = log
+        try:
+            yield one
+        except BaseException:
+            log.seek(0)
+            print(f"---- {one.args}, with exit code {one.poll()}\n{log.read()[-8000:]}")
+            raise
+        finally:
+            for pid in family_of(one.pid):
+                if is_there(pid):
+                    end(pid)
+            one.wait()
+            one.stdin.close()
+            one.stdout.close()
+
+
+def said(one):
+    """What a process has said next; where it has ended, what it has said last."""
+    line = one.stdout.readline()
+    if not line.startswith(("{", '"')):
+        try:
+            rest, _ = one.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            rest = "(and goes on)"
+        one.log.seek(0)
+        raise AssertionError(f"it ended with {one.returncode}: {line}{rest}{one.log.read()[-6000:]}")
+    return json.loads(line)
+
+
+def tell(one, word):
+    """Says something to a process."""
+    one.stdin.write(word + "\n")
+    one.stdin.flush()

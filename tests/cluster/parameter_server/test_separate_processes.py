@@ -1,18 +1,15 @@
 """Coordinators, and servers from TF_CONFIG, as processes of their own."""
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from processes import end, family_of, is_there, listening, wait_until
+from processes import end, family_of, is_there, listening, process, said, tell, wait_until
 
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.spec import ClusterSpec
@@ -21,58 +18,7 @@ from phalanx.launch.plan import free_ports
 from phalanx.servers.ray import Server
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 
-HERE = Path(__file__).parent
 SERVE = "import phalanx; phalanx.Server({spec}, {job!r}, {index}).join(timeout_s=60)"
-
-
-@contextmanager
-def process(*command, cwd=HERE, **environment):
-    """A Python process, ended with all that descend from it; its errors go to a file."""
-    with tempfile.TemporaryFile("w+") as log:
-        one = subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            env={k: v for k, v in os.environ.items() if k not in ("NPROC", "TF_CONFIG")}
-            | {"PHALANX_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
-            | environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            cwd=cwd,
-        )
-        one.log = log
-        try:
-            yield one
-        except BaseException:
-            log.seek(0)
-            print(f"---- {one.args}, with exit code {one.poll()}\n{log.read()[-8000:]}")
-            raise
-        finally:
-            for pid in family_of(one.pid):
-                if is_there(pid):
-                    end(pid)
-            one.wait()
-            one.stdin.close()
-            one.stdout.close()
-
-
-def said(one):
-    """What a process has said next; where it has ended, what it has said last."""
-    line = one.stdout.readline()
-    if not line.startswith(("{", '"')):
-        try:
-            rest, _ = one.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            rest = "(and goes on)"
-        one.log.seek(0)
-        raise AssertionError(f"it ended with {one.returncode}: {line}{rest}{one.log.read()[-6000:]}")
-    return json.loads(line)
-
-
-def tell(one, word):
-    """Says something to a process."""
-    one.stdin.write(word + "\n")
-    one.stdin.flush()
 
 
 def test_all_processes_end_with_close():

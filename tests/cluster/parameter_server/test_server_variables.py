@@ -174,11 +174,11 @@ def test_what_is_not_used_any_more_is_dropped(calm, strategy):
     calm.join()
     (part, _) = strategy.homes.placement(variables[0])
     server = strategy.homes.servers.actors[part.server]
-    assert ray.get(server.state.remote())[part.key].shape == (3, 100)
+    assert ray.get(server.state.remote())[0][part.key].shape == (3, 100)
     variables.clear()
     gc.collect()
     deadline = time.monotonic() + 30
-    while part.key in ray.get(server.state.remote()):
+    while part.key in ray.get(server.state.remote())[0]:
         assert time.monotonic() < deadline
 
 

@@ -262,6 +262,33 @@ def test_restarts_are_limited(launch):
     assert [text.startswith("The group starts again") for text in launched.reports] == [False, True, False, True, False]
 
 
+def test_processes_that_outlive_a_start(launch, environment, needs_proc):
+    """A script that trains alone may leave processes and files to its next start. They end with the last one."""
+    source = """
+folder = Path(os.environ["PHALANX_SERVERS_FOLDER"])
+if restart == 0:
+    kept = {k: v for k, v in os.environ.items() if k != "PHALANX_LAUNCH"} | {"PHALANX_RAY": str(folder)}
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], env=kept, start_new_session=True)
+    (folder / "pid").write_text(str(child.pid))
+pid = (folder / "pid").read_text()
+print(folder, oct(folder.stat().st_mode), Path("/proc", pid).exists())
+sys.exit(1)
+"""
+    launched = launch(source, workers=1, max_restarts=1)
+    first, second = launched.lines_of(0)
+    assert first == second
+    folder, mode, is_there = first.split()
+    assert (mode, is_there) == ("0o40700", "True")
+    assert not os.path.exists(folder)
+
+
+@pytest.mark.parametrize("options", [{"workers": 1}, {"workers": 2, "max_restarts": 1}])
+def test_no_process_outlives_the_only_start(launch, options):
+    """Nor that of one of several workers."""
+    launched = launch("print(os.environ.get('PHALANX_SERVERS_FOLDER'))", **options)
+    assert launched.lines_of(0) == ["None"]
+
+
 def test_port_that_is_taken(launch):
     """A worker that finds its port taken is reported; the next start has other ports."""
     launched = launch(

@@ -47,6 +47,48 @@ class Spec(NamedTuple):
     dtype: np.dtype
 
 
+class VariableId(NamedTuple):
+    """Identifies a variable in every start of a script.
+
+    Args:
+      path: path of the variable.
+      number: number of variables with this path that the script created before.
+      shape: shape of the whole variable.
+      dtype: dtype of the variable.
+    """
+
+    path: str
+    number: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Label(NamedTuple):
+    """Tells what the value behind a key is.
+
+    Args:
+      variable: the variable.
+      start: first row.
+      stop: last row, exclusive. None for a whole variable.
+    """
+
+    variable: VariableId
+    start: int
+    stop: int | None
+
+
+class Inventory(NamedTuple):
+    """What a server holds, for a coordinator that finds it again.
+
+    Args:
+      lives: generation of each worker, by its index.
+      labels: labels of the values, by key. Values without a label are not found again.
+    """
+
+    lives: dict[int, int]
+    labels: dict[int, Label]
+
+
 class Pusher(NamedTuple):
     """The identity of a worker process. A worker that is lost is replaced by one with the same index.
 

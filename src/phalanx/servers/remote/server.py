@@ -12,7 +12,7 @@ A worker that dies before step 2 leaves no trace. After step 2 all servers have 
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,17 @@ import numpy as np
 
 from phalanx.mesh.annotated import block_until_ready, set_config
 from phalanx.servers.calls import Busy, Sign
-from phalanx.servers.remote.plans import Decision, FencedError, LostServerError, Push, Pusher, Rows, UpdateProgram
+from phalanx.servers.remote.plans import (
+    Decision,
+    FencedError,
+    Inventory,
+    Label,
+    LostServerError,
+    Push,
+    Pusher,
+    Rows,
+    UpdateProgram,
+)
 from phalanx.servers.remote.shared_memory import Line, Packed
 from phalanx.servers.remote.staleness import Clock
 from phalanx.typing import PyTree
@@ -51,6 +61,7 @@ class ParameterServer:
         set_config("jax_platforms", "cpu")
         self._index = index
         self._values: dict[int, jax.Array] = {}
+        self._labels: dict[int, Label] = {}
         self._updates: dict[int, tuple[UpdateProgram, Callable[..., Any]]] = {}
         self._lives: dict[int, int] = {}
         self._clock = Clock(max_staleness)
@@ -92,15 +103,17 @@ class ParameterServer:
             self._lines[pusher] = line
         return True
 
-    def put(self, values: dict[int, np.ndarray]) -> None:
-        """Stores values."""
+    def put(self, values: Mapping[int, np.ndarray], labels: Mapping[int, Label] | None = None) -> None:
+        """Stores values, and labels of new keys."""
         with self._change:
             self._values.update({key: jnp.array(x) for key, x in values.items()})
+            self._labels.update(labels or {})
 
-    def make(self, key: int, program: bytes) -> None:
+    def make(self, key: int, program: bytes, labels: Mapping[int, Label]) -> None:
         """Initializes a table by running the serialized program of its initializer."""
         with self._change:
             self._values[key] = jax.jit(jax.export.deserialize(bytearray(program)).call)()
+            self._labels.update(labels)
 
     def get(self, asked: Sequence[int | tuple[int, np.ndarray]]) -> list[np.ndarray]:
         """Returns values: whole for a key, or some rows for a pair of a key and the row indices."""
@@ -115,6 +128,18 @@ class ParameterServer:
         with self._change:
             for key in keys:
                 self._values.pop(key, None)
+                self._labels.pop(key, None)
+
+    def inventory(self) -> Inventory | None:
+        """Returns what this server holds; None if it has not met the other servers, because its start was cut off."""
+        with self._change:
+            return Inventory(dict(self._lives), dict(self._labels)) if self._peers else None
+
+    def keep(self, keys: Collection[int]) -> None:
+        """Deletes all other values, and the programs of a coordinator that has died."""
+        with self._change:
+            self.drop(self._values.keys() - set(keys))
+            self._updates.clear()
 
     def learn(self, name: int, program: UpdateProgram) -> None:
         """Compiles and stores the program of an optimizer's update."""
@@ -226,10 +251,10 @@ class ParameterServer:
                 self._apply(decision.turn, pushes)
             return None if asked is None else self._answer(pusher, asked)
 
-    def state(self) -> dict[int, np.ndarray]:
-        """Returns all values."""
+    def state(self) -> tuple[dict[int, np.ndarray], dict[int, Label]]:
+        """Returns all values and labels, as `put` takes them."""
         with self._change:
-            return {key: np.asarray(x) for key, x in self._values.items()}
+            return {key: np.asarray(x) for key, x in self._values.items()}, dict(self._labels)
 
     def statistics(self) -> tuple[int, Counter[int], int]:
         """Returns the number of applied updates, the histogram of staleness (staleness to number of steps), and the bytes held."""
