@@ -5,7 +5,9 @@ from typing import final
 
 import phalanx.keras  # noqa: F401  (Patches `fit`. A script may import its strategies only from this module.)
 from phalanx import coordinator
+from phalanx.cluster.pace import StepTimes
 from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.watch import step_times
 from phalanx.input.placement import ValueContext
 from phalanx.mesh.device_assignment import DeviceAssignment
 from phalanx.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions
@@ -90,9 +92,11 @@ __all__ = [
     "PreemptionCheckpointHandler",
     "PreemptionWatcher",
     "ShardedVariable",
+    "StepTimes",
     "TPUStrategy",
     "TerminationConfig",
     "ValueContext",
     "coordinator",
     "partitioners",
+    "step_times",
 ]

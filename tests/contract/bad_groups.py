@@ -52,7 +52,6 @@ EXEMPT = {
     "Strategy.merged": _INNER,
     "SynchronousStrategy.placed_on": _INNER,
     "MultiWorkerMirroredStrategy.move": _INNER,
-    "DistributedDataset.on": _INNER,
     "DistributedIterator.state_at": _INNER,
     "Strategy.on_all_workers": _INNER,
     "SummaryWriter.write": _INNER,

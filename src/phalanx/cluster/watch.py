@@ -23,6 +23,7 @@ from typing import Any, final
 from typing_extensions import override
 
 from phalanx.cluster.agreement import Difference, Signature, compare, shortened
+from phalanx.cluster.pace import REPORT, Paces, StepTimes, Stopwatch, table_of
 from phalanx.cluster.spec import host_and_port
 from phalanx.cluster.sync_point import SyncPoint
 from phalanx.cluster.verdict import Member, Verdict, judge_failure, judge_presence, judge_progress
@@ -86,7 +87,7 @@ class Watch(threading.Thread):
         self._lines = {r: Line(connection) for r, connection in lines.items()}
         self._tick_s = min(_TICK_S, stall_s / 4)
         self._turn = self._step = self._depth = 0
-        self._began_s = self._last_s = 0.0
+        self._stopwatch, self._paces = Stopwatch(), Paces(len(addresses)) if rank == 0 else None
         self._has_left = self._is_told_to_end = self._has_failed = self._is_closed = self._has_lost_step = False
         self._verdict: Verdict | None = None
         self._is_told = threading.Event()
@@ -156,17 +157,18 @@ class Watch(threading.Thread):
         if self._depth == 1:
             self._turn += 1
             self._step += is_step
-            self._began_s = time.monotonic()
+            self._stopwatch.begin(self._step, self._turn, time.monotonic(), is_step=is_step)
 
     def end(self, *, is_step: bool, has_failed: bool) -> None:
         """Records the end of the operation that the matching `begin` started."""
         self._depth -= 1
-        if self._depth == 0 and not has_failed:
-            self._last_s = time.monotonic() - self._began_s
-        elif self._depth == 0:
+        if self._depth == 0 and has_failed:
             # The others may not have begun it either, so this process must not count as ahead of them.
             self._turn -= 1
             self._step -= is_step
+            self._stopwatch.cancel()
+        elif self._depth == 0:
+            self._stopwatch.end(time.monotonic())
 
     def loss(self, wait_s: float = 0.0) -> str | None:
         """Returns the verdict text if a process has died, otherwise None. Waits up to `wait_s` seconds for a verdict."""
@@ -178,10 +180,27 @@ class Watch(threading.Thread):
             self.join(_GRACE_S)
         return self._verdict.text if self._verdict and self._verdict.is_loss else None
 
+    @property
+    def step_times(self) -> list[StepTimes]:
+        """The step times of all processes, on rank 0. Empty elsewhere."""
+        return self._paces.step_times() if self._paces else []
+
     def leave(self, *, is_told: bool = False) -> None:
         """Announces that the program of this process has finished. `is_told` says whether SIGTERM caused it."""
         self._has_left, self._is_told_to_end = True, is_told
-        self._report()
+        self._report_pace()
+        if self._paces and os.environ.get(REPORT):
+            self._show_pace()
+
+    def _show_pace(self) -> None:
+        """Prints the step times of this group, once the others have sent theirs."""
+        until_s = time.monotonic() + _TICK_S
+        while not self.others_have_left and self._verdict is None and time.monotonic() < until_s:
+            time.sleep(_JUDGE_S)
+        if times := self.step_times:
+            places = {rank: member.name for rank, member in self._members.items()}
+            with suppress(OSError):
+                os.write(2, f"\nPhalanx: {self._step} steps.\n{table_of(times, places)}\n".encode())
 
     def fail(self, end: str) -> None:
         """Announces that this process is about to end because of the error that `end` describes."""
@@ -218,7 +237,7 @@ class Watch(threading.Thread):
                 if now_s >= due_s:
                     due_s, judge_s = now_s + self._tick_s, now_s
                     self._members[self._rank].hear(self._progress(), now_s)
-                    self._report()
+                    self._report_pace()
                 # Judging takes time for each member, so rank 0 of a large cluster must not do it for each message.
                 if now_s >= judge_s:
                     judge_s = now_s + min(_JUDGE_S, self._tick_s)
@@ -287,6 +306,12 @@ class Watch(threading.Thread):
             "has_lost_step": self._has_lost_step,
         }
 
+    def _report_pace(self) -> None:
+        samples = self._stopwatch.take()
+        if self._paces:
+            self._paces.hear(0, samples)
+        self._report(**({"pace": samples} if samples and not self._paces else {}))
+
     def _report(self, **more: Any) -> None:
         """Sends the progress of this process. Two threads do, and an older report must not undo that it has left."""
         with self._reporting:
@@ -315,6 +340,8 @@ class Watch(threading.Thread):
                 self.change_point.hear(rank, message["change"])
             else:
                 self._members[rank].hear(message, now_s)
+                if self._paces and "pace" in message:
+                    self._paces.hear(rank, message["pace"])
         if not is_open:
             self._members[rank].is_cut_off()
             self.sync_point.lose(rank)
@@ -367,7 +394,7 @@ class Watch(threading.Thread):
         self._is_told.set()
         self._outlive([rank for rank, m in self._members.items() if m.name in verdict.still], verdict.text)
         inside_s = time.monotonic()
-        leave_s = min(max(_LEAVE_S[0], _STEPS_TO_LEAVE * self._last_s), _LEAVE_S[1])
+        leave_s = min(max(_LEAVE_S[0], _STEPS_TO_LEAVE * self._stopwatch.last_s), _LEAVE_S[1])
         while not self._is_closed and time.monotonic() - inside_s < leave_s:
             time.sleep(min(self._tick_s, _JUDGE_S))
             if not self._depth:
@@ -491,6 +518,24 @@ def end() -> None:
     """Ends the watch of this process, if there is one, because the process leaves its group."""
     while _started:
         _started.pop().close()
+
+
+def step_times() -> list[StepTimes]:
+    """Returns how long the steps of each process take, and how often the others wait for it. May be called in any context.
+
+    A process measures the time from the end of a collective operation to the beginning of the next: all leave an operation together, and
+    the one that needs the longest comes last. Differences within a compiled step cannot be seen.
+
+    Returns:
+      A list by rank, on the chief of a cluster of several processes. Empty in other processes, and before the first reports, which
+      come once per second. In an elastic group the times are those of the present generation.
+
+    Example:
+      >>> step_times()  # This process is alone.
+      []
+    """
+    watch = own()
+    return watch.step_times if watch else []
 
 
 def own() -> Watch | None:

@@ -35,7 +35,7 @@ class TensorBoard(ScalarCallback):
       histogram_freq: number of epochs between two histograms of the weights. 0 for none.
       write_graph: whether to write the layers of the model as a graph, and the program of the first step as a text.
       write_images: whether to write weights as images too, with the histograms.
-      write_steps_per_second: whether to write the speed.
+      write_steps_per_second: whether to write the speed, and with several processes the `phalanx.experimental.step_times` of each.
       update_freq: when to write the values of batches, in addition to those of epochs: "epoch" for never, "batch" for every
         batch, or a number of batches. The same batches record what layers give to `phalanx.summary`.
       profile_batch: the number of the batch to profile, counted from 1, or the first and the last number. 0 for none.

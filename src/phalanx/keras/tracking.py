@@ -3,12 +3,14 @@
 
 import time
 from abc import abstractmethod
+from dataclasses import asdict
 from typing import Any, final
 
 import keras
 import numpy as np
 from typing_extensions import override
 
+from phalanx.cluster.watch import step_times
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.keras.callbacks import BatchCounter
 from phalanx.summary import SummaryWriter
@@ -22,7 +24,7 @@ class ScalarCallback(BatchCounter):
     Args:
       update_freq: when to write the values of batches, in addition to those of epochs: "epoch" for never, "batch" for every
         batch, or a number of batches.
-      write_steps_per_second: whether to write the speed.
+      write_steps_per_second: whether to write the speed, and with several processes the `phalanx.experimental.step_times` of each.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.
@@ -77,6 +79,7 @@ class ScalarCallback(BatchCounter):
         validated = {name[4:]: value for name, value in logs.items() if name.startswith("val_")}
         self._write("train", "epoch_{}", self._with_speed(trained, self._before_epoch, self._epoch_began), epoch)
         self._write("validation", "epoch_{}", validated, epoch)
+        self._write("train", "step_times_{}", self._step_times(), epoch)
         self._flush()
 
     @override
@@ -98,6 +101,11 @@ class ScalarCallback(BatchCounter):
         seconds = time.perf_counter() - began
         speed = {"steps_per_second": (self.batches - since) / seconds} if self._writes_speed else {}
         return {**(values or {}), **speed}
+
+    def _step_times(self) -> dict[str, Any]:
+        """Returns what is known of the steps of each process, if the speed is written and there are several."""
+        times = step_times() if self._writes_speed else []
+        return {f"rank_{t.rank}_{name}": value for t in times for name, value in asdict(t).items() if name != "rank"}
 
     def _write(self, part: str, name: str, values: dict[str, Any], step: int) -> None:
         """Writes numbers. Values of other shapes, which a training step may return, are left out."""
@@ -131,7 +139,7 @@ class Tracking(ScalarCallback):
       writer: what `phalanx.summary.create_tracker_writer` returns, or another writer.
       update_freq: when to write the values of batches, in addition to those of epochs: "epoch" for never, "batch" for every
         batch, or a number of batches.
-      write_steps_per_second: whether to write the speed.
+      write_steps_per_second: whether to write the speed, and with several processes the `phalanx.experimental.step_times` of each.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.

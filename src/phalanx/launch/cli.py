@@ -18,6 +18,7 @@ except ImportError as e:
         'phalanx: the command line needs click and rich.\nHINT: pip install ".[cli]" in a clone of Phalanx'
     ) from e
 
+from phalanx.cluster.pace import REPORT
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster.secret import TOKEN, new_token
@@ -90,6 +91,11 @@ def main() -> None:
     show_default=True,
     help="Time that the evaluator has to finish after the workers.",
 )
+@click.option(
+    "--report",
+    is_flag=True,
+    help="At the end, show the step times of each worker, and how often the others waited for it.",
+)
 @click.option("-m", "is_module", is_flag=True, help="Treat SCRIPT as the name of a module, like `python -m`.")
 @click.option(
     "--print", "template", type=click.Choice(list(TEMPLATES)), help="Print a template instead of starting anything."
@@ -104,6 +110,7 @@ def run(
     template: str | None,
     workers: str,
     in_cluster: bool,
+    report: bool,
     **asked: Any,
 ) -> None:
     """Runs SCRIPT in every worker of a cluster on this machine, and stops all workers as soon as one fails.
@@ -119,10 +126,13 @@ def run(
         request = Request(workers=most, least_workers=least, **asked)
         if template:
             _require_no_evaluator(request, template)
+            _require_no_report(template, report=report)
             click.echo(TEMPLATES[template](request, max_restarts), nl=False)
             return
         request.check_script()
         environment, machines = (dict(os.environ), _machines(request)) if in_cluster else (_environment(), ALONE)
+        if report:
+            environment[REPORT] = "1"
         own = request.on(machines)
         machine = Machine.this(environment)
         outcome = run_group(
@@ -303,6 +313,15 @@ def _require_no_evaluator(request: Request, template: str) -> None:
             f"--evaluator with --print {template}",
             "the template starts only the processes that train. An evaluator is a job of its own.",
             f"""TF_CONFIG='{{"task": {{"type": "evaluator", "index": 0}}}}' {shlex.join(request.command("python"))}""",
+        )
+
+
+def _require_no_report(template: str, *, report: bool) -> None:
+    if report:
+        raise InvalidArgumentError(
+            f"--report with --print {template}",
+            "the template starts the workers without a launcher that passes it on.",
+            f"{REPORT}=1 in the environment of the workers",
         )
 
 
