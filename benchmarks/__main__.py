@@ -35,6 +35,7 @@ MODULES = {
     "endurance": "endurance",
     "elastic": "elastic",
     "elastic_peers": "elastic_peers",
+    "elastic_soak": "elastic_soak",
 }
 """The module of each benchmark. It is imported when it runs, because some need optional libraries."""
 
@@ -53,8 +54,8 @@ def main() -> None:
     parser.add_argument(
         "--rounds",
         type=int,
-        help="how many rounds of restarts and elastic (50), elastic_peers (3) and parameter_server_soak (30), and interrupts "
-        "per loop (1000)",
+        help="how many rounds of restarts and elastic (50), elastic_peers (3), elastic_soak (100) and parameter_server_soak "
+        "(30), and interrupts per loop (1000)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the number of their first round (default: %(default)s)")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of the table of parameter_server_memory (4)")
@@ -68,6 +69,7 @@ def main() -> None:
         "restarts": drawn,
         "elastic": drawn,
         "elastic_peers": drawn,
+        "elastic_soak": drawn,
         "parameter_server_soak": drawn,
         "parameter_server_memory": {"gigabytes": options.gigabytes},
         "interrupts": {"rounds": options.rounds},

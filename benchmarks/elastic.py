@@ -28,10 +28,13 @@ from benchmarks.report import Report
 
 STALL_S = 10.0
 """Time limit of the watch."""
-KINDS = ("kill", "stop", "raise", "exit", "two", "term")
-"""How processes are lost: SIGKILL, SIGSTOP, an exception, `os._exit`, SIGKILL of two at once, and SIGTERM."""
+KINDS = ("kill", "stop", "raise", "exit", "two", "recovery", "term")
+"""How processes are lost: SIGKILL, SIGSTOP, an exception, `os._exit`, SIGKILL of two at once or during the recovery, and SIGTERM."""
+PAIRS = ("two", "recovery")
+"""Of these, the ones that take two processes."""
 
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "two": signal.SIGKILL, "term": signal.SIGTERM}
+_SIGNALS = {"stop": signal.SIGSTOP, "term": signal.SIGTERM, **dict.fromkeys(("kill", *PAIRS), signal.SIGKILL)}
+_INTO_RECOVERY_S = 0.15
 _OF_THE_PARENT = ("NPROC", "PHALANX_CPU_DEVICES", "PYTHONPATH", "XLA_FLAGS", "TF_CONFIG")
 _DEADLINE_S = 60.0
 _END_S = 10.0
@@ -103,6 +106,11 @@ class Training:
         _wait_for_end(started)
         self._log.close()
         self._folder.cleanup()
+
+    @property
+    def pid(self) -> int:
+        """The number of the process that was started."""
+        return self._process.pid
 
     @property
     def output(self) -> str:
@@ -192,7 +200,9 @@ class Job(Training):
         """
         before, lost = self.done(), set(victims)
         began_s = time.monotonic()
-        for pid in lost:
+        for number, pid in enumerate(lost):
+            if number and kind == "recovery":
+                time.sleep(_INTO_RECOVERY_S)
             if kind in _SIGNALS:
                 os.kill(pid, _SIGNALS[kind])
             else:
@@ -251,14 +261,19 @@ def play(
             found = sorted(job.wait_until_complete())
             time.sleep(rng.uniform(0.0, 0.5))
             kind = kinds[number % len(kinds)]
-            seconds.append(job.lose(rng.sample(found, 2 if kind == "two" else 1), kind))
+            seconds.append(job.lose(rng.sample(found, 2 if kind in PAIRS else 1), kind))
         code = job.wait(600)
-        disturbed = job.result()
-    with Job(how, "1", epochs) as job:
-        job.wait(600)
-        expected = job.result()
-    differs = max(_difference(x, y) for x, y in zip(disturbed[:-1], expected[:-1], strict=True))
+        differs = difference_from_undisturbed(job, how, epochs)
     return Played(seconds, differs, code)
+
+
+def difference_from_undisturbed(job: Job, how: str, epochs: int) -> float:
+    """Trains one process that nothing disturbs, and returns the largest relative difference of the weights."""
+    disturbed = job.result()
+    with Job(how, "1", epochs) as alone:
+        alone.wait(3600)
+        expected = alone.result()
+    return max(_difference(x, y) for x, y in zip(disturbed[:-1], expected[:-1], strict=True))
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> float:
@@ -282,7 +297,7 @@ def run(*, quick: bool, rounds: int = 50, seed: int = 0) -> Report:
     """Loses processes in all ways in `fit` and in a custom loop, and compares the speed with that of a fixed group."""
     report = Report(
         "elastic",
-        f"Processes of three are lost (kill -9, SIGSTOP after {STALL_S:g} s, exception, os._exit, two at once, SIGTERM): seconds to the next step",
+        f"Processes of three are lost (kill -9, SIGSTOP after {STALL_S:g} s, exception, os._exit, two at once or one after the other, SIGTERM): seconds to the next step",
         ("training", "rounds", "median s", "worst s", "difference of the weights", "exit code"),
     )
     rng = random.Random(seed)
