@@ -28,13 +28,10 @@ from benchmarks.report import Report
 
 STALL_S = 10.0
 """Time limit of the watch."""
-KINDS = ("kill", "stop", "raise", "exit", "two", "recovery", "term")
-"""How processes are lost: SIGKILL, SIGSTOP, an exception, `os._exit`, SIGKILL of two at once or during the recovery, and SIGTERM."""
-PAIRS = ("two", "recovery")
-"""Of these, the ones that take two processes."""
+KINDS = ("kill", "stop", "raise", "exit", "two", "term")
+"""How processes are lost: SIGKILL, SIGSTOP, an exception, `os._exit`, SIGKILL of two at once, and SIGTERM."""
 
-_SIGNALS = {"stop": signal.SIGSTOP, "term": signal.SIGTERM, **dict.fromkeys(("kill", *PAIRS), signal.SIGKILL)}
-_INTO_RECOVERY_S = 0.15
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "two": signal.SIGKILL, "term": signal.SIGTERM}
 _OF_THE_PARENT = ("NPROC", "PHALANX_CPU_DEVICES", "PYTHONPATH", "XLA_FLAGS", "TF_CONFIG")
 _DEADLINE_S = 60.0
 _END_S = 10.0
@@ -200,9 +197,7 @@ class Job(Training):
         """
         before, lost = self.done(), set(victims)
         began_s = time.monotonic()
-        for number, pid in enumerate(lost):
-            if number and kind == "recovery":
-                time.sleep(_INTO_RECOVERY_S)
+        for pid in lost:
             if kind in _SIGNALS:
                 os.kill(pid, _SIGNALS[kind])
             else:
@@ -261,7 +256,7 @@ def play(
             found = sorted(job.wait_until_complete())
             time.sleep(rng.uniform(0.0, 0.5))
             kind = kinds[number % len(kinds)]
-            seconds.append(job.lose(rng.sample(found, 2 if kind in PAIRS else 1), kind))
+            seconds.append(job.lose(rng.sample(found, 2 if kind == "two" else 1), kind))
         code = job.wait(600)
         differs = difference_from_undisturbed(job, how, epochs)
     return Played(seconds, differs, code)
@@ -297,7 +292,7 @@ def run(*, quick: bool, rounds: int = 50, seed: int = 0) -> Report:
     """Loses processes in all ways in `fit` and in a custom loop, and compares the speed with that of a fixed group."""
     report = Report(
         "elastic",
-        f"Processes of three are lost (kill -9, SIGSTOP after {STALL_S:g} s, exception, os._exit, two at once or one after the other, SIGTERM): seconds to the next step",
+        f"Processes of three are lost (kill -9, SIGSTOP after {STALL_S:g} s, exception, os._exit, two at once, SIGTERM): seconds to the next step",
         ("training", "rounds", "median s", "worst s", "difference of the weights", "exit code"),
     )
     rng = random.Random(seed)

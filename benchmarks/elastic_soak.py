@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from benchmarks import processes
-from benchmarks.elastic import KINDS, PAIRS, Job, difference_from_undisturbed
+from benchmarks.elastic import KINDS, Job, difference_from_undisturbed
 from benchmarks.report import Report, verdict
 
 _TARGET = 5.0
@@ -40,7 +40,7 @@ def run(*, quick: bool, rounds: int | None = None, seed: int = 0) -> Report:
                     held.setdefault((name, what), []).append(value)
             time.sleep(rng.uniform(0.0, 2.0))
             kind = rng.choice(KINDS)
-            seconds.append(job.lose(rng.sample(found, 2 if kind in PAIRS else 1), kind))
+            seconds.append(job.lose(rng.sample(found, 2 if kind == "two" else 1), kind))
         started = processes.descendants(job.pid)
         code = job.wait(3600)
         minutes = (time.monotonic() - began_s) / 60

@@ -41,6 +41,8 @@ _GRACE_S = 20.0
 _LEAVE_S = 2.0, 10.0
 """Shortest and longest time in seconds in which a process must leave a group that has lost another one: some steps."""
 _STEPS_TO_LEAVE = 4
+_CONNECT_S = 60.0
+"""Longest time in seconds in which a process must leave a group that has lost another one before its first step."""
 _NO_PROGRESS = 75
 
 _HOLD = """
@@ -394,7 +396,9 @@ class Watch(threading.Thread):
         self._is_told.set()
         self._outlive([rank for rank, m in self._members.items() if m.name in verdict.still], verdict.text)
         inside_s = time.monotonic()
-        leave_s = min(max(_LEAVE_S[0], _STEPS_TO_LEAVE * self._stopwatch.last_s), _LEAVE_S[1])
+        # Before the first step, gloo may still try to connect with the lost process, and gives up by itself.
+        steps_s = min(max(_LEAVE_S[0], _STEPS_TO_LEAVE * self._stopwatch.last_s), _LEAVE_S[1])
+        leave_s = steps_s if self._step else _CONNECT_S
         while not self._is_closed and time.monotonic() - inside_s < leave_s:
             time.sleep(min(self._tick_s, _JUDGE_S))
             if not self._depth:

@@ -33,6 +33,8 @@ _FIRST_EVERY = 8
 _AGREED_EVERY = 16
 _MOST_EVERY = 4096
 _ATTEMPTS = 10
+_COLLECT_AFTER = 3
+"""Steps of a new group after which what is left of the last one is collected."""
 
 _calls = itertools.count()
 
@@ -94,7 +96,7 @@ class Training:
         self.step, self._due, self._every = 0, 0, _FIRST_EVERY
         self.told, self.has_changed = [-1, 0], True
         self._end = [-1, 0]
-        self._is_inside, self._has_rubbish, self._clean = False, False, 0
+        self._is_inside, self._steps_to_collect, self._clean = False, 0, 0
         self._began_s, self._step_s = 0.0, float("inf")
         self._call = next(_calls)
         self.is_over = member.begin(self._call) > self._call and member.is_late
@@ -206,10 +208,11 @@ class Training:
         self._is_inside = False
         self.told = max(self.told, self._end)
         self.step += count
-        if self._has_rubbish:
-            # The devices of the last group end with the last object that refers to them, and exceptions make cycles.
-            self._has_rubbish = False
-            gc.collect()
+        if self._steps_to_collect:
+            self._steps_to_collect -= 1
+            if not self._steps_to_collect:
+                # The devices of the last group end with the last object that refers to them, and exceptions make cycles.
+                gc.collect()
         self._step_s = min(self._step_s, (time.perf_counter() - self._began_s) / count)
 
     def survive(self, cause: BaseException) -> None:
@@ -294,7 +297,9 @@ class Training:
         self._progress.set_position(position)
         self.step, self._brought = step, None
         self.told = max(self.told, theirs) if self.told[0] == theirs[0] else theirs
-        self._is_inside, self._due, self.has_changed, self._has_rubbish = False, self.step, True, True
+        self._is_inside, self._due, self.has_changed = False, self.step, True
+        # Not after the first step, which the others wait for.
+        self._steps_to_collect = _COLLECT_AFTER
 
     def begin_epoch(self, epoch: int) -> bool:
         """Notes that an epoch begins. Returns whether the user's code has not heard of it yet."""

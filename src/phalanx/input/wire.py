@@ -22,7 +22,8 @@ def exchange_bytes(own: bytes, exchange: Callable[[np.ndarray], np.ndarray]) -> 
     """
     # The exchange needs equal shapes, so the lengths go first.
     lengths = exchange(np.array([len(own)]))[:, 0]
-    padded = np.zeros(lengths.max(), np.uint8)
+    # A power of two, because each length needs a program of its own.
+    padded = np.zeros(1 << int(lengths.max()).bit_length(), np.uint8)
     padded[: len(own)] = np.frombuffer(own, np.uint8)
     return [row[:n].tobytes() for row, n in zip(exchange(padded), lengths, strict=True)]
 

@@ -98,8 +98,8 @@ def enter(generation: membership.Generation, stall_timeout_s: float | None = Non
     member.changed = own.change_point.request
     _set_up_jax()
     try:
-        with own.waiting():
-            coordination.connect(generation.service, rank, len(addresses), _MEETING_S)
+        # This does not count as waiting in a step: if another process is lost meanwhile, it fails soon, and there is no step to leave.
+        coordination.connect(generation.service, rank, len(addresses), _MEETING_S)
     except RuntimeError as e:
         hint = "look at the output of the other processes"
         raise StartupError(about, f"JAX cannot connect them: {e}", hint) from e

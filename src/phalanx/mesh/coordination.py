@@ -14,6 +14,7 @@ import os
 import socket
 import stat
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,8 @@ from jax._src import distributed, lib
 _jax: Any = lib._jax  # type: ignore[attr-defined]
 _HEARTBEAT_S = 100
 """Time in seconds after which the service gives up a silent client. The watch notices it earlier."""
+_REGISTER_S = 3
+"""Time in seconds in which all processes of a group must come. They have met just before."""
 _SHUTDOWN_S = 5
 _KEPT_SERVICES = 2
 _ATTEMPTS = 5
@@ -48,6 +51,9 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> None:
         init_timeout=max(1, int(timeout_s)),
         shutdown_timeout=_SHUTDOWN_S,
         heartbeat_timeout=_HEARTBEAT_S,
+        # Without it, JAX ends this process if another one does not come. It cannot convert the status that it passes, so it raises.
+        missed_heartbeat_callback=lambda _: None,
+        shutdown_on_destruction=False,
         use_compression=True,
     )
     client.connect()
@@ -55,6 +61,9 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> None:
     state.client, state.process_id, state.num_processes, state.coordinator_address = client, rank, size, address
     before = _listening()
     _find_devices()
+    # Only process 0 writes compiled programs into the cache, but on CPUs each rank has entries of its own, so that all others would
+    # compile again after each change of the group. JAX reads this number for nothing else once the devices are known.
+    state.process_id = 0
     own = _listening() - before
     client.key_value_set(f"phalanx/ports/{rank}", json.dumps(sorted(own)))
     _ports.clear()
@@ -65,14 +74,19 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> None:
 def _find_devices() -> None:
     for attempt in range(_ATTEMPTS):
         try:
+            if _broken.is_set():
+                raise RuntimeError("the group has lost a process before it was complete")
             jax.devices()
         except RuntimeError:
             # gloo asks for the address of this machine's name. That fails at times while connections of an earlier group are closed.
-            if attempt + 1 == _ATTEMPTS:
+            if attempt + 1 == _ATTEMPTS or _broken.is_set():
                 raise
         else:
             return
 
+
+_broken = threading.Event()
+"""Set when the group has lost a process."""
 
 _ports: set[int] = set()
 """The ports at which gloo listens in the processes of the group."""
@@ -81,12 +95,23 @@ _ports: set[int] = set()
 def break_off() -> None:
     """Closes the connections of gloo, so that a collective that waits for other processes ends with an error. May be called in any thread.
 
-    A process that has died closes its own connections, but a third one may wait for a process that has left the group.
+    A process that has died closes its own connections, but a third one may wait for a process that has left the group. Where gloo is not
+    connected yet, a process waits for what another one tells the service: for minutes, unless its own connection with the service ends.
     """
+    _broken.set()
     for connection in _sockets():
         with connection, contextlib.suppress(OSError):
             if {connection.getsockname()[1], connection.getpeername()[1]} & _ports:
                 connection.shutdown(socket.SHUT_RD)
+    _end_client()
+
+
+def _end_client() -> None:
+    client: Any = distributed.global_state.client
+    if client is not None:
+        # The service has noticed that others are missing, and says so here. Or the connection has ended already.
+        with contextlib.suppress(RuntimeError):
+            client.shutdown()
 
 
 def _listening() -> set[int]:
@@ -116,10 +141,8 @@ def _sockets() -> Iterator[socket.socket]:
 def disconnect() -> None:
     """Leaves the group, whose other processes may have died. The devices stay usable until `drop_devices`."""
     state: Any = distributed.global_state
-    if state.client is not None:
-        # The service has noticed that others are missing, and says so here.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            state.client.shutdown()
+    _end_client()
+    _broken.clear()
     state.client, state.process_id, state.num_processes = None, 0, 1
 
 
@@ -140,6 +163,7 @@ def _serve() -> None:
                 address,
                 int(size),
                 heartbeat_timeout=_HEARTBEAT_S,
+                cluster_register_timeout=_REGISTER_S,
                 shutdown_timeout=_SHUTDOWN_S,
                 recoverable=True,
             )

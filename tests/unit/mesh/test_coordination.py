@@ -22,12 +22,47 @@ from phalanx.mesh import coordination
 from phalanx.mesh.annotated import set_config
 set_config("jax_cpu_enable_async_dispatch", False)
 rank, *services = int(sys.argv[1]), *sys.argv[2:]
+def double(x):
+    return 2 * x
+double.__name__ = f"double_{rank}"
+print("ready", flush=True)
+input()
 for service in services:
     coordination.connect(service, rank, 2, 20)
+    jax.jit(double)(np.ones(3))
     print(jax.process_index(), jax.process_count(), len(jax.devices()), len(coordination._ports), flush=True)
     coordination.disconnect()
     coordination.drop_devices()
 print(jax.process_count(), len(jax.devices()), flush=True)
+"""
+
+
+ALONE = """
+import sys, threading, time
+import jax
+from jax._src import lib
+from phalanx.mesh import coordination
+first, second = sys.argv[1:]
+kept = [lib._jax.get_distributed_runtime_service(a, 2, cluster_register_timeout=1, recoverable=True) for a in (first, second)]
+try:
+    coordination.connect(first, 0, 2, 1)
+except RuntimeError:
+    print("does not connect", flush=True)
+coordination.disconnect()
+def other():
+    kept.append(lib._jax.get_distributed_runtime_client(second, 1, init_timeout=10))
+    kept[-1].connect()
+threading.Thread(target=other, daemon=True).start()
+threading.Timer(2.0, coordination.break_off).start()
+try:
+    coordination.connect(second, 0, 2, 10)
+except RuntimeError:
+    print("finds no devices", flush=True)
+coordination.disconnect()
+coordination.drop_devices()
+print(jax.process_count(), "process", flush=True)
+import os
+os._exit(0)
 """
 
 
@@ -38,8 +73,16 @@ def test_private_names_exist():
     )
     service = lib._jax.get_distributed_runtime_service.__doc__
     assert all(name in service for name in ("num_nodes", "heartbeat_timeout", "shutdown_timeout", "recoverable"))
+    assert "cluster_register_timeout" in service
     client = lib._jax.get_distributed_runtime_client.__doc__
-    names = ("node_id", "init_timeout", "shutdown_timeout", "heartbeat_timeout", "use_compression")
+    names = (
+        "node_id",
+        "init_timeout",
+        "shutdown_timeout",
+        "heartbeat_timeout",
+        "use_compression",
+        "missed_heartbeat_callback",
+    )
     assert all(name in client for name in names)
     methods = ("connect", "shutdown", "key_value_set", "blocking_key_value_get")
     assert all(hasattr(lib._jax.DistributedRuntimeClient, name) for name in methods)
@@ -48,12 +91,15 @@ def test_private_names_exist():
 
 @pytest.mark.slow
 def test_two_groups_one_after_the_other(tmp_path):
-    """Two processes join a service, leave it, join another one, and are alone in the end."""
+    """Two processes join a service, leave it, join another one, and are alone in the end. Each keeps what it has compiled."""
     script = tmp_path / "group.py"
     script.write_text(GROUP)
     environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS", "TF_CONFIG")} | {
         "JAX_PLATFORMS": "cpu",
         "PHALANX_CPU_DEVICES": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     server = subprocess.Popen(
         [sys.executable, "-m", "phalanx.mesh.coordination"],
@@ -71,11 +117,18 @@ def test_two_groups_one_after_the_other(tmp_path):
             assert server.stdout.readline() == "started\n"
         for rank in range(2):
             command = [sys.executable, str(script), str(rank), *services]
-            processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
         for rank, process in enumerate(processes):
             output, _ = process.communicate(timeout=DEADLINE_S)
             lines = [line for line in output.splitlines() if not line.startswith("[Gloo]")]
             assert lines == [f"{rank} 2 2 2", f"{rank} 2 2 2", "1 1"]
+        assert all(list((tmp_path / "compiled").glob(f"jit_double_{rank}-*")) for rank in range(2))
         server.stdin.close()
         assert server.wait(DEADLINE_S) == 0
     finally:
@@ -102,3 +155,17 @@ def test_connections_of_the_group_are_broken_off(monkeypatch):
             assert theirs.recv(1) == b""
             unknown.sendall(b"x")
             assert second.recv(1) == b"x"
+
+
+@pytest.mark.slow
+def test_process_that_does_not_come(tmp_path):
+    """The other one gets an error, and is not ended. One that waits for devices gets it as soon as the loss is known."""
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS", "TF_CONFIG")}
+    command = [sys.executable, str(script), *(f"127.0.0.1:{port}" for port in free_ports(2))]
+    done = subprocess.run(
+        command, env=environment | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["does not connect", "finds no devices", "1 process"], done.stderr
