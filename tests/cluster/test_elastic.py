@@ -498,6 +498,16 @@ def test_script_that_cannot_go_on(tmp_path):
     assert "phalanx.elastic.steps(train_step, dataset)" in output
 
 
+def test_program_that_cannot_begin(tmp_path):
+    """An error before the strategy exists ends the group at once: nobody starts again."""
+    script = tmp_path / "broken.py"
+    script.write_text("import nosuchmodule")
+    code, output = run(script)
+    assert code == 1
+    assert "ModuleNotFoundError" in output
+    assert "starts again" not in output
+
+
 BROKEN = """
 import sys
 import phalanx

@@ -95,6 +95,8 @@ class ElasticGroup(Group):
     @override
     def has_failed(self) -> bool:
         """Whether nobody is left who trains: the training has ended, or is lost, or has too few processes for good."""
+        if not self._standing.has_begun and super().has_failed:
+            return True
         if self._standing.gone is not None:
             # Those whose connections are closed may still be on the way out.
             return not any(p.process.is_alive and p.spec.task.index in self._standing.gone for p in self._places)
@@ -149,7 +151,7 @@ class ElasticGroup(Group):
             if place.due_s is None and not place.is_lost and not place.process.is_alive:
                 if not place.process.has_failed:
                     self._has_finished = True
-                elif not self._standing.has_finished:
+                elif self._standing.has_begun and not self._standing.has_finished:
                     self._plan_start(place)
             if place.due_s is not None and time.monotonic() >= place.due_s and not self._standing.has_finished:
                 place.due_s, place.is_lost = None, False

@@ -127,6 +127,7 @@ class Rendezvous(threading.Thread):
         self._lock = threading.Lock()
         self._is_over = False
         self._pending_s: float | None = None
+        self._said = ""
         self._ask_s = 0.0
         self._gone: set[int] = set()
         self._has_finished = False
@@ -160,6 +161,7 @@ class Rendezvous(threading.Thread):
             not self._has_finished and not self._awaits_machine and hopeful < self._least,
             self._has_finished,
             any(each.report and each.report.running for each in self._launchers[1:]),
+            self.generation > 0,
         )
 
     @property
@@ -293,6 +295,9 @@ class Rendezvous(threading.Thread):
         survivors, now_s = self._survivors(), time.monotonic()
         newcomers = [m for m in self._members.values() if m.ready and m.generation == 0]
         if not self.generation:
+            others = enumerate(self._launchers[1:], start=1)
+            if awaited := [f"{index}" for index, launcher in others if launcher.report is None]:
+                self._say_once(f"Waiting for phalanx run on the machines of these tasks: {', '.join(awaited)}.")
             are_all_there = self._running <= {m.number for m in newcomers} and not self._awaits_machine
             if are_all_there and len(newcomers) >= self._least:
                 self._form([], sorted(newcomers, key=lambda m: m.number))
@@ -313,6 +318,13 @@ class Rendezvous(threading.Thread):
             self._end_all("nobody who has the variables of the training is left")
         elif len(came) + len(newcomers) >= self._least or self._has_finished:
             self._form(came, sorted(newcomers, key=lambda m: m.number))
+        else:
+            self._say_once(f"Too few workers are left: {len(came)} of at least {self._least}. They wait for others.")
+
+    def _say_once(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self._say(text)
 
     def _invite(self, first: _Member, newcomers: list[_Member]) -> None:
         """Asks the present generation to meet newcomers after one of its next steps."""
@@ -357,7 +369,7 @@ class Rendezvous(threading.Thread):
         if self.generation > 1:
             numbers = ", ".join(str(m.number) for m in members)
             who = f"worker {numbers} goes on" if len(members) == 1 else f"workers {numbers} go on"
-            self._say(f"Generation {self.generation}: {who}.")
+            self._say_once(f"Generation {self.generation}: {who}.")
 
     def _end_all(self, why: str) -> None:
         for number in list(self._members):

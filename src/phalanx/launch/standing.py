@@ -36,6 +36,7 @@ class Standing:
       is_hopeless: whether there will never be enough processes again.
       has_finished: whether the program of a process has come to its end, so that no process joins any more.
       is_needed: whether processes of other machines still run, which need this rendezvous.
+      has_begun: whether a generation was formed. A process that fails before that has an error in its program.
     """
 
     steps: int = -1
@@ -43,6 +44,7 @@ class Standing:
     is_hopeless: bool = False
     has_finished: bool = False
     is_needed: bool = False
+    has_begun: bool = False
 
 
 class AbstractRendezvous(Protocol):

@@ -57,6 +57,18 @@ class Hall:
         assert len(found) == len(members)
         return [found[member.number] for member in members]
 
+    def meet_later(self, member, progress):
+        """Lets a member wait for its generation, which `later` returns."""
+        found = []
+        thread = threading.Thread(target=lambda: found.append(member.meet(call=0, progress=progress)), daemon=True)
+        thread.start()
+
+        def later():
+            thread.join(DEADLINE_S)
+            return found[0]
+
+        self.later = later
+
 
 def hang_up(member):
     """Ends the connection of a member, as the end of its process does."""
@@ -120,7 +132,9 @@ def test_too_few_wait_for_another(hall):
     until(lambda: 1 not in found.rendezvous._members)
     (newcomer,) = found.members(1)
     assert newcomer.is_late
-    generations = found.meet([newcomer, first], {0: [5, 0, 0], 1: [-1]})
+    found.meet_later(first, [5, 0, 0])
+    until(lambda: found.said == ["Too few workers are left: 1 of at least 2. They wait for others."])
+    generations = [*found.meet([newcomer], {1: [-1]}), found.later()]
     assert [(g.number, g.rank, g.source) for g in generations] == [(2, 1, 0), (2, 0, 0)]
 
 
@@ -338,7 +352,9 @@ def test_first_generation_waits_for_all_machines(second_machine):
     thread = threading.Thread(target=found.meet, args=(members,), daemon=True)
     thread.start()
     until(lambda: found.rendezvous._members[0].ready)
+    until(lambda: found.said == ["Waiting for phalanx run on the machines of these tasks: 1."])
     assert not found.rendezvous.report(Report((0,), 1)).is_hopeless
+    assert not found.rendezvous.report(Report((0,), 1)).has_begun
     assert post.report(Report((1,), 1)).gone is None
     other = Membership(found.rendezvous.address, 1)
     (generation,) = found.meet([other])
