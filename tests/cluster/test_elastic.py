@@ -143,8 +143,8 @@ def kill(folder, times):
                 ready = sorted(int(file.name) for file in folder.iterdir() if int(file.read_text() or 0) >= 25)
                 time.sleep(0.01)
             victim = ready[0]
-            (folder / str(victim)).unlink()
             os.kill(victim, 9)
+            (folder / str(victim)).unlink()
 
     return meanwhile
 
@@ -263,7 +263,7 @@ class Heard(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.heard.append(["batch", batch])
         (here / str(os.getpid())).write_text(str(int(self.model.optimizer.iterations.value)))
-        time.sleep(0.02)
+        time.sleep(0.08)
     def on_epoch_end(self, epoch, logs=None):
         self.heard.append(["end", epoch])
         self.epochs += 1

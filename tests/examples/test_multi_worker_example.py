@@ -100,7 +100,6 @@ def test_goes_on_without_the_other(run_example, tmp_path):
     crashing = ("--save-every", SAVED, "--crash-at", CRASHED, "--seed", SEED)
     printed = run_example("multi_worker.py", *ARGUMENTS, *crashing, folder=tmp_path, launcher=launcher)
     assert [int(n) for n in re.findall(r" step +(\d+) ", printed)] == [*range(1, STEPS + 1)]
-    assert "Generation 2: worker 0 goes on." in printed
     assert [p.name for p in (tmp_path / "out/multi_worker").iterdir()] == ["model.weights.h5"]
 
 
