@@ -14,10 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from benchmarks import processes
 from benchmarks.elastic_job import RECORD
 from benchmarks.parent import ROOT
 from benchmarks.report import Report
+
+T = TypeVar("T")
 
 STALL_S = 10.0
 """Time limit of the watch."""
@@ -56,7 +58,7 @@ class Done(NamedTuple):
 
 
 class Recovery(NamedTuple):
-    """What the loss of a process cost.
+    """The cost of losing a process.
 
     Args:
       seconds: from the loss to the next finished step.
@@ -130,14 +132,27 @@ class Training:
         Raises:
           RuntimeError: they do not, or the training has ended.
         """
-        deadline_s = time.monotonic() + _DEADLINE_S
-        while self._process.poll() is None and time.monotonic() < deadline_s:
+
+        def complete() -> dict[int, Done] | None:
             found, now_s = self.done(), time.monotonic()
             is_recent = all(done.generation and now_s - done.at_s < _RECENT_S for done in found.values())
-            if len(found) == self.size and is_recent and len({done.generation for done in found.values()}) == 1:
+            is_one = len({done.generation for done in found.values()}) == 1
+            return found if len(found) == self.size and is_recent and is_one else None
+
+        return self._wait_for(complete, "the group is not complete")
+
+    def _wait_for(self, find: Callable[[], T | None], otherwise: str) -> T:
+        """Waits until a function finds something while the training runs, and returns it.
+
+        Raises:
+          RuntimeError: it does not; the message begins with `otherwise`.
+        """
+        deadline_s = time.monotonic() + _DEADLINE_S
+        while self._process.poll() is None and time.monotonic() < deadline_s:
+            if (found := find()) is not None:
                 return found
             time.sleep(_POLL_S)
-        raise RuntimeError(f"the group is not complete:\n{self.output[-3000:]}")
+        raise RuntimeError(f"{otherwise}:\n{self.output[-3000:]}")
 
     def kill(self, victim: int, members: int) -> Recovery:
         """Sends SIGKILL to a process, and waits until processes have finished a step of a later generation.
@@ -153,13 +168,15 @@ class Training:
         generation, reached = max(done.generation for done in before), max(done.step for done in before)
         began_s = time.monotonic()
         os.kill(victim, signal.SIGKILL)
-        while self._process.poll() is None and time.monotonic() < began_s + _DEADLINE_S:
+
+        def recovery() -> Recovery | None:
             later = [done for done in self.done().values() if done.generation > generation]
-            if len(later) >= members:
-                repeated = max(0, reached + 1 - min(done.step for done in later))
-                return Recovery(max(done.at_s for done in later) - began_s, repeated)
-            time.sleep(_POLL_S)
-        raise RuntimeError(f"no step follows the kill of {victim}:\n{self.output[-3000:]}")
+            if len(later) < members:
+                return None
+            repeated = max(0, reached + 1 - min(done.step for done in later))
+            return Recovery(max(done.at_s for done in later) - began_s, repeated)
+
+        return self._wait_for(recovery, f"no step follows the kill of {victim}")
 
     def wait(self, deadline_s: float) -> int:
         """Waits for the end, and returns the exit code."""
@@ -204,13 +221,14 @@ class Job(Training):
                 (self.folder / f"{pid}.do").write_text(kind)
         others = set(before) - lost
         generation = max(done.generation for done in before.values())
-        while self._process.poll() is None and time.monotonic() < began_s + _DEADLINE_S:
+
+        def seconds() -> float | None:
             now = self.done()
-            if all(pid in now and now[pid].generation > generation for pid in others):
-                last_s = max(now[pid].at_s for pid in others)
-                return last_s - began_s - (STALL_S if kind == "stop" else 0.0)
-            time.sleep(_POLL_S)
-        raise RuntimeError(f"the others do not go on after {kind} of {lost}:\n{self.output[-3000:]}")
+            if not all(pid in now and now[pid].generation > generation for pid in others):
+                return None
+            return max(now[pid].at_s for pid in others) - began_s - (STALL_S if kind == "stop" else 0.0)
+
+        return self._wait_for(seconds, f"the others do not go on after {kind} of {lost}")
 
     def result(self) -> list[np.ndarray]:
         """Returns the weights at the end, and then the losses."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 RECORD = struct.Struct("qqqd")
-"""What a process writes down after each step: worker, generation, number of steps and time, see `elastic.Done`."""
+"""The record that a process writes after each step: worker, generation, number of steps and time, see `elastic.Done`."""
 STEPS = 40
 """Steps per epoch."""
 BATCH = 48

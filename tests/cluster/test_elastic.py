@@ -113,12 +113,16 @@ print("seen", sorted(set(np.asarray(seen.value).tolist())), flush=True)
 """
 
 
+def inherited():
+    """The environment of this process, without what `phalanx run` chooses for its workers."""
+    return {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS")}
+
+
 def run(script, *arguments, workers="1:2", options=(), meanwhile=lambda process: None):
     """Runs a script, and returns the exit code and the output."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS")}
     process = subprocess.Popen(
         [sys.executable, "-m", "phalanx", "run", "--workers", workers, *options, str(script), *map(str, arguments)],
-        env=environment,
+        env=inherited(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -409,8 +413,7 @@ def test_group_of_several_machines(tmp_path):
     script.write_text(MACHINES.replace("EPOCHS", "900"))
     port, launchers = free_ports(1)[0], {}
     addresses = [f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
-    inherited = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS")}
-    inherited[TOKEN] = new_token()
+    environment = inherited() | {TOKEN: new_token()}
 
     def start(index):
         cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
@@ -428,7 +431,7 @@ def test_group_of_several_machines(tmp_path):
                     str(script),
                     str(tmp_path),
                 ],
-                env={**inherited, "TF_CONFIG": json.dumps(cluster), "PHALANX_STALL_TIMEOUT_S": "20"},
+                env={**environment, "TF_CONFIG": json.dumps(cluster), "PHALANX_STALL_TIMEOUT_S": "20"},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

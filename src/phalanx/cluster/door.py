@@ -25,6 +25,9 @@ _MIN_BACKLOG = 128
 _MOST_STRANGERS = 256
 _AT_ONCE = 32
 _LONGEST_LINE = 1 << 16
+_CONNECT_S = 2.0
+RETRY_S = 0.1
+"""Time between two attempts to connect, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,43 @@ class _Stranger:
     nonce: str
     until_s: float
     text: bytes = field(default=b"", init=False)
+
+
+@dataclass
+class Line:
+    """An open connection that carries messages as lines of JSON."""
+
+    connection: socket.socket
+    _read: bytes = field(default=b"", init=False)
+
+    def __post_init__(self) -> None:
+        self.connection.setblocking(False)
+        # A closing socket with unread data drops what Nagle's algorithm still holds back: a process that had just said
+        # that it leaves would count as killed (RFC 896; RFC 1122, section 4.2.2.13).
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, data: bytes) -> None:
+        """Sends a message that is encoded already."""
+        # `hear` notices a closed connection. A stalled process accepts no more data.
+        with contextlib.suppress(OSError):
+            self.connection.send(data)
+
+    def hear(self) -> tuple[list[Any], bool]:
+        """Returns the messages that have arrived, and whether the connection is still open."""
+        try:
+            new = self.connection.recv(1 << 16)
+        except OSError:
+            new = b""
+        *whole, self._read = (self._read + new).split(b"\n")
+        try:
+            return [json.loads(line) for line in whole], bool(new)
+        except ValueError:  # A process of the cluster sends JSON only.
+            return [], False
+
+    def hang_up(self) -> None:
+        """Sends nothing more."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
 
 
 @final
@@ -208,6 +248,28 @@ def knock(connection: socket.socket, secret: Secret, hello: Mapping[str, Any], t
     return line
 
 
+def reach(address: str, deadline_s: float) -> socket.socket | None:
+    """Connects with a process that may start later. Tries until the deadline of `time.monotonic`.
+
+    Returns:
+      The connection. None if the deadline has passed already.
+
+    Raises:
+      OSError: no attempt has succeeded.
+    """
+    cause: OSError | None = None
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        try:
+            # The kernel repeats a dropped attempt after 1 s, 2 s, 4 s and so on. A new one is sooner.
+            return socket.create_connection(split(address), timeout=min(left_s, _CONNECT_S))
+        except OSError as e:
+            cause = e
+            time.sleep(max(0.0, min(RETRY_S, deadline_s - time.monotonic())))
+    if cause is not None:
+        raise cause
+    return None
+
+
 def listen(address: str, backlog: int | None = None) -> socket.socket:
     """Returns a socket that listens at an address `host:port`.
 
@@ -226,10 +288,15 @@ def split(address: str) -> tuple[str, int]:
     return "127.0.0.1" if host == "localhost" else host, port
 
 
+def encoded(message: Mapping[str, Any]) -> bytes:
+    """Returns a message as it is sent: a line of JSON."""
+    return json.dumps(message).encode() + b"\n"
+
+
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
     """Sends a message. A process that has ended needs none."""
     with contextlib.suppress(OSError):
-        connection.sendall(json.dumps(message).encode() + b"\n")
+        connection.sendall(encoded(message))
 
 
 def read_line(connection: socket.socket, deadline_s: float) -> bytes:

@@ -86,7 +86,7 @@ class Stopwatch:
 
     def take(self) -> list[Sample]:
         """Returns the samples since the last call, thinned out by steps, which other processes of the same pace do in the same way."""
-        # Another thread may add some meanwhile.
+        # The main thread may append more samples during this loop.
         samples = [self._samples.popleft() for _ in range(len(self._samples))]
         every = 1
         while len(samples) > every * _PER_REPORT:

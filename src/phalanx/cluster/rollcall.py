@@ -14,12 +14,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.cluster.door import Door, Guest, knock, parsed, read_line, split
+from phalanx.cluster.door import RETRY_S, Door, Guest, knock, parsed, reach, read_line
 from phalanx.cluster.secret import TOKEN, Secret
 from phalanx.errors import StartupError, listed
 
-_RETRY_S = 0.1
-_CONNECT_S = 2.0
 _LONGEST_VIEW = 1000
 _SETTINGS = b"\x04"
 """The type of the first frame of a server of gRPC, in its byte 3 (RFC 9113, sections 3.4 and 4.1)."""
@@ -179,7 +177,7 @@ class _Other:
             # Rank 0 closes connections that it has no room for.
             if not self._call.left_s:
                 raise self._nothing_said()
-            time.sleep(min(_RETRY_S, self._call.left_s))
+            time.sleep(min(RETRY_S, self._call.left_s))
 
     def _ask(self, connection: socket.socket) -> bytes | None:
         """Returns None if all ranks have come, and otherwise what rank 0 said instead of a message."""
@@ -195,21 +193,17 @@ class _Other:
         return None
 
     def _connected(self) -> socket.socket:
-        cause: OSError | None = None
-        while left_s := self._call.left_s:
-            try:
-                # The kernel repeats a dropped attempt after 1 s, 2 s, 4 s and so on. A new one is sooner.
-                return socket.create_connection(split(self._call.addresses[0]), timeout=min(left_s, _CONNECT_S))
-            except OSError as e:
-                cause = e
-                time.sleep(min(_RETRY_S, self._call.left_s))
-        if cause is None:
+        try:
+            connection = reach(self._call.addresses[0], self._call.deadline_s)
+        except OSError as e:
+            raise StartupError(
+                f"rank 0 ({self._call.addresses[0]})",
+                f"rank {self._rank} could not reach it for {self._call.timeout_s:g} s ({e}).",
+                "start rank 0, and check whether this machine can reach its address",
+            ) from e
+        if connection is None:
             raise self._nothing_said()
-        raise StartupError(
-            f"rank 0 ({self._call.addresses[0]})",
-            f"rank {self._rank} could not reach it for {self._call.timeout_s:g} s ({cause}).",
-            "start rank 0, and check whether this machine can reach its address",
-        ) from cause
+        return connection
 
     def _nothing_said(self) -> StartupError:
         return StartupError(

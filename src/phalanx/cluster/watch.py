@@ -17,12 +17,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, final
 
 from typing_extensions import override
 
 from phalanx.cluster.agreement import Difference, Signature, compare, shortened
+from phalanx.cluster.door import Line, encoded
 from phalanx.cluster.pace import REPORT, Paces, StepTimes, Stopwatch, table_of
 from phalanx.cluster.spec import host_and_port
 from phalanx.cluster.sync_point import SyncPoint
@@ -320,7 +321,7 @@ class Watch(threading.Thread):
             self._say(self._progress() | more)
 
     def _say(self, message: Mapping[str, Any]) -> None:
-        data = _encoded(message)
+        data = encoded(message)
         for line in self._lines.values():
             line.send(data)
 
@@ -454,51 +455,6 @@ def _stacks() -> str:
         for thread, frame in others
         if frame
     )
-
-
-def _encoded(message: Mapping[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-@dataclass
-class Line:
-    """An open connection that carries messages as lines of JSON."""
-
-    connection: socket.socket
-    _read: bytes = field(default=b"", init=False)
-
-    def __post_init__(self) -> None:
-        self.connection.setblocking(False)
-        # A closing socket with unread data drops what Nagle's algorithm still holds back: a process that had just said
-        # that it leaves would count as killed (RFC 896; RFC 1122, section 4.2.2.13).
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def say(self, message: Mapping[str, Any]) -> None:
-        """Sends a message."""
-        self.send(_encoded(message))
-
-    def send(self, data: bytes) -> None:
-        """Sends a message that is encoded already."""
-        # `hear` notices a closed connection. A stalled process accepts no more data.
-        with suppress(OSError):
-            self.connection.send(data)
-
-    def hear(self) -> tuple[list[Any], bool]:
-        """Returns the messages that have arrived, and whether the connection is still open."""
-        try:
-            new = self.connection.recv(1 << 16)
-        except OSError:
-            new = b""
-        *whole, self._read = (self._read + new).split(b"\n")
-        try:
-            return [json.loads(line) for line in whole], bool(new)
-        except ValueError:  # A process of the cluster sends JSON only.
-            return [], False
-
-    def hang_up(self) -> None:
-        """Sends nothing more."""
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
 
 
 _started: list[Watch] = []

@@ -165,7 +165,8 @@ def steps(
 
     Returns:
       An iterator over what `step` returns. In an elastic group with arrays of NumPy instead of JAX, because those of JAX end with the group.
-      `save` of a checkpoint between two steps saves it too, and leaves out the save, with a warning, if a process is lost meanwhile.
+      A checkpoint that contains the iterator saves its position. If a process is lost during a save between two steps, that save is skipped with
+      a warning.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.

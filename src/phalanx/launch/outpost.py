@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of the rendezvous on the machines that do not hold it: the launcher there keeps a connection with the first machine."""
+"""The connection of a launcher with the rendezvous of its group, which another machine holds."""
 
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict
-from typing import final
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx.cluster.door import knock, parsed, send, split
+from phalanx.cluster.door import RETRY_S, knock, parsed, reach, send
 from phalanx.cluster.secret import secret_of
 from phalanx.errors import StartupError
 from phalanx.launch.plan import Machines
 from phalanx.launch.standing import START_S, Report, Standing
 
-_CONNECT_S = 5.0
-_RETRY_S = 0.2
+_HELLO_S = 5.0
 
 
 @final
 class Outpost(threading.Thread):
-    """What an elastic group has instead of a `Rendezvous`, on a machine other than the first.
+    """The stand-in for a `Rendezvous` on the machines other than the first.
 
     Args:
       environment: environment of the processes, with the secret.
@@ -64,37 +63,37 @@ class Outpost(threading.Thread):
         with self._connection, self._connection.makefile("rb") as lines, suppress(OSError):
             for line in lines:
                 self._hear(parsed(line))
-        # Nobody is left who could bring the processes of this machine together again.
-        self._standing = Standing(
-            self._standing.steps, (), not self._standing.has_finished, self._standing.has_finished
-        )
+        if not self._standing.has_finished:
+            # Nobody is left who could bring the processes of this machine together again.
+            self._standing = replace(self._standing, gone=(), is_hopeless=True)
 
-    def _hear(self, message: dict[str, object]) -> None:
+    def _hear(self, message: dict[str, Any]) -> None:
         if "kill" in message:
-            self._kill(int(str(message["kill"])), str(message["why"]))
+            self._kill(message["kill"], message["why"])
         elif message:
-            gone = message["gone"]
-            self._standing = Standing(**{**message, "gone": tuple(gone) if isinstance(gone, list) else None})  # type: ignore[arg-type]
+            gone = message.pop("gone")
+            self._standing = Standing(**message, gone=None if gone is None else tuple(gone))
 
     def _connected(self) -> socket.socket:
         deadline_s, cause = time.monotonic() + START_S, "it closes the connection"
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            try:
-                connection = socket.create_connection(split(self.address), timeout=min(left_s, _CONNECT_S))
-            except OSError as e:
-                cause = e.strerror or str(e)
-            else:
-                try:
-                    if knock(connection, self._secret, self._hello, _CONNECT_S) is None:
-                        connection.settimeout(None)
-                        return connection
-                except BaseException:
-                    connection.close()
-                    raise
-                connection.close()
-            time.sleep(min(_RETRY_S, max(0.0, left_s)))
+        try:
+            while (connection := reach(self.address, deadline_s)) is not None:
+                if self._is_let_in(connection):
+                    return connection
+                time.sleep(RETRY_S)
+        except OSError as e:
+            cause = e.strerror or str(e)
         raise StartupError(
             f"the rendezvous at {self.address}",
             f"machine {self._hello['machine']} could not connect to it for {START_S:g} s: {cause}.",
             "start phalanx run on the first machine too, and check whether this machine can reach its address",
         )
+
+    def _is_let_in(self, connection: socket.socket) -> bool:
+        with ExitStack() as stack:
+            stack.enter_context(connection)
+            if knock(connection, self._secret, self._hello, _HELLO_S) is not None:
+                return False
+            connection.settimeout(None)
+            stack.pop_all()
+            return True

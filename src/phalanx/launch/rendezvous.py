@@ -18,9 +18,8 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx.cluster.door import Door, Guest
+from phalanx.cluster.door import Door, Guest, Line
 from phalanx.cluster.secret import secret_of
-from phalanx.cluster.watch import Line
 from phalanx.errors import StartupError
 from phalanx.launch.plan import ALONE, LOOPBACK, Machines, free_ports
 from phalanx.launch.standing import START_S, Report, Standing
@@ -42,15 +41,15 @@ class _Launcher:
     Args:
       guest: its connection. None on this machine.
       report: its last report. None if it has not connected yet, or was lost.
-      until_s: until when others wait for it then.
       told: what it was told last.
+      until_s: until when others wait for it if it has not connected, or was lost.
     """
 
     guest: Guest | None = None
     report: Report | None = None
-    until_s: float = 0.0
     told: Standing = Standing()
-    line: Line | None = None
+    until_s: float = field(init=False)
+    line: Line | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.until_s = time.monotonic() + START_S

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launchers of an elastic group and its rendezvous tell each other."""
+"""The messages between the launchers of an elastic group and its rendezvous."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ START_S = 300.0
 
 @dataclass(frozen=True)
 class Report:
-    """What a launcher tells the rendezvous about its processes.
+    """The state of the processes of one launcher, for the rendezvous.
 
     Args:
       running: numbers of those that run.
@@ -28,7 +28,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Standing:
-    """What the rendezvous tells the launchers.
+    """The state of the training, for the launchers.
 
     Args:
       steps: the most steps that a process has reported.
@@ -48,7 +48,7 @@ class Standing:
 
 
 class AbstractRendezvous(Protocol):
-    """What an elastic group needs of its rendezvous, which may be on another machine."""
+    """The rendezvous of an elastic group, on this machine or on another one."""
 
     address: str
 
@@ -59,7 +59,7 @@ class AbstractRendezvous(Protocol):
         """Ends it."""
 
     def report(self, report: Report) -> Standing:
-        """Tells how the processes of this machine are, and returns how the training is."""
+        """Reports the processes of this machine, and returns the state of the training."""
 
 
 def environment_of(address: str, number: int, environment: Mapping[str, str]) -> dict[str, str]:

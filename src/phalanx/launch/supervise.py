@@ -32,7 +32,7 @@ def run_group(
 ) -> Outcome:
     """Runs a group of processes to its end, and restarts it if one of them fails.
 
-    An evaluator in the plan is no part of the group: it starts again alone, and goes on while the group restarts. If the group is
+    An evaluator in the plan is not part of the group: it restarts alone, and continues while the group restarts. If the group is
     one process, its parameter servers outlive it until the last start has ended.
 
     Args:

@@ -98,7 +98,7 @@ def enter(generation: membership.Generation, stall_timeout_s: float | None = Non
     member.changed = own.change_point.request
     _set_up_jax()
     try:
-        # This does not count as waiting in a step: if another process is lost meanwhile, it fails soon, and there is no step to leave.
+        # Not inside `own.waiting()`: if a process has died on the way here, JAX gives it up by itself, or the watch ends the connection.
         coordination.connect(generation.service, rank, len(addresses), _MEETING_S)
     except RuntimeError as e:
         hint = "look at the output of the other processes"

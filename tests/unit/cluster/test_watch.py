@@ -14,8 +14,9 @@ from contextlib import suppress
 
 import pytest
 
+from phalanx.cluster.door import Line, encoded
 from phalanx.cluster.verdict import SIGTERM, Member, judge_presence, judge_progress
-from phalanx.cluster.watch import Line, Watch, _connections_at
+from phalanx.cluster.watch import Watch, _connections_at
 from phalanx.launch.plan import free_ports
 
 pytestmark = pytest.mark.slow
@@ -474,13 +475,13 @@ def test_last_word_arrives():
         leaving, staying = Line(own), Line(others)
         for _ in range(20):
             for sender, reader in ((leaving, staying), (staying, leaving)):
-                sender.say({"step": 1})
+                sender.send(encoded({"step": 1}))
                 select.select([reader.connection], [], [], DEADLINE_S)
                 reader.hear()
-        staying.say({"step": 2})
+        staying.send(encoded({"step": 2}))
         select.select([own], [], [], DEADLINE_S)
         for step in (3, 4, 5):
-            leaving.say({"step": step})
+            leaving.send(encoded({"step": step}))
         own.close()
         assert heard_to_the_end(staying) == [{"step": 3}, {"step": 4}, {"step": 5}]
         others.close()

@@ -78,7 +78,7 @@ class Label(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """What a server holds, for a coordinator that finds it again.
+    """The contents of a server, for a coordinator that finds it again.
 
     Args:
       lives: generation of each worker, by its index.
