@@ -75,7 +75,7 @@ class ElasticGroup(Group):
         self._patience, self._tell_user = patience, say
         self._places: list[_Place] = []
         self._is_ending = False
-        self._standing, self._has_finished = Standing(), False
+        self._standing, self._has_finished, self._steps = Standing(), False, -1
         self._compiled = tempfile.TemporaryDirectory(prefix="phalanx-compiled-", ignore_cleanup_errors=True)
         environment = specs[0].environment
         self._rendezvous: AbstractRendezvous = (
@@ -84,6 +84,7 @@ class ElasticGroup(Group):
             else Rendezvous(least, environment, self._kill, say, machines)
         )
         self._first = machines.index * len(specs)
+        self._report = Report(tuple(range(self._first, self._first + len(specs))), len(specs))
 
     @property
     @override
@@ -95,7 +96,7 @@ class ElasticGroup(Group):
     @override
     def has_failed(self) -> bool:
         """Whether nobody is left who trains: the training has ended, or is lost, or has too few processes for good."""
-        if not self._standing.has_begun and super().has_failed:
+        if not self._standing.members and super().has_failed:
             return True
         if self._standing.gone is not None:
             # Those whose connections are closed may still be on the way out.
@@ -108,6 +109,7 @@ class ElasticGroup(Group):
         self._specs = [self._elastic(spec) for spec in self._specs]
         super().start()
         self._places = [_Place(spec, process) for spec, process in zip(self._specs, self._workers, strict=True)]
+        self._tend()
 
     @override
     def end(self, grace_s: float, word_s: float = 0.0) -> None:
@@ -132,51 +134,63 @@ class ElasticGroup(Group):
 
     @override
     def endings(self) -> tuple[Ending, ...]:
-        """Returns how the processes ended, without those that were lost before a training that has succeeded ended."""
-        has_succeeded = self._standing.has_finished
-        counts = [place for place in self._places if not (place.is_lost and has_succeeded)]
-        return tuple(place.process.ending() for place in counts)
+        """Returns how the processes ended, by rank in the last generation, and then those that were not in it."""
+        ranks = {number: rank for rank, number in enumerate(self._standing.members)}
+        places = sorted(self._places, key=lambda place: ranks.get(place.spec.task.index, len(ranks)))
+        fatal = self._fatal()
+        return tuple(
+            replace(place.process.ending(), is_survived=place.is_lost and place not in fatal) for place in places
+        )
+
+    def _fatal(self) -> list[_Place]:
+        """Returns the places whose loss has ended the training."""
+        if self._standing.has_finished:
+            return []
+        lost = [place for place in self._places if place.is_lost]
+        if self._standing.gone is not None:
+            return [place for place in lost if place.spec.task.index in self._standing.gone]
+        return sorted(lost, key=lambda place: place.process.ending().after_s)[-1:]
 
     @override
     def _turn(self, timeout_s: float) -> None:
+        due = [place.due_s for place in self._places if place.due_s is not None]
+        super()._turn(max(0.0, min([timeout_s, *(due_s - time.monotonic() for due_s in due)])))
         if not self._is_ending:
             self._tend()
-            due = [place.due_s for place in self._places if place.due_s is not None]
-            timeout_s = max(0.0, min([timeout_s, *(due_s - time.monotonic() for due_s in due)]))
-        super()._turn(timeout_s)
 
     def _tend(self) -> None:
         """Looks which processes have failed, and starts others in their places when it is time."""
+        # A process that has failed just now may have been in a generation.
+        self._standing = self._rendezvous.report(self._report)
+        if self._standing.steps > self._steps:
+            self._steps = self._standing.steps
+            for place in self._places:
+                place.failures = 0
         for index, place in enumerate(self._places):
             if place.due_s is None and not place.is_lost and not place.process.is_alive:
                 if not place.process.has_failed:
                     self._has_finished = True
-                elif self._standing.has_begun and not self._standing.has_finished:
+                elif self._standing.members and not self._standing.has_finished:
                     self._plan_start(place)
             if place.due_s is not None and time.monotonic() >= place.due_s and not self._standing.has_finished:
                 place.due_s, place.is_lost = None, False
+                self._tell_user(f"{place.spec.name} starts again.")
                 place.process = self._workers[index] = self._started(place.spec)
-        steps = self._standing.steps
         running = tuple(place.spec.task.index for place in self._places if place.process.is_alive)
         hopeful = sum(place.due_s is not None or place.process.is_alive for place in self._places)
-        self._standing = self._rendezvous.report(Report(running, hopeful, self._has_finished))
-        if self._standing.steps > steps:
-            for place in self._places:
-                place.failures = 0
+        self._report = Report(running, hopeful, self._has_finished)
+        self._standing = self._rendezvous.report(self._report)
 
     def _plan_start(self, place: _Place) -> None:
-        how = f"{place.spec.name} {in_words(place.process.ending().code)}"
         place.is_lost = True
+        how = f"{place.spec.name} {in_words(place.process.ending().code)}."
         if place.failures == self._patience.max_restarts:
+            times = place.failures + 1
+            self._tell_user(f"{how} It has failed {times} times without a step of the group, so its place stays empty.")
             return
+        self._tell_user(how)
         place.failures += 1
-        pause_s = self._patience.pause_s(place.failures)
-        place.due_s = time.monotonic() + pause_s
-        self._tell_user(f"{how}. It starts again in {pause_s:g} s.")
-        if place.failures == self._patience.max_restarts:
-            self._tell_user(
-                f"This was its last start: it has failed {place.failures} times, and no step was made since."
-            )
+        place.due_s = time.monotonic() + self._patience.pause_s(place.failures)
 
     def _kill(self, number: int, why: str) -> None:
         for place in self._places:

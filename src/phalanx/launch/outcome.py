@@ -34,6 +34,7 @@ class Ending:
       after_s: time of the end, in seconds from the start of the group.
       is_told: whether the launcher had told it to end.
       is_stopped: whether it was stopped by SIGSTOP when it was told to end.
+      is_survived: whether the others went on without it.
       last: its last lines of output.
     """
 
@@ -42,12 +43,13 @@ class Ending:
     after_s: float
     is_told: bool = False
     is_stopped: bool = False
+    is_survived: bool = False
     last: tuple[KeptLine, ...] = ()
 
     @property
     def is_failure(self) -> bool:
-        """Whether it failed without being told to end."""
-        return bool(self.code) and not self.is_told
+        """Whether it failed without being told to end, and the others could not go on."""
+        return bool(self.code) and not self.is_told and not self.is_survived
 
     @property
     def verdict(self) -> re.Match[str] | None:
@@ -140,7 +142,8 @@ def became(ending: Ending) -> str:
     code = -signal.SIGTERM if ending.code == 128 + signal.SIGTERM else ending.code
     if ending.is_told and code in (-signal.SIGTERM, -signal.SIGKILL):
         return f"{stood}was ended by the launcher ({signal_name(-code)})"
-    return f"{stood}{in_words(ending.code)}" + (" after it was told to end" if ending.is_told else "")
+    survived = ", and the others went on" if ending.is_survived else ""
+    return f"{stood}{in_words(ending.code)}" + (" after it was told to end" if ending.is_told else "") + survived
 
 
 def signal_name(number: int) -> str:

@@ -12,10 +12,11 @@ from typing import Any, final
 from typing_extensions import override
 
 from phalanx.cluster.door import RETRY_S, knock, parsed, reach, send
+from phalanx.cluster.resolvers.base import start_timeout_s
 from phalanx.cluster.secret import secret_of
 from phalanx.errors import StartupError
 from phalanx.launch.plan import Machines
-from phalanx.launch.standing import START_S, Report, Standing
+from phalanx.launch.standing import Report, Standing
 
 _HELLO_S = 5.0
 
@@ -30,6 +31,7 @@ class Outpost(threading.Thread):
       machines: the machines of the group.
 
     Raises:
+      InvalidArgumentError: PHALANX_START_TIMEOUT_S, the time to wait for the first machine, is no time.
       StartupError: the first machine does not answer, or has another secret.
     """
 
@@ -42,7 +44,7 @@ class Outpost(threading.Thread):
         super().__init__(name="phalanx-outpost", daemon=True)
         self.address, self._kill = machines.address, kill
         self._secret, self._hello = secret_of([self.address], environment), {"machine": machines.index}
-        self._connection = self._connected()
+        self._connection = self._connected(start_timeout_s(environment))
         self._told, self._standing = Report(), Standing()
 
     def report(self, report: Report) -> Standing:
@@ -71,11 +73,11 @@ class Outpost(threading.Thread):
         if "kill" in message:
             self._kill(message["kill"], message["why"])
         elif message:
-            gone = message.pop("gone")
-            self._standing = Standing(**message, gone=None if gone is None else tuple(gone))
+            gone, members = message.pop("gone"), tuple(message.pop("members"))
+            self._standing = Standing(**message, members=members, gone=None if gone is None else tuple(gone))
 
-    def _connected(self) -> socket.socket:
-        deadline_s, cause = time.monotonic() + START_S, "it closes the connection"
+    def _connected(self, timeout_s: float) -> socket.socket:
+        deadline_s, cause = time.monotonic() + timeout_s, "it closes the connection"
         try:
             while (connection := reach(self.address, deadline_s)) is not None:
                 if self._is_let_in(connection):
@@ -85,7 +87,7 @@ class Outpost(threading.Thread):
             cause = e.strerror or str(e)
         raise StartupError(
             f"the rendezvous at {self.address}",
-            f"machine {self._hello['machine']} could not connect to it for {START_S:g} s: {cause}.",
+            f"machine {self._hello['machine']} could not connect to it for {timeout_s:g} s: {cause}.",
             "start phalanx run on the first machine too, and check whether this machine can reach its address",
         )
 

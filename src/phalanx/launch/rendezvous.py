@@ -19,10 +19,11 @@ from typing import Any, final
 from typing_extensions import override
 
 from phalanx.cluster.door import Door, Guest, Line
+from phalanx.cluster.resolvers.base import start_timeout_s
 from phalanx.cluster.secret import secret_of
 from phalanx.errors import StartupError
 from phalanx.launch.plan import ALONE, LOOPBACK, Machines, free_ports
-from phalanx.launch.standing import START_S, Report, Standing
+from phalanx.launch.standing import Report, Standing
 
 _TICK_S = 0.2
 _SILENCE_S = 10.0
@@ -42,17 +43,16 @@ class _Launcher:
       guest: its connection. None on this machine.
       report: its last report. None if it has not connected yet, or was lost.
       told: what it was told last.
-      until_s: until when others wait for it if it has not connected, or was lost.
+      until_s: time of `time.monotonic` until which others wait for it if it has not connected, or was lost.
     """
 
+    until_s: float
     guest: Guest | None = None
     report: Report | None = None
     told: Standing = Standing()
-    until_s: float = field(init=False)
     line: Line | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.until_s = time.monotonic() + START_S
         self.line = Line(self.guest.connection) if self.guest else None
 
 
@@ -95,6 +95,7 @@ class Rendezvous(threading.Thread):
       machines: the machines of the group, of which this one is the first.
 
     Raises:
+      InvalidArgumentError: PHALANX_START_TIMEOUT_S, the time to wait for a machine, is no time.
       StartupError: it cannot listen at the address of the first machine.
     """
 
@@ -108,6 +109,7 @@ class Rendezvous(threading.Thread):
     ) -> None:
         super().__init__(name="phalanx-rendezvous", daemon=True)
         self._least, self._kill_here, self._say = least, kill, say
+        self._patience_s = start_timeout_s(environment)
         self.address = machines.address or f"{LOOPBACK}:{free_ports(1)[0]}"
         secret = secret_of([self.address], environment)
         try:
@@ -122,12 +124,13 @@ class Rendezvous(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._door.fileno, selectors.EVENT_READ, None)
         self._members: dict[int, _Member] = {}
-        self._launchers = [_Launcher() for _ in range(machines.count)]
+        self._launchers = [_Launcher(self._until_s) for _ in range(machines.count)]
         self._lock = threading.Lock()
         self._is_over = False
         self._pending_s: float | None = None
         self._said = ""
         self._ask_s = 0.0
+        self._numbers: tuple[int, ...] = ()
         self._gone: set[int] = set()
         self._has_finished = False
         self.generation, self.steps = 0, -1
@@ -156,12 +159,17 @@ class Rendezvous(threading.Thread):
         hopeful = sum(each.report.hopeful for each in self._launchers if each.report)
         return Standing(
             self.steps,
+            self._numbers,
             None if not self.generation or self._survivors() else tuple(sorted(self._gone)),
             not self._has_finished and not self._awaits_machine and hopeful < self._least,
             self._has_finished,
             any(each.report and each.report.running for each in self._launchers[1:]),
-            self.generation > 0,
         )
+
+    @property
+    def _until_s(self) -> float:
+        """Until when to wait for a machine from now on."""
+        return time.monotonic() + self._patience_s
 
     @property
     def _awaits_machine(self) -> bool:
@@ -198,7 +206,7 @@ class Rendezvous(threading.Thread):
         number, machine = guest.hello.get("member"), guest.hello.get("machine")
         if type(machine) is int and 0 < machine < len(self._launchers):
             self._lose(self._launchers[machine])
-            launcher = self._launchers[machine] = _Launcher(guest)
+            launcher = self._launchers[machine] = _Launcher(self._until_s, guest)
             self._selector.register(guest.connection, selectors.EVENT_READ, launcher)
             return
         if type(number) is not int:
@@ -224,7 +232,7 @@ class Rendezvous(threading.Thread):
             self._selector.unregister(launcher.guest.connection)
             launcher.guest.connection.close()
             launcher.guest = launcher.report = None
-            launcher.until_s = time.monotonic() + START_S
+            launcher.until_s = self._until_s
 
     def _tell_launchers(self) -> None:
         standing = self._standing()
@@ -361,12 +369,17 @@ class Rendezvous(threading.Thread):
                     "addresses": [ready["address"] for ready in readies],
                     "rank": rank,
                     "source": source,
-                    "is_even": all(ready["progress"] == readies[source]["progress"] for ready in readies),
+                    **{
+                        name: all(ready[of] == readies[source][of] for ready in readies)
+                        for name, of in (("is_even", "progress"), ("is_alike", "variables"))
+                    },
                 }
             )
         self._pending_s = None
+        self._numbers = tuple(m.number for m in members)
+        self._gone.clear()
         if self.generation > 1:
-            numbers = ", ".join(str(m.number) for m in members)
+            numbers = ", ".join(map(str, self._numbers))
             who = f"worker {numbers} goes on" if len(members) == 1 else f"workers {numbers} go on"
             self._say_once(f"Generation {self.generation}: {who}.")
 

@@ -7,9 +7,6 @@ from typing import Protocol
 
 from phalanx.cluster.membership import MEMBER, RENDEZVOUS
 
-START_S = 300.0
-"""Time that the launchers of all machines have to connect, and to come back after one was lost, in seconds."""
-
 
 @dataclass(frozen=True)
 class Report:
@@ -32,19 +29,20 @@ class Standing:
 
     Args:
       steps: the most steps that a process has reported.
-      gone: the processes that were in the last generation, if all of them are gone. None if one trains, or no generation was formed.
+      members: numbers of the processes of the last generation, by rank. Empty before the first. A process that fails before that
+        has an error in its program.
+      gone: those of them in whose places no other process runs yet, if all are gone. None if one trains, or no generation was formed.
       is_hopeless: whether there will never be enough processes again.
       has_finished: whether the program of a process has come to its end, so that no process joins any more.
       is_needed: whether processes of other machines still run, which need this rendezvous.
-      has_begun: whether a generation was formed. A process that fails before that has an error in its program.
     """
 
     steps: int = -1
+    members: tuple[int, ...] = ()
     gone: tuple[int, ...] | None = None
     is_hopeless: bool = False
     has_finished: bool = False
     is_needed: bool = False
-    has_begun: bool = False
 
 
 class AbstractRendezvous(Protocol):

@@ -3,7 +3,6 @@
 
 import atexit
 import functools
-import math
 import os
 import signal
 import sys
@@ -17,18 +16,16 @@ from typing import Any, final
 import jax
 
 from phalanx.cluster import membership, verdict, watch
-from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.resolvers.base import ClusterResolver, seconds_of, start_timeout_s
 from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster.rollcall import call_roll
 from phalanx.cluster.secret import is_loopback, secret_of
 from phalanx.cluster.spec import Task, addresses_of_workers, id_in_cluster, is_chief
-from phalanx.errors import ClusterError, InvalidArgumentError, StartupError, warn_of_slip
+from phalanx.errors import ClusterError, StartupError, warn_of_slip
 from phalanx.mesh import coordination
 from phalanx.mesh.annotated import set_config
 from phalanx.typing import PyTree
 
-START_TIMEOUT_S = 300.0
-"""Default time in seconds that a process waits for the others. PHALANX_START_TIMEOUT_S overrides it."""
 _A_DAY_S = 24 * 60 * 60
 _MEETING_S = 3.0
 """Time in seconds that the processes of a new generation wait for each other. All of them were there when it was formed."""
@@ -71,7 +68,7 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
         return
     if len(addresses) == 1:
         return
-    timeout_s = timeout_s or _seconds_of("PHALANX_START_TIMEOUT_S", START_TIMEOUT_S)
+    timeout_s = timeout_s or start_timeout_s(os.environ)
     stall_timeout_s = stall_timeout_s or _stall_timeout_s()
     secret = secret_of(addresses)
     lines = call_roll(addresses, rank, about=f"{spec.as_dict()}", secret=secret, timeout_s=timeout_s)
@@ -211,18 +208,7 @@ def _task_of(resolver: ClusterResolver | None) -> Task | None:
 
 
 def _stall_timeout_s() -> float:
-    return _seconds_of("PHALANX_STALL_TIMEOUT_S", watch.STALL_TIMEOUT_S)
-
-
-def _seconds_of(variable: str, default: float) -> float:
-    text = os.environ.get(variable) or str(default)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not seconds > 0:
-        raise InvalidArgumentError(f"{variable}={text!r}", "must be a number of seconds above 0.", f"{variable}=60")
-    return seconds
+    return seconds_of(os.environ, "PHALANX_STALL_TIMEOUT_S", watch.STALL_TIMEOUT_S)
 
 
 def _own_task(resolver: ClusterResolver) -> Task:

@@ -4,13 +4,13 @@ import os
 import threading
 import time
 from contextlib import suppress
+from types import MappingProxyType
 
 import pytest
 
 from phalanx.cluster.membership import MEMBER, RENDEZVOUS, Membership
 from phalanx.cluster.secret import TOKEN, new_token
-from phalanx.errors import StartupError
-from phalanx.launch import outpost, standing
+from phalanx.errors import InvalidArgumentError, StartupError
 from phalanx.launch.outpost import Outpost
 from phalanx.launch.plan import ALONE, Machines, free_ports
 from phalanx.launch.rendezvous import Rendezvous
@@ -42,12 +42,14 @@ class Hall:
         self.rendezvous.report(Report(self.running, len(self.running)))
         return [Membership(self.rendezvous.address, number) for number in numbers]
 
-    def meet(self, members, progress=None, call=0):
+    def meet(self, members, progress=None, call=0, variables=MappingProxyType({})):
         """Returns the generations of members that meet at the same time."""
         found = {}
 
         def meet(member):
-            found[member.number] = member.meet(call=call, progress=(progress or {}).get(member.number, [0]))
+            found[member.number] = member.meet(
+                call=call, progress=(progress or {}).get(member.number, [0]), variables=variables.get(member.number, "")
+            )
 
         threads = [threading.Thread(target=meet, args=(member,), daemon=True) for member in members]
         for thread in threads:
@@ -314,6 +316,14 @@ def test_some_are_ahead_of_others(hall):
     assert not any(g.is_even for g in [*generations, newcomer.generation])
 
 
+def test_some_have_other_variables(hall):
+    """All hear whether they have the same."""
+    found = hall(1)
+    members = found.members(0, 1)
+    assert all(g.is_alike for g in found.meet(members, variables={0: "a", 1: "a"}))
+    assert not any(g.is_alike for g in found.meet(members, variables={0: "a", 1: "b"}))
+
+
 def test_stranger_is_not_let_in(hall):
     """A process with another secret gets an error, and the rendezvous goes on."""
     found = hall(1)
@@ -354,13 +364,14 @@ def test_first_generation_waits_for_all_machines(second_machine):
     until(lambda: found.rendezvous._members[0].ready)
     until(lambda: found.said == ["Waiting for phalanx run on the machines of these tasks: 1."])
     assert not found.rendezvous.report(Report((0,), 1)).is_hopeless
-    assert not found.rendezvous.report(Report((0,), 1)).has_begun
+    assert not found.rendezvous.report(Report((0,), 1)).members
     assert post.report(Report((1,), 1)).gone is None
     other = Membership(found.rendezvous.address, 1)
     (generation,) = found.meet([other])
     thread.join(DEADLINE_S)
     assert (generation.rank, generation.size) == (1, 2)
     until(lambda: found.rendezvous.report(Report((0,), 1)).is_needed)
+    until(lambda: post.report(Report((1,), 1)).members == (0, 1))
     members[0].accuse([1], "it stands still")
     until(lambda: killed == [(1, "it stands still")])
     assert not found.killed
@@ -369,12 +380,12 @@ def test_first_generation_waits_for_all_machines(second_machine):
     until(lambda: not found.rendezvous.report(Report((0,), 1)).is_needed)
 
 
-def test_machine_that_is_lost_may_come_back(second_machine, monkeypatch):
+def test_machine_that_is_lost_may_come_back(monkeypatch, request):
     """For a while; then those that are left count."""
-    found, post, _ = second_machine
+    monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "1")
+    found, post, _ = request.getfixturevalue("second_machine")
     post.report(Report((1,), 1))
     until(lambda: found.rendezvous.report(Report((), 0)).is_needed)
-    monkeypatch.setattr("phalanx.launch.rendezvous.START_S", 0.5)
     post.end()
     until(lambda: not found.rendezvous.report(Report((), 0)).is_needed)
     until(lambda: found.rendezvous.report(Report((), 0)).is_hopeless)
@@ -393,7 +404,7 @@ def test_first_machine_is_lost(second_machine):
 def test_first_machine_does_not_answer(hall, monkeypatch):
     """The error names its address; with another secret it is refused at once."""
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    monkeypatch.setattr(outpost, "START_S", 0.3)
+    monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "0.3")
     with pytest.raises(
         StartupError, match=rf"rendezvous at {address}: machine 1 could not connect to it for 0.3 s: Connection"
     ):
@@ -403,4 +414,9 @@ def test_first_machine_does_not_answer(hall, monkeypatch):
         Outpost({TOKEN: new_token()}, print, Machines(1, 2, address))
     with pytest.raises(StartupError, match=rf"the rendezvous at {address}: this machine cannot listen there"):
         Hall(1, Machines(0, 2, address))
-    assert standing.START_S == 300.0
+    monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "soon")
+    message = "PHALANX_START_TIMEOUT_S='soon': must be a number of seconds above 0"
+    with pytest.raises(InvalidArgumentError, match=message):
+        Hall(1, Machines(0, 2, address))
+    with pytest.raises(InvalidArgumentError, match=message):
+        Outpost(dict(os.environ), print, Machines(1, 2, address))

@@ -2,13 +2,23 @@
 """The base class of resolvers, and functions that read the environment for them."""
 
 import importlib
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 from phalanx.cluster.spec import MAX_PORT, ClusterSpec, Task, is_unlisted
-from phalanx.errors import ClusterSourceError, ClusterTypeError, MissingDependencyError, arguments, shown
+from phalanx.errors import (
+    ClusterSourceError,
+    ClusterTypeError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    arguments,
+    shown,
+)
+
+_START_TIMEOUT_S = 300.0
 
 
 class ClusterResolver(ABC):
@@ -146,6 +156,36 @@ def variable(environ: Mapping[str, str], name: str, meaning: str, hint: str) -> 
     if not (value := environ.get(name, "").strip()):
         raise ClusterSourceError(name, f"is not set; {meaning}.", hint)
     return value
+
+
+def start_timeout_s(environ: Mapping[str, str]) -> float:
+    """Returns how long the processes of a cluster, or the launchers of its machines, wait for each other, in seconds.
+
+    Raises:
+      InvalidArgumentError: PHALANX_START_TIMEOUT_S is not such a time.
+    """
+    return seconds_of(environ, "PHALANX_START_TIMEOUT_S", _START_TIMEOUT_S)
+
+
+def seconds_of(environ: Mapping[str, str], name: str, default: float) -> float:
+    """Returns the value of an environment variable that holds a time in seconds.
+
+    Args:
+      environ: the environment.
+      name: name of the variable.
+      default: time to return if the variable is not set or empty.
+
+    Raises:
+      InvalidArgumentError: the variable is not a number above 0.
+    """
+    text = environ.get(name) or f"{default}"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise InvalidArgumentError(f"{name}={text!r}", "must be a number of seconds above 0.", f"{name}=60")
+    return seconds
 
 
 def number(environ: Mapping[str, str], name: str, meaning: str, hint: str, default: int | None = None) -> int:

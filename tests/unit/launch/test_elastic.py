@@ -1,0 +1,85 @@
+"""Elastic groups of real processes, which meet without JAX: what is reported when some are lost, and when the group is."""
+
+import os
+import sys
+
+import pytest
+
+from phalanx.cluster.secret import TOKEN, new_token
+from phalanx.cluster.spec import Task
+from phalanx.launch.elastic import ElasticGroup
+from phalanx.launch.evaluator import Patience
+from phalanx.launch.outcome import Outcome, report
+from phalanx.launch.output import Sink
+from phalanx.launch.plan import ProcessSpec
+from phalanx.launch.relay import Relay
+from phalanx.launch.signals import Signals
+
+pytestmark = pytest.mark.slow
+
+MEETS = """
+import sys, time
+from phalanx.cluster import membership
+own = membership.own()
+def meet(step):
+    return own.meet(call=0, progress=[step])
+meet(0)
+"""
+
+
+def run(script, *, least, workers, patience):
+    """Runs processes to the end of the group, and returns its outcome and what was said."""
+    environment = {**os.environ, TOKEN: new_token()}
+    environment.pop("TF_CONFIG", None)
+    specs = [
+        ProcessSpec(Task("worker", i), (sys.executable, "-c", MEETS + script), environment) for i in range(workers)
+    ]
+    said = []
+    with Signals() as signals, open(os.devnull, "wb", buffering=0) as nowhere:
+        relay = Relay(signals, Sink(nowhere.fileno()))
+        group = ElasticGroup(specs, least, relay, patience=patience, say=said.append)
+        try:
+            group.start()
+            group.run()
+        finally:
+            group.end(5.0)
+    return Outcome(group.endings()), said
+
+
+def test_report_names_the_loss_that_ended_the_group():
+    """Not the one before it, after which the others went on."""
+    outcome, said = run(
+        "own.number == 1 and sys.exit(3)\n"
+        "time.sleep(0.5)\n"
+        "generation = meet(1)\n"
+        "time.sleep(0.5 * (2 - own.number))\n"
+        "sys.exit(4 + own.number)",
+        least=1,
+        workers=3,
+        patience=Patience(first_pause_s=30.0),
+    )
+    assert outcome.exit_code == 6, said
+    assert report(outcome).startswith("worker 2 failed first: it exited with code 6"), report(outcome)
+    assert "worker 1 exited with code 3, and the others went on" in report(outcome)
+    assert "worker 0 exited with code 4\n" in report(outcome)
+    assert said[:3] == [
+        "worker 1 exited with code 3.",
+        "Generation 2: workers 0, 2 go on.",
+        "worker 2 exited with code 6.",
+    ]
+
+
+def test_place_stays_empty_after_failures_without_a_step():
+    """If too few processes are left for good, the group ends with the exit code of the last one that was lost."""
+    outcome, said = run(
+        "own.number == 1 and sys.exit(3)\nwhile True:\n    meet(0)",
+        least=2,
+        workers=2,
+        patience=Patience(first_pause_s=0.1, max_restarts=2),
+    )
+    assert outcome.exit_code == 3, said
+    assert said.count("worker 1 exited with code 3.") == said.count("worker 1 starts again.") == 2
+    assert said[-1] == (
+        "worker 1 exited with code 3. It has failed 3 times without a step of the group, so its place stays empty."
+    )
+    assert report(outcome).startswith("worker 1 failed first: it exited with code 3")
