@@ -26,8 +26,9 @@ _MOST_STRANGERS = 256
 _AT_ONCE = 32
 _LONGEST_LINE = 1 << 16
 _CONNECT_S = 2.0
+_FIRST_RETRY_S = 0.005
 RETRY_S = 0.1
-"""Time between two attempts to connect, in seconds."""
+"""Time between two attempts to connect, in seconds. It grows to this, because processes that meet again are there at once."""
 
 
 @dataclass(frozen=True)
@@ -258,13 +259,15 @@ def reach(address: str, deadline_s: float) -> socket.socket | None:
       OSError: no attempt has succeeded.
     """
     cause: OSError | None = None
+    pause_s = _FIRST_RETRY_S
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
             # The kernel repeats a dropped attempt after 1 s, 2 s, 4 s and so on. A new one is sooner.
             return socket.create_connection(split(address), timeout=min(left_s, _CONNECT_S))
         except OSError as e:
             cause = e
-            time.sleep(max(0.0, min(RETRY_S, deadline_s - time.monotonic())))
+            time.sleep(max(0.0, min(pause_s, deadline_s - time.monotonic())))
+            pause_s = min(2 * pause_s, RETRY_S)
     if cause is not None:
         raise cause
     return None

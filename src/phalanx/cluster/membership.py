@@ -44,6 +44,7 @@ class Generation:
       rank: rank of this process.
       source: rank of the process whose variables the others take over, because it has made the most steps.
       is_even: whether all have made these steps, so that none has to take anything over.
+      is_alike: whether all have the same variables.
     """
 
     number: int
@@ -52,6 +53,7 @@ class Generation:
     rank: int
     source: int = 0
     is_even: bool = True
+    is_alike: bool = False
 
     @property
     def size(self) -> int:
@@ -111,13 +113,14 @@ class Membership(threading.Thread):
         self._own_host = self._connection.getsockname()[0]
         self.start()
 
-    def meet(self, *, call: int, progress: Sequence[int]) -> Generation | None:
+    def meet(self, *, call: int, progress: Sequence[int], variables: str = "") -> Generation | None:
         """Waits for the next generation, and returns it. None if the others have finished this training meanwhile.
 
         Args:
           call: how many trainings the program of this process has begun before, so that only processes in the same one meet.
           progress: how far the training has come in the variables that this process could give to others: the number of steps, and
             further numbers that grow. [-1] if it has none.
+          variables: what identifies its variables. Empty if it has none yet.
 
         Raises:
           StartupError: the rendezvous has ended.
@@ -125,7 +128,7 @@ class Membership(threading.Thread):
         """
         self.generation = None
         address = f"{self._own_host}:{_free_port(self._own_host)}"
-        self._say({"ready": {"call": call, "progress": list(progress), "address": address}})
+        self._say({"ready": {"call": call, "progress": list(progress), "variables": variables, "address": address}})
         found: Generation | str = self._next(self._generations)
         if isinstance(found, str):
             self.is_late = True

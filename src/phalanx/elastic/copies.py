@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of all variables in the memory of the host, from which a training goes on after the loss of a process."""
 
+import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ def kinds_of(values: Sequence[tuple[Variable, np.ndarray]]) -> list[Kind]:
         number = seen[variable.path] = seen.get(variable.path, -1) + 1
         found.append(Kind(variable.path, number, value.shape, str(value.dtype)))
     return found
+
+
+def fingerprint(kinds: Sequence[Kind]) -> str:
+    """Returns a text that is equal for equal variables."""
+    return hashlib.sha256(repr(sorted(kinds)).encode()).hexdigest()
 
 
 def taken_over(

@@ -3,6 +3,7 @@
 
 import gc
 import itertools
+import math
 import signal
 import threading
 import time
@@ -14,10 +15,9 @@ import numpy as np
 
 from phalanx.cluster import membership, watch
 from phalanx.cluster.notices import Notices
-from phalanx.elastic.copies import Copier, Copy, Kind, kinds_of, others, taken_over
+from phalanx.elastic.copies import Copier, Copy, Kind, fingerprint, kinds_of, others, taken_over
 from phalanx.errors import PeerLostError, StartupError, StateLostError, listed
-from phalanx.input.wire import exchange_bytes
-from phalanx.mesh import bootstrap
+from phalanx.mesh import bootstrap, coordination
 from phalanx.mesh.topology import Topology
 from phalanx.programs.identity import IdentityMap
 from phalanx.programs.interrupts import handler_of
@@ -33,6 +33,8 @@ _FIRST_EVERY = 8
 _AGREED_EVERY = 16
 _MOST_EVERY = 4096
 _ATTEMPTS = 10
+_AGREE_AFTER = 3
+"""Binary digits of the number of steps after which processes first agree on how often to copy: 8 steps."""
 _COLLECT_AFTER = 3
 """Steps of a new group after which what is left of the last one is collected."""
 
@@ -93,7 +95,9 @@ class Training:
         self._copy: Copy | None = None
         # What this process had when it left its last group, until it has what the next group has.
         self._brought: Copy | None = None
-        self.step, self._due, self._every = 0, 0, _FIRST_EVERY
+        self.step, self._due, self._every = 0, 0, strategy.elastic.copy_every or _FIRST_EVERY
+        # How often to copy according to the measurements of this process, and the binary digits of the step of the last agreement.
+        self._wanted, self._agreed = self._every, 0
         self.told, self.has_changed = [-1, 0], True
         self._end = [-1, 0]
         self._is_inside, self._steps_to_collect, self._clean = False, 0, 0
@@ -161,15 +165,9 @@ class Training:
         copy = self._copier.copy(self.step, self._progress.stage, position, self._strategy.topology)
         self._copy = copy or self._copy
         cost_s = time.perf_counter() - began_s
-        if self._progress.is_agreed:
-            self._every = _AGREED_EVERY
-        elif self._strategy.elastic.copy_every is not None:
-            self._every = self._strategy.elastic.copy_every
-        elif self._step_s < float("inf"):
-            every = max(1.0, cost_s / (_SHARE * self._step_s))
-            # A power of two, so that processes which measure a little differently copy at the same steps.
-            self._every = min(_MOST_EVERY, 1 << (int(every) - 1).bit_length())
-        self._due = self.step + 1 if copy is None else (self.step // self._every + 1) * self._every
+        if self._step_s < float("inf"):
+            self._wanted = math.ceil(min(_MOST_EVERY, max(1.0, cost_s / (_SHARE * self._step_s))))
+        self._due = self.step + 1 if copy is None else self._next_due
 
     def begin_steps(self, end: int) -> bool:
         """Notes that one or more steps begin. Call it when their batches have been read.
@@ -189,11 +187,28 @@ class Training:
         self._clean = own.steps
         if reason := own.change_point.is_reached():
             raise GroupChange(reason)
+        self._agree_on_copies()
         if self._is_due():
             self.keep()
         self._began_s = time.perf_counter()
         self._end = [self._progress.stage[0], end]
         return self._end > self.told
+
+    @property
+    def _next_due(self) -> int:
+        return (self.step // self._every + 1) * self._every
+
+    def _agree_on_copies(self) -> None:
+        """Decides with the others how often to copy, so that after a loss all go on from a copy of the same step.
+
+        They measure different times. Each time the number of steps has doubled, they take the longest interval.
+        """
+        if self._progress.is_agreed:
+            self._every = _AGREED_EVERY
+        elif self._strategy.elastic.copy_every is None and self._agreed < self.step.bit_length() > _AGREE_AFTER:
+            self._every = int(self._strategy.topology.exchange(np.array([self._wanted])).max())
+            self._due = min(self._due, self._next_due)
+        self._agreed = self.step.bit_length()
 
     def _is_due(self) -> bool:
         """Whether to copy now. If all processes must ask for the position at the same time, they decide together."""
@@ -274,7 +289,10 @@ class Training:
     def _try_to_change(self, offer: Copy, values: list[Any]) -> None:
         bootstrap.leave()
         forget_all()
-        generation = self._member.meet(call=self._call, progress=[offer.step, *offer.stage])
+        kinds = kinds_of(values)
+        generation = self._member.meet(
+            call=self._call, progress=[offer.step, *offer.stage], variables=fingerprint(kinds)
+        )
         if generation is None:
             self._strategy.move(0)
             put_values(values)
@@ -285,19 +303,22 @@ class Training:
         topology = self._strategy.topology
         has_it = topology.worker_index == generation.source
         with bootstrap.without_lines_of_gloo():
-            own = text.packed([offer.step, self.told, offer.position, kinds_of(values)]) if has_it else b""
-            told = exchange_bytes(own, topology.exchange)[generation.source]
-            step, theirs, position, kinds = text.unpacked(told)
+            own = text.packed([offer.step, self.told, offer.position, kinds, self._every]) if has_it else None
+            with topology.dispatching(is_step=False):
+                # Not by a collective, which would be a program to trace.
+                told = coordination.share(own)
+            step, theirs, position, kinds, self._every = text.unpacked(told)
             if not generation.is_even:
                 arrays = [np.zeros(kind.shape, kind.dtype) for kind in map(Kind._make, kinds)]
                 given = [value for _, value in values] if has_it else arrays
                 values = taken_over(values, kinds, topology.from_source(given))
-        put_values(values)
+        put_values(values, topology if generation.is_alike else None)
         self._progress.move(topology)
         self._progress.set_position(position)
         self.step, self._brought = step, None
         self.told = max(self.told, theirs) if self.told[0] == theirs[0] else theirs
         self._is_inside, self._due, self.has_changed = False, self.step, True
+        self._agreed = self.step.bit_length()
         # Not after the first step, which the others wait for.
         self._steps_to_collect = _COLLECT_AFTER
 

@@ -29,6 +29,8 @@ _HEARTBEAT_S = 100
 _REGISTER_S = 3
 """Time in seconds in which all processes of a group must come. They have met just before."""
 _SHUTDOWN_S = 5
+_SHARE_S = 600
+"""Time to wait for what another process shares, in seconds. If that one is lost, `break_off` ends the wait."""
 _KEPT_SERVICES = 2
 _ATTEMPTS = 5
 
@@ -104,6 +106,19 @@ def break_off() -> None:
             if {connection.getsockname()[1], connection.getpeername()[1]} & _ports:
                 connection.shutdown(socket.SHUT_RD)
     _end_client()
+
+
+def share(own: bytes | None) -> bytes:
+    """Returns the bytes that one process of the group passes; the others pass None. They go by way of the service.
+
+    Raises:
+      RuntimeError: the group has lost a process.
+    """
+    client: Any = distributed.global_state.client
+    if own is not None:
+        client.key_value_set_bytes("phalanx/shared", own)
+    found: bytes = client.blocking_key_value_get_bytes("phalanx/shared", 1000 * _SHARE_S)
+    return found
 
 
 def _end_client() -> None:

@@ -170,11 +170,24 @@ def unfinished_variables(home: Topology) -> list[tuple[Variable, bool]]:
     return found
 
 
-def put_values(values: Sequence[tuple[Variable, np.ndarray]]) -> None:
-    """Stores values as if the user had assigned them: the next program places them on its devices."""
+def put_values(values: Sequence[tuple[Variable, np.ndarray]], home: Topology | None = None) -> None:
+    """Stores values.
+
+    Args:
+      values: the variables and their values.
+      home: devices on which to place them, if all workers have the same values. With None, the next program broadcasts them first.
+    """
     for variable, value in values:
-        compat.set_raw_values([variable], [jax.device_put(value)])
         _forget(variable)
+        if home is None:
+            compat.set_raw_values([variable], [jax.device_put(value)])
+            continue
+        array = home.put_variable(value, compat.layout_path(variable))
+        compat.set_raw_values([variable], [array])
+        slot = slot_of(variable)
+        slot.store(array, home)
+        # On CPUs the array may share the memory of `value`. XLA does not write into memory that it has not allocated.
+        slot.owned = True
 
 
 def _combine_on_demand(variable: Variable) -> bool:
@@ -465,9 +478,9 @@ class _Variables:
     def _consumable(self, arrays: list[Any], shelf: Shelf) -> list[Any]:
         """Returns the arrays of the shelf, with copies of those that others may hold."""
         parted = _parted.ids()
-        for slot, array in zip(self._slots, arrays, strict=True):
-            if id(array) in parted:
-                slot.lend()
+        # Without a variable that would still hold the last array when references are counted.
+        for slot in compress(self._slots, [id(array) in parted for array in arrays]):
+            slot.lend()
         counts, taken = list(compat.reference_counts(arrays)), list(arrays)
         shelf.has_lent = False  # Before the loop, so that what another thread lends during it counts.
         for i, (slot, array, count) in enumerate(zip(self._slots, arrays, counts, strict=True)):

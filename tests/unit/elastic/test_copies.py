@@ -6,7 +6,7 @@ import pytest
 
 import phalanx
 from phalanx.elastic import copies
-from phalanx.elastic.copies import Copier, others
+from phalanx.elastic.copies import Copier, fingerprint, kinds_of, others
 
 
 @pytest.fixture
@@ -108,3 +108,13 @@ def test_others_have_their_present_values():
     v = keras.Variable([4.0])
     assert any(variable is v and value.tolist() == [4.0] for variable, value in others(found)[0])
     assert copies._variables.get(v)
+
+
+def test_fingerprint_does_not_depend_on_the_order():
+    """Two variables with one path differ by their number; another shape makes another text."""
+    v, same, other = keras.Variable([4.0], name="v"), keras.Variable([5.0], name="v"), keras.Variable(1.0, name="w")
+    values = [(x, np.asarray(x.value)) for x in (v, same, other)]
+    kinds = kinds_of(values)
+    assert [kind.number for kind in kinds] == [0, 1, 0]
+    assert fingerprint(kinds) == fingerprint(kinds[::-1])
+    assert fingerprint(kinds) != fingerprint([*kinds[:2], kinds[2]._replace(shape=(1,))])

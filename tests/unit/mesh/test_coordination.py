@@ -30,7 +30,8 @@ input()
 for service in services:
     coordination.connect(service, rank, 2, 20)
     jax.jit(double)(np.ones(3))
-    print(jax.process_index(), jax.process_count(), len(jax.devices()), len(coordination._ports), flush=True)
+    shared = coordination.share(f"{service}".encode() if rank == 1 else None) == service.encode()
+    print(jax.process_index(), jax.process_count(), len(jax.devices()), len(coordination._ports), shared, flush=True)
     coordination.disconnect()
     coordination.drop_devices()
 print(jax.process_count(), len(jax.devices()), flush=True)
@@ -84,14 +85,24 @@ def test_private_names_exist():
         "missed_heartbeat_callback",
     )
     assert all(name in client for name in names)
-    methods = ("connect", "shutdown", "key_value_set", "blocking_key_value_get")
+    methods = (
+        "connect",
+        "shutdown",
+        "key_value_set",
+        "blocking_key_value_get",
+        "key_value_set_bytes",
+        "blocking_key_value_get_bytes",
+    )
     assert all(hasattr(lib._jax.DistributedRuntimeClient, name) for name in methods)
     assert inspect.isdatadescriptor(distributed.State.client) or hasattr(distributed.global_state, "client")
 
 
 @pytest.mark.slow
 def test_two_groups_one_after_the_other(tmp_path):
-    """Two processes join a service, leave it, join another one, and are alone in the end. Each keeps what it has compiled."""
+    """Two processes join a service, leave it, join another one, and are alone in the end.
+
+    In each group, one shares bytes with the other. Each keeps what it has compiled.
+    """
     script = tmp_path / "group.py"
     script.write_text(GROUP)
     environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS", "TF_CONFIG")} | {
@@ -127,7 +138,7 @@ def test_two_groups_one_after_the_other(tmp_path):
         for rank, process in enumerate(processes):
             output, _ = process.communicate(timeout=DEADLINE_S)
             lines = [line for line in output.splitlines() if not line.startswith("[Gloo]")]
-            assert lines == [f"{rank} 2 2 2", f"{rank} 2 2 2", "1 1"]
+            assert lines == [f"{rank} 2 2 2 True", f"{rank} 2 2 2 True", "1 1"]
         assert all(list((tmp_path / "compiled").glob(f"jit_double_{rank}-*")) for rank in range(2))
         server.stdin.close()
         assert server.wait(DEADLINE_S) == 0

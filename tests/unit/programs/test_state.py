@@ -11,7 +11,7 @@ from steps import variable
 import phalanx
 from phalanx.compat import raw_value
 from phalanx.errors import StateLostError
-from phalanx.programs.state import State, slot_of
+from phalanx.programs.state import State, put_values, slot_of
 
 
 def test_held_values_stay_alive(strategy):
@@ -99,6 +99,23 @@ def test_lent_array_is_copied_until_a_step_has_stored_its_result(strategy):
         assert taken is not raw_value(v)
     state.run(lambda donated, kept, inputs: (donated[0], []), ([raw_value(v)], []), ([], []), [])
     assert slot_of(v).owned
+
+
+def test_values_are_put_on_the_devices(strategy):
+    """The next program consumes the arrays without a copy, and does not write into the memory of the given values."""
+    v = variable(strategy, np.zeros(1 << 10, "float32"))
+    strategy.run(add := (lambda: v.assign_add(jnp.ones(1 << 10))))
+    memory = np.zeros((1 << 10) + 16, "float32")
+    start = -memory.ctypes.data % 64 // 4
+    given = memory[start : start + (1 << 10)]  # XLA shares memory that begins at a multiple of 64 bytes.
+    put_values([(v, given)], strategy.topology)
+    state = State([v], [True], strategy.topology, strategy.topology)
+    assert id(state.take()[0][0][0]) == id(raw_value(v))
+    strategy.run(add)
+    assert v.numpy().tolist() == [2.0] * (1 << 10)
+    assert not given.any()
+    put_values([(v, given)])
+    assert v.numpy().tolist() == [0.0] * (1 << 10)
 
 
 def test_variables_move_between_programs(strategy):
