@@ -4,9 +4,12 @@ import csv
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,6 +66,38 @@ def test_others_go_on(case, undisturbed):
         assert job.wait(DEADLINE_S) == 0, job.output
         assert "Generation 2: worker" in job.output
         for x, y in zip(job.result()[:-1], undisturbed(how)[:-1], strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+@contextmanager
+def limited_memory(pid):
+    """Returns a context in which the kernel kills a process that takes 256 MB more: a control group. Skips where none can be made."""
+    root, limit = Path("/sys/fs/cgroup"), "memory.max"
+    if (root / "memory").is_dir():
+        root, limit = root / "memory", "memory.limit_in_bytes"
+    group = root / f"phalanx-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(f"{1 << 28}")
+        (group / "cgroup.procs").write_text(f"{pid}")
+    except OSError as e:
+        pytest.skip(f"no control group can be made: {e}")
+    try:
+        yield
+    finally:
+        group.rmdir()
+
+
+def test_memory_of_one_runs_out(undisturbed):
+    """The kernel kills it, the others go on, and the reason is named."""
+    with Job("loop", "1:3", EPOCHS, pause_s=PAUSE_S) as job:
+        victim = next(pid for pid, done in job.wait_until_complete().items() if done.worker == 1)
+        with limited_memory(victim):
+            assert job.lose([victim], "memory") < LONGEST_S
+        job.wait_until_complete()
+        assert job.wait(DEADLINE_S) == 0, job.output
+        assert "worker 1 was killed by SIGKILL (from outside; by the kernel, where memory runs out)." in job.output
+        for x, y in zip(job.result()[:-1], undisturbed("loop")[:-1], strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
@@ -409,67 +444,157 @@ print("seen", len(set(np.asarray(seen.value).tolist())), phalanx.cluster.members
 """
 
 
-def test_group_of_several_machines(tmp_path):
-    """A process dies, a whole machine does, and comes back: the others go on each time, and all have the same result."""
-    script = tmp_path / "train.py"
-    script.write_text(MACHINES.replace("EPOCHS", "900"))
-    port, launchers = free_ports(1)[0], {}
-    addresses = [f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
-    environment = inherited() | {TOKEN: new_token()}
+class Machines:
+    """A launcher of one elastic group on each of two machines. A context manager, which ends them.
 
-    def start(index):
-        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        logs.append(tmp_path / f"log{len(logs)}")
-        with logs[-1].open("w") as log:
-            launchers[index] = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "phalanx",
-                    "run",
-                    "--in-cluster",
-                    "--workers",
-                    "1:4",
-                    str(script),
-                    str(tmp_path),
-                ],
-                env={**environment, "TF_CONFIG": json.dumps(cluster), "PHALANX_STALL_TIMEOUT_S": "20"},
+    Args:
+      folder: for the script and its files.
+      script: the script.
+      addresses: addresses of the machines.
+      prefixes: commands that run a command on each machine.
+    """
+
+    def __init__(self, folder, script, addresses, prefixes=((), ())):
+        self.folder, self.addresses, self.prefixes = folder, addresses, prefixes
+        self.script = folder / "train.py"
+        self.script.write_text(script)
+        self.environment = inherited() | {TOKEN: new_token(), "PHALANX_STALL_TIMEOUT_S": "10"}
+        self.launchers, self.logs = {}, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for launcher in self.launchers.values():
+            launcher.kill()
+            launcher.wait()
+
+    def start(self, index, launcher="from phalanx.__main__ import main; main()"):
+        """Starts the launcher of a machine."""
+        cluster = {"cluster": {"worker": self.addresses}, "task": {"type": "worker", "index": index}}
+        options = ["run", "--in-cluster", "--workers", "1:4", str(self.script), str(self.folder)]
+        self.logs.append(self.folder / f"log{len(self.logs)}")
+        with self.logs[-1].open("w") as log:
+            self.launchers[index] = subprocess.Popen(
+                [*self.prefixes[index], sys.executable, "-c", launcher, *options],
+                env={**self.environment, "TF_CONFIG": json.dumps(cluster)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
 
-    def output():
-        return "\n".join(log.read_text() for log in logs)
+    @property
+    def output(self):
+        """What all have printed."""
+        return "\n".join(log.read_text() for log in self.logs)
 
-    def wait_for(size, numbers):
+    def wait_for(self, size, numbers):
+        """Waits until processes have made a step in a group of a size, and returns their ids."""
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
-            files = [tmp_path / str(number) for number in numbers]
+            files = [self.folder / str(number) for number in numbers]
             found = [file.read_text().split() for file in files if file.exists()]
             if len(found) == len(numbers) and all(len(words) == 2 and words[1] == str(size) for words in found):
                 return [int(words[0]) for words in found]
             time.sleep(0.01)
-        raise AssertionError(output())
+        raise AssertionError(self.output)
 
-    logs = []
-    try:
-        start(0)
-        start(1)
-        pids = wait_for(4, (0, 1, 2, 3))
+    def require_success(self):
+        """Waits for the end of all launchers, and requires that every process has seen the same."""
+        codes = [self.launchers[i].wait(DEADLINE_S) for i in (0, 1)]
+        assert codes == [0, 0], self.output
+        seen = sorted(re.findall(r"seen (\d+) (\d)", self.output))
+        assert seen == [("1", str(number)) for number in range(4)], self.output
+
+
+def test_group_of_several_machines(tmp_path):
+    """A process dies, a whole machine does, and comes back: the others go on each time, and all have the same result."""
+    port = free_ports(1)[0]
+    addresses = [f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
+    with Machines(tmp_path, MACHINES.replace("EPOCHS", "900"), addresses) as machines:
+        machines.start(0)
+        machines.start(1)
+        pids = machines.wait_for(4, (0, 1, 2, 3))
         os.kill(pids[3], 9)
-        wait_for(3, (0, 1, 2))
-        launchers[1].kill()
-        launchers[1].wait()
-        wait_for(2, (0, 1))
-        start(1)
-        wait_for(4, (0, 1, 2, 3))
-        codes = [launchers[i].wait(DEADLINE_S) for i in (0, 1)]
-    finally:
-        for launcher in launchers.values():
-            launcher.kill()
-            launcher.wait()
-    assert codes == [0, 0], output()
-    assert sorted(re.findall(r"seen (\d+) (\d)", output())) == [("1", str(number)) for number in range(4)], output()
+        machines.wait_for(3, (0, 1, 2))
+        machines.launchers[1].kill()
+        machines.launchers[1].wait()
+        machines.wait_for(2, (0, 1))
+        machines.start(1)
+        machines.wait_for(4, (0, 1, 2, 3))
+        machines.require_success()
+
+
+class Cable:
+    """Two network namespaces with addresses of their own, each of which stands for a machine, and a cable between them.
+
+    A context manager. Needs Linux, and the rights to make namespaces.
+    """
+
+    addresses = ("192.0.2.1", "192.0.2.2")  # RFC 5737
+
+    def __init__(self):
+        self.names = [f"phalanx{os.getpid()}{end}" for end in "ab"]
+
+    def __enter__(self):
+        ends = [f"{name}"[-15:] for name in self.names]
+        try:
+            for name in self.names:
+                self._ip("netns", "add", name)
+            self._ip(
+                "link", "add", ends[0], "netns", self.names[0], "type", "veth", "peer", ends[1], "netns", self.names[1]
+            )
+            for name, end, address in zip(self.names, ends, self.addresses, strict=True):
+                self._ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
+                self._ip("-n", name, "link", "set", "lo", "up")
+                self._ip("-n", name, "link", "set", end, "up")
+        except (OSError, subprocess.CalledProcessError) as e:
+            self.__exit__()
+            pytest.skip(f"network namespaces cannot be made: {e}")
+        self.end = ends[1]
+        return self
+
+    def __exit__(self, *_):
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+    def _ip(self, *words):
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    def prefix(self, index):
+        """Returns a command that runs a command on a machine. The name of the machine is its address, because gloo listens there."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.addresses[index]]
+        return ["ip", "netns", "exec", self.names[index], *named]
+
+    def set(self, state):
+        """Pulls the cable ("down"), or plugs it in ("up")."""
+        self._ip("-n", self.names[1], "link", "set", self.end, state)
+
+
+IMPATIENT = """
+from phalanx.cluster import door
+door.ANSWER_S, door._PROBE_S = 8, 1
+from phalanx.__main__ import main
+main()
+"""
+
+
+@pytest.mark.skipif(not (shutil.which("ip") and shutil.which("unshare")), reason="needs iproute2 and util-linux")
+def test_machine_that_disappears(tmp_path):
+    """It closes no connection. The others go on when it has been silent for long, and its workers join again later."""
+    with Cable() as cable:
+        addresses = [f"{address}:12345" for address in cable.addresses]
+        prefixes = [cable.prefix(index) for index in (0, 1)]
+        with Machines(tmp_path, MACHINES.replace("EPOCHS", "900"), addresses, prefixes) as machines:
+            machines.start(0, IMPATIENT)
+            machines.start(1, IMPATIENT)
+            machines.wait_for(4, (0, 1, 2, 3))
+            cable.set("down")
+            machines.wait_for(2, (0, 1))
+            machines.launchers[1].wait(DEADLINE_S)
+            cable.set("up")
+            machines.start(1, IMPATIENT)
+            machines.wait_for(4, (0, 1, 2, 3))
+            machines.require_success()
 
 
 PLAIN = """

@@ -26,6 +26,9 @@ _MOST_STRANGERS = 256
 _AT_ONCE = 32
 _LONGEST_LINE = 1 << 16
 _CONNECT_S = 2.0
+ANSWER_S = 30
+"""Time that another machine may be silent, in seconds. See `expect_answers`."""
+_PROBE_S, _PROBES = 5, 4
 _FIRST_RETRY_S = 0.005
 RETRY_S = 0.1
 """Time between two attempts to connect, in seconds. It grows to this, because processes that meet again are there at once."""
@@ -289,6 +292,25 @@ def split(address: str) -> tuple[str, int]:
     host, port = host_and_port(address)
     # The name may lead to two addresses. Another user could listen at the one that this cluster does not use.
     return "127.0.0.1" if host == "localhost" else host, port
+
+
+def expect_answers(connection: socket.socket) -> None:
+    """Makes the kernel end a connection whose other machine has not answered for `ANSWER_S` seconds.
+
+    A machine that disappears does not close its connections. One of its processes may be stopped: its kernel answers. See RFC 1122,
+    section 4.2.3.6, and RFC 5482.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": ANSWER_S - _PROBES * _PROBE_S,
+        "TCP_KEEPALIVE": ANSWER_S - _PROBES * _PROBE_S,  # The name of the same on macOS.
+        "TCP_KEEPINTVL": _PROBE_S,
+        "TCP_KEEPCNT": _PROBES,
+        "TCP_USER_TIMEOUT": 1000 * ANSWER_S,
+    }
+    for name, value in options.items():
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def encoded(message: Mapping[str, Any]) -> bytes:

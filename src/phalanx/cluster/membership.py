@@ -20,7 +20,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx.cluster.door import knock, send, split
+from phalanx.cluster.door import expect_answers, knock, send, split
 from phalanx.cluster.secret import secret_of
 from phalanx.cluster.spec import ClusterSpec, Task, tf_config
 from phalanx.errors import StartupError
@@ -110,6 +110,7 @@ class Membership(threading.Thread):
             stack.pop_all()
         self.is_late: bool = json.loads(welcome)["is_late"]
         self._connection.settimeout(None)
+        expect_answers(self._connection)
         self._own_host = self._connection.getsockname()[0]
         self.start()
 
@@ -167,7 +168,7 @@ class Membership(threading.Thread):
 
     @override
     def run(self) -> None:
-        with self._connection, self._lines:
+        with self._connection, self._lines, suppress(OSError):
             self._hear()
         self._generations.put(None)
         self._calls.put(None)

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx.cluster.door import RETRY_S, knock, parsed, reach, send
+from phalanx.cluster.door import RETRY_S, expect_answers, knock, parsed, reach, send
 from phalanx.cluster.resolvers.base import start_timeout_s
 from phalanx.cluster.secret import secret_of
 from phalanx.errors import StartupError
@@ -97,5 +97,6 @@ class Outpost(threading.Thread):
             if knock(connection, self._secret, self._hello, _HELLO_S) is not None:
                 return False
             connection.settimeout(None)
+            expect_answers(connection)
             stack.pop_all()
             return True

@@ -18,7 +18,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx.cluster.door import Door, Guest, Line
+from phalanx.cluster.door import Door, Guest, Line, expect_answers
 from phalanx.cluster.resolvers.base import start_timeout_s
 from phalanx.cluster.secret import secret_of
 from phalanx.errors import StartupError
@@ -203,6 +203,7 @@ class Rendezvous(threading.Thread):
                 guest.connection.close()
 
     def _admit(self, guest: Guest) -> None:
+        expect_answers(guest.connection)
         number, machine = guest.hello.get("member"), guest.hello.get("machine")
         if type(machine) is int and 0 < machine < len(self._launchers):
             self._lose(self._launchers[machine])
