@@ -33,7 +33,14 @@ STALL_S = 10.0
 KINDS = ("kill", "stop", "raise", "exit", "two", "term")
 """How processes are lost: SIGKILL, SIGSTOP, an exception, `os._exit`, SIGKILL of two at once, and SIGTERM."""
 
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "two": signal.SIGKILL, "term": signal.SIGTERM}
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "two": signal.SIGKILL,
+    "again": signal.SIGKILL,
+    "term": signal.SIGTERM,
+}
+_INTO_RECOVERY_S = 0.15
 _OF_THE_PARENT = ("NPROC", "PHALANX_CPU_DEVICES", "PYTHONPATH", "XLA_FLAGS", "TF_CONFIG")
 _DEADLINE_S = 60.0
 _END_S = 10.0
@@ -207,14 +214,16 @@ class Job(Training):
         super().__init__([*launcher, *script], int(workers.rpartition(":")[2]), environment)
 
     def lose(self, victims: Iterable[int], kind: str) -> float:
-        """Ends processes, and returns the time in seconds until all others have finished a step of the next generation.
+        """Ends processes, and returns the time in seconds from the last end until all others have finished a step of a later generation.
 
         Raises:
           RuntimeError: they do not.
         """
         before, lost = self.done(), set(victims)
-        began_s = time.monotonic()
-        for pid in lost:
+        for number, pid in enumerate(lost):
+            if kind == "again" and number:
+                time.sleep(_INTO_RECOVERY_S)
+            began_s = time.monotonic()
             if kind in _SIGNALS:
                 os.kill(pid, _SIGNALS[kind])
             else:
@@ -280,6 +289,21 @@ def play(
     return Played(seconds, differs, code)
 
 
+def lose_again(rng: random.Random) -> float | None:
+    """Starts a training of three processes, and kills two, the second one while the others recover.
+
+    Returns:
+      The time in seconds from the second kill to the next step of the last one. None if it does not make one.
+    """
+    with Job("loop", "1:3", 100_000) as job:
+        found = sorted(job.wait_until_complete())
+        time.sleep(rng.uniform(0.0, 0.5))
+        try:
+            return job.lose(rng.sample(found, 2), "again")
+        except RuntimeError:
+            return None
+
+
 def difference_from_undisturbed(job: Job, how: str, epochs: int) -> float:
     """Trains one process that nothing disturbs, and returns the largest relative difference of the weights."""
     disturbed = job.result()
@@ -323,6 +347,13 @@ def run(*, quick: bool, rounds: int = 50, seed: int = 0) -> Report:
         row = [name, rounds, median, worst, f"{played.differs:.1e}", played.code]
         report.add(row, how=name, seconds=played.seconds, differs=played.differs)
 
+    def lose_two_in_a_row() -> None:
+        tries = [lose_again(rng) for _ in range(1 if quick else max(10, rounds // 2))]
+        seconds = [s for s in tries if s is not None]
+        name = f"loop, another kill {_INTO_RECOVERY_S} s after the first: {len(seconds)} of {len(tries)} go on"
+        times = [statistics.median(seconds), max(seconds)] if seconds else ["", ""]
+        report.add([name, len(tries), *times, "", ""], how="again", seconds=tries)
+
     def compare() -> None:
         pairs = [
             (_speed("2:2", 2.0 if quick else 10.0), _speed("2", 2.0 if quick else 10.0))
@@ -333,6 +364,10 @@ def run(*, quick: bool, rounds: int = 50, seed: int = 0) -> Report:
         report.add([text, len(pairs), "", "", "", ""], pairs=pairs)
 
     report.measure(
-        [*(lambda h=h, d=d: lose(h, d) for h, d in (("loop", True), ("fit", True), ("loop", False))), compare]
+        [
+            *(lambda h=h, d=d: lose(h, d) for h, d in (("loop", True), ("fit", True), ("loop", False))),
+            lose_two_in_a_row,
+            compare,
+        ]
     )
     return report

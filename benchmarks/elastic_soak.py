@@ -18,7 +18,7 @@ from benchmarks.report import Report, verdict
 _TARGET = 5.0
 _WARM_UP = 10
 _PAUSE_S = 0.02
-_STEPS_PER_ROUND = 600
+_STEPS_PER_ROUND = 300
 """More than the group makes between two losses, so that the training outlasts them."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
