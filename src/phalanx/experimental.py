@@ -10,7 +10,7 @@ from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.watch import step_times
 from phalanx.input.placement import ValueContext
 from phalanx.mesh.device_assignment import DeviceAssignment
-from phalanx.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions
+from phalanx.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions, PowerSGD, TopK
 from phalanx.servers import partitioners
 from phalanx.servers.sharded import ShardedVariable
 from phalanx.strategies import multi_worker, tpu
@@ -89,12 +89,14 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
+    "PowerSGD",
     "PreemptionCheckpointHandler",
     "PreemptionWatcher",
     "ShardedVariable",
     "StepTimes",
     "TPUStrategy",
     "TerminationConfig",
+    "TopK",
     "ValueContext",
     "coordinator",
     "partitioners",

@@ -5,7 +5,7 @@ import enum
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
-from phalanx.errors import InvalidArgumentError, ReduceOpError, arguments, shown
+from phalanx.errors import InvalidArgumentError, ReduceOpError, arguments, listed, shown
 
 
 class ReduceOp(enum.Enum):
@@ -63,8 +63,65 @@ class CommunicationImplementation(enum.Enum):
 
 
 @dataclass(frozen=True)
+class PowerSGD:
+    """Compression of gradients: each matrix is sent as the product of two narrow ones. May be made in any context.
+
+    A gradient with m x n elements costs `rank * (m + n)`. Vectors, and gradients that this would not shorten, are sent whole.
+
+    Args:
+      rank: the number of columns of the narrow matrices.
+      start_step: number of steps of the optimizer during which gradients are sent whole. At the beginning they change most.
+
+    Raises:
+      InvalidArgumentError: `rank` is not a positive integer, or `start_step` is negative.
+
+    Source: Vogels et al. 2019, https://arxiv.org/abs/1905.13727.
+
+    Example:
+      >>> CommunicationOptions(compression=PowerSGD(rank=4)).compression.rank
+      4
+    """
+
+    rank: int = 2
+    start_step: int = 0
+
+    def __post_init__(self) -> None:
+        arguments.integer("rank", self.rank, least=1, hint="rank=2")
+        arguments.integer("start_step", self.start_step, least=0, hint="start_step=100")
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Compression of gradients: each replica sends its elements with the largest magnitudes. May be made in any context.
+
+    An element costs 8 bytes, because its place is sent too, and each replica receives those of all others.
+
+    Args:
+      fraction: the share of the elements of all compressed gradients, above 0 and at most 1.
+
+    Raises:
+      InvalidArgumentError: `fraction` is not such a number.
+
+    Source: Aji and Heafield 2017, https://arxiv.org/abs/1704.05021.
+
+    Example:
+      >>> CommunicationOptions(compression=TopK(0.05)).compression.fraction
+      0.05
+    """
+
+    fraction: float = 0.01
+
+    def __post_init__(self) -> None:
+        number = self.fraction
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number <= 1:
+            raise InvalidArgumentError(
+                f"fraction={shown(number)}", "must be a number above 0 and at most 1.", "fraction=0.01"
+            )
+
+
+@dataclass(frozen=True)
 class CommunicationOptions:
-    """Hints for collectives. Only `wire_dtype` affects results; the others affect speed. May be used in any context.
+    """Options for collectives. Only `wire_dtype` and `compression` affect results; the others affect speed. May be used in any context.
 
     Args:
       bytes_per_pack: size at which a buffer of concatenated gradients is closed, in bytes. A buffer holds at most 64
@@ -77,9 +134,13 @@ class CommunicationOptions:
         dtype, and the sum is rounded again. This halves the bytes of float32, but within one machine the rounding costs
         more than it saves. All replicas get the same result. Its error is below 1% of the sum of the magnitudes.
         Algorithms that copy between devices (`HierarchicalCopyAllReduce`, `ReductionToOneDevice`) ignore it.
+      compression: how the gradients that an optimizer applies are sent: None, "bfloat16", "int8" (a scale for 256 elements), `PowerSGD`
+        or `TopK`. Gradients with fewer than 1,024 elements, and gradients of integers, are sent whole.
+      error_feedback: whether what a replica has not sent of a gradient is added to its next one. It takes the memory of one more
+        gradient, which checkpoints save.
 
     Raises:
-      InvalidArgumentError: a size or time is negative, or an implementation or dtype is unknown.
+      InvalidArgumentError: a size or time is negative, or an implementation, dtype or compression is unknown.
 
     Example:
       >>> CommunicationOptions(bytes_per_pack=1 << 20, implementation="ring").implementation
@@ -90,8 +151,21 @@ class CommunicationOptions:
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
     wire_dtype: str | None = None
+    compression: str | PowerSGD | TopK | None = None
+    error_feedback: bool = True
 
     def __post_init__(self) -> None:
+        choices = ("bfloat16", "int8")
+        is_known = isinstance(self.compression, (PowerSGD, TopK)) or (
+            isinstance(self.compression, str) and self.compression in choices
+        )
+        if self.compression is not None and not is_known:
+            raise InvalidArgumentError(
+                f"compression={shown(self.compression)}",
+                f"must be {listed(choices)}, PowerSGD, TopK or None.",
+                'compression="int8"',
+            )
+        arguments.instance("error_feedback", self.error_feedback, bool, "error_feedback=False")
         size = arguments.integer("bytes_per_pack", self.bytes_per_pack, least=0, hint="bytes_per_pack=1 << 20")
         object.__setattr__(self, "bytes_per_pack", size)
         arguments.seconds("timeout_seconds", self.timeout_seconds)

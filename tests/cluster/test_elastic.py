@@ -201,6 +201,50 @@ def disturbed(tmp_path):
     return run_and_kill
 
 
+APART = """
+import os, sys, time
+from pathlib import Path
+import phalanx
+import keras, numpy as np
+from phalanx.experimental import CommunicationOptions, TopK
+keras.utils.set_random_seed(0)
+strategy = phalanx.MultiWorkerMirroredStrategy(communication_options=CommunicationOptions(compression=COMPRESSION))
+with strategy.scope():
+    model = keras.Sequential([keras.Input((48,)), keras.layers.Dense(48, use_bias=False)])
+    optimizer = keras.optimizers.SGD(0.5, gradient_accumulation_steps=ACCUMULATION)
+rng = np.random.default_rng(0)
+x = rng.normal(size=(96, 48)).astype("float32") / 7
+y = x @ rng.normal(size=(48, 48)).astype("float32")
+def replica_step(batch):
+    with phalanx.GradientTape() as tape:
+        loss = phalanx.nn.compute_average_loss(keras.ops.sum((model(batch[0]) - batch[1]) ** 2, axis=1))
+    variables = model.trainable_variables
+    optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+    return loss
+@phalanx.function
+def step(batch):
+    return strategy.reduce("SUM", strategy.run(replica_step, args=(batch,)), axis=None)
+dataset = strategy.experimental_distribute_dataset((x, y), batch_size=96)
+here, losses = Path(sys.argv[1]), []
+for loss in phalanx.elastic.steps(step, dataset, epochs=900):
+    losses.append(float(loss))
+    (here / str(os.getpid())).write_text(str(len(losses)))
+    time.sleep(0.02)
+print("losses", losses[-1], flush=True)
+"""
+
+
+@pytest.mark.parametrize(("compression", "accumulation"), [("TopK(0.1)", "None"), ("None", "2")])
+def test_gradients_that_were_not_sent_survive(disturbed, compression, accumulation):
+    """Those of the processes that are left. Accumulated gradients are sent before anything is copied."""
+    code, output = disturbed(APART.replace("COMPRESSION", compression).replace("ACCUMULATION", accumulation), 2)
+    assert code == 0, output
+    found = [float(loss) for loss in re.findall(r"losses (\S+)", output)]
+    assert 1 <= len(found) <= 2, output
+    assert max(found) < 0.1, output
+    assert output.count("was killed by SIGKILL") == 2
+
+
 @pytest.mark.parametrize("donate", [True, False])
 def test_every_row_counts_once_per_epoch(disturbed, donate):
     """Whatever is repeated, also if only processes are left that have joined later. The loop hears of each step once, in order."""

@@ -19,8 +19,19 @@ def of_options():
     return {
         "CommunicationOptions": Case(
             experimental.CommunicationOptions,
-            {"bytes_per_pack": 0, "timeout_seconds": None, "implementation": "auto", "wire_dtype": None},
+            {
+                "bytes_per_pack": 0,
+                "timeout_seconds": None,
+                "implementation": "auto",
+                "wire_dtype": None,
+                "compression": None,
+                "error_feedback": True,
+            },
         ),
+        "PowerSGD": Case(
+            experimental.PowerSGD, {"rank": 2, "start_step": 0}, takes={"rank": COUNT, "start_step": INDEX}
+        ),
+        "TopK": Case(experimental.TopK, {"fraction": 0.01}),
         "ElasticOptions": Case(
             phalanx.elastic.ElasticOptions,
             {"donate": True, "copy_every": None},
@@ -215,7 +226,13 @@ GROUPS = {"options": of_options, "clusters": of_clusters}
 """Cases that share what they are made of."""
 
 TAKES: dict[str, dict[str, set[str]]] = {
-    "CommunicationOptions": {"bytes_per_pack": INDEX, "timeout_seconds": SECONDS, "wire_dtype": NONE},
+    "CommunicationOptions": {
+        "bytes_per_pack": INDEX,
+        "timeout_seconds": SECONDS,
+        "wire_dtype": NONE,
+        "compression": NONE,
+        "error_feedback": {"True"},
+    },
     "CommunicationOptions.merge": {"other": NONE},
     "RunOptions": {
         "experimental_enable_dynamic_batch_size": {"True"},

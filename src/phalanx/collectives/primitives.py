@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import linear_call
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
+from phalanx.collectives.codes import Rounded, coded_sum
 from phalanx.errors import PhalanxError, ReduceOpError, arguments, shown
-from phalanx.mesh.annotated import all_to_all, psum
+from phalanx.mesh.annotated import psum
 from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.values import differs
 from phalanx.options import ReduceOp
@@ -99,31 +100,14 @@ def _is_wider(x: jax.Array, wire_dtype: str) -> bool:
 
 
 def _narrow_sum(wire_dtype: str, x: jax.Array) -> jax.Array:
-    """Returns the sum over the replicas, sent in `wire_dtype`.
-
-    Each replica adds one part of the array and sends the result to all others, so all replicas hold the same bits.
-    """
+    """Returns the sum over the replicas, sent in `wire_dtype`."""
 
     def total(_: tuple[()], x: jax.Array) -> jax.Array:
-        n = lax.axis_size(REPLICA_AXIS)
-        parts = jnp.pad(x.ravel(), (0, -x.size % n)).reshape(n, -1)
-        arrived = all_to_all(_bits(parts, wire_dtype), REPLICA_AXIS, split_axis=0, concat_axis=0)
-        own = _numbers(arrived, wire_dtype, x.dtype).sum(axis=0)
-        everything = lax.all_gather(_bits(own, wire_dtype), REPLICA_AXIS).ravel()
-        return _numbers(everything[: x.size].reshape(x.shape), wire_dtype, x.dtype)
+        return coded_sum(Rounded(wire_dtype), x)[0]
 
     # Like psum, it is its own transpose. The transpose that JAX derives would add in the narrow dtype.
     result: jax.Array = linear_call(total, total, (), x)
     return result
-
-
-# On CPUs, XLA sends narrow floats as float32, but integers unchanged.
-def _bits(x: jax.Array, wire_dtype: str) -> jax.Array:
-    return lax.bitcast_convert_type(x.astype(wire_dtype), jnp.uint16)
-
-
-def _numbers(bits: jax.Array, wire_dtype: str, dtype: DTypeLike) -> jax.Array:
-    return lax.bitcast_convert_type(bits, jnp.dtype(wire_dtype)).astype(dtype)
 
 
 def all_reduce(

@@ -51,6 +51,19 @@ def accumulators(optimizer: keras.optimizers.Optimizer, variables: Sequence[Vari
     return found
 
 
+def unsent(shape: tuple[int, ...]) -> Variable:
+    """Returns a variable for what the replicas have not sent of a gradient. It is added up only when it is read."""
+    variable = Variable(initializer="zeros", shape=shape, dtype="float32", trainable=False, name="unsent")
+    variable._synchronization, variable._aggregation = "on_demand", "sum"
+    variable._phalanx_is_unsent = True
+    return variable
+
+
+def is_unsent(variable: Variable) -> bool:
+    """Whether a variable holds what the replicas have not sent. A training goes on without the part of a process that is lost."""
+    return "_phalanx_is_unsent" in vars(variable)
+
+
 def is_last_accumulated(optimizer: keras.optimizers.Optimizer) -> jax.Array:
     """Returns whether this step applies the accumulated gradients: a bool scalar, traced inside a program."""
     is_last: jax.Array = (optimizer._iterations.value + 1) % optimizer.gradient_accumulation_steps == 0

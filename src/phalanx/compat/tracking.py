@@ -2,7 +2,7 @@
 """The objects that layers, models, metrics and optimizers consist of, and hooks that run when such an object gets variables."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -85,10 +85,40 @@ def on_growth(hear: Callable[[Owner], None]) -> None:
     _growth.append(hear)
 
 
+def beside(
+    optimizer: keras.optimizers.Optimizer,
+    kind: str,
+    variables: Sequence[Variable],
+    make: Callable[[Variable], Variable],
+) -> list[Variable]:
+    """Returns a variable for each of some variables that an optimizer trains. They are made when they are first asked for.
+
+    They do not belong to `optimizer.variables`, so files of Keras do not contain them, and checkpoints of Phalanx do.
+
+    Args:
+      optimizer: the optimizer.
+      kind: the purpose of the variables.
+      variables: the trained variables.
+      make: makes the variable for one of them.
+    """
+    # Through `vars`, because Keras tracks what is set as an attribute.
+    kept = vars(optimizer).setdefault("phalanx_kept", {}).setdefault(kind, {})
+    indices = [str(optimizer._get_variable_index(v)) for v in variables]
+    new = {index: make(variable) for index, variable in zip(indices, variables, strict=True) if index not in kept}
+    kept.update(new)
+    if new:
+        _tell(optimizer)
+    return [kept[index] for index in indices]
+
+
 def _after(original: Callable[..., None], self: Owner, *args: PyTree) -> None:
     original(self, *args)
+    _tell(self)
+
+
+def _tell(owner: Owner) -> None:
     for hear in _growth:
-        hear(self)
+        hear(owner)
 
 
 extend(keras.layers.Layer, "_post_build")(_after)

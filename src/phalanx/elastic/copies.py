@@ -4,7 +4,7 @@
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from phalanx import compat
 from phalanx.compat import Variable
 from phalanx.mesh.topology import Topology
 from phalanx.programs.identity import IdentityMap
-from phalanx.programs.state import to_host, unfinished_variables
+from phalanx.programs.state import own_sum, put_own_sum, to_host
 
 _variables: IdentityMap[bool] = IdentityMap()
 """All Keras variables of this process."""
@@ -96,12 +96,14 @@ class Copy:
       stage: what was done after these steps. See `Progress`.
       position: how far the training had come, apart from the variables.
       values: the values of the variables.
+      sums: what only this process has of variables that are added up over the replicas later.
     """
 
     step: int
     stage: list[int]
     position: dict[str, Any]
     values: "IdentityMap[np.ndarray]"
+    sums: "IdentityMap[np.ndarray]" = field(default_factory=IdentityMap)
 
 
 class Copier:
@@ -136,15 +138,15 @@ class Copier:
         """
         values: IdentityMap[np.ndarray] = IdentityMap()
         self._known = _changes.count
-        unfinished = {id(v): is_zero for v, is_zero in unfinished_variables(topology)}
+        sums: IdentityMap[np.ndarray] = IdentityMap()
         for variable, _ in _variables.items():
             array = compat.raw_value(variable)
-            if array is None:
-                is_zero = unfinished.get(id(variable))
-                if is_zero is False:
+            if _is_on_demand(variable):
+                own = own_sum(variable, topology)
+                # Accumulated gradients must not be lost.
+                if own is None or (own.any() and not compat.is_unsent(variable)):
                     return None
-                if is_zero:
-                    values[variable] = np.zeros(variable.shape, compat.dtype_of(variable))
+                sums[variable] = own
             elif isinstance(array, jax.Array):
                 if not array.is_deleted():
                     values[variable] = self._of(variable, array, topology)
@@ -153,7 +155,7 @@ class Copier:
                     values[variable] = last[1] if last else np.zeros(variable.shape, compat.dtype_of(variable))
                 else:
                     return None
-        return Copy(step, stage, position, values)
+        return Copy(step, stage, position, values, sums)
 
     def _of(self, variable: Variable, array: jax.Array, topology: Topology) -> np.ndarray:
         last = self._last.get(variable)
@@ -169,10 +171,21 @@ def others(copy: Copy) -> tuple[list[tuple[Variable, np.ndarray]], list[str]]:
     found, lost = [], []
     for variable, _ in _variables.items():
         array = compat.raw_value(variable)
-        if copy.values.get(variable) is not None or not isinstance(array, jax.Array):
+        if copy.values.get(variable) is not None or not isinstance(array, jax.Array) or _is_on_demand(variable):
             continue
         if array.is_deleted():
             lost.append(variable.path)
         else:
             found.append((variable, np.array(array)))
     return found, lost
+
+
+def put_sums(copy: Copy, topology: Topology) -> None:
+    """Gives this process what it had of the variables that are added up later. A process without a copy begins with zeros."""
+    for variable, _ in _variables.items():
+        if _is_on_demand(variable):
+            put_own_sum(variable, copy.sums.get(variable), topology)
+
+
+def _is_on_demand(variable: Variable) -> bool:
+    return bool(variable.synchronization == "on_demand")

@@ -148,7 +148,8 @@ def to_host(array: Any, topology: Topology) -> np.ndarray:
 
 
 def _forget(variable: Variable) -> None:
-    _restored.discard(variable)
+    if not compat.is_new(variable):  # A variable that a step makes gets its first value after its restored components.
+        _restored.discard(variable)
     slot = _slots.get(variable)
     if slot is not None:
         slot.array = slot.components = None
@@ -157,17 +158,45 @@ def _forget(variable: Variable) -> None:
 compat.on_assign(_forget)
 
 
-def unfinished_variables(home: Topology) -> list[tuple[Variable, bool]]:
-    """Returns the variables of which the replicas have values of their own that nobody has combined, and whether these are all zero.
+def own_sum(variable: Variable, home: Topology) -> np.ndarray | None:
+    """Returns a copy of what the replicas of this process have of a variable that is added up on demand.
+
+    None if a program that failed has consumed it.
 
     Args:
-      home: the devices of the replicas. The values of other processes are not looked at.
+      variable: the variable.
+      home: the devices of the replicas.
     """
-    found = []
-    for variable, slot in _slots.items():
-        if slot.home is home and slot.components is not None and raw_value(variable) is None:
-            found.append((variable, not any(np.any(shard.data) for shard in slot.components.addressable_shards)))
-    return found
+    slot, array = slot_of(variable), raw_value(variable)
+    if slot.home is home and slot.components is not None and slot.array is array:
+        if slot.components.is_deleted():
+            return None
+        own: np.ndarray = np.sum([np.array(shard.data).sum(0) for shard in slot.components.addressable_shards], axis=0)
+        return own
+    # No program has used it yet, or the user has assigned it. Then it belongs to the first replica.
+    if isinstance(array, jax.Array) and not array.is_deleted() and home.worker_index == 0:
+        return np.array(array)
+    return np.zeros(variable.shape, compat.dtype_of(variable))
+
+
+def put_own_sum(variable: Variable, own: np.ndarray | None, home: Topology) -> None:
+    """Gives the first replica of this process what `own_sum` returned; None stands for zeros. All processes must call it.
+
+    Args:
+      variable: the variable.
+      own: the value.
+      home: the devices of the replicas, which may be others than before.
+    """
+    rows = np.zeros((len(home.local_replicas), *variable.shape), compat.dtype_of(variable))
+    if own is not None:
+        rows[0] = own
+    if home.num_replicas == 1:
+        put_values([(variable, rows[0])], home)
+        return
+    compat.set_raw_values([variable], [None])
+    slot = slot_of(variable)
+    slot.store(None, home)
+    slot.components = home.put_per_replica([rows])[0]
 
 
 def put_values(values: Sequence[tuple[Variable, np.ndarray]], home: Topology | None = None) -> None:
@@ -197,6 +226,8 @@ def _combine_on_demand(variable: Variable) -> bool:
             total = _sum_of_components(slot.components)
         # The variable first: an interrupt between the two leaves a value without components, which is still the right total.
         compat.set_raw_values([variable], [total])
+        if isinstance(total, jax.core.Tracer):
+            return True  # Keras reads all variables of an optimizer in a step. The value must not stay when the trace has ended.
         slot.array = total
     return False
 

@@ -12,6 +12,7 @@ from phalanx.errors import InvalidArgumentError, shown, warn_of_slip
 from phalanx.mesh.devices import device_name
 from phalanx.mesh.layout import LayoutLike, layout_of
 from phalanx.mesh.topology import Topology, axes_of
+from phalanx.options import CommunicationOptions
 from phalanx.strategies.synchronous import SynchronousStrategy
 
 
@@ -23,6 +24,7 @@ class MirroredStrategy(SynchronousStrategy):
       devices: a list of devices, for example `["/gpu:0", "/gpu:1"]`, or their number. None takes all GPUs, or all CPU
         devices if there are no GPUs.
       cross_device_ops: the algorithm that reduces gradients over the replicas. None selects an all-reduce.
+      communication_options: `bytes_per_pack`, `wire_dtype` and `compression` for gradients. The other options do nothing.
       model_axis: name and size of a mesh axis over which XLA partitions each replica. With `("model", 2)`, four devices
         form two replicas of two devices.
       layout: which variables are sharded over which mesh axes: a `keras.distribution.LayoutMap`, a dict from variable
@@ -31,7 +33,7 @@ class MirroredStrategy(SynchronousStrategy):
 
     Raises:
       DeviceError: this process does not have a device, or a device is listed twice.
-      InvalidArgumentError: `cross_device_ops` or `layout` has the wrong type, the mesh does not have an axis of the
+      InvalidArgumentError: an argument has the wrong type, or does not go with a compression, the mesh does not have an axis of the
         layout, or the size of `model_axis` does not divide the number of devices.
       StartupError: XLA has fewer threads than several CPU devices need.
 
@@ -48,6 +50,7 @@ class MirroredStrategy(SynchronousStrategy):
         devices: Sequence[str | jax.Device] | int | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
+        communication_options: CommunicationOptions | None = None,
         model_axis: tuple[str, int] | None = None,
         layout: LayoutLike = None,
     ) -> None:
@@ -64,4 +67,5 @@ class MirroredStrategy(SynchronousStrategy):
                 "phalanx.set_virtual_cpu_devices(2) at the top of the script to try several replicas on CPUs, or "
                 f'phalanx.OneDeviceStrategy("{device_name(topology.devices[0])}") if one replica is intended',
             )
-        super().__init__(topology, cross_device_ops and cross_device_ops.for_devices(topology.first_devices))
+        ops = cross_device_ops and cross_device_ops.for_devices(topology.first_devices)
+        super().__init__(topology, ops, communication_options)

@@ -28,7 +28,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
     Args:
       cluster_resolver: describes the processes of the cluster and the task of this process. None reads TF_CONFIG, or
         the environment variables of Slurm, Kubernetes and other schedulers.
-      communication_options: `bytes_per_pack` and `wire_dtype` for gradients, `timeout_seconds` for the wait for other
+      communication_options: `bytes_per_pack`, `wire_dtype` and `compression` for gradients, `timeout_seconds` for the wait for other
         processes at the start and in a step, and `implementation`.
       stall_timeout_s: time in seconds after which a stall ends the job. If one process waits and no process makes
         progress for this time, all processes write the stacks of their threads, report which process stalled, and exit.
@@ -86,16 +86,11 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         bootstrap.start(resolver, options.timeout_seconds, self._stall_timeout_s)
         topology = Topology(tuple(jax.devices()), axes)
         _require_implementation(options.implementation, topology)
-        super().__init__(topology)
-        self._resolver, self._options = resolver, options
+        super().__init__(topology, options=options)
+        self._resolver = resolver
         if topology.num_workers > 1:
             with bootstrap.without_lines_of_gloo():
                 compat.agree_on_seed(lambda seed: topology.from_chief([seed])[0])
-
-    @property
-    @override
-    def communication_options(self) -> CommunicationOptions:
-        return self._options
 
     @property
     @override

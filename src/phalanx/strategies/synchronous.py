@@ -6,10 +6,13 @@ from contextlib import contextmanager
 
 from typing_extensions import override
 
+from phalanx.collectives.compression import Compression, compression_of
 from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
+from phalanx.errors import InvalidArgumentError, arguments
 from phalanx.mesh import bootstrap
 from phalanx.mesh.layout import AbstractLayout
 from phalanx.mesh.topology import Topology
+from phalanx.options import CommunicationOptions
 from phalanx.strategies.base import Strategy
 
 
@@ -19,13 +22,32 @@ class SynchronousStrategy(Strategy):
     Args:
       topology: the replicas and their devices.
       cross_device_ops: the algorithm that reduces gradients over the replicas. None selects the fastest one.
+      options: options for the reduction of gradients.
+
+    Raises:
+      InvalidArgumentError: `options` has the wrong type, or chooses a compression that does not go with the rest.
     """
 
-    def __init__(self, topology: Topology, cross_device_ops: CrossDeviceOps | None = None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        cross_device_ops: CrossDeviceOps | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> None:
         super().__init__()
+        if options is not None:
+            arguments.instance(
+                "communication_options",
+                options,
+                CommunicationOptions,
+                'communication_options=phalanx.experimental.CommunicationOptions(compression="int8")',
+            )
         if topology.num_workers == 1:
             bootstrap.warn_if_alone(type(self).__name__)
-        self._topology, self._chosen_ops = topology, cross_device_ops
+        self._topology, self._chosen_ops, self._options = topology, cross_device_ops, options
+        self._compression = compression_of(options) if options else None
+        if options and self._compression:
+            _require_plain_sums(options, topology, cross_device_ops)
 
     @property
     @override
@@ -44,6 +66,16 @@ class SynchronousStrategy(Strategy):
             return None
         return self._chosen_ops or _fastest_ops(self.topology)
 
+    @property
+    @override
+    def communication_options(self) -> CommunicationOptions | None:
+        return self._options
+
+    @property
+    @override
+    def compression(self) -> Compression | None:
+        return self._compression
+
     @contextmanager
     def placed_on(self, topology: Topology) -> Iterator[None]:
         """Traces programs in the context for other devices. They may be absent, because nothing is placed on them."""
@@ -52,6 +84,23 @@ class SynchronousStrategy(Strategy):
             yield
         finally:
             self._topology = own
+
+
+def _require_plain_sums(options: CommunicationOptions, topology: Topology, ops: CrossDeviceOps | None) -> None:
+    """Checks that a compression replaces nothing that the user has chosen."""
+    call = f"CommunicationOptions(compression={options.compression!r})"
+    if ops is not None:
+        raise InvalidArgumentError(
+            f"{call} with cross_device_ops={type(ops).__name__}()",
+            "both say how gradients are sent.",
+            "leave one of them out",
+        )
+    if topology.axes or topology.layout is not None:
+        raise InvalidArgumentError(
+            f"{call} with a layout or a model axis",
+            "only gradients that every replica holds whole can be compressed.",
+            "leave out layout and model_axis, or compression",
+        )
 
 
 def _fastest_ops(topology: Topology) -> CrossDeviceOps:

@@ -18,6 +18,7 @@ from phalanx.mesh.device_assignment import DeviceAssignment
 from phalanx.mesh.layout import MODEL_AXIS, AbstractLayout, LayoutLike, layout_of
 from phalanx.mesh.topology import Topology
 from phalanx.mesh.tpu_system import devices_of, initialize_tpu_system
+from phalanx.options import CommunicationOptions
 from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.tracing import context
 
@@ -37,11 +38,12 @@ class TPUStrategy(SynchronousStrategy):
       experimental_spmd_xla_partitioning: whether the program never addresses single logical devices, as in
         tf.distribute. XLA partitions all programs in any case.
       layout: which variables are sharded, as in `MirroredStrategy`.
+      communication_options: as in `MirroredStrategy`.
 
     Raises:
       DeviceError: this machine has no TPU, or the assignment belongs to another system.
       ClusterError, StartupError: the hosts cannot be connected.
-      InvalidArgumentError: an argument has the wrong type.
+      InvalidArgumentError: an argument has the wrong type, or a compression does not go with the others.
 
     Source: tf.distribute.TPUStrategy.
 
@@ -60,6 +62,7 @@ class TPUStrategy(SynchronousStrategy):
         experimental_spmd_xla_partitioning: bool = False,
         *,
         layout: LayoutLike = None,
+        communication_options: CommunicationOptions | None = None,
     ) -> None:
         resolver = TPUClusterResolver() if tpu_cluster_resolver is None else tpu_cluster_resolver
         assignment = experimental_device_assignment
@@ -81,7 +84,7 @@ class TPUStrategy(SynchronousStrategy):
             cores = found.device_coordinates.reshape(-1, 1, found.mesh_rank)
             assignment = DeviceAssignment(found, cores)
         topology = _topology_of(assignment, found.num_tasks, layout_of(layout))
-        super().__init__(topology)
+        super().__init__(topology, options=communication_options)
         self._resolver, self._is_spmd = resolver, bool(experimental_spmd_xla_partitioning)
 
     @property

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from phalanx import compat
 from phalanx.collectives import primitives
+from phalanx.collectives.compression import Compression
 from phalanx.compat import Variable
 from phalanx.errors import InvalidArgumentError, NestedWriteError, VariableError
 from phalanx.errors.frames import user_place
@@ -25,6 +26,7 @@ from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.options import ReduceOp
 from phalanx.tracing import averages, context, draws
 from phalanx.tracing.boundary import combine, first_component
+from phalanx.tracing.compressed import CompressedSum
 from phalanx.tracing.discovery import AbstractPass, Entry
 from phalanx.tracing.draws import AbstractIterator
 from phalanx.tracing.policy import Combine, Write, describe, refuse_write
@@ -235,8 +237,13 @@ class LiftScope(compat.AbstractLiftScope):
             self._defer_gradients(strategy, optimizer, grads, variables)
             return
         add_once(optimizer, self.pass_.notes.optimizers)
-        if compat.accumulation_steps(optimizer) and not self._free_writes and _num_replicas() > 1:
-            grads = self._accumulate(optimizer, _weight(grads), variables)
+        accumulates = compat.accumulation_steps(optimizer) and not self._free_writes
+        # With one replica too, because a process that joins a group begins alone.
+        accumulators = compat.accumulators(optimizer, variables) if accumulates else []
+        if accumulates and _num_replicas() > 1:
+            grads = self._accumulate(optimizer, _weight(grads), variables, accumulators)
+        elif strategy.compression is not None and not self._free_writes:
+            grads = self._compress(strategy.compression, optimizer, grads, variables)
         else:
             grads = self.aggregated(grads)
         with self.updating():
@@ -319,29 +326,65 @@ class LiftScope(compat.AbstractLiftScope):
         if _num_replicas() == 1:
             return grads
         strategy = context.get_strategy()
+        if strategy.compression is not None:
+            raise InvalidArgumentError(
+                "optimizer.stateless_apply under a strategy with compression",
+                "it names no variables beside which the optimizer could keep what was not sent.",
+                "optimizer.apply(gradients, variables)",
+            )
         if any(dim is not None for dim in dims):
             return strategy.divide_gradients(grads, dims)
         return strategy.aggregate_gradients(grads)
 
-    def _accumulate(self, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any) -> Sequence[Any]:
+    def _compress(
+        self, compression: Compression, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any
+    ) -> Sequence[Any]:
+        self.aggregations += 1
+        compressed = self._compressed(compression, optimizer, grads, variables)
+        sums, kept = compressed.sum(_weight(grads), [self.get_current_value(v) for v in compressed.variables])
+        self._update(compressed.variables, kept)
+        return sums
+
+    def _compressed(
+        self, compression: Compression, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any
+    ) -> CompressedSum:
+        compat.build_optimizer(optimizer, variables)
+        trained = compat.trained_by(optimizer, variables)
+        # With one replica too: a group of processes may shrink to one, and a process that joins it begins alone.
+        whole = None if _num_replicas() == 1 else context.get_strategy().aggregate_gradients
+        return CompressedSum(compression, whole, optimizer, grads, trained)
+
+    def _update(self, variables: Sequence[Variable], values: Sequence[jax.Array]) -> None:
+        with self.updating():
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+
+    def _accumulate(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[Any],
+        variables: Any,
+        accumulators: Sequence[Variable],
+    ) -> Sequence[Any]:
         """Returns the gradients for Keras's `apply`: all-reduced totals in the last accumulation step, else local gradients.
 
         One all-reduce per update replaces one per step.
         """
-        aggregate = context.get_strategy().aggregate_gradients
-        accumulators = compat.accumulators(optimizer, variables)
+        strategy = context.get_strategy()
         local_sums = [self.get_current_value(a) for a in accumulators]
+        compressed = strategy.compression and self._compressed(strategy.compression, optimizer, grads, variables)
+        kept_in = compressed.variables if compressed else []
+        kept = [self.get_current_value(v) for v in kept_in]
 
         def aggregate_totals() -> PyTree:
             totals = [None if g is None else g + x for g, x in zip(grads, local_sums, strict=True)]
-            return aggregate(totals), [jnp.zeros_like(x) for x in local_sums]
+            sums, new = compressed.sum(totals, kept) if compressed else (strategy.aggregate_gradients(totals), kept)
+            return sums, [jnp.zeros_like(x) for x in local_sums], new
 
         # Keras's `apply` adds the accumulators to the gradients. The totals contain them already, so they become zero before.
         is_last = compat.is_last_accumulated(optimizer)
-        grads, local_sums = lax.cond(is_last, aggregate_totals, lambda: (list(grads), local_sums))
-        with self.updating():
-            for accumulator, value in zip(accumulators, local_sums, strict=True):
-                accumulator.assign(value)
+        grads, local_sums, kept = lax.cond(is_last, aggregate_totals, lambda: (list(grads), local_sums, kept))
+        self._update([*accumulators, *kept_in], [*local_sums, *kept])
         return grads
 
     @override

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from phalanx.collectives.compression import Compression
 from phalanx.collectives.cross_device import CrossDeviceOps
 from phalanx.compat import Variable
 from phalanx.errors import InvalidArgumentError, shown
@@ -85,6 +86,11 @@ class AbstractStrategy(ABC):
     @abstractmethod
     def cross_device_ops(self) -> CrossDeviceOps | None:
         """Returns the collectives that aggregate gradients; None if there is one replica."""
+
+    @property
+    def compression(self) -> Compression | None:
+        """Returns the algorithm that compresses gradients if there are several replicas. None if they are sent whole."""
+        return None
 
     @property
     @abstractmethod
