@@ -14,7 +14,7 @@ from phalanx import compat
 from phalanx.compat import Variable
 from phalanx.mesh.topology import Topology
 from phalanx.programs.identity import IdentityMap
-from phalanx.programs.state import own_sum, put_own_sum, to_host
+from phalanx.programs.state import Share, put_share, share_of, to_host
 
 _variables: IdentityMap[bool] = IdentityMap()
 """All Keras variables of this process."""
@@ -96,14 +96,14 @@ class Copy:
       stage: what was done after these steps. See `Progress`.
       position: how far the training had come, apart from the variables.
       values: the values of the variables.
-      sums: what only this process has of variables that are added up over the replicas later.
+      shares: what this process has of variables that are added up over the replicas later.
     """
 
     step: int
     stage: list[int]
     position: dict[str, Any]
     values: "IdentityMap[np.ndarray]"
-    sums: "IdentityMap[np.ndarray]" = field(default_factory=IdentityMap)
+    shares: "IdentityMap[Share]" = field(default_factory=IdentityMap)
 
 
 class Copier:
@@ -138,15 +138,17 @@ class Copier:
         """
         values: IdentityMap[np.ndarray] = IdentityMap()
         self._known = _changes.count
-        sums: IdentityMap[np.ndarray] = IdentityMap()
+        shares: IdentityMap[Share] = IdentityMap()
         for variable, _ in _variables.items():
             array = compat.raw_value(variable)
             if _is_on_demand(variable):
-                own = own_sum(variable, topology)
-                # Accumulated gradients must not be lost.
-                if own is None or (own.any() and not compat.is_unsent(variable)):
+                share = share_of(variable, topology)
+                if share is None:
                     return None
-                sums[variable] = own
+                # Accumulated gradients must not be lost with another process.
+                if share.value.any() and not (share.is_whole or compat.is_unsent(variable)):
+                    return None
+                shares[variable] = share
             elif isinstance(array, jax.Array):
                 if not array.is_deleted():
                     values[variable] = self._of(variable, array, topology)
@@ -155,7 +157,7 @@ class Copier:
                     values[variable] = last[1] if last else np.zeros(variable.shape, compat.dtype_of(variable))
                 else:
                     return None
-        return Copy(step, stage, position, values, sums)
+        return Copy(step, stage, position, values, shares)
 
     def _of(self, variable: Variable, array: jax.Array, topology: Topology) -> np.ndarray:
         last = self._last.get(variable)
@@ -180,11 +182,11 @@ def others(copy: Copy) -> tuple[list[tuple[Variable, np.ndarray]], list[str]]:
     return found, lost
 
 
-def put_sums(copy: Copy, topology: Topology) -> None:
+def put_shares(copy: Copy, topology: Topology) -> None:
     """Gives this process what it had of the variables that are added up later. A process without a copy begins with zeros."""
     for variable, _ in _variables.items():
         if _is_on_demand(variable):
-            put_own_sum(variable, copy.sums.get(variable), topology)
+            put_share(variable, copy.shares.get(variable), topology)
 
 
 def _is_on_demand(variable: Variable) -> bool:

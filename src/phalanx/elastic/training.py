@@ -15,7 +15,7 @@ import numpy as np
 
 from phalanx.cluster import membership, watch
 from phalanx.cluster.notices import Notices
-from phalanx.elastic.copies import Copier, Copy, Kind, fingerprint, kinds_of, others, put_sums, taken_over
+from phalanx.elastic.copies import Copier, Copy, Kind, fingerprint, kinds_of, others, put_shares, taken_over
 from phalanx.errors import PeerLostError, StartupError, StateLostError, listed
 from phalanx.mesh import bootstrap, coordination
 from phalanx.mesh.topology import Topology
@@ -296,7 +296,7 @@ class Training:
         if generation is None:
             self._strategy.move(0)
             put_values(values)
-            put_sums(offer, self._strategy.topology)
+            put_shares(offer, self._strategy.topology)
             self.is_over = True
             return
         bootstrap.enter(generation, self._strategy.stall_timeout_s)
@@ -314,7 +314,7 @@ class Training:
                 given = [value for _, value in values] if has_it else arrays
                 values = taken_over(values, kinds, topology.from_source(given))
         put_values(values, topology if generation.is_alike else None)
-        put_sums(offer, topology)
+        put_shares(offer, topology)
         self._progress.move(topology)
         self._progress.set_position(position)
         self.step, self._brought = step, None

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, compress, repeat
 from operator import is_, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -158,10 +158,20 @@ def _forget(variable: Variable) -> None:
 compat.on_assign(_forget)
 
 
-def own_sum(variable: Variable, home: Topology) -> np.ndarray | None:
-    """Returns a copy of what the replicas of this process have of a variable that is added up on demand.
+class Share(NamedTuple):
+    """What a process has of a variable that is added up on demand.
 
-    None if a program that failed has consumed it.
+    Args:
+      value: the value.
+      is_whole: whether it is the sum, which all processes have. Otherwise it is what the replicas of this process have.
+    """
+
+    value: np.ndarray
+    is_whole: bool
+
+
+def share_of(variable: Variable, home: Topology) -> Share | None:
+    """Returns a copy of what this process has of a variable. None if a program that failed has consumed it.
 
     Args:
       variable: the variable.
@@ -171,25 +181,24 @@ def own_sum(variable: Variable, home: Topology) -> np.ndarray | None:
     if slot.home is home and slot.components is not None and slot.array is array:
         if slot.components.is_deleted():
             return None
-        own: np.ndarray = np.sum([np.array(shard.data).sum(0) for shard in slot.components.addressable_shards], axis=0)
-        return own
-    # No program has used it yet, or the user has assigned it. Then it belongs to the first replica.
-    if isinstance(array, jax.Array) and not array.is_deleted() and home.worker_index == 0:
-        return np.array(array)
-    return np.zeros(variable.shape, compat.dtype_of(variable))
+        return Share(np.sum([np.array(s.data).sum(0) for s in slot.components.addressable_shards], axis=0), False)
+    # No program has used it yet, or it was read or assigned since.
+    if isinstance(array, jax.Array) and not array.is_deleted():
+        return Share(np.array(array), True)
+    return Share(np.zeros(variable.shape, compat.dtype_of(variable)), False)
 
 
-def put_own_sum(variable: Variable, own: np.ndarray | None, home: Topology) -> None:
-    """Gives the first replica of this process what `own_sum` returned; None stands for zeros. All processes must call it.
+def put_share(variable: Variable, share: Share | None, home: Topology) -> None:
+    """Gives the first replica of this process what `share_of` returned; None stands for zeros. All processes must call it.
 
     Args:
       variable: the variable.
-      own: the value.
+      share: the value. Of a whole one, the first process takes care.
       home: the devices of the replicas, which may be others than before.
     """
     rows = np.zeros((len(home.local_replicas), *variable.shape), compat.dtype_of(variable))
-    if own is not None:
-        rows[0] = own
+    if share is not None and (not share.is_whole or home.worker_index == 0):
+        rows[0] = share.value
     if home.num_replicas == 1:
         put_values([(variable, rows[0])], home)
         return

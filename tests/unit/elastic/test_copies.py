@@ -118,3 +118,18 @@ def test_fingerprint_does_not_depend_on_the_order():
     assert [kind.number for kind in kinds] == [0, 1, 0]
     assert fingerprint(kinds) == fingerprint(kinds[::-1])
     assert fingerprint(kinds) != fingerprint([*kinds[:2], kinds[2]._replace(shape=(1,))])
+
+
+def test_accumulated_gradients_that_were_read_can_be_copied(strategy):
+    """Every process has the whole sum then, as of an optimizer whose training is over. It belongs to the first process."""
+    with strategy.scope():
+        w, optimizer = keras.Variable([1.0]), keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
+    strategy.run(lambda: optimizer.apply_gradients([(keras.ops.ones(1), w)]))
+    assert Copier().copy(0, [0, 0], {}, strategy.topology) is None
+    (accumulator,) = [v for v in optimizer.variables if v.synchronization == "on_demand"]
+    assert float(accumulator.value[0]) == 2.0
+    accumulator.assign([2.0])
+    found = Copier().copy(0, [0, 0], {}, strategy.topology)
+    accumulator.assign([0.0])
+    copies.put_shares(found, strategy.topology)
+    assert float(accumulator.value[0]) == 2.0
