@@ -36,6 +36,8 @@ MODULES = {
     "elastic": "elastic",
     "elastic_peers": "elastic_peers",
     "elastic_soak": "elastic_soak",
+    "slow_link": "slow_link",
+    "equal_training": "equal_training",
 }
 """The module of each benchmark. It is imported when it runs, because some need optional libraries."""
 
@@ -54,8 +56,8 @@ def main() -> None:
     parser.add_argument(
         "--rounds",
         type=int,
-        help="how many rounds of restarts and elastic (50), elastic_peers (3), elastic_soak (100) and parameter_server_soak "
-        "(30), and interrupts per loop (1000)",
+        help="how many rounds of restarts and elastic (50), elastic_peers (3), slow_link and equal_training (5), elastic_soak (100) and "
+        "parameter_server_soak (30), and interrupts per loop (1000)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the number of their first round (default: %(default)s)")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of the table of parameter_server_memory (4)")
@@ -70,6 +72,8 @@ def main() -> None:
         "elastic": drawn,
         "elastic_peers": drawn,
         "elastic_soak": drawn,
+        "slow_link": drawn,
+        "equal_training": drawn,
         "parameter_server_soak": drawn,
         "parameter_server_memory": {"gigabytes": options.gigabytes},
         "interrupts": {"rounds": options.rounds},

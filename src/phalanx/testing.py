@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assertions and virtual devices for your tests."""
+"""Assertions, virtual devices and a virtual network for your tests."""
 
 import hashlib
+import itertools
+import math
+import os
+import subprocess
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple, Self, final
 
 import jax
 import numpy as np
 
 from phalanx import compat
 from phalanx.compat import Variable, raw_value
-from phalanx.errors import DivergenceError, arguments
+from phalanx.errors import DivergenceError, InvalidArgumentError, StartupError, arguments, shown
 from phalanx.input.distributed import DistributedDataset
 from phalanx.input.iterator import DistributedIterator
 from phalanx.input.state import from_text, to_text
@@ -22,9 +27,11 @@ from phalanx.programs.state import slot_of
 from phalanx.strategies.describe import variables_of
 from phalanx.typing import PyTree
 
-__all__ = ["assert_in_sync", "assert_restores_everywhere", "virtual_topology"]
+__all__ = ["VirtualNetwork", "assert_in_sync", "assert_restores_everywhere", "virtual_topology"]
 
 _DIGEST_BYTES = 8
+_BURST = "64kb"
+_networks = itertools.count()
 
 
 def virtual_topology(mesh_shape: Sequence[int]) -> device_assignment.TPUTopology:
@@ -49,6 +56,105 @@ def virtual_topology(mesh_shape: Sequence[int]) -> device_assignment.TPUTopology
       8
     """
     return tpu_system.declare_virtual(device_assignment.positive_integers("mesh_shape", mesh_shape))
+
+
+@final
+class VirtualNetwork:
+    """Two machines on this one with a cable between them, to try a cluster on a slow network. A context manager.
+
+    Each is a network namespace of Linux with an address of its own. The processes of a machine run in it, and everything else (files,
+    cores, memory) they share. May be used in any context.
+
+    Args:
+      megabits_per_second: the rate of the cable in each direction. None for no limit.
+
+    Attributes:
+      addresses: the addresses of the machines.
+
+    Raises:
+      InvalidArgumentError: `megabits_per_second` is not a number above 0.
+      StartupError: this machine cannot make namespaces.
+
+    Example:
+      >>> import phalanx.testing
+      >>> network = phalanx.testing.VirtualNetwork(megabits_per_second=100)
+      >>> network.command(1, ["phalanx", "run", "--in-cluster", "train.py"])[-1]
+      'train.py'
+    """
+
+    addresses = ("192.0.2.1", "192.0.2.2")  # For documentation (RFC 5737), so no other machine has them.
+
+    def __init__(self, megabits_per_second: float | None = None) -> None:
+        rate = megabits_per_second
+        is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+        if rate is not None and not (is_number and 0 < rate < math.inf):
+            raise InvalidArgumentError(
+                f"megabits_per_second={shown(rate)}", "must be a number above 0, or None.", "megabits_per_second=100"
+            )
+        self._rate = rate
+        number = f"{os.getpid()}n{next(_networks)}"
+        self._names = [f"phalanx{number}{end}" for end in "ab"]
+        # The name of an interface has at most 15 characters.
+        self._ends = [name[-15:] for name in self._names]
+
+    def __enter__(self) -> Self:
+        try:
+            for name in self._names:
+                _call("ip", "netns", "add", name)
+            (first, second), (a, b) = self._names, self._ends
+            _call("ip", "link", "add", a, "netns", first, "type", "veth", "peer", b, "netns", second)
+            for name, end, address in zip(self._names, self._ends, self.addresses, strict=True):
+                _call("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
+                _call("ip", "-n", name, "link", "set", "lo", "up")
+                _call("ip", "-n", name, "link", "set", end, "up")
+                if self._rate is not None:
+                    limit = ["rate", f"{self._rate:g}mbit", "burst", _BURST, "latency", "100ms"]
+                    _call("tc", "-n", name, "qdisc", "add", "dev", end, "root", "tbf", *limit)
+        except (OSError, subprocess.CalledProcessError) as e:
+            self.__exit__()
+            why = e.stderr.decode().strip() if isinstance(e, subprocess.CalledProcessError) else f"{e}"
+            raise StartupError(
+                "a VirtualNetwork",
+                f"this machine cannot make it: {why}.",
+                "root on Linux, with iproute2 and util-linux",
+            ) from e
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._names:
+            with suppress(OSError):
+                subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+    def command(self, machine: int, command: Sequence[str]) -> list[str]:
+        """Returns a command that runs another one on a machine.
+
+        Args:
+          machine: 0 or 1.
+          command: the other command.
+
+        Raises:
+          InvalidArgumentError: `machine` is another number, or `command` is not a list of texts.
+        """
+        arguments.integer("machine", machine, least=0, most=1, kind="0 or 1")
+        if not isinstance(command, (list, tuple)) or not all(isinstance(word, str) for word in command):
+            raise InvalidArgumentError(
+                f"command={shown(command)}", "must be a list of texts.", 'command=["python", "train.py"]'
+            )
+        # The name of the machine is its address, because gloo listens where the name leads.
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.addresses[machine]]
+        return ["ip", "netns", "exec", self._names[machine], *named, *command]
+
+    def pull_cable(self) -> None:
+        """Parts the machines. Their connections stay open, and nothing arrives."""
+        _call("ip", "-n", self._names[1], "link", "set", self._ends[1], "down")
+
+    def plug_cable(self) -> None:
+        """Joins the machines again."""
+        _call("ip", "-n", self._names[1], "link", "set", self._ends[1], "up")
+
+
+def _call(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)
 
 
 def assert_in_sync(*objects: object) -> None:

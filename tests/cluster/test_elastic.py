@@ -4,11 +4,10 @@ import csv
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,9 @@ import pytest
 from benchmarks.elastic import Job
 
 from phalanx.cluster.secret import TOKEN, new_token
+from phalanx.errors import StartupError
 from phalanx.launch.plan import free_ports
+from phalanx.testing import VirtualNetwork
 
 pytestmark = pytest.mark.slow
 
@@ -568,52 +569,6 @@ def test_group_of_several_machines(tmp_path):
         machines.require_success()
 
 
-class Cable:
-    """Two network namespaces with addresses of their own, each of which stands for a machine, and a cable between them.
-
-    A context manager. Needs Linux, and the rights to make namespaces.
-    """
-
-    addresses = ("192.0.2.1", "192.0.2.2")  # RFC 5737
-
-    def __init__(self):
-        self.names = [f"phalanx{os.getpid()}{end}" for end in "ab"]
-
-    def __enter__(self):
-        ends = [f"{name}"[-15:] for name in self.names]
-        try:
-            for name in self.names:
-                self._ip("netns", "add", name)
-            self._ip(
-                "link", "add", ends[0], "netns", self.names[0], "type", "veth", "peer", ends[1], "netns", self.names[1]
-            )
-            for name, end, address in zip(self.names, ends, self.addresses, strict=True):
-                self._ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
-                self._ip("-n", name, "link", "set", "lo", "up")
-                self._ip("-n", name, "link", "set", end, "up")
-        except (OSError, subprocess.CalledProcessError) as e:
-            self.__exit__()
-            pytest.skip(f"network namespaces cannot be made: {e}")
-        self.end = ends[1]
-        return self
-
-    def __exit__(self, *_):
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-    def _ip(self, *words):
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    def prefix(self, index):
-        """Returns a command that runs a command on a machine. The name of the machine is its address, because gloo listens there."""
-        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.addresses[index]]
-        return ["ip", "netns", "exec", self.names[index], *named]
-
-    def set(self, state):
-        """Pulls the cable ("down"), or plugs it in ("up")."""
-        self._ip("-n", self.names[1], "link", "set", self.end, state)
-
-
 IMPATIENT = """
 from phalanx.cluster import door
 door.ANSWER_S, door._PROBE_S = 8, 1
@@ -622,23 +577,26 @@ main()
 """
 
 
-@pytest.mark.skipif(not (shutil.which("ip") and shutil.which("unshare")), reason="needs iproute2 and util-linux")
 def test_machine_that_disappears(tmp_path):
     """It closes no connection. The others go on when it has been silent for long, and its workers join again later."""
-    with Cable() as cable:
-        addresses = [f"{address}:12345" for address in cable.addresses]
-        prefixes = [cable.prefix(index) for index in (0, 1)]
-        with Machines(tmp_path, MACHINES.replace("EPOCHS", "900"), addresses, prefixes) as machines:
-            machines.start(0, IMPATIENT)
-            machines.start(1, IMPATIENT)
-            machines.wait_for(4, (0, 1, 2, 3))
-            cable.set("down")
-            machines.wait_for(2, (0, 1))
-            machines.launchers[1].wait(DEADLINE_S)
-            cable.set("up")
-            machines.start(1, IMPATIENT)
-            machines.wait_for(4, (0, 1, 2, 3))
-            machines.require_success()
+    with ExitStack() as stack:
+        try:
+            network = stack.enter_context(VirtualNetwork())
+        except StartupError as e:
+            pytest.skip(f"{e}")
+        addresses = [f"{address}:12345" for address in network.addresses]
+        prefixes = [network.command(index, []) for index in (0, 1)]
+        machines = stack.enter_context(Machines(tmp_path, MACHINES.replace("EPOCHS", "900"), addresses, prefixes))
+        machines.start(0, IMPATIENT)
+        machines.start(1, IMPATIENT)
+        machines.wait_for(4, (0, 1, 2, 3))
+        network.pull_cable()
+        machines.wait_for(2, (0, 1))
+        machines.launchers[1].wait(DEADLINE_S)
+        network.plug_cable()
+        machines.start(1, IMPATIENT)
+        machines.wait_for(4, (0, 1, 2, 3))
+        machines.require_success()
 
 
 PLAIN = """

@@ -210,6 +210,14 @@ def of_clusters():
         ),
         "initialize_tpu_system": Case(tpu.initialize_tpu_system, {"cluster_resolver": resolver}),
         "virtual_topology": Case(phalanx.testing.virtual_topology, {"mesh_shape": (2, 2)}),
+        "VirtualNetwork": Case(
+            phalanx.testing.VirtualNetwork, {"megabits_per_second": 100}, takes={"megabits_per_second": SECONDS}
+        ),
+        "VirtualNetwork.command": Case(
+            phalanx.testing.VirtualNetwork().command,
+            {"machine": 1, "command": ["ls"]},
+            takes={"machine": {"0"}, "command": {"empty list", "empty tuple"}},
+        ),
         "Server": Case(
             phalanx.Server,
             {
