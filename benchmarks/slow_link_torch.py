@@ -23,7 +23,8 @@ def main(hook: str, steps: int, rank: int, address: str) -> None:
     distributed.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=WORKERS)
     layers = [nn.Linear(*pair) for pair in itertools.pairwise(WIDTHS)]
     net = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
-    model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    # One bucket: with several, the collectives of the hook of PowerSGD cross each other in gloo, and it fails or hangs.
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True, bucket_cap_mb=100)
     if hook == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif hook == "PowerSGD(2)":
