@@ -103,7 +103,7 @@ TASKS = {
                 keras.layers.Dense(_CHARACTERS),
             ]
         ),
-        lambda: keras.optimizers.SGD(0.2, momentum=0.9),
+        lambda: keras.optimizers.SGD(0.03, momentum=0.9),
         _text,
         3,
         is_accuracy=False,
