@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training that `elastic` and `elastic_peers` disturb, as far as all libraries share it, and the file of its steps.
+"""The training that `elastic` and `elastic_peers` disturb, and that `slow_link` measures, as far as all libraries share it, and the file of its steps.
 
 It needs only NumPy, because the scripts for other libraries run in environments of their own.
 """
@@ -22,6 +22,8 @@ WIDTHS = (784, 512, 512, 10)
 """Widths of the MLP. Its activation is tanh."""
 LEARNING_RATE = 0.01
 MOMENTUM = 0.9
+WARM_UP = 5
+"""Steps before the measurement of `slow_link`. The first one compiles."""
 
 
 def rows() -> tuple[np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,32 @@ class Noting(keras.callbacks.Callback):
         self._record.note()
 
 
+def mlp() -> keras.Model:
+    """Returns the model of all these trainings."""
+    hidden = [keras.layers.Dense(width, activation="tanh") for width in WIDTHS[1:-1]]
+    return keras.Sequential([keras.Input((WIDTHS[0],)), *hidden, keras.layers.Dense(WIDTHS[-1])])
+
+
+def step_of(strategy: phalanx.Strategy, model: keras.Model, optimizer: keras.Optimizer) -> Callable[[Any], Any]:
+    """Returns a training step of a custom loop, from a batch to its loss."""
+
+    def replica_step(batch: Any) -> Any:
+        inputs, targets = batch
+        with phalanx.GradientTape() as tape:
+            logits = model(inputs, training=True)
+            each = keras.losses.sparse_categorical_crossentropy(targets, logits, from_logits=True)
+            value = keras.ops.sum(each) / BATCH
+        variables = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(value, variables), variables, strict=True))
+        return value
+
+    @phalanx.function
+    def step(batch: Any) -> Any:
+        return strategy.reduce("SUM", strategy.run(replica_step, args=(batch,)), axis=None)
+
+    return step
+
+
 def main(how: str, epochs: int, folder: Path) -> None:
     """Trains, and saves the weights and the losses."""
     keras.utils.set_random_seed(0)
@@ -66,8 +93,7 @@ def main(how: str, epochs: int, folder: Path) -> None:
     strategy = phalanx.MultiWorkerMirroredStrategy(elastic=options)
     x, y = rows()
     with strategy.scope():
-        hidden = [keras.layers.Dense(width, activation="tanh") for width in WIDTHS[1:-1]]
-        model = keras.Sequential([keras.Input((WIDTHS[0],)), *hidden, keras.layers.Dense(WIDTHS[-1])])
+        model = mlp()
         optimizer = keras.optimizers.SGD(LEARNING_RATE, momentum=MOMENTUM)
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     record = Record(folder, strategy, optimizer)
@@ -75,21 +101,7 @@ def main(how: str, epochs: int, folder: Path) -> None:
         callbacks = [Noting(record)]
         losses = model.fit(x, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=callbacks).history["loss"]
     else:
-
-        def replica_step(batch: Any) -> Any:
-            inputs, targets = batch
-            with phalanx.GradientTape() as tape:
-                logits = model(inputs, training=True)
-                each = keras.losses.sparse_categorical_crossentropy(targets, logits, from_logits=True)
-                value = keras.ops.sum(each) / BATCH
-            variables = model.trainable_variables
-            optimizer.apply_gradients(zip(tape.gradient(value, variables), variables, strict=True))
-            return value
-
-        @phalanx.function
-        def step(batch: Any) -> Any:
-            return strategy.reduce("SUM", strategy.run(replica_step, args=(batch,)), axis=None)
-
+        step = step_of(strategy, model, optimizer)
         dataset = strategy.experimental_distribute_dataset((x, y), batch_size=BATCH)
         losses = []
         for value in phalanx.elastic.steps(step, dataset, epochs=epochs):

@@ -10,8 +10,8 @@ import phalanx  # isort: skip  (Before Keras.)
 
 import keras
 
-from benchmarks.elastic_job import BATCH, LEARNING_RATE, WIDTHS, rows
-from benchmarks.slow_link_job import WARM_UP
+from benchmarks.elastic_job import BATCH, LEARNING_RATE, WARM_UP, rows
+from benchmarks.elastic_script import mlp, step_of
 from phalanx.experimental import CommunicationOptions, PowerSGD, TopK
 
 COMPRESSIONS: dict[str, Any] = {
@@ -29,24 +29,8 @@ def main(name: str, steps: int) -> None:
     options = CommunicationOptions(compression=COMPRESSIONS[name])
     strategy = phalanx.MultiWorkerMirroredStrategy(communication_options=options)
     with strategy.scope():
-        hidden = [keras.layers.Dense(width, activation="tanh") for width in WIDTHS[1:-1]]
-        model = keras.Sequential([keras.Input((WIDTHS[0],)), *hidden, keras.layers.Dense(WIDTHS[-1])])
-        optimizer = keras.optimizers.SGD(LEARNING_RATE)
-
-    def replica_step(batch: Any) -> Any:
-        inputs, targets = batch
-        with phalanx.GradientTape() as tape:
-            logits = model(inputs, training=True)
-            each = keras.losses.sparse_categorical_crossentropy(targets, logits, from_logits=True)
-            value = keras.ops.sum(each) / BATCH
-        variables = model.trainable_variables
-        optimizer.apply_gradients(zip(tape.gradient(value, variables), variables, strict=True))
-        return value
-
-    @phalanx.function
-    def step(batch: Any) -> Any:
-        return strategy.reduce("SUM", strategy.run(replica_step, args=(batch,)), axis=None)
-
+        model, optimizer = mlp(), keras.optimizers.SGD(LEARNING_RATE)
+    step = step_of(strategy, model, optimizer)
     dataset = strategy.experimental_distribute_dataset(rows(), batch_size=BATCH)
     batches = itertools.chain.from_iterable(itertools.repeat(dataset))
     for batch in itertools.islice(batches, WARM_UP):

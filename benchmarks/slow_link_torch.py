@@ -10,8 +10,7 @@ from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.elastic_job import BATCH, LEARNING_RATE, WIDTHS, rows
-from benchmarks.slow_link_job import WARM_UP
+from benchmarks.elastic_job import BATCH, LEARNING_RATE, WARM_UP, WIDTHS, rows
 
 WORKERS = 2
 

@@ -529,7 +529,7 @@ class Machines:
 
     @property
     def output(self):
-        """What all have printed."""
+        """The output of all launchers."""
         return "\n".join(log.read_text() for log in self.logs)
 
     def wait_for(self, size, numbers):

@@ -17,6 +17,7 @@ from jax import lax
 from typing_extensions import override
 
 from phalanx.collectives.codes import Code, Int8, Rounded, coded_sum
+from phalanx.collectives.primitives import joined, split
 from phalanx.mesh.annotated import psum
 from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.options import CommunicationOptions, PowerSGD, TopK
@@ -79,8 +80,8 @@ class CodedSum(Compression):
 
     @override
     def sum(self, arrays: list[jax.Array], hints: list[jax.Array]) -> Sum:
-        total, unsent = coded_sum(self._code, _joined(arrays))
-        return Sum(_split(total, arrays), _split(unsent, arrays), [])
+        total, unsent = coded_sum(self._code, joined(arrays))
+        return Sum(split(total, arrays), split(unsent, arrays), [])
 
 
 @final
@@ -95,13 +96,13 @@ class LargestSum(Compression):
 
     @override
     def sum(self, arrays: list[jax.Array], hints: list[jax.Array]) -> Sum:
-        x = _joined(arrays)
+        x = joined(arrays)
         _, places = lax.top_k(jnp.abs(x), max(1, round(self._fraction * x.size)))
         # One message.
         message = jnp.stack([lax.bitcast_convert_type(x[places], jnp.int32), places])
         arrived = lax.all_gather(message, REPLICA_AXIS)
         total = jnp.zeros_like(x).at[arrived[:, 1]].add(lax.bitcast_convert_type(arrived[:, 0], x.dtype))
-        return Sum(_split(total, arrays), _split(x.at[places].set(0), arrays), [])
+        return Sum(split(total, arrays), split(x.at[places].set(0), arrays), [])
 
 
 @final
@@ -157,18 +158,6 @@ def _matrix(shape: Sequence[int]) -> tuple[int, int]:
     return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
 
 
-def _joined(arrays: list[jax.Array]) -> jax.Array:
-    return jnp.concatenate([x.ravel() for x in arrays])
-
-
-def _split(joined: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-    found, start = [], 0
-    for x in arrays:
-        found.append(joined[start : start + x.size].reshape(x.shape))
-        start += x.size
-    return found
-
-
 def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
     """Returns the sums of some arrays over the replicas, which one message carries."""
-    return _split(psum(_joined(arrays), REPLICA_AXIS), arrays)
+    return split(psum(joined(arrays), REPLICA_AXIS), arrays)

@@ -188,19 +188,27 @@ def packed(
     Returns:
       One array per value, in the order of `values`.
     """
-    buffers = [
-        jnp.concatenate([values[i].ravel() for i in pack]) if len(pack) > 1 else values[pack[0]] for pack in packs
-    ]
+    buffers = [joined([values[i] for i in pack]) if len(pack) > 1 else values[pack[0]] for pack in packs]
     results = list(values)
     for pack, buffer in zip(packs, reduce(buffers), strict=True):
-        if len(pack) == 1:
-            results[pack[0]] = buffer
-            continue
-        start = 0
-        for i in pack:
-            results[i] = buffer[start : start + values[i].size].reshape(values[i].shape)
-            start += values[i].size
+        parts = split(buffer, [values[i] for i in pack]) if len(pack) > 1 else [buffer]
+        for i, part in zip(pack, parts, strict=True):
+            results[i] = part
     return results
+
+
+def joined(arrays: list[jax.Array]) -> jax.Array:
+    """Returns one flat array with the elements of all arrays."""
+    return jnp.concatenate([x.ravel() for x in arrays])
+
+
+def split(flat: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
+    """Splits a flat array into arrays of the shapes of others, as the inverse of `joined`."""
+    found, start = [], 0
+    for x in arrays:
+        found.append(flat[start : start + x.size].reshape(x.shape))
+        start += x.size
+    return found
 
 
 def canonical_dim(dim: int, ndim: int, name: str) -> int:

@@ -31,7 +31,7 @@ class Outpost(threading.Thread):
       machines: the machines of the group.
 
     Raises:
-      InvalidArgumentError: PHALANX_START_TIMEOUT_S, the time to wait for the first machine, is no time.
+      InvalidArgumentError: PHALANX_START_TIMEOUT_S is not a number of seconds.
       StartupError: the first machine does not answer, or has another secret.
     """
 

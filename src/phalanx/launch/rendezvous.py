@@ -95,7 +95,7 @@ class Rendezvous(threading.Thread):
       machines: the machines of the group, of which this one is the first.
 
     Raises:
-      InvalidArgumentError: PHALANX_START_TIMEOUT_S, the time to wait for a machine, is no time.
+      InvalidArgumentError: PHALANX_START_TIMEOUT_S is not a number of seconds.
       StartupError: it cannot listen at the address of the first machine.
     """
 

@@ -159,7 +159,7 @@ compat.on_assign(_forget)
 
 
 class Share(NamedTuple):
-    """What a process has of a variable that is added up on demand.
+    """The part of one process in a variable that is added up on demand.
 
     Args:
       value: the value.

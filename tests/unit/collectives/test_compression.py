@@ -26,7 +26,7 @@ def strategy_with(compression=None, replicas=REPLICAS, **options):
 
 
 def gradients(seed=0):
-    """What every replica holds, (replicas, ...) each."""
+    """The gradients of all replicas, (replicas, ...) each."""
     random = np.random.default_rng(seed)
     return [random.normal(size=(REPLICAS, *shape)).astype("float32") for shape in SHAPES]
 
@@ -230,9 +230,8 @@ def test_checkpoint_keeps_what_was_not_sent(tmp_path):
     assert len(keras.models.load_model(tmp_path / "model.keras").optimizer.variables) == len(model.optimizer.variables)
 
 
-def sent_bytes(compression):
-    """Bytes that a replica sends for the collectives of a step of the MLP."""
-    strategy = strategy_with(compression)
+def mlp_step(strategy):
+    """The program of a step of an MLP, and its model."""
     with strategy.scope():
         layers = [keras.layers.Dense(width, activation="tanh") for width in (512, 512)]
         model = keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)])
@@ -240,18 +239,23 @@ def sent_bytes(compression):
     step, _ = step_of(strategy, model)
     rows = (np.zeros((64, 784), "float32"), np.zeros(64, "int64"))
     batch = next(iter(strategy.experimental_distribute_dataset(rows, batch_size=64)))
-    text = step.lower(batch).compile().as_text()
+    return Program(step.lower(batch).compile().as_text()), model
+
+
+def sent_bytes(compression):
+    """Bytes that a replica sends for the collectives of a step of the MLP, and its program."""
+    program, _ = mlp_step(strategy_with(compression))
     # A ring sends an array of an all-reduce twice, and the arrays of the others once.
-    sent = [c.num_bytes * (2 if c.kind == "all-reduce" else 1) for c in Program(text).collectives]
-    return sum(sent), text
+    sent = [c.num_bytes * (2 if c.kind == "all-reduce" else 1) for c in program.collectives]
+    return sum(sent), program
 
 
 @pytest.fixture(scope="module")
 def whole_bytes():
     """Bytes of whole gradients."""
-    sent, text = sent_bytes(None)
+    sent, program = sent_bytes(None)
     assert sent >= 2 * 4 * (784 * 512 + 512 * 512 + 512 * 10)
-    return sent, text
+    return sent, program
 
 
 @pytest.mark.parametrize(
@@ -264,18 +268,8 @@ def test_fewer_bytes_are_sent(whole_bytes, choice, share):
 
 def test_no_compression_changes_nothing(whole_bytes):
     """The program is that of a strategy without options."""
-    strategy = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(REPLICAS)])
-    with strategy.scope():
-        layers = [keras.layers.Dense(width, activation="tanh") for width in (512, 512)]
-        model = keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)])
-        model.compile(keras.optimizers.SGD(0.1))
-    step, _ = step_of(strategy, model)
-    rows = (np.zeros((64, 784), "float32"), np.zeros(64, "int64"))
-    batch = next(iter(strategy.experimental_distribute_dataset(rows, batch_size=64)))
-    text = step.lower(batch).compile().as_text()
-    assert [c.num_bytes for c in Program(text).collectives] == [
-        c.num_bytes for c in Program(whole_bytes[1]).collectives
-    ]
+    program, model = mlp_step(phalanx.MirroredStrategy([f"cpu:{i}" for i in range(REPLICAS)]))
+    assert [c.num_bytes for c in program.collectives] == [c.num_bytes for c in whole_bytes[1].collectives]
     assert "phalanx_kept" not in vars(model.optimizer)
 
 
