@@ -173,7 +173,10 @@ def _serve() -> None:
     services: deque[Any] = deque()
     for line in sys.stdin:
         address, size = line.split()
+        host, _, port = address.rpartition(":")
         try:
+            # JAX 0.10.2 would end this process with a segmentation fault, more often than not, if the port is taken.
+            socket.create_server((host, int(port))).close()
             service = _jax.get_distributed_runtime_service(
                 address,
                 int(size),
@@ -182,7 +185,7 @@ def _serve() -> None:
                 shutdown_timeout=_SHUTDOWN_S,
                 recoverable=True,
             )
-        except (jax.errors.JaxRuntimeError, RuntimeError) as e:
+        except (OSError, RuntimeError) as e:
             print(f"failed: {e}".partition("\n")[0], flush=True)
             continue
         services.append(service)

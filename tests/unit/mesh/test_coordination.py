@@ -67,6 +67,35 @@ os._exit(0)
 """
 
 
+def server_of(environment):
+    """The process that starts services."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "phalanx.mesh.coordination"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def answer_to(server, address):
+    """The server's answer to the wish for a service of two at this address."""
+    server.stdin.write(f"{address} 2\n")
+    server.stdin.flush()
+    return server.stdout.readline()
+
+
+def start_service(server):
+    """Returns the address of a new service. Another program may take a port between the choice and its use."""
+    answers = {}
+    for _ in range(3):
+        address = f"127.0.0.1:{free_ports(1)[0]}"
+        answers[address] = answer_to(server, address)
+        if answers[address] == "started\n":
+            return address
+    raise AssertionError(answers)
+
+
 def test_private_names_exist():
     """With the parameters that Phalanx sets, and the fields that it writes."""
     assert {"client", "process_id", "num_processes", "coordinator_address"} <= set(vars(distributed.State)) | set(
@@ -112,20 +141,10 @@ def test_two_groups_one_after_the_other(tmp_path):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    server = subprocess.Popen(
-        [sys.executable, "-m", "phalanx.mesh.coordination"],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    server = server_of(environment)
     processes = []
     try:
-        services = [f"127.0.0.1:{port}" for port in free_ports(2)]
-        for service in services:
-            server.stdin.write(f"{service} 2\n")
-            server.stdin.flush()
-            assert server.stdout.readline() == "started\n"
+        services = [start_service(server) for _ in range(2)]
         for rank in range(2):
             command = [sys.executable, str(script), str(rank), *services]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -148,6 +167,22 @@ def test_two_groups_one_after_the_other(tmp_path):
             process.wait()
             for pipe in filter(None, (process.stdin, process.stdout)):
                 pipe.close()
+
+
+def test_port_that_is_taken():
+    """It is refused, and the next one is not."""
+    server = server_of(os.environ | {"JAX_PLATFORMS": "cpu"})
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            for _ in range(4):
+                assert answer_to(server, f"127.0.0.1:{other.getsockname()[1]}").startswith("failed: [Errno")
+        assert start_service(server)
+        server.stdin.close()
+        assert server.wait(DEADLINE_S) == 0
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
 
 
 def test_connections_of_the_group_are_broken_off(monkeypatch):
