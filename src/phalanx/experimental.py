@@ -16,6 +16,7 @@ from phalanx.servers.sharded import ShardedVariable
 from phalanx.strategies import multi_worker, tpu
 from phalanx.strategies.central_storage import CentralStorageStrategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.tracing.local_updates import DiLoCo, LocalSGD
 from phalanx.train.preemption import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
 
 CollectiveCommunication = CommunicationImplementation
@@ -87,6 +88,8 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "DiLoCo",
+    "LocalSGD",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "PowerSGD",

@@ -207,9 +207,9 @@ import os, sys, time
 from pathlib import Path
 import phalanx
 import keras, numpy as np
-from phalanx.experimental import CommunicationOptions, TopK
+from phalanx.experimental import CommunicationOptions, DiLoCo, LocalSGD, TopK
 keras.utils.set_random_seed(0)
-strategy = phalanx.MultiWorkerMirroredStrategy(communication_options=CommunicationOptions(compression=COMPRESSION))
+strategy = phalanx.MultiWorkerMirroredStrategy(OPTIONS)
 with strategy.scope():
     model = keras.Sequential([keras.Input((48,)), keras.layers.Dense(48, use_bias=False)])
     optimizer = keras.optimizers.SGD(0.5, gradient_accumulation_steps=ACCUMULATION)
@@ -235,10 +235,19 @@ print("losses", losses[-1], flush=True)
 """
 
 
-@pytest.mark.parametrize(("compression", "accumulation"), [("TopK(0.1)", "None"), ("None", "2")])
-def test_gradients_that_were_not_sent_survive(disturbed, compression, accumulation):
-    """Those of the processes that are left. Accumulated gradients are sent before anything is copied."""
-    code, output = disturbed(APART.replace("COMPRESSION", compression).replace("ACCUMULATION", accumulation), 2)
+@pytest.mark.parametrize(
+    ("options", "accumulation"),
+    [
+        ("communication_options=CommunicationOptions(compression=TopK(0.1))", "None"),
+        ("", "2"),
+        ("local_updates=LocalSGD(8)", "None"),
+        ('local_updates=DiLoCo(every=8, fragments=2, compression="int8")', "2"),
+    ],
+    ids=["compression", "accumulation", "LocalSGD", "DiLoCo with accumulation"],
+)
+def test_what_was_not_sent_survives(disturbed, options, accumulation):
+    """That of the processes that are left. Accumulated gradients are sent before anything is copied, unless replicas train alone."""
+    code, output = disturbed(APART.replace("OPTIONS", options).replace("ACCUMULATION", accumulation), 2)
     assert code == 0, output
     found = [float(loss) for loss in re.findall(r"losses (\S+)", output)]
     assert 1 <= len(found) <= 2, output

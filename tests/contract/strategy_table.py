@@ -61,6 +61,12 @@ def sharded(count: int) -> Callable[[], phalanx.Strategy]:
     return lambda: phalanx.MirroredStrategy(devices(count), layout=layout)
 
 
+def local_sgd(count: int) -> Callable[[], phalanx.Strategy]:
+    """One synchronization per step, so that a linear optimizer trains as if gradients were aggregated."""
+    local_updates = phalanx.experimental.LocalSGD(every=1)
+    return lambda: phalanx.MirroredStrategy(devices(count), local_updates=local_updates)
+
+
 ROWS: dict[str, Callable[[], phalanx.Strategy]] = {
     "default": phalanx.get_strategy,
     "one_device": lambda: phalanx.OneDeviceStrategy(DEVICES[:2][-1]),  # Not JAX's default device, if there is another.
@@ -81,6 +87,7 @@ ROWS: dict[str, Callable[[], phalanx.Strategy]] = {
     "tpu_x4_of_2": tpu((1, 1, 2), 4),
     "tpu_x2_of_4": tpu((1, 2, 2), 2),
     "mirrored_x2_of_2": model_parallel(2, 2),
+    "local_sgd_x2": local_sgd(2),
     "sharded_x2": sharded(2),
     "sharded_x4": sharded(4),
 }

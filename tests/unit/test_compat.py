@@ -643,15 +643,52 @@ def test_value_of_a_variable_without_an_array():
 
 
 def test_accumulators_of_an_optimizer():
-    """`_accumulated_gradients`, `_get_variable_index`, `_synchronization` and `_aggregation`."""
+    """`_accumulated_gradients` and `_get_variable_index`."""
     weights = [keras.Variable(jnp.zeros(i)) for i in (2, 3)]
     optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
     found = compat.accumulators(optimizer, weights[::-1])
     assert [v.shape for v in found] == [(3,), (2,)]
-    assert {(v.synchronization, v.aggregation) for v in found} == {("on_demand", "sum")}
     assert not compat.is_last_accumulated(optimizer)
     optimizer._iterations.assign(1)
     assert compat.is_last_accumulated(optimizer)
+
+
+def test_rows_of_variables_can_be_changed():
+    """`_synchronization` and `_aggregation`."""
+    variable = keras.Variable(1.0)
+    before = variable.synchronization, variable.aggregation
+    compat.combine_on_demand([variable], "mean")
+    assert (variable.synchronization, variable.aggregation) == ("on_demand", "mean")
+    compat.keep_equal([variable])
+    assert (variable.synchronization, variable.aggregation) == before
+
+
+def test_updates_of_an_optimizer_are_counted():
+    """`_iterations` counts the calls, of which several make one update if gradients are accumulated."""
+    weights = [keras.Variable(jnp.zeros(2))]
+    for steps, due in ((None, [2, 5, 8, 11]), (2, [4, 10])):
+        optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=steps)
+        found = []
+        for call in range(1, 12):
+            optimizer.apply([jnp.ones(2)], weights)
+            if compat.is_due(optimizer, 3, 2):
+                found.append(call)
+        assert found == due
+
+
+def test_optimizer_beside_another_is_no_part_of_it():
+    """Files of Keras do not have its variables, and it is made once."""
+    optimizer = keras.optimizers.SGD()
+    before = len(optimizer.variables)
+    made = [compat.optimizer_beside(optimizer, 0, keras.optimizers.Adam) for _ in range(2)]
+    assert made[0] is made[1]
+    assert len(optimizer.variables) == before
+    assert any(made[0] in dict(parts).values() for _, parts in _containers(optimizer))
+
+
+def _containers(owner):
+    """The dicts of dicts among the parts of an object."""
+    return [pair for _, kinds in compat.parts_of(owner) if isinstance(kinds, dict) for pair in kinds.items()]
 
 
 def test_accumulation_steps_of_each_optimizer():

@@ -16,7 +16,7 @@ from phalanx.compat.hooks import extend
 from phalanx.compat.layouts import layout_path
 from phalanx.compat.scope import lift_scope, surrounding_scope
 from phalanx.compat.tables import initializer_of, make_table
-from phalanx.compat.variables import transaction
+from phalanx.compat.variables import combine_on_demand, transaction
 from phalanx.errors import InvalidArgumentError
 from phalanx.typing import PyTree
 
@@ -39,22 +39,16 @@ def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int | None:
 
 
 def accumulators(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable] | None) -> list[Variable]:
-    """Returns the variables that hold the accumulated gradients of `variables`, and makes them replica-local sums.
-
-    Each replica adds up its own gradients, so that they are all-reduced once per update instead of once per step.
-    """
+    """Returns the variables that hold the accumulated gradients of `variables`."""
     build_optimizer(optimizer, variables)
     trained = optimizer._trainable_variables if variables is None else variables
-    found = [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in trained]
-    for variable in found:
-        variable._synchronization, variable._aggregation = "on_demand", "sum"
-    return found
+    return [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in trained]
 
 
 def unsent(shape: tuple[int, ...]) -> Variable:
     """Returns a variable for what the replicas have not sent of a gradient. It is added up only when it is read."""
     variable = Variable(initializer="zeros", shape=shape, dtype="float32", trainable=False, name="unsent")
-    variable._synchronization, variable._aggregation = "on_demand", "sum"
+    combine_on_demand([variable], "sum")
     variable._phalanx_is_unsent = True
     return variable
 
@@ -68,6 +62,13 @@ def is_last_accumulated(optimizer: keras.optimizers.Optimizer) -> jax.Array:
     """Returns whether this step applies the accumulated gradients: a bool scalar, traced inside a program."""
     is_last: jax.Array = (optimizer._iterations.value + 1) % optimizer.gradient_accumulation_steps == 0
     return is_last
+
+
+def is_due(optimizer: keras.optimizers.Optimizer, every: int, offset: int = 0) -> jax.Array:
+    """Returns whether the updates that an optimizer has made, less `offset`, are a multiple of `every`: a bool scalar."""
+    steps = optimizer.gradient_accumulation_steps or 1
+    due: jax.Array = (optimizer._iterations.value - offset * steps) % (every * steps) == 0
+    return due
 
 
 def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Any) -> None:

@@ -101,14 +101,36 @@ def beside(
       variables: the trained variables.
       make: makes the variable for one of them.
     """
-    # Through `vars`, because Keras tracks what is set as an attribute.
-    kept = vars(optimizer).setdefault("phalanx_kept", {}).setdefault(kind, {})
+    kept = _kept(optimizer, kind)
     indices = [str(optimizer._get_variable_index(v)) for v in variables]
     new = {index: make(variable) for index, variable in zip(indices, variables, strict=True) if index not in kept}
     kept.update(new)
     if new:
         _tell(optimizer)
     return [kept[index] for index in indices]
+
+
+def optimizer_beside(
+    optimizer: keras.optimizers.Optimizer, number: int, make: Callable[[], keras.optimizers.Optimizer]
+) -> keras.optimizers.Optimizer:
+    """Returns an optimizer that belongs to another one, and is made when it is first asked for. Its variables are kept as in `beside`.
+
+    Args:
+      optimizer: the other optimizer.
+      number: the number of the optimizer among those of the other one.
+      make: makes it.
+    """
+    kept = _kept(optimizer, "optimizers")
+    if str(number) not in kept:
+        kept[str(number)] = make()
+        _tell(optimizer)
+    return kept[str(number)]
+
+
+def _kept(optimizer: keras.optimizers.Optimizer, kind: str) -> dict[str, Any]:
+    # Through `vars`, because Keras tracks what is set as an attribute.
+    kept: dict[str, Any] = vars(optimizer).setdefault("phalanx_kept", {}).setdefault(kind, {})
+    return kept
 
 
 def _after(original: Callable[..., None], self: Owner, *args: PyTree) -> None:

@@ -249,6 +249,30 @@ def place_of_creation(variable: Variable) -> Place | None:
     return place
 
 
+def combine_on_demand(variables: Sequence[Variable], aggregation: str) -> None:
+    """Makes variables local to the replicas. They are combined when they are read outside, and not at the end of each program."""
+    for variable in variables:
+        variable._synchronization, variable._aggregation = "on_demand", aggregation
+
+
+def keep_equal(variables: Sequence[Variable]) -> None:
+    """Makes variables equal on all replicas, as those without a synchronization and an aggregation of their own are."""
+    for variable in variables:
+        if variable.synchronization == "on_demand":
+            variable._synchronization, variable._aggregation = "auto", "none"
+
+
+def set_outer(variable: Variable, outer: Variable) -> None:
+    """Makes `outer` the value of a replica-local variable for all who read it outside the replicas."""
+    variable._phalanx_outer = outer
+
+
+def outer_of(variable: Variable) -> Variable | None:
+    """Returns the variable whose value is read outside the replicas instead of the mean of theirs; None if there is none."""
+    outer: Variable | None = vars(variable).get("_phalanx_outer")
+    return outer
+
+
 _checkers: list[Callable[[Variable, Any], None]] = []
 
 

@@ -96,7 +96,7 @@ class Copy:
       stage: what was done after these steps. See `Progress`.
       position: how far the training had come, apart from the variables.
       values: the values of the variables.
-      shares: what this process has of variables that are added up over the replicas later.
+      shares: what this process has of variables that are combined over the replicas later.
     """
 
     step: int
@@ -145,10 +145,13 @@ class Copier:
                 share = share_of(variable, topology)
                 if share is None:
                     return None
+                is_mean = variable.aggregation == "mean"
                 # Accumulated gradients must not be lost with another process.
-                if share.value.any() and not (share.is_whole or compat.is_unsent(variable)):
+                if share.value.any() and not (share.is_whole or is_mean or compat.is_unsent(variable)):
                     return None
                 shares[variable] = share
+                if is_mean:  # A process that joins begins with this one's value.
+                    values[variable] = share.value if share.is_whole else share.value.mean(0)
             elif isinstance(array, jax.Array):
                 if not array.is_deleted():
                     values[variable] = self._of(variable, array, topology)
@@ -183,7 +186,7 @@ def others(copy: Copy) -> tuple[list[tuple[Variable, np.ndarray]], list[str]]:
 
 
 def put_shares(copy: Copy, topology: Topology) -> None:
-    """Gives this process what it had of the variables that are added up later. A process without a copy begins with zeros."""
+    """Gives this process what it had of the variables that are combined later, and what it begins with if it had nothing."""
     for variable, _ in _variables.items():
         if _is_on_demand(variable):
             put_share(variable, copy.shares.get(variable), topology)

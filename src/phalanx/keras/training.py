@@ -31,8 +31,10 @@ from phalanx.programs.function import Function
 from phalanx.programs.interrupts import Interrupts
 from phalanx.programs.program import without_collections
 from phalanx.programs.replicas import trace_run
+from phalanx.programs.state import combine_on_demand
 from phalanx.strategies.base import Strategy
 from phalanx.tracing import context
+from phalanx.tracing.policy import policy_of
 from phalanx.tracing.scope import innermost
 from phalanx.tracing.strategy import Updates
 from phalanx.train import background
@@ -294,14 +296,15 @@ class ModelTrainer:
         """Waits until all steps so far have ended, so that the variables have their values."""
 
     def _read_on_demand(self) -> None:
-        """Aggregates accumulated gradients on all processes.
+        """Combines replica-local variables on all processes: accumulated gradients, and weights with local updates.
 
-        A callback on the first process may save the optimizer, and reading its replica-local variables is a collective call.
+        A callback on the first process may save the model, and reading these variables is a collective call.
         """
-        optimizer = self._model.optimizer
-        if self._has_peers and optimizer is not None and compat.accumulation_steps(optimizer):
-            for variable in optimizer.variables:
-                _ = variable.value
+        if self._has_peers:
+            variables = [*self._model.variables, *(self._model.optimizer.variables if self._model.optimizer else ())]
+            own = [v for v in variables if policy_of(v).on_demand]
+            with self._topology.dispatching(is_step=False):
+                combine_on_demand(own)
 
     def _stacked(self, count: int) -> int | None:
         """Returns the number of steps stacked in the outputs of a program; None for a single step."""

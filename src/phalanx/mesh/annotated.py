@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _Sum(Protocol):
-    def __call__(self, x: T, axis_name: str) -> T: ...
+    def __call__(self, x: T, axis_name: str, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> T: ...
 
 
 class _Constrain(Protocol):
@@ -46,7 +46,7 @@ optimization_barrier: _Wait = lax.optimization_barrier
 """Returns arrays as they are, but XLA moves no operation from one side of the call to the other."""
 
 psum: _Sum = lax.psum
-"""Returns the sum of each array of a pytree over a mesh axis."""
+"""Returns the sum of each array of a pytree over a mesh axis, or over groups of its indices."""
 
 ppermute: Callable[[jax.Array, str, Sequence[tuple[int, int]]], jax.Array] = lax.ppermute
 """Returns the array of another replica, from `(array, axis, pairs of source and destination)`."""

@@ -28,6 +28,7 @@ from phalanx.programs.interrupts import deferred
 from phalanx.programs.state import Group, State
 from phalanx.programs.trace import execute_program, trace_program
 from phalanx.tracing import context
+from phalanx.tracing.boundary import on_demand
 from phalanx.tracing.discovery import Discovery, used_differently
 from phalanx.tracing.draws import Draws
 from phalanx.tracing.records import EITHER_WAY, Record, defaults, deliver, noting_questions, recording_key
@@ -273,8 +274,7 @@ class Program:
     def _merged(self, donated: Group, kept: Group) -> Group:
         """Returns values and components of all variables, in order."""
         values, parts = self._state.merge(donated, kept)
-        # A variable that is combined on demand has components and no value.
-        return [own.sum(0) if x is None else x for x, own in zip(values, parts, strict=True)], parts
+        return on_demand(self._variables, values, parts), parts
 
     def _taken_trace(self, inputs: list[Any]) -> Discovery:
         """Returns the trace and drops it. If JAX compiles again, because one of its settings changed, traces again."""

@@ -149,11 +149,11 @@ class _Run:
         topology = self._strategy.topology
         found = scope.pass_.next_run(self._trace)
         entries = [scope.entry(v) for v in found.variables]
-        parts = [scope.components(v, self._strategy.num_replicas_in_sync) for v in found.variables]
+        taken = [self._taken(scope, entry, written) for entry, written in zip(entries, found.written, strict=True)]
         whole = self._whole if self._steps is None else [self._steps, *self._whole]
         body = functools.partial(self._body, found)
         outputs = self._shard_map(body, (False, True, True, False), _specs_of_outputs(found))(
-            [e.value for e in entries], parts, self._sharded, whole
+            [value for value, _ in taken], [parts for _, parts in taken], self._sharded, whole
         )
         results = outputs.results
         if topology.axes:
@@ -176,6 +176,12 @@ class _Run:
         masks = [rows.repeated(each) if rows and each else None for each in found.rows_each]
         wrapped = (self._wrapped(x, mask) for x, mask in zip(results, masks, strict=True))
         return outputs.nest.join(wrapped, outputs.mirrored)
+
+    def _taken(self, scope: LiftScope, entry: Entry, written: bool) -> tuple[Any, Any]:
+        """Returns the value of a variable, and its components if the replicas use their own."""
+        if entry.policy.on_demand and not written:
+            return scope.value(entry.variable), None
+        return entry.value, scope.components(entry.variable, self._strategy.num_replicas_in_sync)
 
     def _wrapped(self, array: jax.Array, rows: RowMask | None) -> PyTree:
         """Returns a result as `Strategy.run` returns it: a PerReplica, or the array itself if there is one replica."""
@@ -387,10 +393,11 @@ def _always(record: Record) -> Record:
 
 
 def _combine_at_boundary(entries: list[Entry], padding: RowMask | None) -> list[Any]:
-    """Returns the value of each variable for all replicas. None for variables that are combined on demand."""
+    """Returns the value of each variable for all replicas. None for variables that several replicas combine on demand."""
+    is_alone = lax.axis_size(REPLICA_AXIS) == 1
     diverged = [e for e in entries if (e.diverged or e.policy.on_read) and not e.policy.on_demand]
     combined = dict(zip(map(id, diverged), combine(diverged, padding) if diverged else (), strict=True))
-    return [None if e.policy.on_demand else combined.get(id(e), e.value) for e in entries]
+    return [None if e.policy.on_demand and not is_alone else combined.get(id(e), e.value) for e in entries]
 
 
 def _along(dim: int) -> PartitionSpec:

@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from phalanx import compat
 from phalanx.compat import Variable, raw_value
 from phalanx.errors import StateLostError, VariableError
-from phalanx.mesh.annotated import shape_dtype
+from phalanx.mesh.annotated import shape_dtype, with_sharding_constraint
 from phalanx.mesh.topology import Topology
 from phalanx.programs.identity import IdentityMap
-from phalanx.tracing.policy import describe, initial_components, policy_of
+from phalanx.tracing.boundary import combined
+from phalanx.tracing.policy import Combine, describe, initial_components, policy_of
 from phalanx.tracing.structure import refuse_outer_trace
 from phalanx.typing import PyTree
 
@@ -159,11 +161,11 @@ compat.on_assign(_forget)
 
 
 class Share(NamedTuple):
-    """The part of one process in a variable that is added up on demand.
+    """The part of one process in a variable that is combined on demand.
 
     Args:
-      value: the value.
-      is_whole: whether it is the sum, which all processes have. Otherwise it is what the replicas of this process have.
+      value: the combined value, which all processes have; or what the replicas of this process have, (local_replicas, ...).
+      is_whole: whether it is the combined value.
     """
 
     value: np.ndarray
@@ -181,24 +183,27 @@ def share_of(variable: Variable, home: Topology) -> Share | None:
     if slot.home is home and slot.components is not None and slot.array is array:
         if slot.components.is_deleted():
             return None
-        return Share(np.sum([np.array(s.data).sum(0) for s in slot.components.addressable_shards], axis=0), False)
+        return Share(np.concatenate([np.array(s.data) for s in slot.components.addressable_shards]), False)
     # No program has used it yet, or it was read or assigned since.
     if isinstance(array, jax.Array) and not array.is_deleted():
         return Share(np.array(array), True)
-    return Share(np.zeros(variable.shape, compat.dtype_of(variable)), False)
+    return Share(np.zeros((1, *variable.shape), compat.dtype_of(variable)), False)
 
 
 def put_share(variable: Variable, share: Share | None, home: Topology) -> None:
-    """Gives the first replica of this process what `share_of` returned; None stands for zeros. All processes must call it.
+    """Gives the replicas of this process what `share_of` returned. All processes must call it.
 
     Args:
       variable: the variable.
-      share: the value. Of a whole one, the first process takes care.
+      share: the values. Of a whole sum, the first process takes care. None in a process that had none: its replicas add nothing to a
+        sum, and begin a mean with the value that the variable has.
       home: the devices of the replicas, which may be others than before.
     """
     rows = np.zeros((len(home.local_replicas), *variable.shape), compat.dtype_of(variable))
-    if share is not None and (not share.is_whole or home.worker_index == 0):
-        rows[0] = share.value
+    if policy_of(variable).combine is Combine.MEAN:
+        rows[:] = np.asarray(raw_value(variable)) if share is None else share.value
+    elif share is not None and (not share.is_whole or home.worker_index == 0):
+        rows[0] = share.value if share.is_whole else share.value.sum(0)
     if home.num_replicas == 1:
         put_values([(variable, rows[0])], home)
         return
@@ -228,17 +233,35 @@ def put_values(values: Sequence[tuple[Variable, np.ndarray]], home: Topology | N
         slot.owned = True
 
 
-def _combine_on_demand(variable: Variable) -> bool:
+def combine_on_demand(variables: Sequence[Variable]) -> None:
+    """Computes the values that some variables have outside the replicas, if they are not known yet.
+
+    With several workers, all must call it, unless all these variables have outer ones.
+    """
+    pairs = [(v, slot_of(v)) for v in variables if raw_value(v) is None]
+    pairs = [(v, slot) for v, slot in pairs if slot.components is not None and slot.home is not None]
+    outer = [compat.outer_of(v) for v, _ in pairs]
+    values = [None if o is None else raw_value(o) for o in outer]
+    for home in {id(slot.home): slot.home for _, slot in pairs}.values():
+        here = [i for i, (_, slot) in enumerate(pairs) if outer[i] is None and slot.home is home]
+        how = tuple(policy_of(pairs[i][0]).combine for i in here)
+        assert home is not None
+        for i, value in zip(here, _combined([pairs[i][1].components for i in here], how, home.replicated), strict=True):
+            values[i] = value
+    for (variable, slot), value in zip(pairs, values, strict=True):
+        # The variable first: an interrupt between the two leaves a value without components, which is still the right one.
+        compat.set_raw_values([variable], [value])
+        if not isinstance(value, jax.core.Tracer):
+            slot.array = value
+
+
+def _combine_for_read(variable: Variable) -> bool:
     slot = _slots.get(variable)
-    if slot is not None and slot.components is not None and slot.home is not None:
+    if slot is not None and slot.home is not None:
         with slot.home.dispatching(is_step=False):
-            total = _sum_of_components(slot.components)
-        # The variable first: an interrupt between the two leaves a value without components, which is still the right total.
-        compat.set_raw_values([variable], [total])
-        if isinstance(total, jax.core.Tracer):
-            return True  # Keras reads all variables of an optimizer in a step. The value must not stay when the trace has ended.
-        slot.array = total
-    return False
+            combine_on_demand([variable])
+    # Keras reads all variables of an optimizer in a step. The value must not stay when the trace has ended.
+    return isinstance(raw_value(variable), jax.core.Tracer)
 
 
 def _lend(variable: Variable) -> None:
@@ -276,12 +299,22 @@ def _note_parts_of(arrays: Any) -> None:
         setattr(arrays, name, property(noting(shards.fget), doc=shards.__doc__))
 
 
-@jax.jit
-def _sum_of_components(components: jax.Array) -> jax.Array:
-    return components.sum(0)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _combined(components: list[jax.Array], how: Sequence[Combine], place: NamedSharding) -> list[jax.Array]:
+    return [with_sharding_constraint(combined(c, x), place) for c, x in zip(how, components, strict=True)]
 
 
-compat.on_first_read(_combine_on_demand)
+compat.on_first_read(_combine_for_read)
+
+
+def _follow(variable: Variable) -> None:
+    """Makes replicas go on from a value that the user has assigned, and not from the outer weights before."""
+    outer = compat.outer_of(variable)
+    if outer is not None and not compat.is_new(variable):
+        outer.assign(raw_value(variable))
+
+
+compat.on_assign(_follow)
 
 
 _VALUES, _VALUES_AS_LIST, _COMPONENTS = itemgetter(0), itemgetter(slice(1)), itemgetter(1)
@@ -433,7 +466,10 @@ class _Variables:
         self._slots = [slot_of(v) for v in variables]
         # Slots whose arrays `take` has copied. The program's result for them is owned.
         self.copied: list[Slot] = []
-        self.is_on_read = [policy_of(v).on_read for v in variables]
+        rows = [policy_of(v) for v in variables]
+        # A program that only reads what is combined on demand gets the combined value.
+        self.is_on_read = [row.on_read and not (row.on_demand and shelf is None) for row in rows]
+        self._combined = [v for v, row in zip(variables, rows, strict=True) if row.on_demand and shelf is None]
         mapped = topology.num_replicas > 1
         self._on_read = [i for i, on_read in enumerate(self.is_on_read) if mapped and on_read]
         self._on_demand = [i for i in self._on_read if policy_of(variables[i]).on_demand]
@@ -498,6 +534,8 @@ class _Variables:
 
     def _placed(self) -> list[Any]:
         """Returns the stored arrays. Those that the user assigned, or that other devices hold, are placed on the storage first."""
+        if self._combined:
+            combine_on_demand(self._combined)
         arrays, shelf = list(map(compat.value_of, self.variables)), self._shelf
         # This runs at every step, for every variable, so it runs no bytecode per variable.
         if shelf is not None and shelf.is_whole and all(map(is_, arrays, shelf.arrays)):

@@ -14,6 +14,7 @@ from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.tracing import context
 from phalanx.tracing.context import Mode
+from phalanx.tracing.local_updates import refuse
 from phalanx.tracing.strategy import Update
 
 
@@ -28,9 +29,11 @@ class CentralStorageStrategy(SynchronousStrategy):
     Args:
       compute_devices: one device per replica. None takes all accelerators, or all CPU devices if there are none.
       parameter_device: the device that holds the variables. None is the host, `"cpu:0"`.
+      local_updates: must be None. Other strategies take it.
 
     Raises:
       DeviceError: this process does not have a device, or a device is listed twice.
+      InvalidArgumentError: `local_updates` is not None.
       StartupError: XLA has fewer threads than several CPU devices need.
 
     Source: tf.distribute.experimental.CentralStorageStrategy.
@@ -48,7 +51,10 @@ class CentralStorageStrategy(SynchronousStrategy):
         self,
         compute_devices: Sequence[str | jax.Device] | None = None,
         parameter_device: str | jax.Device | None = None,
+        *,
+        local_updates: None = None,
     ) -> None:
+        refuse(local_updates, type(self).__name__, "one device holds the variables of all replicas.")
         super().__init__(Topology.of(compute_devices), NcclAllReduce(num_packs=None))
         self._keeper = OneDeviceStrategy("cpu:0" if parameter_device is None else parameter_device)
 

@@ -14,6 +14,7 @@ from phalanx.mesh.layout import LayoutLike, layout_of
 from phalanx.mesh.topology import Topology, axes_of
 from phalanx.options import CommunicationOptions
 from phalanx.strategies.synchronous import SynchronousStrategy
+from phalanx.tracing.local_updates import LocalUpdates
 
 
 @final
@@ -30,11 +31,13 @@ class MirroredStrategy(SynchronousStrategy):
       layout: which variables are sharded over which mesh axes: a `keras.distribution.LayoutMap`, a dict from variable
         path to axes, or `fully_sharded()`. Every device holds all other variables whole. Optimizer slots are sharded
         like their variables.
+      local_updates: `LocalSGD` or `DiLoCo` of `phalanx.experimental`: replicas train on their own for some steps. None aggregates
+        gradients at every step.
 
     Raises:
       DeviceError: this process does not have a device, or a device is listed twice.
-      InvalidArgumentError: an argument has the wrong type, or does not go with a compression, the mesh does not have an axis of the
-        layout, or the size of `model_axis` does not divide the number of devices.
+      InvalidArgumentError: an argument has the wrong type, or does not go with a compression or local updates, the mesh does not
+        have an axis of the layout, or the size of `model_axis` does not divide the number of devices.
       StartupError: XLA has fewer threads than several CPU devices need.
 
     Source: tf.distribute.MirroredStrategy.
@@ -53,6 +56,7 @@ class MirroredStrategy(SynchronousStrategy):
         communication_options: CommunicationOptions | None = None,
         model_axis: tuple[str, int] | None = None,
         layout: LayoutLike = None,
+        local_updates: LocalUpdates | None = None,
     ) -> None:
         topology = Topology.of(devices, axes=axes_of(model_axis), layout=layout_of(layout))
         if not isinstance(cross_device_ops, (CrossDeviceOps, NoneType)):
@@ -68,4 +72,4 @@ class MirroredStrategy(SynchronousStrategy):
                 f'phalanx.OneDeviceStrategy("{device_name(topology.devices[0])}") if one replica is intended',
             )
         ops = cross_device_ops and cross_device_ops.for_devices(topology.first_devices)
-        super().__init__(topology, ops, communication_options)
+        super().__init__(topology, ops, communication_options, local_updates)

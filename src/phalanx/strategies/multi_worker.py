@@ -13,6 +13,7 @@ from phalanx.mesh import bootstrap
 from phalanx.mesh.topology import Topology, axes_of
 from phalanx.options import CommunicationImplementation, CommunicationOptions, ElasticOptions
 from phalanx.strategies.synchronous import SynchronousStrategy
+from phalanx.tracing.local_updates import LocalUpdates
 
 
 class MultiWorkerMirroredStrategy(SynchronousStrategy):
@@ -36,6 +37,8 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
       model_axis: name and size of a mesh axis over which XLA partitions each replica. The devices of a replica must
         belong to one process.
       elastic: what to do so that a training survives the loss of a process. None means `ElasticOptions()`.
+      local_updates: `LocalSGD` or `DiLoCo` of `phalanx.experimental`: replicas train on their own for some steps. None aggregates
+        gradients at every step.
 
     Raises:
       ClusterError: the cluster description is invalid, or has no task for this process.
@@ -58,6 +61,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         stall_timeout_s: float | None = None,
         model_axis: tuple[str, int] | None = None,
         elastic: ElasticOptions | None = None,
+        local_updates: LocalUpdates | None = None,
     ) -> None:
         resolver = cluster_resolver
         if resolver is None:
@@ -86,7 +90,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         bootstrap.start(resolver, options.timeout_seconds, self._stall_timeout_s)
         topology = Topology(tuple(jax.devices()), axes)
         _require_implementation(options.implementation, topology)
-        super().__init__(topology, options=options)
+        super().__init__(topology, options=options, local_updates=local_updates)
         self._resolver = resolver
         if topology.num_workers > 1:
             with bootstrap.without_lines_of_gloo():

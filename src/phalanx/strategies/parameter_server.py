@@ -26,6 +26,7 @@ from phalanx.servers.ray import RayCluster
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.single import OneDeviceStrategy
 from phalanx.tracing import context
+from phalanx.tracing.local_updates import refuse
 from phalanx.typing import PyTree
 
 T = TypeVar("T")
@@ -60,8 +61,10 @@ class ParameterServerStrategy(Strategy):
         for one step, one batch or its dataset function. A silent worker is replaced. In the other cases an error is
         raised.
       dashboard: whether to start the Ray dashboard.
+      local_updates: must be None. Other strategies take it.
 
     Raises:
+      InvalidArgumentError: a number is too small, or `local_updates` is not None.
       ClusterError: the cluster does not have a chief, a worker or a parameter server.
       StartupError: a task of the cluster did not join.
       MissingDependencyError: Ray is not installed.
@@ -94,7 +97,9 @@ class ParameterServerStrategy(Strategy):
         snapshot_every_s: float | None = None,
         worker_timeout_s: float = 30.0,
         dashboard: bool = False,
+        local_updates: None = None,
     ) -> None:
+        refuse(local_updates, type(self).__name__, "workers send each update to the servers, which hold all variables.")
         for name, count in (("workers", workers), ("ps", ps)):
             arguments.integer(name, count, kind="an integer of at least 1", hint=f"{name}=2")
         if max_staleness is not None:

@@ -8,12 +8,13 @@ from typing_extensions import override
 
 from phalanx.collectives.compression import Compression, compression_of
 from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
-from phalanx.errors import InvalidArgumentError, arguments
+from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.mesh import bootstrap
 from phalanx.mesh.layout import AbstractLayout
 from phalanx.mesh.topology import Topology
 from phalanx.options import CommunicationOptions
 from phalanx.strategies.base import Strategy
+from phalanx.tracing.local_updates import LocalUpdates
 
 
 class SynchronousStrategy(Strategy):
@@ -23,9 +24,10 @@ class SynchronousStrategy(Strategy):
       topology: the replicas and their devices.
       cross_device_ops: the algorithm that reduces gradients over the replicas. None selects the fastest one.
       options: options for the reduction of gradients.
+      local_updates: how replicas that update their own variables are synchronized. None keeps them equal at every step.
 
     Raises:
-      InvalidArgumentError: `options` has the wrong type, or chooses a compression that does not go with the rest.
+      InvalidArgumentError: `options` or `local_updates` has the wrong type, or does not go with the rest.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class SynchronousStrategy(Strategy):
         topology: Topology,
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
+        local_updates: LocalUpdates | None = None,
     ) -> None:
         super().__init__()
         if options is not None:
@@ -46,8 +49,12 @@ class SynchronousStrategy(Strategy):
             bootstrap.warn_if_alone(type(self).__name__)
         self._topology, self._chosen_ops, self._options = topology, cross_device_ops, options
         self._compression = compression_of(options) if options else None
+        self._local_updates = local_updates
         if options and self._compression:
-            _require_plain_sums(options, topology, cross_device_ops)
+            call = f"CommunicationOptions(compression={options.compression!r})"
+            _require_plain_sums(call, topology, cross_device_ops)
+        if local_updates is not None:
+            _require_local_updates(local_updates, topology, cross_device_ops, options)
 
     @property
     @override
@@ -76,6 +83,11 @@ class SynchronousStrategy(Strategy):
     def compression(self) -> Compression | None:
         return self._compression
 
+    @property
+    @override
+    def local_updates(self) -> LocalUpdates | None:
+        return self._local_updates
+
     @contextmanager
     def placed_on(self, topology: Topology) -> Iterator[None]:
         """Traces programs in the context for other devices. They may be absent, because nothing is placed on them."""
@@ -86,9 +98,25 @@ class SynchronousStrategy(Strategy):
             self._topology = own
 
 
-def _require_plain_sums(options: CommunicationOptions, topology: Topology, ops: CrossDeviceOps | None) -> None:
-    """Checks that a compression replaces nothing that the user has chosen."""
-    call = f"CommunicationOptions(compression={options.compression!r})"
+def _require_local_updates(
+    local: LocalUpdates, topology: Topology, ops: CrossDeviceOps | None, options: CommunicationOptions | None
+) -> None:
+    if not isinstance(local, LocalUpdates):
+        hint = "local_updates=phalanx.experimental.LocalSGD(every=8)"
+        raise InvalidArgumentError(f"local_updates={shown(local)}", "must be LocalSGD or DiLoCo.", hint)
+    local.require_groups(topology.num_replicas)
+    call = f"local_updates={type(local).__name__}"
+    _require_plain_sums(call, topology, ops)
+    if options is not None and (options.compression or options.wire_dtype):
+        raise InvalidArgumentError(
+            f"{call} with communication_options that round or compress gradients",
+            "the replicas send no gradients.",
+            'local_updates=phalanx.experimental.DiLoCo(compression="int8")',
+        )
+
+
+def _require_plain_sums(call: str, topology: Topology, ops: CrossDeviceOps | None) -> None:
+    """Checks that an option of the communication replaces nothing that the user has chosen."""
     if ops is not None:
         raise InvalidArgumentError(
             f"{call} with cross_device_ops={type(ops).__name__}()",
@@ -98,8 +126,8 @@ def _require_plain_sums(options: CommunicationOptions, topology: Topology, ops: 
     if topology.axes or topology.layout is not None:
         raise InvalidArgumentError(
             f"{call} with a layout or a model axis",
-            "only gradients that every replica holds whole can be compressed.",
-            "leave out layout and model_axis, or compression",
+            "every replica must hold whole variables and gradients.",
+            "leave out layout and model_axis, or this option",
         )
 
 

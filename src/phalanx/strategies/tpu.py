@@ -21,6 +21,7 @@ from phalanx.mesh.tpu_system import devices_of, initialize_tpu_system
 from phalanx.options import CommunicationOptions
 from phalanx.strategies.synchronous import SynchronousStrategy
 from phalanx.tracing import context
+from phalanx.tracing.local_updates import LocalUpdates
 
 
 class TPUStrategy(SynchronousStrategy):
@@ -39,11 +40,12 @@ class TPUStrategy(SynchronousStrategy):
         tf.distribute. XLA partitions all programs in any case.
       layout: which variables are sharded, as in `MirroredStrategy`.
       communication_options: as in `MirroredStrategy`.
+      local_updates: as in `MirroredStrategy`.
 
     Raises:
       DeviceError: this machine has no TPU, or the assignment belongs to another system.
       ClusterError, StartupError: the hosts cannot be connected.
-      InvalidArgumentError: an argument has the wrong type, or a compression does not go with the others.
+      InvalidArgumentError: an argument has the wrong type, or a compression or local updates do not go with the others.
 
     Source: tf.distribute.TPUStrategy.
 
@@ -63,6 +65,7 @@ class TPUStrategy(SynchronousStrategy):
         *,
         layout: LayoutLike = None,
         communication_options: CommunicationOptions | None = None,
+        local_updates: LocalUpdates | None = None,
     ) -> None:
         resolver = TPUClusterResolver() if tpu_cluster_resolver is None else tpu_cluster_resolver
         assignment = experimental_device_assignment
@@ -84,7 +87,7 @@ class TPUStrategy(SynchronousStrategy):
             cores = found.device_coordinates.reshape(-1, 1, found.mesh_rank)
             assignment = DeviceAssignment(found, cores)
         topology = _topology_of(assignment, found.num_tasks, layout_of(layout))
-        super().__init__(topology, options=communication_options)
+        super().__init__(topology, options=communication_options, local_updates=local_updates)
         self._resolver, self._is_spmd = resolver, bool(experimental_spmd_xla_partitioning)
 
     @property

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from phalanx import compat
 from phalanx.collectives import packing, primitives
+from phalanx.compat import Variable
 from phalanx.mesh.annotated import psum
 from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.values import RowMask
 from phalanx.tracing.discovery import Entry
-from phalanx.tracing.policy import Combine, Policy
+from phalanx.tracing.policy import Combine, Policy, policy_of
 
 
 def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
@@ -53,6 +55,30 @@ def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
             value = mean if padding is None else jnp.where(padding.count > 0, mean, entry.initial)
         combined.append(value.astype(entry.value.dtype))
     return combined
+
+
+def on_demand(
+    variables: Sequence[Variable], values: Sequence[jax.Array | None], parts: Sequence[jax.Array | None]
+) -> list[Any]:
+    """Returns the values of variables, with the combined values of those that are combined on demand, whose values are None.
+
+    Args:
+      variables: the variables. The outer variable of one that is None is among them, or is ignored.
+      values: their values.
+      parts: their components, (num_replicas, ...), or None.
+    """
+    known = {id(v): x for v, x in zip(variables, values, strict=True)}
+    outer = [known.get(id(compat.outer_of(v))) for v in variables]
+    return [
+        x if x is not None else o if o is not None else combined(policy_of(v).combine, own)
+        for v, x, o, own in zip(variables, values, outer, parts, strict=True)
+    ]
+
+
+def combined(how: Combine, components: Any) -> jax.Array:
+    """Returns the value of a variable that is combined on demand from its components, (num_replicas, ...)."""
+    value: jax.Array = components.mean(0) if how is Combine.MEAN else components.sum(0)
+    return value
 
 
 def first_component(policy: Policy, value: jax.Array) -> jax.Array:

@@ -104,6 +104,8 @@ def _is_compressed(compression: Compression, gradient: jax.Array) -> bool:
 
 def _random(shape: tuple[int, ...] | None) -> Variable:
     assert shape is not None
-    return keras.Variable(
+    hint = keras.Variable(
         keras.initializers.RandomNormal(stddev=1.0, seed=0), shape=shape, trainable=False, name="hint"
     )
+    compat.keep_equal([hint])
+    return hint

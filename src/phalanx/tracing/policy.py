@@ -15,8 +15,11 @@ There is one variable type, `keras.Variable`. Its `synchronization` and `aggrega
     on_read           only_first_replica   local to the replica            value of the first replica, for reads outside
     on_read           none                 like auto with none             like auto with none
     on_demand         sum                  local to the replica            sum, computed at each read outside
+    on_demand         mean                 local to the replica            mean, computed at each read outside
 
-Phalanx sets `on_demand` for the gradient accumulators of optimizers, so that a step that only accumulates needs no all-reduce.
+Phalanx sets `on_demand` for the gradient accumulators of optimizers, so that a step that only accumulates needs no all-reduce. With
+local updates, it sets it for all variables whose values it would combine to a mean. A program that only reads such a variable gets the
+combined value.
 
 In cross-replica context, an assignment stores the value unchanged, and a read returns the combined value. In update context (in an
 optimizer's update or in `extended.update`), all replicas hold equal gradients, so any assignment is allowed. `assign_add` and
@@ -97,7 +100,7 @@ def policy_of(variable: Variable) -> Policy:
             return Policy(Write.REFUSED, Combine.MEAN)
         return Policy(Write.AT_BOUNDARY, Combine.MEAN if is_floating else Combine.FIRST)
     if variable.synchronization == "on_demand":
-        return Policy(Write.AT_BOUNDARY, Combine.SUM, on_read=True, on_demand=True)
+        return Policy(Write.AT_BOUNDARY, _COMBINE[aggregation], on_read=True, on_demand=True)
     if variable.synchronization == "on_read":
         return Policy(Write.AT_BOUNDARY, _COMBINE[aggregation], on_read=True)
     return Policy(Write.NOW, _COMBINE[aggregation])
@@ -117,9 +120,11 @@ def check_variable(name: str, value: object, hint: str) -> Variable:
 def _check_new_variable(variable: Variable) -> None:
     """Rejects a new variable that no program of the current strategy could use, and records the strategy."""
     if context.has_strategy():
-        policy_of(variable)
+        policy, strategy = policy_of(variable), context.get_strategy()
+        if strategy.local_updates is not None and policy.combine is Combine.MEAN and not policy.on_read:
+            compat.combine_on_demand([variable], "mean")
         # The number and not the strategy, so that a variable does not keep its strategy alive.
-        compat.set_maker(variable, context.get_strategy().number)
+        compat.set_maker(variable, strategy.number)
 
 
 def _check_index(variable: Variable, index: Any) -> None:

@@ -25,11 +25,12 @@ from phalanx.mesh.annotated import get_opaque_trace_state, make_user_context
 from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.options import ReduceOp
 from phalanx.tracing import averages, context, draws
-from phalanx.tracing.boundary import combine, first_component
+from phalanx.tracing.boundary import combine, combined, first_component
 from phalanx.tracing.compressed import CompressedSum
 from phalanx.tracing.discovery import AbstractPass, Entry
 from phalanx.tracing.draws import AbstractIterator
-from phalanx.tracing.policy import Combine, Write, describe, refuse_write
+from phalanx.tracing.local_updates import LocalUpdates
+from phalanx.tracing.policy import Combine, Write, describe, policy_of, refuse_write
 from phalanx.tracing.records import Record
 from phalanx.tracing.strategy import AbstractStrategy, Update, Updates
 from phalanx.tracing.structure import add_once
@@ -172,11 +173,15 @@ class LiftScope(compat.AbstractLiftScope):
         """
         self._require_current(variable)
         entry = self.entry(variable)
+        is_outside = context.in_cross_replica_context()
+        outer = compat.outer_of(variable) if is_outside and (self.mapped or entry.value is None) else None
+        if outer is not None:
+            return self.value(outer)
         # A merge function must see one value, although the replicas hold different ones.
-        if self.mapped and context.in_cross_replica_context() and (entry.diverged or entry.policy.on_read):
+        if self.mapped and is_outside and (entry.diverged or entry.policy.on_read):
             value: jax.Array = combine([entry], None)[0]
         else:
-            value = entry.components.sum(0) if entry.value is None else entry.value
+            value = combined(entry.policy.combine, entry.components) if entry.value is None else entry.value
         return value
 
     @override
@@ -237,9 +242,14 @@ class LiftScope(compat.AbstractLiftScope):
             self._defer_gradients(strategy, optimizer, grads, variables)
             return
         add_once(optimizer, self.pass_.notes.optimizers)
+        if strategy.local_updates is not None and not self._free_writes:
+            self._apply_locally(strategy.local_updates, optimizer, apply, grads, variables)
+            return
         accumulates = compat.accumulation_steps(optimizer) and not self._free_writes
         # With one replica too, because a process that joins a group begins alone.
         accumulators = compat.accumulators(optimizer, variables) if accumulates else []
+        # Each replica adds up its own gradients, so that they are all-reduced once per update instead of once per step.
+        compat.combine_on_demand(accumulators, "sum")
         if accumulates and _num_replicas() > 1:
             grads = self._accumulate(optimizer, _weight(grads), variables, accumulators)
         elif strategy.compression is not None and not self._free_writes:
@@ -326,15 +336,36 @@ class LiftScope(compat.AbstractLiftScope):
         if _num_replicas() == 1:
             return grads
         strategy = context.get_strategy()
-        if strategy.compression is not None:
+        if strategy.compression is not None or strategy.local_updates is not None:
+            option = "compression" if strategy.local_updates is None else "local_updates"
             raise InvalidArgumentError(
-                "optimizer.stateless_apply under a strategy with compression",
-                "it names no variables beside which the optimizer could keep what was not sent.",
+                f"optimizer.stateless_apply under a strategy with {option}",
+                "it names no variables beside which the optimizer could keep what the replicas have not sent.",
                 "optimizer.apply(gradients, variables)",
             )
         if any(dim is not None for dim in dims):
             return strategy.divide_gradients(grads, dims)
         return strategy.aggregate_gradients(grads)
+
+    def _apply_locally(
+        self,
+        local: LocalUpdates,
+        optimizer: keras.optimizers.Optimizer,
+        apply: Callable[..., None],
+        grads: Sequence[Any],
+        variables: Any,
+    ) -> None:
+        """Updates the variables of this replica with its own gradients, and synchronizes what is due then."""
+        self.aggregations += 1
+        compat.build_optimizer(optimizer, variables)
+        trained = compat.trained_by(optimizer, variables)
+        _require_local(local, optimizer, trained)
+        with self.updating():
+            apply(local.gradients(_weight(grads), _num_replicas()), variables)
+        written = [e.variable for e in self.entries.values() if e.written and e.policy.on_demand]
+        whole = context.get_strategy().aggregate_gradients
+        for each in local.synchronizations(optimizer, trained, written, whole, _num_replicas()):
+            self._update(each.variables, each.run([self.get_current_value(v) for v in each.variables]))
 
     def _compress(
         self, compression: Compression, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any
@@ -478,7 +509,7 @@ class LiftScope(compat.AbstractLiftScope):
             raise refuse_write(entry.variable)
         if entry.policy.write is Write.AT_BOUNDARY:
             entry.diverged = True
-            return value
+            return self._of_rows(entry, value) if entry.policy.on_demand else value
         if entry.policy.combine is Combine.FIRST:
             return primitives.broadcast(value, num_replicas)
         replica = context.require_replica()
@@ -488,6 +519,12 @@ class LiftScope(compat.AbstractLiftScope):
         mean: jax.Array = replica.all_reduce(ReduceOp.MEAN, value).astype(value.dtype)
         # A batch without a single real row changes nothing.
         return mean if replica.padding is None else jnp.where(replica.padding.count > 0, mean, entry.value)
+
+    @staticmethod
+    def _of_rows(entry: Entry, value: jax.Array) -> jax.Array:
+        """Returns `value` if this replica has real rows, else the present value: a mean over no rows is none."""
+        padding = context.require_replica().padding
+        return value if padding is None else jnp.where(padding.has_rows, value, entry.value)
 
 
 def innermost() -> LiftScope | None:
@@ -501,6 +538,29 @@ def program_scope() -> LiftScope:
     scope = innermost()
     assert scope is not None
     return scope
+
+
+def _require_local(local: LocalUpdates, optimizer: keras.optimizers.Optimizer, trained: Sequence[Variable]) -> None:
+    """Checks that each replica can train on its own.
+
+    Raises:
+      InvalidArgumentError: the optimizer scales its loss.
+      VariableError: the replicas have no values of their own of a trained variable.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise InvalidArgumentError(
+            f"{type(optimizer).__name__} under a strategy with local_updates={type(local).__name__}",
+            "replicas whose gradients overflow would leave out updates that others make.",
+            "the dtype policy mixed_bfloat16, whose losses need no scale",
+        )
+    for variable in trained:
+        if not policy_of(variable).on_demand:
+            raise VariableError(
+                f"{describe(variable)} under a strategy with local_updates={type(local).__name__}",
+                "the replicas cannot have values of their own of it, because it was created outside the scope, or with another "
+                "aggregation than a mean.",
+                "with strategy.scope(): model = make_model()",
+            )
 
 
 def _sharded_dim(strategy: AbstractStrategy, variable: Variable) -> int | None:

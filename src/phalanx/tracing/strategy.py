@@ -16,6 +16,7 @@ from phalanx.errors import InvalidArgumentError, shown
 from phalanx.mesh.topology import Topology
 from phalanx.mesh.values import PerReplica
 from phalanx.options import RunOptions
+from phalanx.tracing.local_updates import LocalUpdates
 from phalanx.typing import PyTree
 
 
@@ -90,6 +91,11 @@ class AbstractStrategy(ABC):
     @property
     def compression(self) -> Compression | None:
         """Returns the algorithm that compresses gradients if there are several replicas. None if they are sent whole."""
+        return None
+
+    @property
+    def local_updates(self) -> LocalUpdates | None:
+        """Returns how replicas that update their own variables are synchronized. None if gradients are aggregated at every step."""
         return None
 
     @property

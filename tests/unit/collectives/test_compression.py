@@ -356,7 +356,7 @@ BAD = {
         lambda: phalanx.MirroredStrategy(
             2, layout=phalanx.fully_sharded(), communication_options=CommunicationOptions(compression="int8")
         ),
-        r"with a layout or a model axis: only gradients that every replica holds whole",
+        r"with a layout or a model axis: every replica must hold whole variables",
     ),
     "rank above all": (
         lambda: trained(strategy_with(PowerSGD(100)), 1),

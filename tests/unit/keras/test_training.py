@@ -251,3 +251,10 @@ def test_predict_returns_the_rows_in_order(count, k):
     model = under(replicas(count), compiled(steps_per_execution=k))
     for rows in range(1, 10):
         same(model.predict(X[:rows], batch_size=4, verbose=0), np.asarray(model(X[:rows])))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_accumulated_gradients_in_groups_of_steps(count):
+    """Several steps in one program accumulate as single ones do, also on one replica."""
+    sgd = functools.partial(keras.optimizers.SGD, 0.1, gradient_accumulation_steps=2)
+    same_fit(replicas(count), compiled(optimizer=sgd, steps_per_execution=3))
