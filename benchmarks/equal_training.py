@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three models are trained with compressed gradients and with whole ones, on the same rows: what the compression costs at the end.
+"""Three models are trained with less communication and with all of it, on the same rows: what that costs at the end.
 
 Digits (accuracy on unseen images), text (loss per character of unseen files) and a table (accuracy on unseen rows), on two replicas in
 one process, with several seeds. The difference of a seed is the one to whole gradients with that seed.
@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from benchmarks.report import Report, verdict
-from phalanx.experimental import CommunicationOptions, PowerSGD, TopK
+from phalanx.experimental import CommunicationOptions, DiLoCo, LocalSGD, PowerSGD, TopK
 
 Rows = tuple[np.ndarray, np.ndarray]
 
@@ -125,21 +125,27 @@ TASKS = {
     ),
 }
 CHOICES: dict[str, dict[str, Any]] = {
-    "none": {},
+    "whole gradients": {},
     "int8": {"compression": "int8"},
     "PowerSGD(4)": {"compression": PowerSGD(4)},
     "TopK(0.05)": {"compression": TopK(0.05)},
     "int8, no error feedback": {"compression": "int8", "error_feedback": False},
     "PowerSGD(4), no error feedback": {"compression": PowerSGD(4), "error_feedback": False},
     "TopK(0.05), no error feedback": {"compression": TopK(0.05), "error_feedback": False},
+    "LocalSGD(8)": {"local_updates": LocalSGD(8)},
+    "DiLoCo(50)": {"local_updates": DiLoCo(every=50)},
 }
-_WITH_TARGET = ("int8", "PowerSGD(4)")
+_WITH_TARGET = ("int8", "PowerSGD(4)", "LocalSGD(8)", "DiLoCo(50)")
 
 
 def _result(task: Task, options: dict[str, Any], seed: int, *, quick: bool) -> float:
     """Trains, and returns the accuracy or the loss on unseen rows."""
     keras.utils.set_random_seed(seed)
-    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"], communication_options=CommunicationOptions(**options))
+    local_updates = options.get("local_updates")
+    compression = CommunicationOptions(**options) if local_updates is None else None
+    strategy = phalanx.MirroredStrategy(
+        ["cpu:0", "cpu:1"], communication_options=compression, local_updates=local_updates
+    )
     (x, y), test = task.rows()
     with strategy.scope():
         model = task.model()
@@ -153,7 +159,7 @@ def _result(task: Task, options: dict[str, Any], seed: int, *, quick: bool) -> f
 
 
 def run(*, quick: bool, rounds: int = 5, seed: int = 0) -> Report:
-    """Trains each model with each compression, and compares the results with those of whole gradients."""
+    """Trains each model in each way, and compares the results with those of whole gradients at every step."""
     report = Report(
         "equal_training",
         "The result on unseen rows, and its difference to whole gradients: points of accuracy, or percent of the loss (more is worse)",
@@ -165,7 +171,7 @@ def run(*, quick: bool, rounds: int = 5, seed: int = 0) -> Report:
     def play(name: str, task: Task) -> None:
         results = {c: [_result(task, o, s, quick=quick) for s in seeds] for c, o in CHOICES.items()}
         for choice, found in results.items():
-            pairs = zip(found, results["none"], strict=True)
+            pairs = zip(found, results["whole gradients"], strict=True)
             worse = [whole - x if task.is_accuracy else 100 * (x / whole - 1) for x, whole in pairs]
             limit = _POINTS if task.is_accuracy else _PERCENT
             mean, spread = statistics.mean(worse), statistics.stdev(worse) if len(worse) > 1 else 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training of `slow_link` on one of two machines: `python -m benchmarks.slow_link_script COMPRESSION STEPS`. Rank 0 prints the seconds."""
+"""A training of `slow_link` on one of two machines: `python -m benchmarks.slow_link_script WHAT STEPS`. Rank 0 prints the seconds."""
 
 import itertools
 import sys
@@ -12,22 +12,24 @@ import keras
 
 from benchmarks.elastic_job import BATCH, LEARNING_RATE, WARM_UP, rows
 from benchmarks.elastic_script import mlp, step_of
-from phalanx.experimental import CommunicationOptions, PowerSGD, TopK
+from phalanx.experimental import CommunicationOptions, DiLoCo, LocalSGD, PowerSGD, TopK
 
 COMPRESSIONS: dict[str, Any] = {
-    "none": None,
     "bfloat16": "bfloat16",
     "int8": "int8",
     "TopK(0.01)": TopK(0.01),
     "PowerSGD(2)": PowerSGD(2),
 }
+LOCAL_UPDATES = {"LocalSGD(8)": LocalSGD(8), "DiLoCo(100)": DiLoCo(every=100)}
 
 
 def main(name: str, steps: int) -> None:
     """Trains, and measures the steps after the first ones."""
     keras.utils.set_random_seed(0)
-    options = CommunicationOptions(compression=COMPRESSIONS[name])
-    strategy = phalanx.MultiWorkerMirroredStrategy(communication_options=options)
+    strategy = phalanx.MultiWorkerMirroredStrategy(
+        communication_options=CommunicationOptions(compression=COMPRESSIONS.get(name)),
+        local_updates=LOCAL_UPDATES.get(name),
+    )
     with strategy.scope():
         model, optimizer = mlp(), keras.optimizers.SGD(LEARNING_RATE)
     step = step_of(strategy, model, optimizer)
