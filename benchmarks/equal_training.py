@@ -133,9 +133,14 @@ CHOICES: dict[str, dict[str, Any]] = {
     "PowerSGD(4), no error feedback": {"compression": PowerSGD(4), "error_feedback": False},
     "TopK(0.05), no error feedback": {"compression": TopK(0.05), "error_feedback": False},
     "LocalSGD(8)": {"local_updates": LocalSGD(8)},
-    "DiLoCo(50)": {"local_updates": DiLoCo(every=50)},
+    "DiLoCo(50), outer momentum 0.5": {"local_updates": DiLoCo(lambda: _outer(0.5), every=50)},
+    "DiLoCo(50), outer momentum 0.9": {"local_updates": DiLoCo(lambda: _outer(0.9), every=50)},
 }
-_WITH_TARGET = ("int8", "PowerSGD(4)", "LocalSGD(8)", "DiLoCo(50)")
+_WITH_TARGET = ("int8", "PowerSGD(4)", "LocalSGD(8)", "DiLoCo(50), outer momentum 0.5")
+
+
+def _outer(momentum: float) -> keras.Optimizer:
+    return keras.optimizers.SGD(0.7, momentum=momentum, nesterov=True)
 
 
 def _result(task: Task, options: dict[str, Any], seed: int, *, quick: bool) -> float:
