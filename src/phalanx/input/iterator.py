@@ -361,7 +361,8 @@ def check_steps(steps: object) -> int:
 
 def worker_of(topology: Topology) -> InputWorker:
     """Returns the position of this process among the workers."""
-    return InputWorker(topology.worker_index, topology.num_workers, len(topology.local_replicas))
+    replicas = len(topology.local_replicas)
+    return InputWorker(topology.worker_index, topology.num_workers, replicas, tuple(topology.weights))
 
 
 def _unplaced(steps: Sequence[Step], room: int | None) -> PyTree:

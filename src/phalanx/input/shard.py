@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,15 +17,19 @@ class InputWorker:
       index: rank of this worker, from 0.
       count: number of workers.
       replicas: number of replicas per worker.
+      weights: for all replicas, numbers to which their shares of a batch are proportional. Empty if the shares are equal.
 
     Example:
       >>> [InputWorker(i, 2, 2).rows(7) for i in range(2)]
       [range(0, 4), range(4, 7)]
+      >>> [InputWorker(i, 2, 1, weights=(2.0, 1.0)).rows(6) for i in range(2)]
+      [range(0, 4), range(4, 6)]
     """
 
     index: int = 0
     count: int = 1
     replicas: int = 1
+    weights: tuple[float, ...] = ()
 
     @cached_property
     def num_replicas(self) -> int:
@@ -39,13 +44,35 @@ class InputWorker:
     def shares(self, rows: int) -> list[int]:
         """Returns the number of rows that each replica of this worker gets from a global batch of `rows` rows."""
         first = self.index * self.replicas
-        return shares(rows, self.num_replicas)[first : first + self.replicas]
+        starts = [self._start(replica, rows) for replica in range(first, first + self.replicas + 1)]
+        return [end - start for start, end in pairwise(starts)]
 
     def rows(self, rows: int) -> range:
         """Returns this worker's rows of a global batch of `rows` rows: a contiguous range, in the order of the ranks."""
-        first, (each, longer) = self.index * self.replicas, divmod(rows, self.num_replicas)
-        end = first + self.replicas
-        return range(first * each + min(first, longer), end * each + min(end, longer))
+        return self.rows_of(self.index, rows)
+
+    def rows_of(self, worker: int, rows: int) -> range:
+        """Returns the rows of another worker. See `rows`."""
+        first = worker * self.replicas
+        return range(self._start(first, rows), self._start(first + self.replicas, rows))
+
+    def places(self, rows: int) -> int:
+        """Returns the number of rows that every replica needs room for, so that a batch of `rows` rows fits. At least 1."""
+        if not self.weights:
+            return max(1, -(-rows // self.num_replicas))
+        return max(1, int(np.diff(np.rint(self._ends * rows)).max()))
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """Where the part of each replica begins in all rows, from 0 to 1, and where the last one ends."""
+        return np.cumsum([0.0, *self.weights]) / sum(self.weights)
+
+    def _start(self, replica: int, rows: int) -> int:
+        """Returns the first of a replica's rows. The shares of a batch are less than one row away from the weights."""
+        if self.weights:
+            return int(np.rint(self._ends[replica] * rows))
+        each, longer = divmod(rows, self.num_replicas)
+        return replica * each + min(replica, longer)
 
     def files(self, num_files: int) -> range:
         """Returns this worker's files under AutoShardPolicy.FILE: `index`, `index + count`, ..."""
@@ -96,13 +123,3 @@ def split(counts: Sequence[int], places: int) -> Split:
     # on the padding, and its gradient has no NaN.
     index = np.where(mask, starts + place, max(0, sum(counts) - 1))
     return Split(index, mask)
-
-
-def places(batch_size: int, num_replicas: int) -> int:
-    """Returns the number of rows that one replica needs room for: `batch_size / num_replicas` rounded up, at least 1.
-
-    Example:
-      >>> places(7, 3)
-      3
-    """
-    return max(1, -(-batch_size // num_replicas))

@@ -17,7 +17,7 @@ from phalanx.mesh.annotated import partition_spec, shape_dtype, with_layout_cons
 from phalanx.mesh.arrays import as_array, is_array
 from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.values import Mirrored, PerReplica, RowMask, check_size, differs, flatten, is_equal_everywhere
-from phalanx.programs import explain
+from phalanx.programs import explain, own_rows
 from phalanx.programs.trace import executing_scope, trace, written_entries
 from phalanx.tracing import context, slips
 from phalanx.tracing.boundary import combine, first_component
@@ -195,7 +195,42 @@ class _Run:
         found = self._trace_replica(*inputs)
         self._warn_of_slips(found)
         rows_each = tuple(self._find_rows(found.outputs.results, *inputs))
-        return dataclasses.replace(found, rows_each=rows_each, steps=None if self._steps is None else self._num_steps)
+        shorter = tuple(self._trace_shorter(found, *inputs))
+        steps = None if self._steps is None else self._num_steps
+        return dataclasses.replace(found, rows_each=rows_each, shorter=shorter, steps=steps)
+
+    def _trace_shorter(self, found: Discovery, sharded: list[Any], whole: list[Any]) -> Iterable[tuple[int, Discovery]]:
+        """Traces the function for the shares of a batch that are smaller than the largest, if they are unequal."""
+        weights = self._strategy.topology.weights
+        if not weights or len(self._rows) != 1:
+            return
+        places = self._rows[0].mask.shape[-1]
+        for size in own_rows.sizes_of(weights, places)[:-1]:
+            cut = self._with_rows(sharded, size)
+            each = self._trace_replica(cut, whole)
+            if list(map(id, each.variables)) == list(map(id, found.variables)):
+                yield size, each
+
+    @property
+    def _is_padded(self) -> list[bool]:
+        """Whether each sharded argument has a row per place of the only padded batch."""
+        return [x.rows is self._rows[0] for x in self._of(differs)] + [True]
+
+    def _with_rows(self, sharded: list[Any], count: int) -> list[Any]:
+        """Returns the shapes of the arguments of one call with another number of rows per replica."""
+        return [
+            shape_dtype((x.shape[0], count, *x.shape[2:]), x.dtype) if is_padded else x
+            for x, is_padded in zip(sharded, self._is_padded, strict=True)
+        ]
+
+    def _evaluate(self, found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]) -> _ReplicaOutputs:
+        """Runs one call for one replica."""
+        outputs: _ReplicaOutputs
+        if found.shorter:
+            outputs = own_rows.evaluate(found, own_rows.Inputs(own, sharded, whole), self._is_padded)
+        else:
+            outputs = found.evaluate(own, [], sharded, whole)
+        return outputs
 
     def _warn_of_slips(self, found: Discovery) -> None:
         """Warns of mistakes that show in the trace of one replica."""
@@ -245,13 +280,8 @@ class _Run:
         each = [n // places if n >= 0 and n % places == 0 else 0 for n in lengths]
         if not any(each):
             return each
-        padded = [x.rows is rows for x in self._of(differs)] + [True]
-        longer = [
-            shape_dtype((x.shape[0], places + 1, *x.shape[2:]), x.dtype) if p else x
-            for x, p in zip(sharded, padded, strict=True)
-        ]
         try:
-            grown = self._trace_replica(longer, whole).outputs.results
+            grown = self._trace_replica(self._with_rows(sharded, places + 1), whole).outputs.results
         except Exception:  # The function works for this batch size only, so the shape must decide.
             return [int(n == 1) for n in each]
         grows = [len(g.shape) > 1 and g.shape[1] == n * (places + 1) for n, g in zip(each, grown, strict=True)]
@@ -270,8 +300,7 @@ class _Run:
             return self._loop(found, own, sharded, whole)
         if found.eager:
             return self._replica(executing_scope(found, own, [], sharded, whole, mapped=True), sharded, whole)
-        outputs: _ReplicaOutputs = found.evaluate(own, [], sharded, whole)
-        return outputs
+        return self._evaluate(found, own, sharded, whole)
 
     def _loop(self, found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]) -> _ReplicaOutputs:
         """Runs several steps. The results of the steps are stacked.
@@ -287,7 +316,7 @@ class _Run:
 
         def body(i: jax.Array, carry: PyTree) -> PyTree:
             own, stacked = carry
-            outputs: _ReplicaOutputs = found.evaluate(own, [], *at(i))
+            outputs = self._evaluate(found, own, *at(i))
             put = lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, i, 0)  # noqa: E731
             records = list(map(_always, outputs.records))
             stacked = jax.tree.map(put, stacked, ([x[0] for x in outputs.results], outputs.mirrored, records))

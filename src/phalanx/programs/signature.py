@@ -123,8 +123,10 @@ def _communicates(found: Discovery, arguments: Arguments) -> bool:
     return False
 
 
+def communicates(eqn: jex.JaxprEqn) -> bool:
+    """Returns whether replicas communicate in an operation, or in one inside it."""
+    return eqn.primitive.name.startswith(_COLLECTIVES) or any(map(_has_collective, jex.jaxprs_in_params(eqn.params)))
+
+
 def _has_collective(jaxpr: jex.Jaxpr) -> bool:
-    return any(
-        eqn.primitive.name.startswith(_COLLECTIVES) or any(map(_has_collective, jex.jaxprs_in_params(eqn.params)))
-        for eqn in jaxpr.eqns
-    )
+    return any(map(communicates, jaxpr.eqns))

@@ -33,6 +33,8 @@ class MirroredStrategy(SynchronousStrategy):
         like their variables.
       local_updates: `LocalSGD` or `DiLoCo` of `phalanx.experimental`: replicas train on their own for some steps. None aggregates
         gradients at every step.
+      replica_weights: one number per replica, for devices of different speed. Its share of each global batch is proportional to it.
+        None divides batches evenly.
 
     Raises:
       DeviceError: this process does not have a device, or a device is listed twice.
@@ -57,6 +59,7 @@ class MirroredStrategy(SynchronousStrategy):
         model_axis: tuple[str, int] | None = None,
         layout: LayoutLike = None,
         local_updates: LocalUpdates | None = None,
+        replica_weights: Sequence[float] | None = None,
     ) -> None:
         topology = Topology.of(devices, axes=axes_of(model_axis), layout=layout_of(layout))
         if not isinstance(cross_device_ops, (CrossDeviceOps, NoneType)):
@@ -72,4 +75,4 @@ class MirroredStrategy(SynchronousStrategy):
                 f'phalanx.OneDeviceStrategy("{device_name(topology.devices[0])}") if one replica is intended',
             )
         ops = cross_device_ops and cross_device_ops.for_devices(topology.first_devices)
-        super().__init__(topology, ops, communication_options, local_updates)
+        super().__init__(topology, ops, communication_options, local_updates, replica_weights)

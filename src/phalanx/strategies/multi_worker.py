@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MultiWorkerMirroredStrategy`: several processes, one replica per device."""
 
+from collections.abc import Sequence
+
 import jax
 from typing_extensions import override
 
@@ -39,6 +41,8 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
       elastic: what to do so that a training survives the loss of a process. None means `ElasticOptions()`.
       local_updates: `LocalSGD` or `DiLoCo` of `phalanx.experimental`: replicas train on their own for some steps. None aggregates
         gradients at every step.
+      replica_weights: one number per replica, for devices of different speed. Its share of each global batch is proportional to it.
+        None divides batches evenly.
 
     Raises:
       ClusterError: the cluster description is invalid, or has no task for this process.
@@ -62,6 +66,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         model_axis: tuple[str, int] | None = None,
         elastic: ElasticOptions | None = None,
         local_updates: LocalUpdates | None = None,
+        replica_weights: Sequence[float] | None = None,
     ) -> None:
         resolver = cluster_resolver
         if resolver is None:
@@ -90,7 +95,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         bootstrap.start(resolver, options.timeout_seconds, self._stall_timeout_s)
         topology = Topology(tuple(jax.devices()), axes)
         _require_implementation(options.implementation, topology)
-        super().__init__(topology, options=options, local_updates=local_updates)
+        super().__init__(topology, options=options, local_updates=local_updates, replica_weights=replica_weights)
         self._resolver = resolver
         if topology.num_workers > 1:
             with bootstrap.without_lines_of_gloo():

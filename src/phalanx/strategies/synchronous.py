@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base class of the strategies whose devices are known when they are created."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from typing_extensions import override
@@ -25,9 +26,10 @@ class SynchronousStrategy(Strategy):
       cross_device_ops: the algorithm that reduces gradients over the replicas. None selects the fastest one.
       options: options for the reduction of gradients.
       local_updates: how replicas that update their own variables are synchronized. None keeps them equal at every step.
+      replica_weights: one number per replica. Its share of a global batch is proportional to it. None divides batches evenly.
 
     Raises:
-      InvalidArgumentError: `options` or `local_updates` has the wrong type, or does not go with the rest.
+      InvalidArgumentError: `options`, `local_updates` or `replica_weights` has the wrong type, or does not go with the rest.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class SynchronousStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
         local_updates: LocalUpdates | None = None,
+        replica_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
         if options is not None:
@@ -55,6 +58,8 @@ class SynchronousStrategy(Strategy):
             _require_plain_sums(call, topology, cross_device_ops)
         if local_updates is not None:
             _require_local_updates(local_updates, topology, cross_device_ops, options)
+        if replica_weights is not None:
+            topology.weights[:] = _checked_weights(replica_weights, topology.num_replicas)
 
     @property
     @override
@@ -96,6 +101,28 @@ class SynchronousStrategy(Strategy):
             yield
         finally:
             self._topology = own
+
+
+def _checked_weights(weights: Sequence[float], num_replicas: int) -> list[float]:
+    """Returns weights of replicas as floats.
+
+    Raises:
+      InvalidArgumentError: they are not one positive number per replica.
+    """
+    hint = f"replica_weights={[1] * num_replicas}"
+    if not isinstance(weights, (list, tuple)) or not all(map(_is_positive, weights)):
+        raise InvalidArgumentError(
+            f"replica_weights={shown(weights)}", "must be a list of positive numbers, one per replica.", hint
+        )
+    if len(weights) != num_replicas:
+        raise InvalidArgumentError(
+            f"replica_weights={shown(weights)} with {num_replicas} replicas", "must have one number per replica.", hint
+        )
+    return list(map(float, weights))
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and 0 < number < math.inf
 
 
 def _require_local_updates(

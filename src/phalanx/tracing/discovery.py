@@ -72,6 +72,7 @@ class Discovery(Notes):
       rows_each: for a `Strategy.run`, per result, the number of rows per row of a padded batch. 0 if the result has no dim of
         rows.
       steps: for a `Strategy.run` of several steps, the number of steps that its arguments are stacked for; else None.
+      shorter: for a `Strategy.run` whose replicas have unequal shares of a batch, traces for fewer rows, and their numbers of rows.
       eager: whether the function is executed with real values instead of compiled.
     """
 
@@ -86,6 +87,7 @@ class Discovery(Notes):
     updates: list[Update]
     rows_each: tuple[int, ...] = ()
     steps: int | None = None
+    shorter: "tuple[tuple[int, Discovery], ...]" = ()
     eager: bool = False
 
     @classmethod

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from phalanx.input import state as positions
-from phalanx.input.shard import InputWorker, places, shares, split
+from phalanx.input.shard import InputWorker, shares, split
 from phalanx.options import AutoShardPolicy
 
 DATA, FILE = AutoShardPolicy.DATA, AutoShardPolicy.FILE
@@ -67,7 +67,7 @@ def assert_shared(taken, shape, batch_rows):
         assert max(counts) - min(counts) <= 1
         assert [len(rows(piece)) for piece in pieces] == [sum(piece.counts) for piece in pieces]
         assert {piece.rows for piece in pieces} == {total}
-        room = places(total, shape[0] * shape[1])
+        room = InputWorker(0, *shape).places(total)
         assert sum(int(split(piece.counts, room).mask.sum()) for piece in pieces) == total
 
 
