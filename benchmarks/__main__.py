@@ -38,6 +38,7 @@ MODULES = {
     "elastic_soak": "elastic_soak",
     "slow_link": "slow_link",
     "equal_training": "equal_training",
+    "unequal": "unequal",
 }
 """The module of each benchmark. It is imported when it runs, because some need optional libraries."""
 
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds",
         type=int,
-        help="how many rounds of restarts and elastic (50), elastic_peers (3), slow_link and equal_training (5), elastic_soak (100) and "
+        help="how many rounds of restarts and elastic (50), elastic_peers (3), slow_link, equal_training and unequal (5), elastic_soak (100) and "
         "parameter_server_soak (30), and interrupts per loop (1000)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the number of their first round (default: %(default)s)")
@@ -74,6 +75,7 @@ def main() -> None:
         "elastic_soak": drawn,
         "slow_link": drawn,
         "equal_training": drawn,
+        "unequal": drawn,
         "parameter_server_soak": drawn,
         "parameter_server_memory": {"gigabytes": options.gigabytes},
         "interrupts": {"rounds": options.rounds},

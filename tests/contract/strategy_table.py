@@ -67,6 +67,17 @@ def local_sgd(count: int) -> Callable[[], phalanx.Strategy]:
     return lambda: phalanx.MirroredStrategy(devices(count), local_updates=local_updates)
 
 
+def weighted(weights: list[float]) -> Callable[[], phalanx.Strategy]:
+    """Replicas with unequal shares of each batch."""
+    return lambda: phalanx.MirroredStrategy(devices(len(weights)), replica_weights=weights)
+
+
+def compressed(count: int) -> Callable[[], phalanx.Strategy]:
+    """Gradients that may be compressed. These are too small, and are sent whole."""
+    options = phalanx.experimental.CommunicationOptions(compression="int8")
+    return lambda: phalanx.MirroredStrategy(devices(count), communication_options=options)
+
+
 ROWS: dict[str, Callable[[], phalanx.Strategy]] = {
     "default": phalanx.get_strategy,
     "one_device": lambda: phalanx.OneDeviceStrategy(DEVICES[:2][-1]),  # Not JAX's default device, if there is another.
@@ -88,6 +99,8 @@ ROWS: dict[str, Callable[[], phalanx.Strategy]] = {
     "tpu_x2_of_4": tpu((1, 2, 2), 2),
     "mirrored_x2_of_2": model_parallel(2, 2),
     "local_sgd_x2": local_sgd(2),
+    "weighted_x3": weighted([3, 1, 2]),
+    "compressed_x2": compressed(2),
     "sharded_x2": sharded(2),
     "sharded_x4": sharded(4),
 }

@@ -84,7 +84,7 @@ def test_every_model_trains_like_one_device(strategy, model_name, optimizer_name
 
 
 @pytest.mark.parametrize("model_name", OTHERS)
-@on("mirrored_x3", "mirrored_x8", "local_sgd_x2")
+@on("mirrored_x3", "mirrored_x8", "local_sgd_x2", "weighted_x3")
 def test_every_model_on_short_batches(strategy, model_name):
     """Padding changes nothing for any model."""
     assert_same_training(strategy, model_name, "momentum", SHORT)
@@ -99,6 +99,7 @@ def test_every_model_on_short_batches(strategy, model_name):
     "tpu_x4_of_2",
     "sharded_x2",
     "local_sgd_x2",
+    "weighted_x3",
 )
 def test_one_compiled_step(strategy):
     """`run` and `reduce` inside one `phalanx.function` train the same too."""

@@ -198,7 +198,7 @@ class Steps:
                 _Batches(i, [tree.unflatten([next(rest) for _ in leaves]) for tree, leaves in of])
                 for i, of in enumerate(taken)
             ]
-            args, kwargs, _ = Arguments.rebuild(given.structure, len(given.rows), inputs[: len(own)])
+            args, kwargs, _ = Arguments.rebuild(given.structure, given.sizes, inputs[: len(own)])
             fill = lambda x: used[x.number].fill(x) if isinstance(x, Placeholder) else x  # noqa: E731
             args, kwargs = jax.tree.map(fill, (args, kwargs))
             return self._strategy.run(fn, args, kwargs) if step.is_run else fn(*args, **kwargs)

@@ -109,6 +109,7 @@ class DistributedIterator(AbstractIterator):
 
     def __init__(self, plan: Plan, topology: Topology, options: InputOptions, *, steps: int | None) -> None:
         self._plan, self._topology, self._options, self._form = plan, topology, options, Form(steps)
+        topology.shares.adapt(topology.local_replicas, topology.exchange)
         self._worker = worker_of(topology)
         self._state: State
         self._batches: AbstractBatches
@@ -362,7 +363,7 @@ def check_steps(steps: object) -> int:
 def worker_of(topology: Topology) -> InputWorker:
     """Returns the position of this process among the workers."""
     replicas = len(topology.local_replicas)
-    return InputWorker(topology.worker_index, topology.num_workers, replicas, tuple(topology.weights))
+    return InputWorker(topology.worker_index, topology.num_workers, replicas, tuple(topology.shares.weights))
 
 
 def _unplaced(steps: Sequence[Step], room: int | None) -> PyTree:

@@ -88,6 +88,7 @@ class Placement:
         self._topology, self._worker, self._facts = topology, worker, facts
         self._fetches, self._agreed = fetches, agreed
         self._places = worker.places(facts.batch_size) if facts.batch_size else 0
+        self._sizes = worker.sizes(facts.batch_size) if facts.batch_size else ()
         self._masks: dict[Any, RowMask] = {}
         # JAX on CPU may use the memory of an aligned NumPy array instead of copying it: jax-ml/jax#37830. Arrays that are
         # not in memory were copied when they were read.
@@ -107,6 +108,7 @@ class Placement:
             self._grow(steps)
         else:
             self._places = max(steps[0].widest, self._worker.places(steps[0].rows))
+            self._sizes = self._worker.sizes(steps[0].rows)
         places, replicas = self._places, self._worker.num_replicas
         is_full = {*map(_ROWS, steps)} == {places * replicas}
         parts = steps[0].piece.parts
@@ -126,7 +128,9 @@ class Placement:
     def _grow(self, steps: Sequence[Step]) -> None:
         """Grows the layout to fit these batches. All workers compute the same size, from numbers that they agreed on."""
         for step in steps:
-            self._places = max(self._places, step.widest, self._worker.places(step.rows))
+            if max(step.widest, self._worker.places(step.rows)) > self._places:
+                self._places = max(step.widest, self._worker.places(step.rows))
+                self._sizes = self._worker.sizes(step.rows)
         self._places = self._places or 1
 
     @property
@@ -146,11 +150,11 @@ class Placement:
         place = np.arange(self._places)
         masks = [place < np.asarray(step.piece.counts)[:, None] for step in steps]
         if room is None:
-            made = RowMask(self._put(masks[:1])[0], steps[0].rows)
+            made = RowMask(self._put(masks[:1])[0], steps[0].rows, sizes=self._sizes)
         else:
             rows = np.zeros(room, np.int32)
             rows[: len(steps)] = [step.rows for step in steps]
-            made = RowMask(self._put([_stacked(masks, room)])[0], rows)
+            made = RowMask(self._put([_stacked(masks, room)])[0], rows, sizes=self._sizes)
         if len(self._masks) < _MASKS_KEPT:  # Full batches come first and are by far the most frequent.
             self._masks[key] = made
         return made

@@ -58,9 +58,15 @@ class InputWorker:
 
     def places(self, rows: int) -> int:
         """Returns the number of rows that every replica needs room for, so that a batch of `rows` rows fits. At least 1."""
-        if not self.weights:
-            return max(1, -(-rows // self.num_replicas))
-        return max(1, int(np.diff(np.rint(self._ends * rows)).max()))
+        return max(1, max(self._weighted_shares(rows)) if self.weights else -(-rows // self.num_replicas))
+
+    def sizes(self, rows: int) -> tuple[int, ...]:
+        """Returns the numbers of rows that replicas have of a batch, if they are unequal by weight, except for the largest."""
+        return tuple(sorted(set(self._weighted_shares(rows)))[:-1]) if self.weights else ()
+
+    def _weighted_shares(self, rows: int) -> list[int]:
+        shares: list[int] = np.diff(np.rint(self._ends * rows)).astype(int).tolist()
+        return shares
 
     @cached_property
     def _ends(self) -> np.ndarray:

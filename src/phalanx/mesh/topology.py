@@ -29,6 +29,7 @@ from phalanx.mesh.devices import (
 from phalanx.mesh.dispatch import Turn, process_dispatching
 from phalanx.mesh.layout import REPLICA_AXIS, AbstractLayout
 from phalanx.mesh.memory import keep_freed_memory
+from phalanx.mesh.shares import Shares
 from phalanx.typing import PyTree
 
 _MODEL_AXIS = 'model_axis=("model", 2)'
@@ -59,8 +60,7 @@ class Topology:
       axes: names and sizes of the mesh axes over which XLA partitions a replica. Empty if a replica has one device.
       layout: the layout that shards variables over mesh axes. None if every device holds all variables whole.
       source: index of the worker from which the others take the values of variables that are not on these devices yet.
-      weights: numbers to which the shares of the replicas of a global batch are proportional, for iterators that are made from now
-        on. Empty if the shares are equal.
+      shares: the replicas' shares of a global batch.
 
     Raises:
       DeviceError: there is no device, a device is listed twice, the devices belong to several platforms, or a replica
@@ -78,7 +78,7 @@ class Topology:
     axes: tuple[tuple[str, int], ...] = ()
     layout: AbstractLayout | None = None
     source: int = 0
-    weights: list[float] = field(default_factory=list, compare=False)
+    shares: Shares = field(default_factory=Shares, compare=False, repr=False)
     has_devices: ClassVar[bool] = True
     """Whether the topology places values on its own devices."""
     mesh: Mesh = field(init=False, repr=False, compare=False)
@@ -404,7 +404,7 @@ class Nowhere(Topology):
             axes=(),
             layout=None,
             source=0,
-            weights=[],
+            shares=Shares(),
             num_replicas=1,
             is_single=True,
             num_workers=1,

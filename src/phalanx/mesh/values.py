@@ -28,11 +28,14 @@ class RowMask:
         True for real rows.
       count: number of real rows in the global batch: a scalar, or an array (steps,) for several steps.
       each: number of rows of a value per row of the batch.
+      sizes: if replicas have unequal shares, the numbers of rows of a full batch that some have, except for the largest, in ascending
+        order.
     """
 
     mask: jax.Array
     count: Any
     each: int = 1
+    sizes: tuple[int, ...] = ()
 
     def repeated(self, each: int) -> "RowMask":
         """Returns the mask of values that have `each` rows per row of this mask."""

@@ -14,21 +14,11 @@ from jax import lax
 from jax.extend import core as jex
 
 from phalanx.errors import warn_of_slip
+from phalanx.mesh.layout import REPLICA_AXIS
+from phalanx.mesh.shares import Shares
 from phalanx.programs.signature import communicates
 from phalanx.tracing.discovery import Discovery
 from phalanx.typing import PyTree
-
-
-def sizes_of(weights: Sequence[float], places: int) -> list[int]:
-    """Returns the numbers of rows for which to trace a program whose batch has room for the largest share, in ascending order.
-
-    Example:
-      >>> sizes_of([4.0, 1.0], 40)
-      [11, 40]
-    """
-    # Shares are less than one row away from the weights.
-    needed = {min(places, int(-(-places * weight // max(weights))) + 1) for weight in weights}
-    return sorted(needed | {places})
 
 
 class Inputs(NamedTuple):
@@ -36,7 +26,8 @@ class Inputs(NamedTuple):
 
     Args:
       own: the values of the variables.
-      sharded: the arguments of this replica. The last one is the mask of the real rows, which come first: a bool array (places,).
+      sharded: the arguments of this replica. If a batch is padded, the last one is the mask of its real rows, which come first: a bool
+        array (places,).
       whole: the arguments that are equal on all replicas.
     """
 
@@ -45,13 +36,14 @@ class Inputs(NamedTuple):
     whole: list[Any]
 
 
-def evaluate(found: Discovery, inputs: Inputs, padded: Sequence[bool]) -> PyTree:
+def evaluate(found: Discovery, inputs: Inputs, padded: Sequence[bool], shares: Shares) -> PyTree:
     """Returns the outputs of a replica's program, computed from its real rows only if possible.
 
     Args:
       found: the trace for all places, with those for fewer rows in `shorter`.
       inputs: the inputs, with all places.
       padded: for each of `sharded`, whether it has one row per place.
+      shares: the shares of the replicas, which may follow what is measured here.
     """
 
     def cut(size: int) -> Inputs:
@@ -60,19 +52,52 @@ def evaluate(found: Discovery, inputs: Inputs, padded: Sequence[bool]) -> PyTree
 
     longest = _Parts(found, inputs)
     others = [_Parts(each, cut(size)) for size, each in found.shorter]
-    if any(each.operations != longest.operations for each in others):
-        warn_of_slip(
-            "a step under replica_weights does something else with fewer rows, so replicas with small shares compute their padding too.",
-            "do not branch on the number of rows in a step",
-        )
+    if any(each.interface != longest.interface for each in others):
+        warn_of_padding()
         outputs: PyTree = found.evaluate(inputs.own, [], inputs.sharded, inputs.whole)
         return outputs
-    shapes = longest.shapes
-    branches = [lambda part=part: [_grown(x, s) for x, s in zip(part.before(), shapes, strict=True)] for part in others]
-    sizes = jnp.asarray([size for size, _ in found.shorter])
-    results = lax.switch((inputs.sharded[-1].sum() > sizes).sum(), [*branches, longest.before])
+    rows = inputs.sharded[-1].sum() if any(padded) else jnp.int32(_num_rows(inputs.sharded))
+    handed = (
+        longest.before() if not others else _of_own_rows(longest, others, [size for size, _ in found.shorter], rows)
+    )
+    results = longest.after(handed)
+    if shares.is_measured:
+        replica, last = lax.axis_index(REPLICA_AXIS), longest.of_others(results)
+        # They wait for the arrays whose elements they get: the last one before the collectives, and one that comes after them.
+        jax.debug.callback(
+            lambda i, n, *_: shares.note_own_part(int(i), int(n)), replica, rows, *_elements(handed[-1:])
+        )
+        jax.debug.callback(lambda i, *_: shares.note_end(int(i)), replica, *_elements(last[:1]))
     tree: PyTree = jax.tree.structure(found.outputs)
-    return tree.unflatten(longest.after(results))
+    return tree.unflatten(results)
+
+
+def warn_of_padding() -> None:
+    """Warns of a step whose traces for fewer rows cannot take the place of the one for all places."""
+    warn_of_slip(
+        "a step under replica_weights communicates before it has computed what depends on single rows, or does something else with "
+        "fewer rows. So replicas with small shares compute their padding too.",
+        "BatchNormalization(synchronized=False), and no branches on the number of rows",
+    )
+
+
+def _of_own_rows(longest: "_Parts", others: "list[_Parts]", sizes: list[int], rows: jax.Array) -> list[Any]:
+    """Returns what the first part of the program makes of as few rows as hold the real ones."""
+
+    def branch(part: "_Parts") -> Callable[[], list[Any]]:
+        return lambda: [_grown(x, shape) for x, shape in zip(part.before(), longest.shapes, strict=True)]
+
+    handed: list[Any] = lax.switch((rows > jnp.asarray(sizes)).sum(), [*map(branch, others), longest.before])
+    return handed
+
+
+def _num_rows(sharded: Sequence[jax.Array]) -> int:
+    return int(sharded[0].shape[0]) if sharded and sharded[0].ndim else 1
+
+
+def _elements(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns an element of each array of numbers."""
+    return [x.ravel()[0] for x in arrays if x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended)]
 
 
 class _Cut(NamedTuple):
@@ -81,11 +106,13 @@ class _Cut(NamedTuple):
     Args:
       before: the equations that depend on no collective.
       after: the others.
-      handed: the variables that the first part hands to the second one, and the outputs among its variables.
+      used: the variables of the first part that the second one uses.
+      handed: these, and the outputs among the variables of the first part.
     """
 
     before: list[jex.JaxprEqn]
     after: list[jex.JaxprEqn]
+    used: set[jex.Var]
     handed: list[jex.Var]
 
 
@@ -93,7 +120,8 @@ class _Parts:
     """A trace of the program of one replica, divided at the first collectives.
 
     Attributes:
-      operations: the names of all operations, by part.
+      interface: what must be equal for the second part of one trace to go on from the first part of another one: the collectives, and the
+        types of what is handed over. What only leaves the program may have fewer rows.
       shapes: the shapes of what the first part hands to the second one.
     """
 
@@ -107,15 +135,24 @@ class _Parts:
 
         self._closed = jax.make_jaxpr(flat)(*self._inputs)
         self._cut = _divide(self._closed.jaxpr)
-        self.operations = [[eqn.primitive.name for eqn in part] for part in (self._cut.before, self._cut.after)]
         avals: list[Any] = [v.aval for v in self._cut.handed]
-        self.operations.append([str(aval.dtype) for aval in avals])
+        collectives = [eqn.primitive.name for eqn in self._cut.after if communicates(eqn)]
+        is_used = [v in self._cut.used for v in self._cut.handed]
+        types = [(x.dtype, x.shape if used else x.ndim) for x, used in zip(avals, is_used, strict=True)]
+        self.interface = collectives, types
         self.shapes = [tuple(aval.shape) for aval in avals]
 
     def before(self) -> list[Any]:
         """Runs the first part, and returns what it hands to the second one."""
         jaxpr = self._closed.jaxpr
         return _run(jaxpr.replace(eqns=self._cut.before, outvars=self._cut.handed), self._closed.consts, *self._inputs)
+
+    def of_others(self, results: list[Any]) -> list[Any]:
+        """Returns those outputs of the program that depend on other replicas."""
+        made = {v for eqn in self._cut.after for v in eqn.outvars}
+        return [
+            x for v, x in zip(self._closed.jaxpr.outvars, results, strict=True) if isinstance(v, jex.Var) and v in made
+        ]
 
     def after(self, handed: list[Any]) -> list[Any]:
         """Runs the second part, and returns the outputs of the program."""
@@ -137,8 +174,8 @@ def _divide(jaxpr: jex.Jaxpr) -> _Cut:
             late.update(eqn.outvars)
         (after if is_late else before).append(eqn)
     used = {v for eqn in after for v in eqn.invars if isinstance(v, jex.Var)}
-    used |= {v for v in jaxpr.outvars if isinstance(v, jex.Var)}
-    return _Cut(before, after, [v for eqn in before for v in eqn.outvars if v in used])
+    outputs = {v for v in jaxpr.outvars if isinstance(v, jex.Var)}
+    return _Cut(before, after, used, [v for eqn in before for v in eqn.outvars if v in used or v in outputs])
 
 
 def _grown(array: jax.Array, shape: Sequence[int]) -> jax.Array:

@@ -67,11 +67,8 @@ class Program:
         self, fn: Callable[..., Any], arguments: Arguments, name: str, *, eager: bool, recording: Hashable = None
     ) -> None:
         self._eager, self.name = eager, name
-        self._structure, self._num_rows, self._num_arrays = (
-            arguments.structure,
-            len(arguments.rows),
-            len(arguments.arrays),
-        )
+        self._structure, self._sizes = arguments.structure, arguments.sizes
+        self._num_arrays = len(arguments.arrays)
         # What JAX calls if it compiles the program again. Only kept while the program runs: the function lives for as long as
         # its owner wants, and its programs for as long as the function.
         self._called: _Traced | None = _Traced(fn, arguments.streams)
@@ -294,7 +291,7 @@ class Program:
         """Calls the function, and takes apart what it returns."""
         assert self._called is not None
         fn, streams = self._called
-        args, kwargs, rows = Arguments.rebuild(self._structure, self._num_rows, inputs, streams)
+        args, kwargs, rows = Arguments.rebuild(self._structure, self._sizes, inputs, streams)
         result = fn(*args, **kwargs)
         rows += program_scope().pass_.drawn_rows
         parts = Parts(result, rows=rows, streams=streams)

@@ -201,19 +201,19 @@ class _Run:
 
     def _trace_shorter(self, found: Discovery, sharded: list[Any], whole: list[Any]) -> Iterable[tuple[int, Discovery]]:
         """Traces the function for the shares of a batch that are smaller than the largest, if they are unequal."""
-        weights = self._strategy.topology.weights
-        if not weights or len(self._rows) != 1:
-            return
-        places = self._rows[0].mask.shape[-1]
-        for size in own_rows.sizes_of(weights, places)[:-1]:
-            cut = self._with_rows(sharded, size)
-            each = self._trace_replica(cut, whole)
-            if list(map(id, each.variables)) == list(map(id, found.variables)):
-                yield size, each
+        sizes = self._rows[0].sizes if len(self._rows) == 1 else ()
+        for size in filter(None, sizes):  # A replica without rows takes part with padding.
+            each = self._trace_replica(self._with_rows(sharded, size), whole)
+            if list(map(id, each.variables)) != list(map(id, found.variables)):
+                own_rows.warn_of_padding()
+                return
+            yield size, each
 
     @property
     def _is_padded(self) -> list[bool]:
-        """Whether each sharded argument has a row per place of the only padded batch."""
+        """Whether each sharded argument has a row per place of the only padded batch. All False if there is none."""
+        if len(self._rows) != 1:
+            return [False] * len(self._sharded)
         return [x.rows is self._rows[0] for x in self._of(differs)] + [True]
 
     def _with_rows(self, sharded: list[Any], count: int) -> list[Any]:
@@ -226,8 +226,9 @@ class _Run:
     def _evaluate(self, found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]) -> _ReplicaOutputs:
         """Runs one call for one replica."""
         outputs: _ReplicaOutputs
-        if found.shorter:
-            outputs = own_rows.evaluate(found, own_rows.Inputs(own, sharded, whole), self._is_padded)
+        shares = self._strategy.topology.shares
+        if found.shorter or (shares.is_measured and found.optimizers):
+            outputs = own_rows.evaluate(found, own_rows.Inputs(own, sharded, whole), self._is_padded, shares)
         else:
             outputs = found.evaluate(own, [], sharded, whole)
         return outputs

@@ -33,8 +33,9 @@ class MirroredStrategy(SynchronousStrategy):
         like their variables.
       local_updates: `LocalSGD` or `DiLoCo` of `phalanx.experimental`: replicas train on their own for some steps. None aggregates
         gradients at every step.
-      replica_weights: one number per replica, for devices of different speed. Its share of each global batch is proportional to it.
-        None divides batches evenly.
+      replica_weights: one number per replica, for devices of different speed: its share of each global batch is proportional to it.
+        With "auto", the speeds are measured, and each iteration over a dataset begins with shares that follow them. None divides
+        batches evenly.
 
     Raises:
       DeviceError: this process does not have a device, or a device is listed twice.
@@ -59,7 +60,7 @@ class MirroredStrategy(SynchronousStrategy):
         model_axis: tuple[str, int] | None = None,
         layout: LayoutLike = None,
         local_updates: LocalUpdates | None = None,
-        replica_weights: Sequence[float] | None = None,
+        replica_weights: Sequence[float] | str | None = None,
     ) -> None:
         topology = Topology.of(devices, axes=axes_of(model_axis), layout=layout_of(layout))
         if not isinstance(cross_device_ops, (CrossDeviceOps, NoneType)):

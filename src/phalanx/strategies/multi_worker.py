@@ -7,11 +7,13 @@ import jax
 from typing_extensions import override
 
 from phalanx import compat
+from phalanx.cluster import membership
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.mesh import bootstrap
+from phalanx.mesh.shares import Shares
 from phalanx.mesh.topology import Topology, axes_of
 from phalanx.options import CommunicationImplementation, CommunicationOptions, ElasticOptions
 from phalanx.strategies.synchronous import SynchronousStrategy
@@ -41,8 +43,9 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
       elastic: what to do so that a training survives the loss of a process. None means `ElasticOptions()`.
       local_updates: `LocalSGD` or `DiLoCo` of `phalanx.experimental`: replicas train on their own for some steps. None aggregates
         gradients at every step.
-      replica_weights: one number per replica, for devices of different speed. Its share of each global batch is proportional to it.
-        None divides batches evenly.
+      replica_weights: one number per replica, for devices of different speed: its share of each global batch is proportional to it.
+        With "auto", the speeds are measured, and each iteration over a dataset begins with shares that follow them. None divides
+        batches evenly.
 
     Raises:
       ClusterError: the cluster description is invalid, or has no task for this process.
@@ -66,7 +69,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         model_axis: tuple[str, int] | None = None,
         elastic: ElasticOptions | None = None,
         local_updates: LocalUpdates | None = None,
-        replica_weights: Sequence[float] | None = None,
+        replica_weights: Sequence[float] | str | None = None,
     ) -> None:
         resolver = cluster_resolver
         if resolver is None:
@@ -88,6 +91,12 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         if elastic is not None:
             arguments.instance(
                 "elastic", elastic, ElasticOptions, "elastic=phalanx.elastic.ElasticOptions(donate=False)"
+            )
+        if isinstance(replica_weights, (list, tuple)) and membership.is_elastic():
+            raise InvalidArgumentError(
+                f"replica_weights={shown(replica_weights)} in an elastic group",
+                "the number of replicas changes when processes leave and join.",
+                'replica_weights="auto"',
             )
         axes = axes_of(model_axis)
         self._elastic = elastic or ElasticOptions()
@@ -128,7 +137,8 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         Args:
           source: rank of the process whose values the variables have.
         """
-        self._topology = Topology(tuple(jax.devices()), self._axes, source=source)
+        shares = Shares(is_measured=self._topology.shares.is_measured)
+        self._topology = Topology(tuple(jax.devices()), self._axes, source=source, shares=shares)
 
 
 def _require_implementation(implementation: CommunicationImplementation, topology: Topology) -> None:

@@ -12,6 +12,7 @@ from phalanx.collectives.cross_device import CrossDeviceOps, NcclAllReduce
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.mesh import bootstrap
 from phalanx.mesh.layout import AbstractLayout
+from phalanx.mesh.shares import Shares
 from phalanx.mesh.topology import Topology
 from phalanx.options import CommunicationOptions
 from phalanx.strategies.base import Strategy
@@ -26,7 +27,8 @@ class SynchronousStrategy(Strategy):
       cross_device_ops: the algorithm that reduces gradients over the replicas. None selects the fastest one.
       options: options for the reduction of gradients.
       local_updates: how replicas that update their own variables are synchronized. None keeps them equal at every step.
-      replica_weights: one number per replica. Its share of a global batch is proportional to it. None divides batches evenly.
+      replica_weights: one number per replica, to which its share of a global batch is proportional, or "auto" to follow the speeds.
+        None divides batches evenly.
 
     Raises:
       InvalidArgumentError: `options`, `local_updates` or `replica_weights` has the wrong type, or does not go with the rest.
@@ -38,7 +40,7 @@ class SynchronousStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
         local_updates: LocalUpdates | None = None,
-        replica_weights: Sequence[float] | None = None,
+        replica_weights: Sequence[float] | str | None = None,
     ) -> None:
         super().__init__()
         if options is not None:
@@ -59,7 +61,7 @@ class SynchronousStrategy(Strategy):
         if local_updates is not None:
             _require_local_updates(local_updates, topology, cross_device_ops, options)
         if replica_weights is not None:
-            topology.weights[:] = _checked_weights(replica_weights, topology.num_replicas)
+            _set_shares(topology.shares, replica_weights, topology.num_replicas)
 
     @property
     @override
@@ -103,22 +105,25 @@ class SynchronousStrategy(Strategy):
             self._topology = own
 
 
-def _checked_weights(weights: Sequence[float], num_replicas: int) -> list[float]:
-    """Returns weights of replicas as floats.
+def _set_shares(shares: Shares, weights: Sequence[float] | str, num_replicas: int) -> None:
+    """Sets the shares that replicas have of a batch.
 
     Raises:
-      InvalidArgumentError: they are not one positive number per replica.
+      InvalidArgumentError: `weights` is neither "auto" nor one positive number per replica.
     """
-    hint = f"replica_weights={[1] * num_replicas}"
+    hint = f'replica_weights={[1] * num_replicas} or replica_weights="auto"'
+    if isinstance(weights, str) and weights == "auto":
+        shares.is_measured = True
+        return
     if not isinstance(weights, (list, tuple)) or not all(map(_is_positive, weights)):
         raise InvalidArgumentError(
-            f"replica_weights={shown(weights)}", "must be a list of positive numbers, one per replica.", hint
+            f"replica_weights={shown(weights)}", 'must be "auto", or a list of positive numbers, one per replica.', hint
         )
     if len(weights) != num_replicas:
         raise InvalidArgumentError(
             f"replica_weights={shown(weights)} with {num_replicas} replicas", "must have one number per replica.", hint
         )
-    return list(map(float, weights))
+    shares.weights = list(map(float, weights))
 
 
 def _is_positive(number: object) -> bool:

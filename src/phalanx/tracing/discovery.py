@@ -259,7 +259,7 @@ class Tracing(AbstractPass):
             return None
         with set_current_trace(self._trace):
             arrays = [self._extra_input(_aval(x)) for x in batch.arrays]
-        args, _, rows = Arguments.rebuild(batch.structure, len(batch.rows), arrays)
+        args, _, rows = Arguments.rebuild(batch.structure, batch.sizes, arrays)
         self.drawn_rows = (*self.drawn_rows, *rows)
         return args  # type: ignore[no-any-return]
 

@@ -210,7 +210,12 @@ class Arguments(Parts):
             self.sharded += (True, False)
         if _conversions:
             self._convert()
-        self.key: Hashable = (self.structure, len(self.rows), tuple(map(_spec, self.arrays)))
+        self.key: Hashable = (self.structure, self.sizes, tuple(map(_spec, self.arrays)))
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the sizes of shares of each row mask. See `RowMask`."""
+        return tuple(rows.sizes for rows in self.rows)
 
     def converted(self) -> "Arguments":
         """Returns these arguments as programs take them in the current `converting` context."""
@@ -224,11 +229,15 @@ class Arguments(Parts):
 
     @staticmethod
     def rebuild(
-        structure: Structure, num_rows: int, arrays: Sequence[Any], streams: Sequence[AbstractStream] = ()
+        structure: Structure,
+        sizes: Sequence[tuple[int, ...]],
+        arrays: Sequence[Any],
+        streams: Sequence[AbstractStream] = (),
     ) -> tuple[Any, Any, list[RowMask]]:
-        """Returns `(args, kwargs, row masks)` with these arrays and streams. It is the inverse of the constructor."""
-        first_mask = len(arrays) - 2 * num_rows
-        rows = [RowMask(*arrays[i : i + 2]) for i in range(first_mask, len(arrays), 2)]
+        """Returns `(args, kwargs, row masks)` with these arrays, sizes of shares and streams. It is the inverse of the constructor."""
+        first_mask = len(arrays) - 2 * len(sizes)
+        masks = range(first_mask, len(arrays), 2)
+        rows = [RowMask(arrays[i], arrays[i + 1], sizes=own) for i, own in zip(masks, sizes, strict=True)]
         return (*structure.join(arrays[:first_mask], rows, streams), rows)
 
 

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shares that replicas of different speed have of a global batch."""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import final
+
+import numpy as np
+
+_KEPT = 64
+_LEAST = 8
+_STEPS = 16
+_WORTHWHILE = 0.1
+
+
+@final
+class Shares:
+    """The shares of the replicas of a global batch.
+
+    Attributes:
+      weights: one number per replica. Its share is proportional to it. Empty if all shares are equal.
+      is_measured: whether the shares follow the speed of the replicas.
+    """
+
+    def __init__(self, weights: Sequence[float] = (), *, is_measured: bool = False) -> None:
+        self.weights, self.is_measured = list(weights), is_measured
+        self._ended_s: dict[int, float] = {}
+        self._seconds_per_row: dict[int, deque[float]] = {}
+
+    def note_own_part(self, replica: int, rows: int) -> None:
+        """Notes that a replica of this process has computed all that it can without the others. Called while a program runs."""
+        # It began when the step before had ended, so that waiting for input counts, and waiting for others does not.
+        began_s = self._ended_s.pop(replica, None)
+        if began_s is not None and rows:
+            seconds = self._seconds_per_row.setdefault(replica, deque(maxlen=_KEPT))
+            seconds.append((time.monotonic() - began_s) / rows)
+
+    def note_end(self, replica: int) -> None:
+        """Notes that a step of a replica of this process has ended. Called while a program runs."""
+        self._ended_s[replica] = time.monotonic()
+
+    def adapt(self, replicas: range, exchange: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Lets the shares follow the measured speeds. All processes must call it, before they divide batches.
+
+        Args:
+          replicas: the replicas of this process.
+          exchange: returns the arrays of all processes, (num_workers, ...).
+        """
+        if not self.is_measured:
+            return
+        found = [self._seconds_per_row.get(replica, ()) for replica in replicas]
+        own = [statistics.median(seconds) if len(seconds) >= _LEAST else 0.0 for seconds in found]
+        self._seconds_per_row.clear()
+        everyone = exchange(np.asarray(own, np.float32)).ravel()
+        if not everyone.all():
+            return
+        speeds = everyone.min() / everyone
+        # Few different shares, because each takes a program of its own.
+        wanted = np.maximum(np.rint(speeds * _STEPS), 1)
+        before = np.asarray(self.weights or np.ones_like(wanted))
+        change = wanted / wanted.sum() * before.sum() / before
+        if np.abs(change - 1).max() > _WORTHWHILE:
+            self.weights = wanted.tolist()
