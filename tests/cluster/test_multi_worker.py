@@ -40,6 +40,15 @@ def test_custom_loop_equals_one_device(cluster_of, size, model, optimizer, sizes
     same(got["weights"], wanted.weights)
 
 
+@pytest.mark.parametrize("option", ["LocalSGD", "DiLoCo", "weights", "auto"])
+def test_options_that_change_no_result(cluster_of, option):
+    """Local updates that are synchronized at every step, and shares of a batch that are unequal."""
+    wanted = train_on_one_device("mlp", "momentum", (24, 13, 3))
+    got = replies(cluster_of(2, 1), "loop_with", option=option, model="mlp", optimizer="momentum", sizes=[24, 13, 3])[0]
+    same(got["losses"], wanted.losses)
+    same(got["weights"], wanted.weights)
+
+
 def test_replicas_of_two_devices(cluster_of):
     """A mesh with a further axis: each process has one replica on its two devices."""
     wanted = train_on_one_device("mlp_l2", "adam", (24,))

@@ -46,6 +46,18 @@ def loop(strategy: phalanx.Strategy, model: str, optimizer: str, sizes: list[int
     return {"start": start, "losses": losses, "weights": made.get_weights()}
 
 
+def loop_with(strategy: phalanx.Strategy, option: str, **kwargs: Any) -> dict[str, Any]:
+    """The same with local updates, or with unequal shares of a batch."""
+    del strategy
+    options: dict[str, Any] = {
+        "LocalSGD": {"local_updates": phalanx.experimental.LocalSGD(every=1)},
+        "DiLoCo": {"local_updates": phalanx.experimental.DiLoCo(lambda: keras.optimizers.SGD(1.0), every=1)},
+        "weights": {"replica_weights": [3, 1]},
+        "auto": {"replica_weights": "auto"},
+    }
+    return loop(phalanx.MultiWorkerMirroredStrategy(**options[option]), **kwargs)
+
+
 def loop_on_pairs(strategy: phalanx.Strategy, **kwargs: Any) -> dict[str, Any]:
     """The same with replicas of two devices, and what the strategy refuses."""
     pairs = type(strategy)(model_axis=("model", 2))
