@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import linear_call
+from jax.extend import core as jex
 from jax.typing import ArrayLike
 
 from phalanx.collectives.codes import Rounded, coded_sum
@@ -24,6 +25,18 @@ from phalanx.options import ReduceOp
 from phalanx.typing import PyTree
 
 T = TypeVar("T")
+
+_COLLECTIVES = (
+    "psum",
+    "pmax",
+    "pmin",
+    "ppermute",
+    "pbroadcast",
+    "all_gather",
+    "all_to_all",
+    "reduce_scatter",
+    "pgather",
+)
 
 
 def as_array(value: ArrayLike) -> jax.Array:
@@ -209,6 +222,12 @@ def split(flat: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
         found.append(flat[start : start + x.size].reshape(x.shape))
         start += x.size
     return found
+
+
+def communicates(eqn: jex.JaxprEqn) -> bool:
+    """Returns whether replicas communicate in an operation of a trace, or in one inside it."""
+    inner = jex.jaxprs_in_params(eqn.params)
+    return eqn.primitive.name.startswith(_COLLECTIVES) or any(communicates(e) for jaxpr in inner for e in jaxpr.eqns)
 
 
 def canonical_dim(dim: int, ndim: int, name: str) -> int:

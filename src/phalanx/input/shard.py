@@ -70,7 +70,7 @@ class InputWorker:
 
     @cached_property
     def _ends(self) -> np.ndarray:
-        """Where the part of each replica begins in all rows, from 0 to 1, and where the last one ends."""
+        """The bounds of the parts of all replicas, from 0 to 1."""
         return np.cumsum([0.0, *self.weights]) / sum(self.weights)
 
     def _start(self, replica: int, rows: int) -> int:

@@ -42,7 +42,7 @@ class Shares:
         self._ended_s[replica] = time.monotonic()
 
     def adapt(self, replicas: range, exchange: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Lets the shares follow the measured speeds. All processes must call it, before they divide batches.
+        """Makes the shares follow the measured speeds. All processes must call it, before they divide batches.
 
         Args:
           replicas: the replicas of this process.

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
+from phalanx.collectives.primitives import communicates
 from phalanx.errors import warn_of_slip
 from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.shares import Shares
-from phalanx.programs.signature import communicates
 from phalanx.tracing.discovery import Discovery
 from phalanx.typing import PyTree
 

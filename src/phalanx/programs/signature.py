@@ -8,6 +8,7 @@ import jax
 from jax.extend import core as jex
 
 from phalanx.cluster import watch
+from phalanx.collectives import primitives
 from phalanx.errors import TraceError
 from phalanx.errors.frames import user_place
 from phalanx.mesh.topology import Topology
@@ -15,17 +16,6 @@ from phalanx.programs.state import slot_of
 from phalanx.tracing.discovery import Discovery
 from phalanx.tracing.structure import Arguments
 
-_COLLECTIVES = (
-    "psum",
-    "pmax",
-    "pmin",
-    "ppermute",
-    "pbroadcast",
-    "all_gather",
-    "all_to_all",
-    "reduce_scatter",
-    "pgather",
-)
 _HINTS = {
     "argument": "use the same shapes and dtypes on all workers; strategy.experimental_distribute_dataset(...) pads batches to one shape",
     "variable": "create the same model, in the same order, on all workers",
@@ -123,10 +113,5 @@ def _communicates(found: Discovery, arguments: Arguments) -> bool:
     return False
 
 
-def communicates(eqn: jex.JaxprEqn) -> bool:
-    """Returns whether replicas communicate in an operation, or in one inside it."""
-    return eqn.primitive.name.startswith(_COLLECTIVES) or any(map(_has_collective, jex.jaxprs_in_params(eqn.params)))
-
-
 def _has_collective(jaxpr: jex.Jaxpr) -> bool:
-    return any(map(communicates, jaxpr.eqns))
+    return any(map(primitives.communicates, jaxpr.eqns))
