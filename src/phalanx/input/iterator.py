@@ -3,8 +3,9 @@
 
 import dataclasses
 import os
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar, final
 
@@ -37,6 +38,10 @@ from phalanx.typing import PyTree
 T = TypeVar("T")
 
 _MOST_STEPS = 2**31 - 1
+
+waits: list[Callable[[float, float], None]] = []
+"""Functions that are called after each wait for a batch, of the times at which it began and ended (`time.monotonic`)."""
+
 _unused: set[int] = set()
 
 
@@ -218,7 +223,7 @@ class DistributedIterator(AbstractIterator):
     @override
     def look(self, index: int) -> tuple[Any] | None:
         while len(self._seen) <= index:
-            batch = self._batches.get(self._form)
+            batch = self._get(self._form)
             if batch is None:
                 return None
             self._seen.append(batch)
@@ -337,7 +342,16 @@ class DistributedIterator(AbstractIterator):
             # Another form is wanted, for example by `run_steps`. The last batch goes back first, to keep the order.
             while self._seen:
                 self._batches.put_back(self._seen.pop())
-        return self._batches.get(form)
+        return self._get(form)
+
+    def _get(self, form: Form) -> Batch | None:
+        if not waits:
+            return self._batches.get(form)
+        began_s = time.monotonic()
+        batch = self._batches.get(form)
+        for hear in waits:
+            hear(began_s, time.monotonic())
+        return batch
 
     def _put_back(self, batch: Batch, form: Form) -> None:
         """Takes back the batch that `_read` returned last, in the form `form`."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `phalanx run`, `cluster`, `doctor`, `env`, `estimate` and `checkpoint`."""
+"""The command line: `phalanx run`, `cluster`, `doctor`, `env`, `estimate`, `bench` and `checkpoint`."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -242,6 +243,50 @@ def estimate(  # noqa: PLR0917
     sys.exit(
         _child("phalanx.forecast", [" ".join(topologies), "\n".join(output), kind, target, *arguments], environment)
     )
+
+
+@main.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--devices",
+    type=click.IntRange(1),
+    help="The most devices of one process.  [default: all GPUs or cores, at most 8]",
+)
+@click.option(
+    "--processes", type=click.IntRange(1), help="The most processes, of one device each.  [default: as --devices]"
+)
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="How often to run each, in turn.")
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=30,
+    show_default=True,
+    help="Training steps (or calls of several) to measure per run.",
+)
+@click.option(
+    "--timeout-seconds",
+    "timeout_s",
+    type=click.FloatRange(1),
+    default=600.0,
+    show_default=True,
+    help="How long a run may take.",
+)
+@click.option("--output", multiple=True, help="Also write this file: .json, or .png, .svg, .pdf. May be repeated.")
+@click.option("--compare", nargs=2, metavar="A.json B.json", help="Compare two measurements instead of running SCRIPT.")
+@click.option("-m", "is_module", is_flag=True, help="Treat SCRIPT as the name of a module, like `python -m`.")
+@click.argument("target", metavar="[SCRIPT]", required=False)
+@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+def bench(target: str | None, arguments: Sequence[str], **options: object) -> None:
+    """Measures how fast SCRIPT trains on 1, 2, ... devices and processes of this machine, and where the time of a step goes.
+
+    Each run ends SCRIPT after some training steps. `{devices}` and `{processes}` in ARGS stand for the numbers of a run.
+    """
+    with _errors_told():
+        if target is None and not options["compare"]:
+            raise InvalidArgumentError("phalanx bench", "there is no script to run.", "phalanx bench train.py")
+        if target is not None:
+            Request(target, tuple(arguments), is_module=bool(options["is_module"])).check_script()
+    given = {"target": target, "arguments": list(arguments), **options}
+    sys.exit(_child("phalanx.bench", [json.dumps(given)]))
 
 
 @main.group()

@@ -6,10 +6,11 @@ on other replicas. This part is traced for each size of share, and each replica 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
@@ -19,6 +20,20 @@ from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.mesh.shares import Shares
 from phalanx.tracing.discovery import Discovery
 from phalanx.typing import PyTree
+
+
+class Listener(Protocol):
+    """An object that hears of the moments of a step. Its methods are called while a program runs, in any thread."""
+
+    def note_own_part(self, replica: int, rows: int) -> None:
+        """Notes that a replica of this process has computed all that it can without the others, from so many rows."""
+
+    def note_end(self, replica: int) -> None:
+        """Notes that a step of a replica of this process has ended."""
+
+
+listeners: list[Listener] = []
+"""Those that hear of all training steps of programs that are traced from now on."""
 
 
 class Inputs(NamedTuple):
@@ -61,13 +76,8 @@ def evaluate(found: Discovery, inputs: Inputs, padded: Sequence[bool], shares: S
         longest.before() if not others else _of_own_rows(longest, others, [size for size, _ in found.shorter], rows)
     )
     results = longest.after(handed)
-    if shares.is_measured:
-        replica, last = lax.axis_index(REPLICA_AXIS), longest.of_others(results)
-        # They wait for the arrays whose elements they get: the last one before the collectives, and one that comes after them.
-        jax.debug.callback(
-            lambda i, n, *_: shares.note_own_part(int(i), int(n)), replica, rows, *_elements(handed[-1:])
-        )
-        jax.debug.callback(lambda i, *_: shares.note_end(int(i)), replica, *_elements(last[:1]))
+    if heard := [*listeners, *([shares] if shares.is_measured else [])]:
+        _tell(heard, rows, _elements(handed[-1:]), _elements(longest.of_others(results)[:1] or handed[-1:]))
     tree: PyTree = jax.tree.structure(found.outputs)
     return tree.unflatten(results)
 
@@ -93,6 +103,22 @@ def _of_own_rows(longest: "_Parts", others: "list[_Parts]", sizes: list[int], ro
 
 def _num_rows(sharded: Sequence[jax.Array]) -> int:
     return int(sharded[0].shape[0]) if sharded and sharded[0].ndim else 1
+
+
+def _tell(heard: Sequence[Listener], rows: jax.Array, own: list[jax.Array], last: list[jax.Array]) -> None:
+    """Tells of the end of a replica's own part, which is when `own` is known, and of the end of the step, when `last` is."""
+
+    def note_own_part(replica: np.ndarray, rows: np.ndarray, *_: np.ndarray) -> None:
+        for listener in heard:
+            listener.note_own_part(int(replica), int(rows))
+
+    def note_end(replica: np.ndarray, *_: np.ndarray) -> None:
+        for listener in heard:
+            listener.note_end(int(replica))
+
+    replica = lax.axis_index(REPLICA_AXIS)
+    jax.debug.callback(note_own_part, replica, rows, *own)
+    jax.debug.callback(note_end, replica, *last)
 
 
 def _elements(arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -137,7 +137,7 @@ class _Run:
     def is_plain(self) -> bool:
         """Whether the run is one call for one replica on one device, without padding, so that no `shard_map` is needed."""
         topology = self._strategy.topology
-        return topology.is_single and not self._rows and self._steps is None
+        return topology.is_single and not self._rows and self._steps is None and not own_rows.listeners
 
     def inline(self) -> PyTree:
         """Calls the function for the only replica, in the program's own scope."""
@@ -227,7 +227,8 @@ class _Run:
         """Runs one call for one replica."""
         outputs: _ReplicaOutputs
         shares = self._strategy.topology.shares
-        if found.shorter or (shares.is_measured and found.optimizers):
+        is_heard = bool(found.optimizers) and (shares.is_measured or own_rows.listeners)
+        if found.shorter or is_heard:
             outputs = own_rows.evaluate(found, own_rows.Inputs(own, sharded, whole), self._is_padded, shares)
         else:
             outputs = found.evaluate(own, [], sharded, whole)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows measurements: as a table in the terminal, as a picture, and as JSON."""
+
+import json
+import statistics
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from phalanx.bench.session import Measured, pairs
+from phalanx.bench.timeline import NAMES, Result
+
+PICTURES = (".png", ".svg", ".pdf")
+"""The endings of files of pictures."""
+_WIDTH = 120
+
+
+def print_table(measured: Measured) -> None:
+    """Prints the results, with a sentence below for each."""
+    table = _table(f"{measured.script}: medians, and milliseconds of a step")
+    for column in ("devices", "replicas", "steps/s", "rows/s", "efficiency", *NAMES, "all rounds"):
+        table.add_column(column, justify="left" if column in ("devices", "all rounds") else "right", overflow="fold")
+    for one in measured.results:
+        table.add_row(*_cells(one, measured.results[0]))
+    console = _console()
+    console.print(table)
+    for one in measured.results:
+        console.print(f"{one.name}: {one.verdict}", markup=False, soft_wrap=True)
+    for note in measured.notes:
+        console.print(note, markup=False, soft_wrap=True)
+
+
+def print_comparison(before: Measured, after: Measured) -> None:
+    """Prints how two measurements differ."""
+    table = _table(f"{before.script}, and then {after.script}: steps per second")
+    for column in ("devices", "before", "after", "ratio", "rounds before", "rounds after"):
+        table.add_column(column, justify="left" if column in ("devices", *column.split()[1:]) else "right")
+    for old, new in pairs(before, after):
+        ratio = statistics.median(new.rounds) / statistics.median(old.rounds)
+        cells = [f"{old.steps_per_s:.2f}", f"{new.steps_per_s:.2f}", f"{ratio:.2f}", _rounds(old), _rounds(new)]
+        table.add_row(old.name, *cells)
+    _console().print(table)
+
+
+def save(measured: Measured, path: Path) -> None:
+    """Writes a measurement as JSON, or draws it, by the ending of the path."""
+    if path.suffix == ".json":
+        results = [one.as_json() for one in measured.results]
+        path.write_text(json.dumps({"script": measured.script, "results": results, "notes": measured.notes}, indent=2))
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    speed, parts = figure.subplots(1, 2)
+    names, places = [one.name for one in measured.results], range(len(measured.results))
+    speed.bar(places, [one.rows_per_s or one.steps_per_s for one in measured.results])
+    speed.set(title="Speed", ylabel="rows per second" if measured.results[0].rows_per_s else "steps per second")
+    below = [0.0] * len(measured.results)
+    for name in NAMES:
+        heights = [1000 * one.parts[name] for one in measured.results]
+        parts.bar(places, heights, bottom=below, label=name)
+        below = [a + b for a, b in zip(below, heights, strict=True)]
+    parts.set(title="Parts of a step", ylabel="ms")
+    parts.legend()
+    for axes in (speed, parts):
+        axes.set_xticks(places, names, rotation=20, ha="right")
+    figure.suptitle(measured.script)
+    figure.savefig(path)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, box=box.SIMPLE, padding=(0, 1), title_justify="left")
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    console.width = max(console.width, _WIDTH)
+    return console
+
+
+def _cells(one: Result, first: Result) -> list[str]:
+    efficiency = one.efficiency(first)
+    return [
+        one.name,
+        f"{one.replicas}",
+        f"{one.steps_per_s:.2f}",
+        "" if one.rows_per_s is None else f"{one.rows_per_s:,.0f}",
+        "" if efficiency is None else f"{efficiency:.0%}",
+        *(f"{1000 * one.parts[name]:.2f}" for name in NAMES),
+        _rounds(one),
+    ]
+
+
+def _rounds(one: Result) -> str:
+    return " ".join(f"{x:.2f}" for x in one.rounds)

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a script on some or all devices of this machine, in turn, and says how fast it was. Imports no JAX."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.bench.timeline import NAMES, Moments, Result, parts_of
+from phalanx.errors import InvalidArgumentError, StartupError
+from phalanx.launch.plan import Machine
+
+_WARM_UP = 5
+"""Steps before the measurement. The first one compiles."""
+_TAIL = 4000
+
+
+@dataclass(frozen=True)
+class Script:
+    """What to run.
+
+    Args:
+      target: the path of a script, or the name of a module.
+      arguments: its arguments. `{devices}` and `{processes}` in them are replaced by the numbers of a run.
+      is_module: whether `target` is a module.
+    """
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    def command(self, processes: int, devices: int, calls: int, path: Path) -> list[str]:
+        """Returns the command that notes the moments of so many calls in files whose names begin with a path."""
+        filled = [a.replace("{devices}", f"{devices}").replace("{processes}", f"{processes}") for a in self.arguments]
+        launcher = [
+            sys.executable,
+            "-m",
+            "phalanx",
+            "run",
+            "--workers",
+            f"{processes}",
+            "--devices-per-worker",
+            f"{devices}",
+        ]
+        kind = "module" if self.is_module else "script"
+        return [*launcher, "-m", "phalanx.bench.recorder", f"{calls}", f"{path}", kind, self.target, *filled]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure.
+
+    Args:
+      devices: the most devices of one process.
+      processes: the most processes.
+      rounds: how often to run each number of devices and processes.
+      steps: number of calls of the training program to measure in each run.
+      timeout_s: seconds after which a run is given up.
+    """
+
+    devices: int
+    processes: int
+    rounds: int = 3
+    steps: int = 30
+    timeout_s: float = 600.0
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Returns the numbers of processes, and of devices of each."""
+        numbers = [2**i for i in range(max(self.devices, self.processes).bit_length())]
+        devices = sorted({*(n for n in numbers if n <= self.devices), self.devices})
+        processes = sorted(
+            {*(n for n in numbers if 1 < n <= self.processes), *([self.processes] if self.processes > 1 else [])}
+        )
+        return [(1, n) for n in devices] + [(n, 1) for n in processes]
+
+
+@dataclass
+class Measured:
+    """What was measured.
+
+    Args:
+      script: the script, in words.
+      results: one for each number of devices and processes.
+      notes: what was left out, and why.
+    """
+
+    script: str
+    results: list[Result] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def measure(script: Script, options: Options, say: Callable[[str], None]) -> Measured:
+    """Runs a script with each number of devices and processes in turn.
+
+    Args:
+      script: the script.
+      options: how to measure.
+      say: hears which run begins.
+
+    Raises:
+      StartupError: the script fails, or makes too few steps.
+    """
+    shapes = options.shapes()
+    runs: dict[tuple[int, int], list[list[Moments]]] = {}
+    measured = Measured(" ".join([script.target, *script.arguments]))
+    for number in range(options.rounds):
+        for shape in list(shapes):
+            say(f"round {number + 1} of {options.rounds}: {shape[0]} processes of {shape[1]} devices")
+            moments = _run(script, *shape, options)
+            if number == 0 and (why := _useless(shape, moments, [x[0] for x in runs.values()])):
+                shapes.remove(shape)
+                measured.notes.append(why)
+                continue
+            runs.setdefault(shape, []).append(moments)
+    measured.results = [result_of(shape, found) for shape, found in runs.items()]
+    return measured
+
+
+def _useless(shape: tuple[int, int], moments: Sequence[Moments], others: Sequence[Sequence[Moments]]) -> str | None:
+    """Returns why a run says nothing new. None if it does."""
+    processes, devices = shape
+    if moments[0].num_processes < processes:
+        return f"{processes} processes: each trains alone. A MultiWorkerMirroredStrategy would train on all of them together."
+    known = [each[0].num_replicas for each in others if each[0].num_processes == processes]
+    if devices > 1 and moments[0].num_replicas in known:
+        return (
+            f"{devices} devices: the script uses {moments[0].num_replicas} of them, as with fewer. If it has an argument for their "
+            "number, {devices} in it stands for the number of a run."
+        )
+    return None
+
+
+def _run(script: Script, processes: int, devices: int, options: Options) -> list[Moments]:
+    calls = _WARM_UP + options.steps
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "moments"
+        command = script.command(processes, devices, calls, path)
+        environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES")}
+        try:
+            done = subprocess.run(
+                command, check=False, env=environment, capture_output=True, text=True, timeout=options.timeout_s
+            )
+        except subprocess.TimeoutExpired as e:
+            raise StartupError(
+                f"{script.target} with {processes} processes of {devices} devices",
+                f"it has not made {calls} steps in {options.timeout_s:g} s.",
+                "phalanx bench --steps 10, or a longer --timeout-seconds",
+            ) from e
+        found = sorted(Path(folder).glob("moments.*"))
+        if len(found) < processes:
+            raise StartupError(
+                f"{script.target} with {processes} processes of {devices} devices",
+                f"it has not made {calls} training steps. The end of its output:\n{(done.stdout + done.stderr)[-_TAIL:].rstrip()}",
+                "a script that trains for long enough with fit or strategy.run, or phalanx bench --steps 10",
+            )
+        moments = [Moments.from_json(json.loads(file.read_text())) for file in found]
+        return sorted(moments, key=lambda one: one.rank)
+
+
+def result_of(shape: tuple[int, int], rounds: Sequence[Sequence[Moments]]) -> Result:
+    """Returns the result of some rounds.
+
+    Args:
+      shape: number of processes, and of devices of each.
+      rounds: the moments of all processes, for each round.
+    """
+    speeds, parts, late = [], [], []
+    for moments in rounds:
+        steps, latest = parts_of(moments, _first_step(moments[0]))
+        speeds.append(len(steps) / sum(step.step for step in steps))
+        parts.append([statistics.mean(getattr(step, name) for step in steps) for name in NAMES])
+        late.append(latest)
+    speed, rows = statistics.median(speeds), rounds[0][0].rows
+    typical = parts[min(range(len(speeds)), key=lambda i: abs(speeds[i] - speed))]
+    return Result(
+        *shape,
+        rounds[0][0].num_replicas,
+        speed,
+        None if rows is None else rows * speed,
+        dict(zip(NAMES, typical, strict=True)),
+        max(late[0], key=lambda rank: statistics.mean(each[rank] for each in late)),
+        speeds,
+    )
+
+
+def _first_step(moments: Moments) -> int:
+    """Returns the first step to measure. A call may make several steps."""
+    return max(1, _WARM_UP * moments.num_steps // len(moments.calls))
+
+
+def default_devices() -> int:
+    """Returns the number of devices that a measurement takes if the user names none: GPUs, or else cores, at most 8."""
+    machine = Machine.this(os.environ)
+    return min(8, len(machine.gpus) or machine.cores)
+
+
+def read(path: str) -> Measured:
+    """Returns what a file of JSON holds.
+
+    Raises:
+      InvalidArgumentError: it is not such a file.
+    """
+    try:
+        saved = json.loads(Path(path).read_text())
+        names = set(Result.__dataclass_fields__)
+        results = [Result(**{k: v for k, v in one.items() if k in names}) for one in saved["results"]]
+        return Measured(saved["script"], results, saved["notes"])
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise InvalidArgumentError(
+            f"--compare {path}", f"cannot be read as a measurement: {e}.", "phalanx bench --output FILE.json train.py"
+        ) from e
+
+
+def pairs(before: Measured, after: Measured) -> Iterator[tuple[Result, Result]]:
+    """Yields the results for the same devices of two measurements."""
+    others = {one.name: one for one in after.results}
+    yield from ((one, others[one.name]) for one in before.results if one.name in others)

@@ -1,0 +1,221 @@
+"""Measurements of real trainings: what bounds each is named, and scripts that cannot be measured are refused."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from phalanx.bench import report
+from phalanx.bench.__main__ import main
+from phalanx.bench.session import Options, Script, measure, pairs, read, result_of
+from phalanx.bench.timeline import Moments
+from phalanx.errors import InvalidArgumentError, StartupError
+from phalanx.testing import VirtualNetwork
+
+pytestmark = pytest.mark.slow
+
+FIT = """
+import phalanx
+import keras, numpy as np
+strategy = phalanx.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(WIDTH, "relu"), keras.layers.Dense(10)])
+    model.compile(keras.optimizers.SGD(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+x, y = np.ones((ROWS, 64), "float32"), np.zeros(ROWS, "int32")
+"""
+LOOP = """
+import sys, time
+import phalanx
+import numpy as np
+strategy = phalanx.MirroredStrategy(int(sys.argv[1]))
+import keras
+with strategy.scope():
+    weights = keras.Variable(np.zeros((64, 64), "float32"))
+    optimizer = keras.optimizers.SGD(0.01)
+def step(x):
+    with phalanx.GradientTape() as tape:
+        loss = phalanx.nn.compute_average_loss(keras.ops.sum((x @ weights) ** 2, -1))
+    optimizer.apply(tape.gradient(loss, [weights]), [weights])
+    return loss
+for _ in range(100):
+    for batch in strategy.experimental_distribute_dataset(np.ones((64, 64), "float32"), batch_size=8):
+        strategy.run(step, args=(batch,))
+"""
+MEASURED = Options(devices=2, processes=1, rounds=1, steps=10, timeout_s=120)
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """Measures a script."""
+
+    def run(source, arguments=(), **options):
+        path = tmp_path / "train.py"
+        path.write_text(source)
+        chosen = Options(**{**vars(MEASURED), **options})
+        return measure(Script(str(path), tuple(arguments)), chosen, lambda line: None)
+
+    return run
+
+
+def fit(end, width=64, rows=640):
+    """A script that trains with `fit`."""
+    return FIT.replace("WIDTH", str(width)).replace("ROWS", str(rows)) + end
+
+
+def test_fit_on_devices_and_processes(measured, tmp_path):
+    """The parts add up to the step; speeds are those of the global batch; files of JSON can be compared."""
+    found = measured(fit("model.fit(x, y, batch_size=32, epochs=50, verbose=0)"), processes=2)
+    assert [(one.processes, one.devices, one.replicas) for one in found.results] == [(1, 1, 1), (1, 2, 2), (2, 1, 2)]
+    for one in found.results:
+        assert sum(one.parts.values()) * one.steps_per_s == pytest.approx(1.0, rel=0.5)
+        assert one.rows_per_s == pytest.approx(32 * one.steps_per_s)
+        assert len(one.rounds) == 1
+    path = tmp_path / "speed.json"
+    report.save(found, path)
+    report.save(found, tmp_path / "speed.png")
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(path.read_text())["results"][0]["verdict"].startswith("bound by")
+    again = read(str(path))
+    assert again.results == found.results
+    assert [(a.name, b.name) for a, b in pairs(found, again)] == [(one.name,) * 2 for one in found.results]
+
+
+def test_slow_input_is_named(measured):
+    """A generator that sleeps."""
+    slow = """
+import time
+def rows():
+    while True:
+        time.sleep(0.03)
+        yield np.ones((32, 64), "float32"), np.zeros(32, "int32")
+model.fit(rows(), steps_per_epoch=30, epochs=50, verbose=0)
+"""
+    found = measured(fit(slow), devices=1)
+    assert found.results[0].verdict.startswith("bound by its input"), found.results
+    assert found.results[0].parts["input"] > 0.01
+
+
+def test_slow_code_between_steps_is_named(measured):
+    """A callback that sleeps."""
+    slow = """
+import time
+slow = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.03))
+model.fit(x, y, batch_size=32, epochs=50, verbose=0, callbacks=[slow])
+"""
+    found = measured(fit(slow), devices=1)
+    assert found.results[0].verdict.startswith("bound by Python code between the steps"), found.results
+    assert found.results[0].parts["host"] > 0.02
+
+
+def test_slow_rank_is_named(measured):
+    """A process that sleeps before each of its steps."""
+    slow = """
+import time
+class Slow(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        time.sleep(0.05 * (strategy.cluster_resolver.task_id or 0))
+model.fit(x, y, batch_size=32, epochs=50, verbose=0, callbacks=[Slow()])
+"""
+    found = measured(fit(slow), devices=1, processes=2)
+    last = found.results[-1]
+    assert last.processes == 2
+    assert last.latest == 1
+    assert last.parts["wait"] > 0.01
+
+
+def test_slow_link_is_named(tmp_path):
+    """A large model on two machines, between which a cable of 100 Mbit/s runs."""
+    path = tmp_path / "train.py"
+    path.write_text(fit("model.fit(x, y, batch_size=32, epochs=50, verbose=0)", width=8192))
+    try:
+        network = VirtualNetwork(megabits_per_second=100).__enter__()
+    except StartupError as e:
+        pytest.skip(f"{e}")
+    processes = []
+    try:
+        tasks = [f"{address}:12345" for address in network.addresses]
+        for rank in range(2):
+            command = [
+                sys.executable,
+                "-m",
+                "phalanx.bench.recorder",
+                "12",
+                str(tmp_path / "moments"),
+                "script",
+                str(path),
+            ]
+            cluster = {"cluster": {"worker": tasks}, "task": {"type": "worker", "index": rank}}
+            environment = os.environ | {"TF_CONFIG": json.dumps(cluster), "PHALANX_TOKEN": "of this test only"}
+            processes.append(subprocess.Popen(network.command(rank, command), env=environment))
+        assert [process.wait(120) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        network.__exit__()
+    moments = [Moments.from_json(json.loads(file.read_text())) for file in tmp_path.glob("moments.*")]
+    result = result_of((2, 1), [moments])
+    assert result.verdict.startswith("bound by the exchange between replicas"), result
+
+
+def test_arguments_for_the_number_of_devices(measured):
+    """A custom loop whose script takes the number; another script that ignores the devices is measured once."""
+    found = measured(LOOP, ["{devices}"])
+    assert [one.replicas for one in found.results] == [1, 2]
+    assert not found.notes
+    fixed = measured(LOOP, ["1"], processes=2)
+    assert [one.replicas for one in fixed.results] == [1]
+    assert "the script uses 1 of them" in fixed.notes[0]
+    assert "2 processes: each trains alone" in fixed.notes[1]
+
+
+def test_scripts_that_cannot_be_measured(measured):
+    """They never step, end too soon, fail, or take too long."""
+    with pytest.raises(StartupError, match=r"it has not made 15 training steps(.|\n)*ended after 0 of 15 steps"):
+        measured("import phalanx")
+    with pytest.raises(StartupError, match=r"ended after 4 of 15 steps"):
+        measured(fit("model.fit(x, y, batch_size=160, epochs=1, verbose=0)"), devices=1)
+    with pytest.raises(StartupError, match=r"ZeroDivisionError"):
+        measured("import phalanx\n1 / 0")
+    with pytest.raises(StartupError, match=r"it has not made 15 steps in 3 s"):
+        measured("import phalanx, time\ntime.sleep(60)", timeout_s=3)
+
+
+def test_bad_files_are_refused(tmp_path, capsys):
+    """Before a measurement that takes minutes, and with what to write instead."""
+    options = {"compare": [], "output": [], "target": "train.py", "arguments": [], "is_module": False}
+    for path, message in (
+        ("speed.txt", "must end with .json"),
+        (str(tmp_path / "no" / "x.json"), "there is no folder"),
+    ):
+        assert main(json.dumps(options | {"output": [path]})) == 2
+        assert message in capsys.readouterr().err
+    assert main(json.dumps(options | {"compare": ["none.json", "none.json"]})) == 2
+    assert "--compare none.json: cannot be read as a measurement" in capsys.readouterr().err
+    with pytest.raises(InvalidArgumentError, match="HINT: phalanx bench --output"):
+        read(str(tmp_path))
+
+
+def test_command_line(tmp_path):
+    """It prints a table and a sentence, and compares two files."""
+    path = tmp_path / "train.py"
+    path.write_text(fit("model.fit(x, y, batch_size=32, epochs=50, verbose=0)"))
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "phalanx", "bench", *arguments]
+        return subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    few = ("--devices", "1", "--processes", "1", "--rounds", "1", "--steps", "8")
+    done = run(*few, "--output", "a.json", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "train.py: medians, and milliseconds of a step" in done.stdout
+    assert "1 device: bound by" in done.stdout
+    assert "round 1 of 1" in done.stderr
+    compared = run("--compare", "a.json", "a.json")
+    assert " 1.00 " in compared.stdout, compared.stderr
+    for arguments, message in (((), "there is no script to run"), (("none.py",), "none.py")):
+        refused = run(*arguments)
+        assert refused.returncode == 2
+        assert message in refused.stderr
