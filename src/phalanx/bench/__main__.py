@@ -3,12 +3,16 @@
 
 import dataclasses
 import json
+import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from phalanx.bench import report
-from phalanx.bench.session import Options, Script, default_devices, measure, read
+from phalanx.bench.session import Options, Script, default_devices, launcher, measure, read
+from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.errors import InvalidArgumentError, PhalanxError
 
 
@@ -27,6 +31,8 @@ def main(given: str) -> int:
             report.print_comparison(*map(read, options["compare"]))
             return 0
         paths = [_checked(path) for path in options["output"]]  # Before the measurement, which takes minutes.
+        if options["links"]:
+            return _links(options["processes"], options["devices"], paths)
         script = Script(options["target"], tuple(options["arguments"]), is_module=options["is_module"])
         measured = measure(script, _options(options), lambda line: print(f"phalanx bench: {line}", file=sys.stderr))
         report.print_table(measured)
@@ -36,6 +42,17 @@ def main(given: str) -> int:
         print(f"phalanx: {e}", file=sys.stderr)
         return 2
     return 0
+
+
+def _links(processes: int | None, devices: int | None, paths: Sequence[Path]) -> int:
+    """Measures the links of the cluster that the environment describes; else between processes that are started here."""
+    module = ["phalanx.bench.links", *map(str, paths)]
+    if (resolver := resolver_of_environment(os.environ)) and resolver.cluster_spec():
+        command = [sys.executable, "-m", *module]
+    else:
+        processes = processes or (1 if devices else default_devices())
+        command = [*launcher(processes, devices or 1), "-m", *module]
+    return subprocess.run(command, check=False).returncode
 
 
 def _options(given: dict[str, Any]) -> Options:

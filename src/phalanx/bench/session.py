@@ -37,18 +37,23 @@ class Script:
     def command(self, processes: int, devices: int, calls: int, path: Path) -> list[str]:
         """Returns the command that notes the moments of so many calls in files whose names begin with a path."""
         filled = [a.replace("{devices}", f"{devices}").replace("{processes}", f"{processes}") for a in self.arguments]
-        launcher = [
-            sys.executable,
-            "-m",
-            "phalanx",
-            "run",
-            "--workers",
-            f"{processes}",
-            "--devices-per-worker",
-            f"{devices}",
-        ]
         kind = "module" if self.is_module else "script"
-        return [*launcher, "-m", "phalanx.bench.recorder", f"{calls}", f"{path}", kind, self.target, *filled]
+        return [
+            *launcher(processes, devices),
+            "-m",
+            "phalanx.bench.recorder",
+            f"{calls}",
+            f"{path}",
+            kind,
+            self.target,
+            *filled,
+        ]
+
+
+def launcher(processes: int, devices: int) -> list[str]:
+    """Returns the command that starts so many processes of a script."""
+    workers = ["--workers", f"{processes}", "--devices-per-worker", f"{devices}"]
+    return [sys.executable, "-m", "phalanx", "run", *workers]
 
 
 @dataclass(frozen=True)

@@ -271,6 +271,11 @@ def estimate(  # noqa: PLR0917
     help="How long a run may take.",
 )
 @click.option("--output", multiple=True, help="Also write this file: .json, or .png, .svg, .pdf. May be repeated.")
+@click.option(
+    "--links",
+    is_flag=True,
+    help="Measure the links between processes, or those of a cluster, instead of running SCRIPT.",
+)
 @click.option("--compare", nargs=2, metavar="A.json B.json", help="Compare two measurements instead of running SCRIPT.")
 @click.option("-m", "is_module", is_flag=True, help="Treat SCRIPT as the name of a module, like `python -m`.")
 @click.argument("target", metavar="[SCRIPT]", required=False)
@@ -281,7 +286,7 @@ def bench(target: str | None, arguments: Sequence[str], **options: object) -> No
     Each run ends SCRIPT after some training steps. `{devices}` and `{processes}` in ARGS stand for the numbers of a run.
     """
     with _errors_told():
-        if target is None and not options["compare"]:
+        if target is None and not (options["compare"] or options["links"]):
             raise InvalidArgumentError("phalanx bench", "there is no script to run.", "phalanx bench train.py")
         if target is not None:
             Request(target, tuple(arguments), is_module=bool(options["is_module"])).check_script()
