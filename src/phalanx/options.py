@@ -97,7 +97,7 @@ class TopK:
     An element costs 8 bytes, because its place is sent too, and each replica receives those of all others.
 
     Args:
-      fraction: the share of the elements of all compressed gradients, above 0 and at most 1.
+      fraction: the share of the elements of all compressed gradients, between 0 and 1.
 
     Raises:
       InvalidArgumentError: `fraction` is not such a number.
@@ -113,9 +113,9 @@ class TopK:
 
     def __post_init__(self) -> None:
         number = self.fraction
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number <= 1:
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < 1:
             raise InvalidArgumentError(
-                f"fraction={shown(number)}", "must be a number above 0 and at most 1.", "fraction=0.01"
+                f"fraction={shown(number)}", "must be a number between 0 and 1.", "fraction=0.01"
             )
 
 
@@ -162,8 +162,8 @@ class CommunicationOptions:
         if self.compression is not None and not is_known:
             raise InvalidArgumentError(
                 f"compression={shown(self.compression)}",
-                f"must be {listed(choices)}, PowerSGD, TopK or None.",
-                'compression="int8"',
+                f"must be {listed(choices)}, a PowerSGD, a TopK or None.",
+                "compression=PowerSGD(rank=2)" if "powersgd" in str(self.compression).lower() else 'compression="int8"',
             )
         arguments.instance("error_feedback", self.error_feedback, bool, "error_feedback=False")
         size = arguments.integer("bytes_per_pack", self.bytes_per_pack, least=0, hint="bytes_per_pack=1 << 20")

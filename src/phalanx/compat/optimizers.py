@@ -196,6 +196,8 @@ def _stateless_apply(
     trainable_variables: Sequence[PyTree],
 ) -> _R:
     scope = surrounding_scope()
+    if scope is not None:
+        scope.check_stateless_apply()
     # In a replica function, users who call a stateless method aggregate the gradients themselves. In a `train_step` of
     # `fit`, they expect that the trainer does it, because Keras's guide to custom steps on JAX calls this method.
     if scope is None or not scope.is_averaging:

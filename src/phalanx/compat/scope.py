@@ -57,6 +57,14 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
         """Returns gradients aggregated over the replicas, unless this is update context."""
 
     @abstractmethod
+    def check_stateless_apply(self) -> None:
+        """Checks that an optimizer may be applied without naming its variables.
+
+        Raises:
+          PhalanxError: it may not.
+        """
+
+    @abstractmethod
     def example_mask(self) -> jax.Array | None:
         """Returns a bool array (per_replica_batch,), True for real rows, or None if the batch has no padding."""
 

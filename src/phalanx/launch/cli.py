@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, final
 
 from typing_extensions import override
@@ -20,6 +21,7 @@ except ImportError as e:
     ) from e
 
 from phalanx.cluster.pace import REPORT
+from phalanx.cluster.profiles import PROFILE, Span, clear, merge
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster.secret import TOKEN, new_token
@@ -97,6 +99,12 @@ def main() -> None:
     is_flag=True,
     help="At the end, show the step times of each worker, and how often the others waited for it.",
 )
+@click.option(
+    "--profile",
+    metavar="FIRST:LAST",
+    help="Profile these training steps in all workers, and write one time line for Perfetto.",
+)
+@click.option("--profile-folder", default="profile", show_default=True, metavar="DIR", help="Folder for the profiles.")
 @click.option("-m", "is_module", is_flag=True, help="Treat SCRIPT as the name of a module, like `python -m`.")
 @click.option(
     "--print", "template", type=click.Choice(list(TEMPLATES)), help="Print a template instead of starting anything."
@@ -112,6 +120,8 @@ def run(
     workers: str,
     in_cluster: bool,
     report: bool,
+    profile: str | None,
+    profile_folder: str,
     **asked: Any,
 ) -> None:
     """Runs SCRIPT in every worker of a cluster on this machine, and stops all workers as soon as one fails.
@@ -128,12 +138,22 @@ def run(
         if template:
             _require_no_evaluator(request, template)
             _require_no_report(template, report=report)
+            if profile:
+                raise InvalidArgumentError(
+                    f"--profile with --print {template}",
+                    "the template starts the workers without a launcher that joins their profiles.",
+                    f"{PROFILE}=100:110:FOLDER in the environment of the workers",
+                )
             click.echo(TEMPLATES[template](request, max_restarts), nl=False)
             return
         request.check_script()
         environment, machines = (dict(os.environ), _machines(request)) if in_cluster else (_environment(), ALONE)
         if report:
             environment[REPORT] = "1"
+        span = profile and Span.parse(profile, Path(profile_folder).absolute())
+        if span:
+            clear(span.folder)
+            environment[PROFILE] = str(span)
         own = request.on(machines)
         machine = Machine.this(environment)
         outcome = run_group(
@@ -145,7 +165,16 @@ def run(
             patience=Patience(evaluator_grace_seconds),
             say=lambda text: click.echo(text, err=True),
         )
+        if span:
+            found = merge(span.folder)
+            said = (
+                f"written to {found}; open it at https://ui.perfetto.dev" if found else _NO_PROFILE.format(span.first)
+            )
+            click.echo(f"profile: {said}", err=True)
     sys.exit(outcome.exit_code)
+
+
+_NO_PROFILE = "none, because no worker has made {} training steps under a strategy"
 
 
 @main.command()

@@ -146,8 +146,8 @@ class _Parts:
     """A trace of the program of one replica, divided at the first collectives.
 
     Attributes:
-      interface: what must be equal for the second part of one trace to go on from the first part of another one: the collectives, and the
-        types of what is handed over. What only leaves the program may have fewer rows.
+      interface: what must be equal for the second part of one trace to go on from the first part of another one: its operations with
+        their constants, and the types of what is handed over. What only leaves the program may have fewer rows.
       shapes: the shapes of what the first part hands to the second one.
     """
 
@@ -162,10 +162,10 @@ class _Parts:
         self._closed = jax.make_jaxpr(flat)(*self._inputs)
         self._cut = _divide(self._closed.jaxpr)
         avals: list[Any] = [v.aval for v in self._cut.handed]
-        collectives = [eqn.primitive.name for eqn in self._cut.after if communicates(eqn)]
+        operations = [_described(eqn) for eqn in self._cut.after]
         is_used = [v in self._cut.used for v in self._cut.handed]
         types = [(x.dtype, x.shape if used else x.ndim) for x, used in zip(avals, is_used, strict=True)]
-        self.interface = collectives, types
+        self.interface = operations, types
         self.shapes = [tuple(aval.shape) for aval in avals]
 
     def before(self) -> list[Any]:
@@ -202,6 +202,12 @@ def _divide(jaxpr: jex.Jaxpr) -> _Cut:
     used = {v for eqn in after for v in eqn.invars if isinstance(v, jex.Var)}
     outputs = {v for v in jaxpr.outvars if isinstance(v, jex.Var)}
     return _Cut(before, after, used, [v for eqn in before for v in eqn.outvars if v in used or v in outputs])
+
+
+def _described(eqn: jex.JaxprEqn) -> tuple[Any, ...]:
+    """Returns what identifies an operation, apart from the names of its variables."""
+    constants = [str(v.val) for v in eqn.invars if isinstance(v, jex.Literal)]
+    return eqn.primitive.name, constants, [str(v.aval) for v in eqn.outvars]
 
 
 def _grown(array: jax.Array, shape: Sequence[int]) -> jax.Array:

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental.layout import Layout
 from jax.sharding import PartitionSpec
 
+from phalanx.errors import InputError
 from phalanx.mesh.annotated import partition_spec, shape_dtype, with_layout_constraint, with_sharding_constraint
 from phalanx.mesh.arrays import as_array, is_array
 from phalanx.mesh.layout import REPLICA_AXIS
@@ -127,6 +128,12 @@ class _Run:
         for value in self._of(differs):
             check_size(value, strategy.num_replicas_in_sync)
         self._rows = list({id(x.rows): x.rows for x in self._leaves if differs(x) and x.rows}.values())
+        if len(self._rows) > 1 and any(rows.sizes for rows in self._rows):
+            raise InputError(
+                f"{len(self._rows)} batches in one run under replica_weights",
+                "replicas with unequal shares have padding in every batch, and each batch has its own.",
+                "experimental_distribute_dataset((first, second)), and one batch with both",
+            )
         # Per-replica arrays and masks are sharded inputs, other arrays are replicated inputs, and the rest stays in Python.
         self._sharded = [x.data for x in self._of(differs)] + [r.mask for r in self._rows]
         self._whole = (
@@ -350,7 +357,7 @@ class _Run:
             return None
         count = whole[1 + len(self._of(is_equal_everywhere))]
         at = functools.partial(lax.dynamic_index_in_dim, index=step, keepdims=False)
-        return RowMask(at(sharded[-1]), at(count))
+        return RowMask(at(sharded[-1]), at(count), sizes=self._rows[0].sizes)
 
     def _replica(self, scope: LiftScope, sharded: PyTree, whole: PyTree) -> _ReplicaOutputs:
         """Calls the function for one replica, in `scope`, and combines the variables that it wrote."""
@@ -372,7 +379,7 @@ class _Run:
         leaves = list(self._leaves)
         self._fill(leaves, differs, own)
         self._fill(leaves, is_equal_everywhere, same)
-        masks = tuple(RowMask(next(own), next(same)) for _ in self._rows)
+        masks = tuple(RowMask(next(own), next(same), sizes=rows.sizes) for rows in self._rows)
         self._fill(leaves, is_array, same)
         args, kwargs = self._tree.unflatten(leaves)
         replica = ReplicaContext(self._strategy, replica_id, masks)

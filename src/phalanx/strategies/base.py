@@ -4,6 +4,7 @@
 import difflib
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Hashable, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
@@ -33,6 +34,7 @@ from phalanx.mesh.values import (
 )
 from phalanx.options import CommunicationOptions, ReduceOp, RunOptions
 from phalanx.programs.before_steps import hooks
+from phalanx.programs.profile import follow
 from phalanx.programs.program import Programs
 from phalanx.programs.replicas import trace_run
 from phalanx.strategies.extended import StrategyExtended
@@ -75,6 +77,7 @@ class Strategy(AbstractInputs, AbstractResults):
     """
 
     def __init__(self) -> None:
+        follow(os.environ)
         self._programs = Programs()
         self._cross_replica = Mode(self, None)
         self._number = next(_numbers)

@@ -111,7 +111,7 @@ def _set_shares(shares: Shares, weights: Sequence[float] | str, num_replicas: in
     Raises:
       InvalidArgumentError: `weights` is neither "auto" nor one positive number per replica.
     """
-    hint = f'replica_weights={[1] * num_replicas} or replica_weights="auto"'
+    hint = f'replica_weights={[2, *[1] * (num_replicas - 1)]}, or replica_weights="auto"'
     if isinstance(weights, str) and weights == "auto":
         shares.is_measured = True
         return
@@ -135,7 +135,7 @@ def _require_local_updates(
 ) -> None:
     if not isinstance(local, LocalUpdates):
         hint = "local_updates=phalanx.experimental.LocalSGD(every=8)"
-        raise InvalidArgumentError(f"local_updates={shown(local)}", "must be LocalSGD or DiLoCo.", hint)
+        raise InvalidArgumentError(f"local_updates={shown(local)}", "must be a LocalSGD or a DiLoCo.", hint)
     local.require_groups(topology.num_replicas)
     call = f"local_updates={type(local).__name__}"
     _require_plain_sums(call, topology, ops)

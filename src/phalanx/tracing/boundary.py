@@ -25,8 +25,10 @@ def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
 
     Args:
       entries: the variables.
-      padding: row mask of this replica's batch, or None. A replica without real rows does not count in means.
+      padding: row mask of this replica's batch, or None. A replica without real rows does not count in means. If the replicas have
+        unequal shares of a batch, they count by their rows.
     """
+    weight = None if padding is None else padding.mask.sum() if padding.sizes else padding.has_rows
     prepared = []
     for entry in entries:
         # An all-reduce does not sum bools.
@@ -34,8 +36,8 @@ def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
         if entry.policy.combine is Combine.FIRST:
             # The sum of replica 0's value and zeros is a broadcast, and it can share a buffer with the other sums.
             x = primitives.only_on(0, x)
-        elif entry.policy.combine is Combine.MEAN and padding is not None:
-            x = jnp.where(padding.has_rows, x, 0)
+        elif entry.policy.combine is Combine.MEAN and weight is not None:
+            x = jnp.where(weight > 0, x if weight.dtype == jnp.bool_ else x * weight.astype(x.dtype), 0)
         prepared.append(x)
     packs = packing.by_length([str(x.dtype) for x in prepared])
     divisor: Any = lax.axis_size(REPLICA_AXIS)
@@ -45,7 +47,8 @@ def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
     if divisor > 1:
         sums = primitives.packed(lambda buffers: list(psum(buffers, REPLICA_AXIS)), prepared, packs)
     if divisor > 1 and padding is not None and any(entry.policy.combine is Combine.MEAN for entry in entries):
-        divisor = jnp.maximum(psum(padding.has_rows.astype(jnp.float32), REPLICA_AXIS), 1)
+        assert weight is not None
+        divisor = jnp.maximum(psum(weight.astype(jnp.float32), REPLICA_AXIS), 1)
     combined = []
     for entry, total in zip(entries, sums, strict=True):
         value = total

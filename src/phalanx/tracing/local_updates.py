@@ -4,7 +4,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import jax
@@ -187,6 +187,7 @@ class DiLoCo(LocalUpdates):
     fragments: int = 1
     compression: str | PowerSGD | TopK | None = None
     replicas_per_group: int = 1
+    _config: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     @override
     def __post_init__(self) -> None:
@@ -200,6 +201,8 @@ class DiLoCo(LocalUpdates):
             )
         if self.outer_optimizer is not None and not callable(self.outer_optimizer):
             _require_optimizer(self.outer_optimizer)
+            # Now, because in a step the learning rate has no value.
+            object.__setattr__(self, "_config", self.outer_optimizer.get_config())
         compression_of(CommunicationOptions(compression=self.compression))
 
     @override
@@ -221,7 +224,7 @@ class DiLoCo(LocalUpdates):
         if given is None:
             return keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True, name="outer")
         if isinstance(given, keras.optimizers.Optimizer):
-            return type(given).from_config(given.get_config())
+            return type(given).from_config(self._config)
         made = given()
         _require_optimizer(made)
         return made
@@ -278,6 +281,10 @@ def refuse(local_updates: object, strategy: str, why: str) -> None:
 
 
 def _require_optimizer(value: object) -> None:
+    if arguments.is_integer(value):
+        raise InvalidArgumentError(
+            f"DiLoCo({value})", "the first argument is the outer optimizer.", f"DiLoCo(every={value})"
+        )
     hint = "outer_optimizer=lambda: keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)"
     arguments.instance("outer_optimizer", value, keras.optimizers.Optimizer, hint)
     if isinstance(value, keras.optimizers.LossScaleOptimizer):

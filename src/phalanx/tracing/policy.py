@@ -16,6 +16,7 @@ There is one variable type, `keras.Variable`. Its `synchronization` and `aggrega
     on_read           none                 like auto with none             like auto with none
     on_demand         sum                  local to the replica            sum, computed at each read outside
     on_demand         mean                 local to the replica            mean, computed at each read outside
+    on_demand         mean, trainable      rejected                        (only an optimizer may write)
 
 Phalanx sets `on_demand` for the gradient accumulators of optimizers, so that a step that only accumulates needs no all-reduce. With
 local updates, it sets it for all variables whose values it would combine to a mean. A program that only reads such a variable gets the
@@ -100,7 +101,9 @@ def policy_of(variable: Variable) -> Policy:
             return Policy(Write.REFUSED, Combine.MEAN)
         return Policy(Write.AT_BOUNDARY, Combine.MEAN if is_floating else Combine.FIRST)
     if variable.synchronization == "on_demand":
-        return Policy(Write.AT_BOUNDARY, _COMBINE[aggregation], on_read=True, on_demand=True)
+        # Weights that replicas train alone are written by optimizers only, which synchronize them.
+        write = Write.REFUSED if variable.trainable else Write.AT_BOUNDARY
+        return Policy(write, _COMBINE[aggregation], on_read=True, on_demand=True)
     if variable.synchronization == "on_read":
         return Policy(Write.AT_BOUNDARY, _COMBINE[aggregation], on_read=True)
     return Policy(Write.NOW, _COMBINE[aggregation])

@@ -173,12 +173,12 @@ class LiftScope(compat.AbstractLiftScope):
         """
         self._require_current(variable)
         entry = self.entry(variable)
-        is_outside = context.in_cross_replica_context()
-        outer = compat.outer_of(variable) if is_outside and (self.mapped or entry.value is None) else None
-        if outer is not None:
+        is_merging = self.mapped and context.in_cross_replica_context()
+        outer = compat.outer_of(variable)
+        if outer is not None and (is_merging or entry.value is None):
             return self.value(outer)
         # A merge function must see one value, although the replicas hold different ones.
-        if self.mapped and is_outside and (entry.diverged or entry.policy.on_read):
+        if is_merging and (entry.diverged or entry.policy.on_read):
             value: jax.Array = combine([entry], None)[0]
         else:
             value = combined(entry.policy.combine, entry.components) if entry.value is None else entry.value
@@ -197,6 +197,7 @@ class LiftScope(compat.AbstractLiftScope):
         # An assignment in a merge function makes the variable equal on all replicas again.
         if self.mapped and context.in_cross_replica_context():
             entry.diverged = False
+        self._follow(entry)
 
     @override
     def add_delta(self, variable: Variable, delta: jax.Array, *, negative: bool = False) -> jax.Array:
@@ -211,7 +212,15 @@ class LiftScope(compat.AbstractLiftScope):
         delta = self._combined(entry, delta)
         # Add or subtract directly, as hand-written code does. XLA removes the increment if the program does not return it.
         entry.add(*((entry.value - delta, -delta) if negative else (entry.value + delta, delta)))
+        self._follow(entry)
         return entry.value
+
+    def _follow(self, entry: Entry) -> None:
+        """Makes replicas go on from a value that was assigned outside them, and not from the outer weights before."""
+        outer = compat.outer_of(entry.variable)
+        is_outside = not self.mapped or context.in_cross_replica_context()
+        if outer is not None and is_outside and not self._free_writes and _num_replicas() == 1:
+            self.add_update((outer, entry.value))
 
     def commit(self, other: Entry) -> None:
         """Applies the change that a control-flow body, such as the one of `phalanx.scan`, made to a variable."""
@@ -336,13 +345,8 @@ class LiftScope(compat.AbstractLiftScope):
         if _num_replicas() == 1:
             return grads
         strategy = context.get_strategy()
-        if strategy.compression is not None or strategy.local_updates is not None:
-            option = "compression" if strategy.local_updates is None else "local_updates"
-            raise InvalidArgumentError(
-                f"optimizer.stateless_apply under a strategy with {option}",
-                "it names no variables beside which the optimizer could keep what the replicas have not sent.",
-                "optimizer.apply(gradients, variables)",
-            )
+        if strategy.compression is not None:
+            raise _refuse_stateless_apply("compression")
         if any(dim is not None for dim in dims):
             return strategy.divide_gradients(grads, dims)
         return strategy.aggregate_gradients(grads)
@@ -365,7 +369,10 @@ class LiftScope(compat.AbstractLiftScope):
         written = [e.variable for e in self.entries.values() if e.written and e.policy.on_demand]
         whole = context.get_strategy().aggregate_gradients
         for each in local.synchronizations(optimizer, trained, written, whole, _num_replicas()):
-            self._update(each.variables, each.run([self.get_current_value(v) for v in each.variables]))
+            values = [self.get_current_value(v) for v in each.variables]
+            with self.updating():
+                values = each.run(values)
+            self._update(each.variables, values)
 
     def _compress(
         self, compression: Compression, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any
@@ -417,6 +424,12 @@ class LiftScope(compat.AbstractLiftScope):
         grads, local_sums, kept = lax.cond(is_last, aggregate_totals, lambda: (list(grads), local_sums, kept))
         self._update([*accumulators, *kept_in], [*local_sums, *kept])
         return grads
+
+    @override
+    def check_stateless_apply(self) -> None:
+        mode = context.current()
+        if mode.replica is not None and mode.strategy.local_updates is not None and not self._free_writes:
+            raise _refuse_stateless_apply("local_updates")
 
     @override
     def example_mask(self) -> jax.Array | None:
@@ -491,6 +504,8 @@ class LiftScope(compat.AbstractLiftScope):
         )
         self._require_current(variable)
         entry = self.entry(variable)
+        if entry.value is None:
+            entry.value = self.value(variable)
         entry.written = True
         self.values_change()
         return entry
@@ -538,6 +553,14 @@ def program_scope() -> LiftScope:
     scope = innermost()
     assert scope is not None
     return scope
+
+
+def _refuse_stateless_apply(option: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"optimizer.stateless_apply under a strategy with {option}",
+        "it names no variables beside which the optimizer could keep what the replicas have not sent.",
+        "optimizer.apply(gradients, variables)",
+    )
 
 
 def _require_local(local: LocalUpdates, optimizer: keras.optimizers.Optimizer, trained: Sequence[Variable]) -> None:

@@ -334,11 +334,16 @@ def fit_stateless():
 BAD = {
     "another name": (
         lambda: CommunicationOptions(compression="int4"),
-        r"compression='int4': must be bfloat16, int8, Pow",
+        r"compression='int4': must be bfloat16, int8, a Pow",
     ),
-    "a number": (lambda: CommunicationOptions(compression=8), r"compression=8: must be bfloat16, int8, PowerSGD, TopK"),
+    "all": (lambda: TopK(1), r"fraction=1: must be a number between 0 and 1"),
+    "the class": (lambda: CommunicationOptions(compression=PowerSGD), r"HINT: compression=PowerSGD\(rank=2\)"),
+    "a number": (
+        lambda: CommunicationOptions(compression=8),
+        r"compression=8: must be bfloat16, int8, a PowerSGD, a TopK",
+    ),
     "feedback": (lambda: CommunicationOptions(error_feedback="yes"), r"error_feedback='yes'"),
-    "no share": (lambda: TopK(0), r"fraction=0: must be a number above 0 and at most 1"),
+    "no share": (lambda: TopK(0), r"fraction=0: must be a number between 0 and 1"),
     "more than all": (lambda: TopK(1.5), r"fraction=1.5: must be"),
     "no rank": (lambda: PowerSGD(0), r"rank=0"),
     "negative step": (lambda: PowerSGD(2, -1), r"start_step=-1"),

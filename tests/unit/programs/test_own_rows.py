@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InputError, InvalidArgumentError
 
 ROWS, WIDTH = 30, 5
 RANDOM = np.random.default_rng(0)
@@ -121,6 +121,38 @@ def test_steps_that_depend_on_the_number_of_rows():
     assert any("does something else with fewer rows" in str(w.message) for w in caught)
 
 
+def test_statistics_count_rows():
+    """BatchNormalization's moving statistics are means over the replicas, which count by their rows."""
+    strategy = strategy_with([3, 1, 2])
+    with strategy.scope():
+        layer = keras.layers.BatchNormalization(momentum=0.0)
+        model = keras.Sequential([keras.Input((WIDTH,)), layer, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    model.fit(X[:12], Y[:12], batch_size=12, epochs=1, shuffle=False, verbose=0)
+    np.testing.assert_allclose(layer.moving_mean.numpy(), X[:12].mean(0), rtol=1e-4, atol=1e-6)
+
+
+def test_numbers_of_rows_in_collectives():
+    """A step that sends its own number of rows computes all places, because the traces for fewer rows send other numbers."""
+    strategy = strategy_with([3, 1, 2])
+
+    def replica(x):
+        context = phalanx.get_replica_context()
+        return context.all_reduce("SUM", keras.ops.cast(x.shape[0], "float32"))
+
+    (batch,) = strategy.experimental_distribute_dataset([X[:12]])
+    with pytest.warns(phalanx.errors.SlipWarning, match="does something else with fewer rows"):
+        strategy.run(replica, args=(batch,))
+
+
+def test_two_batches_in_a_run_are_refused():
+    """Each has padding of its own."""
+    strategy = strategy_with([3, 1, 2])
+    pairs = [strategy.experimental_distribute_dataset([x]) for x in (X[:12], X[12:24])]
+    with pytest.raises(InputError, match=r"2 batches in one run under replica_weights(.|\n)*first, second"):
+        strategy.run(lambda x, y: (x + y).sum(), args=tuple(next(iter(d)) for d in pairs))
+
+
 def test_measured_shares():
     """The shares of the next epoch follow what the first one has shown, and results stay the same."""
     found = []
@@ -151,7 +183,7 @@ BAD = {
     "zero": ([1, 0, 1], r"replica_weights=\[1, 0, 1\]: must be"),
     "no number": ([1, "2", 1], r"must be \"auto\", or a list of positive numbers, one per replica"),
     "infinite": ([1, float("inf"), 1], r"must be \"auto\""),
-    "too few": ([1, 2], r"replica_weights=\[1, 2\] with 3 replicas: must have one number per replica.*\n.*\[1, 1, 1\]"),
+    "too few": ([1, 2], r"replica_weights=\[1, 2\] with 3 replicas: must have one number per replica.*\n.*\[2, 1, 1\]"),
 }
 
 

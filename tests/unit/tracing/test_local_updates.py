@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.errors import InvalidArgumentError, VariableError
+from phalanx.errors import AggregationError, InvalidArgumentError, VariableError
 from phalanx.experimental import CommunicationOptions, DiLoCo, LocalSGD
 from phalanx.forecast.hlo import Program
 
@@ -190,7 +190,7 @@ def test_every_step_is_synchronous_training(local_updates):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
-CHOICES = [LocalSGD(3), DiLoCo(every=4, fragments=2), DiLoCo(lambda: keras.optimizers.Adam(0.1), every=3)]
+CHOICES = [LocalSGD(3), DiLoCo(every=4, fragments=2), DiLoCo(keras.optimizers.Adam(0.1), every=3)]
 
 
 @pytest.mark.parametrize("local_updates", CHOICES, ids=["LocalSGD", "fragments", "Adam"])
@@ -271,6 +271,62 @@ def test_evaluation_does_not_disturb(local_updates):
         weights_of(model)
         step(batch)
     np.testing.assert_allclose(weights_of(model), weights_of(undisturbed), rtol=1e-6)
+
+
+@pytest.mark.parametrize("local_updates", CHOICES, ids=["LocalSGD", "fragments", "Adam"])
+def test_reads_and_writes_in_a_function(local_updates):
+    """Before and after a step in one `phalanx.function`, they are those outside."""
+    strategy, model = trained(local_updates, 5)
+    step, batches = step_of(strategy, model)
+    kernel = model.layers[0].kernel
+    before = kernel.numpy()
+
+    @phalanx.function
+    def read_step_read(batch):
+        first = kernel.value * 1
+        step(batch)
+        return first, kernel.value * 1
+
+    first, last = read_step_read(batches[5])
+    np.testing.assert_allclose(first, before, rtol=1e-6)
+    np.testing.assert_allclose(last, kernel.numpy(), rtol=1e-6)
+
+    @phalanx.function
+    def assign_and_step(batch):
+        kernel.assign(keras.ops.ones((WIDTH, 1)) * 5)
+        kernel.assign_add(keras.ops.ones((WIDTH, 1)))
+        step(batch)
+
+    assign_and_step(batches[6])
+    other_strategy, other = trained(local_updates, 6)
+    other_step, other_batches = step_of(other_strategy, other)
+    other.layers[0].kernel.assign(np.full((WIDTH, 1), 6.0))
+    other_step(other_batches[6])
+    np.testing.assert_allclose(weights_of(model), weights_of(other), rtol=1e-5)
+    np.testing.assert_allclose(local_weights(strategy, model), local_weights(other_strategy, other), rtol=1e-5)
+
+
+def test_another_strategy_takes_what_is_read():
+    """A model that replicas have trained alone goes on under strategies with as many replicas, more, and one."""
+    _, model = trained(LocalSGD(3), 5)
+    for strategy in (strategy_with(LocalSGD(3)), strategy_with(None, 3), phalanx.OneDeviceStrategy("cpu:0")):
+        before = weights_of(model)
+        with strategy.scope():
+            model.compile(keras.optimizers.SGD(0.0), "mse")
+        model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+        np.testing.assert_allclose(weights_of(model), before, rtol=1e-6)
+
+    _, model = trained(LocalSGD(3), 5)
+    kernel = model.layers[0].kernel
+    phalanx.function(lambda: kernel.assign(keras.ops.ones((WIDTH, 1))))()
+    np.testing.assert_array_equal(kernel.numpy(), np.ones((WIDTH, 1)))
+
+
+def test_weights_are_written_by_optimizers_only():
+    """An update by hand would never be synchronized."""
+    strategy, model = trained(LocalSGD(3), 1)
+    with pytest.raises(AggregationError, match="the variable is trainable"):
+        strategy.run(lambda: model.layers[0].kernel.assign_sub(keras.ops.ones((WIDTH, 1))))
 
 
 @pytest.mark.parametrize("local_updates", CHOICES, ids=["LocalSGD", "fragments", "Adam"])
@@ -365,6 +421,22 @@ def train_foreign():
     step(batches[0])
 
 
+def train_stateless():
+    """Applies the optimizer by its stateless method in a custom loop."""
+    strategy = strategy_with(LocalSGD(2))
+    model = linear(strategy)
+    variables = model.trainable_variables
+    model.optimizer.build(variables)
+
+    def replica():
+        values = [v.value for v in variables]
+        state = [v.value for v in model.optimizer.variables]
+        for variable, value in zip(variables, model.optimizer.stateless_apply(state, values, values)[0], strict=True):
+            variable.assign(value)
+
+    strategy.run(replica)
+
+
 def train_scaled():
     """Trains with a scaled loss."""
     trained(LocalSGD(2), 1, make=lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
@@ -379,13 +451,18 @@ BAD = {
     ),
     "no fragments": (lambda: DiLoCo(fragments=0), r"fragments=0"),
     "compression": (lambda: DiLoCo(compression="int4"), r"compression='int4'"),
+    "first argument": (
+        lambda: DiLoCo(100),
+        r"DiLoCo\(100\): the first argument is the outer optimizer.\nHINT: DiLoCo\(every=100",
+    ),
+    "stateless step": (train_stateless, r"optimizer.stateless_apply under a strategy with local_updates: it names no"),
     "outer optimizer": (lambda: DiLoCo("sgd"), r"outer_optimizer='sgd': must be an? Optimizer"),
     "outer scale": (
         lambda: DiLoCo(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())),
         r"outer_optimizer=LossScaleOptimizer: outer gradients come from no loss",
     ),
     "function": (lambda: trained(DiLoCo(lambda: "sgd", every=1), 1), r"outer_optimizer='sgd': must be"),
-    "no kind": (lambda: strategy_with(8), r"local_updates=8: must be LocalSGD or DiLoCo"),
+    "no kind": (lambda: strategy_with(8), r"local_updates=8: must be a LocalSGD or a DiLoCo"),
     "uneven groups": (
         lambda: strategy_with(LocalSGD(8, replicas_per_group=2), 3),
         r"replicas_per_group=2 with 3 replicas: every group must have",
