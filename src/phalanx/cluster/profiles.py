@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps of a cluster are profiled, and one time line of the profiles of all processes. Uses the standard library only."""
+"""The steps of a cluster to profile, and one time line of the profiles of all processes. Uses the standard library only."""
 
 import gzip
 import json

@@ -18,7 +18,7 @@ from keras.callbacks import CallbackList
 from phalanx import compat
 from phalanx.cluster import membership
 from phalanx.elastic.training import GroupChange, Training, training_of
-from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError, PeerLostError
+from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError, PeerLostError, warn_of_slip
 from phalanx.keras import predictions, steps
 from phalanx.keras.backup import BackupAndRestore, Progress, informed
 from phalanx.keras.callbacks import Callbacks
@@ -34,6 +34,7 @@ from phalanx.programs.replicas import trace_run
 from phalanx.programs.state import combine_on_demand
 from phalanx.strategies.base import Strategy
 from phalanx.tracing import context
+from phalanx.tracing.local_updates import DiLoCo
 from phalanx.tracing.policy import policy_of
 from phalanx.tracing.scope import innermost
 from phalanx.tracing.strategy import Updates
@@ -136,6 +137,7 @@ class ModelTrainer:
                     # Replaces the weights by their moving averages if the optimizer has `use_ema`, as Keras does.
                     if epochs > 0 and model.optimizer is not None:
                         model.optimizer.finalize_variable_values(model.trainable_weights)
+                self._warn_of_no_synchronization()
                 hooks.on_train_end(logs=logs)
         background.wait()  # A callback may have saved. Whoever gets the history can rely on it.
         return model.history
@@ -291,6 +293,16 @@ class ModelTrainer:
     def _has_peers(self) -> bool:
         """Whether other processes train the same model."""
         return self._topology.num_workers > 1
+
+    def _warn_of_no_synchronization(self) -> None:
+        local, optimizer = self._strategy.local_updates, self._model.optimizer
+        updates = 0 if optimizer is None else int(optimizer.iterations)
+        if isinstance(local, DiLoCo) and 0 < updates < local.every:
+            warn_of_slip(
+                f"DiLoCo(every={local.every}) has made {updates} updates, so it has not synchronized all weights, and those that are "
+                "read have not been trained.",
+                f"more updates, or DiLoCo(every={max(1, updates // 10)})",
+            )
 
     def _settle(self) -> None:
         """Waits until all steps so far have ended, so that the variables have their values."""

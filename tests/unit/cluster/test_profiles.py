@@ -1,4 +1,4 @@
-"""Which steps are profiled, and the time line of all processes."""
+"""The steps that are profiled, and the time line of all processes."""
 
 import gzip
 import json

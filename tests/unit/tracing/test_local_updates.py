@@ -386,6 +386,15 @@ def test_files_of_keras_have_what_is_read(tmp_path):
     np.testing.assert_array_equal(weights_of(keras.models.load_model(tmp_path / "model.keras")), weights_of(model))
 
 
+def test_training_without_a_synchronization():
+    """The outer weights were not trained, and `fit` says so."""
+    model = linear(strategy_with(DiLoCo(every=100)))
+    with pytest.warns(
+        phalanx.errors.SlipWarning, match=r"DiLoCo\(every=100\) has made 6 updates, so it has not synchronized"
+    ):
+        model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+
+
 def sent_bytes(local_updates):
     """Bytes of the arrays that an MLP's step sums over the replicas, if all is due."""
     strategy = strategy_with(local_updates)
