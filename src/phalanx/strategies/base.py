@@ -37,6 +37,7 @@ from phalanx.programs.before_steps import hooks
 from phalanx.programs.profile import follow
 from phalanx.programs.program import Programs
 from phalanx.programs.replicas import trace_run
+from phalanx.programs.state import components_of
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.inputs import AbstractInputs
 from phalanx.strategies.results import AbstractResults
@@ -133,9 +134,14 @@ class Strategy(AbstractInputs, AbstractResults):
           InvalidArgumentError: `variable` is not a variable.
         """
         check_variable("variable", variable, "strategy.held(variable)")
-        value = compat.raw_value(variable)
-        shards = value.addressable_shards if isinstance(value, jax.Array) else []
-        return [Held(device_name(s.device), s.index, s.data.nbytes) for s in sorted(shards, key=lambda s: s.device.id)]
+        value, parts = compat.raw_value(variable), components_of(variable)
+        # Each replica has a value of its own, whose first dim in the array of all is the replica.
+        array, first = (value, 0) if parts is None else (parts, 1)
+        shards = array.addressable_shards if isinstance(array, jax.Array) else []
+        return [
+            Held(device_name(s.device), s.index[first:], s.data.nbytes)
+            for s in sorted(shards, key=lambda s: s.device.id)
+        ]
 
     def aggregate_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Sums gradients over the replicas. Called inside a program. None stays None."""

@@ -386,6 +386,13 @@ def test_files_of_keras_have_what_is_read(tmp_path):
     np.testing.assert_array_equal(weights_of(keras.models.load_model(tmp_path / "model.keras")), weights_of(model))
 
 
+def test_replicas_hold_weights_of_their_own():
+    """Each device holds a whole one, also before it is read."""
+    strategy, model = trained(LocalSGD(3), 1)
+    held = strategy.held(model.layers[0].kernel)
+    assert [(part.place, part.num_bytes) for part in held] == [("cpu:0", 4 * WIDTH), ("cpu:1", 4 * WIDTH)]
+
+
 def test_training_without_a_synchronization():
     """The outer weights were not trained, and `fit` says so."""
     model = linear(strategy_with(DiLoCo(every=100)))
