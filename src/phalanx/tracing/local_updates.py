@@ -24,8 +24,23 @@ from phalanx.mesh.layout import REPLICA_AXIS
 from phalanx.options import CommunicationOptions, PowerSGD, TopK
 from phalanx.tracing.compressed import CompressedSum
 
-Whole = Callable[[Sequence[Any]], list[Any]]
-"""Sums arrays over the replicas."""
+
+class Applied(NamedTuple):
+    """An optimizer that one replica has just applied.
+
+    Args:
+      optimizer: the optimizer.
+      trained: the variables that it trains.
+      written: the replica-local variables that the step has written so far.
+      whole: sums gradients over the replicas.
+      num_replicas: the number of replicas.
+    """
+
+    optimizer: keras.optimizers.Optimizer
+    trained: Sequence[Variable]
+    written: Sequence[Variable]
+    whole: Callable[[Sequence[Any]], list[Any]]
+    num_replicas: int
 
 
 class Synchronization(NamedTuple):
@@ -86,23 +101,8 @@ class LocalUpdates(ABC):
         return [None if g is None else next(found) for g in grads]
 
     @abstractmethod
-    def synchronizations(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        trained: Sequence[Variable],
-        written: Sequence[Variable],
-        whole: Whole,
-        num_replicas: int,
-    ) -> Iterator[Synchronization]:
-        """Yields what is to be synchronized after an optimizer's step.
-
-        Args:
-          optimizer: the optimizer.
-          trained: the variables that it trains.
-          written: the replica-local variables that the step has written so far.
-          whole: sums gradients over the replicas.
-          num_replicas: the number of replicas.
-        """
+    def synchronizations(self, applied: Applied) -> Iterator[Synchronization]:
+        """Yields what is to be synchronized after an optimizer was applied."""
 
 
 @final
@@ -135,17 +135,11 @@ class LocalSGD(LocalUpdates):
     replicas_per_group: int = 1
 
     @override
-    def synchronizations(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        trained: Sequence[Variable],
-        written: Sequence[Variable],
-        whole: Whole,
-        num_replicas: int,
-    ) -> Iterator[Synchronization]:
+    def synchronizations(self, applied: Applied) -> Iterator[Synchronization]:
+        optimizer, trained = applied.optimizer, applied.trained
         own = set(map(id, [*trained, *optimizer.variables]))
         own -= set(map(id, compat.accumulators(optimizer, trained) if compat.accumulation_steps(optimizer) else ()))
-        yield _average([v for v in written if id(v) in own or _is_of_nobody(v)], optimizer, self.every, num_replicas)
+        yield _average([v for v in applied.written if id(v) in own or _is_of_nobody(v)], applied, self.every)
 
 
 @final
@@ -206,18 +200,11 @@ class DiLoCo(LocalUpdates):
         compression_of(CommunicationOptions(compression=self.compression))
 
     @override
-    def synchronizations(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        trained: Sequence[Variable],
-        written: Sequence[Variable],
-        whole: Whole,
-        num_replicas: int,
-    ) -> Iterator[Synchronization]:
-        for number, fragment in enumerate(_fragments(trained, self.fragments)):
+    def synchronizations(self, applied: Applied) -> Iterator[Synchronization]:
+        for number, fragment in enumerate(_fragments(applied.trained, self.fragments)):
             if fragment:
-                yield self._outer_step(optimizer, number, fragment, None if num_replicas == 1 else whole, num_replicas)
-        yield _average(list(filter(_is_of_nobody, written)), optimizer, self.every, num_replicas)
+                yield self._outer_step(applied, number, fragment)
+        yield _average(list(filter(_is_of_nobody, applied.written)), applied, self.every)
 
     def _new_outer_optimizer(self) -> keras.optimizers.Optimizer:
         given = self.outer_optimizer
@@ -229,14 +216,9 @@ class DiLoCo(LocalUpdates):
         _require_optimizer(made)
         return made
 
-    def _outer_step(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        number: int,
-        fragment: list[Variable],
-        whole: Whole | None,
-        num_replicas: int,
-    ) -> Synchronization:
+    def _outer_step(self, applied: Applied, number: int, fragment: list[Variable]) -> Synchronization:
+        optimizer, n = applied.optimizer, applied.num_replicas
+        whole = None if n == 1 else applied.whole
         outer = compat.beside(optimizer, "outer", fragment, _outer_variable)
         outer_optimizer = compat.optimizer_beside(optimizer, number, self._new_outer_optimizer)
         compat.build_optimizer(outer_optimizer, outer)
@@ -250,7 +232,7 @@ class DiLoCo(LocalUpdates):
 
         def step(values: list[jax.Array]) -> list[jax.Array]:
             local, weights, slots, unsent = _cut(values, lengths)
-            changes = [(w - x) / num_replicas for w, x in zip(weights, local, strict=True)]
+            changes = [(w - x) / n for w, x in zip(weights, local, strict=True)]
             if compressed:
                 gradients, unsent = compressed.sum(changes, unsent)
             else:
@@ -293,18 +275,17 @@ def _require_optimizer(value: object) -> None:
         )
 
 
-def _average(
-    variables: list[Variable], optimizer: keras.optimizers.Optimizer, every: int, num_replicas: int
-) -> Synchronization:
+def _average(variables: list[Variable], applied: Applied, every: int) -> Synchronization:
     """Returns the synchronization that gives all replicas the means of some variables."""
-    if num_replicas == 1 or not variables:
+    n = applied.num_replicas
+    if n == 1 or not variables:
         return Synchronization([], lambda values: values)
 
     def means(values: list[jax.Array]) -> list[jax.Array]:
-        return [(total / num_replicas).astype(x.dtype) for total, x in zip(_sums(values), values, strict=True)]
+        return [(total / n).astype(x.dtype) for total, x in zip(_sums(values), values, strict=True)]
 
     return Synchronization(
-        variables, lambda values: lax.cond(compat.is_due(optimizer, every), means, lambda x: x, values)
+        variables, lambda values: lax.cond(compat.is_due(applied.optimizer, every), means, lambda x: x, values)
     )
 
 

@@ -1,7 +1,6 @@
 """Measurements of real trainings: what bounds each is named, and scripts that cannot be measured are refused."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -12,7 +11,6 @@ from phalanx.bench.__main__ import main
 from phalanx.bench.session import Options, Script, measure, pairs, read, result_of
 from phalanx.bench.timeline import Moments
 from phalanx.errors import InvalidArgumentError, StartupError
-from phalanx.testing import VirtualNetwork
 
 pytestmark = pytest.mark.slow
 
@@ -88,25 +86,25 @@ def test_slow_input_is_named(measured):
 import time
 def rows():
     while True:
-        time.sleep(0.03)
+        time.sleep(0.2)
         yield np.ones((32, 64), "float32"), np.zeros(32, "int32")
 model.fit(rows(), steps_per_epoch=30, epochs=50, verbose=0)
 """
     found = measured(fit(slow), devices=1)
     assert found.results[0].verdict.startswith("bound by its input"), found.results
-    assert found.results[0].parts["input"] > 0.01
+    assert found.results[0].parts["input"] > 0.1
 
 
 def test_slow_code_between_steps_is_named(measured):
     """A callback that sleeps."""
     slow = """
 import time
-slow = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.03))
+slow = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.2))
 model.fit(x, y, batch_size=32, epochs=50, verbose=0, callbacks=[slow])
 """
     found = measured(fit(slow), devices=1)
     assert found.results[0].verdict.startswith("bound by Python code between the steps"), found.results
-    assert found.results[0].parts["host"] > 0.02
+    assert found.results[0].parts["host"] > 0.1
 
 
 def test_slow_rank_is_named(measured):
@@ -115,46 +113,21 @@ def test_slow_rank_is_named(measured):
 import time
 class Slow(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
-        time.sleep(0.05 * (strategy.cluster_resolver.task_id or 0))
+        time.sleep(0.2 * (strategy.cluster_resolver.task_id or 0))
 model.fit(x, y, batch_size=32, epochs=50, verbose=0, callbacks=[Slow()])
 """
     found = measured(fit(slow), devices=1, processes=2)
     last = found.results[-1]
     assert last.processes == 2
     assert last.latest == 1
-    assert last.parts["wait"] > 0.01
+    assert last.parts["wait"] > 0.05
 
 
-def test_slow_link_is_named(tmp_path):
+def test_slow_link_is_named(on_slow_link, tmp_path):
     """A large model on two machines, between which a cable of 100 Mbit/s runs."""
     path = tmp_path / "train.py"
     path.write_text(fit("model.fit(x, y, batch_size=32, epochs=50, verbose=0)", width=8192))
-    try:
-        network = VirtualNetwork(megabits_per_second=100).__enter__()
-    except StartupError as e:
-        pytest.skip(f"{e}")
-    processes = []
-    try:
-        tasks = [f"{address}:12345" for address in network.addresses]
-        for rank in range(2):
-            command = [
-                sys.executable,
-                "-m",
-                "phalanx.bench.recorder",
-                "12",
-                str(tmp_path / "moments"),
-                "script",
-                str(path),
-            ]
-            cluster = {"cluster": {"worker": tasks}, "task": {"type": "worker", "index": rank}}
-            environment = os.environ | {"TF_CONFIG": json.dumps(cluster), "PHALANX_TOKEN": "of this test only"}
-            processes.append(subprocess.Popen(network.command(rank, command), env=environment))
-        assert [process.wait(120) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        network.__exit__()
+    on_slow_link("phalanx.bench.recorder", "12", str(tmp_path / "moments"), "script", str(path))
     moments = [Moments.from_json(json.loads(file.read_text())) for file in tmp_path.glob("moments.*")]
     result = result_of((2, 1), [moments])
     assert result.verdict.startswith("bound by the exchange between replicas"), result
