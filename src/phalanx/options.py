@@ -163,7 +163,7 @@ class CommunicationOptions:
             raise InvalidArgumentError(
                 f"compression={shown(self.compression)}",
                 f"must be {listed(choices)}, a PowerSGD, a TopK or None.",
-                "compression=PowerSGD(rank=2)" if "powersgd" in str(self.compression).lower() else 'compression="int8"',
+                "compression=PowerSGD(rank=2)" if _names_powersgd(self.compression) else 'compression="int8"',
             )
         arguments.instance("error_feedback", self.error_feedback, bool, "error_feedback=False")
         size = arguments.integer("bytes_per_pack", self.bytes_per_pack, least=0, hint="bytes_per_pack=1 << 20")
@@ -186,6 +186,10 @@ class CommunicationOptions:
         arguments.instance("other", other, CommunicationOptions, "options.merge(CommunicationOptions(...))")
         changed = {f.name: v for f in fields(self) if (v := getattr(other, f.name)) != f.default}
         return replace(self, **changed)
+
+
+def _names_powersgd(value: object) -> bool:
+    return isinstance(value, (str, type)) and "powersgd" in f"{value}".lower()
 
 
 @dataclass(frozen=True)

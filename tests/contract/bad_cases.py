@@ -32,6 +32,22 @@ def of_options():
             experimental.PowerSGD, {"rank": 2, "start_step": 0}, takes={"rank": COUNT, "start_step": INDEX}
         ),
         "TopK": Case(experimental.TopK, {"fraction": 0.01}),
+        "LocalSGD": Case(
+            experimental.LocalSGD,
+            {"every": 8, "replicas_per_group": 1},
+            takes={"every": COUNT, "replicas_per_group": COUNT},
+        ),
+        "DiLoCo": Case(
+            experimental.DiLoCo,
+            {"outer_optimizer": None, "every": 8, "fragments": 1, "compression": None, "replicas_per_group": 1},
+            takes={
+                "outer_optimizer": NONE | {"function", "class"},
+                "every": COUNT,
+                "fragments": COUNT,
+                "compression": NONE,
+                "replicas_per_group": COUNT,
+            },
+        ),
         "ElasticOptions": Case(
             phalanx.elastic.ElasticOptions,
             {"donate": True, "copy_every": None},

@@ -16,7 +16,7 @@ from phalanx.mesh.shares import Shares
 from phalanx.mesh.topology import Topology
 from phalanx.options import CommunicationOptions
 from phalanx.strategies.base import Strategy
-from phalanx.tracing.local_updates import LocalUpdates
+from phalanx.tracing.local_updates import LocalUpdates, require_groups
 
 
 class SynchronousStrategy(Strategy):
@@ -136,7 +136,7 @@ def _require_local_updates(
     if not isinstance(local, LocalUpdates):
         hint = "local_updates=phalanx.experimental.LocalSGD(every=8)"
         raise InvalidArgumentError(f"local_updates={shown(local)}", "must be a LocalSGD or a DiLoCo.", hint)
-    local.require_groups(topology.num_replicas)
+    require_groups(local, topology.num_replicas)
     call = f"local_updates={type(local).__name__}"
     _require_plain_sums(call, topology, ops)
     if options is not None and (options.compression or options.wire_dtype):

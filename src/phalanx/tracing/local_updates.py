@@ -70,39 +70,9 @@ class LocalUpdates(ABC):
         arguments.integer("every", self.every, least=1, hint="every=8")
         arguments.integer("replicas_per_group", self.replicas_per_group, least=1, hint="replicas_per_group=1")
 
-    def require_groups(self, num_replicas: int) -> None:
-        """Checks that the replicas form groups.
-
-        Raises:
-          InvalidArgumentError: they do not.
-        """
-        size = self.replicas_per_group
-        if num_replicas > 1 and num_replicas % size:
-            raise InvalidArgumentError(
-                f"replicas_per_group={size} with {num_replicas} replicas",
-                "every group must have the same number of replicas.",
-                f"replicas_per_group={math.gcd(num_replicas, size)}",
-            )
-
-    def gradients(self, grads: Sequence[Any], num_replicas: int) -> list[Any]:
-        """Returns the gradients with which this replica updates its variables.
-
-        Args:
-          grads: this replica's part of the gradients of the global batch, whose sum over the replicas is the gradient.
-          num_replicas: the number of replicas.
-        """
-        self.require_groups(num_replicas)
-        size = min(self.replicas_per_group, num_replicas)
-        count = num_replicas // size
-        scaled = [g * count for g in grads if g is not None]
-        if size > 1:
-            scaled = _sums(scaled, None if count == 1 else size)
-        found = iter(scaled)
-        return [None if g is None else next(found) for g in grads]
-
     @abstractmethod
-    def synchronizations(self, applied: Applied) -> Iterator[Synchronization]:
-        """Yields what is to be synchronized after an optimizer was applied."""
+    def _synchronizations(self, applied: Applied) -> Iterator[Synchronization]:
+        """See `synchronizations`."""
 
 
 @final
@@ -135,7 +105,7 @@ class LocalSGD(LocalUpdates):
     replicas_per_group: int = 1
 
     @override
-    def synchronizations(self, applied: Applied) -> Iterator[Synchronization]:
+    def _synchronizations(self, applied: Applied) -> Iterator[Synchronization]:
         optimizer, trained = applied.optimizer, applied.trained
         own = set(map(id, [*trained, *optimizer.variables]))
         own -= set(map(id, compat.accumulators(optimizer, trained) if compat.accumulation_steps(optimizer) else ()))
@@ -200,7 +170,7 @@ class DiLoCo(LocalUpdates):
         compression_of(CommunicationOptions(compression=self.compression))
 
     @override
-    def synchronizations(self, applied: Applied) -> Iterator[Synchronization]:
+    def _synchronizations(self, applied: Applied) -> Iterator[Synchronization]:
         for number, fragment in enumerate(_fragments(applied.trained, self.fragments)):
             if fragment:
                 yield self._outer_step(applied, number, fragment)
@@ -246,6 +216,44 @@ class DiLoCo(LocalUpdates):
             return changed
 
         return Synchronization([*fragment, *outer, *state, *kept], run)
+
+
+def require_groups(local: LocalUpdates, num_replicas: int) -> None:
+    """Checks that the replicas form groups.
+
+    Raises:
+      InvalidArgumentError: they do not.
+    """
+    size = local.replicas_per_group
+    if num_replicas > 1 and num_replicas % size:
+        raise InvalidArgumentError(
+            f"replicas_per_group={size} with {num_replicas} replicas",
+            "every group must have the same number of replicas.",
+            f"replicas_per_group={math.gcd(num_replicas, size)}",
+        )
+
+
+def gradients_of(local: LocalUpdates, grads: Sequence[Any], num_replicas: int) -> list[Any]:
+    """Returns the gradients with which this replica updates its variables.
+
+    Args:
+      local: how replicas train on their own.
+      grads: this replica's part of the gradients of the global batch, whose sum over the replicas is the gradient.
+      num_replicas: the number of replicas.
+    """
+    require_groups(local, num_replicas)
+    size = min(local.replicas_per_group, num_replicas)
+    count = num_replicas // size
+    scaled = [g * count for g in grads if g is not None]
+    if size > 1:
+        scaled = _sums(scaled, None if count == 1 else size)
+    found = iter(scaled)
+    return [None if g is None else next(found) for g in grads]
+
+
+def synchronizations(local: LocalUpdates, applied: Applied) -> Iterator[Synchronization]:
+    """Returns what is to be synchronized after an optimizer was applied."""
+    return local._synchronizations(applied)
 
 
 def refuse(local_updates: object, strategy: str, why: str) -> None:

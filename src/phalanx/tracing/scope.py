@@ -29,7 +29,7 @@ from phalanx.tracing.boundary import combine, combined, first_component
 from phalanx.tracing.compressed import CompressedSum
 from phalanx.tracing.discovery import AbstractPass, Entry
 from phalanx.tracing.draws import AbstractIterator
-from phalanx.tracing.local_updates import Applied, LocalUpdates
+from phalanx.tracing.local_updates import Applied, LocalUpdates, gradients_of, synchronizations
 from phalanx.tracing.policy import Combine, Write, describe, policy_of, refuse_write
 from phalanx.tracing.records import Record
 from phalanx.tracing.strategy import AbstractStrategy, Update, Updates
@@ -365,10 +365,10 @@ class LiftScope(compat.AbstractLiftScope):
         trained = compat.trained_by(optimizer, variables)
         _require_local(local, optimizer, trained)
         with self.updating():
-            apply(local.gradients(_weight(grads), _num_replicas()), variables)
+            apply(gradients_of(local, _weight(grads), _num_replicas()), variables)
         written = [e.variable for e in self.entries.values() if e.written and e.policy.on_demand]
         whole = context.get_strategy().aggregate_gradients
-        for each in local.synchronizations(Applied(optimizer, trained, written, whole, _num_replicas())):
+        for each in synchronizations(local, Applied(optimizer, trained, written, whole, _num_replicas())):
             values = [self.get_current_value(v) for v in each.variables]
             with self.updating():
                 values = each.run(values)
