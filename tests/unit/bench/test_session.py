@@ -171,7 +171,7 @@ def test_bad_files_are_refused(tmp_path, capsys):
         read(str(tmp_path))
 
 
-def test_command_line(tmp_path):
+def test_command_line_prints_a_table(tmp_path):
     """It prints a table and a sentence, and compares two files."""
     path = tmp_path / "train.py"
     path.write_text(fit("model.fit(x, y, batch_size=32, epochs=50, verbose=0)"))

@@ -153,7 +153,7 @@ def test_two_batches_in_a_run_are_refused():
         strategy.run(lambda x, y: (x + y).sum(), args=tuple(next(iter(d)) for d in pairs))
 
 
-def test_measured_shares():
+def test_measured_shares_follow_the_speeds():
     """The shares of the next epoch follow what the first one has shown, and results stay the same."""
     found = []
     for weights in (None, "auto"):
