@@ -77,7 +77,7 @@ def evaluate(found: Discovery, inputs: Inputs, padded: Sequence[bool], shares: S
     )
     results = longest.after(handed)
     if heard := [*listeners, *([shares] if shares.is_measured else [])]:
-        _tell(heard, rows, _elements(handed[-1:]), _elements(longest.of_others(results)[:1] or handed[-1:]))
+        _tell(heard, rows, _elements(handed), _elements(longest.of_others(results) or handed))
     tree: PyTree = jax.tree.structure(found.outputs)
     return tree.unflatten(results)
 
