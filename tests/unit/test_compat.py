@@ -657,7 +657,7 @@ def test_rows_of_variables_can_be_changed():
     """`_synchronization` and `_aggregation`."""
     variable = keras.Variable(1.0)
     before = variable.synchronization, variable.aggregation
-    compat.combine_on_demand([variable], "mean")
+    compat.make_on_demand([variable], "mean")
     assert (variable.synchronization, variable.aggregation) == ("on_demand", "mean")
     compat.keep_equal([variable])
     assert (variable.synchronization, variable.aggregation) == before

@@ -18,10 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from phalanx.bench.report import console, table
 from phalanx.errors import PhalanxError, StartupError
 from phalanx.mesh.annotated import partition_spec, ppermute, psum
 from phalanx.mesh.layout import REPLICA_AXIS
@@ -34,7 +32,6 @@ _ROUNDS = 5
 _LEAST_S = 0.05
 _MOST_S = 0.3
 _MOST_PAIRS = 12
-_WIDTH = 110
 
 
 @dataclass(frozen=True)
@@ -133,17 +130,16 @@ def _seconds(topology: Topology, operation: Callable[[jax.Array], jax.Array], si
 
 def print_table(links: Sequence[Link], devices: str) -> None:
     """Prints the time and the bandwidth of each link, by size."""
-    table = Table(title=f"Links between {devices}", box=box.SIMPLE, padding=(0, 1), title_justify="left")
-    table.add_column("link")
+    shown = table(f"Links between {devices}")
+    shown.add_column("link")
     for size in SIZES:
-        table.add_column(_size(size), justify="right")
+        shown.add_column(_size(size), justify="right")
     for link in links:
         cells = zip(link.seconds, link.bandwidths, strict=True)
-        table.add_row(link.name, *(f"{1000 * s:.3g} ms\n{b / 1e9:.3g} GB/s" for s, b in cells))
-    console = Console(highlight=False)
-    console.width = max(console.width, _WIDTH)
-    console.print(table)
-    console.print(
+        shown.add_row(link.name, *(f"{1000 * s:.3g} ms\n{b / 1e9:.3g} GB/s" for s, b in cells))
+    terminal = console()
+    terminal.print(shown)
+    terminal.print(
         "The time of one array, and the bytes that a replica sends per second. The time of the smallest is the latency."
     )
 

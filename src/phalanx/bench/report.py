@@ -19,29 +19,29 @@ _WIDTH = 120
 
 def print_table(measured: Measured) -> None:
     """Prints the results, with a sentence below for each."""
-    table = _table(f"{measured.script}: medians, and milliseconds of a step")
+    shown = table(f"{measured.script}: medians, and milliseconds of a step")
     for column in ("devices", "replicas", "steps/s", "rows/s", "efficiency", *NAMES, "all rounds"):
-        table.add_column(column, justify="left" if column in ("devices", "all rounds") else "right", overflow="fold")
+        shown.add_column(column, justify="left" if column in ("devices", "all rounds") else "right", overflow="fold")
     for one in measured.results:
-        table.add_row(*_cells(one, measured.results[0]))
-    console = _console()
-    console.print(table)
+        shown.add_row(*_cells(one, measured.results[0]))
+    terminal = console()
+    terminal.print(shown)
     for one in measured.results:
-        console.print(f"{one.name}: {one.verdict}", markup=False, soft_wrap=True)
+        terminal.print(f"{one.name}: {one.verdict}", markup=False, soft_wrap=True)
     for note in measured.notes:
-        console.print(note, markup=False, soft_wrap=True)
+        terminal.print(note, markup=False, soft_wrap=True)
 
 
 def print_comparison(before: Measured, after: Measured) -> None:
     """Prints how two measurements differ."""
-    table = _table(f"{before.script}, and then {after.script}: steps per second")
+    shown = table(f"{before.script}, and then {after.script}: steps per second")
     for column in ("devices", "before", "after", "ratio", "rounds before", "rounds after"):
-        table.add_column(column, justify="left" if column in ("devices", *column.split()[1:]) else "right")
+        shown.add_column(column, justify="left" if column in ("devices", *column.split()[1:]) else "right")
     for old, new in pairs(before, after):
         ratio = statistics.median(new.rounds) / statistics.median(old.rounds)
         cells = [f"{old.steps_per_s:.2f}", f"{new.steps_per_s:.2f}", f"{ratio:.2f}", _rounds(old), _rounds(new)]
-        table.add_row(old.name, *cells)
-    _console().print(table)
+        shown.add_row(old.name, *cells)
+    console().print(shown)
 
 
 def save(measured: Measured, path: Path) -> None:
@@ -70,14 +70,16 @@ def save(measured: Measured, path: Path) -> None:
     figure.savefig(path)
 
 
-def _table(title: str) -> Table:
+def table(title: str) -> Table:
+    """Returns a table without columns."""
     return Table(title=title, box=box.SIMPLE, padding=(0, 1), title_justify="left")
 
 
-def _console() -> Console:
-    console = Console(highlight=False)
-    console.width = max(console.width, _WIDTH)
-    return console
+def console() -> Console:
+    """Returns the terminal, or what stands for it, with room for a table."""
+    found = Console(highlight=False)
+    found.width = max(found.width, _WIDTH)
+    return found
 
 
 def _cells(one: Result, first: Result) -> list[str]:

@@ -76,12 +76,12 @@ class Options:
 
     def shapes(self) -> list[tuple[int, int]]:
         """Returns the numbers of processes, and of devices of each."""
-        numbers = [2**i for i in range(max(self.devices, self.processes).bit_length())]
-        devices = sorted({*(n for n in numbers if n <= self.devices), self.devices})
-        processes = sorted(
-            {*(n for n in numbers if 1 < n <= self.processes), *([self.processes] if self.processes > 1 else [])}
-        )
-        return [(1, n) for n in devices] + [(n, 1) for n in processes]
+        return [(1, n) for n in _up_to(self.devices)] + [(n, 1) for n in _up_to(self.processes)[1:]]
+
+
+def _up_to(most: int) -> list[int]:
+    """Returns the powers of two up to a number, and the number."""
+    return sorted({2**i for i in range(most.bit_length())} | {most})
 
 
 @dataclass

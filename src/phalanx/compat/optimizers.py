@@ -16,7 +16,7 @@ from phalanx.compat.hooks import extend
 from phalanx.compat.layouts import layout_path
 from phalanx.compat.scope import lift_scope, surrounding_scope
 from phalanx.compat.tables import initializer_of, make_table
-from phalanx.compat.variables import combine_on_demand, transaction
+from phalanx.compat.variables import make_on_demand, transaction
 from phalanx.errors import InvalidArgumentError
 from phalanx.typing import PyTree
 
@@ -48,7 +48,7 @@ def accumulators(optimizer: keras.optimizers.Optimizer, variables: Sequence[Vari
 def unsent(shape: tuple[int, ...]) -> Variable:
     """Returns a variable for what the replicas have not sent of a gradient. It is added up only when it is read."""
     variable = Variable(initializer="zeros", shape=shape, dtype="float32", trainable=False, name="unsent")
-    combine_on_demand([variable], "sum")
+    make_on_demand([variable], "sum")
     variable._phalanx_is_unsent = True
     return variable
 

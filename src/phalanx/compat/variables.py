@@ -249,7 +249,7 @@ def place_of_creation(variable: Variable) -> Place | None:
     return place
 
 
-def combine_on_demand(variables: Sequence[Variable], aggregation: str) -> None:
+def make_on_demand(variables: Sequence[Variable], aggregation: str) -> None:
     """Makes variables local to the replicas. They are combined when they are read outside, and not at the end of each program."""
     for variable in variables:
         variable._synchronization, variable._aggregation = "on_demand", aggregation

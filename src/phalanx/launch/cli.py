@@ -60,6 +60,15 @@ def _errors_told() -> Iterator[None]:
         raise _Refused(str(e)) from e
 
 
+_IS_MODULE = click.option(
+    "-m", "is_module", is_flag=True, help="Treat SCRIPT as the name of a module, like `python -m`."
+)
+_ARGUMENTS = click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+_OUTPUT = click.option(
+    "--output", multiple=True, help="Also write this file: .json, or .png, .svg, .pdf. May be repeated."
+)
+
+
 @click.group()
 @click.version_option(package_name="phalanx")
 def main() -> None:
@@ -105,12 +114,12 @@ def main() -> None:
     help="Profile these training steps in all workers, and write one time line for Perfetto.",
 )
 @click.option("--profile-folder", default="profile", show_default=True, metavar="DIR", help="Folder for the profiles.")
-@click.option("-m", "is_module", is_flag=True, help="Treat SCRIPT as the name of a module, like `python -m`.")
+@_IS_MODULE
 @click.option(
     "--print", "template", type=click.Choice(list(TEMPLATES)), help="Print a template instead of starting anything."
 )
 @click.argument("target", metavar="SCRIPT")
-@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@_ARGUMENTS
 def run(
     *,
     max_restarts: int,
@@ -238,10 +247,10 @@ def env(is_json: bool) -> None:
     show_default=True,
     help="Number of CPU devices that SCRIPT sees: those of one replica, or the most of any cpu:N.",
 )
-@click.option("--output", multiple=True, help="Also write this file: .json, or .png, .svg, .pdf. May be repeated.")
-@click.option("-m", "is_module", is_flag=True, help="Treat SCRIPT as the name of a module, like `python -m`.")
+@_OUTPUT
+@_IS_MODULE
 @click.argument("target", metavar="SCRIPT")
-@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@_ARGUMENTS
 def estimate(  # noqa: PLR0917
     topologies: Sequence[str],
     devices: int,
@@ -299,16 +308,16 @@ def estimate(  # noqa: PLR0917
     show_default=True,
     help="How long a run may take.",
 )
-@click.option("--output", multiple=True, help="Also write this file: .json, or .png, .svg, .pdf. May be repeated.")
+@_OUTPUT
 @click.option(
     "--links",
     is_flag=True,
     help="Measure the links between processes, or those of a cluster, instead of running SCRIPT.",
 )
 @click.option("--compare", nargs=2, metavar="A.json B.json", help="Compare two measurements instead of running SCRIPT.")
-@click.option("-m", "is_module", is_flag=True, help="Treat SCRIPT as the name of a module, like `python -m`.")
+@_IS_MODULE
 @click.argument("target", metavar="[SCRIPT]", required=False)
-@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@_ARGUMENTS
 def bench(target: str | None, arguments: Sequence[str], **options: object) -> None:
     """Measures how fast SCRIPT trains on 1, 2, ... devices and processes of this machine, and where the time of a step goes.
 

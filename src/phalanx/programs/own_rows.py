@@ -132,12 +132,14 @@ class _Cut(NamedTuple):
     Args:
       before: the equations that depend on no collective.
       after: the others.
+      late: the variables of the second part.
       used: the variables of the first part that the second one uses.
       handed: these, and the outputs among the variables of the first part.
     """
 
     before: list[jex.JaxprEqn]
     after: list[jex.JaxprEqn]
+    late: set[jex.Var]
     used: set[jex.Var]
     handed: list[jex.Var]
 
@@ -175,10 +177,8 @@ class _Parts:
 
     def of_others(self, results: list[Any]) -> list[Any]:
         """Returns those outputs of the program that depend on other replicas."""
-        made = {v for eqn in self._cut.after for v in eqn.outvars}
-        return [
-            x for v, x in zip(self._closed.jaxpr.outvars, results, strict=True) if isinstance(v, jex.Var) and v in made
-        ]
+        pairs = zip(self._closed.jaxpr.outvars, results, strict=True)
+        return [x for v, x in pairs if isinstance(v, jex.Var) and v in self._cut.late]
 
     def after(self, handed: list[Any]) -> list[Any]:
         """Runs the second part, and returns the outputs of the program."""
@@ -201,7 +201,7 @@ def _divide(jaxpr: jex.Jaxpr) -> _Cut:
         (after if is_late else before).append(eqn)
     used = {v for eqn in after for v in eqn.invars if isinstance(v, jex.Var)}
     outputs = {v for v in jaxpr.outvars if isinstance(v, jex.Var)}
-    return _Cut(before, after, used, [v for eqn in before for v in eqn.outvars if v in used or v in outputs])
+    return _Cut(before, after, late, used, [v for eqn in before for v in eqn.outvars if v in used or v in outputs])
 
 
 def _described(eqn: jex.JaxprEqn) -> tuple[Any, ...]:

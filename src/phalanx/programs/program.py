@@ -117,7 +117,7 @@ class Program:
           batches: the batches that the program takes from iterators.
         """
         if watchers and not self._eager:
-            for watch in watchers:
+            for watch in list(watchers):  # One may leave.
                 watch(Call(self, fn, arguments, batches))
         for state in self._global_seeds:
             compat.continue_global_seed(state)

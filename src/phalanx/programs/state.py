@@ -540,12 +540,13 @@ class _Variables:
         # This runs at every step, for every variable, so it runs no bytecode per variable.
         if shelf is not None and shelf.is_whole and all(map(is_, arrays, shelf.arrays)):
             return shelf.arrays
-        elsewhere = [v for v, slot in zip(self.variables, self._slots, strict=True) if slot.home is not self._storage]
-        if any(compat.value_of(v) is None for v in elsewhere):
-            combine_on_demand(elsewhere)  # Replicas of another strategy have values of their own.
-            arrays = list(map(compat.value_of, self.variables))
         for i, (slot, array) in enumerate(zip(self._slots, arrays, strict=True)):
             if slot.array is not array or slot.home is not self._storage:
+                if slot.home is not self._storage and array is None and slot.components is not None:
+                    # Replicas of another strategy have values of their own.
+                    pairs = zip(self.variables, self._slots, strict=True)
+                    combine_on_demand([v for v, slot in pairs if slot.home is not self._storage])
+                    return self._placed()
                 if slot.home is not self._storage and self._topology.num_workers > 1:
                     self._take_from_source(self._topology)
                     return self._placed()

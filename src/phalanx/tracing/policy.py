@@ -125,7 +125,7 @@ def _check_new_variable(variable: Variable) -> None:
     if context.has_strategy():
         policy, strategy = policy_of(variable), context.get_strategy()
         if strategy.local_updates is not None and policy.combine is Combine.MEAN and not policy.on_read:
-            compat.combine_on_demand([variable], "mean")
+            compat.make_on_demand([variable], "mean")
         # The number and not the strategy, so that a variable does not keep its strategy alive.
         compat.set_maker(variable, strategy.number)
 

@@ -258,7 +258,7 @@ class LiftScope(compat.AbstractLiftScope):
         # With one replica too, because a process that joins a group begins alone.
         accumulators = compat.accumulators(optimizer, variables) if accumulates else []
         # Each replica adds up its own gradients, so that they are all-reduced once per update instead of once per step.
-        compat.combine_on_demand(accumulators, "sum")
+        compat.make_on_demand(accumulators, "sum")
         if accumulates and _num_replicas() > 1:
             grads = self._accumulate(optimizer, _weight(grads), variables, accumulators)
         elif strategy.compression is not None and not self._free_writes:
