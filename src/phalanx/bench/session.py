@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.bench.timeline import NAMES, Moments, Result, parts_of
+from phalanx.bench.timeline import NAMES, Moments, Result, in_words, parts_of
 from phalanx.errors import InvalidArgumentError, StartupError
 from phalanx.launch.plan import Machine
 
@@ -115,7 +115,7 @@ def measure(script: Script, options: Options, say: Callable[[str], None]) -> Mea
     measured = Measured(" ".join([script.target, *script.arguments]))
     for number in range(options.rounds):
         for shape in list(shapes):
-            say(f"round {number + 1} of {options.rounds}: {shape[0]} processes of {shape[1]} devices")
+            say(f"round {number + 1} of {options.rounds}: {in_words(*shape)}")
             moments = _run(script, *shape, options)
             if number == 0 and (why := _useless(shape, moments, [x[0] for x in runs.values()])):
                 shapes.remove(shape)
@@ -152,14 +152,14 @@ def _run(script: Script, processes: int, devices: int, options: Options) -> list
             )
         except subprocess.TimeoutExpired as e:
             raise StartupError(
-                f"{script.target} with {processes} processes of {devices} devices",
+                f"{script.target} with {in_words(processes, devices)}",
                 f"it has not made {calls} steps in {options.timeout_s:g} s.",
                 "phalanx bench --steps 10, or a longer --timeout-seconds",
             ) from e
         found = sorted(Path(folder).glob("moments.*"))
         if len(found) < processes:
             raise StartupError(
-                f"{script.target} with {processes} processes of {devices} devices",
+                f"{script.target} with {in_words(processes, devices)}",
                 f"it has not made {calls} training steps. The end of its output:\n{(done.stdout + done.stderr)[-_TAIL:].rstrip()}",
                 "a script that trains for long enough with fit or strategy.run, or phalanx bench --steps 10",
             )

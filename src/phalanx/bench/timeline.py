@@ -109,6 +109,12 @@ def _overlap(start_s: float, stop_s: float, from_s: float, to_s: float) -> float
     return max(0.0, min(stop_s, to_s) - max(start_s, from_s))
 
 
+def in_words(processes: int, devices: int) -> str:
+    """Returns numbers of processes, and of devices of each, in words."""
+    each = f"{devices} device{'s' * (devices > 1)}"
+    return each if processes == 1 else f"{processes} processes of {each}"
+
+
 @dataclass(frozen=True)
 class Result:
     """The result of one training on some devices.
@@ -136,8 +142,7 @@ class Result:
     @property
     def name(self) -> str:
         """The devices in words."""
-        each = f"{self.devices} device{'s' * (self.devices > 1)}"
-        return each if self.processes == 1 else f"{self.processes} processes of {each}"
+        return in_words(self.processes, self.devices)
 
     def efficiency(self, one: "Result") -> float | None:
         """Returns the rows per second and replica, as a share of those of another result."""
@@ -150,13 +155,18 @@ class Result:
         """What bounds the step, and what to try."""
         step = sum(self.parts.values())
         share = {name: seconds / step for name, seconds in self.parts.items()}
+        slowest = "the slowest replica"
+        if self.processes > 1:
+            # The mean over the processes has the slowest one, which does not wait.
+            share["wait"] *= self.processes / (self.processes - 1)
+            slowest = f"rank {self.latest}"
         worst = max((name for name in share if name != "compute"), key=lambda name: share[name])
         if share[worst] < _NOTABLE:
             return (
                 f"bound by its computation ({share['compute']:.0%} of the step): larger batches or faster devices help."
             )
         about, advice = _ADVICE[worst]
-        return f"bound by {about.format(rank=self.latest)} ({share[worst]:.0%} of the step): {advice}"
+        return f"bound by {about.format(slowest=slowest)} ({share[worst]:.0%} of the step): {advice}"
 
     def as_json(self) -> dict[str, Any]:
         """Returns what a file of JSON holds."""
@@ -174,7 +184,7 @@ _ADVICE = {
         "steps_per_execution=16 in compile, or run_steps; fewer callbacks per batch.",
     ),
     "wait": (
-        "waiting for rank {rank}, the slowest",
+        "{slowest}, for which the others wait",
         'replica_weights="auto", or find out what slows it: phalanx run --report.',
     ),
     "exchange": (

@@ -87,8 +87,7 @@ class Placement:
     def __init__(self, topology: Topology, worker: InputWorker, facts: Facts, *, fetches: bool, agreed: bool) -> None:
         self._topology, self._worker, self._facts = topology, worker, facts
         self._fetches, self._agreed = fetches, agreed
-        self._places = worker.places(facts.batch_size) if facts.batch_size else 0
-        self._sizes = worker.sizes(facts.batch_size) if facts.batch_size else ()
+        self._places, self._sizes = worker.room(facts.batch_size) if facts.batch_size else (0, ())
         self._masks: dict[Any, RowMask] = {}
         # JAX on CPU may use the memory of an aligned NumPy array instead of copying it: jax-ml/jax#37830. Arrays that are
         # not in memory were copied when they were read.
@@ -107,8 +106,8 @@ class Placement:
         if self._facts.one_layout:
             self._grow(steps)
         else:
-            self._places = max(steps[0].widest, self._worker.places(steps[0].rows))
-            self._sizes = self._worker.sizes(steps[0].rows)
+            places, self._sizes = self._worker.room(steps[0].rows)
+            self._places = max(steps[0].widest, places)
         places, replicas = self._places, self._worker.num_replicas
         is_full = {*map(_ROWS, steps)} == {places * replicas}
         parts = steps[0].piece.parts
@@ -128,9 +127,9 @@ class Placement:
     def _grow(self, steps: Sequence[Step]) -> None:
         """Grows the layout to fit these batches. All workers compute the same size, from numbers that they agreed on."""
         for step in steps:
-            if max(step.widest, self._worker.places(step.rows)) > self._places:
-                self._places = max(step.widest, self._worker.places(step.rows))
-                self._sizes = self._worker.sizes(step.rows)
+            places, sizes = self._worker.room(step.rows)
+            if max(step.widest, places) > self._places:
+                self._places, self._sizes = max(step.widest, places), sizes
         self._places = self._places or 1
 
     @property

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from operator import sub
 
 import numpy as np
 
@@ -44,41 +44,42 @@ class InputWorker:
     def shares(self, rows: int) -> list[int]:
         """Returns the number of rows that each replica of this worker gets from a global batch of `rows` rows."""
         first = self.index * self.replicas
-        starts = [self._start(replica, rows) for replica in range(first, first + self.replicas + 1)]
-        return [end - start for start, end in pairwise(starts)]
+        starts = self._starts(rows, range(first, first + self.replicas + 1))
+        return list(map(sub, starts[1:], starts))
 
-    def rows(self, rows: int) -> range:
-        """Returns this worker's rows of a global batch of `rows` rows: a contiguous range, in the order of the ranks."""
-        return self.rows_of(self.index, rows)
+    def rows(self, rows: int, worker: int | None = None) -> range:
+        """Returns a worker's rows of a global batch of `rows` rows: a contiguous range, in the order of the ranks.
 
-    def rows_of(self, worker: int, rows: int) -> range:
-        """Returns the rows of another worker. See `rows`."""
-        first = worker * self.replicas
-        return range(self._start(first, rows), self._start(first + self.replicas, rows))
+        Args:
+          rows: number of rows of the batch.
+          worker: rank of the worker; this one by default.
+        """
+        first = (self.index if worker is None else worker) * self.replicas
+        return range(*self._starts(rows, (first, first + self.replicas)))
 
-    def places(self, rows: int) -> int:
-        """Returns the number of rows that every replica needs room for, so that a batch of `rows` rows fits. At least 1."""
-        return max(1, max(self._weighted_shares(rows)) if self.weights else -(-rows // self.num_replicas))
+    def room(self, rows: int) -> tuple[int, tuple[int, ...]]:
+        """Returns what a batch of `rows` rows needs on all replicas.
 
-    def sizes(self, rows: int) -> tuple[int, ...]:
-        """Returns the numbers of rows that replicas have of a batch, if they are unequal by weight, except for the largest."""
-        return tuple(sorted(set(self._weighted_shares(rows)))[:-1]) if self.weights else ()
-
-    def _weighted_shares(self, rows: int) -> list[int]:
-        shares: list[int] = np.diff(np.rint(self._ends * rows)).astype(int).tolist()
-        return shares
+        Returns:
+          The number of rows that every replica needs room for, at least 1; and the smaller shares of replicas, if shares are
+          unequal by weight.
+        """
+        if not self.weights:
+            return max(1, -(-rows // self.num_replicas)), ()
+        *smaller, largest = sorted({*np.diff(np.rint(self._ends * rows)).astype(int).tolist()})
+        return max(1, largest), tuple(smaller)
 
     @cached_property
     def _ends(self) -> np.ndarray:
         """The bounds of the parts of all replicas, from 0 to 1."""
         return np.cumsum([0.0, *self.weights]) / sum(self.weights)
 
-    def _start(self, replica: int, rows: int) -> int:
-        """Returns the first of a replica's rows. The shares of a batch are less than one row away from the weights."""
+    def _starts(self, rows: int, replicas: Sequence[int]) -> list[int]:
+        """Returns the first row of each of `replicas`. The shares of a batch are less than one row away from the weights."""
         if self.weights:
-            return int(np.rint(self._ends[replica] * rows))
+            return [int(np.rint(self._ends[replica] * rows)) for replica in replicas]
         each, longer = divmod(rows, self.num_replicas)
-        return replica * each + min(replica, longer)
+        return [replica * each + min(replica, longer) for replica in replicas]
 
     def files(self, num_files: int) -> range:
         """Returns this worker's files under AutoShardPolicy.FILE: `index`, `index + count`, ..."""

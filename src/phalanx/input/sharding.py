@@ -254,7 +254,7 @@ class _CutReader(AbstractReader):
         if self._piece is None:
             return None
         total = sum(self._piece.counts)
-        own = self._worker.rows_of(self._cut, total)
+        own = self._worker.rows(total, self._cut)
         self._cut += 1
         part = rows_of(self._piece.parts[0], own, total)
         return Piece([part], shard.shares(len(own), self._worker.replicas), None)

@@ -312,9 +312,9 @@ class ModelTrainer:
 
         A callback on the first process may save the model, and reading these variables is a collective call.
         """
-        optimizer = self._model.optimizer
-        is_local = self._strategy.local_updates is not None
-        if self._has_peers and optimizer is not None and (is_local or compat.accumulation_steps(optimizer)):
+        if not self._has_peers or (optimizer := self._model.optimizer) is None:
+            return
+        if self._strategy.local_updates is not None or compat.accumulation_steps(optimizer):
             own = [v for v in (*self._model.variables, *optimizer.variables) if policy_of(v).on_demand]
             with self._topology.dispatching(is_step=False):
                 combine_on_demand(own)

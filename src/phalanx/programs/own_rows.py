@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import io_callback
 from jax.extend import core as jex
 
 from phalanx.collectives.primitives import communicates
@@ -75,9 +76,12 @@ def evaluate(found: Discovery, inputs: Inputs, padded: Sequence[bool], shares: S
     handed = (
         longest.before() if not others else _of_own_rows(longest, others, [size for size, _ in found.shorter], rows)
     )
+    heard = [*listeners, *([shares] if shares.is_measured else [])]
+    if heard:
+        handed = longest.sent_after(_told_of_own_part(heard, rows, handed), handed)
     results = longest.after(handed)
-    if heard := [*listeners, *([shares] if shares.is_measured else [])]:
-        _tell(heard, rows, _elements(handed), _elements(longest.of_others(results) or handed))
+    if heard:
+        _tell_of_end(heard, longest.of_others(results) or handed)
     tree: PyTree = jax.tree.structure(found.outputs)
     return tree.unflatten(results)
 
@@ -105,20 +109,28 @@ def _num_rows(sharded: Sequence[jax.Array]) -> int:
     return int(sharded[0].shape[0]) if sharded and sharded[0].ndim else 1
 
 
-def _tell(heard: Sequence[Listener], rows: jax.Array, own: list[jax.Array], last: list[jax.Array]) -> None:
-    """Tells of the end of a replica's own part, which is when `own` is known, and of the end of the step, when `last` is."""
+def _told_of_own_part(heard: Sequence[Listener], rows: jax.Array, own: Sequence[jax.Array]) -> jax.Array:
+    """Tells of the end of a replica's own part, when `own` is known. Returns True, as an array that is known after that."""
 
-    def note_own_part(replica: np.ndarray, rows: np.ndarray, *_: np.ndarray) -> None:
+    def note_own_part(replica: np.ndarray, rows: np.ndarray, *_: np.ndarray) -> np.bool:
         for listener in heard:
             listener.note_own_part(int(replica), int(rows))
+        return np.True_
+
+    told: jax.Array = io_callback(
+        note_own_part, jax.typeof(jnp.bool(True)), lax.axis_index(REPLICA_AXIS), rows, *_elements(own)
+    )
+    return told
+
+
+def _tell_of_end(heard: Sequence[Listener], last: Sequence[jax.Array]) -> None:
+    """Tells of the end of the step, when `last` is known."""
 
     def note_end(replica: np.ndarray, *_: np.ndarray) -> None:
         for listener in heard:
             listener.note_end(int(replica))
 
-    replica = lax.axis_index(REPLICA_AXIS)
-    jax.debug.callback(note_own_part, replica, rows, *own)
-    jax.debug.callback(note_end, replica, *last)
+    jax.debug.callback(note_end, lax.axis_index(REPLICA_AXIS), *_elements(last))
 
 
 def _elements(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -174,6 +186,15 @@ class _Parts:
         """Runs the first part, and returns what it hands to the second one."""
         jaxpr = self._closed.jaxpr
         return _run(jaxpr.replace(eqns=self._cut.before, outvars=self._cut.handed), self._closed.consts, *self._inputs)
+
+    def sent_after(self, told: jax.Array, handed: list[Any]) -> list[Any]:
+        """Returns what the first part hands over, of which nothing is sent to other replicas before `told` is known to be True.
+
+        Otherwise XLA could begin to send metrics before it computes gradients, and would wait for other replicas in between.
+        """
+        sent = {v for eqn in self._cut.after if communicates(eqn) for v in eqn.invars if isinstance(v, jex.Var)}
+        pairs = zip(self._cut.handed, handed, strict=True)
+        return [jnp.where(told, x, jnp.zeros_like(x)) if v in sent else x for v, x in pairs]
 
     def of_others(self, results: list[Any]) -> list[Any]:
         """Returns those outputs of the program that depend on other replicas."""

@@ -5,6 +5,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -188,13 +189,14 @@ class Arguments(Parts):
       kwargs: keyword arguments.
 
     Attributes:
+      sizes: sizes of shares of each row mask. See `RowMask`.
       key: structure, shapes and dtypes of the arguments, which select the program.
 
     Raises:
       InputError: JAX cannot represent an argument. The error names the argument.
     """
 
-    __slots__ = ("key",)
+    __slots__ = ("key", "sizes")
 
     def __init__(self, args: PyTree, kwargs: PyTree) -> None:
         try:
@@ -210,12 +212,8 @@ class Arguments(Parts):
             self.sharded += (True, False)
         if _conversions:
             self._convert()
+        self.sizes: tuple[tuple[int, ...], ...] = tuple(map(attrgetter("sizes"), self.rows))
         self.key: Hashable = (self.structure, self.sizes, tuple(map(_spec, self.arrays)))
-
-    @property
-    def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the sizes of shares of each row mask. See `RowMask`."""
-        return tuple(rows.sizes for rows in self.rows)
 
     def converted(self) -> "Arguments":
         """Returns these arguments as programs take them in the current `converting` context."""

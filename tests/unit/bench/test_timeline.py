@@ -84,13 +84,20 @@ def result(**parts):
         ({"compute": 9, "host": 1}, r"bound by its computation \(90% of the step\)"),
         ({"compute": 5, "input": 5}, r"bound by its input \(50% of the step\): read faster"),
         ({"compute": 7, "host": 3}, r"bound by Python code between the steps \(30% of the step\): steps_per_execution"),
-        ({"compute": 6, "wait": 4}, r"bound by waiting for rank 1, the slowest \(40% of the step\): replica_weights"),
+        ({"compute": 6, "wait": 4}, r"bound by rank 1, for which the others wait \(80% of the step\): replica_weights"),
+        ({"compute": 1, "wait": 4, "host": 5}, r"bound by rank 1, for which the others wait"),
         ({"compute": 2, "exchange": 8}, r"bound by the exchange between replicas \(80% of the step\): larger batches"),
     ],
 )
 def test_sentence_names_the_largest_part(parts, sentence):
     """Apart from the computation, which is what the devices are for."""
     assert re.match(sentence, result(**parts).verdict)
+
+
+def test_slow_device_is_named():
+    """In one process there are no ranks."""
+    one = Result(1, 2, 2, 10.0, 80.0, dict.fromkeys(NAMES, 0.0) | {"compute": 6, "wait": 4}, 0, [10.0])
+    assert one.verdict.startswith("bound by the slowest replica, for which the others wait (40% of the step)")
 
 
 def test_efficiency_is_per_replica():

@@ -67,7 +67,7 @@ def assert_shared(taken, shape, batch_rows):
         assert max(counts) - min(counts) <= 1
         assert [len(rows(piece)) for piece in pieces] == [sum(piece.counts) for piece in pieces]
         assert {piece.rows for piece in pieces} == {total}
-        room = InputWorker(0, *shape).places(total)
+        room = InputWorker(0, *shape).room(total)[0]
         assert sum(int(split(piece.counts, room).mask.sum()) for piece in pieces) == total
 
 

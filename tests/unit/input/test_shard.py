@@ -25,7 +25,7 @@ def test_shares_add_up_evenly(rows, replicas):
 @given(st.integers(0, 200), FEW)
 def test_split_holds_every_row_once(rows, replicas):
     """Real places hold every row once and in order; padded places come last and hold a row that exists."""
-    layout = split(shares(rows, replicas), InputWorker(0, replicas).places(rows))
+    layout = split(shares(rows, replicas), InputWorker(0, replicas).room(rows)[0])
     assert layout.index.shape == layout.mask.shape == (replicas, max(1, -(-rows // replicas)))
     assert layout.index[layout.mask].tolist() == list(range(rows))
     assert layout.mask.sum(axis=1).tolist() == shares(rows, replicas)
@@ -58,7 +58,7 @@ def test_masks_sum_to_the_rows(shape):
     """Whatever the rows and the batch size, in one layout for all batches; shares differ by at most one."""
     for n in range(41):
         for b in range(1, 10):
-            room, real = InputWorker(0, *shape).places(b), 0
+            room, real = InputWorker(0, *shape).room(b)[0], 0
             for size in batch_sizes(n, b):
                 masks = np.concatenate([split(w.shares(size), room).mask for w in workers(*shape)])
                 assert masks.shape == (shape[0] * shape[1], room)
@@ -97,4 +97,4 @@ def test_one_worker_has_everything():
 @pytest.mark.parametrize(("rows", "replicas", "expected"), [(0, 3, 1), (1, 3, 1), (3, 3, 1), (4, 3, 2), (9, 1, 9)])
 def test_places_fit_the_widest_replica(rows, replicas, expected):
     """As many as the widest replica needs, and one at least: no program has arrays without rows."""
-    assert InputWorker(0, replicas).places(rows) == expected
+    assert InputWorker(0, replicas).room(rows)[0] == expected
