@@ -176,7 +176,9 @@ def others(copy: Copy) -> tuple[list[tuple[Variable, np.ndarray]], list[str]]:
     found, lost = [], []
     for variable, _ in _variables.items():
         array = compat.raw_value(variable)
-        if copy.values.get(variable) is not None or not isinstance(array, jax.Array) or _is_on_demand(variable):
+        # A process that joins has made no step, so its copy has no weights that replicas train alone.
+        is_sum = _is_on_demand(variable) and variable.aggregation != "mean"
+        if is_sum or copy.values.get(variable) is not None or not isinstance(array, jax.Array):
             continue
         if array.is_deleted():
             lost.append(variable.path)

@@ -196,12 +196,13 @@ def put_share(variable: Variable, share: Share | None, home: Topology) -> None:
     Args:
       variable: the variable.
       share: the values. Of a whole sum, the first process takes care. None in a process that had none: its replicas add nothing to a
-        sum, and begin a mean with the value that the variable has.
+        sum. A mean that is whole, or that this process had none of, begins with the value that the variable has: a process that joins
+        has taken it over from the others.
       home: the devices of the replicas, which may be others than before.
     """
     rows = np.zeros((len(home.local_replicas), *variable.shape), compat.dtype_of(variable))
     if policy_of(variable).combine is Combine.MEAN:
-        rows[:] = np.asarray(raw_value(variable)) if share is None else share.value
+        rows[:] = np.asarray(raw_value(variable)) if share is None or share.is_whole else share.value
     elif share is not None and (not share.is_whole or home.worker_index == 0):
         rows[0] = share.value if share.is_whole else share.value.sum(0)
     if home.num_replicas == 1:
