@@ -13,7 +13,8 @@ from typing import Any
 from phalanx.bench import report
 from phalanx.bench.session import Options, Script, default_devices, launcher, measure, read
 from phalanx.cluster.resolvers.environment import resolver_of_environment
-from phalanx.errors import InvalidArgumentError, PhalanxError
+from phalanx.errors import PhalanxError
+from phalanx.errors.arguments import json_or_picture
 
 
 def main(given: str) -> int:
@@ -30,7 +31,9 @@ def main(given: str) -> int:
         if options["compare"]:
             report.print_comparison(*map(read, options["compare"]))
             return 0
-        paths = [_checked(path) for path in options["output"]]  # Before the measurement, which takes minutes.
+        paths = [
+            json_or_picture("--output", path, "--output speed.json") for path in options["output"]
+        ]  # Before the measurement, which takes minutes.
         if options["links"]:
             return _links(options["processes"], options["devices"], paths)
         script = Script(options["target"], tuple(options["arguments"]), is_module=options["is_module"])
@@ -60,24 +63,6 @@ def _options(given: dict[str, Any]) -> Options:
     most = default_devices()
     defaults = {"devices": most, "processes": most}
     return Options(**defaults | {k: v for k, v in given.items() if k in fields and v is not None})
-
-
-def _checked(path: str) -> Path:
-    """Returns a path, if a file can be written there.
-
-    Raises:
-      InvalidArgumentError: its ending is unknown, or its folder does not exist.
-    """
-    found = Path(path)
-    if found.suffix not in (".json", *report.PICTURES):
-        raise InvalidArgumentError(
-            f"--output {path}", "must end with .json, .png, .svg or .pdf.", "--output speed.json"
-        )
-    if not found.parent.is_dir():
-        raise InvalidArgumentError(
-            f"--output {path}", f"there is no folder {found.parent}.", f"mkdir -p {found.parent}"
-        )
-    return found
 
 
 if __name__ == "__main__":

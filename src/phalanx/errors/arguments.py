@@ -6,6 +6,7 @@ Standard library only.
 
 import collections.abc
 import functools
+import importlib
 import inspect
 import math
 import numbers
@@ -14,9 +15,10 @@ import os
 import types
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
-from phalanx.errors import InvalidArgumentError, PhalanxError, shown
+from phalanx.errors import InvalidArgumentError, MissingDependencyError, PhalanxError, shown
 from phalanx.typing import PyTree
 
 T = TypeVar("T")
@@ -114,15 +116,41 @@ def function(name: str, value: T, hint: str) -> T:
     return value
 
 
-def path(name: str, value: object) -> str:
+def path(name: str, value: object, hint: str | None = None) -> str:
     """Returns a path as a string.
 
     Raises:
       InvalidArgumentError: `value` is not a path. Integers are rejected because Python takes them for open file descriptors.
     """
     if not isinstance(value, (str, os.PathLike)) or not isinstance(text := os.fspath(value), str):
-        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a path.", f'{name}="folder/name"')
+        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a path.", hint or f'{name}="folder/name"')
     return text
+
+
+PICTURES = (".png", ".svg", ".pdf")
+"""Endings of the names of pictures."""
+
+
+def json_or_picture(name: str, value: object, hint: str) -> Path:
+    """Returns the path of a file that results can be written into.
+
+    Raises:
+      InvalidArgumentError: the name has another ending, or its folder does not exist.
+      MissingDependencyError: it is that of a picture, and matplotlib is not installed.
+    """
+    found = Path(path(name, value, hint))
+    called = f"{name}={str(found)!r}"
+    if found.suffix not in (".json", *PICTURES):
+        raise InvalidArgumentError(called, "must end with .json, .png, .svg or .pdf.", hint)
+    if not found.parent.is_dir():
+        raise InvalidArgumentError(called, "its folder does not exist.", f"mkdir -p {found.parent}")
+    if found.suffix in PICTURES:
+        try:
+            importlib.import_module("matplotlib.figure")
+        except ImportError as e:
+            words = "the package matplotlib is not installed."
+            raise MissingDependencyError(called, words, "pip install matplotlib") from e
+    return found
 
 
 def instance(name: str, value: object, kind: type[T], hint: str) -> T:

@@ -5,7 +5,8 @@ import runpy
 import sys
 
 from phalanx.errors import PhalanxError
-from phalanx.forecast.estimate import checked, estimate
+from phalanx.errors.arguments import json_or_picture
+from phalanx.forecast.estimate import SAVE, estimate
 
 _DOES_NOT_FIT = 3
 """The exit code if a step does not fit. An exception in the script gives 1, and an error in the command 2."""
@@ -27,7 +28,9 @@ def main(topologies: str, output: str, kind: str, target: str, *arguments: str) 
     sys.argv = [target, *arguments]
     run = runpy.run_module if kind == "module" else runpy.run_path
     try:
-        paths = [checked(path) for path in output.splitlines()]  # Before the compilers take minutes.
+        paths = [
+            json_or_picture("path", path, SAVE) for path in output.splitlines()
+        ]  # Before the compilers take minutes.
         found = estimate(lambda: run(target, run_name="__main__"), topologies.split())
         print()  # The script may have left an unfinished line, such as a progress bar.
         found.print()

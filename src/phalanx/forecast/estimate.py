@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`phalanx.estimate`: predicts the first step of a training on other devices."""
 
-import importlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
-from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
+from phalanx.errors import arguments
 from phalanx.forecast import report, roofline, targets
 from phalanx.forecast.prediction import Estimate
 from phalanx.forecast.step import Compiled, Lowered, Step, at_first_step, compiled
 from phalanx.forecast.targets import Target
 from phalanx.mesh.layout import AbstractLayout, fully_sharded
 
-_SAVE = 'estimates.save("estimate.json")'
+SAVE = 'estimates.save("estimate.json")'
 _CALL = 'phalanx.estimate(lambda: model.fit(x, y), ["v5e:16x16"])'
 
 
@@ -56,37 +55,14 @@ class Estimates(Sequence[Estimate]):
           InvalidArgumentError: the name has another ending, or its folder does not exist.
           MissingDependencyError: a picture is asked for, and matplotlib is not installed.
         """
-        path = checked(path)
-        if path.suffix in report.PICTURES:
+        path = arguments.json_or_picture("path", path, SAVE)
+        if path.suffix in arguments.PICTURES:
             report.save_picture(self.name, self, path)
             return
         text = json.dumps(
             {"step": self.name, "predicted": True, "run": False, "estimates": [e.as_dict() for e in self]}, indent=2
         )
         path.write_text(f"{text}\n", encoding="utf-8")
-
-
-def checked(path: object) -> Path:
-    """Returns the path of a file that predictions can be written into.
-
-    Raises:
-      InvalidArgumentError: the name has another ending, or its folder does not exist.
-      MissingDependencyError: it is that of a picture, and matplotlib is not installed.
-    """
-    if not isinstance(path, (str, Path)):
-        raise InvalidArgumentError(f"path={shown(path)}", "must be a path.", _SAVE)
-    path, called = Path(path), f"path={str(path)!r}"
-    if path.suffix not in (".json", *report.PICTURES):
-        raise InvalidArgumentError(called, "must end with .json, .png, .svg or .pdf.", _SAVE)
-    if not path.parent.is_dir():
-        raise InvalidArgumentError(called, "its folder does not exist.", f"mkdir -p {path.parent}")
-    if path.suffix in report.PICTURES:
-        try:
-            importlib.import_module("matplotlib.figure")
-        except ImportError as e:
-            words = "the package matplotlib is not installed."
-            raise MissingDependencyError(called, words, "pip install matplotlib") from e
-    return path
 
 
 def estimate(train: Callable[[], Any], topologies: Sequence[str]) -> Estimates:

@@ -9,7 +9,6 @@ from phalanx.forecast.prediction import Estimate
 
 _COLUMNS = ("topology", "replicas", "rows", "memory", "full", "FLOP", "exchanged", "step", "efficiency", "bound by")
 _WIDTH = 110
-PICTURES = (".png", ".svg", ".pdf")
 """The endings of files of pictures."""
 
 

@@ -161,7 +161,7 @@ def test_bad_files_are_refused(tmp_path, capsys):
     options = {"compare": [], "output": [], "target": "train.py", "arguments": [], "is_module": False}
     for path, message in (
         ("speed.txt", "must end with .json"),
-        (str(tmp_path / "no" / "x.json"), "there is no folder"),
+        (str(tmp_path / "no" / "x.json"), "its folder does not exist"),
     ):
         assert main(json.dumps(options | {"output": [path]})) == 2
         assert message in capsys.readouterr().err
