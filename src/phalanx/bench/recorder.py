@@ -4,7 +4,6 @@
 import dataclasses
 import json
 import os
-import runpy
 import sys
 import time
 from pathlib import Path
@@ -12,17 +11,16 @@ from typing import Any, NoReturn, final
 
 import jax
 
+from phalanx.bench.session import TOO_FEW
 from phalanx.bench.timeline import Moments
 from phalanx.errors import PhalanxError
 from phalanx.forecast.step import Step
 from phalanx.input import iterator
 from phalanx.input.placement import always_per_replica
+from phalanx.launch.script import run_as_main
 from phalanx.programs import own_rows
 from phalanx.programs.before_steps import watchers
 from phalanx.programs.program import Call
-
-_TOO_FEW = 3
-"""The exit code if the script ends before it has made enough steps."""
 
 
 class _Enough(BaseException):
@@ -106,15 +104,13 @@ def main(steps: str, path: str, kind: str, target: str, *arguments: str) -> int:
     Returns:
       The exit code.
     """
-    sys.argv = [target, *arguments]
     recorder = Recorder(int(steps), Path(path))
     own_rows.listeners.append(recorder)
     watchers.append(recorder.watch)
     iterator.waits.append(recorder.note_wait)
-    run = runpy.run_module if kind == "module" else runpy.run_path
     try:
         with always_per_replica():  # So that the rows of one replica can be told from other arrays.
-            run(target, run_name="__main__")
+            run_as_main(kind, target, arguments)
     except _Enough:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -123,7 +119,7 @@ def main(steps: str, path: str, kind: str, target: str, *arguments: str) -> int:
         print(f"phalanx: {e}", file=sys.stderr)
         return 2
     print(f"phalanx bench: the script has ended after {recorder.num_calls} of {steps} steps.", file=sys.stderr)
-    return _TOO_FEW
+    return TOO_FEW
 
 
 if __name__ == "__main__":

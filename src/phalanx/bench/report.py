@@ -12,7 +12,6 @@ from rich.table import Table
 from phalanx.bench.session import Measured, pairs
 from phalanx.bench.timeline import NAMES, Result
 
-"""The endings of files of pictures."""
 _WIDTH = 120
 
 

@@ -18,6 +18,8 @@ from phalanx.launch.plan import Machine
 _WARM_UP = 5
 """Steps before the measurement. The first one compiles."""
 _TAIL = 4000
+TOO_FEW = 3
+"""The exit code of a script that ends before it has made enough steps."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,14 @@ def _up_to(most: int) -> list[int]:
     return sorted({2**i for i in range(most.bit_length())} | {most})
 
 
+class _ScriptError(StartupError):
+    """A script does not get to its end with some number of devices and processes."""
+
+    def __init__(self, call: str, reason: str, hint: str, what: str, output: str) -> None:
+        super().__init__(call, reason, hint)
+        self.summary = f"{what}: {output.splitlines()[-1]}" if output else f"{what}."
+
+
 @dataclass
 class Measured:
     """What was measured.
@@ -108,20 +118,30 @@ def measure(script: Script, options: Options, say: Callable[[str], None]) -> Mea
       say: hears which run begins.
 
     Raises:
-      StartupError: the script fails, or makes too few steps.
+      StartupError: the script fails with each of them, makes too few steps, or takes too long.
     """
     shapes = options.shapes()
+    failures: list[_ScriptError] = []
     runs: dict[tuple[int, int], list[list[Moments]]] = {}
     measured = Measured(" ".join([script.target, *script.arguments]))
     for number in range(options.rounds):
         for shape in list(shapes):
             say(f"round {number + 1} of {options.rounds}: {in_words(*shape)}")
-            moments = _run(script, *shape, options)
-            if number == 0 and (why := _useless(shape, moments, [x[0] for x in runs.values()])):
+            try:
+                moments = _run(script, *shape, options)
+                why = _useless(shape, moments, [x[0] for x in runs.values()]) if number == 0 else None
+            except _ScriptError as e:
+                if number > 0:
+                    raise
+                failures.append(e)
+                why = f"{in_words(*shape)}: {e.summary}"
+            if why is None:
+                runs.setdefault(shape, []).append(moments)
+            else:
                 shapes.remove(shape)
                 measured.notes.append(why)
-                continue
-            runs.setdefault(shape, []).append(moments)
+        if not runs:
+            raise failures[0]
     measured.results = [result_of(shape, found) for shape, found in runs.items()]
     return measured
 
@@ -158,11 +178,14 @@ def _run(script: Script, processes: int, devices: int, options: Options) -> list
             ) from e
         found = sorted(Path(folder).glob("moments.*"))
         if len(found) < processes:
-            raise StartupError(
-                f"{script.target} with {in_words(processes, devices)}",
-                f"it has not made {calls} training steps. The end of its output:\n{(done.stdout + done.stderr)[-_TAIL:].rstrip()}",
-                "a script that trains for long enough with fit or strategy.run, or phalanx bench --steps 10",
-            )
+            call, output = f"{script.target} with {in_words(processes, devices)}", (done.stdout + done.stderr).rstrip()
+            if done.returncode == TOO_FEW:
+                what = f"it has not made {calls} training steps, {_WARM_UP} of them to warm up"
+                hint = "a longer training by fit or strategy.run, or a smaller phalanx bench --steps"
+            else:
+                what = f"it has failed with exit code {done.returncode}"
+                hint = f"phalanx run --workers {processes} --devices-per-worker {devices} {script.target}"
+            raise _ScriptError(call, f"{what}. The end of its output:\n{output[-_TAIL:]}", hint, what, output)
         moments = [Moments.from_json(json.loads(file.read_text())) for file in found]
         return sorted(moments, key=lambda one: one.rank)
 
@@ -180,14 +203,14 @@ def result_of(shape: tuple[int, int], rounds: Sequence[Sequence[Moments]]) -> Re
         speeds.append(len(steps) / sum(step.step for step in steps))
         parts.append([statistics.mean(getattr(step, name) for step in steps) for name in NAMES])
         late.append(latest)
-    speed, rows = statistics.median(speeds), rounds[0][0].rows
-    typical = parts[min(range(len(speeds)), key=lambda i: abs(speeds[i] - speed))]
+    # Of an even number the lower one, whose parts add up to its step.
+    speed, rows = statistics.median_low(speeds), rounds[0][0].rows
     return Result(
         *shape,
         rounds[0][0].num_replicas,
         speed,
         None if rows is None else rows * speed,
-        dict(zip(NAMES, typical, strict=True)),
+        dict(zip(NAMES, parts[speeds.index(speed)], strict=True)),
         max(late[0], key=lambda rank: statistics.mean(each[rank] for each in late)),
         speeds,
     )
@@ -212,6 +235,8 @@ def read(path: str) -> Measured:
     """
     try:
         saved = json.loads(Path(path).read_text())
+        if isinstance(saved, list):
+            raise TypeError("it holds links")
         names = set(Result.__dataclass_fields__)
         results = [Result(**{k: v for k, v in one.items() if k in names}) for one in saved["results"]]
         return Measured(saved["script"], results, saved["notes"])

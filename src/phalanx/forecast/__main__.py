@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a script until its first training step and predicts that step. `phalanx estimate` starts it as a child process."""
 
-import runpy
 import sys
 
 from phalanx.errors import PhalanxError
 from phalanx.errors.arguments import json_or_picture
 from phalanx.forecast.estimate import SAVE, estimate
+from phalanx.launch.script import run_as_main
 
 _DOES_NOT_FIT = 3
 """The exit code if a step does not fit. An exception in the script gives 1, and an error in the command 2."""
@@ -25,13 +25,10 @@ def main(topologies: str, output: str, kind: str, target: str, *arguments: str) 
     Returns:
       The exit code.
     """
-    sys.argv = [target, *arguments]
-    run = runpy.run_module if kind == "module" else runpy.run_path
     try:
-        paths = [
-            json_or_picture("path", path, SAVE) for path in output.splitlines()
-        ]  # Before the compilers take minutes.
-        found = estimate(lambda: run(target, run_name="__main__"), topologies.split())
+        # Before the compilers take minutes.
+        paths = [json_or_picture("path", path, SAVE) for path in output.splitlines()]
+        found = estimate(lambda: run_as_main(kind, target, arguments), topologies.split())
         print()  # The script may have left an unfinished line, such as a progress bar.
         found.print()
         for path in paths:

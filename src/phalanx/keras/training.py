@@ -182,6 +182,9 @@ class ModelTrainer:
 
     def _go_on(self, run: Run, training: Training, interrupts: Interrupts) -> dict[str, Any]:
         is_new = membership.is_late()
+        with training.trying() as is_late:
+            if is_late:
+                self._prepare(run.data)
         training.enter()
         logs: dict[str, Any] = {}
         while not training.is_over:
@@ -199,6 +202,13 @@ class ModelTrainer:
             except (PeerLostError, GroupChange) as e:
                 training.survive(e)
         return logs
+
+    def _prepare(self, data: EpochData) -> None:
+        """Creates all variables of a training step, so that this process has those that it takes over from others."""
+        for _, parts in data.epoch():
+            batches, count = parts[0]
+            self._train(batches, count, runs=False)
+            break
 
     def evaluate(
         self,
@@ -385,10 +395,10 @@ class ModelTrainer:
                 break
         return compat.logs_or_metrics(model, logs)
 
-    def _program(self, step: ReplicaStep) -> Callable[[Any, int | None], Any]:
+    def _program(self, step: ReplicaStep) -> Callable[..., Any]:
         """Returns a function of a batch and a number of steps, or None for one, that runs them on all replicas.
 
-        The steps are compiled into one program, unless `run_eagerly` is set.
+        The steps are compiled into one program, unless `run_eagerly` is set. With `runs=False` they are only traced.
         """
         strategy = self._strategy
 
@@ -406,11 +416,12 @@ class ModelTrainer:
         run.__qualname__ = f"{self._model.name}.{step.__name__}"  # The heading of its text in TensorBoard.
         compiled = Function(run)
 
-        def call(batches: PyTree, count: int | None) -> PyTree:
+        def call(batches: PyTree, count: int | None, *, runs: bool = True) -> PyTree:
             model = self._model
             if model.run_eagerly:
                 return self._eagerly(replica_step, batches, is_prediction=step is steps.predict)
-            return compiled(batches) if count is None or self._is_single else compiled(batches, count)
+            program = compiled if runs else compiled.prepare
+            return program(batches) if count is None or self._is_single else program(batches, count)
 
         return call
 
@@ -491,6 +502,12 @@ class ModelTrainer:
                 "keras.callbacks.TensorBoard",
                 "it needs TensorFlow, which is not installed.",
                 "phalanx.keras.TensorBoard(log_dir)",
+            )
+        if isinstance(self._strategy.local_updates, DiLoCo) and _any_of(given, keras.callbacks.SwapEMAWeights):
+            raise InvalidArgumentError(
+                "keras.callbacks.SwapEMAWeights under a strategy with DiLoCo",
+                "to put back the weights that were read before an evaluation would undo what the replicas have done on their own.",
+                "use_ema=True in the optimizer, without the callback: the averages become the weights when fit ends",
             )
         # Decide from the full list, before writers are removed on other processes: the result must be equal on all of them,
         # because it decides about a collective call.

@@ -237,14 +237,14 @@ def put_values(values: Sequence[tuple[Variable, np.ndarray]], home: Topology | N
 def combine_on_demand(variables: Sequence[Variable]) -> None:
     """Computes the values that some variables have outside the replicas, if they are not known yet.
 
-    With several workers, all must call it, unless all these variables have outer ones.
+    With several workers, all must call it, unless all these variables have outer ones. An outer variable without a value begins
+    with the combined one.
     """
     pairs = [(v, slot_of(v)) for v in variables if raw_value(v) is None]
     pairs = [(v, slot) for v, slot in pairs if slot.components is not None and slot.home is not None]
-    outer = [compat.outer_of(v) for v, _ in pairs]
-    values = [None if o is None else raw_value(o) for o in outer]
+    values = [_outer_value(v) for v, _ in pairs]
     for home in {id(slot.home): slot.home for _, slot in pairs}.values():
-        here = [i for i, (_, slot) in enumerate(pairs) if outer[i] is None and slot.home is home]
+        here = [i for i, (_, slot) in enumerate(pairs) if values[i] is None and slot.home is home]
         how = tuple(policy_of(pairs[i][0]).combine for i in here)
         assert home is not None
         for i, value in zip(here, _combined([pairs[i][1].components for i in here], how, home.replicated), strict=True):
@@ -254,6 +254,11 @@ def combine_on_demand(variables: Sequence[Variable]) -> None:
         compat.set_raw_values([variable], [value])
         if not isinstance(value, jax.core.Tracer):
             slot.array = value
+
+
+def _outer_value(variable: Variable) -> Any:
+    outer = compat.outer_of(variable)
+    return None if outer is None else raw_value(outer)
 
 
 def _combine_for_read(variable: Variable) -> bool:

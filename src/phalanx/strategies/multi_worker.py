@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MultiWorkerMirroredStrategy`: several processes, one replica per device."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -105,6 +106,8 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         topology = Topology(tuple(jax.devices()), axes)
         _require_implementation(options.implementation, topology)
         super().__init__(topology, options=options, local_updates=local_updates, replica_weights=replica_weights)
+        if self.local_updates is not None and membership.is_elastic():
+            _require_own_groups(self.local_updates.replicas_per_group, len(topology.local_replicas))
         self._resolver = resolver
         if topology.num_workers > 1:
             with bootstrap.without_lines_of_gloo():
@@ -139,6 +142,15 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         """
         shares = Shares(is_measured=self._topology.shares.is_measured)
         self._topology = Topology(tuple(jax.devices()), self._axes, source=source, shares=shares)
+
+
+def _require_own_groups(size: int, devices: int) -> None:
+    if devices % size:
+        raise InvalidArgumentError(
+            f"replicas_per_group={size} in an elastic group whose processes have {devices} devices",
+            "the number of processes changes, so no group of replicas may have devices of two.",
+            f"replicas_per_group={math.gcd(size, devices)}, or --devices-per-worker {size}",
+        )
 
 
 def _require_implementation(implementation: CommunicationImplementation, topology: Topology) -> None:

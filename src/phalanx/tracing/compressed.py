@@ -48,11 +48,13 @@ class CompressedSum:
                 "the dtype policy mixed_bfloat16, whose losses need no scale",
             )
         self._compression, self._is_alone, self._whole = compression, whole is None, whole or list
-        self._iterations = optimizer.iterations
+        self._optimizer = optimizer
         self._taken = [i for i, g in enumerate(grads) if g is not None and _is_compressed(compression, g)]
-        if not self._taken and (why := compression.refusal):
+        if not self._taken and grads and (why := compression.refusal):
             raise InvalidArgumentError(
-                why, "no gradient of this step becomes shorter by it.", "compression=PowerSGD(rank=2)"
+                why,
+                "no gradient of this step becomes shorter by it.",
+                "a smaller rank, or CommunicationOptions() without compression",
             )
         own = [trained[i] for i in self._taken]
         make = lambda v: compat.unsent(tuple(v.shape))  # noqa: E731
@@ -91,7 +93,7 @@ class CompressedSum:
 
         if not self._compression.start_step:
             return compressed()
-        is_early = jnp.asarray(self._iterations.value) < self._compression.start_step
+        is_early = keras.ops.convert_to_tensor(self._optimizer.iterations) < self._compression.start_step
         result: tuple[list[jax.Array], list[jax.Array]] = lax.cond(
             is_early, lambda: (self._whole(arrays), kept), compressed
         )

@@ -208,6 +208,7 @@ class DiLoCo(LocalUpdates):
             else:
                 gradients = changes if whole is None else whole(changes)
             weights, slots = outer_optimizer.stateless_apply(slots, gradients, weights)
+            weights = [_constrained(v, w) for v, w in zip(fragment, weights, strict=True)]
             return [*weights, *weights, *slots, *unsent]
 
         def run(values: list[jax.Array]) -> list[jax.Array]:
@@ -290,11 +291,18 @@ def _average(variables: list[Variable], applied: Applied, every: int) -> Synchro
         return Synchronization([], lambda values: values)
 
     def means(values: list[jax.Array]) -> list[jax.Array]:
-        return [(total / n).astype(x.dtype) for total, x in zip(_sums(values), values, strict=True)]
+        found = [(total / n).astype(x.dtype) for total, x in zip(_sums(values), values, strict=True)]
+        return [_constrained(v, x) for v, x in zip(variables, found, strict=True)]
 
     return Synchronization(
         variables, lambda values: lax.cond(compat.is_due(applied.optimizer, every), means, lambda x: x, values)
     )
+
+
+def _constrained(variable: Variable, value: jax.Array) -> jax.Array:
+    """Returns a value that satisfies the constraint of a variable, as after each update of an optimizer."""
+    constraint = getattr(variable, "constraint", None)
+    return value if constraint is None else constraint(value)
 
 
 def _sums(arrays: list[jax.Array], group: int | None = None) -> list[jax.Array]:
@@ -327,7 +335,13 @@ def _cut(values: list[Any], lengths: Sequence[int]) -> list[list[Any]]:
 
 
 def _outer_variable(variable: Variable) -> Variable:
-    """Returns the outer weights of a variable. They begin with its value."""
+    """Returns the outer weights of a variable. They begin with its value.
+
+    A second optimizer of the same variables goes on with the outer weights of the first one, if these are the value.
+    """
+    outer, value = compat.outer_of(variable), compat.raw_value(variable)
+    if outer is not None and (value is None or value is compat.raw_value(outer)):
+        return outer
     outer = keras.Variable(
         lambda shape, dtype: jnp.asarray(variable.value, dtype),
         shape=tuple(variable.shape),

@@ -199,9 +199,21 @@ def test_fit_and_loop_are_the_same(choice):
 
 
 def test_accumulated_gradients_are_compressed_once():
-    """In the step that applies them."""
+    """In the step that applies them. Steps before the start of a compression are updates, not batches."""
     make = lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)  # noqa: E731
-    np.testing.assert_allclose(trained(strategy_with("int8"), 9, make), trained(strategy_with(), 9, make), rtol=1e-3)
+    whole = trained(strategy_with(), 12, make)
+    np.testing.assert_allclose(trained(strategy_with("int8"), 12, make), whole, rtol=1e-3)
+    found = trained(strategy_with(PowerSGD(2, start_step=2)), 12, make)
+    np.testing.assert_allclose(found[:9], whole[:9], rtol=1e-6)
+    assert abs(found[9] - whole[9]) > 1e-6
+
+
+def test_model_without_weights():
+    """Has nothing to compress, which is not the fault of the rank."""
+    with strategy_with(PowerSGD(2)).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Activation("relu")])
+        model.compile("sgd", "mse")
+    assert model.fit(np.ones((8, 4)), np.zeros((8, 4)), verbose=0).history["loss"] == [1.0]
 
 
 def test_checkpoint_keeps_what_was_not_sent(tmp_path):

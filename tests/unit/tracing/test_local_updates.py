@@ -100,10 +100,8 @@ def local_weights(strategy, model):
     return [np.concatenate([kernel, bias[None]]) for kernel, bias in zip(*parts, strict=True)]
 
 
-@pytest.mark.parametrize("steps", [2, 3, 7])
-def test_local_sgd_takes_the_mean(steps):
-    """Of weights and momentum, every third step. In between, the mean is what is read."""
-    strategy, model = trained(LocalSGD(3), steps)
+def replicas_after(steps):
+    """Replicas that have taken their mean after each third step."""
     replicas = replicas_of(REPLICAS)
     for step in range(steps):
         for each in replicas:
@@ -112,6 +110,14 @@ def test_local_sgd_takes_the_mean(steps):
             weights, momentum = mean_of(replicas, "weights"), mean_of(replicas, "momentum")
             for each in replicas:
                 each.weights, each.momentum = weights, momentum
+    return replicas
+
+
+@pytest.mark.parametrize("steps", [2, 3, 7])
+def test_local_sgd_takes_the_mean(steps):
+    """Of weights and momentum, every third step. In between, the mean is what is read."""
+    strategy, model = trained(LocalSGD(3), steps)
+    replicas = replicas_after(steps)
     for found, each in zip(local_weights(strategy, model), replicas, strict=True):
         np.testing.assert_allclose(found, each.weights, atol=1e-6)
     np.testing.assert_allclose(weights_of(model), mean_of(replicas, "weights"), atol=1e-6)
@@ -322,6 +328,41 @@ def test_another_strategy_takes_what_is_read():
     np.testing.assert_array_equal(kernel.numpy(), np.ones((WIDTH, 1)))
 
 
+def test_outer_weights_after_local_sgd():
+    """They begin with what is read then: the mean of replicas that have trained alone."""
+    _, model = trained(LocalSGD(3), 5)
+    strategy = strategy_with(DiLoCo(every=2))
+    before = mean_of(replicas_after(5), "weights")
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+    np.testing.assert_allclose(weights_of(model), before, atol=1e-6)
+
+
+def test_outer_weights_of_two_optimizers():
+    """Are those of the first, so that each goes on from what the other has done."""
+    strategy, model = trained(DiLoCo(every=2), 4)
+    before = weights_of(model)
+    first, second = model.optimizer, keras.optimizers.SGD(0.0)
+    for optimizer in (second, first):
+        model.optimizer = optimizer
+        step, batches = step_of(strategy, model)
+        step(batches[0])
+        np.testing.assert_array_equal(weights_of(model), before)
+
+
+@pytest.mark.parametrize("local_updates", [LocalSGD(3), DiLoCo(every=3)], ids=["LocalSGD", "DiLoCo"])
+def test_constraints_hold_after_a_synchronization(local_updates):
+    """Kernels of norm 1, whose mean has another norm; and so has an outer step."""
+    strategy = strategy_with(local_updates)
+    with strategy.scope():
+        layer = keras.layers.Dense(4, kernel_initializer="ones", kernel_constraint=keras.constraints.UnitNorm())
+        model = keras.Sequential([keras.Input((WIDTH,)), layer])
+        model.compile(keras.optimizers.SGD(0.3), "mse")
+    model.fit(X, np.tile(Y, 4) * [1, -1, 2, 0], batch_size=8, epochs=2, shuffle=False, verbose=0)
+    np.testing.assert_allclose(np.linalg.norm(layer.kernel.numpy(), axis=0), 1.0, atol=1e-5)
+
+
 def test_weights_are_written_by_optimizers_only():
     """An update by hand would never be synchronized."""
     strategy, model = trained(LocalSGD(3), 1)
@@ -437,6 +478,13 @@ def train_foreign():
     step(batches[0])
 
 
+def train_swapping():
+    """Trains with a callback that assigns the averages of the weights for an evaluation, and then the weights that it has read."""
+    strategy = strategy_with(DiLoCo(every=2))
+    model = linear(strategy, keras.optimizers.SGD(RATE, use_ema=True))
+    model.fit(X, Y, validation_data=(X, Y), verbose=0, callbacks=[keras.callbacks.SwapEMAWeights()])
+
+
 def train_stateless():
     """Applies the optimizer by its stateless method in a custom loop."""
     strategy = strategy_with(LocalSGD(2))
@@ -472,6 +520,7 @@ BAD = {
         r"DiLoCo\(100\): the first argument is the outer optimizer.\nHINT: DiLoCo\(every=100",
     ),
     "stateless step": (train_stateless, r"optimizer.stateless_apply under a strategy with local_updates: it names no"),
+    "swapped weights": (train_swapping, r"keras.callbacks.SwapEMAWeights under a strategy with DiLoCo: to put back"),
     "outer optimizer": (lambda: DiLoCo("sgd"), r"outer_optimizer='sgd': must be an? Optimizer"),
     "outer scale": (
         lambda: DiLoCo(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())),

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a user's script in this process, as Python itself would. Uses the standard library only."""
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+
+def run_as_main(kind: str, target: str, arguments: Sequence[str]) -> None:
+    """Runs a script or a module under the name `__main__`.
+
+    Args:
+      kind: "module" or "script".
+      target: the name of a module, or the path of a script.
+      arguments: its arguments.
+    """
+    sys.argv = [target, *arguments]
+    if kind == "module":
+        runpy.run_module(target, run_name="__main__")
+        return
+    # The first entry is the folder of the module that called this. A script imports from its own folder.
+    sys.path[0] = os.path.dirname(os.path.abspath(target))
+    runpy.run_path(target, run_name="__main__")
