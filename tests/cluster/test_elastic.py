@@ -257,6 +257,48 @@ def test_what_was_not_sent_survives(disturbed, options, accumulation):
     assert output.count("was killed by SIGKILL") == 2
 
 
+FITS = """
+import os, sys, time
+from pathlib import Path
+import phalanx
+import keras, numpy as np
+from phalanx.experimental import CommunicationOptions, DiLoCo
+keras.utils.set_random_seed(0)
+strategy = phalanx.MultiWorkerMirroredStrategy(OPTIONS)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((48,)), keras.layers.Dense(48, use_bias=False)])
+    model.compile(keras.optimizers.SGD(50.0), "mse")
+rng = np.random.default_rng(0)
+x = rng.normal(size=(96, 48)).astype("float32") / 7
+y = x @ rng.normal(size=(48, 48)).astype("float32")
+here, losses = Path(sys.argv[1]), []
+class Beat(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        losses.append(logs["loss"])
+        (here / str(os.getpid())).write_text(str(len(losses)))
+        time.sleep(0.02)
+model.fit(x, y, batch_size=96, epochs=500, verbose=0, callbacks=[Beat()])
+print("losses", losses[0], losses[-1], flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    ['communication_options=CommunicationOptions(compression="int8")', "local_updates=DiLoCo(every=4, fragments=2)"],
+    ids=["int8", "DiLoCo"],
+)
+def test_fit_takes_over_what_was_not_sent(disturbed, options):
+    """A process that joins `fit` has the same variables as the others before its first step, also those that a step makes."""
+    code, output = disturbed(FITS.replace("OPTIONS", options), 2)
+    assert code == 0, output
+    assert re.findall(r"(\d+) was killed by (\w+)", output) == [("0", "SIGKILL"), ("1", "SIGKILL")], output
+    assert "Generation 5" in output, output
+    ends = [(float(first), float(last)) for first, last in re.findall(r"losses (\S+) (\S+)", output)]
+    assert len(ends) == 2, output
+    assert max(last for _, last in ends) < 0.01, output
+    assert max(first for first, _ in ends) < 0.5, output  # Both have joined. At the beginning it is 1.
+
+
 @pytest.mark.parametrize("donate", [True, False])
 def test_every_row_counts_once_per_epoch(disturbed, donate):
     """Whatever is repeated, also if only processes are left that have joined later. The loop hears of each step once, in order."""
