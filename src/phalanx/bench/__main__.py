@@ -54,7 +54,8 @@ def _links(processes: int | None, devices: int | None, paths: Sequence[Path]) ->
         command = [sys.executable, "-m", *module]
     else:
         processes = processes or (1 if devices else default_devices())
-        command = [*launcher(processes, devices or 1), "-m", *module]
+        devices = devices or (default_devices() if processes == 1 else 1)
+        command = [*launcher(processes, devices), "-m", *module]
     return subprocess.run(command, check=False).returncode
 
 

@@ -32,13 +32,17 @@ def print_table(measured: Measured) -> None:
 
 def print_comparison(before: Measured, after: Measured) -> None:
     """Prints how two measurements differ."""
-    shown = table(f"{before.script}, and then {after.script}: steps per second")
-    for column in ("devices", "before", "after", "ratio", "rounds before", "rounds after"):
-        shown.add_column(column, justify="left" if column in ("devices", *column.split()[1:]) else "right")
+    shown = table(
+        f"{before.script}\n{after.script}\nSteps per second before and after, and how many milliseconds each part of a step has become longer"
+    )
+    for column in ("devices", "before", "after", "ratio", *NAMES, "rounds before", "rounds after"):
+        is_text = column == "devices" or column.startswith("rounds")
+        shown.add_column(column, justify="left" if is_text else "right", overflow="fold")
     for old, new in pairs(before, after):
         ratio = statistics.median(new.rounds) / statistics.median(old.rounds)
-        cells = [f"{old.steps_per_s:.2f}", f"{new.steps_per_s:.2f}", f"{ratio:.2f}", _rounds(old), _rounds(new)]
-        shown.add_row(old.name, *cells)
+        cells = [f"{old.steps_per_s:.2f}", f"{new.steps_per_s:.2f}", f"{ratio:.2f}"]
+        longer = [f"{1000 * (new.parts[name] - old.parts[name]):+.2f}" for name in NAMES]
+        shown.add_row(old.name, *cells, *longer, _rounds(old), _rounds(new))
     console().print(shown)
 
 
@@ -61,7 +65,7 @@ def save(measured: Measured, path: Path) -> None:
         parts.bar(places, heights, bottom=below, label=name)
         below = [a + b for a, b in zip(below, heights, strict=True)]
     parts.set(title="Parts of a step", ylabel="ms")
-    parts.legend()
+    parts.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     for axes in (speed, parts):
         axes.set_xticks(places, names, rotation=20, ha="right")
     figure.suptitle(measured.script)

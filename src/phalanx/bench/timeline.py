@@ -160,6 +160,8 @@ class Result:
             # The mean over the processes has the slowest one, which does not wait.
             share["wait"] *= self.processes / (self.processes - 1)
             slowest = f"rank {self.latest}"
+        if self.replicas == 1:
+            share["compute"] += share.pop("exchange")  # The update of the weights.
         worst = max((name for name in share if name != "compute"), key=lambda name: share[name])
         if share[worst] < _NOTABLE:
             return (
@@ -189,6 +191,6 @@ _ADVICE = {
     ),
     "exchange": (
         "the exchange between replicas",
-        'larger batches per replica, CommunicationOptions(compression="int8"), or local_updates=DiLoCo(every=100).',
+        'larger batches per replica; between machines also CommunicationOptions(compression="int8"), or local_updates=DiLoCo(every=100).',
     ),
 }

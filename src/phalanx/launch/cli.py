@@ -326,6 +326,16 @@ def bench(target: str | None, arguments: Sequence[str], **options: object) -> No
     with _errors_told():
         if target is None and not (options["compare"] or options["links"]):
             raise InvalidArgumentError("phalanx bench", "there is no script to run.", "phalanx bench train.py")
+        if options["compare"] and (target or options["output"] or options["links"]):
+            raise InvalidArgumentError(
+                "phalanx bench --compare with a script, --links or --output",
+                "it measures nothing and prints a table.",
+                "phalanx bench --compare before.json after.json",
+            )
+        if options["links"] and target:
+            raise InvalidArgumentError(
+                f"phalanx bench --links {target}", "it runs no script.", "phalanx bench --links --processes 2"
+            )
         if target is not None:
             Request(target, tuple(arguments), is_module=bool(options["is_module"])).check_script()
     given = {"target": target, "arguments": list(arguments), **options}

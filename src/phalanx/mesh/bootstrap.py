@@ -249,7 +249,8 @@ def _initialize(addresses: list[str], rank: int, timeout_s: float) -> None:
         raise StartupError(
             f"rank {rank} of {len(addresses)} processes",
             f"JAX can no longer join the cluster: {e}",
-            "create the strategy at the top of the script, before the first array",
+            "create the strategy at the top of the script, before the first array or optimizer: "
+            "DiLoCo(outer_optimizer=lambda: keras.optimizers.SGD(0.7))",
         ) from e
 
 

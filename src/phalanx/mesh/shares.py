@@ -29,6 +29,9 @@ class Shares:
         self._ended_s: dict[int, float] = {}
         self._seconds_per_row: dict[int, deque[float]] = {}
 
+    def __repr__(self) -> str:
+        return f"Shares({self.weights}, is_measured={self.is_measured})"
+
     def note_own_part(self, replica: int, rows: int) -> None:
         """Notes that a replica of this process has computed all that it can without the others. Called while a program runs."""
         # It began when the step before had ended, so that waiting for input counts, and waiting for others does not.

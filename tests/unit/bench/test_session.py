@@ -150,6 +150,33 @@ def test_arguments_for_the_number_of_devices(measured):
     assert "2 processes: each trains alone" in fixed.notes[1]
 
 
+def test_parts_are_those_of_the_median_round():
+    """Of an even number of rounds, the lower one of two."""
+    rounds = [
+        [Moments(0, 1, 1, 8, starts(each), [], {"0": starts(each, 0.5)}, {"0": starts(each, 1)})] for each in (0.3, 0.1)
+    ]
+    found = result_of((1, 1), rounds)
+    assert found.rounds == pytest.approx([1 / 0.3, 10.0])
+    assert sum(found.parts.values()) * found.steps_per_s == pytest.approx(1.0)
+
+
+def starts(each, offset=0.0):
+    """The moments of ten steps of so many seconds."""
+    return [(number + offset) * each for number in range(10)]
+
+
+def test_failures_with_some_devices_are_noted(measured, tmp_path):
+    """The others are measured. The script imports from its own folder, as with Python itself."""
+    (tmp_path / "beside.py").write_text("def check(n):\n    if n == 1:\n        raise ValueError('not with 1')\n")
+    source = LOOP.replace(
+        "import keras\n", "import keras\nfrom beside import check\ncheck(strategy.num_replicas_in_sync)\n"
+    )
+    found = measured(source, ["{devices}"])
+    assert [one.replicas for one in found.results] == [2]
+    assert found.notes[0].startswith("1 device: it has failed with exit code 1: ")
+    assert found.notes[0].endswith("ValueError: not with 1")
+
+
 def test_scripts_that_cannot_be_measured(measured):
     """They never step, end too soon, fail, or take too long."""
     with pytest.raises(StartupError, match=r"it has not made 15 training steps(.|\n)*ended after 0 of 15 steps"):
@@ -171,6 +198,9 @@ def test_bad_files_are_refused(tmp_path, capsys):
     ):
         assert main(json.dumps(options | {"output": [path]})) == 2
         assert message in capsys.readouterr().err
+    (tmp_path / "links.json").write_text("[]")
+    with pytest.raises(InvalidArgumentError, match="cannot be read as a measurement: it holds links"):
+        read(str(tmp_path / "links.json"))
     assert main(json.dumps(options | {"compare": ["none.json", "none.json"]})) == 2
     assert "--compare none.json: cannot be read as a measurement" in capsys.readouterr().err
     with pytest.raises(InvalidArgumentError, match="HINT: phalanx bench --output"):
@@ -194,7 +224,12 @@ def test_command_line_prints_a_table(tmp_path):
     assert "round 1 of 1" in done.stderr
     compared = run("--compare", "a.json", "a.json")
     assert " 1.00 " in compared.stdout, compared.stderr
-    for arguments, message in (((), "there is no script to run"), (("none.py",), "none.py")):
+    for arguments, message in (
+        ((), "there is no script to run"),
+        (("none.py",), "none.py"),
+        (("--compare", "a.json", "a.json", "train.py"), "it measures nothing and prints a table"),
+        (("--links", "train.py"), "it runs no script"),
+    ):
         refused = run(*arguments)
         assert refused.returncode == 2
         assert message in refused.stderr

@@ -94,6 +94,12 @@ def test_sentence_names_the_largest_part(parts, sentence):
     assert re.match(sentence, result(**parts).verdict)
 
 
+def test_one_replica_has_no_exchange():
+    """The update of its weights is computation."""
+    one = Result(1, 1, 1, 10.0, 80.0, dict.fromkeys(NAMES, 0.0) | {"compute": 5, "exchange": 4, "host": 1}, 0, [10.0])
+    assert one.verdict.startswith("bound by its computation (90% of the step)")
+
+
 def test_slow_device_is_named():
     """In one process there are no ranks."""
     one = Result(1, 2, 2, 10.0, 80.0, dict.fromkeys(NAMES, 0.0) | {"compute": 6, "wait": 4}, 0, [10.0])
