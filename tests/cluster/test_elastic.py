@@ -299,6 +299,26 @@ def test_fit_takes_over_what_was_not_sent(disturbed, options):
     assert max(first for first, _ in ends) < 0.5, output  # Both have joined. At the beginning it is 1.
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("replica_weights=[2, 1]", "replica_weights=[2, 1] in an elastic group: the number of replicas changes when"),
+        (
+            "local_updates=phalanx.experimental.LocalSGD(8, replicas_per_group=2)",
+            "replicas_per_group=2 in an elastic group whose processes have 1 devices: the number of processes changes",
+        ),
+    ],
+    ids=["weights", "groups"],
+)
+def test_what_needs_a_number_of_replicas_is_refused(tmp_path, options, message):
+    """Before the training, instead of when a process dies."""
+    script = tmp_path / "train.py"
+    script.write_text(f"import phalanx\nphalanx.MultiWorkerMirroredStrategy({options})\n")
+    code, output = run(script)
+    assert code == 1, output
+    assert message in output, output
+
+
 @pytest.mark.parametrize("donate", [True, False])
 def test_every_row_counts_once_per_epoch(disturbed, donate):
     """Whatever is repeated, also if only processes are left that have joined later. The loop hears of each step once, in order."""

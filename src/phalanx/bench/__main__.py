@@ -31,9 +31,8 @@ def main(given: str) -> int:
         if options["compare"]:
             report.print_comparison(*map(read, options["compare"]))
             return 0
-        paths = [
-            json_or_picture("--output", path, "--output speed.json") for path in options["output"]
-        ]  # Before the measurement, which takes minutes.
+        # Before the measurement, which takes minutes.
+        paths = [json_or_picture("--output", path, "--output speed.json") for path in options["output"]]
         if options["links"]:
             return _links(options["processes"], options["devices"], paths)
         script = Script(options["target"], tuple(options["arguments"]), is_module=options["is_module"])
