@@ -273,6 +273,14 @@ def outer_of(variable: Variable) -> Variable | None:
     return outer
 
 
+def take_outer(variables: Sequence[Variable]) -> None:
+    """Makes replica-local variables begin with their outer ones, which nobody reads any more."""
+    for variable in variables:
+        outer: Variable | None = vars(variable).pop("_phalanx_outer", None)
+        if outer is not None and variable._value is None:
+            variable._value = outer._value
+
+
 _checkers: list[Callable[[Variable, Any], None]] = []
 
 

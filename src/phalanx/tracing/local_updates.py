@@ -107,6 +107,7 @@ class LocalSGD(LocalUpdates):
     @override
     def _synchronizations(self, applied: Applied) -> Iterator[Synchronization]:
         optimizer, trained = applied.optimizer, applied.trained
+        compat.take_outer(trained)  # They may have been trained with `DiLoCo` before.
         own = set(map(id, [*trained, *optimizer.variables]))
         own -= set(map(id, compat.accumulators(optimizer, trained) if compat.accumulation_steps(optimizer) else ()))
         yield _average([v for v in applied.written if id(v) in own or _is_of_nobody(v)], applied, self.every)

@@ -339,6 +339,21 @@ def test_outer_weights_after_local_sgd():
     np.testing.assert_allclose(weights_of(model), before, atol=1e-6)
 
 
+def test_local_sgd_after_outer_weights():
+    """Begins with them, and then reads as the mean of the replicas."""
+    _, model = trained(DiLoCo(every=2), 5)
+    before = weights_of(trained(DiLoCo(every=2), 5)[1])
+    strategy = strategy_with(LocalSGD(8))
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+    np.testing.assert_allclose(weights_of(model), before, rtol=1e-6)
+    model.optimizer.learning_rate = 0.1
+    model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+    assert not np.allclose(weights_of(model), before)
+    np.testing.assert_allclose(weights_of(model), np.mean(local_weights(strategy, model), axis=0), rtol=1e-5)
+
+
 def test_outer_weights_of_two_optimizers():
     """Are those of the first, so that each goes on from what the other has done."""
     strategy, model = trained(DiLoCo(every=2), 4)
