@@ -89,8 +89,8 @@ def _up_to(most: int) -> list[int]:
 class _ScriptError(StartupError):
     """A script does not get to its end with some number of devices and processes."""
 
-    def __init__(self, call: str, reason: str, hint: str, what: str, output: str) -> None:
-        super().__init__(call, reason, hint)
+    def __init__(self, call: str, what: str, hint: str, output: str) -> None:
+        super().__init__(call, f"{what}. The end of its output:\n{output[-_TAIL:]}", hint)
         self.summary = f"{what}: {output.splitlines()[-1]}" if output else f"{what}."
 
 
@@ -185,7 +185,7 @@ def _run(script: Script, processes: int, devices: int, options: Options) -> list
             else:
                 what = f"it has failed with exit code {done.returncode}"
                 hint = f"phalanx run --workers {processes} --devices-per-worker {devices} {script.target}"
-            raise _ScriptError(call, f"{what}. The end of its output:\n{output[-_TAIL:]}", hint, what, output)
+            raise _ScriptError(call, what, hint, output)
         moments = [Moments.from_json(json.loads(file.read_text())) for file in found]
         return sorted(moments, key=lambda one: one.rank)
 

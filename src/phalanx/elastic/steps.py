@@ -210,7 +210,7 @@ def _results(step: Callable[[Any], T], loop: _Loop) -> Iterator[T]:
 
 def _elastic_results(step: Callable[[Any], T], loop: _Loop, training: Training) -> Iterator[T]:
     if not training.is_over:
-        _enter(training, step, loop)
+        training.enter(lambda: _try(step, loop))
     while not training.is_over:
         try:
             batch = loop.next()
@@ -240,12 +240,7 @@ def _on_host(result: T) -> T:
     return found
 
 
-def _enter(training: Training, step: Callable[[Any], Any], loop: _Loop) -> None:
-    """Makes a step alone, so that all variables exist, before this process joins the others; if it has started later than they."""
-    with training.trying() as is_late:
-        if is_late and (batch := loop.next()) is not None:
-            if isinstance(step, Function):
-                step.prepare(*batch)
-            else:
-                step(*batch)
-    training.enter()
+def _try(step: Callable[[Any], Any], loop: _Loop) -> None:
+    """Makes a step, so that all variables exist; only traces it if that will do."""
+    if (batch := loop.next()) is not None:
+        (step.prepare if isinstance(step, Function) else step)(*batch)

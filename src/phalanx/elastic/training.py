@@ -7,7 +7,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, final
 
@@ -106,9 +106,18 @@ class Training:
         self.is_over = member.begin(self._call) > self._call and member.is_late
         """Whether the others have finished this training before this process joined them."""
 
-    def enter(self) -> None:
-        """Joins the others, if this process has started later than they."""
+    def enter(self, make_variables: Callable[[], object]) -> None:
+        """Joins the others, if this process has started later than they.
+
+        Args:
+          make_variables: makes or traces a step alone, so that this process has all variables that it takes over from the others.
+        """
         if self._member.is_late:
+            self._member.is_trying = True
+            try:
+                make_variables()
+            finally:
+                self._member.is_trying = False
             self._change(Copy(-1, [0, 0], {}, IdentityMap()))
 
     @contextmanager
@@ -131,15 +140,6 @@ class Training:
         self._member.is_leaving = True
         if own := watch.own():
             own.change_point.request(f"rank {own.rank} {notice}")
-
-    @contextmanager
-    def trying(self) -> Iterator[bool]:
-        """Returns a context in which a process that has started later may make a step alone. Yields whether this one has."""
-        self._member.is_trying = True
-        try:
-            yield self._member.is_late
-        finally:
-            self._member.is_trying = False
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

@@ -182,10 +182,7 @@ class ModelTrainer:
 
     def _go_on(self, run: Run, training: Training, interrupts: Interrupts) -> dict[str, Any]:
         is_new = membership.is_late()
-        with training.trying() as is_late:
-            if is_late:
-                self._prepare(run.data)
-        training.enter()
+        training.enter(lambda: self._prepare(run.data))
         logs: dict[str, Any] = {}
         while not training.is_over:
             try:
@@ -204,10 +201,9 @@ class ModelTrainer:
         return logs
 
     def _prepare(self, data: EpochData) -> None:
-        """Creates all variables of a training step, so that this process has those that it takes over from others."""
+        """Creates all variables of a training step."""
         for _, parts in data.epoch():
-            batches, count = parts[0]
-            self._train(batches, count, runs=False)
+            self._train(*parts[0], runs=False)
             break
 
     def evaluate(
@@ -398,7 +394,7 @@ class ModelTrainer:
     def _program(self, step: ReplicaStep) -> Callable[..., Any]:
         """Returns a function of a batch and a number of steps, or None for one, that runs them on all replicas.
 
-        The steps are compiled into one program, unless `run_eagerly` is set. With `runs=False` they are only traced.
+        The steps are compiled into one program, unless `run_eagerly` is set, and with `runs=False` only traced.
         """
         strategy = self._strategy
 

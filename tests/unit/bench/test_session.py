@@ -106,9 +106,9 @@ class Slow(keras.callbacks.Callback):
         print(time.monotonic(), file=open(path, "a"))
 model.fit(x, y, batch_size=32, epochs=50, verbose=0, callbacks=[Slow()])
 """
-    found = measured(fit(slow), devices=1)
+    found = measured(fit(slow), devices=1, steps=30)  # Of six seconds, a disturbance at either end is a small part.
     seen = list(map(float, (tmp_path / "seen").read_text().split()))
-    assert sum(found.results[0].parts.values()) == pytest.approx((seen[-1] - seen[4]) / (len(seen) - 5), rel=0.2)
+    assert sum(found.results[0].parts.values()) == pytest.approx((seen[-1] - seen[4]) / (len(seen) - 5), rel=0.05)
     assert found.results[0].verdict.startswith("bound by Python code between the steps"), found.results
     assert found.results[0].parts["host"] > 0.1
 

@@ -101,7 +101,7 @@ def test_one_replica_has_no_exchange():
 
 
 def test_slow_device_is_named():
-    """In one process there are no ranks."""
+    """A single process has no ranks, so the sentence speaks of replicas."""
     one = Result(1, 2, 2, 10.0, 80.0, dict.fromkeys(NAMES, 0.0) | {"compute": 6, "wait": 4}, 0, [10.0])
     assert one.verdict.startswith("bound by the slowest replica, for which the others wait (40% of the step)")
 
