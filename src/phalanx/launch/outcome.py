@@ -94,13 +94,16 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the launcher: 0 if all processes succeeded, otherwise that of the first failure, as in a shell.
+        """The exit code of the launcher: 0 if all processes succeeded, otherwise that of the culprit, as in a shell.
 
-        That of the evaluator counts only if the training has succeeded.
+        If the culprit has not failed by itself, that of the first failure counts; that of the evaluator, only if the training has
+        succeeded.
         """
         if self.signal is not None:
             return 128 + self.signal
-        if (failure := self.first_failure or self.failed_evaluator) is None:
+        # On a busy machine, one that was killed may end after another one that misses it.
+        failure = self.culprit if self.culprit and self.culprit.is_failure else self.first_failure
+        if (failure := failure or self.failed_evaluator) is None:
             return 0
         return failure.code if failure.code > 0 else 128 - failure.code
 

@@ -326,7 +326,7 @@ class Rendezvous(threading.Thread):
             self._end_all("nobody who has the variables of the training is left")
         elif len(came) + len(newcomers) >= self._least or self._has_finished:
             self._form(came, sorted(newcomers, key=lambda m: m.number))
-        else:
+        elif not self._standing().is_hopeless:
             self._say_once(f"Too few workers are left: {len(came)} of at least {self._least}. They wait for others.")
 
     def _say_once(self, text: str) -> None:

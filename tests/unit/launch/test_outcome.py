@@ -88,6 +88,15 @@ def test_report_of_a_stall():
     )
 
 
+def test_killed_process_that_ends_after_the_one_that_names_it():
+    """The exit code is that of the process that is named, although another one ended before it."""
+    said = "Phalanx: rank 1 (host:1) has ended without a word: it was killed, or has crashed."
+    outcome = Outcome((Ending("worker 0", 1, 7.3, last=lines(said)), Ending("worker 1", -9, 7.4)))
+    assert (outcome.culprit.name, outcome.exit_code) == ("worker 1", 137)
+    # One that has not failed by itself has no such code.
+    assert Outcome((outcome.endings[0], Ending("worker 1", 0, 7.4))).exit_code == 1
+
+
 def test_last_verdict_counts():
     """The verdict of who failed first, and the last one; one of another cluster's ranks names nobody."""
     ends = [("worker 0", 75, 9.2, 2), ("worker 1", 75, 9.1, 0), ("worker 2", 75, 9.3, 1)]
