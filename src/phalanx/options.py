@@ -420,9 +420,12 @@ class ElasticOptions:
         processes repeat only the step that failed.
       copy_every: number of steps between two copies of the variables in the memory of the host, from which the others go on. None for as
         many steps that the copies take 1% of the time.
+      scale_batch: whether each process keeps its number of rows when others leave. The global batches of the dataset are then those of a
+        group with all processes, and with n of N each step takes n / N of their rows: steps are as long as before, and an epoch has
+        more of them. If not, the global batch keeps its size.
 
     Raises:
-      InvalidArgumentError: `donate` is not a bool, or `copy_every` is not a positive integer.
+      InvalidArgumentError: `donate` or `scale_batch` is not a bool, or `copy_every` is not a positive integer.
 
     Example:
       >>> import phalanx
@@ -432,8 +435,10 @@ class ElasticOptions:
 
     donate: bool = True
     copy_every: int | None = None
+    scale_batch: bool = False
 
     def __post_init__(self) -> None:
         arguments.flag("donate", self.donate)
+        arguments.flag("scale_batch", self.scale_batch)
         if self.copy_every is not None:
             arguments.integer("copy_every", self.copy_every, hint="copy_every=100")

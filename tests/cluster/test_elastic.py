@@ -129,7 +129,8 @@ strategy = phalanx.MultiWorkerMirroredStrategy(elastic=phalanx.elastic.ElasticOp
 with strategy.scope():
     seen = keras.Variable(np.zeros(24, "float32"), aggregation="sum")
 def count(rows):
-    mask = rows < 1000
+    mask = phalanx.get_replica_context().example_mask
+    mask = np.ones(len(rows)) if mask is None else mask
     seen.assign_add(keras.ops.sum(keras.ops.one_hot(rows, 24) * keras.ops.cast(mask, "float32")[:, None], 0))
 @phalanx.function
 def step(batch):
@@ -145,6 +146,7 @@ for total in phalanx.elastic.steps(step, dataset, epochs=120):
     (here / str(os.getpid())).write_text(str(made))
     time.sleep(0.02)
 print("heard", heard == list(range(heard[0], 24 * 120 + 1, 6)), len(heard), flush=True)
+print("rows", *sorted(set(np.diff(heard).tolist())), flush=True)
 print("seen", sorted(set(np.asarray(seen.value).tolist())), flush=True)
 """
 
@@ -327,6 +329,18 @@ def test_every_row_counts_once_per_epoch(disturbed, donate):
     assert set(re.findall(r"heard (\w+)", output)) == {"True"}, output
     assert set(re.findall(r"seen (.*)", output)) == {"[120.0]"}, output
     assert output.count("was killed by SIGKILL") == 2
+
+
+@pytest.mark.parametrize("data", ["np.arange(24), batch_size=6", "[*np.arange(24).reshape(4, 6)]"])
+def test_batch_that_follows_the_number_of_processes(disturbed, data):
+    """One of two processes makes steps with half of the rows, and each row still counts once per epoch."""
+    source = COUNTS.replace("phalanx.elastic.ElasticOptions(donate=DONATE, copy_every=4)", "OPTIONS")
+    options = "phalanx.elastic.ElasticOptions(donate=False, scale_batch=True)"
+    code, output = disturbed(source.replace("OPTIONS", options).replace("np.arange(24), batch_size=6", data), 2)
+    assert code == 0, output
+    assert set(re.findall(r"seen (.*)", output)) == {"[120.0]"}, output
+    assert "] rows 3 6\n" in output
+    assert set(re.findall(r"rows (.*)", output)) <= {"3 6", "6"}, output
 
 
 SAVES = """

@@ -50,8 +50,8 @@ def of_options():
         ),
         "ElasticOptions": Case(
             phalanx.elastic.ElasticOptions,
-            {"donate": True, "copy_every": None},
-            takes={"donate": {"True"}, "copy_every": COUNT | NONE},
+            {"donate": True, "copy_every": None, "scale_batch": False},
+            takes={"donate": {"True"}, "copy_every": COUNT | NONE, "scale_batch": {"True"}},
         ),
         "CommunicationOptions.merge": Case(experimental.CommunicationOptions().merge, {"other": None}),
         "RunOptions": Case(

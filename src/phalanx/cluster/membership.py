@@ -25,8 +25,8 @@ from phalanx.cluster.secret import secret_of
 from phalanx.cluster.spec import ClusterSpec, Task, tf_config
 from phalanx.errors import StartupError
 
-RENDEZVOUS, MEMBER = "PHALANX_RENDEZVOUS", "PHALANX_MEMBER"
-"""The environment variables with the address of the rendezvous, and with the number of this process in it."""
+RENDEZVOUS, MEMBER, MOST = "PHALANX_RENDEZVOUS", "PHALANX_MEMBER", "PHALANX_MOST_WORKERS"
+"""The environment variables with the address of the rendezvous, the number of this process in it, and the most processes of a group."""
 
 JOB = "worker"
 _CONNECT_S = 30.0
@@ -204,6 +204,11 @@ def own() -> Membership | None:
 def is_elastic() -> bool:
     """Whether this process belongs to an elastic group."""
     return bool(os.environ.get(RENDEZVOUS) and os.environ.get(MEMBER))
+
+
+def most_workers() -> int:
+    """Returns the number of processes that the elastic group of this process has if none is missing."""
+    return int(os.environ[MOST])
 
 
 def is_first() -> bool:

@@ -17,8 +17,9 @@ from phalanx.input.iterator import DistributedIterator, T, check_steps, require_
 from phalanx.input.lockstep import require_same_data
 from phalanx.input.sharding import Plan, WorkerShard, plan
 from phalanx.input.sources.adapt import source_of
-from phalanx.input.sources.base import UNKNOWN
+from phalanx.input.sources.base import UNKNOWN, AbstractSource
 from phalanx.input.sources.functions import FunctionSource, InputContext
+from phalanx.input.sources.partial import partial
 from phalanx.mesh.topology import Topology
 from phalanx.options import AutoShardPolicy, InputOptions, InputReplicationMode
 from phalanx.typing import PyTree
@@ -97,7 +98,9 @@ class DistributedDataset:
     def cardinality(self) -> int:
         """The number of batches; -1 if it is infinite, -2 if it is unknown. May be read in any context."""
         # Workers that read different rows continue until the last of them ends, so none knows the number of steps.
-        count = UNKNOWN if self._plan.agreed else self._plan.source.facts.num_batches
+        # In an elastic group that scales its batches, the number of steps depends on who leaves and joins.
+        is_known = not self._plan.agreed and self.topology.shares.part is None
+        count = self._plan.source.facts.num_batches if is_known else UNKNOWN
         return count if count < 0 or self._steps is None else math.ceil(count / self._steps)
 
     @property
@@ -201,10 +204,10 @@ def distribute(
             "distribute_datasets_from_function, which makes one dataset per replica",
         )
     arguments.flag("drop_remainder", drop_remainder)
-    make = functools.partial(source_of, batch_size=batch_size, drop_remainder=drop_remainder)
 
     def make_plan(topology: Topology) -> Plan:
         worker = worker_of(topology)
+        make = _sources(topology, batch_size, drop_remainder=drop_remainder)
         divided = plan(dataset, make, options.auto_shard_policy, worker)
         divided.announce(worker)
         return divided
@@ -235,8 +238,18 @@ def shards_of(dataset: Any, topology: Topology, options: InputOptions, batch_siz
     """Returns one `WorkerShard` per worker for a dataset, distributed or not."""
     if isinstance(dataset, DistributedDataset):
         return dataset.shards
-    make = functools.partial(source_of, batch_size=batch_size)
+    make = _sources(topology, batch_size, drop_remainder=False)
     return plan(dataset, make, options.auto_shard_policy, worker_of(topology)).shards
+
+
+def _sources(topology: Topology, batch_size: int | None, *, drop_remainder: bool) -> Callable[[Any], AbstractSource]:
+    """Returns a function that converts a dataset to the source of the batches of these devices."""
+
+    def make(dataset: Any) -> AbstractSource:
+        of_size = functools.partial(source_of, dataset, drop_remainder=drop_remainder)
+        return partial(of_size, batch_size, topology.shares.part, drop_remainder=drop_remainder)
+
+    return make
 
 
 def check_options(options: object) -> InputOptions:

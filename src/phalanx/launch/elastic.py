@@ -83,7 +83,7 @@ class ElasticGroup(Group):
             if machines.index
             else Rendezvous(least, environment, self._kill, say, machines)
         )
-        self._first = machines.index * len(specs)
+        self._first, self._most = machines.index * len(specs), machines.count * len(specs)
         self._report = Report(tuple(range(self._first, self._first + len(specs))), len(specs))
 
     @property
@@ -121,7 +121,7 @@ class ElasticGroup(Group):
     def _elastic(self, spec: ProcessSpec) -> ProcessSpec:
         """Returns a process with its number among those of all machines, which finds the rendezvous."""
         number = self._first + spec.task.index
-        environment = environment_of(self._rendezvous.address, number, spec.environment)
+        environment = environment_of(self._rendezvous.address, number, self._most, spec.environment)
         return replace(spec, task=Task(JOB, number), environment={**self._cache(), **environment})
 
     def _cache(self) -> dict[str, str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from phalanx.cluster.membership import MEMBER, RENDEZVOUS
+from phalanx.cluster.membership import MEMBER, MOST, RENDEZVOUS
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,14 @@ class AbstractRendezvous(Protocol):
         """Reports the processes of this machine, and returns the state of the training."""
 
 
-def environment_of(address: str, number: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of a process, with which it finds the rendezvous instead of a fixed cluster."""
+def environment_of(address: str, number: int, most: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a process, with which it finds the rendezvous instead of a fixed cluster.
+
+    Args:
+      address: address of the rendezvous.
+      number: number of the process.
+      most: number of processes if none is missing.
+      environment: the rest.
+    """
     rest = {name: value for name, value in environment.items() if name != "TF_CONFIG"}
-    return {**rest, RENDEZVOUS: address, MEMBER: str(number)}
+    return {**rest, RENDEZVOUS: address, MEMBER: str(number), MOST: str(most)}

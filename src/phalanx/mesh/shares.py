@@ -5,6 +5,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import final
 
 import numpy as np
@@ -22,10 +23,13 @@ class Shares:
     Attributes:
       weights: one number per replica. Its share is proportional to it. Empty if all shares are equal.
       is_measured: whether the shares follow the speed of the replicas.
+      part: the number of rows of a step, relative to that of a batch of the dataset. None if each step takes one batch.
     """
 
-    def __init__(self, weights: Sequence[float] = (), *, is_measured: bool = False) -> None:
-        self.weights, self.is_measured = list(weights), is_measured
+    def __init__(
+        self, weights: Sequence[float] = (), *, is_measured: bool = False, part: Fraction | None = None
+    ) -> None:
+        self.weights, self.is_measured, self.part = list(weights), is_measured, part
         self._ended_s: dict[int, float] = {}
         self._seconds_per_row: dict[int, deque[float]] = {}
 

@@ -3,6 +3,8 @@
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
+from typing import Literal
 
 import jax
 from typing_extensions import override
@@ -41,7 +43,8 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         None means `timeout_seconds`, else PHALANX_STALL_TIMEOUT_S, else 600.
       model_axis: name and size of a mesh axis over which XLA partitions each replica. The devices of a replica must
         belong to one process.
-      elastic: what to do so that a training survives the loss of a process. None means `ElasticOptions()`.
+      elastic: what to do so that a training survives the loss of a process. None means `ElasticOptions()`, and "scale_batch"
+        `ElasticOptions(scale_batch=True)`.
       local_updates: `LocalSGD` or `DiLoCo` of `phalanx.experimental`: replicas train on their own for some steps. None aggregates
         gradients at every step.
       replica_weights: one number per replica, for devices of different speed: its share of each global batch is proportional to it.
@@ -68,7 +71,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         *,
         stall_timeout_s: float | None = None,
         model_axis: tuple[str, int] | None = None,
-        elastic: ElasticOptions | None = None,
+        elastic: ElasticOptions | Literal["scale_batch"] | None = None,
         local_updates: LocalUpdates | None = None,
         replica_weights: Sequence[float] | str | None = None,
     ) -> None:
@@ -89,6 +92,8 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
                 "communication_options=phalanx.experimental.CommunicationOptions(bytes_per_pack=1 << 20)",
             )
         arguments.seconds("stall_timeout_s", stall_timeout_s, hint="stall_timeout_s=600")
+        if isinstance(elastic, str) and elastic == "scale_batch":
+            elastic = ElasticOptions(scale_batch=True)
         if elastic is not None:
             arguments.instance(
                 "elastic", elastic, ElasticOptions, "elastic=phalanx.elastic.ElasticOptions(donate=False)"
@@ -104,6 +109,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         self._stall_timeout_s, self._axes = stall_timeout_s or options.timeout_seconds, axes
         bootstrap.start(resolver, options.timeout_seconds, self._stall_timeout_s)
         topology = Topology(tuple(jax.devices()), axes)
+        topology.shares.part = self._part_of_batches(topology.num_workers)
         _require_implementation(options.implementation, topology)
         super().__init__(topology, options=options, local_updates=local_updates, replica_weights=replica_weights)
         if self.local_updates is not None and membership.is_elastic():
@@ -142,6 +148,12 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         """
         shares = Shares(is_measured=self._topology.shares.is_measured)
         self._topology = Topology(tuple(jax.devices()), self._axes, source=source, shares=shares)
+        shares.part = self._part_of_batches(self._topology.num_workers)
+
+    def _part_of_batches(self, workers: int) -> Fraction | None:
+        """Returns which part of each batch a group of this size takes in a step. None for whole batches."""
+        is_scaled = self._elastic.scale_batch and membership.is_elastic()
+        return Fraction(workers, membership.most_workers()) if is_scaled else None
 
 
 def _require_own_groups(size: int, devices: int) -> None:

@@ -34,3 +34,9 @@ def test_description_of_a_generation():
     assert found["cluster"] == {"worker": ["127.0.0.1:2", "127.0.0.1:3"]}
     assert found["task"] == {"type": "worker", "index": 1}
     assert generation.size == 2
+
+
+def test_complete_group(monkeypatch):
+    """The launcher says how many processes it has."""
+    monkeypatch.setenv(membership.MOST, "4")
+    assert membership.most_workers() == 4

@@ -1,6 +1,7 @@
 """What `fit` is given, as epochs of distributed batches; what the data raises."""
 
 import time
+from fractions import Fraction
 
 import keras
 import numpy as np
@@ -173,3 +174,30 @@ def test_predict_of_a_larger_batch_than_rows():
     """Fewer rows than a batch and than replicas."""
     model = under(replicas(4), compiled())
     same(model.predict(X[:3], verbose=0), np.asarray(model(X[:3])))
+
+
+def test_epoch_goes_on_with_smaller_batches():
+    """In an elastic group that scales them, rows come once, in the order in which they were shuffled, and no total is promised."""
+
+    def data_of(part):
+        keras.utils.set_random_seed(3)
+        strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+        strategy.topology.shares.part = part
+        return strategy, EpochData(strategy, X, steps=None, group=1, y=Y, batch_size=16, shuffle=True)
+
+    def rows_in(strategy, groups):
+        return [np.asarray(strategy.gather(batch[0], 0)) for _, ((batch, _),) in groups]
+
+    strategy, data = data_of(None)
+    expected = np.concatenate(rows_in(strategy, data.epoch()))
+    strategy, data = data_of(Fraction(1))
+    assert data.num_batches is None
+    groups = data.epoch()
+    first = rows_in(strategy, [next(groups), next(groups)])
+    state = data.get_state()
+    strategy, data = data_of(Fraction(3, 4))
+    data.set_state(state)
+    rest = rows_in(strategy, data.epoch())
+    assert {len(rows) for rows in first} == {16}
+    assert {len(rows) for rows in rest[:-1]} == {12}
+    np.testing.assert_array_equal(np.concatenate(first + rest), expected)

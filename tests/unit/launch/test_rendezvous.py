@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import pytest
 
-from phalanx.cluster.membership import MEMBER, RENDEZVOUS, Membership
+from phalanx.cluster.membership import MEMBER, MOST, RENDEZVOUS, Membership
 from phalanx.cluster.secret import TOKEN, new_token
 from phalanx.errors import InvalidArgumentError, StartupError
 from phalanx.launch.outpost import Outpost
@@ -249,8 +249,8 @@ def test_state_of_the_training(hall):
 
 def test_environment_of_a_process():
     """It finds the rendezvous, and no fixed cluster."""
-    environment = environment_of("127.0.0.1:5", 3, {"TF_CONFIG": "{}", "HOME": "/root"})
-    assert environment == {"HOME": "/root", RENDEZVOUS: "127.0.0.1:5", MEMBER: "3"}
+    environment = environment_of("127.0.0.1:5", 3, 4, {"TF_CONFIG": "{}", "HOME": "/root"})
+    assert environment == {"HOME": "/root", RENDEZVOUS: "127.0.0.1:5", MEMBER: "3", MOST: "4"}
 
 
 def test_end_of_the_rendezvous_is_an_error(hall):
