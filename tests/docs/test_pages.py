@@ -27,6 +27,8 @@ PAGES = (
     "docs/saving.md",
     "docs/summaries.md",
     "docs/stopping.md",
+    "docs/communication.md",
+    "docs/recovery.md",
 )
 DEADLINE_S = 300  # On a busy machine; alone, each takes less than a tenth of it.
 
