@@ -23,7 +23,7 @@ from phalanx.input.state import from_text, to_text
 from phalanx.mesh import device_assignment, tpu_system
 from phalanx.mesh.topology import Topology
 from phalanx.mesh.values import is_distributed
-from phalanx.programs.state import slot_of
+from phalanx.programs.slots import slot_of
 from phalanx.strategies.describe import variables_of
 from phalanx.typing import PyTree
 

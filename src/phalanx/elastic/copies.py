@@ -14,7 +14,7 @@ from phalanx import compat
 from phalanx.compat import Variable
 from phalanx.mesh.topology import Topology
 from phalanx.programs.identity import IdentityMap
-from phalanx.programs.state import Share, put_share, share_of, to_host
+from phalanx.programs.values import Share, put_share, share_of, to_host
 
 _variables: IdentityMap[bool] = IdentityMap()
 """All Keras variables of this process."""

@@ -22,7 +22,7 @@ from phalanx.mesh.topology import Topology
 from phalanx.programs.identity import IdentityMap
 from phalanx.programs.interrupts import handler_of
 from phalanx.programs.program import forget_all
-from phalanx.programs.state import put_values
+from phalanx.programs.values import put_values
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
 from phalanx.train import text

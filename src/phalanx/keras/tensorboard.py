@@ -17,7 +17,8 @@ from phalanx.keras import projector
 from phalanx.keras.tracking import ScalarCallback
 from phalanx.mesh.annotated import block_until_ready
 from phalanx.mesh.bootstrap import is_this_chief
-from phalanx.programs.state import slot_of, to_host
+from phalanx.programs.slots import slot_of
+from phalanx.programs.values import to_host
 from phalanx.summary.traces import CalledPrograms
 from phalanx.tracing.records import defaults, restored
 from phalanx.typing import PyTree

@@ -31,7 +31,7 @@ from phalanx.programs.function import Function
 from phalanx.programs.interrupts import Interrupts
 from phalanx.programs.program import without_collections
 from phalanx.programs.replicas import trace_run
-from phalanx.programs.state import combine_on_demand
+from phalanx.programs.values import combine_on_demand
 from phalanx.strategies.base import Strategy
 from phalanx.tracing import context
 from phalanx.tracing.local_updates import DiLoCo

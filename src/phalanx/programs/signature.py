@@ -12,7 +12,7 @@ from phalanx.collectives import primitives
 from phalanx.errors import TraceError
 from phalanx.errors.frames import user_place
 from phalanx.mesh.topology import Topology
-from phalanx.programs.state import slot_of
+from phalanx.programs.slots import slot_of
 from phalanx.tracing.discovery import Discovery
 from phalanx.tracing.structure import Arguments
 

@@ -7,320 +7,23 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, compress, repeat
 from operator import is_, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding
 
 from phalanx import compat
 from phalanx.compat import Variable, raw_value
 from phalanx.errors import StateLostError, VariableError
-from phalanx.mesh.annotated import shape_dtype, with_sharding_constraint
+from phalanx.mesh.annotated import shape_dtype
 from phalanx.mesh.topology import Topology
-from phalanx.programs.identity import IdentityMap
-from phalanx.tracing.boundary import combined
-from phalanx.tracing.policy import Combine, describe, initial_components, policy_of
+from phalanx.programs.slots import Shelf, Slot, parted, restored, slot_of
+from phalanx.programs.values import combine_on_demand
+from phalanx.tracing.policy import describe, initial_components, policy_of
 from phalanx.tracing.structure import refuse_outer_trace
 from phalanx.typing import PyTree
 
 Group = tuple[list[Any], list[Any]]
 """Values of some variables, and the replicas' components of the on-read variables among them."""
-
-
-class Shelf:
-    """Holds the arrays that a program wrote last, so that storing all of them is one assignment.
-
-    Attributes:
-      arrays: the arrays. None for a variable that the user has assigned since, or that has left for another shelf.
-      home: the devices of the arrays.
-      has_lent: whether the slot of an array may not be owned.
-      is_whole: whether the arrays of all variables of the program have come here, and none has left.
-    """
-
-    __slots__ = ("arrays", "has_lent", "home", "is_whole")
-
-    def __init__(self, arrays: list[Any], home: Topology | None) -> None:
-        self.arrays, self.home, self.has_lent, self.is_whole = arrays, home, True, False
-
-
-class Slot:
-    """What is known about one variable between programs.
-
-    Attributes:
-      owned: whether a program of Phalanx made the array, and no reader shares its memory, so that the next program may consume it.
-      components: the replicas' own values that belong to `array`, (num_replicas, ...), if the variable is on-read.
-    """
-
-    __slots__ = ("_at", "components", "owned")
-
-    def __init__(self) -> None:
-        self._at, self.owned = (Shelf([None], None), 0), False
-        self.components: jax.Array | None = None
-
-    @property
-    def array(self) -> jax.Array | None:
-        """The array that was stored or placed last. If the variable holds another one, the user has assigned it.
-
-        None after an assignment, so that the slot keeps no memory alive.
-        """
-        shelf, place = self._at
-        array: jax.Array | None = shelf.arrays[place]
-        return array
-
-    @array.setter
-    def array(self, array: jax.Array | None) -> None:
-        shelf, place = self._at
-        shelf.arrays[place] = array
-
-    @property
-    def home(self) -> Topology | None:
-        """The devices of the array."""
-        return self._at[0].home
-
-    def lend(self) -> None:
-        """Stops the next program from consuming the array. May be called in any thread, so each line is one assignment."""
-        self.owned = False
-        self._at[0].has_lent = True
-
-    def store(self, array: jax.Array | None, home: Topology | None) -> None:
-        """Records that `array`, which no program of Phalanx made, is what the variable holds."""
-        if array is not None:
-            kind: Any = type(array)
-            _note_parts_of(kind)
-        self.owned = False
-        self.move(Shelf([array], home), 0)
-        self.components = None
-
-    def move(self, shelf: Shelf, place: int) -> None:
-        """Makes the array that stands on a place of another shelf the one of this variable."""
-        before, at = self._at
-        if before is not shelf:
-            before.is_whole = False
-            self._at = shelf, place
-            # The old shelf would keep the array alive, and its reference count would be that of a shared one.
-            before.arrays[at] = None
-
-
-_slots: IdentityMap[Slot] = IdentityMap()
-
-
-def slot_of(variable: Variable) -> Slot:
-    """Returns the slot of `variable`."""
-    slot = _slots.get(variable)
-    if slot is None:
-        slot = _slots[variable] = Slot()
-    return slot
-
-
-def components_of(variable: Variable) -> jax.Array | None:
-    """Returns the replicas' own values of an on-read variable. None if the user has assigned it since."""
-    slot = slot_of(variable)
-    return slot.components if slot.array is raw_value(variable) else None
-
-
-_restored: IdentityMap[Any] = IdentityMap()
-"""Components from a checkpoint, until a program uses them or the variable is assigned."""
-
-
-def keep_components(variable: Variable, components: np.ndarray) -> None:
-    """Makes `components`, (num_replicas, ...), those with which the next program of as many replicas begins.
-
-    Together they must make the value of the variable. With another number of replicas, a program begins with that value.
-    """
-    _restored[variable] = components
-
-
-def to_host(array: Any, topology: Topology) -> np.ndarray:
-    """Returns a copy of an array on the host. With several workers, all must call it if no worker has the whole array.
-
-    Args:
-      array: an array of NumPy or JAX, on any devices.
-      topology: the devices of all workers.
-    """
-    if not isinstance(array, jax.Array):
-        return np.array(array, order="C")
-    was_parted = _parted.get(array)
-    host = np.asarray(array) if array.is_fully_addressable or array.is_fully_replicated else topology.whole(array)
-    # On CPUs the result shares the memory of the array, which the next program may consume.
-    host = host if host.flags.owndata else host.copy()
-    if not was_parted:
-        _parted.discard(array)
-    return host
-
-
-def _forget(variable: Variable) -> None:
-    if not compat.is_new(variable):  # A variable that a step makes gets its first value after its restored components.
-        _restored.discard(variable)
-    slot = _slots.get(variable)
-    if slot is not None:
-        slot.array = slot.components = None
-
-
-compat.on_assign(_forget)
-
-
-class Share(NamedTuple):
-    """The part of one process in a variable that is combined on demand.
-
-    Args:
-      value: the combined value, which all processes have; or what the replicas of this process have, (local_replicas, ...).
-      is_whole: whether it is the combined value.
-    """
-
-    value: np.ndarray
-    is_whole: bool
-
-
-def share_of(variable: Variable, home: Topology) -> Share | None:
-    """Returns a copy of what this process has of a variable. None if a program that failed has consumed it.
-
-    Args:
-      variable: the variable.
-      home: the devices of the replicas.
-    """
-    slot, array = slot_of(variable), raw_value(variable)
-    if slot.home is home and slot.components is not None and slot.array is array:
-        if slot.components.is_deleted():
-            return None
-        return Share(np.concatenate([np.array(s.data) for s in slot.components.addressable_shards]), False)
-    # No program has used it yet, or it was read or assigned since.
-    if isinstance(array, jax.Array) and not array.is_deleted():
-        return Share(np.array(array), True)
-    return Share(np.zeros((1, *variable.shape), compat.dtype_of(variable)), False)
-
-
-def put_share(variable: Variable, share: Share | None, home: Topology) -> None:
-    """Gives the replicas of this process what `share_of` returned. All processes must call it.
-
-    Args:
-      variable: the variable.
-      share: the values. Of a whole sum, the first process takes care. None in a process that had none: its replicas add nothing to a
-        sum. A mean that is whole, or that this process had none of, begins with the value that the variable has: a process that joins
-        has taken it over from the others.
-      home: the devices of the replicas, which may be others than before.
-    """
-    rows = np.zeros((len(home.local_replicas), *variable.shape), compat.dtype_of(variable))
-    if policy_of(variable).combine is Combine.MEAN:
-        rows[:] = np.asarray(raw_value(variable)) if share is None or share.is_whole else share.value
-    elif share is not None and (not share.is_whole or home.worker_index == 0):
-        rows[0] = share.value if share.is_whole else share.value.sum(0)
-    if home.num_replicas == 1:
-        put_values([(variable, rows[0])], home)
-        return
-    compat.set_raw_values([variable], [None])
-    slot = slot_of(variable)
-    slot.store(None, home)
-    slot.components = home.put_per_replica([rows])[0]
-
-
-def put_values(values: Sequence[tuple[Variable, np.ndarray]], home: Topology | None = None) -> None:
-    """Stores values.
-
-    Args:
-      values: the variables and their values.
-      home: devices on which to place them, if all workers have the same values. With None, the next program broadcasts them first.
-    """
-    for variable, value in values:
-        _forget(variable)
-        if home is None:
-            compat.set_raw_values([variable], [jax.device_put(value)])
-            continue
-        array = home.put_variable(value, compat.layout_path(variable))
-        compat.set_raw_values([variable], [array])
-        slot = slot_of(variable)
-        slot.store(array, home)
-        # On CPUs the array may share the memory of `value`. XLA does not write into memory that it has not allocated.
-        slot.owned = True
-
-
-def combine_on_demand(variables: Sequence[Variable]) -> None:
-    """Computes the values that some variables have outside the replicas, if they are not known yet.
-
-    With several workers, all must call it, unless all these variables have outer ones. An outer variable without a value begins
-    with the combined one.
-    """
-    pairs = [(v, slot_of(v)) for v in variables if raw_value(v) is None]
-    pairs = [(v, slot) for v, slot in pairs if slot.components is not None and slot.home is not None]
-    values = [_outer_value(v) for v, _ in pairs]
-    for home in {id(slot.home): slot.home for _, slot in pairs}.values():
-        here = [i for i, (_, slot) in enumerate(pairs) if values[i] is None and slot.home is home]
-        how = tuple(policy_of(pairs[i][0]).combine for i in here)
-        assert home is not None
-        for i, value in zip(here, _combined([pairs[i][1].components for i in here], how, home.replicated), strict=True):
-            values[i] = value
-    for (variable, slot), value in zip(pairs, values, strict=True):
-        # The variable first: an interrupt between the two leaves a value without components, which is still the right one.
-        compat.set_raw_values([variable], [value])
-        if not isinstance(value, jax.core.Tracer):
-            slot.array = value
-
-
-def _outer_value(variable: Variable) -> Any:
-    outer = compat.outer_of(variable)
-    return None if outer is None else raw_value(outer)
-
-
-def _combine_for_read(variable: Variable) -> bool:
-    slot = _slots.get(variable)
-    if slot is not None and slot.home is not None:
-        with slot.home.dispatching(is_step=False):
-            combine_on_demand([variable])
-    # Keras reads all variables of an optimizer in a step. The value must not stay when the trace has ended.
-    return isinstance(raw_value(variable), jax.core.Tracer)
-
-
-def _lend(variable: Variable) -> None:
-    """Stops an array on one device from being donated after its variable was read.
-
-    `jax.device_put` may return an array that shares the memory, and no reference count shows that it exists.
-    """
-    slot = _slots.get(variable)
-    if slot is not None and slot.owned and (slot.home is None or slot.home.is_single):
-        slot.lend()
-
-
-compat.on_read(_lend)
-
-_parted: IdentityMap[bool] = IdentityMap()
-"""Arrays over several devices whose shards the user has read. A shard shares the memory of its array."""
-
-
-@functools.cache
-def _note_parts_of(arrays: Any) -> None:
-    """Extends the type of JAX's arrays, so that it records the arrays whose shards are read."""
-
-    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def parts(array: jax.Array, *args: PyTree) -> Any:
-            _parted[array] = True
-            return original(array, *args)
-
-        return parts
-
-    arrays.addressable_data = noting(arrays.addressable_data)
-    # jax.device_put to one device reads addressable_shards.
-    for name in ("addressable_shards", "global_shards"):
-        shards = getattr(arrays, name)
-        setattr(arrays, name, property(noting(shards.fget), doc=shards.__doc__))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _combined(components: list[jax.Array], how: Sequence[Combine], place: NamedSharding) -> list[jax.Array]:
-    return [with_sharding_constraint(combined(c, x), place) for c, x in zip(how, components, strict=True)]
-
-
-compat.on_first_read(_combine_for_read)
-
-
-def _follow(variable: Variable) -> None:
-    """Makes replicas go on from a value that the user has assigned, and not from the outer weights before."""
-    outer = compat.outer_of(variable)
-    if outer is not None and not compat.is_new(variable):
-        outer.assign(raw_value(variable))
-
-
-compat.on_assign(_follow)
 
 
 _VALUES, _VALUES_AS_LIST, _COMPONENTS = itemgetter(0), itemgetter(slice(1)), itemgetter(1)
@@ -496,8 +199,8 @@ class _Variables:
             self.copied = []
             given = compress(arrays, self._have_values) if self._on_demand else arrays
             counts = compat.reference_counts(given)
-            parted = _parted.ids()
-            is_parted = bool(parted) and not parted.isdisjoint(map(id, arrays))
+            in_parts = parted.ids()
+            is_parted = bool(in_parts) and not in_parts.isdisjoint(map(id, arrays))
             if self._shelf.has_lent or is_parted or max(counts, default=0) > compat.UNSHARED:
                 arrays = self._consumable(arrays, self._shelf)
         if not self._on_read:
@@ -566,9 +269,9 @@ class _Variables:
 
     def _consumable(self, arrays: list[Any], shelf: Shelf) -> list[Any]:
         """Returns the arrays of the shelf, with copies of those that others may hold."""
-        parted = _parted.ids()
+        in_parts = parted.ids()
         # Without a variable that would still hold the last array when references are counted.
-        for slot in compress(self._slots, [id(array) in parted for array in arrays]):
+        for slot in compress(self._slots, [id(array) in in_parts for array in arrays]):
             slot.lend()
         counts, taken = list(compat.reference_counts(arrays)), list(arrays)
         shelf.has_lent = False  # Before the loop, so that what another thread lends during it counts.
@@ -600,8 +303,8 @@ class _Variables:
             own = self._slots[i].components
             if own is None:
                 variable, count = self.variables[i], self._topology.num_replicas
-                first = _restored.get(variable)
-                _restored.discard(variable)
+                first = restored.get(variable)
+                restored.discard(variable)
                 if first is None or len(first) != count:
                     first = initial_components(variable, arrays[i], count)
                 rows = self._topology.local_replicas

@@ -30,7 +30,7 @@ from phalanx.mesh.devices import Held
 from phalanx.programs.export import Exported, export
 from phalanx.programs.identity import IdentityMap
 from phalanx.programs.replicas import trace_run
-from phalanx.programs.state import slot_of
+from phalanx.programs.slots import slot_of
 from phalanx.servers.client import Servers
 from phalanx.servers.inventory import id_of, labels_of, stored_in
 from phalanx.servers.partitioners import check_partitions, place, split_rows

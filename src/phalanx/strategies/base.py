@@ -37,7 +37,7 @@ from phalanx.programs.before_steps import hooks
 from phalanx.programs.profile import follow
 from phalanx.programs.program import Programs
 from phalanx.programs.replicas import trace_run
-from phalanx.programs.state import components_of
+from phalanx.programs.slots import components_of
 from phalanx.strategies.extended import StrategyExtended
 from phalanx.strategies.inputs import AbstractInputs
 from phalanx.strategies.results import AbstractResults

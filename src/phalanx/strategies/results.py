@@ -26,7 +26,7 @@ from phalanx.mesh.values import (
 )
 from phalanx.options import ReduceOp
 from phalanx.programs.replicas import trace_run
-from phalanx.programs.state import components_of
+from phalanx.programs.slots import components_of
 from phalanx.strategies.reduction import (
     Axis,
     check_axis,

@@ -20,7 +20,8 @@ from phalanx import compat
 from phalanx.compat import Variable
 from phalanx.errors import CheckpointError
 from phalanx.mesh.topology import Topology
-from phalanx.programs.state import components_of, keep_components, to_host
+from phalanx.programs.slots import components_of
+from phalanx.programs.values import keep_components, to_host
 from phalanx.tracing.policy import policy_of
 from phalanx.train import text
 from phalanx.train.store import Stored

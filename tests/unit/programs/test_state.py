@@ -11,7 +11,9 @@ from steps import variable
 import phalanx
 from phalanx.compat import raw_value
 from phalanx.errors import StateLostError
-from phalanx.programs.state import State, put_values, slot_of
+from phalanx.programs.slots import slot_of
+from phalanx.programs.state import State
+from phalanx.programs.values import put_values
 
 
 def test_held_values_stay_alive(strategy):

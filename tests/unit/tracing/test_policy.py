@@ -8,7 +8,7 @@ import pytest
 
 import phalanx
 from phalanx.errors import AggregationError, ContextError, NestedWriteError, VariableError
-from phalanx.programs.state import components_of
+from phalanx.programs.slots import components_of
 from phalanx.tracing.policy import Combine, Policy, Write, describe, policy_of
 
 
