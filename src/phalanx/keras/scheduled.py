@@ -19,7 +19,8 @@ from phalanx.input.sources.functions import InputContext
 from phalanx.keras import steps
 from phalanx.keras.backup import refuse_position
 from phalanx.keras.data import DatasetCreator, steps_in
-from phalanx.keras.training import ModelTrainer, ReplicaStep
+from phalanx.keras.programs import ReplicaStep
+from phalanx.keras.training import ModelTrainer
 from phalanx.programs.interrupts import Interrupts
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.typing import PyTree

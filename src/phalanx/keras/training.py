@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 from keras.callbacks import CallbackList
@@ -24,20 +23,16 @@ from phalanx.keras.backup import BackupAndRestore, Progress, informed
 from phalanx.keras.callbacks import Callbacks
 from phalanx.keras.data import EpochData, steps_in
 from phalanx.keras.handover import Run
+from phalanx.keras.programs import ReplicaStep, StepProgram, is_single
 from phalanx.keras.tensorboard import writing
 from phalanx.mesh.topology import Topology
-from phalanx.options import RunOptions
-from phalanx.programs.function import Function
 from phalanx.programs.interrupts import Interrupts
 from phalanx.programs.program import without_collections
-from phalanx.programs.replicas import trace_run
 from phalanx.programs.values import combine_on_demand
 from phalanx.strategies.base import Strategy
 from phalanx.tracing import context
 from phalanx.tracing.local_updates import DiLoCo
 from phalanx.tracing.policy import policy_of
-from phalanx.tracing.scope import innermost
-from phalanx.tracing.strategy import Updates
 from phalanx.train import background
 from phalanx.typing import PyTree
 
@@ -48,8 +43,6 @@ _WRITERS = (
     keras.callbacks.TensorBoard,
 )
 """Callbacks that only write files. With several processes, they run on the first one only."""
-
-ReplicaStep = Callable[[keras.Model, Any], Any]
 
 
 class ModelTrainer:
@@ -332,11 +325,7 @@ class ModelTrainer:
     @property
     def _is_single(self) -> bool:
         """Whether a program runs one step."""
-        return (
-            self._model.steps_per_execution == 1
-            or self._strategy.updates is not Updates.IN_REPLICAS
-            or self._model.run_eagerly
-        )
+        return is_single(self._model, self._strategy)
 
     def _on_batch(self, method: str, program: Callable[..., Any], data: PyTree, *, return_dict: bool) -> PyTree:
         model = self._ready(method)
@@ -392,57 +381,8 @@ class ModelTrainer:
         return compat.logs_or_metrics(model, logs)
 
     def _program(self, step: ReplicaStep) -> Callable[..., Any]:
-        """Returns a function of a batch and a number of steps, or None for one, that runs them on all replicas.
-
-        The steps are compiled into one program, unless `run_eagerly` is set, and with `runs=False` only traced.
-        """
-        strategy = self._strategy
-
-        def replica_step(batch: PyTree) -> PyTree:
-            return step(self._model, batch)
-
-        def run(batches: PyTree, count: jax.Array | None = None) -> PyTree:
-            outputs = trace_run(strategy, replica_step, (batches,), {}, steps=count)
-            return (
-                strategy.on_all_workers(predictions.apart(outputs))
-                if step is steps.predict
-                else self._logs(outputs, count)
-            )
-
-        run.__qualname__ = f"{self._model.name}.{step.__name__}"  # The heading of its text in TensorBoard.
-        compiled = Function(run)
-
-        def call(batches: PyTree, count: int | None, *, runs: bool = True) -> PyTree:
-            model = self._model
-            if model.run_eagerly:
-                return self._eagerly(replica_step, batches, is_prediction=step is steps.predict)
-            program = compiled if runs else compiled.prepare
-            return program(batches) if count is None or self._is_single else program(batches, count)
-
-        return call
-
-    def _eagerly(self, replica_step: Callable[[Any], Any], batches: PyTree, *, is_prediction: bool) -> PyTree:
-        outputs = self._strategy.run(replica_step, args=(batches,), options=RunOptions(eager=True))
-        return predictions.apart(outputs) if is_prediction else self._logs(outputs, None)
-
-    def _logs(self, outputs: PyTree, count: int | jax.Array | None) -> PyTree:
-        """Returns the logs of the last step: the metrics, and the averaged outputs of a custom step.
-
-        Args:
-          outputs: outputs of the steps, which is a dict only for a custom step.
-          count: number of steps stacked in the outputs. None for a single step.
-        """
-        results = self._model.get_metrics_result()
-        if not isinstance(outputs, dict):
-            return results
-        outputs = _flat(outputs)
-        # If a metric has the name of an output, report its accumulated result, unless the step did not update it.
-        still = {m.name for m in self._model.metrics if not _is_updated(m)}
-        own = {name: value for name, value in outputs.items() if name not in results or name in still}
-        averaged = self._strategy.reduce("MEAN", own, axis=None) if own else {}
-        # Only arrays are stacked over the steps. Python numbers are constants of the trace.
-        last = jax.tree.map(lambda x: x if count is None or not jnp.ndim(x) else x[count - 1], averaged)
-        return {name: last[name] if name in own else results[name] for name in outputs}
+        """Returns a function of a batch and a number of steps, or None for one, that runs them on all replicas."""
+        return StepProgram(self._reference, self._strategy, step)
 
     def _ready(self, method: str | None) -> keras.Model:
         """Returns the model, after checking the context, and that it is compiled unless `method` is None (predict).
@@ -461,8 +401,8 @@ class ModelTrainer:
         return self._model
 
     def _data(self, x: PyTree, num_steps: int | None, **data: PyTree) -> EpochData:
-        group, is_single = self._model.steps_per_execution, self._is_single
-        return EpochData(self._strategy, x, steps=num_steps, group=group, is_stacked=not is_single, **data)
+        group = self._model.steps_per_execution
+        return EpochData(self._strategy, x, steps=num_steps, group=group, is_stacked=not self._is_single, **data)
 
     def _validation_data(self, data: PyTree, batch_size: int | None, num_steps: int | None) -> EpochData:
         x, y, sample_weight = compat.unpacked(data)
@@ -532,13 +472,6 @@ class ModelTrainer:
             raise
 
 
-def _is_updated(metric: keras.metrics.Metric) -> bool:
-    """Whether the step that is being traced has updated a metric. True outside a trace, where it is unknown."""
-    scope = innermost()
-    entries = [scope and scope.entries.get(id(v)) for v in metric.variables]
-    return scope is None or any(entry is not None and entry.written for entry in entries)
-
-
 def _any_of(callbacks: Callbacks, kind: type) -> bool:
     return any(isinstance(c, kind) for c in keras.tree.flatten(callbacks))
 
@@ -550,9 +483,3 @@ def _capped(epochs: int) -> int:
         return epochs
     warnings.warn(f"Limiting epochs to {most}", stacklevel=3)
     return most
-
-
-def _flat(logs: dict[str, Any]) -> dict[str, Any]:
-    """Returns logs in which nested dicts, such as those of `CompileMetrics`, are merged into the outer dict, as in Keras."""
-    parts = (item if isinstance(item, dict) else {name: item} for name, item in logs.items())
-    return {name: value for part in parts for name, value in part.items()}

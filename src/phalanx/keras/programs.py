@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of `fit`, `evaluate` and `predict`: a step of a model on all replicas, or several."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from phalanx.keras import predictions, steps
+from phalanx.options import RunOptions
+from phalanx.programs.function import Function
+from phalanx.programs.replicas import trace_run
+from phalanx.strategies.base import Strategy
+from phalanx.tracing.scope import innermost
+from phalanx.tracing.strategy import Updates
+from phalanx.typing import PyTree
+
+ReplicaStep = Callable[[keras.Model, Any], Any]
+
+
+def is_single(model: keras.Model, strategy: Strategy) -> bool:
+    """Whether a program of a model runs one step."""
+    return model.steps_per_execution == 1 or strategy.updates is not Updates.IN_REPLICAS or model.run_eagerly
+
+
+@final
+class StepProgram:
+    """Runs one kind of step of a model on all replicas.
+
+    The steps are compiled into one program, unless the model has `run_eagerly`.
+
+    Args:
+      reference: the model.
+      strategy: the strategy that the model belongs to.
+      step: the step of one replica.
+    """
+
+    def __init__(self, reference: "weakref.ref[keras.Model]", strategy: Strategy, step: ReplicaStep) -> None:
+        self._reference, self._strategy, self._step = reference, strategy, step
+
+        # Its own function, because the name is the heading of its text in TensorBoard.
+        def run(batches: PyTree, count: jax.Array | None = None) -> PyTree:
+            outputs = trace_run(strategy, self._replica_step, (batches,), {}, steps=count)
+            if self._is_prediction:
+                return strategy.on_all_workers(predictions.apart(outputs))
+            return self._logs(outputs, count)
+
+        run.__qualname__ = f"{self._model.name}.{step.__name__}"
+        self._compiled = Function(run)
+
+    @property
+    def _model(self) -> keras.Model:
+        model = self._reference()
+        assert model is not None
+        return model
+
+    @property
+    def _is_prediction(self) -> bool:
+        return self._step is steps.predict
+
+    def _replica_step(self, batch: PyTree) -> PyTree:
+        return self._step(self._model, batch)
+
+    def __call__(self, batches: PyTree, count: int | None, *, runs: bool = True) -> PyTree:
+        """Runs a step, or `count` steps on a stack of batches. With `runs=False`, only traces them.
+
+        Returns:
+          The logs of the last step, or the outputs of `predict`.
+        """
+        model = self._model
+        if model.run_eagerly:
+            outputs = self._strategy.run(self._replica_step, args=(batches,), options=RunOptions(eager=True))
+            return predictions.apart(outputs) if self._is_prediction else self._logs(outputs, None)
+        program = self._compiled if runs else self._compiled.prepare
+        return program(batches) if count is None or is_single(model, self._strategy) else program(batches, count)
+
+    def _logs(self, outputs: PyTree, count: int | jax.Array | None) -> PyTree:
+        """Returns the logs of the last step: the metrics, and the averaged outputs of a custom step.
+
+        Args:
+          outputs: outputs of the steps, which is a dict only for a custom step.
+          count: number of steps stacked in the outputs. None for a single step.
+        """
+        model = self._model
+        results = model.get_metrics_result()
+        if not isinstance(outputs, dict):
+            return results
+        outputs = _flat(outputs)
+        # If a metric has the name of an output, report its accumulated result, unless the step did not update it.
+        still = {m.name for m in model.metrics if not _is_updated(m)}
+        own = {name: value for name, value in outputs.items() if name not in results or name in still}
+        averaged = self._strategy.reduce("MEAN", own, axis=None) if own else {}
+        # Only arrays are stacked over the steps. Python numbers are constants of the trace.
+        last = jax.tree.map(lambda x: x if count is None or not jnp.ndim(x) else x[count - 1], averaged)
+        return {name: last[name] if name in own else results[name] for name in outputs}
+
+
+def _is_updated(metric: keras.metrics.Metric) -> bool:
+    """Whether the step that is being traced has updated a metric. True outside a trace, where it is unknown."""
+    scope = innermost()
+    entries = [scope and scope.entries.get(id(v)) for v in metric.variables]
+    return scope is None or any(entry is not None and entry.written for entry in entries)
+
+
+def _flat(logs: dict[str, Any]) -> dict[str, Any]:
+    """Returns logs in which nested dicts, such as those of `CompileMetrics`, are merged into the outer dict, as in Keras."""
+    parts = (item if isinstance(item, dict) else {name: item} for name, item in logs.items())
+    return {name: value for part in parts for name, value in part.items()}
