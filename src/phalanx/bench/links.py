@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from phalanx.bench.report import console, table
+from phalanx.bench.session import this_machine
 from phalanx.errors import PhalanxError, StartupError
 from phalanx.mesh import bootstrap
 from phalanx.mesh.annotated import partition_spec, ppermute, psum
@@ -149,8 +149,8 @@ def print_table(links: Sequence[Link], devices: str) -> None:
 def save(links: Sequence[Link], path: Path) -> None:
     """Writes the links as JSON, or draws their bandwidths, by the ending of the path."""
     if path.suffix == ".json":
-        found: list[dict[str, Any]] = [{**asdict(link), "bandwidths": link.bandwidths} for link in links]
-        path.write_text(json.dumps(found, indent=2))
+        found = [{**asdict(link), "bandwidths": link.bandwidths} for link in links]
+        path.write_text(json.dumps({"machine": this_machine(), "links": found}, indent=2))
         return
     from matplotlib.figure import Figure
 

@@ -41,14 +41,19 @@ def print_comparison(before: Measured, after: Measured) -> None:
         cells = [f"{old.steps_per_s:.2f}", f"{new.steps_per_s:.2f}", f"{new.steps_per_s / old.steps_per_s:.2f}"]
         longer = [f"{1000 * (new.parts[name] - old.parts[name]):+.2f}" for name in NAMES]
         shown.add_row(old.name, *cells, *longer, _rounds(old), _rounds(new))
-    console().print(shown)
+    terminal = console()
+    terminal.print(shown)
+    pairs_of = {name: (before.machine.get(name), text) for name, text in after.machine.items()}
+    if differ := [f"{name} {old}, then {new}" for name, (old, new) in pairs_of.items() if old != new]:
+        terminal.print(f"The machines or libraries differ: {'; '.join(differ)}.", markup=False, soft_wrap=True)
 
 
 def save(measured: Measured, path: Path) -> None:
     """Writes a measurement as JSON, or draws it, by the ending of the path."""
     if path.suffix == ".json":
         results = [one.as_json() for one in measured.results]
-        path.write_text(json.dumps({"script": measured.script, "results": results, "notes": measured.notes}, indent=2))
+        found = {"script": measured.script, "machine": measured.machine, "results": results, "notes": measured.notes}
+        path.write_text(json.dumps(found, indent=2))
         return
     from matplotlib.figure import Figure
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from phalanx.bench.timeline import NAMES, Moments, Result, in_words, parts_of
 from phalanx.errors import InvalidArgumentError, StartupError
 from phalanx.launch.plan import Machine
+from phalanx.mesh import environment
 
 _WARM_UP = 5
 """Steps before the measurement. The first one compiles."""
@@ -102,11 +103,13 @@ class Measured:
       script: the script, in words.
       results: one for each number of devices and processes.
       notes: what was left out, and why.
+      machine: what describes the machine and the libraries.
     """
 
     script: str
     results: list[Result] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    machine: dict[str, str] = field(default_factory=dict)
 
 
 def measure(script: Script, options: Options, say: Callable[[str], None]) -> Measured:
@@ -123,7 +126,7 @@ def measure(script: Script, options: Options, say: Callable[[str], None]) -> Mea
     shapes = options.shapes()
     failures: list[_ScriptError] = []
     runs: dict[tuple[int, int], list[list[Moments]]] = {}
-    measured = Measured(" ".join([script.target, *script.arguments]))
+    measured = Measured(" ".join([script.target, *script.arguments]), machine=this_machine())
     for number in range(options.rounds):
         for shape in list(shapes):
             say(f"round {number + 1} of {options.rounds}: {in_words(*shape)}")
@@ -227,6 +230,11 @@ def default_devices() -> int:
     return min(8, len(machine.gpus) or machine.cores)
 
 
+def this_machine() -> dict[str, str]:
+    """Returns what describes this machine, and the versions of the libraries."""
+    return environment.system() | {"gpus": f"{len(Machine.this(os.environ).gpus)}"} | environment.versions()
+
+
 def read(path: str) -> Measured:
     """Returns what a file of JSON holds.
 
@@ -235,11 +243,11 @@ def read(path: str) -> Measured:
     """
     try:
         saved = json.loads(Path(path).read_text())
-        if isinstance(saved, list):
+        if "links" in saved:
             raise TypeError("it holds links")
         names = set(Result.__dataclass_fields__)
         results = [Result(**{k: v for k, v in one.items() if k in names}) for one in saved["results"]]
-        return Measured(saved["script"], results, saved["notes"])
+        return Measured(saved["script"], results, saved["notes"], saved["machine"])
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise InvalidArgumentError(
             f"--compare {path}", f"cannot be read as a measurement: {e}.", "phalanx bench --output FILE.json train.py"

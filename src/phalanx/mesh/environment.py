@@ -41,17 +41,18 @@ def versions(names: tuple[str, ...] = _NEEDED) -> dict[str, str]:
     return found
 
 
+def system() -> dict[str, str]:
+    """Returns the operating system, and the cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return {"os": platform.platform(), "machine": platform.machine(), "cores": str(cores)}
+
+
 def describe() -> dict[str, Any]:
     """Returns the whole report: versions, system, devices, settings and environment variables."""
     devices, settings = _devices()
     return {
         "versions": versions(_NEEDED + _OPTIONAL),
-        "system": {
-            "os": platform.platform(),
-            "machine": platform.machine(),
-            "cores": str(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()),
-            "executable": sys.executable,
-        },
+        "system": {**system(), "executable": sys.executable},
         "devices": devices,
         "settings": settings,
         "variables": variables(os.environ),

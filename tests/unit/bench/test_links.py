@@ -34,7 +34,7 @@ def test_all_pairs_and_the_all_reduce(tmp_path, capsys):
     assert "replicas 0 and 2" in capsys.readouterr().out
     for name in ("links.json", "links.png"):
         links.save(found, tmp_path / name)
-    assert [x["name"] for x in json.loads((tmp_path / "links.json").read_text())] == [x.name for x in found]
+    assert [x["name"] for x in json.loads((tmp_path / "links.json").read_text())["links"]] == [x.name for x in found]
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -78,7 +78,7 @@ def test_command_starts_processes(tmp_path):
     done = run("--links", "--processes", "2", "--output", "links.json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Links between 2 CPUs in 2 processes" in done.stdout
-    assert len(json.loads((tmp_path / "links.json").read_text())) == 2
+    assert len(json.loads((tmp_path / "links.json").read_text())["links"]) == 2
     refused = run("--links", "--output", "links.txt", folder=tmp_path)
     assert (refused.returncode, "must end with .json" in refused.stderr) == (2, True)
 
@@ -86,6 +86,6 @@ def test_command_starts_processes(tmp_path):
 def test_slow_cable_is_measured(on_slow_link, tmp_path):
     """At 100 Mbit/s, no more than 12.5 MB cross in a second, and some are in the buckets already."""
     on_slow_link("phalanx", "bench", "--links", "--output", "links.json")
-    for link in json.loads((tmp_path / "links.json").read_text()):
+    for link in json.loads((tmp_path / "links.json").read_text())["links"]:
         at_4_mib = link["bandwidths"][link["sizes"].index(4 << 20)]
         assert at_4_mib < 13.5e6, link

@@ -1,14 +1,16 @@
 """Measurements of real trainings: what bounds each is named, and scripts that cannot be measured are refused."""
 
 import json
+import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from phalanx.bench import report
 from phalanx.bench.__main__ import main
-from phalanx.bench.session import Options, Script, measure, pairs, read, result_of
+from phalanx.bench.session import Measured, Options, Script, measure, pairs, read, result_of
 from phalanx.bench.timeline import Moments
 from phalanx.errors import InvalidArgumentError, StartupError
 
@@ -76,7 +78,8 @@ def test_fit_on_devices_and_processes(measured, tmp_path):
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads(path.read_text())["results"][0]["verdict"].startswith("bound by")
     again = read(str(path))
-    assert again.results == found.results
+    assert again == found
+    assert again.machine["jax"] == jax.__version__
     assert [(a.name, b.name) for a, b in pairs(found, again)] == [(one.name,) * 2 for one in found.results]
 
 
@@ -139,6 +142,23 @@ def test_slow_link_is_named(on_slow_link, tmp_path):
     assert result.verdict.startswith("bound by the exchange between replicas"), result
 
 
+def test_comparison(capsys):
+    """It shows the ratio of the speeds, the parts that have become longer, and in what the machines differ."""
+    rounds = [
+        [Moments(0, 1, 1, 8, starts(each), [], {"0": starts(each, 0.5)}, {"0": starts(each, 1)})] for each in (2, 1)
+    ]
+    before, after = (
+        Measured("train.py", [result_of((1, 1), [one])], machine={"cores": cores, "jax": "0.10.2"})
+        for one, cores in zip(rounds, ("2", "8"), strict=True)
+    )
+    report.print_comparison(before, after)
+    shown = capsys.readouterr().out
+    assert re.search(r"1 device +0\.50 +1\.00 +2\.00 ", shown), shown
+    assert shown.endswith("\nThe machines or libraries differ: cores 2, then 8.\n")
+    report.print_comparison(before, before)
+    assert "differ" not in capsys.readouterr().out
+
+
 def test_arguments_for_the_number_of_devices(measured):
     """A custom loop whose script takes the number; another script that ignores the devices is measured once."""
     found = measured(LOOP, ["{devices}"])
@@ -198,7 +218,7 @@ def test_bad_files_are_refused(tmp_path, capsys):
     ):
         assert main(json.dumps(options | {"output": [path]})) == 2
         assert message in capsys.readouterr().err
-    (tmp_path / "links.json").write_text("[]")
+    (tmp_path / "links.json").write_text('{"links": []}')
     with pytest.raises(InvalidArgumentError, match="cannot be read as a measurement: it holds links"):
         read(str(tmp_path / "links.json"))
     assert main(json.dumps(options | {"compare": ["none.json", "none.json"]})) == 2
