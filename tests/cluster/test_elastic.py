@@ -343,6 +343,48 @@ def test_batch_that_follows_the_number_of_processes(disturbed, data):
     assert set(re.findall(r"rows (.*)", output)) <= {"3 6", "6"}, output
 
 
+RATES = """
+import os, sys, time
+from pathlib import Path
+import phalanx
+import keras, numpy as np
+options = phalanx.elastic.ElasticOptions(copy_every=1000, scale_batch=True)
+strategy = phalanx.MultiWorkerMirroredStrategy(elastic=options)
+class FollowReplicas(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return 0.025 * strategy.num_replicas_in_sync
+class Notes(keras.layers.Layer):
+    def build(self, shape):
+        options = {"initializer": "zeros", "trainable": False, "aggregation": "only_first_replica"}
+        self.steps, self.rates = self.add_weight(shape=(2,), **options), self.add_weight(shape=(2,), **options)
+    def call(self, x, training=False):
+        if training:
+            place = keras.ops.one_hot(strategy.num_replicas_in_sync - 1, 2)
+            self.steps.assign_add(place)
+            self.rates.assign_add(place * model.optimizer.learning_rate)
+        return x
+class Progress(keras.callbacks.Callback):
+    made = 0
+    def on_train_batch_end(self, batch, logs=None):
+        self.made += 1
+        (Path(sys.argv[1]) / str(os.getpid())).write_text(str(self.made))
+        time.sleep(0.02)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), Notes(), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(FollowReplicas()), "mse")
+model.fit(np.zeros((3200, 4), "float32"), np.zeros(3200), batch_size=8, verbose=0, callbacks=[Progress()])
+steps, rates = (np.asarray(v.value) for v in model.layers[0].weights)
+print("alone", steps[0] > 0, "rows", int(steps @ [4, 8]), "rates", np.round(rates / 0.025 / steps, 3).tolist(), flush=True)
+"""
+
+
+def test_learning_rate_that_follows_the_group(disturbed):
+    """A schedule follows the number of replicas in repeated steps too, and `fit` sees each row once."""
+    code, output = disturbed(RATES, 1)
+    assert code == 0, output
+    assert output.count("alone True rows 3200 rates [1.0, 2.0]\n") == 2, output
+
+
 SAVES = """
 import logging, os, signal, sys, time
 from pathlib import Path

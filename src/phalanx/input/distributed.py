@@ -98,9 +98,9 @@ class DistributedDataset:
     def cardinality(self) -> int:
         """The number of batches; -1 if it is infinite, -2 if it is unknown. May be read in any context."""
         # Workers that read different rows continue until the last of them ends, so none knows the number of steps.
+        count = UNKNOWN if self._plan.agreed else self._plan.source.facts.num_batches
         # In an elastic group that scales its batches, the number of steps depends on who leaves and joins.
-        is_known = not self._plan.agreed and self.topology.shares.part is None
-        count = self._plan.source.facts.num_batches if is_known else UNKNOWN
+        count = UNKNOWN if count > 0 and self.topology.shares.part is not None else count
         return count if count < 0 or self._steps is None else math.ceil(count / self._steps)
 
     @property
@@ -246,8 +246,8 @@ def _sources(topology: Topology, batch_size: int | None, *, drop_remainder: bool
     """Returns a function that converts a dataset to the source of the batches of these devices."""
 
     def make(dataset: Any) -> AbstractSource:
-        of_size = functools.partial(source_of, dataset, drop_remainder=drop_remainder)
-        return partial(of_size, batch_size, topology.shares.part, drop_remainder=drop_remainder)
+        whole = lambda drop: source_of(dataset, batch_size, drop_remainder=drop)  # noqa: E731
+        return partial(whole, topology.shares.part, drop_remainder=drop_remainder)
 
     return make
 

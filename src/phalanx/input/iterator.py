@@ -269,6 +269,7 @@ class DistributedIterator(AbstractIterator):
         """
         state = positions.of_worker(state, self._worker.index, self._worker.count)
         state = positions.unmarked(state, self._plan.source.facts)
+        self._plan = self._plan.at(state)
         self._batches.stop()
         self._open(state)
         self._seen.clear()

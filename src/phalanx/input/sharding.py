@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, final
 
 from typing_extensions import override
@@ -16,6 +17,7 @@ from phalanx.input import shard
 from phalanx.input.shard import InputWorker
 from phalanx.input.sources.base import (
     UNKNOWN,
+    USED,
     AbstractReader,
     AbstractSource,
     Facts,
@@ -25,6 +27,7 @@ from phalanx.input.sources.base import (
     rows_of,
     state_entry,
 )
+from phalanx.input.sources.partial import PartialBatches
 from phalanx.options import AutoShardPolicy
 from phalanx.typing import PyTree
 
@@ -96,6 +99,11 @@ class Plan:
     policy: AutoShardPolicy
     agreed: bool
     shards: Sequence[WorkerShard]
+
+    def at(self, state: State) -> "Plan":
+        """Returns the plan with which a pass begins at a position, which may lie within a batch."""
+        is_whole = USED not in state or self.source.facts.whole is not None
+        return self if is_whole else dataclasses.replace(self, source=PartialBatches(self.source, Fraction(1)))
 
     def announce(self, worker: InputWorker) -> None:
         """Logs on the chief what each of the first workers reads, once per text and process."""

@@ -62,6 +62,7 @@ def load(path: str | os.PathLike[str]) -> State:
 
 def marked(state: State, facts: Facts) -> State:
     """Returns a position that also records the size of its data, which does not depend on how the data is sharded."""
+    facts = facts.whole or facts
     known = {"rows": facts.num_records}
     if "batches" in state:
         known |= {"batches": facts.num_batches, "batch_size": facts.batch_size}

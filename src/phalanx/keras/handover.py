@@ -49,7 +49,15 @@ class Run:
     def begin_epoch(self, epoch: int) -> None:
         """Calls `on_epoch_begin`, unless the callbacks have heard of this epoch before."""
         if self.training is None or self.training.begin_epoch(epoch):
+            self._forget_total()
             self.hooks.on_epoch_begin(epoch)
+
+    def _forget_total(self) -> None:
+        """Makes progress bars show no total if an epoch may have other steps than the one before, as in a group that scales batches."""
+        if self.training is not None and self.data.num_batches is None:
+            for callback in self.hooks.callbacks:
+                if isinstance(callback, keras.callbacks.ProgbarLogger):
+                    callback.target = None
 
     def end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
         """Calls `on_epoch_end` of each callback once, also if one of them fails because a process was lost."""

@@ -95,9 +95,8 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         if isinstance(elastic, str) and elastic == "scale_batch":
             elastic = ElasticOptions(scale_batch=True)
         if elastic is not None:
-            arguments.instance(
-                "elastic", elastic, ElasticOptions, "elastic=phalanx.elastic.ElasticOptions(donate=False)"
-            )
+            hint = 'elastic="scale_batch", or elastic=phalanx.elastic.ElasticOptions(donate=False)'
+            arguments.instance("elastic", elastic, ElasticOptions, hint)
         if isinstance(replica_weights, (list, tuple)) and membership.is_elastic():
             raise InvalidArgumentError(
                 f"replica_weights={shown(replica_weights)} in an elastic group",

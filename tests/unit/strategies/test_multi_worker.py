@@ -22,5 +22,5 @@ def test_scaled_batches_outside_elastic_groups():
 @pytest.mark.parametrize("elastic", ["scale-batch", True])
 def test_elastic_must_be_options(elastic):
     """Or the one word that stands for some."""
-    with pytest.raises(phalanx.errors.InvalidArgumentError, match="elastic="):
+    with pytest.raises(phalanx.errors.InvalidArgumentError, match='elastic=(.|\n)*HINT: elastic="scale_batch", or '):
         phalanx.MultiWorkerMirroredStrategy(elastic=elastic)

@@ -20,6 +20,8 @@ from phalanx.typing import PyTree
 
 INFINITE = -1
 UNKNOWN = -2
+USED = "used"
+"""The entry of a position within a batch: how many of its rows were read. See `PartialBatches`."""
 
 State = Mapping[str, Any]
 """A position in a source: a dict of numbers, strings, bytes, lists and dicts, so that it can be saved as text."""
@@ -67,6 +69,7 @@ class Facts:
       is_borrowed: whether the arrays of a batch belong to the user or to a library that may change them after the read.
       one_layout: whether all batches are padded to one layout, so that they share one program. If not, a batch is padded
         only as far as the replicas need, and a batch of another size is compiled separately.
+      whole: the facts about the source whose batches these are parts of. None if they are whole.
     """
 
     batch_size: int | None = None
@@ -78,6 +81,7 @@ class Facts:
     is_in_memory: bool = False
     is_borrowed: bool = False
     one_layout: bool = True
+    whole: "Facts | None" = None
 
 
 class AbstractSource(ABC):
@@ -103,6 +107,10 @@ class AbstractSource(ABC):
         Raises:
           InputError: `state` is not a position of this source.
         """
+
+    def resized(self, batch_size: int) -> "AbstractSource | None":
+        """Returns the same rows in batches of another size, with the same positions. None if positions count batches."""
+        return None
 
 
 class AbstractRows(ABC):

@@ -74,7 +74,8 @@ class _Counted(Iterator[Any]):
     @override
     def __next__(self) -> PyTree:
         if self._next >= len(self._batches):
-            self._at_end()
+            at_end, self._at_end = self._at_end, lambda: None
+            at_end()
             raise StopIteration
         batch = self._batches[self._next]
         self._next += 1

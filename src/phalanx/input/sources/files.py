@@ -129,6 +129,10 @@ class FileRecords(AbstractSource):
         return Facts(batch_size=self._batch_size, is_full=self._drop, files=self._files.paths)
 
     @override
+    def resized(self, batch_size: int) -> "FileRecords":
+        return FileRecords(self._files, batch_size, drop_remainder=self._drop)
+
+    @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
         paths = self._files.paths
         consumed = state_entry(state, "files", [0] * len(paths))

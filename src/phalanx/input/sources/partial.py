@@ -7,12 +7,15 @@ from fractions import Fraction
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
 from phalanx.input.shard import InputWorker
 from phalanx.input.sources.base import (
+    INFINITE,
     UNKNOWN,
+    USED,
     AbstractReader,
     AbstractSource,
     Facts,
@@ -21,32 +24,35 @@ from phalanx.input.sources.base import (
     check_count,
     num_rows,
     rows_of,
-    state_entry,
 )
+from phalanx.mesh.arrays import copied
 from phalanx.options import AutoShardPolicy
 from phalanx.typing import PyTree
 
 
-def partial(
-    make: Callable[[int | None], AbstractSource], batch_size: int | None, part: Fraction | None, *, drop_remainder: bool
-) -> AbstractSource:
+def partial(make: Callable[[bool], AbstractSource], part: Fraction | None, *, drop_remainder: bool) -> AbstractSource:
     """Returns a source whose batches have a part of the rows, and whose positions do not depend on that part.
 
     Args:
-      make: returns the source of the dataset for a batch size, which is None for a dataset of batches.
-      batch_size: the size of whole batches.
-      part: the part, of at most 1. None for the source as it is.
+      make: returns the source of whole batches, given whether to drop a short one.
+      part: the part, of at most 1. None for whole batches.
       drop_remainder: whether to drop a short batch.
     """
-    source = make(batch_size)
+    source = make(drop_remainder)
     if part is None:
         return source
-    if batch_size is not None and (source.facts.has_random_access or source.facts.files):
-        return make(_rows_in(batch_size, part))  # Its positions count rows.
-    return PartialBatches(source, part, drop_remainder=drop_remainder)
+    size = source.facts.batch_size
+    smaller = None if size is None else source.resized(rows_in(size, part))
+    return smaller or PartialBatches(make(False), part, drop_remainder=drop_remainder)
 
 
-def _rows_in(batch_size: int, part: Fraction) -> int:
+def rows_in(batch_size: int, part: Fraction) -> int:
+    """Returns the number of rows in a part of a batch.
+
+    Example:
+      >>> rows_in(64, Fraction(3, 4))
+      48
+    """
     return max(1, round(batch_size * part))
 
 
@@ -54,51 +60,56 @@ def _rows_in(batch_size: int, part: Fraction) -> int:
 class PartialBatches(AbstractSource):
     """Batches that consist of consecutive rows of the batches of another source.
 
+    Positions between two batches of that source are its own.
+
     Args:
       source: source of whole batches, which each worker reads completely.
-      part: the number of rows, relative to that of a whole batch.
-      drop_remainder: whether to drop a short batch.
+      part: the number of rows, relative to that of the batch in which they begin.
+      drop_remainder: whether to drop a batch that is shorter than an earlier one.
     """
 
-    def __init__(self, source: AbstractSource, part: Fraction, *, drop_remainder: bool) -> None:
+    def __init__(self, source: AbstractSource, part: Fraction, *, drop_remainder: bool = False) -> None:
         self._source, self._part, self._drop = source, part, drop_remainder
 
     @property
     @override
     def facts(self) -> Facts:
         whole = self._source.facts
-        size = whole.batch_size and _rows_in(whole.batch_size, self._part)
-        return dataclasses.replace(whole, batch_size=size, is_full=self._drop, num_batches=UNKNOWN)
+        return dataclasses.replace(
+            whole,
+            batch_size=whole.batch_size and rows_in(whole.batch_size, self._part),
+            is_full=False,
+            num_batches=INFINITE if whole.num_batches == INFINITE else UNKNOWN,
+            files=(),
+            has_random_access=False,
+            whole=whole,
+        )
 
     @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
-        inner = self._source.open(InputWorker(), policy, state_entry(state, "whole", None, beside=("used",)))
-        used = check_count(state_entry(state, "used", 0, beside=("whole",)), "row")
-        reader = _PartialReader(inner, worker, self._part, self.facts.batch_size, drop_remainder=self._drop)
-        reader.skip(used)
+        before = None if state is None else {name: entry for name, entry in state.items() if name != USED}
+        inner = self._source.open(InputWorker(), policy, before)
+        reader = _PartialReader(inner, worker, self._part, drop_remainder=self._drop)
+        reader.skip(check_count(0 if state is None else state.get(USED, 0), "row"))
         return reader
 
 
 @final
 class _PartialReader(AbstractReader):
-    """Reads consecutive rows of whole batches.
+    """Reads consecutive rows of whole batches. See `PartialBatches` for the other arguments.
 
     Args:
       reader: reads whole batches.
       worker: this worker.
-      part: see `PartialBatches`.
-      size: number of rows to read. None for the part of the batch in which they begin.
-      drop_remainder: whether to leave out fewer rows.
     """
 
-    def __init__(
-        self, reader: AbstractReader, worker: InputWorker, part: Fraction, size: int | None, *, drop_remainder: bool
-    ) -> None:
-        self._reader, self._worker, self._part, self._size, self._drop = reader, worker, part, size, drop_remainder
+    def __init__(self, reader: AbstractReader, worker: InputWorker, part: Fraction, *, drop_remainder: bool) -> None:
+        self._reader, self._worker, self._part, self._drop = reader, worker, part, drop_remainder
         # The present batch, the position before it, its rows, and how many of them were read.
         self._batch: PyTree = None
         self._before = reader.get_state()
         self._rows = self._used = 0
+        self._longest = 0
 
     def skip(self, rows: int) -> None:
         """Leaves out the first rows of the first batch."""
@@ -109,21 +120,30 @@ class _PartialReader(AbstractReader):
     @override
     def read(self) -> Piece | None:
         while self._used < self._rows or self._load():
-            wanted = self._size or _rows_in(self._rows, self._part)
-            batch = self._rows_to_come(wanted)
+            batch = self._take(rows_in(self._rows, self._part))
             rows = num_rows(batch)
-            if rows == wanted or not self._drop:
+            self._longest = max(rows, self._longest)
+            if rows == self._longest or not self._drop:
                 return Piece([rows_of(batch, self._worker.rows(rows), rows)], self._worker.shares(rows), rows)
         return None
 
-    def _rows_to_come(self, wanted: int) -> PyTree:
+    def _take(self, wanted: int) -> PyTree:
         """Returns the next rows: fewer at the end, and before rows of other shapes."""
-        found = [self._take(wanted)]
-        rows = num_rows(found[0])
+        batch = self._rest(wanted)
+        rows = num_rows(batch)
+        if rows == wanted:
+            return batch
+        # The next batch may be written into the same arrays.
+        found = [jax.tree.map(copied, batch)]
         while rows < wanted and self._load() and _row(self._batch) == _row(found[0]):
-            found.append(self._take(wanted - rows))
+            found.append(jax.tree.map(copied, self._rest(wanted - rows)))
             rows += num_rows(found[-1])
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *found) if len(found) > 1 else found[0]
+        return jax.tree.map(_joined, *found)
+
+    def _rest(self, most: int) -> PyTree:
+        """Returns rows of the present batch that were not read."""
+        first, self._used = self._used, min(self._used + most, self._rows)
+        return rows_of(self._batch, range(first, self._used), self._rows)
 
     def _load(self) -> bool:
         """Reads the next batch that has rows. Returns whether there is one."""
@@ -135,15 +155,14 @@ class _PartialReader(AbstractReader):
             self._batch, self._rows = piece.parts[0], sum(piece.counts)
         return True
 
-    def _take(self, most: int) -> PyTree:
-        first, self._used = self._used, min(self._used + most, self._rows)
-        return rows_of(self._batch, range(first, self._used), self._rows)
-
     @override
     def get_state(self) -> State:
-        if self._used == self._rows:
-            return {"whole": self._reader.get_state(), "used": 0}
-        return {"whole": self._before, "used": self._used}
+        return {**self._before, USED: self._used} if self._used < self._rows else self._reader.get_state()
+
+
+def _joined(*parts: Any) -> Any:
+    # NumPy does not know the keys of JAX.
+    return jnp.concatenate(parts) if isinstance(parts[0], jax.Array) else np.concatenate(parts)
 
 
 def _row(batch: PyTree) -> Any:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of rows with random access: arrays, and sequences of records. A worker reads only its own rows."""
 
+import copy
 import dataclasses
 import math
 import sys
@@ -62,6 +63,12 @@ class AbstractRecords(AbstractSource):
             num_records=None if infinite else n,
             has_random_access=True,
         )
+
+    @override
+    def resized(self, batch_size: int) -> "AbstractRecords":
+        other = copy.copy(self)
+        other.batch_size = batch_size
+        return other
 
     @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:

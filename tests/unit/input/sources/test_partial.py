@@ -1,8 +1,9 @@
 """Batches with a part of the rows of a dataset's batches: which rows, in which steps, and positions for another part."""
 
-import functools
 from fractions import Fraction
 
+import jax
+import keras
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,14 +15,16 @@ from phalanx.errors import InputError
 from phalanx.input.shard import InputWorker
 from phalanx.input.sources.adapt import source_of
 from phalanx.input.sources.partial import partial
+from phalanx.input.sources.records import NumpyDataset
 
 ROWS, BATCH = 45, 8
 
 
 def part_of(dataset, part, batch_size=None, *, drop_remainder=False):
     """The source of a part of each batch."""
-    make = functools.partial(source_of, dataset, drop_remainder=drop_remainder)
-    return partial(make, batch_size, part, drop_remainder=drop_remainder)
+    return partial(
+        lambda drop: source_of(dataset, batch_size, drop_remainder=drop), part, drop_remainder=drop_remainder
+    )
 
 
 def batches(ends=(8, 16, 24, 32, 40, 45)):
@@ -34,6 +37,7 @@ DATASETS = {
     "records in order": (lambda: iter(range(ROWS)), BATCH),
     "list of batches": (batches(), None),
     "stream of batches": (lambda: iter(batches()), None),
+    "batched rows": (NumpyDataset(np.arange(ROWS)).batch(BATCH), None),
 }
 
 
@@ -48,8 +52,11 @@ def test_rows_come_once_whoever_leaves_and_joins(name, parts, steps):
         readers = open_all(part_of(dataset, Fraction(count, 4), batch_size), (count, 1), state=state)
         taken = take(readers, None if number + 1 == len(parts) else steps)
         sizes = [sum(len(rows(piece)) for piece in pieces) for pieces in taken]
-        if name != "stream of batches":  # The sizes of these are unknown, and the last one is short.
-            assert all(size == 2 * count for size in sizes[:-1])
+        # Where a step begins in the last batch, which is short, it may be short too.
+        begins = len(found) + np.cumsum([0, *sizes])[: len(sizes)]
+        assert all(
+            size == min(2 * count, ROWS - first) for size, first in zip(sizes, begins, strict=True) if first < 40
+        )
         found += rows_of(taken)
         states = [reader.get_state() for reader in readers]
         assert states == states[:1] * count
@@ -76,19 +83,83 @@ def test_batches_whose_rows_differ_are_not_joined():
     assert shapes == [(3, 3), (1, 3), (3, 5), (3, 5), (2, 5)]
 
 
-def test_size_of_batches_that_is_unknown_before():
-    """A step has the part of the batch in which it begins."""
-    (reader,) = open_all(part_of(lambda: iter(batches((8, 10, 20))), Fraction(1, 2)), (1, 1))
-    assert [len(rows(piece)) for (piece,) in take([reader])] == [4, 4, 1, 1, 5, 5]
+def test_batches_of_different_sizes():
+    """A step has the part of the batch in which it begins; in a complete group, the batches are those of the dataset."""
+    dataset = batches((4, 12, 18))
+    for data in (dataset, lambda: iter(dataset)):
+        sizes = [
+            [len(rows(piece)) for (piece,) in take(open_all(part_of(data, Fraction(n, 2)), (1, 1)))] for n in (2, 1)
+        ]
+        assert sizes == [[4, 8, 6], [2, 2, 4, 4, 3, 3]]
 
 
-def test_dropped_remainders():
-    """A short batch is left out, also if the dataset has none."""
-    even = batches((8, 16))
-    (reader,) = open_all(part_of(even, Fraction(3, 4), drop_remainder=True), (1, 1))
-    assert rows_of(take([reader])) == list(range(12))
-    assert part_of(even, Fraction(3, 4), drop_remainder=True).facts.is_full
-    assert not part_of(even, Fraction(3, 4)).facts.is_full
+class Reused(keras.utils.PyDataset):
+    """Batches that are written into one array; counts its epochs."""
+
+    def __init__(self):
+        super().__init__()
+        self.array, self.epochs = np.zeros(BATCH, int), 0
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        self.array[:] = np.arange(BATCH) + BATCH * index
+        return self.array
+
+    def on_epoch_end(self):
+        """The end of the data."""
+        self.epochs += 1
+
+
+@pytest.mark.parametrize("part", [Fraction(1), Fraction(3, 4), Fraction(1, 4)])
+def test_batches_in_arrays_that_are_used_again(part):
+    """Rows that wait for those of the next batch are not overwritten. The end is reached once."""
+    dataset, found = Reused(), []
+    (reader,) = open_all(part_of(dataset, part), (1, 1))
+    while (piece := reader.read()) is not None:
+        found += rows(piece)
+    assert found == list(range(40))
+    assert reader.read() is None
+    assert dataset.epochs == 1
+
+
+def test_keys_of_random_numbers():
+    """NumPy has no such arrays."""
+    dataset = [jax.random.split(jax.random.key(seed), 4) for seed in (0, 1)]
+    (reader,) = open_all(part_of(dataset, Fraction(3, 4)), (1, 1))
+    found = [piece.parts[0] for (piece,) in take([reader])]
+    assert [len(keys) for keys in found] == [3, 3, 2]
+    whole = np.concatenate([jax.random.key_data(keys) for keys in dataset])
+    np.testing.assert_array_equal(np.concatenate([jax.random.key_data(keys) for keys in found]), whole)
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_dropped_remainders(name):
+    """Only the last batch is short, so only that is left out. Of batches of unknown sizes, the last part of a short one is kept."""
+    dataset, batch_size = DATASETS[name]
+    if name == "batched rows":
+        dataset, batch_size = np.arange(ROWS), BATCH
+    (reader,) = open_all(part_of(dataset, Fraction(3, 4), batch_size, drop_remainder=True), (1, 1))
+    assert rows_of(take([reader])) == list(range(42))
+
+
+def test_facts():
+    """Nothing that is true of whole batches only is promised."""
+    facts = part_of(batches((8, 16)), Fraction(1)).facts
+    assert (facts.batch_size, facts.is_full, facts.num_batches, facts.num_records) == (8, False, -2, 16)
+    assert not facts.has_random_access
+    endless = phalanx.OneDeviceStrategy("cpu:0").experimental_distribute_dataset(Endless())
+    assert endless.cardinality == part_of(Endless(), Fraction(1, 2)).facts.num_batches == -1
+
+
+class Endless(Reused):
+    """Without an end."""
+
+    @property
+    def num_batches(self):
+        """None: infinitely many."""
+        return None
 
 
 def test_whole_source_without_a_part():
@@ -98,8 +169,29 @@ def test_whole_source_without_a_part():
     assert rows(source.open(InputWorker(), DATA, {"batches": 5}).read()) == list(range(40, 45))
 
 
-@pytest.mark.parametrize("state", [{"batches": 1}, {"whole": {"batches": 1}, "used": 9}, {"whole": None, "used": -1}])
+def test_positions_between_batches_are_those_of_whole_ones():
+    """They fit a training without missing processes, and the other way round."""
+    (reader,) = open_all(part_of(batches(), Fraction(1, 2)), (1, 1))
+    take([reader], 2)
+    assert reader.get_state() == {"batches": 1}
+    take([reader], 1)
+    assert reader.get_state() == {"batches": 1, "used": 4}
+    (reader,) = open_all(part_of(batches(), Fraction(1, 2)), (1, 1), state={"batches": 5})
+    assert rows_of(take([reader])) == list(range(40, 45))
+
+
+def test_position_within_a_batch_in_a_training_without_missing_processes():
+    """It goes on there, and marks of the data still fit."""
+    strategy = phalanx.OneDeviceStrategy("cpu:0")
+    iterator = iter(strategy.experimental_distribute_dataset(batches((8, 16, 24))))
+    iterator.set_state({"batches": 1, "used": 2, "data": {"rows": 24, "batches": 3, "batch_size": 8}})
+    assert [np.asarray(batch).tolist() for batch in iterator] == [[*range(10, 18)], [*range(18, 24)]]
+    with pytest.raises(InputError, match="belongs to other data"):
+        iterator.set_state({"batches": 1, "used": 2, "data": {"rows": 25}})
+
+
+@pytest.mark.parametrize("state", [{"records": 1}, {"batches": 1, "used": 9}, {"batches": 1, "used": -1}])
 def test_position_of_other_data_is_refused(state):
-    """One of whole batches, and one of more rows than a batch has."""
+    """One of rows, and one of more rows than a batch has."""
     with pytest.raises(InputError, match="set_state"):
         open_all(part_of(batches(), Fraction(1, 2)), (1, 1), state=state)
