@@ -1,13 +1,14 @@
 """Processes of an elastic group die, are stopped and join: the others go on at once, and the result is right."""
 
 import csv
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,33 @@ LONGEST_S = 30
 """Much longer than it takes; the seconds are those of `python -m benchmarks elastic`."""
 EPOCHS = 20
 PAUSE_S = 0.01
+
+
+class LostMessageError(Exception):
+    """gloo has lost a message to a process that had just died, which costs a survivor: docs/recovery.md. In about 1 of 100 losses."""
+
+
+class Disturbed(Job):
+    """A training of three processes, in which some are lost."""
+
+    def __exit__(self, kind, error, trace):
+        ended_itself = "The cluster cannot go on, and rank" in self.output
+        super().__exit__(kind, error, trace)
+        if ended_itself and isinstance(error, (AssertionError, RuntimeError)):
+            raise LostMessageError from error
+
+
+def again_if_a_message_is_lost(test):
+    """Repeats a test in which gloo has lost a message, at most twice."""
+
+    @functools.wraps(test)
+    def repeating(*args, **kwargs):
+        for _ in range(2):
+            with suppress(LostMessageError):
+                return test(*args, **kwargs)
+        return test(*args, **kwargs)
+
+    return repeating
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +81,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@again_if_a_message_is_lost
 def test_others_go_on(case, undisturbed):
     """They make the next step, another process takes the place, and the weights are those of a training that nothing disturbs."""
     how, kind, place, donate = CASES[case]
-    with Job(how, "1:3", EPOCHS, donate=donate, pause_s=PAUSE_S) as job:
+    with Disturbed(how, "1:3", EPOCHS, donate=donate, pause_s=PAUSE_S) as job:
         found = job.wait_until_complete()
         by_place = {done.worker: pid for pid, done in found.items()}
         victims = [by_place[place], *([by_place[place + 1]] if kind == "two" else [])]
@@ -89,9 +118,10 @@ def limited_memory(pid):
         group.rmdir()
 
 
+@again_if_a_message_is_lost
 def test_memory_of_one_runs_out(undisturbed):
     """The kernel kills it, the others go on, and the reason is named."""
-    with Job("loop", "1:3", EPOCHS, pause_s=PAUSE_S) as job:
+    with Disturbed("loop", "1:3", EPOCHS, pause_s=PAUSE_S) as job:
         victim = next(pid for pid, done in job.wait_until_complete().items() if done.worker == 1)
         with limited_memory(victim):
             assert job.lose([victim], "memory") < LONGEST_S
@@ -102,15 +132,20 @@ def test_memory_of_one_runs_out(undisturbed):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+@again_if_a_message_is_lost
 def test_survivor_does_not_grow():
     """What belongs to groups that it has left is gone: threads, and connections."""
-    with Job("loop", "1:3", 10_000, pause_s=PAUSE_S) as job:
+    with Disturbed("loop", "1:3", 10_000, pause_s=PAUSE_S) as job:
         (survivor,) = [pid for pid, done in job.wait_until_complete().items() if done.worker == 0]
 
         def lose_one():
             found = job.wait_until_complete()
             job.lose([next(pid for pid in found if pid != survivor)], "kill")
-            job.wait_until_complete()
+            steps = job.wait_until_complete()[survivor].step
+            deadline = time.monotonic() + DEADLINE_S
+            # A few steps later, what is left of the last group is collected.
+            while job.done()[survivor].step < steps + 5 and time.monotonic() < deadline:
+                time.sleep(PAUSE_S)
             return [len(os.listdir(f"/proc/{survivor}/{kind}")) for kind in ("task", "fd")]
 
         lose_one()
@@ -449,7 +484,7 @@ def test_loss_during_a_save_and_an_evaluation(tmp_path):
 
 def test_told_process_leaves_between_steps(tmp_path):
     """After SIGTERM no step fails, and another process takes the place."""
-    with Job("loop", "1:3", EPOCHS, pause_s=PAUSE_S) as job:
+    with Disturbed("loop", "1:3", EPOCHS, pause_s=PAUSE_S) as job:
         found = sorted(job.wait_until_complete())
         assert job.lose(found[:1], "term") < LONGEST_S
         job.wait_until_complete()
