@@ -19,7 +19,7 @@ from phalanx.input.sharding import Plan, WorkerShard, plan
 from phalanx.input.sources.adapt import source_of
 from phalanx.input.sources.base import UNKNOWN, AbstractSource
 from phalanx.input.sources.functions import FunctionSource, InputContext
-from phalanx.input.sources.partial import partial
+from phalanx.input.sources.partial import partial_source
 from phalanx.mesh.topology import Topology
 from phalanx.options import AutoShardPolicy, InputOptions, InputReplicationMode
 from phalanx.typing import PyTree
@@ -246,8 +246,11 @@ def _sources(topology: Topology, batch_size: int | None, *, drop_remainder: bool
     """Returns a function that converts a dataset to the source of the batches of these devices."""
 
     def make(dataset: Any) -> AbstractSource:
-        whole = lambda drop: source_of(dataset, batch_size, drop_remainder=drop)  # noqa: E731
-        return partial(whole, topology.shares.part, drop_remainder=drop_remainder)
+        return partial_source(
+            lambda drop: source_of(dataset, batch_size, drop_remainder=drop),
+            topology.shares.part,
+            drop_remainder=drop_remainder,
+        )
 
     return make
 

@@ -30,7 +30,9 @@ from phalanx.options import AutoShardPolicy
 from phalanx.typing import PyTree
 
 
-def partial(make: Callable[[bool], AbstractSource], part: Fraction | None, *, drop_remainder: bool) -> AbstractSource:
+def partial_source(
+    make: Callable[[bool], AbstractSource], part: Fraction | None, *, drop_remainder: bool
+) -> AbstractSource:
     """Returns a source whose batches have a part of the rows, and whose positions do not depend on that part.
 
     Args:

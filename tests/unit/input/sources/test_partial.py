@@ -14,7 +14,7 @@ import phalanx
 from phalanx.errors import InputError
 from phalanx.input.shard import InputWorker
 from phalanx.input.sources.adapt import source_of
-from phalanx.input.sources.partial import partial
+from phalanx.input.sources.partial import partial_source
 from phalanx.input.sources.records import NumpyDataset
 
 ROWS, BATCH = 45, 8
@@ -22,7 +22,7 @@ ROWS, BATCH = 45, 8
 
 def part_of(dataset, part, batch_size=None, *, drop_remainder=False):
     """The source of a part of each batch."""
-    return partial(
+    return partial_source(
         lambda drop: source_of(dataset, batch_size, drop_remainder=drop), part, drop_remainder=drop_remainder
     )
 
