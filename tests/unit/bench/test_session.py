@@ -142,7 +142,7 @@ def test_slow_link_is_named(on_slow_link, tmp_path):
     assert result.verdict.startswith("bound by the exchange between replicas"), result
 
 
-def test_comparison(capsys):
+def test_comparison_of_two_measurements(capsys):
     """It shows the ratio of the speeds, the parts that have become longer, and in what the machines differ."""
     rounds = [
         [Moments(0, 1, 1, 8, starts(each), [], {"0": starts(each, 0.5)}, {"0": starts(each, 1)})] for each in (2, 1)

@@ -36,7 +36,7 @@ def test_description_of_a_generation():
     assert generation.size == 2
 
 
-def test_complete_group(monkeypatch):
+def test_number_of_a_complete_group(monkeypatch):
     """The launcher says how many processes it has."""
     monkeypatch.setenv(membership.MOST, "4")
     assert membership.most_workers() == 4

@@ -135,7 +135,7 @@ def test_keys_of_random_numbers():
 
 
 @pytest.mark.parametrize("name", DATASETS)
-def test_dropped_remainders(name):
+def test_only_short_batches_are_dropped(name):
     """Only the last batch is short, so only that is left out. Of batches of unknown sizes, the last part of a short one is kept."""
     dataset, batch_size = DATASETS[name]
     if name == "batched rows":
@@ -144,7 +144,7 @@ def test_dropped_remainders(name):
     assert rows_of(take([reader])) == list(range(42))
 
 
-def test_facts():
+def test_facts_about_partial_batches():
     """Nothing that is true of whole batches only is promised."""
     facts = part_of(batches((8, 16)), Fraction(1)).facts
     assert (facts.batch_size, facts.is_full, facts.num_batches, facts.num_records) == (8, False, -2, 16)
