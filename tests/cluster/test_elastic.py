@@ -485,7 +485,7 @@ def test_loss_during_a_save_and_an_evaluation(tmp_path):
 
 def test_told_process_leaves_between_steps(tmp_path):
     """After SIGTERM no step fails, and another process takes the place."""
-    with Disturbed("loop", "1:3", EPOCHS, pause_s=PAUSE_S) as job:
+    with Job("loop", "1:3", EPOCHS, pause_s=PAUSE_S) as job:
         found = sorted(job.wait_until_complete())
         assert job.lose(found[:1], "term") < LONGEST_S
         job.wait_until_complete()

@@ -43,8 +43,10 @@ def print_comparison(before: Measured, after: Measured) -> None:
         shown.add_row(old.name, *cells, *longer, _rounds(old), _rounds(new))
     terminal = console()
     terminal.print(shown)
-    pairs_of = {name: (before.machine.get(name), text) for name, text in after.machine.items()}
-    if differ := [f"{name} {old}, then {new}" for name, (old, new) in pairs_of.items() if old != new]:
+    then = before.machine
+    if differ := [
+        f"{name} {then.get(name)}, then {now}" for name, now in after.machine.items() if now != then.get(name)
+    ]:
         terminal.print(f"The machines or libraries differ: {'; '.join(differ)}.", markup=False, soft_wrap=True)
 
 

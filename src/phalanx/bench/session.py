@@ -103,7 +103,7 @@ class Measured:
       script: the script, in words.
       results: one for each number of devices and processes.
       notes: what was left out, and why.
-      machine: what describes the machine and the libraries.
+      machine: facts about the machine, and the versions of the libraries.
     """
 
     script: str
@@ -231,7 +231,7 @@ def default_devices() -> int:
 
 
 def this_machine() -> dict[str, str]:
-    """Returns what describes this machine, and the versions of the libraries."""
+    """Returns facts about this machine, and the versions of the libraries."""
     return environment.system() | {"gpus": f"{len(Machine.this(os.environ).gpus)}"} | environment.versions()
 
 

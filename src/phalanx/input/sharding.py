@@ -17,7 +17,6 @@ from phalanx.input import shard
 from phalanx.input.shard import InputWorker
 from phalanx.input.sources.base import (
     UNKNOWN,
-    USED,
     AbstractReader,
     AbstractSource,
     Facts,
@@ -27,7 +26,7 @@ from phalanx.input.sources.base import (
     rows_of,
     state_entry,
 )
-from phalanx.input.sources.partial import PartialBatches
+from phalanx.input.sources.partial import USED, PartialBatches
 from phalanx.options import AutoShardPolicy
 from phalanx.typing import PyTree
 

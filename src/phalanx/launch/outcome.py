@@ -102,8 +102,8 @@ class Outcome:
         if self.signal is not None:
             return 128 + self.signal
         # On a busy machine, one that was killed may end after another one that misses it.
-        failure = self.culprit if self.culprit and self.culprit.is_failure else self.first_failure
-        if (failure := failure or self.failed_evaluator) is None:
+        candidates = (self.culprit, self.first_failure, self.failed_evaluator)
+        if (failure := next((e for e in candidates if e and e.is_failure), None)) is None:
             return 0
         return failure.code if failure.code > 0 else 128 - failure.code
 

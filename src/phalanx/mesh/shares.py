@@ -26,10 +26,9 @@ class Shares:
       part: the number of rows of a step, relative to that of a batch of the dataset. None if each step takes one batch.
     """
 
-    def __init__(
-        self, weights: Sequence[float] = (), *, is_measured: bool = False, part: Fraction | None = None
-    ) -> None:
-        self.weights, self.is_measured, self.part = list(weights), is_measured, part
+    def __init__(self, weights: Sequence[float] = (), *, is_measured: bool = False) -> None:
+        self.weights, self.is_measured = list(weights), is_measured
+        self.part: Fraction | None = None
         self._ended_s: dict[int, float] = {}
         self._seconds_per_row: dict[int, deque[float]] = {}
 

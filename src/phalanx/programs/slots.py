@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known about each variable between programs: its arrays, and whether the next program may consume them."""
+"""The state of variables between programs: their arrays, and whether the next program may consume them."""
 
 import functools
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Shelf:
 
 
 class Slot:
-    """What is known about one variable between programs.
+    """The state of one variable between programs.
 
     Attributes:
       owned: whether a program of Phalanx made the array, and no reader shares its memory, so that the next program may consume it.

@@ -107,8 +107,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         self._elastic = elastic or ElasticOptions()
         self._stall_timeout_s, self._axes = stall_timeout_s or options.timeout_seconds, axes
         bootstrap.start(resolver, options.timeout_seconds, self._stall_timeout_s)
-        topology = Topology(tuple(jax.devices()), axes)
-        topology.shares.part = self._part_of_batches(topology.num_workers)
+        topology = self._present_topology()
         _require_implementation(options.implementation, topology)
         super().__init__(topology, options=options, local_updates=local_updates, replica_weights=replica_weights)
         if self.local_updates is not None and membership.is_elastic():
@@ -145,14 +144,15 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         Args:
           source: rank of the process whose values the variables have.
         """
-        shares = Shares(is_measured=self._topology.shares.is_measured)
-        self._topology = Topology(tuple(jax.devices()), self._axes, source=source, shares=shares)
-        shares.part = self._part_of_batches(self._topology.num_workers)
+        self._topology = self._present_topology(source, is_measured=self._topology.shares.is_measured)
 
-    def _part_of_batches(self, workers: int) -> Fraction | None:
-        """Returns which part of each batch a group of this size takes in a step. None for whole batches."""
-        is_scaled = self._elastic.scale_batch and membership.is_elastic()
-        return Fraction(workers, membership.most_workers()) if is_scaled else None
+    def _present_topology(self, source: int = 0, *, is_measured: bool = False) -> Topology:
+        """Returns the topology of the present devices of JAX, whose replicas have equal shares of a batch at first."""
+        shares = Shares(is_measured=is_measured)
+        topology = Topology(tuple(jax.devices()), self._axes, source=source, shares=shares)
+        if self._elastic.scale_batch and membership.is_elastic():
+            shares.part = Fraction(topology.num_workers, membership.most_workers())
+        return topology
 
 
 def _require_own_groups(size: int, devices: int) -> None:

@@ -20,8 +20,6 @@ from phalanx.typing import PyTree
 
 INFINITE = -1
 UNKNOWN = -2
-USED = "used"
-"""The entry of a position within a batch: how many of its rows were read. See `PartialBatches`."""
 
 State = Mapping[str, Any]
 """A position in a source: a dict of numbers, strings, bytes, lists and dicts, so that it can be saved as text."""

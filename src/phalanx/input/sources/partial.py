@@ -15,7 +15,6 @@ from phalanx.input.shard import InputWorker
 from phalanx.input.sources.base import (
     INFINITE,
     UNKNOWN,
-    USED,
     AbstractReader,
     AbstractSource,
     Facts,
@@ -28,6 +27,9 @@ from phalanx.input.sources.base import (
 from phalanx.mesh.arrays import copied
 from phalanx.options import AutoShardPolicy
 from phalanx.typing import PyTree
+
+USED = "used"
+"""The entry of a position within a batch: how many of its rows were read."""
 
 
 def partial_source(
@@ -132,15 +134,13 @@ class _PartialReader(AbstractReader):
     def _take(self, wanted: int) -> PyTree:
         """Returns the next rows: fewer at the end, and before rows of other shapes."""
         batch = self._rest(wanted)
-        rows = num_rows(batch)
-        if rows == wanted:
-            return batch
-        # The next batch may be written into the same arrays.
-        found = [jax.tree.map(copied, batch)]
-        while rows < wanted and self._load() and _row(self._batch) == _row(found[0]):
-            found.append(jax.tree.map(copied, self._rest(wanted - rows)))
-            rows += num_rows(found[-1])
-        return jax.tree.map(_joined, *found)
+        while (rows := num_rows(batch)) < wanted:
+            # The next batch may be written into the same arrays.
+            batch = jax.tree.map(copied, batch)
+            if not self._load() or _row(self._batch) != _row(batch):
+                break
+            batch = jax.tree.map(_joined, batch, self._rest(wanted - rows))
+        return batch
 
     def _rest(self, most: int) -> PyTree:
         """Returns rows of the present batch that were not read."""
@@ -162,12 +162,13 @@ class _PartialReader(AbstractReader):
         return {**self._before, USED: self._used} if self._used < self._rows else self._reader.get_state()
 
 
-def _joined(*parts: Any) -> Any:
+def _joined(first: Any, second: Any) -> Any:
     # NumPy does not know the keys of JAX.
-    return jnp.concatenate(parts) if isinstance(parts[0], jax.Array) else np.concatenate(parts)
+    join = jnp.concatenate if isinstance(first, jax.Array) else np.concatenate
+    return join((first, second))
 
 
 def _row(batch: PyTree) -> Any:
-    """Returns what batches must have in common so that rows of both can form one."""
+    """Returns the structure of the rows of a batch. Rows of two batches can form one if it is equal."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, [(x.shape[1:], x.dtype) for x in leaves]
