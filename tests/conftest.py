@@ -5,11 +5,11 @@ import importlib.util
 import os
 from pathlib import Path
 
-# How long XLA waits for a replica that does not come, before it ends the process.
-_FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=12"
+# How long XLA waits for a replica that does not come, before it ends the process. One thread compiles a program: the tests
+# run in as many processes as there are cores.
+_FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=12 --xla_cpu_parallel_codegen_split_count=1"
 if importlib.metadata.version("jax").startswith("0.10."):
-    # Most of the time goes to compiling small programs, which XLA's older emitters of kernels do sooner. Later versions have no
-    # others. (LLVM without optimizations is sooner still, but then two programs that compute the same differ in last bits.)
+    # XLA's older emitters of kernels compile small programs faster. Later versions have no others.
     _FLAGS += " --xla_cpu_use_fusion_emitters=false"
 _DEVICES = os.environ.get("PHALANX_TEST_DEVICES") or "cpu:" * 8
 if "cpu:" not in _DEVICES:
