@@ -1,19 +1,21 @@
-"""Workers simulated in one process: their readers in turn, or as threads that tell each other things at a barrier."""
+"""Simulates workers in one process: their readers in turn, or as threads that exchange arrays at a barrier."""
 
 import itertools
 import threading
+import time
 
 import jax
 import numpy as np
 
+import phalanx
 from phalanx.input import state as positions
 from phalanx.input.shard import InputWorker, shares, split
 from phalanx.options import AutoShardPolicy
 
 DATA, FILE = AutoShardPolicy.DATA, AutoShardPolicy.FILE
 
-DEADLINE_S = 20.0
-"""No wait of a test is longer."""
+DEADLINE_S = 100.0
+"""Bounds the waits of tests that would otherwise hang."""
 
 SHAPES = list(itertools.product(range(1, 5), range(1, 5)))
 """Workers and replicas of each."""
@@ -22,18 +24,27 @@ MOVES = [((1, 4), (2, 2)), ((2, 2), (4, 1)), ((4, 1), (2, 2)), ((2, 2), (1, 4)),
 """Shapes before and after a restart."""
 
 
+def mirrored(replicas):
+    return phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def workers(count, replicas):
-    """All workers."""
     return [InputWorker(i, count, replicas) for i in range(count)]
 
 
 def open_all(source, shape, policy=DATA, state=None):
-    """One reader a worker."""
     return [source.open(w, policy, state) for w in workers(*shape)]
 
 
 def rows(piece):
-    """The rows of a worker's piece: those of its first leaf, without a row that it has to pad with."""
+    """Returns the rows of a worker's piece: those of its first leaf, without a row of padding."""
     if piece is None:
         return []
     (part,) = piece.parts
@@ -43,7 +54,7 @@ def rows(piece):
 
 
 def take(readers, steps=None):
-    """What all workers read for each step, until none has more: `[step][worker]`."""
+    """Returns what all workers read for each step, until none has more: `[step][worker]`."""
     taken = []
     while steps is None or len(taken) < steps:
         pieces = [reader.read() for reader in readers]
@@ -54,12 +65,11 @@ def take(readers, steps=None):
 
 
 def rows_of(taken):
-    """All rows, in the order of steps and workers."""
     return [x for pieces in taken for piece in pieces for x in rows(piece)]
 
 
 def assert_shared(taken, shape, batch_rows):
-    """The workers' pieces are the shares of global batches of `batch_rows` rows."""
+    """Asserts that the workers' pieces are the shares of global batches of `batch_rows` rows."""
     assert len(taken) == len(batch_rows)
     for pieces, total in zip(taken, batch_rows, strict=True):
         counts = [n for piece in pieces for n in piece.counts]
@@ -72,12 +82,11 @@ def assert_shared(taken, shape, batch_rows):
 
 
 def batch_sizes(num_rows, batch_size):
-    """The rows of each global batch."""
     return [min(batch_size, num_rows - start) for start in range(0, num_rows, batch_size)]
 
 
 def combined(states):
-    """The position that `of_all_workers` makes of the workers' positions: what they tell each other is known before."""
+    """Returns the position that `of_all_workers` makes of the workers' positions, without an exchange."""
     texts = [np.frombuffer(positions.to_text(s).encode(), np.uint8) for s in states]
     width = max(map(len, texts))
     told = iter([np.array([[len(t)] for t in texts]), np.stack([np.pad(t, (0, width - len(t))) for t in texts])])
@@ -85,7 +94,6 @@ def combined(states):
 
 
 def through_text(state):
-    """A position that was in a file."""
     return positions.from_text(positions.to_text(state))
 
 
@@ -113,16 +121,14 @@ def together(count, work):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * DEADLINE_S)
+        thread.join(3 * DEADLINE_S)
         assert not thread.is_alive(), "a worker waits for ever"
     return results
 
 
 def prefetching():
-    """The threads that read ahead."""
     return [t for t in threading.enumerate() if t.name == "phalanx-prefetch"]
 
 
 def content(batch):
-    """The real rows of each replica, as lists."""
     return [np.asarray(v).tolist() for v in batch.values]

@@ -15,12 +15,10 @@ class Rows(AbstractReader):
         self.rows, self.position = rows, 0
 
     def read(self):
-        """The next."""
         start, self.position = self.position, self.position + 2
         return Piece([self.rows[start : start + 2]], [2], None) if start < 8 else None
 
     def get_state(self):
-        """How many rows were read."""
         return {"records": self.position}
 
 

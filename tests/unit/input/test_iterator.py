@@ -1,4 +1,4 @@
-"""Positions that are none, or belong to other data: each is refused, and the iterator stays where it was."""
+"""Positions that are invalid or belong to other data: each is refused, and the iterator stays where it was."""
 
 import keras
 import numpy as np
@@ -9,8 +9,6 @@ from phalanx.errors import InputError
 
 
 class Batches(keras.utils.PyDataset):
-    """Five batches."""
-
     def __len__(self):
         return 5
 
@@ -29,22 +27,25 @@ KINDS = {
 
 
 @pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
-def iterator(request):
+def iterator(request, strategy):
     """An iterator after its first batch."""
     make, batch_size = request.param
-    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
     iterator = iter(strategy.experimental_distribute_dataset(make(), batch_size=batch_size))
     next(iterator)
     return iterator
 
 
-def second(iterator):
-    """Its second batch."""
+def next_rows(iterator):
     return [int(x) for part in next(iterator).values for x in part]
 
 
-def wrong_ones(state):
-    """Positions like `state` that are none."""
+def assert_refuses(iterator, wrong):
+    with pytest.raises(InputError, match=r"(?s)set_state.*HINT: "):
+        iterator.set_state(wrong)
+
+
+def invalid_states(state):
+    """Yields invalid positions that resemble `state`."""
     (key,) = set(state) - {"data"}
     for entry in (-1, 99, True, None, 1.5, "1", [1], 2**70):
         yield {**state, key: entry}
@@ -55,28 +56,19 @@ def wrong_ones(state):
 
 
 def test_wrong_positions_are_refused(iterator):
-    """Each with a typed error; afterwards the pass goes on."""
+    """Each with a typed error; afterwards the pass continues. Positions without a mark, from earlier versions, are taken."""
     state = iterator.get_state()
-    for wrong in wrong_ones(state):
-        with pytest.raises(InputError, match=r"(?s)set_state.*HINT: "):
-            iterator.set_state(wrong)
+    for wrong in invalid_states(state):
+        assert_refuses(iterator, wrong)
     assert iterator.get_state() == state
-    after = second(iterator)
-    iterator.set_state(state)
-    assert second(iterator) == after
+    expected = next_rows(iterator)
+    for valid in (state, {key: entry for key, entry in state.items() if key != "data"}):
+        iterator.set_state(valid)
+        assert next_rows(iterator) == expected
 
 
-def test_positions_without_a_mark_are_taken(iterator):
-    """Those that an earlier version has saved."""
-    state = {key: entry for key, entry in iterator.get_state().items() if key != "data"}
-    expected = second(iterator)
-    iterator.set_state(state)
-    assert second(iterator) == expected
-
-
-def test_a_position_of_other_rows(tmp_path):
-    """Of 100 rows by 32 is none of 50 rows by 16; both numbers are told."""
-    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+def test_a_position_of_other_rows(strategy, tmp_path):
+    """A position of 100 rows by 32 is refused by 50 rows by 16; the message has both numbers."""
     longer = iter(strategy.experimental_distribute_dataset(np.arange(100), batch_size=32))
     shorter = iter(strategy.experimental_distribute_dataset(np.arange(50), batch_size=16))
     next(longer)
@@ -86,12 +78,11 @@ def test_a_position_of_other_rows(tmp_path):
         match=r"the position belongs to other data: rows=100 in the position and 50 in this dataset.\nHINT: .*del state",
     ):
         shorter.load_state(tmp_path / "state")
-    assert second(shorter) == list(range(16))
+    assert next_rows(shorter) == list(range(16))
 
 
-def test_a_position_of_other_batches():
+def test_a_position_of_other_batches(strategy):
     """Batches are counted, so their number and size must be the same."""
-    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
     of_four = iter(strategy.experimental_distribute_dataset([np.arange(4)] * 3))
     of_two = iter(strategy.experimental_distribute_dataset([np.arange(2)] * 6))
     next(of_four)
@@ -101,19 +92,17 @@ def test_a_position_of_other_batches():
         of_two.set_state(of_four.get_state())
 
 
-def test_a_position_by_another_batch_size():
+def test_a_position_by_another_batch_size(strategy):
     """Rows are counted, so the batch size may change."""
-    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
     by_four = iter(strategy.experimental_distribute_dataset(np.arange(20), batch_size=4))
     by_six = iter(strategy.experimental_distribute_dataset(np.arange(20), batch_size=6))
     next(by_four)
     by_six.set_state(by_four.get_state())
-    assert second(by_six) == [4, 5, 6, 7, 8, 9]
+    assert next_rows(by_six) == [4, 5, 6, 7, 8, 9]
 
 
-def test_a_position_beyond_the_end_of_a_stream():
-    """A stream knows its end when it has read so far."""
-    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+def test_a_position_beyond_the_end_of_a_stream(strategy):
+    """A stream finds its end only by reading that far."""
     iterator = iter(strategy.experimental_distribute_dataset(lambda: iter([np.arange(2)] * 3)))
     with pytest.raises(InputError, match="set_state of batch 4: this dataset has only 3"):
         iterator.set_state({"batches": 4})
@@ -121,23 +110,13 @@ def test_a_position_beyond_the_end_of_a_stream():
     assert not iterator.get_next_as_optional().has_value()
 
 
-def test_wrong_positions_of_functions_and_files(tmp_path):
+def test_wrong_positions_of_functions_and_files(strategy, tmp_path):
     """Each entry of their lists is checked."""
-    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
     of_function = iter(strategy.distribute_datasets_from_function(lambda context: [np.arange(2)] * 3))
-    for wrong in (
-        {"pipelines": 3},
-        {"pipelines": []},
-        {"pipelines": [{"batches": -1}]},
-        {"pipelines": [{"records": 1}]},
-    ):
-        with pytest.raises(InputError, match=r"(?s)set_state.*HINT: "):
-            of_function.set_state(wrong)
+    for wrong in (3, [], [{"batches": -1}], [{"records": 1}]):
+        assert_refuses(of_function, {"pipelines": wrong})
     (tmp_path / "a").write_text("1\n2\n")
-    read = lambda path: [int(line) for line in open(path)]  # noqa: E731, SIM115
-    of_files = iter(
-        strategy.experimental_distribute_dataset(phalanx.data.from_files([tmp_path / "a"], read), batch_size=2)
-    )
-    for wrong in ({"files": 3}, {"files": []}, {"files": [-1]}, {"files": [True]}, {"files": ["1"]}):
-        with pytest.raises(InputError, match=r"(?s)set_state.*HINT: "):
-            of_files.set_state(wrong)
+    files = phalanx.data.from_files([tmp_path / "a"], lambda path: [1, 2])
+    of_files = iter(strategy.experimental_distribute_dataset(files, batch_size=2))
+    for wrong in (3, [], [-1], [True], ["1"]):
+        assert_refuses(of_files, {"files": wrong})

@@ -17,43 +17,46 @@ Row = collections.namedtuple("Row", ["x"])
 
 
 class Counted(AbstractReader):
-    """Pieces of these numbers of rows; then the end, or a failure."""
+    """Pieces of these numbers of rows, each changed by a function; then the end, or a failure."""
 
-    def __init__(self, sizes, failure=None):
-        self.sizes, self.failure, self.position = sizes, failure, 0
+    def __init__(self, sizes, failure=None, change=lambda piece: piece):
+        self.sizes, self.failure, self.change, self.position = sizes, failure, change, 0
 
     def read(self):
-        """The next."""
         if self.position == len(self.sizes):
             if self.failure is not None:
                 raise self.failure
             return None
         n = self.sizes[self.position]
         self.position += 1
-        return Piece([np.arange(n)], [-(-n // 2), n // 2], None)
+        return self.change(Piece([np.arange(n)], [-(-n // 2), n // 2], None))
 
     def get_state(self):
-        """How many were read."""
         return {"batches": self.position}
 
 
 def place(steps, room):
-    """A batch is what is known of its steps."""
     return [(sum(s.piece.counts), s.rows, s.widest) for s in steps]
 
 
 def lockstep(reader, index, count, exchange, ahead=True):
-    """One worker's batches."""
     return Lockstep(reader, place, InputWorker(index, count, REPLICAS), exchange, ahead=ahead)
 
 
-def drained(batches, form):
-    """All batches, until the end."""
-    got = []
-    while (batch := batches.get(form)) is not None:
-        got.append(batch)
+def drained(batches, form=None):
+    """Returns all batches until the end."""
+    got = list(iter(lambda: batches.get(form or Form()), None))
     batches.stop()
     return got
+
+
+def run(all_sizes, form=None, ahead=True):
+    """Returns the batches of every worker."""
+
+    def work(index, exchange):
+        return drained(lockstep(Counted(all_sizes[index]), index, len(all_sizes), exchange, ahead), form)
+
+    return together(len(all_sizes), work)
 
 
 def test_a_stop_loses_nothing():
@@ -64,19 +67,22 @@ def test_a_stop_loses_nothing():
         first = [batches.get(Form()).value for _ in range(3)]
         batches.stop()
         batches.stop()
-        return first + [batch.value for batch in drained(batches, Form())]
+        return first + [batch.value for batch in drained(batches)]
 
     assert together(2, work) == [[[(4, 8, 2)]] * (3 * AHEAD)] * 2
     assert prefetching() == []
 
 
-def run(all_sizes, form=None, ahead=True):
-    """What every worker gets."""
+def test_stop_ends_the_thread():
+    """Before the end of the data too."""
 
     def work(index, exchange):
-        return drained(lockstep(Counted(all_sizes[index]), index, len(all_sizes), exchange, ahead), form or Form())
+        batches = lockstep(Counted([4] * 99), index, 2, exchange)
+        batches.get(Form())
+        batches.stop()
 
-    return together(len(all_sizes), work)
+    assert together(2, work) == [None, None]
+    assert prefetching() == []
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -84,7 +90,6 @@ def run(all_sizes, form=None, ahead=True):
     "all_sizes",
     [
         ([4, 4, 1], [4]),
-        ([], [3]),
         ([], [], [5, 1]),
         ([4] * 20, [4] * 7, [4] * 9),
         ([4] * 8, [2] * 8),
@@ -96,49 +101,43 @@ def run(all_sizes, form=None, ahead=True):
     ids=str,
 )
 def test_all_take_the_same_steps(all_sizes, ahead):
-    """As many as the worker with the most data has; each knows how many rows there are in all, and at most."""
+    """As many as the worker with the most data has; each knows how many rows there are in all, and at most.
+
+    The positions are those of the batches that were handed out, not of what was read ahead.
+    """
     results = run(all_sizes, ahead=ahead)
     longest = max(map(len, all_sizes))
     sizes = [[*s, *[0] * (longest - len(s))] for s in all_sizes]
-    for own, got in zip(sizes, results, strict=True):
+    for own, own_sizes, got in zip(all_sizes, sizes, results, strict=True):
         assert len(got) == longest
+        states = [{"batches": i + 1} for i in range(len(own))] + [None] * (longest - len(own))
+        assert [batch.state for batch in got] == states
         for step, batch in enumerate(got):
             everyone = [s[step] for s in sizes]
-            assert batch.value == [(own[step], sum(everyone), -(-max(everyone) // 2))]
+            assert batch.value == [(own_sizes[step], sum(everyone), -(-max(everyone) // 2))]
 
 
 def test_exhausted_worker_gets_empty_batches():
-    """A worker that has run out has no part, and its position stays."""
-    _, short = run(([4, 4, 4], [2]))
-    assert [rows(b.steps[0].piece) for b in short] == [[0, 1], [], []]
-    assert [b.steps[0].piece.counts for b in short[1:]] == [[0, 0], [0, 0]]
-    assert [b.state for b in short] == [{"batches": 1}, None, None]
-
-
-def test_a_row_to_pad_with():
-    """A worker that has run out keeps its own; one that never had any gets somebody else's, so it knows the shape."""
-    never, short, _ = run(([], [2], [4, 4, 4]))
-    for batches in (never[1:], short[1:]):
-        assert [b.steps[0].piece.parts[0].tolist() for b in batches] == [[0], [0]]
-    assert never[0].steps[0].piece.parts[0].dtype == int
+    """It pads with a row of its own, or with one of another worker if it never had any, so it knows the shape."""
+    never, short, _ = ([b.steps[0].piece for b in batches] for batches in run(([], [2], [4, 4, 4])))
+    assert [rows(piece) for piece in short] == [[0, 1], [], []]
+    assert [rows(piece) for piece in never] == [[], [], []]
+    for piece in (*short[1:], *never):
+        assert (piece.counts, piece.parts[0].tolist(), piece.parts[0].dtype) == ([0, 0], [0], int)
 
 
 @pytest.mark.parametrize(("sizes", "step", "found"), [([4, 4, 3], 2, "3 rows"), ([4] * 9, 9, "0 rows")])
 def test_batches_that_all_divide(sizes, step, found):
-    """Where each worker takes its part of the same batches, the first one that differs is an error on all."""
-
-    class Whole(Counted):
-        def read(self):
-            piece = super().read()
-            return piece and piece._replace(rows=sum(piece.counts))
+    """If each worker takes its part of the same batches, the first one that differs is an error on all."""
 
     def work(index, exchange):
-        batches, form = lockstep(Whole([[4] * 10, sizes][index]), index, 2, exchange), Form()
-        assert all(batches.get(form) for _ in range(step))
+        reader = Counted([[4] * 10, sizes][index], change=lambda piece: piece._replace(rows=sum(piece.counts)))
+        batches = lockstep(reader, index, 2, exchange)
+        assert all(batches.get(Form()) for _ in range(step))
         with pytest.raises(
             InputError, match=f"the next batch: it has 4 rows on worker 0, {found} on worker 1, but each"
         ):
-            batches.get(form)
+            batches.get(Form())
         batches.stop()
         return True
 
@@ -165,12 +164,6 @@ def test_data_that_all_divide(other, found):
 
     text = f"worker 0 has 10 rows, 3 batches, 4 rows in a batch; worker 1 has {found}.\nHINT: the same data on all"
     assert all(text in said for said in together(2, work))
-
-
-def test_positions_are_those_of_what_was_handed_out():
-    """Not of what was read ahead."""
-    results = run(([4] * 20, [4] * 3))
-    assert [b.state["batches"] for b in results[0]] == list(range(1, 21))
 
 
 @pytest.mark.parametrize("form", [Form(3), Form(3, 3)])
@@ -201,28 +194,17 @@ def test_failure_of_one_is_raised_on_all(failing, after):
     results = together(3, work)
     assert {got for got, _ in results} == {after // AHEAD * AHEAD}
     for index, (_, error) in enumerate(results):
-        if index == failing:
-            assert isinstance(error, OSError)
-        else:
-            assert isinstance(error, InputError)
-            assert f"the data of worker {failing} failed" in str(error)
-
-
-class Named(Counted):
-    """Its batches are named tuples."""
-
-    def read(self):
-        """The next."""
-        piece = super().read()
-        return piece and Piece([Row(*piece.parts)], piece.counts, None)
+        assert isinstance(error, OSError if index == failing else InputError)
+        assert index == failing or f"the data of worker {failing} failed" in str(error)
 
 
 def test_named_tuples_as_padding_are_refused_by_all():
     """A worker without rows needs a row of another one; that one stops too, instead of waiting for it in a step."""
+    named = lambda piece: piece._replace(parts=[Row(*piece.parts)])  # noqa: E731
 
     def work(index, exchange):
         try:
-            drained(lockstep(Named([4] * index), index, 2, exchange), Form())
+            drained(lockstep(Counted([4] * index, change=named), index, 2, exchange))
         except InputError as e:
             return str(e)
 
@@ -238,8 +220,7 @@ def test_batch_put_back_comes_again():
         batches = lockstep(Counted([4] * (5 - index)), index, 2, exchange)
         first = batches.get(Form(2))
         batches.put_back(first)
-        again = [b.value for b in drained(batches, Form())]
-        return first.value, again
+        return first.value, [b.value for b in drained(batches)]
 
     for index, (first, again) in enumerate(together(2, work)):
         assert [[x] for x in first] == again[:2]
@@ -248,7 +229,7 @@ def test_batch_put_back_comes_again():
 
 
 def test_one_exchange_for_several_steps():
-    """No extra collective a step; and once two to share a row to pad with."""
+    """No extra collective per step, and two once to share a row of padding."""
     calls = [0, 0]
 
     def work(index, exchange):
@@ -256,19 +237,7 @@ def test_one_exchange_for_several_steps():
             calls[index] += 1
             return exchange(values)
 
-        return len(drained(lockstep(Counted([4] * 20), index, 2, counted), Form()))
+        return len(drained(lockstep(Counted([4] * 20), index, 2, counted)))
 
     assert together(2, work) == [20, 20]
     assert calls == [20 // AHEAD + 1 + 2] * 2
-
-
-def test_stop_ends_the_thread():
-    """Before the end of the data too."""
-
-    def work(index, exchange):
-        batches = lockstep(Counted([4] * 99), index, 2, exchange)
-        batches.get(Form())
-        batches.stop()
-
-    assert together(2, work) == [None, None]
-    assert prefetching() == []

@@ -17,7 +17,6 @@ Pair = collections.namedtuple("Pair", ["x", "y"])
     ["float32", "int64", "uint8", "bool", "complex64", "bfloat16", "float8_e4m3fn", "float8_e5m2", ">i4", "<U3", "S4"],
 )
 def test_arrays_of_each_dtype(dtype):
-    """Values, dtype and shape arrive."""
     sent = np.arange(6).reshape(1, 2, 3).astype(jnp.dtype(dtype))
     (found,) = unpacked(packed((sent,)))
     assert (found.dtype, found.shape) == (sent.dtype, sent.shape)
