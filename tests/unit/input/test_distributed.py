@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 
 import grain
 import jax
@@ -11,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
-from simulation import DEADLINE_S, content, prefetching
+from simulation import DEADLINE_S, content, mirrored, prefetching, wait_for
 
 import phalanx
 from phalanx.errors import CardinalityError, InputError, InvalidArgumentError, OutOfRangeError
@@ -19,35 +18,17 @@ from phalanx.options import InputReplicationMode
 from phalanx.testing import assert_restores_everywhere
 
 
-def mirrored(replicas):
-    """A strategy over the first CPU devices."""
-    return phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
-
-
-@pytest.fixture
-def strategy():
-    """Two replicas."""
-    return mirrored(2)
-
-
 @pytest.fixture(autouse=True)
 def grain_has_ended():
     """Grain ends its own threads some time after its iterators."""
     yield
-    left, deadline = (
-        lambda: any(t.name.startswith("grain") for t in threading.enumerate()),
-        time.monotonic() + DEADLINE_S,
-    )
-    if left():
+    has_ended = lambda: not any(t.name.startswith("grain") for t in threading.enumerate())  # noqa: E731
+    if not has_ended():
         gc.collect()
-    while left():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(has_ended)
 
 
 class Pairs(keras.utils.PyDataset):
-    """Four batches, of which the last is short."""
-
     def __len__(self):
         return 4
 
@@ -56,7 +37,7 @@ class Pairs(keras.utils.PyDataset):
 
 
 def array_records(folder):
-    """A Grain source over three files of four numbers, as bytes of one length."""
+    """Returns a Grain source over three files of numbers, as bytes of one length."""
     paths = []
     for i in range(3):
         paths.append(str(folder / f"{i}.array_record"))
@@ -68,19 +49,16 @@ def array_records(folder):
 
 
 def numbers_in(path):
-    """Reads a file of bytes as one would: a sequence of decoded records."""
     return grain.MapDataset.source(grain.sources.ArrayRecordDataSource(path)).map(int)
 
 
 def text_files(folder):
-    """Three files of numbers."""
     for i, n in enumerate([4, 4, 2]):
         (folder / f"{i}.txt").write_text("".join(f"{4 * i + j}\n" for j in range(n)))
     return str(folder / "*.txt")
 
 
 def integers(path):
-    """Streams the records of such a file."""
     with open(path) as file:
         yield from map(int, file)
 
@@ -125,32 +103,23 @@ def given(request, tmp_path):
 
 
 def flat(batches):
-    """All real rows."""
+    """Returns all real rows."""
+    is_per_replica = lambda x: isinstance(x, phalanx.PerReplica)  # noqa: E731
     return [int(x) for b in batches for v in jax.tree.leaves(b, is_leaf=is_per_replica) for p in v.values for x in p]
 
 
-def is_per_replica(x):
-    """For trees of batches."""
-    return isinstance(x, phalanx.PerReplica)
-
-
-def test_every_source_gives_each_row_once(strategy, given):
-    """Every row once, with real rows only; in order."""
+def test_every_source_restores_everywhere(strategy, given):
+    """Every row comes once, in each pass in the same order. Each position can be restored, through text."""
     dataset, batch_size = given
     distributed = strategy.experimental_distribute_dataset(dataset, batch_size=batch_size)
     rows = flat(distributed)
     assert sorted(rows) == list(range(10))
     assert flat(distributed) == rows
-
-
-def test_every_source_restores_everywhere(strategy, given):
-    """From each of its positions, through text."""
-    dataset, batch_size = given
-    assert_restores_everywhere(strategy.experimental_distribute_dataset(dataset, batch_size=batch_size))
+    assert_restores_everywhere(distributed)
 
 
 def test_every_source_restores_on_other_replicas(given):
-    """The position belongs to the dataset."""
+    """The position belongs to the dataset. The default strategy restores its own positions too."""
     dataset, batch_size = given
     distributed = [mirrored(n).experimental_distribute_dataset(dataset, batch_size=batch_size) for n in (1, 2, 3)]
     whole = flat(distributed[1])
@@ -159,6 +128,7 @@ def test_every_source_restores_on_other_replicas(given):
     for after in map(iter, distributed[1:]):
         after.set_state(before.get_state())
         assert read + flat(after) == whole
+    assert_restores_everywhere(phalanx.get_strategy().experimental_distribute_dataset(dataset, batch_size=batch_size))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 9])
@@ -171,16 +141,9 @@ def test_stacked_steps_restore_everywhere(strategy, steps):
 
 @pytest.mark.parametrize("mode", InputReplicationMode)
 def test_functions_restore_everywhere(strategy, mode):
-    """Each pipeline its own position."""
     make = lambda c: [np.arange(3) + 10 * i for i in range(5)]  # noqa: E731
     options = phalanx.InputOptions(experimental_replication_mode=mode)
     assert_restores_everywhere(strategy.distribute_datasets_from_function(make, options))
-
-
-def test_default_strategy_restores_everywhere(given):
-    """Likewise."""
-    dataset, batch_size = given
-    assert_restores_everywhere(phalanx.get_strategy().experimental_distribute_dataset(dataset, batch_size=batch_size))
 
 
 def test_the_law_finds_what_does_not_restore(strategy):
@@ -208,22 +171,17 @@ def test_default_strategy_passes_batches_through():
 
 
 def test_iterators_are_independent(strategy):
-    """Each starts the dataset again."""
+    """Each starts the dataset again, also within a pass, as evaluation within training does."""
     dataset = strategy.experimental_distribute_dataset([np.array([i, i]) for i in range(3)])
     one, two = iter(dataset), iter(dataset)
-    assert content(next(one)) == content(two.get_next()) == [[0], [0]]
+    assert content(next(one)) == content(two.get_next_as_optional().get_value()) == content(next(iter(dataset)))
     assert iter(one) is one
-    assert len(list(one)) == 2
-
-
-def test_a_pass_within_a_pass(strategy):
-    """As evaluation within training."""
-    dataset = strategy.experimental_distribute_dataset(np.arange(6), batch_size=2)
-    assert [flat(dataset) for _ in dataset] == [list(range(6))] * 3
+    assert [flat(dataset) for _ in one] == [[0, 0, 1, 1, 2, 2]] * 2
+    assert content(two.get_next()) == [[1], [1]]
 
 
 def test_end_is_reported_again_and_again(strategy):
-    """StopIteration, OutOfRangeError, or an optional without value; again and again."""
+    """As StopIteration, as OutOfRangeError, or as an optional without value."""
     iterator = iter(strategy.experimental_distribute_dataset([np.ones(2)]))
     assert iterator.get_next_as_optional().has_value()
     for _ in range(2):
@@ -239,12 +197,6 @@ def test_end_is_reported_again_and_again(strategy):
             optional.get_value()
 
 
-def test_optional_holds_the_batch(strategy):
-    """It holds the batch."""
-    iterator = iter(strategy.experimental_distribute_dataset([np.arange(2)]))
-    assert content(iterator.get_next_as_optional().get_value()) == [[0], [1]]
-
-
 @pytest.mark.parametrize(
     ("dataset", "batch_size", "cardinality"),
     [
@@ -258,7 +210,7 @@ def test_optional_holds_the_batch(strategy):
     ],
 )
 def test_cardinality_counts_global_batches(strategy, dataset, batch_size, cardinality):
-    """How many global batches, and `len` where that is a number."""
+    """`len` works if that is a number."""
     distributed = strategy.experimental_distribute_dataset(dataset, batch_size=batch_size)
     assert distributed.cardinality == cardinality
     if cardinality >= 0:
@@ -271,7 +223,6 @@ def test_cardinality_counts_global_batches(strategy, dataset, batch_size, cardin
 
 
 def test_drop_remainder_counts(strategy):
-    """The short batch is not among them."""
     dataset = strategy.experimental_distribute_dataset(np.arange(10), batch_size=4, drop_remainder=True)
     assert len(dataset) == 2
     assert flat(dataset) == list(range(8))
@@ -295,17 +246,11 @@ def test_element_spec_loses_no_batch(replicas, rows):
 
 
 def test_element_spec_of_a_one_shot_generator(strategy):
-    """Its first batch is still there afterwards."""
+    """Its first batch is still there afterwards. A second pass is refused instead of being empty."""
     dataset = strategy.experimental_distribute_dataset(np.full(2, i) for i in range(3))
     assert dataset.element_spec.shape == (1,)
     assert dataset.element_spec.shape == (1,)
     assert flat(dataset) == [0, 0, 1, 1, 2, 2]
-
-
-def test_one_shot_generator_is_refused_the_second_time(strategy):
-    """Instead of being empty."""
-    dataset = strategy.experimental_distribute_dataset(np.full(2, i) for i in range(3))
-    assert len(list(dataset)) == 3
     with pytest.raises(InputError, match="a second pass over an iterator: an iterator can be read only once"):
         iter(dataset)
 
@@ -318,46 +263,20 @@ def test_reduce_of_a_dataset(strategy):
 
 
 def test_position_in_a_file(strategy, tmp_path):
-    """Another iterator goes on from it, on other replicas."""
+    """Another iterator continues from it, on other replicas. An iterator can go back, even from the end."""
     iterator = iter(strategy.experimental_distribute_dataset(np.arange(10), batch_size=3))
+    start = iterator.get_state()
     next(iterator)
     iterator.save_state(tmp_path / "position.json")
     other = iter(mirrored(3).experimental_distribute_dataset(np.arange(10), batch_size=3))
     other.load_state(tmp_path / "position.json")
-    assert flat(other) == list(range(3, 10))
-    assert flat(iterator) == list(range(3, 10))
-
-
-def test_position_with_another_batch_size(strategy):
-    """It counts rows."""
-    iterator = iter(strategy.experimental_distribute_dataset(np.arange(10), batch_size=3))
-    next(iterator)
-    other = iter(strategy.experimental_distribute_dataset(np.arange(10), batch_size=5))
-    other.set_state(iterator.get_state())
-    assert flat(other) == list(range(3, 10))
-
-
-def test_back_to_an_earlier_position(strategy):
-    """An iterator can go back, also from the end."""
-    iterator = iter(strategy.experimental_distribute_dataset(np.arange(10), batch_size=3))
-    start = iterator.get_state()
-    assert flat(iterator) == list(range(10))
+    assert flat(other) == flat(iterator) == list(range(3, 10))
     iterator.set_state(start)
     assert flat(iterator) == list(range(10))
 
 
-def test_a_wrong_position(strategy):
-    """Of another kind of dataset."""
-    iterator = iter(strategy.experimental_distribute_dataset(np.arange(10), batch_size=3))
-    with pytest.raises(
-        InputError, match=r"set_state\(\{'batches': 1\}\): a position of this dataset has the entries 'records'"
-    ):
-        iterator.set_state({"batches": 1})
-    assert flat(iterator) == list(range(10))
-
-
 def test_batches_that_are_not_fetched(strategy):
-    """NumPy arrays in the same layout, for which the same results come out."""
+    """They are NumPy arrays in the same layout, with the same results."""
     options = phalanx.InputOptions(experimental_fetch_to_device=False)
     with strategy.scope():
         total = keras.Variable(0.0, aggregation="sum")
@@ -375,16 +294,13 @@ def test_batches_that_are_not_fetched(strategy):
 
 @pytest.mark.parametrize("fetch", [True, False])
 def test_where_batches_of_one_device_are(fetch):
-    """On it, or nowhere yet."""
     options = phalanx.InputOptions(experimental_fetch_to_device=fetch)
-    dataset = phalanx.OneDeviceStrategy("cpu:1").experimental_distribute_dataset([np.ones(2)], options)
-    (batch,) = dataset
+    (batch,) = phalanx.OneDeviceStrategy("cpu:1").experimental_distribute_dataset([np.ones(2)], options)
     assert batch.device.id == 1 if fetch else type(batch) is np.ndarray
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 4])
 def test_read_ahead_changes_nothing(strategy, ahead):
-    """But speed."""
     options = phalanx.InputOptions(experimental_per_replica_buffer_size=ahead)
     dataset = strategy.experimental_distribute_dataset(np.arange(10), options, batch_size=3)
     assert flat(dataset) == list(range(10))
@@ -401,21 +317,15 @@ def test_stacked_steps_have_a_leading_dimension(strategy):
 
 
 def test_stacked_steps_of_the_default_strategy():
-    """Arrays `[steps, rows, ...]`."""
-    dataset = phalanx.get_strategy().experimental_distribute_dataset(np.arange(8), batch_size=4).batches(steps=2)
-    assert [b.tolist() for b in dataset] == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
-
-
-def test_stacked_steps_of_various_sizes():
-    """The default strategy pads nothing, so it cannot stack them."""
-    dataset = phalanx.get_strategy().experimental_distribute_dataset(np.arange(6), batch_size=4).batches(steps=2)
+    """They are arrays `[steps, rows, ...]`. It pads nothing, so it cannot stack batches of different sizes."""
+    eight, six = (phalanx.get_strategy().experimental_distribute_dataset(np.arange(n), batch_size=4) for n in (8, 6))
+    assert [b.tolist() for b in eight.batches(steps=2)] == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
     with pytest.raises(InputError, match=r"shapes \[\(2,\), \(4,\)\]"):
-        next(iter(dataset))
+        next(iter(six.batches(steps=2)))
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, None])
 def test_bad_steps_are_shown(strategy, steps):
-    """With their value."""
     with pytest.raises(InvalidArgumentError, match=f"steps={steps!r}: must be an integer of at least 1"):
         strategy.experimental_distribute_dataset([np.ones(2)]).batches(steps=steps)
 
@@ -433,25 +343,6 @@ def test_make_experimental_numpy_dataset(strategy):
         strategy.make_experimental_numpy_dataset(np.ones(3), "s")
 
 
-def test_one_batch_ahead(strategy):
-    """The next batch is fetched when one is handed out, no more."""
-    fetched = []
-
-    def batches():
-        for i in range(5):
-            fetched.append(i)
-            yield np.ones(2)
-
-    iterator = iter(strategy.experimental_distribute_dataset(batches()))
-    next(iterator)
-    deadline = time.monotonic() + 10
-    while fetched != [0, 1]:
-        assert time.monotonic() < deadline, fetched
-        time.sleep(0.01)
-    time.sleep(0.1)
-    assert fetched == [0, 1]
-
-
 def test_nothing_is_read_before_it_is_asked_for(strategy):
     """`iter` starts no thread, nor does distributing."""
     read = []
@@ -460,45 +351,14 @@ def test_nothing_is_read_before_it_is_asked_for(strategy):
     assert len(list(iterator)) == 3
 
 
-def one():
-    """A replica function that communicates."""
-    return phalanx.get_replica_context().all_reduce("SUM", 1.0)
-
-
 def test_iteration_in_another_thread(strategy):
     """A loader thread may pull batches while the main thread steps."""
     got = []
     dataset = strategy.experimental_distribute_dataset([np.full(2, i) for i in range(20)])
     thread = threading.Thread(target=lambda: got.extend(dataset))
     thread.start()
+    step = lambda: phalanx.get_replica_context().all_reduce("SUM", 1.0)  # noqa: E731
     for _ in range(20):
-        strategy.run(one)
-    thread.join(timeout=30)
+        strategy.run(step)
+    thread.join(DEADLINE_S)
     assert [content(b)[0][0] for b in got] == list(range(20))
-
-
-@pytest.mark.parametrize(
-    ("replicas", "kind"), [(1, "arrays"), (2, "arrays"), (3, "arrays"), (4, "arrays"), (2, "generator"), (3, "grain")]
-)
-def test_evaluation_is_exact(replicas, kind):
-    """1,000 rows at batch 48: loss and accuracy are those of NumPy over all rows."""
-    strategy, random = mirrored(replicas), np.random.default_rng(0)
-    x, y = random.normal(size=1000).astype("float32"), random.integers(0, 2, 1000)
-    pairs = {
-        "arrays": (x, y),
-        "generator": lambda: zip(x, y, strict=True),
-        "grain": grain.MapDataset.range(1000).map(lambda i: (x[i], y[i])),
-    }
-    with strategy.scope():
-        loss, accuracy = keras.metrics.Mean(), keras.metrics.BinaryAccuracy()
-
-    def step(batch):
-        xs, ys = batch
-        mask = phalanx.get_replica_context().example_mask
-        loss.update_state((xs - ys) ** 2, sample_weight=mask)
-        accuracy.update_state(ys[:, None], xs[:, None], sample_weight=mask)
-
-    for batch in strategy.experimental_distribute_dataset(pairs[kind], batch_size=48):
-        strategy.run(step, args=(batch,))
-    assert float(loss.result()) == pytest.approx(((x - y) ** 2).mean(), rel=1e-6)
-    assert float(accuracy.result()) == pytest.approx(((x > 0.5) == y).mean(), rel=1e-6)
