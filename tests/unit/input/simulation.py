@@ -68,8 +68,10 @@ def rows_of(taken):
     return [x for pieces in taken for piece in pieces for x in rows(piece)]
 
 
-def assert_shared(taken, shape, batch_rows):
-    """Asserts that the workers' pieces are the shares of global batches of `batch_rows` rows."""
+def assert_shared(source, shape, batch_rows, order=None):
+    """Asserts that the workers read each row once and in order, as their shares of batches of `batch_rows` rows."""
+    taken = take(open_all(source, shape))
+    assert rows_of(taken) == (list(range(sum(batch_rows))) if order is None else order)
     assert len(taken) == len(batch_rows)
     for pieces, total in zip(taken, batch_rows, strict=True):
         counts = [n for piece in pieces for n in piece.counts]
@@ -79,6 +81,20 @@ def assert_shared(taken, shape, batch_rows):
         assert {piece.rows for piece in pieces} == {total}
         room = InputWorker(0, *shape).room(total)[0]
         assert sum(int(split(piece.counts, room).mask.sum()) for piece in pieces) == total
+
+
+def assert_goes_on(source, before, after, order):
+    """Asserts that other workers continue from every position, which is the same for all, in the order of one worker."""
+    for steps in range(len(order) + 2):
+        readers = open_all(source, before)
+        taken = take(readers, steps)
+        state = through_text(readers[0].get_state())
+        assert all(reader.get_state() == state for reader in readers)
+        for shape in (before, after):
+            assert rows_of(taken) + rows_of(take(open_all(source, shape, state=state))) == order
+        if len(taken) < steps:
+            return
+    raise AssertionError("the source does not end")
 
 
 def batch_sizes(num_rows, batch_size):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import DATA, MOVES, SHAPES, assert_shared, batch_sizes, open_all, rows, rows_of, take, through_text
+from simulation import DATA, MOVES, SHAPES, assert_goes_on, assert_shared, batch_sizes, open_all, rows, rows_of, take
 
 from phalanx.errors import InputError
 from phalanx.input.shard import InputWorker
@@ -15,9 +15,8 @@ from phalanx.input.sources.batches import BatchSequence, BatchStream, OneShot, b
 
 
 def cut(batch_rows):
-    """Batches of the rows 0, 1, ... with these numbers of rows."""
-    ends = np.cumsum([0, *batch_rows])
-    return [np.arange(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    """Returns batches of the rows 0, 1, ... with these numbers of rows."""
+    return np.split(np.arange(sum(batch_rows)), np.cumsum(batch_rows[:-1], dtype=int)) if batch_rows else []
 
 
 KINDS = {
@@ -36,60 +35,45 @@ def make(request):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_row_once_and_in_order(make, shape):
     """For all numbers of rows, batch sizes, workers and replicas."""
-    for n in range(0, 41, 1 if shape[0] < 3 else 3):
+    for n in range(0, 19, 1 if shape[0] < 3 else 3):
         for b in range(1, 10):
-            taken = take(open_all(make(batch_sizes(n, b)), shape))
-            assert rows_of(taken) == list(range(n))
-            assert_shared(taken, shape, batch_sizes(n, b))
+            assert_shared(make(batch_sizes(n, b)), shape, batch_sizes(n, b))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 70), max_size=12), st.integers(1, 9), st.integers(1, 9))
 def test_batches_of_any_sizes(batch_rows, count, replicas):
     """Batches of the user may differ in size, and have no row at all."""
-    taken = take(open_all(KINDS["stream"](batch_rows), (count, replicas)))
-    assert rows_of(taken) == list(range(sum(batch_rows)))
-    assert_shared(taken, (count, replicas), batch_rows)
+    assert_shared(KINDS["stream"](batch_rows), (count, replicas), batch_rows)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 300), st.integers(1, 60), st.integers(1, 9))
 def test_records_of_an_iterable(n, b, count):
     """They are grouped, and each worker keeps its own."""
-    source = source_of(lambda: iter(range(n)), b)
-    taken = take(open_all(source, (count, 2)))
-    assert rows_of(taken) == list(range(n))
-    assert_shared(taken, (count, 2), batch_sizes(n, b))
+    assert_shared(source_of(lambda: iter(range(n)), b), (count, 2), batch_sizes(n, b))
 
 
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_goes_on_from_every_position(make, before, after):
     """On as many workers and replicas, and on others."""
     for batch_rows in ([], [3, 3, 1], [4, 0, 9, 1], [8, 8]):
-        for steps in range(len(batch_rows) + 1):
-            readers = open_all(make(batch_rows), before)
-            read = rows_of(take(readers, steps))
-            (state,) = {str(r.get_state()): r.get_state() for r in readers}.values()
-            for shape in (before, after):
-                rest = take(open_all(make(batch_rows), shape, state=through_text(state)))
-                assert read + rows_of(rest) == list(range(sum(batch_rows)))
+        assert_goes_on(make(batch_rows), before, after, list(range(sum(batch_rows))))
 
 
 def test_drop_remainder_leaves_short_batches_out(make):
-    """Batches that are shorter than the longest before them are left out."""
+    """Batches that are shorter than the longest before them are dropped."""
     taken = take(open_all(make([4, 4, 2], drop_remainder=True), (2, 1)))
     assert rows_of(taken) == list(range(8))
 
 
 def test_the_end_stays_the_end(make):
-    """Again and again."""
     reader = make([2]).open(InputWorker(), DATA, None)
     assert rows(reader.read()) == [0, 1]
     assert [reader.read() for _ in range(3)] == [None] * 3
 
 
 def test_facts_of_batches_in_memory():
-    """A list tells everything."""
     facts = sizes(cut([4, 4, 3]))
     assert (facts.batch_size, facts.is_full, facts.num_batches, facts.num_records) == (4, False, 3, 11)
     assert sizes(cut([4, 4])).is_full
@@ -97,8 +81,6 @@ def test_facts_of_batches_in_memory():
 
 
 class Squares(keras.utils.PyDataset):
-    """Three batches of two rows."""
-
     def __init__(self):
         super().__init__()
         self.asked, self.ends = [], 0
@@ -111,24 +93,18 @@ class Squares(keras.utils.PyDataset):
         return np.full((2, 2), i), np.array([i, i])
 
     def on_epoch_end(self):
-        """Keras calls it at the end of an epoch."""
         self.ends += 1
 
 
 def test_py_dataset_keeps_order_and_epochs():
-    """Batches of Keras, in order; it hears of the end of each epoch."""
+    """Its `on_epoch_end` is called. Batches before a restored position are not read."""
     dataset = Squares()
     source = source_of(dataset)
     assert source.facts.num_batches == 3
     assert rows_of(take([source.open(InputWorker(), DATA, None)])) == [[0, 0]] * 2 + [[1, 1]] * 2 + [[2, 2]] * 2
     assert (dataset.asked, dataset.ends) == ([0, 1, 2], 1)
-
-
-def test_py_dataset_goes_on_without_reading_what_was_read():
-    """It has random access."""
-    dataset = Squares()
-    take([source_of(dataset).open(InputWorker(), DATA, {"batches": 2})])
-    assert dataset.asked == [2]
+    take([source.open(InputWorker(), DATA, {"batches": 2})])
+    assert dataset.asked == [0, 1, 2, 2]
 
 
 def test_generator_that_writes_into_one_array():
@@ -144,7 +120,6 @@ def test_generator_that_writes_into_one_array():
 
 
 def test_one_shot_iterator_is_handed_out_once():
-    """An iterator is handed out once; the message says what to pass instead."""
     make = OneShot(iter([1]))
     assert list(make()) == [1]
     with pytest.raises(
@@ -154,6 +129,5 @@ def test_one_shot_iterator_is_handed_out_once():
 
 
 def test_batched_rows_end_with_short_batch():
-    """The last batch may be short."""
     assert [b.tolist() for b in batched(range(5), 2)] == [[0, 1], [2, 3], [4]]
     assert list(batched([], 2)) == []

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from simulation import DATA, content
+from simulation import DATA, content, mirrored
 
 import phalanx
 from phalanx.errors import InputError, InvalidArgumentError
@@ -18,16 +18,9 @@ ON_DEVICE = InputOptions(
 )
 
 
-@pytest.fixture
-def strategy():
-    """Two replicas."""
-    return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
-
-
 def counted(start, sizes):
-    """Batches of consecutive numbers."""
-    ends = start + np.cumsum([0, *sizes])
-    return [np.arange(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    """Returns batches of consecutive numbers."""
+    return np.split(start + np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
 
 
 @pytest.mark.parametrize(
@@ -35,23 +28,16 @@ def counted(start, sizes):
 )
 def test_replicas_take_batches_in_turn(strategy, method):
     """One call for the worker, whose replicas share one dataset, as in tf.distribute; also under the older name."""
-    dataset = getattr(strategy, method)(lambda context: counted(0, [2, 2, 2, 2, 1]))
+    seen = []
+    dataset = getattr(strategy, method)(lambda context: seen.append(context) or counted(0, [2, 2, 2, 2, 1]))
+    assert [(c.num_input_pipelines, c.input_pipeline_id, c.num_replicas_in_sync) for c in seen] == [(1, 0, 2)]
     assert [content(b) for b in dataset] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]]
 
 
-@pytest.mark.parametrize(("options", "calls"), [(None, [(1, 0)]), (PER_REPLICA, [(2, 0), (2, 1)])])
-def test_input_context_is_given_per_pipeline(strategy, options, calls):
-    """The function is called at once: for each worker, or for each replica."""
-    seen = []
-    strategy.distribute_datasets_from_function(lambda context: seen.append(context) or [np.ones(2)], options)
-    assert [(c.num_input_pipelines, c.input_pipeline_id) for c in seen] == calls
-    assert [c.num_replicas_in_sync for c in seen] == [2] * len(calls)
-
-
 @pytest.mark.parametrize("mode", InputReplicationMode)
-@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 3), (3, 2)])
 def test_input_context_of_all_workers(mode, shape):
-    """Pipelines are numbered through all workers."""
+    """The function is called at once, for each worker or each replica. Pipelines are numbered through all workers."""
     seen, options = [], InputOptions(experimental_replication_mode=mode)
     for index in range(shape[0]):
         FunctionSource(lambda c: seen.append(c) or [], InputWorker(index, *shape), options, [None] * shape[1])
@@ -112,12 +98,12 @@ def test_one_replica_gets_batches_unpadded(strategy, options):
 
 
 def test_positions_are_those_of_each_pipeline(strategy):
-    """Of each pipeline; of other replicas they do not fit."""
+    """They fit as many replicas only."""
     make = lambda c: counted(0, [2] * 6)  # noqa: E731
     iterator = iter(strategy.distribute_datasets_from_function(make, PER_REPLICA))
     next(iterator)
     assert iterator.get_state() == {"pipelines": [{"batches": 1}, {"batches": 1}]}
-    other = phalanx.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]).distribute_datasets_from_function(make, PER_REPLICA)
+    other = mirrored(3).distribute_datasets_from_function(make, PER_REPLICA)
     with pytest.raises(
         InputError,
         match="set_state of 2 input pipelines: this dataset has 3 input pipelines.\nHINT: restore the position on as",
@@ -138,7 +124,6 @@ def test_positions_are_those_of_each_pipeline(strategy):
     ids=lambda x: type(x).__name__,
 )
 def test_functions_that_make_no_dataset(strategy, made, match):
-    """It is said at once."""
     with pytest.raises(InputError, match=match):
         strategy.distribute_datasets_from_function(lambda c: made)
 
@@ -154,7 +139,6 @@ def test_batches_that_differ_beyond_dim_0(strategy):
 
 
 def test_exhausted_pipelines_give_no_batch():
-    """No replica has a batch."""
     source = FunctionSource(lambda c: [], InputWorker(0, 1, 2), InputOptions(), jax.local_devices()[:2])
     reader = source.open(InputWorker(0, 1, 2), DATA, None)
     assert [reader.read(), reader.read()] == [None, None]
