@@ -16,10 +16,14 @@ X = RANDOM.normal(size=(ROWS, WIDTH)).astype("float32")
 Y = (X @ [[1.0], [-2.0], [0.5]] + 0.1).astype("float32")
 RATE, MOMENTUM = 0.05, 0.5
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
+CHOICES = {
+    "LocalSGD": LocalSGD(3),
+    "fragments": DiLoCo(every=4, fragments=2),
+    "Adam": DiLoCo(keras.optimizers.Adam(0.1), every=3),
+}
 
 
 def strategy_with(local_updates, replicas=REPLICAS, **options):
-    """A strategy over virtual devices."""
     return phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)], local_updates=local_updates, **options)
 
 
@@ -33,7 +37,7 @@ def linear(strategy, optimizer=None, **compiled):
 
 
 def step_of(strategy, model):
-    """A step of a custom loop, and the batches that it takes: halves of the rows in turn."""
+    """A step of a custom loop."""
 
     def replica(batch):
         x, y = batch
@@ -43,50 +47,31 @@ def step_of(strategy, model):
         model.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
         return loss
 
-    def step(batch):
-        return strategy.reduce("SUM", strategy.run(replica, args=(batch,)), axis=None)
-
-    halves = [(X[: ROWS // 2], Y[: ROWS // 2]), (X[ROWS // 2 :], Y[ROWS // 2 :])]
-    return phalanx.function(step), list(strategy.experimental_distribute_dataset(halves)) * 20
+    return phalanx.function(lambda batch: strategy.reduce("SUM", strategy.run(replica, args=(batch,)), axis=None))
 
 
-def trained(local_updates, steps, replicas=REPLICAS, make=lambda: None):
-    """A model after some steps."""
-    strategy = strategy_with(local_updates, replicas)
-    model = linear(strategy, make())
-    step, batches = step_of(strategy, model)
-    for batch in batches[:steps]:
-        step(batch)
-    return strategy, model
+class Training:
+    """A model in a custom loop, whose batches are halves of the rows in turn."""
 
+    def __init__(self, local_updates, replicas=REPLICAS, optimizer=None, model=None):
+        self.strategy = strategy_with(local_updates, replicas)
+        self.model = model or linear(self.strategy, optimizer)
+        self.kernel = self.model.layers[0].kernel
+        self.step = step_of(self.strategy, self.model)
+        halves = [(X[: ROWS // 2], Y[: ROWS // 2]), (X[ROWS // 2 :], Y[ROWS // 2 :])]
+        self.batches = list(self.strategy.experimental_distribute_dataset(halves))
+        self.steps, self.losses = 0, []
 
-class Replica:
-    """A replica in NumPy: weights with the bias as the last, and momentum."""
+    def go(self, steps):
+        for _ in range(steps):
+            self.losses.append(float(self.step(self.batches[self.steps % 2])))
+            self.steps += 1
+        return self
 
-    def __init__(self, rows):
-        self.rows, self.weights, self.momentum = rows, np.zeros((WIDTH + 1, 1)), np.zeros((WIDTH + 1, 1))
-
-    def gradient(self, step):
-        """The gradient of the mean over the rows that this replica has in a step."""
-        half = slice(0, ROWS // 2) if step % 2 == 0 else slice(ROWS // 2, ROWS)
-        x, y = np.c_[X, np.ones(ROWS)][half][self.rows], Y[half][self.rows]
-        return 2 / len(x) * x.T @ (x @ self.weights - y)
-
-    def update(self, gradient):
-        """One step of SGD with momentum."""
-        self.momentum = MOMENTUM * self.momentum - RATE * gradient
-        self.weights = self.weights + self.momentum
-
-
-def replicas_of(count):
-    """Replicas with equal parts of each half of the rows."""
-    each = ROWS // 2 // count
-    return [Replica(slice(i * each, (i + 1) * each)) for i in range(count)]
-
-
-def mean_of(replicas, name):
-    """The mean of an attribute."""
-    return np.mean([getattr(r, name) for r in replicas], axis=0)
+    def local_weights(self):
+        """Kernel and bias of each replica."""
+        parts = [self.strategy.experimental_local_results(v) for v in self.model.trainable_variables]
+        return [np.concatenate([kernel, bias[None]]) for kernel, bias in zip(*parts, strict=True)]
 
 
 def weights_of(model):
@@ -94,112 +79,84 @@ def weights_of(model):
     return np.concatenate([model.get_weights()[0], model.get_weights()[1][None]])
 
 
-def local_weights(strategy, model):
-    """Kernel and bias of each replica."""
-    parts = [strategy.experimental_local_results(v) for v in model.trainable_variables]
-    return [np.concatenate([kernel, bias[None]]) for kernel, bias in zip(*parts, strict=True)]
+def gradients(weights, step, group=1):
+    """Those of the mean over the rows that each replica has in a step. The replicas of a group share theirs."""
+    x = np.c_[X, np.ones(ROWS)].reshape(2, len(weights), -1, WIDTH + 1)[step % 2]
+    y = Y.reshape(2, len(weights), -1, 1)[step % 2]
+    found = 2 / x.shape[1] * x.swapaxes(1, 2) @ (x @ weights - y)
+    return found.reshape(-1, group, WIDTH + 1, 1).mean(1).repeat(group, 0)
 
 
-def replicas_after(steps):
-    """Replicas that have taken their mean after each third step."""
-    replicas = replicas_of(REPLICAS)
+def simulated(steps, every=3, count=REPLICAS, group=1, diloco=False):
+    """The weights and momentum of replicas that synchronize every few steps, and the weights that are read outside."""
+    weights = momentum = np.zeros((count, WIDTH + 1, 1))
+    outer = velocity = np.zeros((WIDTH + 1, 1))
     for step in range(steps):
-        for each in replicas:
-            each.update(each.gradient(step))
-        if (step + 1) % 3 == 0:
-            weights, momentum = mean_of(replicas, "weights"), mean_of(replicas, "momentum")
-            for each in replicas:
-                each.weights, each.momentum = weights, momentum
-    return replicas
+        momentum = MOMENTUM * momentum - RATE * gradients(weights, step, group)
+        weights = weights + momentum
+        if (step + 1) % every == 0 and diloco:  # SGD with Nesterov momentum, as Keras defines it.
+            change = outer - weights.mean(0)
+            velocity = OUTER_MOMENTUM * velocity - OUTER_RATE * change
+            outer = outer + OUTER_MOMENTUM * velocity - OUTER_RATE * change
+            weights = np.stack([outer] * count)
+        elif (step + 1) % every == 0:
+            weights, momentum = (np.stack([x.mean(0)] * count) for x in (weights, momentum))
+    return weights, momentum, outer if diloco else weights.mean(0)
 
 
-@pytest.mark.parametrize("steps", [2, 3, 7])
-def test_local_sgd_takes_the_mean(steps):
+def test_local_sgd_takes_the_mean():
     """Of weights and momentum, every third step. In between, the mean is what is read."""
-    strategy, model = trained(LocalSGD(3), steps)
-    replicas = replicas_after(steps)
-    for found, each in zip(local_weights(strategy, model), replicas, strict=True):
-        np.testing.assert_allclose(found, each.weights, atol=1e-6)
-    np.testing.assert_allclose(weights_of(model), mean_of(replicas, "weights"), atol=1e-6)
-    slot = model.optimizer.variables[2]
-    np.testing.assert_allclose(slot.numpy(), mean_of(replicas, "momentum")[:WIDTH], atol=1e-6)
+    training = Training(LocalSGD(3))
+    for steps in (2, 3, 7):
+        training.go(steps - training.steps)
+        weights, momentum, mean = simulated(steps)
+        np.testing.assert_allclose(training.local_weights(), weights, atol=1e-6)
+        np.testing.assert_allclose(weights_of(training.model), mean, atol=1e-6)
+        slot = training.model.optimizer.variables[2]
+        np.testing.assert_allclose(slot.numpy(), momentum.mean(0)[:WIDTH], atol=1e-6)
 
 
-def outer_step(outer, change, velocity):
-    """SGD with Nesterov momentum, as Keras defines it."""
-    velocity = OUTER_MOMENTUM * velocity - OUTER_RATE * change
-    return outer + OUTER_MOMENTUM * velocity - OUTER_RATE * change, velocity
-
-
-@pytest.mark.parametrize(("count", "steps"), [(2, 3), (2, 8), (1, 4)])
-def test_diloco_has_outer_steps(count, steps):
+@pytest.mark.parametrize(("count", "stops"), [(2, (3, 8)), (1, (4,))])
+def test_diloco_has_outer_steps(count, stops):
     """The mean change of the weights is the gradient of the outer optimizer; the outer weights are what is read."""
-    strategy, model = trained(DiLoCo(every=2), steps, count)
-    replicas, outer, velocity = replicas_of(count), np.zeros((WIDTH + 1, 1)), np.zeros((WIDTH + 1, 1))
-    for step in range(steps):
-        for each in replicas:
-            each.update(each.gradient(step))
-        if (step + 1) % 2 == 0:
-            outer, velocity = outer_step(outer, outer - mean_of(replicas, "weights"), velocity)
-            for each in replicas:
-                each.weights = outer
-    for found, each in zip(local_weights(strategy, model), replicas, strict=True):
-        np.testing.assert_allclose(found, each.weights, atol=1e-5)
-    np.testing.assert_allclose(weights_of(model), outer, atol=1e-5)
+    training = Training(DiLoCo(every=2), count)
+    for steps in stops:
+        training.go(steps - training.steps)
+        weights, _, outer = simulated(steps, every=2, count=count, diloco=True)
+        np.testing.assert_allclose(training.local_weights(), weights, atol=1e-5)
+        np.testing.assert_allclose(weights_of(training.model), outer, atol=1e-5)
 
 
 def test_fragments_are_synchronized_in_turn():
     """The kernel, which is larger, is the first fragment; the bias is the second."""
-    strategy = strategy_with(DiLoCo(every=4, fragments=2))
-    model = linear(strategy)
-    step, batches = step_of(strategy, model)
-    seen = [model.get_weights()]
-    for batch in batches[:8]:
-        step(batch)
-        seen.append(model.get_weights())
-    changes = [
-        [not np.array_equal(a, b) for a, b in zip(*pair, strict=True)] for pair in zip(seen, seen[1:], strict=False)
-    ]
-    assert [i + 1 for i, (kernel, _) in enumerate(changes) if kernel] == [2, 6]
-    assert [i + 1 for i, (_, bias) in enumerate(changes) if bias] == [4, 8]
+    training = Training(DiLoCo(every=4, fragments=2))
+    seen = [[w.tolist() for w in training.go(steps > 0).model.get_weights()] for steps in range(9)]
+    kernels, biases = zip(*seen, strict=True)
+    assert [i for i in range(1, 9) if kernels[i] != kernels[i - 1]] == [2, 6]
+    assert [i for i in range(1, 9) if biases[i] != biases[i - 1]] == [4, 8]
 
 
 def test_replicas_of_a_group_stay_equal():
     """They aggregate their gradients at every step, and the groups are the replicas of the algorithm."""
-    strategy, model = trained(LocalSGD(3, replicas_per_group=2), 5, 4)
-    replicas = replicas_of(4)
-    for step in range(5):
-        gradients = [each.gradient(step) for each in replicas]
-        for i, each in enumerate(replicas):
-            each.update(np.mean(gradients[i // 2 * 2 : i // 2 * 2 + 2], axis=0))
-        if step == 2:
-            weights, momentum = mean_of(replicas, "weights"), mean_of(replicas, "momentum")
-            for each in replicas:
-                each.weights, each.momentum = weights, momentum
-    found = local_weights(strategy, model)
+    training = Training(LocalSGD(3, replicas_per_group=2), 4).go(5)
+    found = training.local_weights()
     assert [np.array_equal(found[0], x) for x in found] == [True, True, False, False]
-    for x, each in zip(found, replicas, strict=True):
-        np.testing.assert_allclose(x, each.weights, atol=1e-6)
+    np.testing.assert_allclose(found, simulated(5, count=4, group=2)[0], atol=1e-6)
 
 
-LINEAR = [LocalSGD(1), DiLoCo(lambda: keras.optimizers.SGD(1.0), every=1), LocalSGD(1, replicas_per_group=2)]
-
-
-@pytest.mark.parametrize("local_updates", LINEAR, ids=["LocalSGD", "DiLoCo", "group"])
-def test_every_step_is_synchronous_training(local_updates):
+def test_every_step_is_synchronous_training():
     """With a linear optimizer: also in `fit`, on batches with padding."""
     losses = []
-    for choice in (None, local_updates):
+    outer = DiLoCo(lambda: keras.optimizers.SGD(1.0), every=1)
+    for choice in (None, LocalSGD(1), outer, LocalSGD(1, replicas_per_group=2)):
         model = linear(strategy_with(choice))
         run = model.fit(X, Y, batch_size=9, epochs=3, shuffle=False, verbose=0, validation_data=(X, Y))
         losses.append([*run.history["loss"], *run.history["val_loss"]])
-    np.testing.assert_allclose(*losses, rtol=1e-5)
+    for found in losses[1:]:
+        np.testing.assert_allclose(losses[0], found, rtol=1e-5)
 
 
-CHOICES = [LocalSGD(3), DiLoCo(every=4, fragments=2), DiLoCo(keras.optimizers.Adam(0.1), every=3)]
-
-
-@pytest.mark.parametrize("local_updates", CHOICES, ids=["LocalSGD", "fragments", "Adam"])
+@pytest.mark.parametrize("local_updates", CHOICES.values(), ids=CHOICES)
 def test_steps_in_one_program(local_updates):
     """Are those of several programs: the synchronization is a part of a step."""
     results = []
@@ -212,9 +169,8 @@ def test_steps_in_one_program(local_updates):
 
 def test_several_updates_in_one_call():
     """`phalanx.scan` around the optimizer synchronizes inside its body."""
-    strategy = strategy_with(LocalSGD(2))
-    model = linear(strategy)
-    variables = model.trainable_variables
+    training = Training(LocalSGD(2))
+    model, variables = training.model, training.model.trainable_variables
 
     def body(carry, batch):
         x, y = batch
@@ -229,11 +185,9 @@ def test_several_updates_in_one_call():
         i = phalanx.get_replica_context().replica_id_in_sync_group
         phalanx.scan(body, 0.0, (jax.numpy.asarray(x)[:, i], jax.numpy.asarray(y)[:, i]))
 
-    strategy.run(replica)
-    found = local_weights(strategy, model)
-    np.testing.assert_array_equal(*found)
-    _, other = trained(LocalSGD(2), 2)
-    np.testing.assert_allclose(found[0], weights_of(other), rtol=1e-4)
+    training.strategy.run(replica)
+    np.testing.assert_array_equal(*training.local_weights())
+    np.testing.assert_allclose(training.local_weights(), simulated(2, every=2)[0], atol=1e-6)
 
 
 def test_statistics_are_local_and_averaged():
@@ -243,49 +197,28 @@ def test_statistics_are_local_and_averaged():
         layer = keras.layers.BatchNormalization(momentum=0.5)
         model = keras.Sequential([keras.Input((WIDTH,)), layer, keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(RATE))
-    step, (batch, *_) = step_of(strategy, model)
-    step(batch)
+    step = step_of(strategy, model)
+    full, short = strategy.experimental_distribute_dataset([(X[:n], Y[:n]) for n in (ROWS // 2, 1)])
+    step(full)
     own = [0.5 * X[rows].mean(0) for rows in (slice(0, 6), slice(6, 12))]
     found = strategy.experimental_local_results(layer.moving_mean)
     np.testing.assert_allclose(found, own, atol=1e-6)
     np.testing.assert_allclose(layer.moving_mean.numpy(), np.mean(own, axis=0), atol=1e-6)
-    (short,) = strategy.experimental_distribute_dataset([(X[:1], Y[:1])])
     step(short)
     mean = np.mean([0.5 * own[0] + 0.5 * X[0], own[1]], axis=0)
     np.testing.assert_allclose(strategy.experimental_local_results(layer.moving_mean), [mean, mean], atol=1e-6)
 
 
-@pytest.mark.parametrize("local_updates", CHOICES, ids=["LocalSGD", "fragments", "Adam"])
-def test_evaluation_reads_what_is_read_outside(local_updates):
-    """A plain model with the weights that are read evaluates and predicts the same."""
-    _, model = trained(local_updates, 5)
-    other = linear(phalanx.OneDeviceStrategy("cpu:0"))
-    before = model.evaluate(X, Y, verbose=0)
-    other.set_weights(model.get_weights())
-    np.testing.assert_allclose(before, other.evaluate(X, Y, verbose=0), rtol=1e-5)
-    np.testing.assert_allclose(model.predict(X, verbose=0), other.predict(X, verbose=0), rtol=1e-5)
-
-
-@pytest.mark.parametrize("local_updates", CHOICES, ids=["LocalSGD", "fragments", "Adam"])
-def test_evaluation_does_not_disturb(local_updates):
-    """Nor do reads: training goes on with the replicas' own weights."""
-    strategy, model = trained(local_updates, 5)
-    _, undisturbed = trained(local_updates, 8)
-    step, batches = step_of(strategy, model)
-    for batch in batches[5:8]:
-        model.evaluate(X, Y, verbose=0)
-        weights_of(model)
-        step(batch)
-    np.testing.assert_allclose(weights_of(model), weights_of(undisturbed), rtol=1e-6)
-
-
-@pytest.mark.parametrize("local_updates", CHOICES, ids=["LocalSGD", "fragments", "Adam"])
-def test_reads_and_writes_in_a_function(local_updates):
-    """Before and after a step in one `phalanx.function`, they are those outside."""
-    strategy, model = trained(local_updates, 5)
-    step, batches = step_of(strategy, model)
-    kernel = model.layers[0].kernel
-    before = kernel.numpy()
+@pytest.mark.parametrize("local_updates", CHOICES.values(), ids=CHOICES)
+def test_reads_and_writes_between_steps(local_updates):
+    """What is read outside is what a plain model evaluates; reads disturb nothing; an assignment is that of all replicas."""
+    training, undisturbed = Training(local_updates).go(5), Training(local_updates).go(8)
+    model, kernel, step = training.model, training.kernel, training.step
+    evaluated = model.evaluate(X, Y, verbose=0)
+    plain = linear(phalanx.OneDeviceStrategy("cpu:0"))
+    plain.set_weights(model.get_weights())
+    np.testing.assert_allclose(evaluated, plain.evaluate(X, Y, verbose=0), rtol=1e-5)
+    np.testing.assert_allclose(model.predict(X, verbose=0), plain.predict(X, verbose=0), rtol=1e-5)
 
     @phalanx.function
     def read_step_read(batch):
@@ -293,9 +226,13 @@ def test_reads_and_writes_in_a_function(local_updates):
         step(batch)
         return first, kernel.value * 1
 
-    first, last = read_step_read(batches[5])
-    np.testing.assert_allclose(first, before, rtol=1e-6)
-    np.testing.assert_allclose(last, kernel.numpy(), rtol=1e-6)
+    for i in range(5, 8):
+        before = kernel.numpy()
+        first, last = read_step_read(training.batches[i % 2])
+        np.testing.assert_allclose(first, before, rtol=1e-6)
+        np.testing.assert_allclose(last, kernel.numpy(), rtol=1e-6)
+        model.evaluate(X, Y, verbose=0)
+    np.testing.assert_allclose(weights_of(model), weights_of(undisturbed.model), rtol=1e-6)
 
     @phalanx.function
     def assign_and_step(batch):
@@ -303,74 +240,69 @@ def test_reads_and_writes_in_a_function(local_updates):
         kernel.assign_add(keras.ops.ones((WIDTH, 1)))
         step(batch)
 
-    assign_and_step(batches[6])
-    other_strategy, other = trained(local_updates, 6)
-    other_step, other_batches = step_of(other_strategy, other)
-    other.layers[0].kernel.assign(np.full((WIDTH, 1), 6.0))
-    other_step(other_batches[6])
-    np.testing.assert_allclose(weights_of(model), weights_of(other), rtol=1e-5)
-    np.testing.assert_allclose(local_weights(strategy, model), local_weights(other_strategy, other), rtol=1e-5)
+    assign_and_step(training.batches[0])
+    undisturbed.kernel.assign(np.full((WIDTH, 1), 6.0))
+    undisturbed.go(1)
+    np.testing.assert_allclose(weights_of(model), weights_of(undisturbed.model), rtol=1e-5)
+    np.testing.assert_allclose(training.local_weights(), undisturbed.local_weights(), rtol=1e-5)
+
+    model.set_weights([np.full((WIDTH, 1), 0.25, "float32"), np.zeros(1, "float32")])
+    for found in training.local_weights():
+        np.testing.assert_array_equal(found, [[0.25]] * WIDTH + [[0.0]])
+    training.go(12)
+    assert model.evaluate(X, Y, verbose=0) < np.square(X @ np.full((WIDTH, 1), 0.25) - Y).mean()
 
 
-def test_another_strategy_takes_what_is_read():
-    """A model that replicas have trained alone goes on under strategies with as many replicas, more, and one."""
-    _, model = trained(LocalSGD(3), 5)
-    for strategy in (strategy_with(LocalSGD(3)), strategy_with(None, 3), phalanx.OneDeviceStrategy("cpu:0")):
-        before = weights_of(model)
-        with strategy.scope():
-            model.compile(keras.optimizers.SGD(0.0), "mse")
-        model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
-        np.testing.assert_allclose(weights_of(model), before, rtol=1e-6)
-
-    _, model = trained(LocalSGD(3), 5)
-    kernel = model.layers[0].kernel
-    phalanx.function(lambda: kernel.assign(keras.ops.ones((WIDTH, 1))))()
-    np.testing.assert_array_equal(kernel.numpy(), np.ones((WIDTH, 1)))
-
-
-def test_outer_weights_after_local_sgd():
-    """They begin with what is read then: the mean of replicas that have trained alone."""
-    _, model = trained(LocalSGD(3), 5)
-    strategy = strategy_with(DiLoCo(every=2))
-    before = mean_of(replicas_after(5), "weights")
-    with strategy.scope():
-        model.compile(keras.optimizers.SGD(0.0), "mse")
-    model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
-    np.testing.assert_allclose(weights_of(model), before, atol=1e-6)
-
-
-def test_local_sgd_after_outer_weights():
-    """Begins with them, and then reads as the mean of the replicas."""
-    _, model = trained(DiLoCo(every=2), 5)
-    before = weights_of(trained(DiLoCo(every=2), 5)[1])
-    strategy = strategy_with(LocalSGD(8))
+def fit_unchanged(strategy, model, before):
+    """Trains with a learning rate of zero: what is read stays what it was."""
     with strategy.scope():
         model.compile(keras.optimizers.SGD(0.0), "mse")
     model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
     np.testing.assert_allclose(weights_of(model), before, rtol=1e-6)
+
+
+def test_another_strategy_takes_what_is_read():
+    """A model that replicas have trained alone goes on under strategies with as many replicas, more, and one; or outside."""
+    before = weights_of(Training(LocalSGD(3)).go(5).model)
+    for others in (
+        (strategy_with(LocalSGD(3)), strategy_with(None, 3), phalanx.OneDeviceStrategy("cpu:0")),
+        (strategy_with(DiLoCo(every=2)),),
+    ):
+        training = Training(LocalSGD(3)).go(5)
+        for strategy in others:
+            fit_unchanged(strategy, training.model, before)
+    training = Training(LocalSGD(3)).go(5)
+    phalanx.function(lambda: training.kernel.assign(keras.ops.ones((WIDTH, 1))))()
+    np.testing.assert_array_equal(training.kernel.numpy(), np.ones((WIDTH, 1)))
+
+
+def test_local_sgd_after_outer_weights():
+    """Begins with them, and then reads as the mean of the replicas."""
+    model = Training(DiLoCo(every=2)).go(5).model
+    before = weights_of(Training(DiLoCo(every=2)).go(5).model)
+    training = Training(LocalSGD(8), model=model)
+    fit_unchanged(training.strategy, model, before)
     model.optimizer.learning_rate = 0.1
     model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
     assert not np.allclose(weights_of(model), before)
-    np.testing.assert_allclose(weights_of(model), np.mean(local_weights(strategy, model), axis=0), rtol=1e-5)
+    np.testing.assert_allclose(weights_of(model), np.mean(training.local_weights(), axis=0), rtol=1e-5)
 
 
 def test_outer_weights_of_two_optimizers():
     """Are those of the first, so that each goes on from what the other has done."""
-    strategy, model = trained(DiLoCo(every=2), 4)
-    before = weights_of(model)
-    first, second = model.optimizer, keras.optimizers.SGD(0.0)
-    for optimizer in (second, first):
-        model.optimizer = optimizer
-        step, batches = step_of(strategy, model)
-        step(batches[0])
-        np.testing.assert_array_equal(weights_of(model), before)
+    training = Training(DiLoCo(every=2)).go(4)
+    before = weights_of(training.model)
+    for optimizer in (keras.optimizers.SGD(0.0), training.model.optimizer):
+        training.model.optimizer = optimizer
+        training.step = step_of(training.strategy, training.model)
+        training.go(1)
+        np.testing.assert_array_equal(weights_of(training.model), before)
 
 
 @pytest.mark.parametrize("local_updates", [LocalSGD(3), DiLoCo(every=3)], ids=["LocalSGD", "DiLoCo"])
 def test_constraints_hold_after_a_synchronization(local_updates):
     """Kernels of norm 1, whose mean has another norm; and so has an outer step."""
-    strategy = strategy_with(local_updates)
-    with strategy.scope():
+    with strategy_with(local_updates).scope():
         layer = keras.layers.Dense(4, kernel_initializer="ones", kernel_constraint=keras.constraints.UnitNorm())
         model = keras.Sequential([keras.Input((WIDTH,)), layer])
         model.compile(keras.optimizers.SGD(0.3), "mse")
@@ -378,75 +310,52 @@ def test_constraints_hold_after_a_synchronization(local_updates):
     np.testing.assert_allclose(np.linalg.norm(layer.kernel.numpy(), axis=0), 1.0, atol=1e-5)
 
 
-def test_weights_are_written_by_optimizers_only():
-    """An update by hand would never be synchronized."""
-    strategy, model = trained(LocalSGD(3), 1)
+def test_replicas_hold_weights_of_their_own():
+    """Each device holds a whole one, also before it is read. Optimizers alone write them: nothing else is synchronized."""
+    training = Training(LocalSGD(3)).go(1)
+    held = training.strategy.held(training.kernel)
+    assert [(part.place, part.num_bytes) for part in held] == [("cpu:0", 4 * WIDTH), ("cpu:1", 4 * WIDTH)]
     with pytest.raises(AggregationError, match="the variable is trainable"):
-        strategy.run(lambda: model.layers[0].kernel.assign_sub(keras.ops.ones((WIDTH, 1))))
-
-
-@pytest.mark.parametrize("local_updates", CHOICES, ids=["LocalSGD", "fragments", "Adam"])
-def test_assigned_weights_are_those_of_all(local_updates):
-    """Of all replicas, and of the outer weights: training begins anew from them."""
-    strategy, model = trained(local_updates, 5)
-    weights = [np.full((WIDTH, 1), 0.25, "float32"), np.zeros(1, "float32")]
-    model.set_weights(weights)
-    for found in local_weights(strategy, model):
-        np.testing.assert_array_equal(found[:WIDTH], weights[0])
-    step, batches = step_of(strategy, model)
-    before = np.square(X @ weights[0] - Y).mean()
-    for batch in batches[:12]:
-        step(batch)
-    assert model.evaluate(X, Y, verbose=0) < before
+        training.strategy.run(lambda: training.kernel.assign_sub(keras.ops.ones((WIDTH, 1))))
 
 
 def test_accumulated_gradients_are_local():
     """An update is counted once per accumulation, and nothing is sent before."""
-    make = lambda: keras.optimizers.SGD(RATE, momentum=MOMENTUM, gradient_accumulation_steps=2)  # noqa: E731
-    strategy, model = trained(LocalSGD(3), 6, make=make)
-    replicas = replicas_of(REPLICAS)
+    optimizer = keras.optimizers.SGD(RATE, momentum=MOMENTUM, gradient_accumulation_steps=2)
+    training = Training(LocalSGD(3), optimizer=optimizer).go(6)
+    weights = momentum = np.zeros((REPLICAS, WIDTH + 1, 1))
     for _ in range(3):
-        for each in replicas:
-            each.update((each.gradient(0) + each.gradient(1)) / 2)
-    np.testing.assert_allclose(weights_of(model), mean_of(replicas, "weights"), atol=1e-6)
-    np.testing.assert_array_equal(*local_weights(strategy, model))
+        momentum = MOMENTUM * momentum - RATE * (gradients(weights, 0) + gradients(weights, 1)) / 2
+        weights = weights + momentum
+    np.testing.assert_allclose(weights_of(training.model), weights.mean(0), atol=1e-6)
+    np.testing.assert_array_equal(*training.local_weights())
 
 
-@pytest.mark.parametrize(
-    "local_updates", [*CHOICES, DiLoCo(every=4, compression="int8")], ids=["LocalSGD", "fragments", "Adam", "int8"]
-)
+CHECKPOINTED = CHOICES | {"int8": DiLoCo(every=4, compression="int8")}
+
+
+@pytest.mark.parametrize("local_updates", CHECKPOINTED.values(), ids=CHECKPOINTED)
 def test_checkpoint_in_the_middle(local_updates, tmp_path):
-    """A training goes on with the same bits, and on another number of replicas from the weights that are read."""
-    strategy, model = trained(local_updates, 6)
+    """A training goes on with the same bits, and on another number of replicas from the weights that are read.
+
+    A saved model has these weights too, and loads without Phalanx's strategies.
+    """
+    training = Training(local_updates).go(6)
+    model = training.model
     path = phalanx.train.Checkpoint(model=model, optimizer=model.optimizer).save(tmp_path / "saved")
+    model.save(tmp_path / "model.keras")
     weights = weights_of(model)
-    step, batches = step_of(strategy, model)
-    expected = [float(step(batch)) for batch in batches[6:12]]
+    np.testing.assert_array_equal(weights_of(keras.models.load_model(tmp_path / "model.keras")), weights)
+    expected = training.go(6).losses[6:]
     for replicas in (REPLICAS, 3):
-        strategy = strategy_with(local_updates, replicas)
-        model = linear(strategy)
-        status = phalanx.train.Checkpoint(model=model, optimizer=model.optimizer).restore(path)
-        np.testing.assert_array_equal(weights_of(model), weights)
-        step, batches = step_of(strategy, model)
-        found = [float(step(batch)) for batch in batches[6:12]]
+        other = Training(local_updates, replicas)
+        status = phalanx.train.Checkpoint(model=other.model, optimizer=other.model.optimizer).restore(path)
+        np.testing.assert_array_equal(weights_of(other.model), weights)
+        found = other.go(6).losses
         status.assert_consumed()
         if replicas == REPLICAS:
             assert found == expected
         assert max(found) < 2 * max(expected)
-
-
-def test_files_of_keras_have_what_is_read(tmp_path):
-    """A saved model has the outer weights, and loads without Phalanx's strategies."""
-    _, model = trained(DiLoCo(every=2), 5)
-    model.save(tmp_path / "model.keras")
-    np.testing.assert_array_equal(weights_of(keras.models.load_model(tmp_path / "model.keras")), weights_of(model))
-
-
-def test_replicas_hold_weights_of_their_own():
-    """Each device holds a whole one, also before it is read."""
-    strategy, model = trained(LocalSGD(3), 1)
-    held = strategy.held(model.layers[0].kernel)
-    assert [(part.place, part.num_bytes) for part in held] == [("cpu:0", 4 * WIDTH), ("cpu:1", 4 * WIDTH)]
 
 
 def test_training_without_a_synchronization():
@@ -462,14 +371,12 @@ def sent_bytes(local_updates):
     """Bytes of the arrays that an MLP's step sums over the replicas, if all is due."""
     strategy = strategy_with(local_updates)
     with strategy.scope():
-        layers = [keras.layers.Dense(width, activation="tanh") for width in (512, 512)]
-        model = keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)])
+        layers = [keras.Input((256,)), keras.layers.Dense(128, activation="tanh"), keras.layers.Dense(10)]
+        model = keras.Sequential(layers)
         model.compile(keras.optimizers.Adam())
-    step, _ = step_of(strategy, model)
-    (batch,) = strategy.experimental_distribute_dataset(
-        [(np.zeros((64, 784), "float32"), np.zeros((64, 10), "float32"))]
-    )
-    program = Program(step.lower(batch).compile().as_text())
+    rows = np.zeros((8, 256), "float32"), np.zeros((8, 10), "float32")
+    (batch,) = strategy.experimental_distribute_dataset([rows])
+    program = Program(step_of(strategy, model).lower(batch).compile().as_text())
     # A ring sends an array of an all-reduce twice, and the arrays of the others once.
     return sum(c.num_bytes * (2 if c.kind == "all-reduce" else 1) for c in program.collectives)
 
@@ -477,20 +384,12 @@ def sent_bytes(local_updates):
 def test_few_bytes_per_step():
     """DiLoCo sends the weights once in 100 steps, in parts if there are fragments; in between, only the loss is sent."""
     whole = sent_bytes(None)
-    assert whole >= 2 * 4 * (784 * 512 + 512 * 512 + 512 * 10)
+    assert whole >= 2 * 4 * (256 * 128 + 128 * 10)
     assert sent_bytes(DiLoCo(every=100)) / 100 <= 0.011 * whole
     assert sent_bytes(DiLoCo(every=100, fragments=4)) / 100 <= 0.011 * whole
     assert sent_bytes(DiLoCo(every=100, compression="int8")) / 100 <= 0.003 * whole
     # The slots of Adam are two more arrays per weight.
     assert sent_bytes(LocalSGD(100)) / 100 <= 0.031 * whole
-
-
-def train_foreign():
-    """Trains a model that was made outside the scope."""
-    strategy = strategy_with(LocalSGD(2))
-    model = linear(phalanx.get_strategy())
-    step, batches = step_of(strategy, model)
-    step(batches[0])
 
 
 def train_swapping():
@@ -517,8 +416,7 @@ def train_stateless():
 
 
 def train_scaled():
-    """Trains with a scaled loss."""
-    trained(LocalSGD(2), 1, make=lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
+    Training(LocalSGD(2), optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())).go(1)
 
 
 BAD = {
@@ -541,7 +439,7 @@ BAD = {
         lambda: DiLoCo(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())),
         r"outer_optimizer=LossScaleOptimizer: outer gradients come from no loss",
     ),
-    "function": (lambda: trained(DiLoCo(lambda: "sgd", every=1), 1), r"outer_optimizer='sgd': must be"),
+    "function": (lambda: Training(DiLoCo(lambda: "sgd", every=1)).go(1), r"outer_optimizer='sgd': must be"),
     "no kind": (lambda: strategy_with(8), r"local_updates=8: must be a LocalSGD or a DiLoCo"),
     "uneven groups": (
         lambda: strategy_with(LocalSGD(8, replicas_per_group=2), 3),
@@ -581,5 +479,6 @@ def test_bad_local_updates_are_refused(case):
 
 def test_variables_of_other_scopes_are_refused():
     """Replicas have no values of their own of them."""
+    training = Training(LocalSGD(2), model=linear(phalanx.get_strategy()))
     with pytest.raises(VariableError, match=r"under a strategy with local_updates=LocalSGD.*outside the scope"):
-        train_foreign()
+        training.go(1)
