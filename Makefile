@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_INSTALLED := .venv/.demo-installed
 
-.PHONY: help demo demo-crash demo-multi-worker demo-ps test-fast test test-sources test-topologies test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs clean
+.PHONY: help demo demo-crash demo-multi-worker demo-ps test-fast test test-all draws mutants test-sources test-topologies test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -27,10 +27,16 @@ demo-ps: $(INSTALLED) ## train a click model with two workers and two parameter 
 	JAX_PLATFORMS=cpu $(BIN)/python examples/parameter_server.py
 
 test-fast: $(INSTALLED) ## run the unit tests that start no process and train no model
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/unit -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope tests/unit -m "not slow"
 
-test: $(INSTALLED) ## run all tests
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile
+test: $(INSTALLED) ## run the tests, in at most ten minutes on two cores
+	$(BIN)/python -m pytest -q -n 3 --dist loadscope
+
+test-all: $(INSTALLED) ## run every cell of every table, on optimized programs, in new interpreters and with nothing compiled before
+	PHALANX_TEST_ALL=1 $(BIN)/python -m pytest -q -n 3 --dist loadscope
+
+draws: $(INSTALLED) ## run the property tests with hundreds of random cases each
+	PHALANX_TEST_DRAWS=1 $(BIN)/python -m pytest -q -n 3 --dist loadscope -m hypothesis tests
 
 test-sources: .venv-sources/.installed ## run the tests of TensorFlow, torch and Hugging Face datasets, in an environment of their own
 	.venv-sources/bin/python -m pytest -q tests/sources tests/docs/test_pages.py::test_tensorflow_program_prints_the_same
@@ -41,10 +47,10 @@ test-topologies: .venv-topologies/.installed ## compile steps of every strategy 
 # The unit and contract tests with the lowest and the highest versions that pyproject.toml promises.
 # `make test-newest PYTHON=python3.13` does it with another interpreter.
 test-oldest: .venv-oldest/.installed ## run the unit and contract tests with the lowest versions that are promised
-	.venv-oldest/bin/python -m pytest -q -n 3 --dist loadfile tests/unit tests/contract
+	.venv-oldest/bin/python -m pytest -q -n 3 --dist loadscope tests/unit tests/contract
 
 test-newest: .venv-newest/.installed ## run them with the highest versions, as an installation without constraints gets them
-	.venv-newest/bin/python -m pytest -q -n 3 --dist loadfile tests/unit tests/contract
+	.venv-newest/bin/python -m pytest -q -n 3 --dist loadscope tests/unit tests/contract
 
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv .venv-oldest
@@ -62,18 +68,22 @@ NO_JAX := */phalanx/cluster/*,*/phalanx/cluster_resolver.py,*/phalanx/errors/*,*
 # Without the tests that interrupt every line of a step: they interrupt coverage too, which can then wait for itself for ever.
 coverage: $(INSTALLED) ## run nearly all tests, and fail if they run less than 95% of the lines and branches
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -q -n 3 --dist loadfile --ignore=tests/contract/test_law4a_interrupts.py
+	$(BIN)/coverage run -m pytest -q -n 3 --dist loadscope --ignore=tests/contract/test_law4a_interrupts.py
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --include="$(NO_JAX)" --fail-under=100
 	$(BIN)/coverage report --fail-under=95
 
 coverage-no-jax: $(INSTALLED) ## run the tests of the rooms without JAX, and fail if they leave out a line or a branch
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -q -n 2 --dist loadfile tests/unit/cluster tests/unit/errors tests/unit/launch \
+	$(BIN)/coverage run -m pytest -q -n 2 --dist loadscope tests/unit/cluster tests/unit/errors tests/unit/launch \
 		tests/unit/test_cluster_resolver.py tests/unit/test_errors.py tests/unit/test_options.py \
 		src/phalanx/cluster src/phalanx/cluster_resolver.py src/phalanx/errors src/phalanx/launch src/phalanx/options.py
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --include="$(NO_JAX)" --fail-under=100
+
+# Each fault runs the tests of its room, so that all of them take up to 3 hours. `ARGUMENTS="--sample 10"` takes minutes.
+mutants: $(INSTALLED) ## apply small faults to a copy of the sources, and show which tests notice them
+	$(BIN)/python -m tests.mutants $(ARGUMENTS)
 
 bench: $(INSTALLED) ## run all benchmarks
 	$(BIN)/python -m benchmarks
@@ -91,7 +101,7 @@ check: $(INSTALLED) ## formatting, linting, types, import contracts, spelling
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell README.md docs src tests examples benchmarks
-	$(BIN)/python -m pytest -q tests/unit/test_api.py tests/docs/test_prose.py
+	$(BIN)/python -m pytest -q tests/unit/test_api.py tests/docs/test_prose.py tests/contract/test_tests_can_be_found.py
 
 # A warning is an error. Needs no network once .venv is there.
 docs: $(INSTALLED) ## build the documentation into build/docs/index.html

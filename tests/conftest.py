@@ -1,9 +1,15 @@
-"""Eight virtual CPU devices, or those of PHALANX_TEST_DEVICES; strict JAX, and police against what tests leave behind."""
+"""Eight virtual CPU devices, or those of PHALANX_TEST_DEVICES; strict JAX, and police against what tests leave behind.
+
+With PHALANX_TEST_ALL=1, as `make test-all` sets it, tables run all their cells, programs are optimized and compiled again, and every
+process is a new interpreter.
+"""
 
 import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
+
+ALL = bool(os.environ.get("PHALANX_TEST_ALL"))
 
 # How long XLA waits for a replica that does not come, before it ends the process. One thread compiles a program: the tests
 # run in as many processes as there are cores.
@@ -18,6 +24,10 @@ if "cpu:" not in _DEVICES:
     _FLAGS = f"{os.environ.pop('XLA_FLAGS', '')} {_FLAGS} --xla_gpu_deterministic_ops=true"
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 os.environ.setdefault("XLA_FLAGS", _FLAGS)
+
+if not ALL:
+    # Compiling is most of the work of the tests, and optimizing is most of compiling.
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # A failing test shows all frames.
 os.environ.setdefault("PHALANX_TRACEBACK", "full")
@@ -36,10 +46,15 @@ if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
 # Processes that tests start form clusters without writing a secret into the home of the user.
 os.environ.setdefault("PHALANX_TOKEN", secrets.token_hex(32))
 
-# Many tests compile the same program. All processes of a run share what they have compiled; no run knows of another.
+# Many tests compile the same program. All processes of a run share what they have compiled, and the next run has it too: a key
+# contains the program, the flags and the versions. The folder may be deleted at any time.
+_PROGRAMS = Path(__file__).parents[1] / ".pytest_cache" / "programs"
+_IS_TEMPORARY = ALL or not os.access(_PROGRAMS.parents[1], os.W_OK)
 _IS_FIRST = "JAX_COMPILATION_CACHE_DIR" not in os.environ
 if _IS_FIRST:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="phalanx-programs-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = (
+        tempfile.mkdtemp(prefix="phalanx-programs-") if _IS_TEMPORARY else str(_PROGRAMS)
+    )
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -67,27 +82,54 @@ from phalanx.tracing import context
 if importlib.util.find_spec("hypothesis"):
     import hypothesis
 
-    # How long an example takes says nothing: the machine may be busy.
-    hypothesis.settings.register_profile("phalanx", deadline=None)
+    # How long an example takes says nothing: the machine may be busy. `make draws` draws other cases every time.
+    hypothesis.settings.register_profile(
+        "phalanx", deadline=None, max_examples=25, derandomize=not os.environ.get("PHALANX_TEST_DRAWS"), database=None
+    )
     hypothesis.settings.load_profile("phalanx")
 
 # JAX starts its devices with a thread that may outlive the first test on a busy machine.
 jax.devices()
 
 
-def pytest_addoption(parser):
-    """Tables are long; a part of each covers it."""
-    parser.addoption(
-        "--full", action="store_true", help="also the cells of tables for which those that `cover` names stand"
-    )
+SHARED = {
+    "tests/cluster/parameter_server/": "ray",
+    "tests/guide/test_parameter_server_guide.py": "ray",
+    "tests/cluster/test_multi_worker.py": "workers",
+    "tests/cluster/test_input_of_workers.py": "workers",
+    "tests/cluster/test_different_programs.py": "workers",
+}
+"""The files whose tests share processes for the whole session, and so run in one process of pytest."""
+
+FIRST = ("tests/cluster/", "tests/guide/", "tests/examples/", "tests/docs/", "tests/contract/")
+"""The files that take longest begin first, so that all cores are busy to the end."""
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what others stand for."""
-    if not config.getoption("--full"):
+    """Leaves out what others stand for, and sorts."""
+    if not ALL:
         left_out = [item for item in items if not _is_covering(item)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: next((i for i, start in enumerate(FIRST) if item.nodeid.startswith(start)), len(FIRST)))
+
+
+if importlib.util.find_spec("xdist"):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        """Tests of one file run in one process, in the order of `FIRST`. An elastic group shares nothing with another."""
+
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            if file == "tests/cluster/test_elastic.py":
+                return nodeid
+            return next((name for start, name in SHARED.items() if file.startswith(start)), file)
+
+    def pytest_xdist_make_scheduler(config, log):
+        """Replaces `--dist loadscope`."""
+        config.option.loadscopereorder = False
+        return Scheduling(config, log)
 
 
 def _is_covering(item):
@@ -100,8 +142,8 @@ def _is_covering(item):
 
 
 def pytest_unconfigure():
-    """Removes what was compiled."""
-    if _IS_FIRST:
+    """Removes what was compiled for this run alone."""
+    if _IS_FIRST and _IS_TEMPORARY:
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 

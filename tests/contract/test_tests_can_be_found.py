@@ -1,12 +1,12 @@
 """A module's tests stand where the module stands, and the names of tests say what holds."""
 
 import ast
+import re
 from pathlib import Path
-
-import pytest
 
 TESTS = Path(__file__).parents[1]
 SOURCES = TESTS.parent / "src" / "phalanx"
+FILES = sorted(TESTS.rglob("*.py"))
 UNIT_TESTS = sorted((TESTS / "unit").rglob("test_*.py"))
 
 
@@ -26,13 +26,24 @@ def names_of_tests(path):
         yield from (f.name for f in holders if f.name.startswith("test_"))
 
 
-@pytest.mark.parametrize("path", UNIT_TESTS, ids=lambda path: str(path.relative_to(TESTS)))
-def test_unit_tests_mirror_the_modules(path):
+def test_unit_tests_mirror_the_modules():
     """`tests/unit/<room>/test_<module>.py` has its `src/phalanx/<room>/<module>.py`."""
-    assert module_of(path).is_file(), f"there is no {module_of(path).relative_to(SOURCES.parent)}"
+    assert [str(path) for path in UNIT_TESTS if not module_of(path).is_file()] == []
 
 
-@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
-def test_names_have_three_words(path):
+def test_names_have_three_words():
     """A failed test is shown by its name alone: one or two words do not say what must hold."""
-    assert [name for name in names_of_tests(path) if len(name.split("_")) < 4] == []
+    names = [f"{path}: {name}" for path in FILES for name in names_of_tests(path) if len(name.split("_")) < 4]
+    assert names == []
+
+
+def seconds_of_sleeps(path):
+    """Returns the line and the seconds of each `sleep` in a file, also in the scripts that it holds as text."""
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        for seconds in re.findall(r"sleep\(([\d_.]+)\)", line):
+            yield f"{path}:{number}", float(seconds)
+
+
+def test_nothing_sleeps_for_long():
+    """A test waits for a condition. A process that sleeps for a minute or more does not wait: it is there to be killed."""
+    assert [where for path in FILES for where, seconds in seconds_of_sleeps(path) if 1 < seconds < 60] == []

@@ -6,8 +6,6 @@ import re
 import tokenize
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
@@ -51,17 +49,21 @@ def prose_of(page):
     return [re.sub(r"`[^`]*`", "", line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_page_has_none_of_the_phrases(page):
-    """Each phrase is one that no native reader uses; what to write instead stands beside it."""
-    found = [
-        f"{page}:{number}: {match.group()!r}: write {instead}"
-        for number, line in enumerate(prose_of(page), 1)
-        for phrase, instead in PAGE_PHRASES.items()
+def phrases_in(lines, phrases, where):
+    """Returns a message for each line that has one of the phrases."""
+    return [
+        f"{where}:{number}: {match.group()!r}: write {instead}"
+        for number, line in lines
+        for phrase, instead in phrases.items()
         for match in [re.search(phrase, line)]
         if match
     ]
-    assert not found, "\n".join(found)
+
+
+def test_pages_have_none_of_the_phrases():
+    """Each phrase is one that no native reader uses; what to write instead stands beside it."""
+    messages = [m for page in PAGES for m in phrases_in(enumerate(prose_of(page), 1), PAGE_PHRASES, page)]
+    assert not messages, "\n".join(messages)
 
 
 def prose_in(source):
@@ -78,14 +80,8 @@ def prose_in(source):
         yield line, " ".join(re.sub(r"`[^`]*`", "", without_examples).split())
 
 
-@pytest.mark.parametrize("module", sorted((ROOT / "src").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_source_has_none_of_the_phrases(module):
+def test_sources_have_none_of_the_phrases():
     """Docstrings and comments do not have them either."""
-    found = [
-        f"{module}:{line}: {match.group()!r}: write {instead}"
-        for line, text in prose_in(module.read_text(encoding="utf-8"))
-        for phrase, instead in SOURCE_PHRASES.items()
-        for match in [re.search(phrase, text)]
-        if match
-    ]
-    assert not found, "\n".join(found)
+    modules = sorted((ROOT / "src").rglob("*.py"))
+    messages = [m for path in modules for m in phrases_in(prose_in(path.read_text("utf-8")), SOURCE_PHRASES, path)]
+    assert not messages, "\n".join(messages)
