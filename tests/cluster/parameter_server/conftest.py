@@ -1,6 +1,11 @@
-"""What the tests of parameter servers share."""
+"""One Ray for all tests of parameter servers, and strategies that they share."""
+
+import os
+import secrets
+from pathlib import Path
 
 import pytest
+from processes import wait_until
 
 import phalanx
 from phalanx.coordinator import ClusterCoordinator
@@ -8,25 +13,72 @@ from phalanx.servers.ray import load_ray
 
 # It changes the environment, which tests must not.
 load_ray()
+# Ray would look for a token in the home of the user.
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+_MOST = 3
 
 
-@pytest.fixture(scope="module")
-def strategy():
-    """Two workers and one server."""
-    strategy = phalanx.ParameterServerStrategy(workers=2, ps=1)
-    yield strategy
-    strategy.close()
+class SharedStrategies:
+    """Strategies by their arguments, each started once. If there are too many, the one that was not used for longest is closed."""
+
+    def __init__(self):
+        self._open, self._used = {}, set()
+
+    def __call__(self, *, workers=2, ps=1, **options):
+        options |= {"workers": workers, "ps": ps}
+        key = tuple(sorted(options.items()))
+        self._open[key] = self._open.pop(key, None) or phalanx.ParameterServerStrategy(**options)
+        self._used.add(key)
+        if len(self._open) > _MOST:
+            self._open.pop(next(iter(self._open))).close()
+        return self._open[key]
+
+    def settle(self):
+        """Waits for all steps and workers, as the next test needs them. A strategy with which a test has failed is given up."""
+        used, self._used = self._used & self._open.keys(), set()
+        for key in used:
+            try:
+                coordinator = ClusterCoordinator(self._open[key])
+                coordinator.join()
+                wait_until(lambda: coordinator.status().alive == coordinator.status().workers)  # noqa: B023
+            except BaseException:
+                self._open.pop(key).close()
+                raise
+
+    def close(self):
+        while self._open:
+            self._open.popitem()[1].close()
 
 
-@pytest.fixture(scope="module")
-def coordinator(strategy):
-    """The strategy's."""
-    return ClusterCoordinator(strategy)
+_strategies = SharedStrategies()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem):
+    """No process outlives the last of these tests."""
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        _strategies.close()
+
+
+@pytest.fixture(scope="session")
+def shared_strategies():
+    _strategies()  # Before the first test, as Ray changes the environment when it starts.
+    return _strategies
 
 
 @pytest.fixture
-def calm(coordinator):
-    """A coordinator that has nothing to do, and has nothing to say, before the test and after it."""
-    assert coordinator.done()
-    yield coordinator
-    coordinator.join()
+def strategy_of(shared_strategies):
+    """A function that returns the strategy of some arguments, which this test leaves as it was."""
+    yield shared_strategies
+    shared_strategies.settle()
+
+
+@pytest.fixture
+def strategy(strategy_of):
+    return strategy_of()
+
+
+@pytest.fixture
+def coordinator(strategy):
+    return ClusterCoordinator(strategy)

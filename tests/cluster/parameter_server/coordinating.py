@@ -13,8 +13,11 @@ import numpy as np
 from processes import servers_of, workers_of
 
 
+def say(words):
+    print(json.dumps(words), flush=True)
+
+
 def main(counts):
-    """Trains."""
     strategy = phalanx.ParameterServerStrategy(**counts)
     coordinator = phalanx.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
@@ -35,13 +38,12 @@ def main(counts):
         coordinator.join()
 
     train(20)
-    report = {"count": int(counter.value), "pids": [*workers_of(strategy), *servers_of(strategy)]}
-    print(json.dumps(report), flush=True)
+    say({"count": int(counter.value), "pids": [*workers_of(strategy), *servers_of(strategy)]})
     while sys.stdin.readline().strip() == "more":
         train(20)
-        print(json.dumps({"count": int(counter.value)}), flush=True)
+        say({"count": int(counter.value)})
     strategy.close()
-    print(json.dumps("closed"), flush=True)
+    say("closed")
 
 
 if __name__ == "__main__":

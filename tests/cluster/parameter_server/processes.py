@@ -1,6 +1,5 @@
-"""Processes of workers and servers: which they are, and whether they are still there."""
+"""What tests of parameter servers share: processes of workers and servers, where they are, and clocks that they read."""
 
-import ipaddress
 import json
 import os
 import signal
@@ -10,6 +9,8 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 HERE = Path(__file__).parent
 
@@ -22,61 +23,33 @@ def pid_of(actor):
 
 
 def servers_of(strategy):
-    """The processes of the parameter servers."""
     return [pid_of(server) for server in strategy.homes.servers.actors]
 
 
 def workers_of(strategy):
-    """The processes of the workers."""
     return [pid_of(actor) for actor in strategy.cluster.actors if actor not in strategy.homes.servers.actors]
 
 
 def is_there(pid):
     """Whether a process runs, or is stopped; not whether one that has ended waits for its parent."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 
 def family_of(pid):
     """A process and all that descend from it."""
-    children = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat") as file:
-                    parent = int(file.read().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            children.setdefault(parent, []).append(int(entry))
-    family = [pid]
-    for one in family:
-        family += children.get(one, [])
-    return family
+    return [pid, *(c.pid for c in psutil.Process(pid).children(recursive=True))] if psutil.pid_exists(pid) else []
 
 
 def listening(pids):
     """The addresses at which processes listen."""
-    inodes = set()
-    for pid in pids:
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(fd) if fd.is_symlink() else ""
-            inodes |= {target[8:-1]} if target.startswith("socket:[") else set()
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *rest = line.split()
-            if state == "0A" and rest[5] in inodes:
-                words = bytes.fromhex(local.partition(":")[0])
-                packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-                address = ipaddress.ip_address(packed)
-                found.add(str(getattr(address, "ipv4_mapped", None) or address))
-    return found
+    sockets = [c for pid in pids if is_there(pid) for c in psutil.Process(pid).net_connections("tcp")]
+    return {c.laddr.ip.removeprefix("::ffff:") for c in sockets if c.status == psutil.CONN_LISTEN}
 
 
-def wait_until(is_so, deadline_s=60.0):
+def wait_until(is_so, deadline_s=120.0):
     """Waits for something that must come true."""
     deadline = time.monotonic() + deadline_s
     while not is_so():
@@ -84,40 +57,74 @@ def wait_until(is_so, deadline_s=60.0):
         time.sleep(0.02)
 
 
-def end(pid, sign=signal.SIGKILL):
-    """Sends a signal to one process."""
-    os.kill(pid, sign)
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
+
+
+def stop(peer, monkeypatch):
+    """Stops a process for good, and shortens the time for which it may be silent. Returns its number."""
+    pid = pid_of(peer.actor)
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(peer, "_timeout_s", 0.5)
+    return pid
+
+
+def clock_of_a_worker():
+    """A function that sets forward the clock by which a worker knows how long it has been busy, in the worker that calls it.
+
+    It is not of this module, which workers cannot import.
+    """
+
+    def advance(seconds):
+        import types
+
+        from phalanx.servers import calls
+
+        now = calls.time.monotonic
+        calls.time = types.SimpleNamespace(monotonic=lambda: now() + seconds)
+
+    return advance
+
+
+def divide_long(shape, dtype):
+    """A partitioner that divides what has more than four rows."""
+    return [2 if shape[0] > 4 else 1, *(1 for _ in shape[1:])]
+
+
+DIVIDED = {"workers": 1, "ps": 2, "variable_partitioner": divide_long}
+"""One worker, so that steps follow each other as on one device, and two servers between which large variables are divided."""
 
 
 @contextmanager
 def process(*command, cwd=HERE, **environment):
-    """A Python process, ended with all that descend from it; its errors go to a file."""
-    with tempfile.TemporaryFile("w+") as log:
+    """A Python process, ended with all that descend from it; its errors go to a file. What is None leaves the environment."""
+    with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory() as logs_of_tpus:
+        # Ray shows the logs of TPUs, which other programs may have left in the folder for temporary files.
+        given = {"PHALANX_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu", "TPU_LOG_DIR": logs_of_tpus, **environment}
+        given = {k: v for k, v in {**os.environ, "NPROC": None, "TF_CONFIG": None, **given}.items() if v is not None}
+        pipe = subprocess.PIPE
         one = subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            env={k: v for k, v in os.environ.items() if k not in ("NPROC", "TF_CONFIG")}
-            | {"PHALANX_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
-            | environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            cwd=cwd,
+            [sys.executable, *map(str, command)], env=given, stdin=pipe, stdout=pipe, stderr=log, text=True, cwd=cwd
         )
         one.log = log
         try:
             yield one
         except BaseException:
-            log.seek(0)
-            print(f"---- {one.args}, with exit code {one.poll()}\n{log.read()[-8000:]}")
+            print(f"---- {one.args}, with exit code {one.poll()}\n{errors_of(one)[-8000:]}")
             raise
         finally:
             for pid in family_of(one.pid):
                 if is_there(pid):
-                    end(pid)
+                    kill(pid)
             one.wait()
             one.stdin.close()
             one.stdout.close()
+
+
+def errors_of(one):
+    """What a process has written to its standard error."""
+    one.log.seek(0)
+    return one.log.read()
 
 
 def said(one):
@@ -128,8 +135,7 @@ def said(one):
             rest, _ = one.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             rest = "(and goes on)"
-        one.log.seek(0)
-        raise AssertionError(f"it ended with {one.returncode}: {line}{rest}{one.log.read()[-6000:]}")
+        raise AssertionError(f"it ended with {one.returncode}: {line}{rest}{errors_of(one)[-6000:]}")
     return json.loads(line)
 
 

@@ -8,30 +8,26 @@ import json
 import os
 import signal
 import sys
-import time
+import threading
+from functools import partial
 from pathlib import Path
 
 import phalanx  # isort: skip
 
 import keras
 import numpy as np
-from processes import pid_of, servers_of
+from processes import kill, pid_of, servers_of
 
 from phalanx.servers.ray import RayCluster
 
 RESTART = int(os.environ.get("PHALANX_RESTART", "0"))
-OPTIONS = {
-    "sharded": {"ps": 2, "variable_partitioner": phalanx.experimental.partitioners.FixedShardsPartitioner(2)},
-    "synchronous": {"max_staleness": 0},
-    "snapshots": {"ps": 2, "snapshot_every_s": 600.0},
-}
 
 
 class Training:
     """Variables of all kinds, and steps that change them."""
 
     def __init__(self, **options):
-        self.strategy = phalanx.ParameterServerStrategy(**options)
+        self.strategy = phalanx.ParameterServerStrategy(**{"workers": 1, **options})
         self.coordinator = phalanx.coordinator.ClusterCoordinator(self.strategy)
         with self.strategy.scope():
             self.counter = keras.Variable(0, dtype="int32", trainable=False, aggregation="sum")
@@ -41,6 +37,7 @@ class Training:
             self.table = table(11, 2, embeddings_initializer="zeros")
             self.table.build()
             self.optimizer = keras.optimizers.SGD(0.125, momentum=0.5)
+        self.say()
 
     def step(self, ids):
         """Adds 1 to the counter, and follows gradients of 1."""
@@ -51,9 +48,7 @@ class Training:
         self.counter.assign_add(1)
 
     def schedule(self, steps):
-        """Schedules steps."""
-        for _ in range(steps):
-            self.coordinator.schedule(self.step, args=(np.array([1, 10], "int32"),))
+        return [self.coordinator.schedule(self.step, args=(np.array([1, 10], "int32"),)) for _ in range(steps)]
 
     def train_to(self, updates):
         """Trains until there were so many updates, as a loop that knows nothing of restarts does."""
@@ -72,77 +67,89 @@ class Training:
 
 
 def tell(**words):
-    """Prints a line."""
     print(json.dumps({"start": RESTART, **words}), flush=True)
 
 
 def kill_itself():
     """Ends this process as the kernel does where memory runs out."""
-    os.kill(os.getpid(), signal.SIGKILL)
+    kill(os.getpid())
 
 
-def killed(options):
-    """Is killed twice, in the middle of steps. What it assigns at the beginning is older than what the servers hold."""
+SHARDED = {
+    "workers": 2,
+    "ps": 2,
+    "variable_partitioner": phalanx.experimental.partitioners.FixedShardsPartitioner(2),
+    "snapshot_every_s": 600.0,
+}
+SYNCHRONOUS = {"workers": 2, "max_staleness": 0}
+
+
+def begins(options):
+    """Trains. What it assigns at the beginning is older than what the servers hold."""
     training = Training(**options)
-    training.say()
     training.weight.assign(np.zeros((5, 3), "float32"))
     for shard in phalanx.experimental.ShardedVariable(training.weight, training.strategy):
         shard.assign(np.zeros(shard.shape, "float32"))
     training.optimizer.iterations.assign(0)
     training.say()
     training.train_to(int(training.optimizer.iterations.value) + 20)
-    if RESTART < 2:
-        if options.get("snapshot_every_s") and RESTART == 1:
-            training.strategy.homes.servers.take_snapshot()
-            os.kill(servers_of(training.strategy)[1], signal.SIGKILL)
-            with contextlib.suppress(phalanx.errors.ServerLostError):
-                training.say()
-        training.schedule(200)
-        time.sleep(0.2)
-        kill_itself()
+    return training
+
+
+def is_killed(options, *, loses_a_server=False):
+    """In the middle of steps."""
+    training = begins(options)
+    if loses_a_server:
+        training.strategy.homes.servers.take_snapshot()
+        kill(servers_of(training.strategy)[1])
+        with contextlib.suppress(phalanx.errors.ServerLostError):
+            training.say()
+    training.schedule(200)[20].fetch()
+    kill_itself()
+
+
+def ends(options):
+    training = begins(options)
     training.say()
     training.weight.assign(np.full((5, 3), 7.0))
     tell(assigned=np.unique(training.weight.numpy()).tolist())
 
 
-def raises():
-    """Ends with an exit code in its first start, and with an exception in the next. Nothing of the training is left by then."""
-    training = Training(workers=1)
-    training.say()
-    training.train_to(20 * (RESTART + 1))
-    if RESTART == 0:
-        sys.exit(3)
-    raise ValueError("no more clicks")
+def exits():
+    Training().train_to(20)
+    sys.exit(3)
 
 
-def loses_a_server():
-    """Loses a server for good in its first start."""
-    training = Training(workers=1, ps=2)
-    training.say()
-    training.train_to(12)
-    if RESTART == 0:
-        os.kill(servers_of(training.strategy)[1], signal.SIGKILL)
-        training.train_to(100)
-    training.say()
+STOPPED = Path(os.environ["RAY_TMPDIR"], "stopped")
 
 
-def stops_a_server():
-    """Leaves a server that stands still. The next start cannot use it, and lets it go on."""
-    note = Path(os.environ["RAY_TMPDIR"], "stopped")
+def leaves_a_stopped_server():
+    (pid,) = servers_of(Training().strategy)
+    STOPPED.write_text(str(pid))
+    os.kill(pid, signal.SIGSTOP)
+    kill_itself()
+
+
+def cannot_use_it():
+    """And lets it go on."""
     try:
-        training = Training(workers=1, worker_timeout_s=3.0)
-    except phalanx.errors.ServerLostError:
-        os.kill(int(note.read_text()), signal.SIGCONT)
-        note.unlink()
-        raise
-    training.say()
-    training.train_to(8)
-    if RESTART == 0:
-        (pid,) = servers_of(training.strategy)
-        note.write_text(str(pid))
-        os.kill(pid, signal.SIGSTOP)
-        kill_itself()
-    training.say()
+        Training(worker_timeout_s=1.0)
+    finally:
+        os.kill(int(STOPPED.read_text()), signal.SIGCONT)
+        STOPPED.unlink()
+
+
+def closes_the_first():
+    """And is killed with the second strategy."""
+    Training().strategy.close()
+    Training().train_to(12)
+    kill_itself()
+
+
+def raises():
+    Training()
+    Training()
+    raise ValueError("no more clicks")
 
 
 def starts_half():
@@ -151,39 +158,30 @@ def starts_half():
 
     def actor(self, kind, job, index, *args, **options):
         started = start(self, kind, job, index, *args, **options)
-        if index == 1 and RESTART == 0:
+        if index == 1:
             pid_of(started)
             kill_itself()
         return started
 
     RayCluster.actor = actor
-    Training(ps=2).say()
+    Training(ps=2)
 
 
-def closes():
-    """Closes its first strategy in each start, and is killed with the second."""
-    first = Training(workers=1)
-    first.say()
-    first.train_to(8)
-    first.strategy.close()
-    second = Training(workers=1)
-    second.say()
-    second.train_to(24)
-    if RESTART == 0:
-        kill_itself()
-    second.say()
+def loses_a_server():
+    training = Training(ps=2)
+    training.train_to(12)
+    kill(servers_of(training.strategy)[1])
+    training.train_to(100)
 
 
-def waits():
-    """Says which processes there are, and waits to be killed."""
-    training = Training(workers=1)
-    training.train_to(4)
-    tell(pids=[os.getpid(), *map(pid_of, training.strategy.cluster.actors)])
-    time.sleep(600)
+def begins_anew():
+    training = Training(ps=2)
+    training.train_to(12)
+    training.say()
 
 
 def fits():
-    """Evaluates, and is killed in the middle of `fit`, where the metrics hold a part of an epoch."""
+    """Evaluates, and is killed in the middle of `fit`, where the metrics hold a part of an epoch; the next time it waits after it."""
     strategy = phalanx.ParameterServerStrategy(workers=1)
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1), keras.layers.BatchNormalization()])
@@ -204,11 +202,18 @@ def fits():
     say()
     callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=die)] if RESTART == 0 else []
     model.fit(x, y, batch_size=12, epochs=1, verbose=0, callbacks=callbacks)
+    tell(pids=[os.getpid(), *map(pid_of, strategy.cluster.actors)])
+    threading.Event().wait()
 
+
+WAYS = {
+    "sharded": [partial(is_killed, SHARDED), partial(is_killed, SHARDED, loses_a_server=True), partial(ends, SHARDED)],
+    "synchronous": [partial(is_killed, SYNCHRONOUS), partial(ends, SYNCHRONOUS)],
+    "one_server": [exits, leaves_a_stopped_server, cannot_use_it, closes_the_first, raises],
+    "two_servers": [starts_half, loses_a_server, begins_anew],
+    "fits": [fits, fits],
+}
+"""What each start does."""
 
 if __name__ == "__main__":
-    ways = {f.__name__: f for f in (raises, loses_a_server, stops_a_server, starts_half, closes, waits, fits)}
-    if sys.argv[1] in ways:
-        ways[sys.argv[1]]()
-    else:
-        killed(OPTIONS[sys.argv[1]])
+    WAYS[sys.argv[1]][RESTART]()

@@ -1,126 +1,71 @@
 """Bounded staleness, synchronous training, and how steps of many workers count."""
 
+import contextlib
+from collections import Counter
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
+from processes import wait_until
+from server_training import BATCHES, assert_same, by_keras, mlp, new_counter, parts, training
 
 import phalanx
 from phalanx.coordinator import ClusterCoordinator
 from phalanx.servers import client
 
-STEPS, WORKERS, ROWS = 20, 2, 4
-X = np.random.RandomState(0).normal(size=(STEPS, WORKERS * ROWS, 6)).astype("float32")
-Y = X.sum(2, keepdims=True)
+OPTIMIZERS = {
+    "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+}
 
 
-@pytest.fixture(scope="module")
-def strategy_of():
-    """A function that starts a strategy; all are on the Ray of the first one."""
-    strategies = {}
-
-    def strategy(**options):
-        key = tuple(options.items())
-        if key not in strategies:
-            strategies[key] = phalanx.ParameterServerStrategy(**options)
-        return strategies[key]
-
-    # Ray changes the environment when it starts, which tests must not.
-    strategy(workers=WORKERS, ps=1, max_staleness=0)
-    yield strategy
-    for one in reversed(strategies.values()):
-        one.close()
+@pytest.fixture
+def synchronous(strategy_of):
+    """Two workers, whose steps are one update."""
+    return strategy_of(max_staleness=0)
 
 
-def make(units=5):
-    """A model."""
-    keras.utils.set_random_seed(3)
-    layers = [keras.layers.Dense(units, activation="tanh"), keras.layers.Dense(units), keras.layers.Dense(1)]
-    return keras.Sequential([keras.layers.Input((6,)), *layers])
-
-
-def by_keras(optimizer, batches, units=5):
-    """What plain Keras makes of some batches: the weights."""
-    model = make(units)
-    model.compile(optimizer, "mse")
-    for x, y in batches:
-        model.train_on_batch(x, y)
-    return model.get_weights()
-
-
-def training(model, optimizer, counter):
-    """A step that trains on its rows."""
-
-    def step(x, y):
-        with phalanx.GradientTape() as tape:
-            loss = keras.ops.mean(keras.ops.square(model(x, training=True) - y))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        counter.assign_add(1)
-        return loss
-
-    return step
-
-
-def parts(strategy, optimizer, units=5):
-    """A model, its step, and the number of steps."""
-    with strategy.scope():
-        model, counter = make(units), keras.Variable(0, dtype="int32", trainable=False, aggregation="sum")
-    return model, training(model, optimizer, counter), counter
-
-
-@pytest.mark.parametrize("ps", [1, 2])
-@pytest.mark.parametrize(
-    "optimizer",
-    [lambda: keras.optimizers.SGD(0.01, momentum=0.9), lambda: keras.optimizers.Adam(0.01)],
-    ids=["momentum", "adam"],
-)
-def test_synchronous_training_is_that_of_one_device(strategy_of, ps, optimizer):
-    """With a staleness of 0, two workers with half of each batch make the updates of one device with the whole."""
-    strategy = strategy_of(workers=WORKERS, ps=ps, max_staleness=0)
+def train_in_halves(strategy, name, *units):
+    """Two workers with half of each batch make the updates of one device with the whole. Returns weights of both."""
     coordinator = ClusterCoordinator(strategy)
-    ours = optimizer()
-    model, step, counter = parts(strategy, ours)
-    for x, y in zip(X, Y, strict=True):
-        for part in range(WORKERS):
-            rows = slice(part * ROWS, (part + 1) * ROWS)
-            coordinator.schedule(step, args=(x[rows], y[rows]))
+    make = partial(mlp, *units)
+    model, optimizer, counter = parts(strategy, lambda: (make(), OPTIMIZERS[name](), new_counter()))
+    step = training(model, optimizer, counter)
+    for x, y in BATCHES:
+        for half in (slice(0, 4), slice(4, 8)):
+            coordinator.schedule(step, args=(x[half], y[half]))
     coordinator.join()
-    assert int(counter.value) == WORKERS * STEPS
-    assert int(ours.iterations.value) == STEPS
-    for a, b in zip(model.get_weights(), by_keras(optimizer(), zip(X, Y, strict=True)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert int(counter.value) == 2 * len(BATCHES)
+    assert int(optimizer.iterations.value) == len(BATCHES)
+    return model.get_weights(), by_keras(make, OPTIMIZERS[name](), BATCHES).get_weights()
 
 
-@pytest.mark.parametrize("far", [(), (1,), (0,), (0, 1)])
-def test_servers_on_other_machines(strategy_of, monkeypatch, far):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_synchronous_training_is_that_of_one_device(synchronous, name):
+    """With a staleness of 0."""
+    assert_same(*train_in_halves(synchronous, name, 5, 5))
+
+
+@pytest.mark.cover(["far"], {(0,), (1,)})
+@pytest.mark.parametrize(("far", "name"), [((), "adam"), ((1,), "momentum"), ((0,), "adam"), ((0, 1), "adam")], ids=str)
+def test_servers_on_other_machines(shared_strategies, monkeypatch, far, name):
     """Where a worker and a server have no memory in common, large arrays go by Ray, and the updates are the same."""
 
     class Server(client.ParameterServer):
         def near(self, pusher, greeting):
             return self._index not in far and super().near(pusher, greeting)
 
-    strategy_of(workers=WORKERS, ps=1, max_staleness=0)
     monkeypatch.setattr(client, "ParameterServer", Server)
     halves = phalanx.experimental.partitioners.FixedShardsPartitioner(2)
-    strategy = phalanx.ParameterServerStrategy(None, halves, workers=WORKERS, ps=2, max_staleness=0)
-    coordinator = ClusterCoordinator(strategy)
-    optimizer = keras.optimizers.Adam(0.01)
-    model, step, counter = parts(strategy, optimizer, units=200)
-    for x, y in zip(X, Y, strict=True):
-        for rows in (slice(0, ROWS), slice(ROWS, None)):
-            coordinator.schedule(step, args=(x[rows], y[rows]))
-    coordinator.join()
-    assert int(counter.value) == WORKERS * STEPS
-    expected = by_keras(keras.optimizers.Adam(0.01), zip(X, Y, strict=True), units=200)
-    for a, b in zip(model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    strategy.close()
+    strategy = phalanx.ParameterServerStrategy(None, halves, workers=2, ps=2, max_staleness=0)
+    with contextlib.closing(strategy):
+        assert_same(*train_in_halves(strategy, name, 200, 200), rtol=1e-4, atol=1e-5)
 
 
-def test_no_tables_in_rounds(strategy_of):
+def test_no_tables_in_rounds(synchronous):
     """Updates of a table have the rows of one worker's step."""
-    strategy = strategy_of(workers=1, ps=1, max_staleness=0)
-    with strategy.scope():
+    with synchronous.scope():
         layers = [keras.Input((2,), dtype="int32"), phalanx.keras.ShardedEmbedding(5, 3), keras.layers.Flatten()]
         model = keras.Sequential(layers)
         model.compile("sgd", "mse")
@@ -131,12 +76,10 @@ def test_no_tables_in_rounds(strategy_of):
 
 
 @pytest.mark.parametrize("wait", ["join", "fetch", "done"])
-def test_a_last_round_of_fewer_steps(strategy_of, wait):
+def test_a_last_round_of_fewer_steps(synchronous, wait):
     """Who has nothing to do is not waited for, as soon as the coordinator waits; afterwards rounds are whole again."""
-    strategy = strategy_of(workers=WORKERS, ps=1, max_staleness=0)
-    coordinator = ClusterCoordinator(strategy)
-    with strategy.scope():
-        counter = keras.Variable(0, dtype="int32", trainable=False)
+    coordinator = ClusterCoordinator(synchronous)
+    counter = parts(synchronous, new_counter)
 
     def step():
         counter.assign_add(1)
@@ -145,24 +88,19 @@ def test_a_last_round_of_fewer_steps(strategy_of, wait):
     for number in (3, 4):
         before = coordinator.status().updates
         values = [coordinator.schedule(step) for _ in range(number)]
-        if wait == "join":
-            coordinator.join()
-        elif wait == "fetch":
+        if wait == "fetch":
             coordinator.fetch(values)
-        else:
-            while not coordinator.done():
-                pass
+        elif wait == "done":
+            wait_until(coordinator.done)
         coordinator.join()
         assert coordinator.status().updates - before == 2
     assert int(counter.value) == 7
 
 
-def test_a_step_that_fails_is_not_waited_for(strategy_of):
+def test_a_step_that_fails_is_not_waited_for(synchronous):
     """The others of its round are done, the error is raised, and the next round is whole."""
-    strategy = strategy_of(workers=WORKERS, ps=1, max_staleness=0)
-    coordinator = ClusterCoordinator(strategy)
-    with strategy.scope():
-        counter = keras.Variable(0, dtype="int32", trainable=False)
+    coordinator = ClusterCoordinator(synchronous)
+    counter = parts(synchronous, new_counter)
     iterator = iter(coordinator.create_per_worker_dataset(lambda: iter([np.ones(()), np.ones(())])))
 
     def step(iterator):
@@ -181,43 +119,36 @@ def test_a_step_that_fails_is_not_waited_for(strategy_of):
     assert int(counter.value) == done + 4
 
 
-@pytest.mark.cover(["bound"], {3})
-@pytest.mark.parametrize("bound", [1, 3])
-def test_staleness_stays_within_the_bound(strategy_of, bound):
+def train_on_all(strategy, optimizer, steps):
+    """Schedules steps, of which none is lost and each counts one iteration. Returns their losses, and how stale they were."""
+    coordinator = ClusterCoordinator(strategy)
+    before = coordinator.status()
+    model, counter = parts(strategy, lambda: (mlp(5, 5), new_counter()))
+    step = training(model, optimizer, counter)
+    losses = coordinator.fetch([coordinator.schedule(step, args=BATCHES[i % len(BATCHES)]) for i in range(steps)])
+    coordinator.join()
+    after = coordinator.status()
+    staleness = Counter(after.staleness) - Counter(before.staleness)
+    assert int(counter.value) == sum(staleness.values()) == steps
+    return losses, staleness, after.updates - before.updates
+
+
+@pytest.mark.cover(["workers", "bound"], {(2, 1)})
+@pytest.mark.parametrize(("workers", "bound"), [(2, 1), (3, 1), (3, 3)])
+def test_staleness_stays_within_the_bound(strategy_of, workers, bound):
     """No update is staler, all steps are done, and the counter is exact."""
-    strategy = strategy_of(workers=3, ps=1, max_staleness=bound)
-    coordinator = ClusterCoordinator(strategy)
-    model, step, counter = parts(strategy, keras.optimizers.SGD(0.01))
-    for i in range(200):
-        coordinator.schedule(step, args=(X[i % STEPS], Y[i % STEPS]))
-    coordinator.join()
-    staleness = coordinator.status().staleness
+    strategy = strategy_of(workers=workers, max_staleness=bound)
+    _, staleness, _ = train_on_all(strategy, keras.optimizers.SGD(0.01), 200)
     assert max(staleness) <= bound
-    assert sum(staleness.values()) == 200
-    assert int(counter.value) == 200
 
 
-def test_the_counter_of_four_workers_is_exact(strategy_of):
-    """Increments travel as increments: none is lost, and each applied update counts one iteration."""
-    strategy = strategy_of(workers=4, ps=1)
-    coordinator = ClusterCoordinator(strategy)
-    optimizer = keras.optimizers.SGD(0.01)
-    model, step, counter = parts(strategy, optimizer)
-    for i in range(400):
-        coordinator.schedule(step, args=(X[i % STEPS], Y[i % STEPS]))
-    coordinator.join()
-    status = coordinator.status()
-    assert int(counter.value) == int(optimizer.iterations.value) == 400
-    assert sum(status.staleness.values()) == status.updates == 400
-
-
-def test_asynchronous_training_learns(strategy_of):
-    """The loss of four workers falls. The bound leaves room for a busy machine, where it fell to 0.27 of what it was."""
-    strategy = strategy_of(workers=4, ps=1)
-    coordinator = ClusterCoordinator(strategy)
-    model, step, _ = parts(strategy, keras.optimizers.Adam(0.02))
-    losses = [coordinator.schedule(step, args=(X[i % STEPS], Y[i % STEPS])) for i in range(600)]
-    losses = coordinator.fetch(losses)
+@pytest.mark.cover(["workers"], {2})
+@pytest.mark.parametrize("workers", [2, 4])
+def test_asynchronous_training_learns(strategy_of, workers):
+    """Increments travel as increments. The bound leaves room for a busy machine, where the loss fell to 0.27 of what it was."""
+    optimizer = keras.optimizers.Adam(0.02)
+    losses, _, updates = train_on_all(strategy_of(workers=workers), optimizer, 600)
+    assert int(optimizer.iterations.value) == updates == 600
     assert np.mean(losses[-50:]) < 0.4 * np.mean(losses[:50])
 
 
@@ -231,23 +162,14 @@ OF_ONE_SERVER = {
 
 
 @pytest.mark.parametrize("name", OF_ONE_SERVER)
-def test_optimizers_that_must_see_all(strategy_of, name):
+def test_optimizers_that_must_see_all(strategy, coordinator, name):
     """With one server they make the updates of plain Keras, whichever worker does the next step."""
-    coordinator = ClusterCoordinator(strategy := strategy_of(workers=4, ps=1))
-    with strategy.scope():
-        model, optimizer = make(), OF_ONE_SERVER[name]()
-
-    def step(x, y):
-        with phalanx.GradientTape() as tape:
-            loss = optimizer.scale_loss(keras.ops.mean(keras.ops.square(model(x, training=True) - y)))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-    batches = list(zip(X[:6], Y[:6], strict=True))
-    for batch in batches:
+    model, optimizer = parts(strategy, lambda: (mlp(5, 5), OF_ONE_SERVER[name]()))
+    step = training(model, optimizer)
+    for batch in BATCHES[:6]:
         coordinator.schedule(step, args=batch).fetch()
-    for a, b in zip(model.get_weights(), by_keras(OF_ONE_SERVER[name](), batches), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    plain = by_keras(partial(mlp, 5, 5), OF_ONE_SERVER[name](), BATCHES[:6])
+    assert_same(model.get_weights(), plain.get_weights())
 
 
 @pytest.mark.parametrize("wrong", [{"max_staleness": -1}, {"max_staleness": 0.5}, {"workers": 0}, {"ps": "2"}], ids=str)

@@ -1,6 +1,8 @@
 """An Estimator under `ParameterServerStrategy`."""
 
+import contextlib
 import os
+import signal
 
 import jax
 import keras
@@ -41,10 +43,20 @@ def finite():
 
 
 def test_scheduled_steps_learn_the_line(strategy, tmp_path):
-    """Workers train, the coordinator saves, and one device evaluates and predicts what NumPy computes of the weights."""
+    """Workers train, although one dies after its fifth batch; one device evaluates and predicts what NumPy computes of the weights."""
+    flag = tmp_path / "died"
+
+    def dying():
+        for i, batch in enumerate(endless()):
+            if i == 5 and not flag.exists():
+                flag.touch()
+                os._exit(1)
+            yield batch
+
     config = estimator.RunConfig(train_distribute=strategy, save_checkpoints_steps=100)
-    model = estimator.Estimator(model_fn, tmp_path, config)
-    model.train(endless, max_steps=300)
+    model = estimator.Estimator(model_fn, tmp_path / "model", config)
+    model.train(dying, max_steps=300)
+    assert flag.exists()
     assert model.get_variable_value("global_step") >= 300  # Steps that were scheduled already are made.
     kernel, bias = (model.get_variable_value(f"line/{name}") for name in ("kernel", "bias"))
     np.testing.assert_allclose(kernel, [[1], [-2], [3]], atol=1e-3)
@@ -61,8 +73,7 @@ def test_training_ends_with_the_data(strategy, tmp_path):
     assert 10 <= model.get_variable_value("global_step") <= 20
 
 
-@pytest.mark.usefixtures("strategy")  # It starts Ray, which changes the environment.
-def test_synchronous_training_is_that_of_one_device(tmp_path):
+def test_synchronous_training_is_that_of_one_device(strategy_of, tmp_path):
     """With a staleness of 0, two workers with half of each batch train like one device with the whole."""
 
     def half(input_context):
@@ -70,13 +81,12 @@ def test_synchronous_training_is_that_of_one_device(tmp_path):
         first = rows * input_context.input_pipeline_id
         return [(x[first : first + rows], y[first : first + rows]) for x, y in finite()]
 
-    strategy = phalanx.ParameterServerStrategy(workers=2, ps=1, max_staleness=0)
+    strategy = strategy_of(max_staleness=0)
     found = {}
     for name, input_fn, distribute in (("two", half, strategy), ("one", finite, None)):
         model = estimator.Estimator(model_fn, tmp_path / name, estimator.RunConfig(train_distribute=distribute))
         model.train(input_fn, hooks=[FirstWeights()])
         found[name] = [model.get_variable_value(f"line/{part}") for part in ("kernel", "bias")]
-    strategy.close()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found["two"], found["one"])
 
 
@@ -111,57 +121,34 @@ def test_parameter_servers_do_not_evaluate(strategy):
         estimator.RunConfig(eval_distribute=strategy)
 
 
-def test_training_survives_a_worker(strategy, tmp_path):
-    """A worker dies after its fifth batch. Another process takes its place, and the training makes all its steps."""
-    flag = tmp_path / "died"
+class Ends(estimator.SessionRunHook):
+    """Ends a server, if it is given one, after step 50, and notes the first step."""
 
-    def dying():
-        for i, batch in enumerate(endless()):
-            if i == 5 and not flag.exists():
-                flag.touch()
-                os._exit(1)
-            yield batch
+    def __init__(self, servers=()):
+        self.servers, self.first = [*servers], None
 
-    model = estimator.Estimator(model_fn, tmp_path / "model", estimator.RunConfig(train_distribute=strategy))
-    model.train(dying, max_steps=300)
-    assert flag.exists()
-    assert model.get_variable_value("global_step") >= 300
-    np.testing.assert_allclose(model.get_variable_value("line/kernel"), [[1], [-2], [3]], atol=1e-3)
+    @override
+    def after_run(self, run_context, run_values):
+        run_context.session.settle()
+        self.first = self.first or run_context.session.step
+        if self.servers and run_context.session.step >= 50:
+            os.kill(self.servers.pop(), signal.SIGKILL)
 
 
-@pytest.mark.usefixtures("strategy")  # It starts Ray, which changes the environment.
-def test_training_goes_on_after_the_loss_of_a_server(tmp_path):
+def test_training_goes_on_after_the_loss_of_a_server(strategy, tmp_path):
     """The error names the loss. A new training continues from the last checkpoint."""
     # Here, because workers import this module for its datasets, and cannot import this one.
-    from processes import end, servers_of
+    from processes import servers_of
 
-    class Ends(estimator.SessionRunHook):
-        """Ends the server after step 50, and notes the first step."""
+    def estimator_under(distribute):
+        config = estimator.RunConfig(train_distribute=distribute, save_checkpoints_steps=20)
+        return estimator.Estimator(model_fn, tmp_path, config)
 
-        def __init__(self, servers):
-            self.servers, self.first = servers, None
-
-        @override
-        def after_run(self, run_context, run_values):
-            run_context.session.settle()
-            self.first = self.first or run_context.session.step
-            if self.servers and run_context.session.step >= 50:
-                end(self.servers.pop())
-
-    def train(servers_lost):
-        own = phalanx.ParameterServerStrategy(workers=2, ps=1)
-        config = estimator.RunConfig(train_distribute=own, save_checkpoints_steps=20)
-        model = estimator.Estimator(model_fn, tmp_path, config)
-        hook = Ends([servers_of(own)[0]] if servers_lost else [])
-        try:
-            model.train(endless, hooks=[hook], max_steps=300)
-        finally:
-            own.close()
-        return model, hook.first
-
-    with pytest.raises(ServerLostError):
-        train(servers_lost=True)
-    model, first = train(servers_lost=False)
-    assert 40 < first < 60
+    lost = phalanx.ParameterServerStrategy(workers=1, ps=1)
+    with contextlib.closing(lost), pytest.raises(ServerLostError):
+        estimator_under(lost).train(endless, hooks=[Ends(servers_of(lost))], max_steps=300)
+    model, hook = estimator_under(strategy), Ends()
+    model.train(endless, hooks=[hook], max_steps=300)
+    assert 40 < hook.first < 60
     assert model.get_variable_value("global_step") >= 300
     np.testing.assert_allclose(model.get_variable_value("line/kernel"), [[1], [-2], [3]], atol=1e-3)

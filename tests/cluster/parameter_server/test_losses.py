@@ -1,37 +1,19 @@
-"""Workers and parameter servers that die or stand still, one strategy each."""
+"""Workers and parameter servers that die or stand still."""
 
 import contextlib
-import signal
 import threading
 
 import keras
 import numpy as np
 import pytest
-from processes import end, is_there, servers_of, wait_until, workers_of
+from processes import is_there, kill, servers_of, stop, wait_until, workers_of
+from server_training import mlp, new_counter, parts, training
 
 import phalanx
 from phalanx.coordinator import ClusterCoordinator
-from phalanx.errors import CancelledError, ContextError, ServerLostError
+from phalanx.errors import CancelledError, ContextError, MixedStrategyError, ServerLostError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    """The Ray on which all strategies of these tests are."""
-    strategy = phalanx.ParameterServerStrategy(workers=1, ps=1)
-    yield
-    strategy.close()
-
-
-@pytest.fixture
-def started(request):
-    """A strategy, its coordinator, and a variable that counts."""
-    bound = request.node.callspec.params.get("bound", {})
-    strategy = phalanx.ParameterServerStrategy(**request.param, **bound)
-    coordinator = ClusterCoordinator(strategy)
-    with strategy.scope():
-        counter = keras.Variable(0, dtype="int32", trainable=False, aggregation="sum", name="counter")
-    yield strategy, coordinator, counter
-    strategy.close()
+SNAPSHOTS = {"ps": 2, "snapshot_every_s": 0.2}
 
 
 def slow_numbers():
@@ -47,26 +29,34 @@ def slow_numbers():
     return make
 
 
-@pytest.mark.parametrize("started", [{"workers": 2, "ps": 2}], indirect=True)
-def test_workers_that_are_killed(started, caplog):
-    """Their steps go to another worker, they come back with a fresh iterator, and nothing counts twice."""
-    strategy, coordinator, counter = started
+def counted(strategy):
+    """A coordinator, a counter, and a function that schedules steps that count the slow numbers and return them."""
+    coordinator = ClusterCoordinator(strategy)
+    counter = parts(strategy, new_counter)
     iterator = iter(coordinator.create_per_worker_dataset(slow_numbers()))
 
     def step(iterator):
         counter.assign_add(1)
         return next(iterator)
 
-    values = [coordinator.schedule(step, args=(iterator,)) for _ in range(150)]
+    return coordinator, counter, lambda steps: [coordinator.schedule(step, args=(iterator,)) for _ in range(steps)]
+
+
+def test_workers_that_are_killed(strategy_of, caplog):
+    """Their steps go to another worker, they come back with a fresh iterator, and nothing counts twice."""
+    strategy = strategy_of(**SNAPSHOTS)
+    coordinator, counter, schedule = counted(strategy)
+    before = coordinator.status()
+    values = schedule(150)
     values[10].fetch()
     victims = workers_of(strategy)
-    end(victims[0])
+    kill(victims[0])
     values[60].fetch()
-    end(victims[1])
+    kill(victims[1])
     coordinator.join()
     status = coordinator.status()
-    assert 150 <= int(counter.value) <= 150 + status.again
-    assert int(counter.value) == status.updates
+    assert 150 <= int(counter.value) <= 150 + status.again - before.again
+    assert int(counter.value) == status.updates - before.updates
     seen = [int(v) for v in coordinator.fetch(values)]
     assert len(seen) == 150
     assert 2 <= seen.count(0) <= 4
@@ -74,101 +64,72 @@ def test_workers_that_are_killed(started, caplog):
     assert not any(map(is_there, victims))
     assert set(workers_of(strategy)).isdisjoint(victims)
     told = [record.getMessage() for record in caplog.records if record.name == "phalanx"]
-    assert sorted(line.split(".")[0] for line in told) == ["worker:0 was lost", "worker:1 was lost"]
+    lost = sorted(line.split(".")[0] for line in told if "was lost" in line)
+    assert lost == ["worker:0 was lost", "worker:1 was lost"]
 
 
-@pytest.mark.parametrize("started", [{"workers": 2, "ps": 1, "worker_timeout_s": 2.0}], indirect=True)
-def test_a_worker_that_stands_still(started):
+def test_a_worker_that_stands_still(strategy, monkeypatch):
     """It is taken for lost, its step is done by another one, and what it pushes when it goes on does not count."""
-    strategy, coordinator, counter = started
-    iterator = iter(coordinator.create_per_worker_dataset(slow_numbers()))
-
-    def step(iterator):
-        next(iterator)
-        counter.assign_add(1)
-
-    values = [coordinator.schedule(step, args=(iterator,)) for _ in range(100)]
-    values[10].fetch()
-    victim = workers_of(strategy)[0]
-    end(victim, signal.SIGSTOP)
+    coordinator, counter, schedule = counted(strategy)
+    before = coordinator.status()
+    schedule(100)[10].fetch()
+    victim = stop(strategy.scheduler._supervisors[0]._peer, monkeypatch)
     coordinator.join()
-    assert int(counter.value) == coordinator.status().updates
-    assert 100 <= int(counter.value) <= 100 + coordinator.status().again
+    status = coordinator.status()
+    assert int(counter.value) == status.updates - before.updates
+    assert 100 <= int(counter.value) <= 100 + status.again - before.again
     wait_until(lambda: not is_there(victim))
 
 
-@pytest.mark.parametrize("started", [{"workers": 2, "ps": 1, "max_staleness": 0}], indirect=True)
-def test_a_worker_that_is_killed_in_synchronous_training(started):
+def test_a_worker_that_is_killed_in_synchronous_training(strategy_of):
     """The others wait until it is replaced, and the rounds go on."""
-    strategy, coordinator, counter = started
-    iterator = iter(coordinator.create_per_worker_dataset(slow_numbers()))
-
-    def step(iterator):
-        next(iterator)
-        counter.assign_add(1)
-
-    values = [coordinator.schedule(step, args=(iterator,)) for _ in range(60)]
-    values[10].fetch()
-    end(workers_of(strategy)[1])
+    strategy = strategy_of(max_staleness=0)
+    coordinator, counter, schedule = counted(strategy)
+    before = coordinator.status()
+    schedule(60)[10].fetch()
+    kill(workers_of(strategy)[1])
     coordinator.join()
-    assert 60 <= int(counter.value) <= 60 + coordinator.status().again
+    assert 60 <= int(counter.value) <= 60 + coordinator.status().again - before.again
     assert set(coordinator.status().staleness) == {0}
 
 
-@pytest.mark.parametrize("started", [{"workers": 1, "ps": 1}], indirect=True)
-def test_the_only_worker_dies_idle(started):
+def test_the_only_worker_dies_idle(strategy_of):
     """A new step with a dataset, whose shapes nobody can tell then, waits for the next worker."""
-    strategy, coordinator, counter = started
+    strategy = strategy_of(workers=1)
+    coordinator = ClusterCoordinator(strategy)
+    counter = parts(strategy, new_counter)
     coordinator.schedule(lambda: counter.assign_add(1))
     coordinator.join()
     (victim,) = workers_of(strategy)
-    end(victim)
+    kill(victim)
     wait_until(lambda: not is_there(victim))
     iterator = iter(coordinator.create_per_worker_dataset(lambda: iter([np.int32(4)])))
     assert int(coordinator.schedule(lambda iterator: next(iterator) + counter.value, args=(iterator,)).fetch()) == 5
 
 
-@pytest.mark.parametrize("started", [{"workers": 1, "ps": 1}], indirect=True)
-def test_files_outlive_servers(started, tmp_path):
-    """Who saves once more after the loss, or after the end, keeps what was saved before."""
-    strategy, coordinator, _ = started
+@pytest.mark.usefixtures("shared_strategies")
+def test_a_server_is_lost_for_good(tmp_path):
+    """Without snapshots all that need it say which variables are gone. Files that are saved once more, also after the end, stay."""
+    strategy = phalanx.ParameterServerStrategy(workers=1, ps=2)
+    coordinator = ClusterCoordinator(strategy)
     with strategy.scope():
-        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])
-    paths = [tmp_path / "model.weights.h5", tmp_path / "model.keras"]
-    coordinator.fetch(coordinator.schedule(lambda: model(np.ones((2, 4), "float32"))))
-
-    def save():
-        model.save_weights(paths[0], overwrite=True)
-
-    save()
-    model.save(paths[1])
-    before = [path.read_bytes() for path in paths]
-    end(servers_of(strategy)[0])
-    for error in (ServerLostError, ContextError):
-        with pytest.raises(error):
-            save()
-        with pytest.raises(error):
-            model.save(paths[1], overwrite=True)
-        strategy.close()
-    assert [path.read_bytes() for path in paths] == before
-
-
-@pytest.mark.parametrize("started", [{"workers": 2, "ps": 2}], indirect=True)
-def test_a_server_is_lost_for_good(started):
-    """Without snapshots `join` says which variables are gone; reads of them say it too."""
-    strategy, coordinator, counter = started
-    with strategy.scope():
+        counter, model = new_counter(), mlp()
         others = [keras.Variable(np.zeros(8, "float32"), name=f"other_{i}") for i in range(3)]
 
     def step():
         counter.assign_add(1)
-        return sum(v.value.sum() for v in others)
+        return sum(v.value.sum() for v in [*others, *model.variables])
 
     coordinator.schedule(step)
     coordinator.join()
+    paths = [tmp_path / "model.weights.h5", tmp_path / "model.keras"]
+    saves = [lambda: model.save_weights(paths[0], overwrite=True), lambda: model.save(paths[1], overwrite=True)]
+    for save in saves:
+        save()
+    before = [path.read_bytes() for path in paths]
     (part,) = strategy.homes.placement(counter)
     lost = [v.name for v in [counter, *others] if strategy.homes.placement(v)[0].server == part.server]
-    end(servers_of(strategy)[part.server])
+    kill(servers_of(strategy)[part.server])
     for _ in range(20):
         coordinator.schedule(step)
     with pytest.raises(ServerLostError, match=r"(?s)parameter server \d.*HINT: .*snapshot_every_s") as raised:
@@ -177,52 +138,56 @@ def test_a_server_is_lost_for_good(started):
     with pytest.raises(ServerLostError, match="counter"):
         print(counter.value)
     coordinator.join()
+    for error in (ServerLostError, ContextError):
+        for save in saves:
+            with pytest.raises(error):
+                save()
+        strategy.close()
+    assert [path.read_bytes() for path in paths] == before
 
 
 @pytest.mark.parametrize("bound", [{}, {"max_staleness": 0}], ids=["asynchronous", "synchronous"])
-@pytest.mark.parametrize("started", [{"workers": 2, "ps": 2, "snapshot_every_s": 0.2}], indirect=True)
-def test_servers_that_are_restarted(started, bound):
+def test_servers_that_are_restarted(strategy_of, bound):
     """With snapshots training goes on from the last one, also when the first server is the one that dies."""
-    strategy, coordinator, counter = started
-    with strategy.scope():
-        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
-        optimizer = keras.optimizers.Adam(0.01)
+    strategy = strategy_of(**SNAPSHOTS, **bound)
+    coordinator = ClusterCoordinator(strategy)
+    model, optimizer, counter = parts(strategy, lambda: (mlp(), keras.optimizers.Adam(0.01), new_counter()))
+    train = training(model, optimizer, counter)
     iterator = iter(coordinator.create_per_worker_dataset(slow_numbers()))
 
     def step(iterator):
-        x = next(iterator) * 0.0 + np.ones((2, 4), "float32")
-        with phalanx.GradientTape() as tape:
-            loss = keras.ops.mean(keras.ops.square(model(x) - 3.0))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        counter.assign_add(1)
-        return loss
+        x = next(iterator) * 0.0 + np.ones((2, 6), "float32")
+        return train(x, 3.0)
 
+    before = coordinator.status()
     values = [coordinator.schedule(step, args=(iterator,)) for _ in range(300)]
     for number, victim in ((50, 1), (150, 0)):
         values[number].fetch()
-        end(servers_of(strategy)[victim])
+        kill(servers_of(strategy)[victim])
     coordinator.join()
     losses = coordinator.fetch(values)
     assert losses[-1] < 0.5 * losses[0]
     # What came after the last snapshots is gone.
-    assert 100 < int(counter.value) <= 300 + coordinator.status().again
+    assert 100 < int(counter.value) <= 300 + coordinator.status().again - before.again
     assert np.isfinite(model.get_weights()[0]).all()
 
 
-@pytest.mark.parametrize("started", [{"workers": 1, "ps": 1}], indirect=True)
-def test_close_releases_everybody_who_waits(started):
-    """Everybody who waits is let go, further calls say what has happened, and all processes are gone."""
-    strategy, coordinator, counter = started
-    iterator = iter(coordinator.create_per_worker_dataset(slow_numbers()))
-
-    def step(iterator):
-        return next(iterator)
-
-    values = [coordinator.schedule(step, args=(iterator,)) for _ in range(1000)]
+@pytest.mark.usefixtures("shared_strategies")
+def test_close_releases_everybody_who_waits(strategy):
+    """Further calls say what has happened, all processes are gone, and another strategy, which has its own variables, goes on."""
+    closed = phalanx.ParameterServerStrategy(workers=1, ps=1)
+    coordinator, counter, schedule = counted(closed)
+    with closed.scope():
+        unused = new_counter()
+    values = schedule(1000)
     values[0].fetch()
     counter.assign(3)
-    processes = [*workers_of(strategy), *servers_of(strategy)]
+    other = ClusterCoordinator(strategy)
+    own = parts(strategy, new_counter)
+    words = r"(?s)in a step of a ParameterServerStrategy: the variable is on the parameter servers of another strategy.*HINT: "
+    with pytest.raises(MixedStrategyError, match=words):
+        other.schedule(lambda: own + counter)
+    processes = [*workers_of(closed), *servers_of(closed)]
     errors = []
 
     def wait():
@@ -233,18 +198,22 @@ def test_close_releases_everybody_who_waits(started):
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    strategy.close()
-    waiting.join(30)
+    closed.close()
+    waiting.join(60)
     assert len(errors) == 1
     wait_until(lambda: not any(map(is_there, processes)))
-    for call in (coordinator.join, lambda: coordinator.schedule(lambda: counter.assign_add(1))):
-        with pytest.raises((CancelledError, ContextError), match=r"(?s)HINT"):
-            call()
+    cancelled = r"(?s)coordinator.schedule.*was stopped.*HINT: call coordinator.join"
+    for variable in (counter, unused):
+        with pytest.raises(CancelledError, match=cancelled):
+            coordinator.schedule(lambda: variable.assign_add(1))  # noqa: B023
+    with pytest.raises((CancelledError, ContextError), match=r"(?s)HINT"):
+        coordinator.join()
     enter = contextlib.ExitStack().enter_context
-    for call in (
-        coordinator.status,
-        lambda: phalanx.coordinator.ClusterCoordinator(strategy),
-        lambda: enter(strategy.scope()),
-    ):
+    for call in (coordinator.status, lambda: ClusterCoordinator(closed), lambda: enter(closed.scope())):
         with pytest.raises(ContextError, match=r"(?s)closed.*HINT"):
             call()
+    other.schedule(lambda: own.assign_add(1))
+    other.join()
+    assert int(own.numpy()) == 1
+    with pytest.raises(MixedStrategyError, match=words):
+        other.schedule(lambda: own + counter)

@@ -1,182 +1,182 @@
-"""Servers, steps and dataset functions that stand still: each is named within the time limit, and nothing waits for ever."""
+"""Servers, steps and dataset functions that stand still: each is named after the time limit, and nothing waits for ever."""
 
 import os
 import re
 import signal
+import sys
 import threading
 import time
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from processes import end, is_there, pid_of, wait_until
+from processes import clock_of_a_worker, is_there, pid_of, stop, wait_until
+from server_training import new_counter, parts
 
 import phalanx
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.spec import ClusterSpec
-from phalanx.coordinator import ClusterCoordinator, supervisor
-from phalanx.errors import (
-    CancelledError,
-    ContextError,
-    MixedStrategyError,
-    ServerLostError,
-    StartupError,
-    WorkerLostError,
-)
+from phalanx.coordinator import ClusterCoordinator, scheduler, supervisor
+from phalanx.errors import ContextError, ServerLostError, StartupError, WorkerLostError
 from phalanx.servers import calls, client
-
-TIMEOUT_S = 6.0
-# A machine that runs other tests besides may need as long again for each of its parts.
-DEADLINE_S = 10 * TIMEOUT_S
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    """The Ray on which all strategies of these tests are."""
-    strategy = phalanx.ParameterServerStrategy(workers=1, ps=1)
-    yield
-    strategy.close()
 
 
 @pytest.fixture
-def started(request):
-    """A strategy, its coordinator, a variable, and a step that counts with it."""
-    strategy = phalanx.ParameterServerStrategy(worker_timeout_s=TIMEOUT_S, **request.param)
-    coordinator = ClusterCoordinator(strategy)
-    with strategy.scope():
-        counter = keras.Variable(0, dtype="int32", trainable=False, aggregation="sum", name="counter")
+def strategy(strategy_of):
+    return strategy_of(workers=1)
 
-    def count():
+
+@pytest.fixture
+def counter(strategy):
+    return parts(strategy, new_counter)
+
+
+@pytest.fixture
+def count(coordinator, counter):
+    """A function that lets workers count so often."""
+
+    def step():
         counter.assign_add(1)
 
-    yield strategy, coordinator, counter, count
-    strategy.close()
+    def count(steps):
+        for _ in range(steps):
+            coordinator.schedule(step)
+
+    return count
 
 
-def raised_in_time(error, match, call):
-    """Calls what must raise within the deadline; returns the error."""
-    began = time.monotonic()
-    with pytest.raises(error, match=match) as raised:
-        call()
-    assert time.monotonic() - began < DEADLINE_S
-    return raised.value
-
-
-@pytest.mark.parametrize("started", [{"workers": 2, "ps": 1}], indirect=True)
-def test_a_server_that_is_stopped(started, tmp_path):
+def test_a_server_that_is_stopped(strategy, coordinator, counter, count, tmp_path, monkeypatch):
     """It is named, with its process, by whatever needs it; once it goes on, no weight is lost and steps work again."""
-    strategy, coordinator, counter, count = started
     with strategy.scope():
         model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+        later = keras.Variable(1.0)
     coordinator.fetch(coordinator.schedule(lambda: model(np.ones((1, 3), "float32"))))
-    for _ in range(4):
-        coordinator.schedule(count)
+    count(4)
     coordinator.join()
-    server = pid_of(strategy.homes.servers.actors[0])
-    words = rf"(?s)parameter server 0 \(pid {server} at .*\): it has sent no heartbeat for \d+ s, .*counter.*HINT: .*worker_timeout_s"
-    end(server, signal.SIGSTOP)
+    (server,) = strategy.homes.servers.peers
+    pid = stop(server, monkeypatch)
+    words = rf"(?s)parameter server 0 \(pid {pid} at .*\): it has sent no heartbeat for \d+ s, .*counter.*HINT: .*worker_timeout_s"
     try:
-        for _ in range(4):
-            coordinator.schedule(count)
+        count(4)
         for call in (
             coordinator.join,
             coordinator.status,
             lambda: counter.numpy(),
             lambda: model.layers[0].bias.assign([1.0, 1.0]),
             lambda: model.save_weights(tmp_path / "model.weights.h5"),
+            lambda: coordinator.schedule(lambda: later + counter),
         ):
-            raised_in_time(ServerLostError, words, call)
-        with strategy.scope():
-            later = keras.Variable(1.0)
-        raised_in_time(ServerLostError, words, lambda: coordinator.schedule(lambda: later + counter))
+            with pytest.raises(ServerLostError, match=words):
+                call()
     finally:
-        end(server, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
+    monkeypatch.undo()
     # Steps that were under way when the server stopped count if their pushes had been sent.
     before = int(counter.numpy())
     assert 4 <= before <= 8
-    for _ in range(3):
-        coordinator.schedule(count)
+    count(3)
     coordinator.join()
     assert before + 3 <= int(counter.numpy()) <= 11
-    assert pid_of(strategy.homes.servers.actors[0]) == server
+    assert pid_of(strategy.homes.servers.actors[0]) == pid
 
 
-@pytest.mark.parametrize("started", [{"workers": 2, "ps": 2, "snapshot_every_s": 0.2}], indirect=True)
-def test_a_stopped_server_with_snapshots(started):
+def test_a_stopped_server_with_snapshots(strategy_of, monkeypatch):
     """It is ended, and another one takes its place, so that the steps go on."""
-    strategy, coordinator, counter, count = started
+    strategy = strategy_of(ps=2, snapshot_every_s=0.2)
+    coordinator = ClusterCoordinator(strategy)
+    counter = parts(strategy, new_counter)
 
+    def count():
+        counter.assign_add(1)
+
+    before = coordinator.status()
     for _ in range(10):
         coordinator.schedule(count)
     coordinator.join()
-    time.sleep(1.0)
+    strategy.homes.servers.take_snapshot()
     (part,) = strategy.homes.placement(counter)
-    server = pid_of(strategy.homes.servers.actors[part.server])
-    end(server, signal.SIGSTOP)
+    server = stop(strategy.homes.servers.peers[part.server], monkeypatch)
     for _ in range(10):
         coordinator.schedule(count)
-    began = time.monotonic()
     coordinator.join()
-    assert time.monotonic() - began < DEADLINE_S
-    assert 20 <= int(counter.numpy()) <= 20 + coordinator.status().again
+    assert 20 <= int(counter.numpy()) <= 20 + coordinator.status().again - before.again
     wait_until(lambda: not is_there(server))
 
 
-@pytest.mark.parametrize("started", [{"workers": 1, "ps": 1}], indirect=True)
-def test_ctrl_c_while_a_server_is_stopped(started):
-    """A wait in the main thread ends at once with the interrupt."""
-    strategy, coordinator, counter, count = started
-    coordinator.schedule(count)
+def interrupt_in(function):
+    """Starts a thread that interrupts the main thread, as Ctrl-C does, as soon as it is in a function of that name."""
+
+    def functions():
+        frame = sys._current_frames()[threading.main_thread().ident]
+        while frame:
+            yield frame.f_code.co_name
+            frame = frame.f_back
+
+    def interrupt():
+        wait_until(lambda: function in functions())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    return thread
+
+
+def test_ctrl_c_while_a_server_is_stopped(strategy, coordinator, counter, count):
+    """A wait in the main thread ends with the interrupt, and not with the time limit."""
+    count(1)
     coordinator.join()
-    server = pid_of(strategy.homes.servers.actors[0])
-    end(server, signal.SIGSTOP)
-    began = time.monotonic()
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    (server,) = strategy.homes.servers.actors
+    pid = pid_of(server)
+    # A process that was started in the background ignores the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.kill(pid, signal.SIGSTOP)
+    thread = interrupt_in("answers")
     try:
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
             counter.numpy()
-        assert time.monotonic() - began < TIMEOUT_S
     finally:
-        timer.join()
-        end(server, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
+        thread.join()
+        signal.signal(signal.SIGINT, before)
     assert int(counter.numpy()) == 1
 
 
-@pytest.mark.parametrize("started", [{"workers": 2, "ps": 1}], indirect=True)
-def test_a_step_that_never_ends(started, caplog, monkeypatch):
+def test_a_step_that_never_ends(strategy, coordinator, counter, count, caplog, monkeypatch):
     """The worker is alive: the error names it and the step, says for how long, and which option allows more; the wait is logged."""
-    monkeypatch.setattr(calls, "_NOTE_S", 1.0)
-    _, coordinator, counter, count = started
+    import ray
+
+    monkeypatch.setattr(calls, "_NOTE_S", 0.1)
 
     def spin(x):
         return jax.lax.while_loop(lambda x: x >= 0, lambda x: (x + 1) % 7, x)
 
+    def is_logged():
+        told = [record.getMessage() for record in caplog.records if record.name == "phalanx"]
+        words = r"waiting for worker 0 \(pid \d+ .*\) for \d+ s: it is computing a step of `.*spin`"
+        return any(re.match(words, line) for line in told)
+
     coordinator.schedule(spin, args=(np.int32(1),))
-    coordinator.schedule(count)
+    count(1)
+    wait_until(is_logged)
+    advance = clock_of_a_worker()
+    (worker,) = set(strategy.cluster.actors) - set(strategy.homes.servers.actors)
+    ray.get(worker.__ray_call__.remote(lambda _: advance(3600)))
     words = (
-        r"(?s)worker [01] \(pid \d+ at .*\): it is alive but has been computing a step of `.*spin` for \d+ s"
-        r".*HINT: worker_timeout_s=12"
+        r"(?s)worker 0 \(pid \d+ at .*\): it is alive but has been computing a step of `.*spin` for \d+ s"
+        r".*HINT: worker_timeout_s=60"
     )
-    raised_in_time(WorkerLostError, words, coordinator.join)
-    told = [record.getMessage() for record in caplog.records if record.name == "phalanx"]
-    assert any(
-        re.match(r"waiting for worker [01] \(pid \d+ .*\) for \d+ s: it is computing a step of `.*spin`", x)
-        for x in told
-    )
+    with pytest.raises(WorkerLostError, match=words):
+        coordinator.join()
     before = int(counter.numpy())
-    for _ in range(10):
-        coordinator.schedule(count)
+    count(10)
     coordinator.join()
     assert int(counter.numpy()) == before + 10
 
 
-@pytest.mark.parametrize("started", [{"workers": 1, "ps": 1}], indirect=True)
-def test_steps_that_are_merely_long(started):
-    """Together they take longer than the time limit, each alone does not."""
-    _, coordinator, counter, count = started
+def test_steps_that_are_merely_long(coordinator, counter):
+    """Together they take longer than the time limit by the clock of the worker, each alone does not."""
+    advance = clock_of_a_worker()
 
     def step(iterator):
         counter.assign_add(1)
@@ -184,20 +184,19 @@ def test_steps_that_are_merely_long(started):
 
     def slow():
         while True:
-            time.sleep(0.4)
+            advance(20)
+            time.sleep(0.2)  # The coordinator asks for a heartbeat every 0.5 s.
             yield np.int32(1)
 
     iterator = iter(coordinator.create_per_worker_dataset(slow))
-    began = time.monotonic()
-    for _ in range(20):
+    for _ in range(12):
         coordinator.schedule(step, args=(iterator,))
     coordinator.join()
-    assert time.monotonic() - began > TIMEOUT_S
-    assert int(counter.numpy()) == 20
+    assert int(counter.numpy()) == 12
 
 
-def datasets():
-    """Dataset functions; not of this module, which workers cannot import."""
+def test_datasets_that_end_their_workers(coordinator, counter, monkeypatch):
+    """After three workers in a row it is an error that names the dataset function, or the step that takes a batch of it."""
 
     def exits():
         os._exit(3)
@@ -206,84 +205,60 @@ def datasets():
         yield np.int32(0)
         os._exit(3)
 
-    def sleeps():
-        time.sleep(3600)
-
-    def sleeps_at_a_batch():
-        yield np.int32(0)
-        time.sleep(3600)
-
-    return exits, exits_at_a_batch, sleeps, sleeps_at_a_batch
-
-
-@pytest.mark.parametrize("started", [{"workers": 1, "ps": 1}], indirect=True)
-def test_datasets_that_end_their_workers(started):
-    """After three workers in a row it is an error that names the dataset function, or the step that takes a batch of it."""
-    _, coordinator, counter, count = started
-    exits, exits_at_a_batch, *_ = datasets()
-
-    def step(iterator):
-        return next(iterator) + counter
-
-    words = r"(?s)`.*exits`: 3 workers in a row were lost with it.*died.*HINT: "
+    assert scheduler.MOST_LOSSES == 3
+    monkeypatch.setattr(scheduler, "MOST_LOSSES", 2)  # Starting workers takes long.
+    words = r"(?s)`.*exits`: 2 workers in a row were lost with it.*died.*HINT: "
     iterator = iter(coordinator.create_per_worker_dataset(exits))
-    raised_in_time(WorkerLostError, words, lambda: coordinator.schedule(step, args=(iterator,)))
+    with pytest.raises(WorkerLostError, match=words):
+        coordinator.schedule(lambda iterator: next(iterator) + counter, args=(iterator,))
     iterator = iter(coordinator.create_per_worker_dataset(exits_at_a_batch))
     coordinator.schedule(lambda iterator: next(iterator) + next(iterator), args=(iterator,))
     words = (
         r"(?s)a scheduled step of `.*<lambda>` with `.*exits_at_a_batch`: 3 workers in a row were lost with it.*HINT: "
     )
-    raised_in_time(WorkerLostError, words, coordinator.join)
+    with pytest.raises(WorkerLostError, match=words):
+        coordinator.join()
     assert coordinator.schedule(lambda: counter + 5).fetch() == 5
 
 
-@pytest.mark.parametrize("started", [{"workers": 1, "ps": 1}], indirect=True)
-def test_datasets_that_sleep(started):
+def test_datasets_that_sleep(coordinator):
     """The error names the function, and says whether it was called or a batch was taken of what it returned."""
-    _, coordinator, *_ = started
-    *_, sleeps, sleeps_at_a_batch = datasets()
+    advance = clock_of_a_worker()
+
+    def sleeps():
+        advance(3600)
+        threading.Event().wait()
+
+    def sleeps_at_a_batch():
+        yield np.int32(0)
+        advance(3600)
+        threading.Event().wait()
 
     def step(iterator):
         return next(iterator) + 1
 
     iterator = iter(coordinator.create_per_worker_dataset(sleeps))
     words = r"(?s)worker 0 .*has been calling `.*sleeps` for \d+ s.*HINT: worker_timeout_s"
-    raised_in_time(WorkerLostError, words, lambda: coordinator.schedule(step, args=(iterator,)))
+    with pytest.raises(WorkerLostError, match=words):
+        coordinator.schedule(step, args=(iterator,))
     iterator = iter(coordinator.create_per_worker_dataset(sleeps_at_a_batch))
     for _ in range(2):
         coordinator.schedule(step, args=(iterator,))
     words = r"(?s)worker 0 .*has been taking a batch of `.*sleeps_at_a_batch` for \d+ s.*HINT: worker_timeout_s"
-    raised_in_time(WorkerLostError, words, coordinator.join)
+    with pytest.raises(WorkerLostError, match=words):
+        coordinator.join()
 
 
-@pytest.mark.parametrize("started", [{"workers": 1, "ps": 1}], indirect=True)
-def test_two_strategies_at_once(started):
-    """Both work, neither takes a variable of the other, and closing one leaves the other whole."""
-    strategy, coordinator, counter, count = started
-    first = phalanx.ParameterServerStrategy(workers=1, ps=1)
-    with first.scope():
-        own = keras.Variable(jnp.ones(3))
-    coordinator_of_first = ClusterCoordinator(first)
-    coordinator_of_first.fetch(coordinator_of_first.schedule(lambda: own.assign_add(jnp.ones(3))))
-    coordinator.schedule(count)
-    coordinator.join()
-    words = r"(?s)in a step of a ParameterServerStrategy: the variable is on the parameter servers of another strategy.*HINT: "
-    with pytest.raises(MixedStrategyError, match=words):
-        coordinator.schedule(lambda: own + counter)
-    np.testing.assert_array_equal(own.numpy(), [2, 2, 2])
+@pytest.mark.usefixtures("shared_strategies")
+def test_a_second_strategy_with_a_cluster():
+    """Its tasks work for one strategy at a time."""
     spec = ClusterSpec({"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]})
     words = r"(?s)a second ParameterServerStrategy in this process: .*tasks of a cluster.*HINT: call strategy.close\(\)"
     with pytest.raises(ContextError, match=words):
         phalanx.ParameterServerStrategy(SimpleClusterResolver(spec, task_type="chief", task_id=0))
-    words = r"(?s)in a step of a ParameterServerStrategy: the variable is on the parameter servers of another strategy.*HINT: "
-    first.close()
-    coordinator.schedule(count)
-    coordinator.join()
-    assert int(counter.numpy()) == 2
-    with pytest.raises(MixedStrategyError, match=words):
-        coordinator.schedule(lambda: own + counter)
 
 
+@pytest.mark.usefixtures("shared_strategies")
 @pytest.mark.parametrize(("module", "name"), [(client, "ParameterServer"), (supervisor, "Worker")])
 def test_a_process_that_ends_while_it_starts(monkeypatch, module, name):
     """The error names it, and the strategy leaves nothing behind."""
@@ -304,14 +279,3 @@ def test_a_process_that_ends_while_it_starts(monkeypatch, module, name):
         start()
     for strategy in strategies:
         strategy.close()
-
-
-def test_a_step_that_is_scheduled_after_close():
-    """It is cancelled, and the error says why; no error of Ray gets out."""
-    strategy = phalanx.ParameterServerStrategy(workers=1, ps=1)
-    coordinator = ClusterCoordinator(strategy)
-    with strategy.scope():
-        counter = keras.Variable(0, dtype="int32", trainable=False, aggregation="sum")
-    strategy.close()
-    with pytest.raises(CancelledError, match=r"(?s)coordinator.schedule.*was stopped.*HINT: call coordinator.join"):
-        coordinator.schedule(lambda: counter.assign_add(1))

@@ -11,14 +11,7 @@ ROWS, BATCH = 103, 16  # Seven batches, the last one of seven rows.
 RANDOM = np.random.RandomState(7)
 X = RANDOM.rand(ROWS, 5).astype("float32")
 Y = X[:, :3].argmax(1)
-
-
-@pytest.fixture(scope="module")
-def strategy():
-    """Two workers and one server."""
-    strategy = phalanx.ParameterServerStrategy(workers=2, ps=1)
-    yield strategy
-    strategy.close()
+NUMBERS = np.arange(ROWS, dtype="float32")
 
 
 class Counting(keras.Model):
@@ -28,18 +21,16 @@ class Counting(keras.Model):
         super().__init__()
         self.dense = keras.layers.Dense(1)
         self.rows, self.total = keras.metrics.Sum(name="rows"), keras.metrics.Sum(name="total")
+        self.compile(keras.optimizers.SGD(0.01))
 
     @property
     def metrics(self):
-        """Both sums."""
         return [self.rows, self.total]
 
     def call(self, x):
-        """One number a row."""
         return self.dense(x)
 
     def train_step(self, data):
-        """Trains on the batch and counts it."""
         x, y = data
         with phalanx.GradientTape() as tape:
             loss = ((self(x)[:, 0] - y) ** 2).mean()
@@ -60,29 +51,10 @@ def classifier():
 
 
 @pytest.fixture(scope="module")
-def model(strategy):
+def model(shared_strategies):
     """The small model over the server; tests take it as they find it."""
-    with strategy.scope():
+    with shared_strategies().scope():
         return classifier()
-
-
-@pytest.fixture(scope="module")
-def counting(strategy):
-    """The counting model over the server."""
-    with strategy.scope():
-        model = Counting()
-        model.compile(keras.optimizers.SGD(0.01))
-    return model
-
-
-def test_each_row_once_an_epoch(counting):
-    """Arrays are divided between the workers; a step of the user's own returns metrics, and a number that is none."""
-    y = np.arange(ROWS, dtype="float32")
-    history = counting.fit(X, y, batch_size=BATCH, epochs=2, verbose=0).history
-    assert history["rows"] == [ROWS, ROWS]
-    assert history["total"] == [y.sum(), y.sum()]
-    assert len(history["loss"]) == 2
-    assert int(counting.optimizer.iterations.value) == 14
 
 
 class Stop(keras.callbacks.Callback):
@@ -93,39 +65,56 @@ class Stop(keras.callbacks.Callback):
         self.left = after
 
     def on_train_batch_end(self, batch, logs=None):
-        """Counts."""
         self.left -= 1
         if not self.left:
             raise RuntimeError("stopped")
 
 
-def test_stopped_fit_goes_on(strategy, tmp_path):
-    """At the same batch: each row still counts once an epoch."""
-    y = np.arange(ROWS, dtype="float32")
-    for after in (4, 5, None):
-        with strategy.scope():
-            model = Counting()
-            model.compile(keras.optimizers.SGD(0.01))
-        backup = phalanx.keras.BackupAndRestore(tmp_path, save_freq=2)
-        if after is not None:
-            with pytest.raises(RuntimeError, match="stopped"):
-                model.fit(X, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[backup, Stop(after)])
-    history = model.fit(X, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[backup]).history
-    assert history["rows"] == [ROWS]
-    assert history["total"] == [y.sum()]
+def test_each_row_once_an_epoch(strategy):
+    """Arrays are divided between the workers; a step of the user's own returns metrics, and a number that is none."""
+    with strategy.scope():
+        model = Counting()
+    history = model.fit(X, NUMBERS, batch_size=BATCH, epochs=2, verbose=0).history
+    assert history["rows"] == [ROWS, ROWS]
+    assert history["total"] == [NUMBERS.sum(), NUMBERS.sum()]
+    assert len(history["loss"]) == 2
     assert int(model.optimizer.iterations.value) == 14
 
 
-def test_backup_with_a_dataset_function_is_of_an_epoch(strategy, tmp_path):
-    """Within an epoch, nobody knows the position of the workers' datasets."""
+def test_stopped_fit_goes_on(strategy, tmp_path):
+    """At the same batch: each row still counts once an epoch."""
+    for after in (4, 5, None):
+        with strategy.scope():
+            model = Counting()
+        backup = phalanx.keras.BackupAndRestore(tmp_path, save_freq=2)
+        if after is not None:
+            with pytest.raises(RuntimeError, match="stopped"):
+                model.fit(X, NUMBERS, batch_size=BATCH, epochs=2, verbose=0, callbacks=[backup, Stop(after)])
+    history = model.fit(X, NUMBERS, batch_size=BATCH, epochs=2, verbose=0, callbacks=[backup]).history
+    assert history["rows"] == [ROWS]
+    assert history["total"] == [NUMBERS.sum()]
+    assert int(model.optimizer.iterations.value) == 14
+
+
+def test_dataset_function_makes_a_dataset_per_worker(strategy, tmp_path):
+    """Each worker reads a dataset of its own, in which it is told who it is, and whose position within an epoch nobody knows."""
 
     def dataset_fn(context):
+        rows = np.float32(10 ** (3 * context.input_pipeline_id))
         while True:
-            yield X[:4], np.ones(4, "float32")
+            yield X[:4], np.full(4, rows)
 
     with strategy.scope():
         model = Counting()
-        model.compile(keras.optimizers.SGD(0.01))
+    creator = phalanx.keras.DatasetCreator(dataset_fn)
+    history = model.fit(creator, epochs=2, steps_per_epoch=8, verbose=0).history
+    assert history["rows"] == [32, 32]
+    for total in history["total"]:
+        of_second, of_first = divmod(round(total), 1000)
+        assert of_first + of_second == 32
+    with pytest.raises(InvalidArgumentError, match="HINT: fit\\(dataset_fn, steps_per_epoch=100\\)"):
+        model.fit(creator, verbose=0)
+
     options = {"epochs": 2, "steps_per_epoch": 4, "verbose": 0}
     with pytest.raises(
         InputError, match=r"BackupAndRestore\(save_freq=...\) with a dataset function.*\nHINT: save_freq=\"epoch\""
@@ -137,7 +126,7 @@ def test_backup_with_a_dataset_function_is_of_an_epoch(strategy, tmp_path):
     assert history["rows"] == [16]
 
 
-def test_evaluate_and_predict_are_exact(model):
+def test_steps_outside_of_training_are_exact(strategy, model):
     """Any worker may do any batch: loss, accuracy and predictions, in order, are Keras's with the same weights."""
     alone = classifier()
     alone.set_weights(model.get_weights())
@@ -147,25 +136,7 @@ def test_evaluate_and_predict_are_exact(model):
     np.testing.assert_allclose(model.predict(X, batch_size=BATCH, verbose=0), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_dataset_creator_makes_a_dataset_per_worker(counting):
-    """Each worker reads a dataset of its own, in which it is told who it is."""
-
-    def dataset_fn(context):
-        rows = np.float32(10 ** (3 * context.input_pipeline_id))
-        while True:
-            yield X[:4], np.full(4, rows)
-
-    creator = phalanx.keras.DatasetCreator(dataset_fn)
-    history = counting.fit(creator, epochs=2, steps_per_epoch=8, verbose=0).history
-    assert history["rows"] == [32, 32]
-    for total in history["total"]:
-        of_second, of_first = divmod(round(total), 1000)
-        assert of_first + of_second == 32
-    with pytest.raises(InvalidArgumentError, match="HINT: fit\\(dataset_fn, steps_per_epoch=100\\)"):
-        counting.fit(creator, verbose=0)
-
-
-def test_dataset_function_and_validation(model):
+def test_dataset_function_and_validation(strategy, model):
     """A function alone will do; validation has steps of its own."""
     dataset_fn = lambda context: iter(lambda: (X[:BATCH], Y[:BATCH]), None)  # noqa: E731
     given = {"validation_data": (X, Y), "validation_batch_size": BATCH}
@@ -176,13 +147,12 @@ def test_dataset_function_and_validation(model):
     assert results == pytest.approx(model.evaluate(X[:BATCH], Y[:BATCH], verbose=0), rel=1e-5)
 
 
-def test_checkpoints_and_schedule(strategy, tmp_path):
-    """What ModelCheckpoint wrote after an epoch are the weights then; LearningRateScheduler reaches the server."""
+def test_callbacks_reach_the_server(strategy, tmp_path):
+    """What ModelCheckpoint wrote after an epoch are the weights then; LearningRateScheduler and others that stop reach the server."""
     seen = []
 
     class Seen(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
-            """Notes weights and rate."""
             seen.append((self.model.get_weights(), float(self.model.optimizer.learning_rate.value)))
 
     with strategy.scope():
@@ -190,10 +160,13 @@ def test_checkpoints_and_schedule(strategy, tmp_path):
     callbacks = [
         keras.callbacks.LearningRateScheduler(lambda epoch: [0.5, 0.0][epoch]),
         keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.weights.h5", save_weights_only=True),
+        keras.callbacks.EarlyStopping("val_loss", min_delta=100.0),
         Seen(),
     ]
     before = model.get_weights()
-    model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0, callbacks=callbacks)
+    given = {"validation_data": (X, Y), "validation_batch_size": BATCH}
+    history = model.fit(X, Y, batch_size=BATCH, epochs=9, verbose=0, callbacks=callbacks, **given)
+    assert len(history.epoch) == 2  # The second one was not better.
     assert [rate for _, rate in seen] == [0.5, 0.0]
     alone = classifier()
     alone.load_weights(tmp_path / "1.weights.h5")
@@ -201,17 +174,8 @@ def test_checkpoints_and_schedule(strategy, tmp_path):
         np.testing.assert_array_equal(first, second)  # With a rate of 0 nothing is learnt.
         np.testing.assert_array_equal(first, saved)
         assert np.abs(first - start).max() > 1e-3
-
-
-def test_callbacks_stop_training(strategy, model):
-    """By a metric that does not get better, and by a loss that is no number."""
-    stopping = keras.callbacks.EarlyStopping("val_loss", min_delta=100.0)
-    history = model.fit(X, Y, validation_data=(X, Y), epochs=9, verbose=0, callbacks=[stopping])
-    assert len(history.epoch) == 2
-    with strategy.scope():
-        broken = classifier()
     wrong = np.full_like(X, np.nan)
-    history = broken.fit(wrong, Y, epochs=9, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()])
+    history = model.fit(wrong, Y, batch_size=BATCH, epochs=9, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()])
     assert len(history.epoch) < 9
 
 
@@ -237,14 +201,8 @@ def test_run_eagerly_is_refused(strategy):
         model.fit(X, Y, verbose=0)
 
 
-def images(labels):
-    """One picture of 64 pixels for each label: the picture of its class and noise."""
-    classes = RANDOM.rand(10, 64)
-    return (classes[labels] + 0.57 * RANDOM.randn(len(labels), 64)).astype("float32")
-
-
 def image_classifier():
-    """A model of the pictures, compiled."""
+    """A model of pictures of 64 pixels, compiled."""
     keras.utils.set_random_seed(0)
     layers = [keras.Input((64,)), keras.layers.Dense(128, activation="relu"), keras.layers.Dense(10)]
     model = keras.Sequential(layers)
@@ -256,7 +214,8 @@ def image_classifier():
 def test_accuracy_equals_synchronous_training(strategy):
     """Asynchronous training reaches the accuracy of Keras's own in the same number of epochs, within 2 points."""
     labels = np.arange(1800) % 10
-    pictures = images(labels)
+    # Each picture is that of its class, and noise.
+    pictures = (RANDOM.rand(10, 64)[labels] + 0.57 * RANDOM.randn(len(labels), 64)).astype("float32")
     with strategy.scope():
         ours = image_classifier()
     accuracies = []

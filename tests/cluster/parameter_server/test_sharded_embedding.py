@@ -4,6 +4,8 @@ import jax
 import keras
 import numpy as np
 import pytest
+from processes import DIVIDED
+from server_training import assert_same
 
 import phalanx
 from phalanx.errors import InputError, InvalidArgumentError, TraceError
@@ -11,25 +13,15 @@ from phalanx.keras import ShardedEmbedding
 
 ROWS, WIDTH, BATCH = 11, 4, 8  # Eleven rows: one server has six, the other five.
 RANDOM = np.random.RandomState(3)
-IDS = RANDOM.randint(0, ROWS - 1, (50, 3)).astype(
-    "int32"
-)  # No batch has the last row, and the last batch has two rows.
+# No batch has the last row, and the last batch has two rows.
+IDS = RANDOM.randint(0, ROWS - 1, (50, 3)).astype("int32")
 ALL_ROWS = np.stack([RANDOM.permutation(ROWS) for _ in range(50)]).astype("int32")
 Y = RANDOM.rand(50, 1).astype("float32")
 
 
-@pytest.fixture(scope="module")
-def strategy():
-    """One worker, so that steps follow each other as on one device."""
-    strategy = phalanx.ParameterServerStrategy(workers=1, ps=2)
-    yield strategy
-    strategy.close()
-
-
-@pytest.fixture(scope="module")
-def coordinator(strategy):
-    """Schedules the steps."""
-    return phalanx.coordinator.ClusterCoordinator(strategy)
+@pytest.fixture
+def strategy(strategy_of):
+    return strategy_of(**DIVIDED)
 
 
 def scored(embedding, ids_each, optimizer):
@@ -47,12 +39,6 @@ def twins(strategy, optimizer, ids_each=3, **given):
     theirs = scored(keras.layers.Embedding(ROWS, WIDTH, **given), ids_each, optimizer())
     theirs.set_weights(ours.get_weights())
     return ours, theirs
-
-
-def same(ours, theirs):
-    """Asserts that weights are equal to rounding."""
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
 
 
 def slots(model):
@@ -74,20 +60,11 @@ def test_fit_equals_dense(strategy, optimizer, ids):
     ours, theirs = twins(strategy, optimizer, ids.shape[1])
     before = ours.get_weights()[0]
     histories = [m.fit(ids, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history for m in (ours, theirs)]
-    same([h["loss"] for h in histories[:1]], [h["loss"] for h in histories[1:]])
-    same(ours.get_weights(), theirs.get_weights())
-    same(slots(ours), slots(theirs))
-    same([ours.predict(ids, batch_size=BATCH, verbose=0)], [theirs.predict(ids, verbose=0)])
+    assert_same([h["loss"] for h in histories[:1]], [h["loss"] for h in histories[1:]])
+    assert_same(ours.get_weights(), theirs.get_weights())
+    assert_same(slots(ours), slots(theirs))
+    assert_same([ours.predict(ids, batch_size=BATCH, verbose=0)], [theirs.predict(ids, verbose=0)])
     assert np.abs(ours.get_weights()[0] - before).max() > 1e-2, "the table has not been trained"
-
-
-def test_evaluate_equals_dense(strategy):
-    """A table is looked up without being trained."""
-    ours, theirs = twins(strategy, keras.optimizers.SGD)
-    assert ours.evaluate(IDS, Y, batch_size=BATCH, verbose=0) == pytest.approx(
-        theirs.evaluate(IDS, Y, batch_size=BATCH, verbose=0), rel=1e-5
-    )
-    same(ours.get_weights(), theirs.get_weights())
 
 
 def test_two_lookups_of_one_table_in_a_tape(strategy, coordinator):
@@ -114,7 +91,7 @@ def test_two_lookups_of_one_table_in_a_tape(strategy, coordinator):
         a, b, y = IDS[i : i + BATCH], IDS[i : i + BATCH, 0], np.repeat(Y[i : i + BATCH], WIDTH, axis=1)
         loss = coordinator.schedule(step, args=(a, b, y))
         assert loss.fetch() == pytest.approx(theirs.train_on_batch([a, b], y), rel=1e-4)
-    same(ours.get_weights(), theirs.get_weights())
+    assert_same(ours.get_weights(), theirs.get_weights())
 
 
 def test_mask_zero_leaves_out_padding(strategy):
@@ -127,7 +104,7 @@ def test_mask_zero_leaves_out_padding(strategy):
             both.append(model)
     both[1].set_weights(both[0].get_weights())
     assert (IDS == 0).any()
-    same([both[0].predict(IDS, verbose=0)], [both[1].predict(IDS, verbose=0)])
+    assert_same([both[0].predict(IDS, verbose=0)], [both[1].predict(IDS, verbose=0)])
 
 
 def test_rows_of_no_batch_stay(strategy):
@@ -153,7 +130,7 @@ def test_ids_out_of_range(strategy, wrong):
         ours.layers[0](ids)
     for model in (ours, theirs):
         model.fit(IDS[:BATCH], Y[:BATCH], verbose=0)
-    same(ours.get_weights(), theirs.get_weights())
+    assert_same(ours.get_weights(), theirs.get_weights())
 
 
 def table(strategy, initializer, rows=600):
@@ -175,19 +152,15 @@ def test_made_by_the_servers(strategy):
 
 
 def test_a_seed_repeats(strategy):
-    """Tables of one seed are equal, and have no row in common with those of another seed or of none."""
+    """Tables of one seed are equal, and have no row in common with those of another seed or of none; so is set_random_seed."""
     seeds = (5, 5, 6, None, None, keras.random.SeedGenerator(5))
     first, again, *others = (table(strategy, keras.initializers.RandomUniform(seed=seed), 6) for seed in seeds)
     np.testing.assert_array_equal(first, again)
     assert len(np.unique(np.concatenate([first, *others]))) == 5 * 6 * WIDTH
-
-
-def test_set_random_seed_repeats(strategy):
-    """As with every other variable."""
     tables = []
     for _ in range(2):
         keras.utils.set_random_seed(7)
-        tables.append(table(strategy, "uniform"))
+        tables.append(table(strategy, "uniform", 6))
     np.testing.assert_array_equal(*tables)
 
 
@@ -210,12 +183,15 @@ def test_save_and_load(strategy, tmp_path):
     ours.fit(IDS, Y, verbose=0)
     ours.save_weights(tmp_path / "a.weights.h5")
     theirs.load_weights(tmp_path / "a.weights.h5")
-    same(theirs.get_weights(), ours.get_weights())
+    assert_same(theirs.get_weights(), ours.get_weights())
     theirs.set_weights([w + 1 for w in theirs.get_weights()])
     theirs.save_weights(tmp_path / "b.weights.h5")
     ours.load_weights(tmp_path / "b.weights.h5")
-    same(ours.get_weights(), theirs.get_weights())
-    same([ours.predict(IDS, verbose=0)], [theirs.predict(IDS, verbose=0)])
+    assert_same(ours.get_weights(), theirs.get_weights())
+    assert_same([ours.predict(IDS, verbose=0)], [theirs.predict(IDS, verbose=0)])
+    losses = [model.evaluate(IDS, Y, batch_size=BATCH, verbose=0) for model in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert_same(ours.get_weights(), theirs.get_weights())  # Evaluation trains nothing.
 
 
 def test_saved_model_loads_with_and_without_strategy(strategy, tmp_path):
@@ -227,11 +203,11 @@ def test_saved_model_loads_with_and_without_strategy(strategy, tmp_path):
     with strategy.scope():
         again = keras.saving.load_model(tmp_path / "model.keras")
     expected = ours.predict(IDS, verbose=0)
-    same([alone.predict(IDS, verbose=0), again.predict(IDS, verbose=0)], [expected, expected])
+    assert_same([alone.predict(IDS, verbose=0), again.predict(IDS, verbose=0)], [expected, expected])
     for model in (ours, alone, again):
         model.fit(IDS, Y, batch_size=BATCH, shuffle=False, verbose=0)
-    same([*ours.get_weights(), *slots(ours)], [*alone.get_weights(), *slots(alone)])
-    same([*ours.get_weights(), *slots(ours)], [*again.get_weights(), *slots(again)])
+    assert_same([*ours.get_weights(), *slots(ours)], [*alone.get_weights(), *slots(alone)])
+    assert_same([*ours.get_weights(), *slots(ours)], [*again.get_weights(), *slots(again)])
 
 
 @pytest.mark.parametrize(
@@ -250,41 +226,27 @@ def test_what_needs_the_whole_table(given):
         ShardedEmbedding(ROWS, WIDTH, **given)
 
 
-def test_ids_that_depend_on_a_variable(strategy, coordinator):
-    """They are not known before the step is computed."""
+def test_steps_that_a_table_cannot_serve(strategy, coordinator):
+    """What it looks up is not known before the step is computed, or cannot be told beforehand; it has no other rows to assign."""
     with strategy.scope():
         layer, offset = ShardedEmbedding(ROWS, WIDTH), keras.Variable(1, dtype="int32", trainable=False)
         layer.build()
-    with pytest.raises(TraceError, match="the ids depend on a variable, or on other rows"):
-        coordinator.schedule(lambda ids: layer(ids + offset), args=(IDS,))
 
-
-def test_lookup_in_a_loop(strategy, coordinator):
-    """In the body of a loop of JAX nobody can say beforehand what it looks up."""
-    with strategy.scope():
-        layer = ShardedEmbedding(ROWS, WIDTH)
-        layer.build()
-
-    def step(ids):
+    def loops(ids):
         return jax.lax.scan(lambda total, x: (total + keras.ops.sum(layer(x)), None), 0.0, ids)[0]
 
-    with pytest.raises(TraceError, match="the ids are computed inside the body of a loop or branch"):
-        coordinator.schedule(step, args=(IDS,))
-
-
-def test_assign_in_a_step(strategy, coordinator):
-    """A step has the rows that it looks up, and no others to assign."""
-    with strategy.scope():
-        layer = ShardedEmbedding(ROWS, WIDTH)
-        layer.build()
-
-    def step(ids):
+    def assigns(ids):
         rows = layer(ids)
         layer.embeddings.assign(layer.embeddings * 2.0)
         return rows
 
-    with pytest.raises(TraceError, match="the variable is a table, and a step has only the rows that it looks up"):
-        coordinator.schedule(step, args=(IDS,))
+    for step, words in (
+        (lambda ids: layer(ids + offset), "the ids depend on a variable, or on other rows"),
+        (loops, "the ids are computed inside the body of a loop or branch"),
+        (assigns, "the variable is a table, and a step has only the rows that it looks up"),
+    ):
+        with pytest.raises(TraceError, match=words):
+            coordinator.schedule(step, args=(IDS,))
 
 
 def test_under_other_strategies_it_is_an_embedding():
@@ -293,5 +255,5 @@ def test_under_other_strategies_it_is_an_embedding():
     ours, theirs = twins(mirrored, lambda: keras.optimizers.Adam(0.1))
     for model in (ours, theirs):
         model.fit(IDS, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
-    same(ours.get_weights(), theirs.get_weights())
+    assert_same(ours.get_weights(), theirs.get_weights())
     assert np.asarray(ours.layers[0].embeddings.value).shape == (ROWS, WIDTH)

@@ -22,29 +22,40 @@ def writer(tmp_path):
         yield writer
 
 
-def test_each_step_is_written_once(calm, writer, tmp_path):
-    """Values of all kinds, whichever worker has computed them. The return value is as without them."""
+def test_each_step_is_written_once(coordinator, tmp_path):
+    """Values of all kinds, whichever worker has computed them, also after a worker has died. The return value is as without them."""
+    flag, rows = tmp_path / "died", np.random.default_rng(0).normal(size=(STEPS, 5)).astype("float32")
 
-    def step(number, x):
+    def dataset():
+        for i in range(STEPS):
+            if i == 3 and not flag.exists():
+                flag.touch()
+                os._exit(1)
+            yield np.float32(i)
+
+    def step(number, x, iterator):
         summary.scalar("sum", jnp.sum(x), step=number)
+        summary.scalar("batch", next(iterator), step=number)
         summary.histogram("x", x, step=number)
         summary.text("note", "scheduled", step=number)
         return {"mean": jnp.mean(x)}
 
-    rows = np.random.default_rng(0).normal(size=(STEPS, 5)).astype("float32")
-    with writer.as_default():
-        values = [calm.schedule(step, args=(np.int32(i), x)) for i, x in enumerate(rows)]
-        np.testing.assert_allclose([v["mean"] for v in calm.fetch(values)], rows.mean(1), rtol=1e-5)
-        calm.join()
-    found = scalars_in(f"{tmp_path}/events*")
+    iterator = iter(coordinator.create_per_worker_dataset(dataset))
+    with contextlib.closing(summary.create_file_writer(tmp_path / "logs")) as writer, writer.as_default():
+        values = [coordinator.schedule(step, args=(np.int32(i), x, iterator)) for i, x in enumerate(rows)]
+        np.testing.assert_allclose([v["mean"] for v in coordinator.fetch(values)], rows.mean(1), rtol=1e-5)
+        coordinator.join()
+    assert flag.exists()
+    (path,) = (tmp_path / "logs").iterdir()
+    found = scalars_in(str(path))
     assert list(found) == list(range(STEPS))
     np.testing.assert_allclose([of["sum"] for of in found.values()], rows.sum(1), rtol=1e-5, atol=1e-6)
-    (path,) = tmp_path.iterdir()
     data = path.read_bytes()
     assert data.count(b"histograms") == data.count(b"scheduled") == STEPS
+    assert data.count(b"scalars") == 2 * STEPS
 
 
-def test_integer_as_default_step(calm, writer, tmp_path):
+def test_integer_as_default_step(coordinator, writer, tmp_path):
     """An integer is the one at the time of the call of schedule."""
 
     def step():
@@ -52,13 +63,13 @@ def test_integer_as_default_step(calm, writer, tmp_path):
 
     for i in (5, 7):
         with writer.as_default(step=i):
-            calm.schedule(step)
-    calm.join()
+            coordinator.schedule(step)
+    coordinator.join()
     writer.flush()
     assert scalars_in(f"{tmp_path}/events*") == {5: {"x": 3.0}, 7: {"x": 3.0}}
 
 
-def test_variable_as_default_step(strategy, calm, writer, tmp_path):
+def test_variable_as_default_step(strategy, coordinator, writer, tmp_path):
     """A variable has the value that the step reads on its server."""
     with strategy.scope():
         count = keras.Variable(10, dtype="int32", trainable=False)
@@ -69,12 +80,12 @@ def test_variable_as_default_step(strategy, calm, writer, tmp_path):
 
     with writer.as_default(step=count):
         for _ in range(3):
-            calm.schedule(step)
-            calm.join()
+            coordinator.schedule(step)
+            coordinator.join()
     assert scalars_in(f"{tmp_path}/events*") == {i: {"x": 1.0} for i in (10, 11, 12)}
 
 
-def test_steps_that_do_not_record(calm, writer, tmp_path):
+def test_steps_that_do_not_record(coordinator, writer, tmp_path):
     """A condition decides at each call of schedule. A step without summaries has one program either way."""
     traced = []
 
@@ -88,31 +99,26 @@ def test_steps_that_do_not_record(calm, writer, tmp_path):
     with writer.as_default():
         for i in range(6):
             with summary.record_if(i % 3 == 0):
-                calm.schedule(records, args=(np.int32(i),))
-                calm.schedule(records_nothing)
-        calm.join()
+                coordinator.schedule(records, args=(np.int32(i),))
+                coordinator.schedule(records_nothing)
+        coordinator.join()
     assert list(scalars_in(f"{tmp_path}/events*")) == [0, 3]
     assert traced == ["records", "nothing", "records"]
 
 
-def test_condition_that_the_step_computes(calm, writer, tmp_path):
-    """Workers compute it, and the coordinator writes only what is to be written."""
+def test_condition_that_the_step_computes(coordinator, writer, tmp_path):
+    """Workers compute it, and the coordinator writes only what is to be written: nothing without a writer."""
 
     def step(i):
         with summary.record_if(i % 2 == 0):
             summary.scalar("x", i * 2.0, step=i)
 
+    assert not coordinator.schedule(step, args=(np.int32(0),)).fetch()
     with writer.as_default():
         for i in range(4):
-            calm.schedule(step, args=(np.int32(i),))
-        calm.join()
+            coordinator.schedule(step, args=(np.int32(i),))
+        coordinator.join()
     assert scalars_in(f"{tmp_path}/events*") == {0: {"x": 0.0}, 2: {"x": 4.0}}
-
-
-def test_without_a_writer(calm):
-    """Nothing is recorded."""
-    value = calm.schedule(lambda: summary.scalar("x", 1.0, step=1))
-    assert not calm.fetch(value)
 
 
 def test_a_writer_that_was_closed(coordinator, tmp_path):
@@ -126,39 +132,10 @@ def test_a_writer_that_was_closed(coordinator, tmp_path):
     assert coordinator.fetch(coordinator.schedule(lambda: jnp.float32(2))) == 2
 
 
-def test_a_worker_that_dies(calm, writer, tmp_path):
-    """A step that another worker makes again is written once."""
-    flag = tmp_path / "died"
-
-    def dataset():
-        for i in range(STEPS):
-            if i == 3 and not flag.exists():
-                flag.touch()
-                os._exit(1)
-            yield np.float32(i)
-
-    iterator = iter(calm.create_per_worker_dataset(dataset))
-
-    def step(number, iterator):
-        summary.scalar("x", next(iterator), step=number)
-
-    (tmp_path / "logs").mkdir()
-    with contextlib.closing(summary.create_file_writer(tmp_path / "logs")) as own, own.as_default():
-        for i in range(STEPS):
-            calm.schedule(step, args=(np.int32(i), iterator))
-        calm.join()
-    assert flag.exists()
-    (path,) = (tmp_path / "logs").iterdir()
-    assert path.read_bytes().count(b"scalars") == STEPS
-    assert list(scalars_in(str(path))) == list(range(STEPS))
-
-
 def test_layers_of_fit(strategy, writer, tmp_path):
     """A layer that records does so in the scheduled steps of `fit`."""
 
     class Recording(keras.layers.Layer):
-        """Records the mean of its inputs."""
-
         def call(self, inputs):
             summary.scalar("mean", keras.ops.mean(inputs))
             return inputs
