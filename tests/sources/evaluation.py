@@ -1,4 +1,4 @@
-"""An evaluation whose result is known: a softmax regression with fixed weights, on 1,000 rows in batches of 48."""
+"""An evaluation whose result is known: a softmax regression with fixed weights, on 200 rows in batches of 48."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import numpy as np
 
 import phalanx
 
-ROWS, FEATURES, CLASSES = 1000, 6, 5
+ROWS, FEATURES, CLASSES = 200, 6, 5
 BATCH = 48
 
 _random = np.random.default_rng(11)
@@ -19,15 +19,13 @@ Y = (X @ KERNEL + BIAS + 2 * _random.normal(size=(ROWS, CLASSES))).argmax(axis=1
 
 
 class Result(NamedTuple):
-    """What an evaluation gives."""
-
     loss: float
     accuracy: float
     rows: int
 
 
 def expected() -> Result:
-    """The result on all rows at once, in float64 and by NumPy alone."""
+    """Returns the result on all rows at once, in float64 and by NumPy alone."""
     logits = X.astype("float64") @ KERNEL.astype("float64") + BIAS
     largest = logits.max(axis=1)
     losses = np.log(np.exp(logits - largest[:, None]).sum(axis=1)) + largest - logits[np.arange(ROWS), Y]
@@ -35,11 +33,7 @@ def expected() -> Result:
 
 
 class Evaluation:
-    """The same evaluation under a strategy. It may be run on several datasets, with one compiled step.
-
-    Args:
-      strategy: where it runs.
-    """
+    """The same evaluation under a strategy. It may be run on several datasets, with one compiled step."""
 
     def __init__(self, strategy: phalanx.Strategy) -> None:
         self._strategy = strategy

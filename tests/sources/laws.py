@@ -17,29 +17,27 @@ Source = Callable[[phalanx.Strategy, Path], phalanx.DistributedDataset]
 
 
 def batches(make: Callable[[Path], Any], **kwargs: Any) -> Source:
-    """A row of the table: a dataset of global batches."""
+    """Returns a row of the table: a dataset of global batches."""
     return lambda strategy, folder: strategy.experimental_distribute_dataset(make(folder), **kwargs)
 
 
 def rows(make: Callable[[Path], Any]) -> Source:
-    """A row of the table: a dataset of single rows."""
+    """Returns a row of the table: a dataset of single rows."""
     return batches(make, batch_size=BATCH)
 
 
 def slices(batch_size: int = BATCH) -> list[slice]:
-    """The rows of each batch."""
     return [slice(i, i + batch_size) for i in range(0, evaluation.ROWS, batch_size)]
 
 
 @functools.cache
 def mirrored(replicas: int) -> Evaluation:
-    """The evaluation on some replicas; its step is compiled once for all sources of one layout."""
+    """Returns the evaluation on some replicas, whose step is compiled once for all sources of one layout."""
     return Evaluation(strategy_of(replicas))
 
 
 @functools.cache
 def strategy_of(replicas: int) -> phalanx.Strategy:
-    """The first CPU devices."""
     return phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
 
 

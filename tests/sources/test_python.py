@@ -7,22 +7,18 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from evaluation import BATCH, ROWS, Evaluation, X, Y, expected
-from laws import SourceLaws, batches, rows, slices, strategy_of
+from evaluation import BATCH, ROWS, X, Y, expected
+from laws import SourceLaws, batches, mirrored, rows, slices, strategy_of
 
 import phalanx
 
 
 class Batches:
-    """An iterable that is no sequence."""
-
     def __iter__(self):
         return ((X[s], Y[s]) for s in slices())
 
 
 class Rows:
-    """A sequence that is no list."""
-
     def __len__(self):
         return ROWS
 
@@ -31,8 +27,6 @@ class Rows:
 
 
 class KerasBatches(keras.utils.PyDataset):
-    """Batches for Keras's `fit`."""
-
     def __len__(self):
         return len(slices())
 
@@ -51,7 +45,6 @@ class ReusedArrays:
 
 
 def make_batches():
-    """A generator function of batches."""
     yield from Batches()
 
 
@@ -82,13 +75,11 @@ def from_function(strategy, folder, options=None):
 
 
 def from_function_per_replica(strategy, folder):
-    """The function is called for each replica."""
     mode = phalanx.InputReplicationMode.PER_REPLICA
     return from_function(strategy, folder, phalanx.InputOptions(experimental_replication_mode=mode))
 
 
 def numpy_dataset(strategy, folder):
-    """The verb of the guide."""
     dataset = strategy.make_experimental_numpy_dataset((X, Y)).batch(BATCH)
     return strategy.experimental_distribute_dataset(dataset)
 
@@ -102,21 +93,19 @@ def array_files(folder: Path, count: int = 7):
 
 
 def read_arrays(path):
-    """The records of one file, with random access."""
     with np.load(path) as arrays:
         return list(zip(arrays["x"], arrays["y"], strict=True))
 
 
 def text_files(folder: Path):
     """One row a line, as numbers."""
-    for i, s in enumerate(slices(300)):
+    for i, s in enumerate(slices(60)):
         lines = (",".join([*map(repr, x.tolist()), str(y)]) for x, y in zip(X[s], Y[s], strict=True))
         (folder / f"{i}.csv").write_text("\n".join(lines) + "\n")
     return phalanx.data.from_files(f"{folder}/*.csv", read_lines)
 
 
 def read_lines(path):
-    """The records of one file, one after the other."""
     with open(path, encoding="utf-8") as lines:
         for line in lines:
             *x, y = line.split(",")
@@ -153,16 +142,11 @@ class TestPython(SourceLaws):
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    "make", [make_batches, lambda: map(lambda s: (X[s], Y[s]), slices())], ids=["generator", "map"]
+    ("make", "batch_size"),
+    [(make_batches, None), (lambda: map(lambda s: (X[s], Y[s]), slices()), None), (make_rows, BATCH)],
+    ids=["generator", "map", "generator of rows"],
 )
-def test_what_can_be_read_once(make, replicas):
-    """A generator is exact too; it cannot be read from its beginning again, so it is not among the sources above."""
-    dataset = strategy_of(replicas).experimental_distribute_dataset(make())
-    assert Evaluation(strategy_of(replicas)).run(dataset) == pytest.approx(expected(), rel=0, abs=1e-6)
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-def test_generator_of_rows_that_can_be_read_once(replicas):
-    """Grouped into global batches."""
-    dataset = strategy_of(replicas).experimental_distribute_dataset(make_rows(), batch_size=BATCH)
-    assert Evaluation(strategy_of(replicas)).run(dataset) == pytest.approx(expected(), rel=0, abs=1e-6)
+def test_what_can_be_read_once(make, batch_size, replicas):
+    """A generator is exact too. It cannot be read from its beginning again, so it is not among the sources above."""
+    dataset = strategy_of(replicas).experimental_distribute_dataset(make(), batch_size=batch_size)
+    assert mirrored(replicas).run(dataset) == pytest.approx(expected(), rel=0, abs=1e-6)

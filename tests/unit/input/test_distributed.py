@@ -362,3 +362,30 @@ def test_iteration_in_another_thread(strategy):
         strategy.run(step)
     thread.join(DEADLINE_S)
     assert [content(b)[0][0] for b in got] == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "kind"), [(1, "arrays"), (2, "arrays"), (3, "arrays"), (4, "arrays"), (2, "generator"), (3, "grain")]
+)
+def test_evaluation_is_exact(replicas, kind):
+    """1,000 rows at batch 48: loss and accuracy are those of NumPy over all rows."""
+    strategy, random = mirrored(replicas), np.random.default_rng(0)
+    x, y = random.normal(size=1000).astype("float32"), random.integers(0, 2, 1000)
+    pairs = {
+        "arrays": (x, y),
+        "generator": lambda: zip(x, y, strict=True),
+        "grain": grain.MapDataset.range(1000).map(lambda i: (x[i], y[i])),
+    }
+    with strategy.scope():
+        loss, accuracy = keras.metrics.Mean(), keras.metrics.BinaryAccuracy()
+
+    def step(batch):
+        xs, ys = batch
+        mask = phalanx.get_replica_context().example_mask
+        loss.update_state((xs - ys) ** 2, sample_weight=mask)
+        accuracy.update_state(ys[:, None], xs[:, None], sample_weight=mask)
+
+    for batch in strategy.experimental_distribute_dataset(pairs[kind], batch_size=48):
+        strategy.run(step, args=(batch,))
+    assert float(loss.result()) == pytest.approx(((x - y) ** 2).mean(), rel=1e-6)
+    assert float(accuracy.result()) == pytest.approx(((x > 0.5) == y).mean(), rel=1e-6)

@@ -20,6 +20,9 @@ def topology_of(*shape, tasks=1):
     )
 
 
+CUBE = topology_of(2, 2, 2)
+
+
 def test_topology_of_two_hosts():
     """Every core has a task, a number on it, and a name."""
     topology = topology_of(2, 2, 2, tasks=2)
@@ -44,28 +47,18 @@ def test_mesh_with_a_hole():
 
 
 @pytest.mark.parametrize(
-    ("shape", "stride", "replicas", "wanted"),
+    ("shape", "replicas", "wanted"),
     [
-        (
-            [1, 1, 2],
-            None,
-            4,
-            [[[0, 0, 0], [0, 0, 1]], [[0, 1, 0], [0, 1, 1]], [[1, 0, 0], [1, 0, 1]], [[1, 1, 0], [1, 1, 1]]],
-        ),
-        ([2, 1, 1], None, 2, [[[0, 0, 0], [1, 0, 0]], [[0, 0, 1], [1, 0, 1]]]),
-        (
-            [1, 2, 2],
-            None,
-            2,
-            [[[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]], [[1, 0, 0], [1, 0, 1], [1, 1, 0], [1, 1, 1]]],
-        ),
-        (None, None, 1, [[[0, 0, 0]]]),
+        ([1, 1, 2], 4, [["000", "001"], ["010", "011"], ["100", "101"], ["110", "111"]]),
+        ([2, 1, 1], 2, [["000", "100"], ["001", "101"]]),
+        ([1, 2, 2], 2, [["000", "001", "010", "011"], ["100", "101", "110", "111"]]),
+        (None, 1, [["000"]]),
     ],
 )
-def test_blocks_of_a_cube_match_hand_written(shape, stride, replicas, wanted):
-    """Written out by hand, for a cube of eight cores."""
-    assignment = DeviceAssignment.build(topology_of(2, 2, 2), shape, stride, replicas)
-    assert assignment.core_assignment.tolist() == wanted
+def test_blocks_of_a_cube_match_hand_written(shape, replicas, wanted):
+    """Coordinates in a cube of eight cores, written by hand."""
+    assignment = DeviceAssignment.build(CUBE, shape, None, replicas)
+    assert assignment.core_assignment.tolist() == [[list(map(int, core)) for core in block] for block in wanted]
 
 
 def test_strided_blocks_fill_the_gaps():
@@ -106,53 +99,42 @@ def test_every_block_is_whole_and_alone(case):
         ]
 
 
-CUBE = topology_of(2, 2, 2)
+build = DeviceAssignment.build
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: DeviceAssignment.build(None), r"topology=None: must be a Topology.\nHINT: .*initialize_tpu_system"),
-        (lambda: DeviceAssignment.build(CUBE, [2, 2]), r"computation_shape=\[2, 2\]: the mesh .* has 3 dims.\nHINT"),
-        (lambda: DeviceAssignment.build(CUBE, [0, 1, 1]), r"computation_shape=.*must be positive integers.\nHINT"),
-        (lambda: DeviceAssignment.build(CUBE, [1, 1, 1], [1, 1]), r"computation_stride=\[1, 1\]: the mesh"),
-        (
-            lambda: DeviceAssignment.build(CUBE, [1, 1, 4]),
-            r"a block of shape \[1, 1, 4\] does not fit.*\nHINT: .*\[1, 1, 2\]",
-        ),
-        (lambda: DeviceAssignment.build(CUBE, [1, 1, 2], num_replicas=5), r"num_replicas=5: .*1 to 4.*\nHINT: .*=4"),
-        (lambda: DeviceAssignment.build(CUBE, num_replicas=0), r"num_replicas=0: .*\nHINT: num_replicas=8"),
-        (
-            lambda: DeviceAssignment(CUBE, [[[0, 0, 0]], [[0, 0, 0]]]),
-            r"core_assignment=.*: a core is assigned twice.\nHINT",
-        ),
+        (lambda: build(None), r"topology=None: must be a Topology.\nHINT: .*initialize_tpu_system"),
+        (lambda: build(CUBE, [2, 2]), r"computation_shape=\[2, 2\]: the mesh .* has 3 dims.\nHINT"),
+        (lambda: build(CUBE, [0, 1, 1]), r"computation_shape=.*must be positive integers.\nHINT"),
+        (lambda: build(CUBE, [1, 1, 1], [1, 1]), r"computation_stride=\[1, 1\]: the mesh"),
+        (lambda: build(CUBE, [1, 1, 4]), r"a block of shape \[1, 1, 4\] does not fit.*\nHINT: .*\[1, 1, 2\]"),
+        (lambda: build(CUBE, [1, 1, 2], num_replicas=5), r"num_replicas=5: .*1 to 4.*\nHINT: .*=4"),
+        (lambda: build(CUBE, num_replicas=0), r"num_replicas=0: .*\nHINT: num_replicas=8"),
+        (lambda: DeviceAssignment(CUBE, [[[0, 0, 0]]] * 2), r"core_assignment=.*: a core is assigned twice.\nHINT"),
         (
             lambda: DeviceAssignment(CUBE, [[[0, 0, 2]]]),
             r"core_assignment=.*: a core lies outside the mesh of shape .*\nHINT",
         ),
         (lambda: DeviceAssignment(CUBE, [[0, 0, 0]]), r"core_assignment of shape \(1, 3\): must be integers of shape"),
-        (
-            lambda: DeviceAssignment.build(CUBE).coordinates(0, 1),
-            r"replica=0, logical_core=1: there are 1 replicas of 1",
-        ),
-        (lambda: DeviceAssignment.build(CUBE).lookup_replicas(1, 0), r"task_id=1, logical_core=0: no replica.*\nHINT"),
+        (lambda: build(CUBE).coordinates(0, 1), r"replica=0, logical_core=1: there are 1 replicas of 1"),
+        (lambda: build(CUBE).lookup_replicas(1, 0), r"task_id=1, logical_core=0: no replica.*\nHINT"),
         (lambda: Topology(), r"mesh_shape=None: must be positive integers.\nHINT: mesh_shape=\(2, 2, 2\)"),
         (lambda: Topology("text"), r"serialized='text': must be the result of Topology.serialized\(\).\nHINT"),
         (
             lambda: Topology(None, (2,), [[[0], [0]]]),
-            r"device_coordinates=.*: two cores have the same coordinates.\nHINT",
+            "device_coordinates=.*: two cores have the same coordinates.\nHINT",
         ),
         (lambda: Topology(None, (2,)), r"device_coordinates of shape \(0,\)"),
     ],
 )
 def test_what_does_not_fit(call, message):
-    """The message says what was asked, what there is, and what to write."""
     with pytest.raises(InvalidArgumentError, match=f"(?s){message}"):
         call()
 
 
 def test_topology_survives_serialization():
-    """The other one has its cores in the same places."""
     topology = topology_of(2, 2, 2, tasks=2)
     other = Topology(serialized=topology.serialized())
     assert other.mesh_shape.tolist() == [2, 2, 2]

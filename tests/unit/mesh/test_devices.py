@@ -15,12 +15,11 @@ from phalanx.mesh.devices import device_name, parse_device
     ["cpu:1", "CPU:1", "/cpu:1", "/device:CPU:1", "device:cpu:1", "/job:localhost/replica:0/task:0/device:CPU:1"],
 )
 def test_spellings_of_a_device(spelling):
-    """All that tf.distribute prints or takes."""
+    """All that tf.distribute prints or accepts."""
     assert device_name(parse_device(spelling)) == "cpu:1"
 
 
 def test_devices_of_jax_are_taken():
-    """As they are."""
     device = jax.local_devices(backend="cpu")[2]
     assert parse_device(device) is device
     assert phalanx.MirroredStrategy([device]).extended.worker_devices == ("cpu:2",)
@@ -28,7 +27,6 @@ def test_devices_of_jax_are_taken():
 
 @pytest.mark.parametrize("spelling", ["cpu", "gpu0", "", "cpu:", "/task:3/cpu:0", "cpu:-1", 0, None])
 def test_unreadable_devices_are_refused(spelling):
-    """The message gives names that can be read."""
     with pytest.raises(DeviceError, match='is not a device name.\nHINT: a name such as "/gpu:0" or "cpu:1"'):
         parse_device(spelling)
 
@@ -42,30 +40,27 @@ def test_unreadable_devices_are_refused(spelling):
     ],
 )
 def test_unknown_devices_list_what_exists(spelling, hint):
-    """The message lists what there is, and how to get more."""
+    """The message says how to get more."""
     with pytest.raises(DeviceError, match=rf"device='{spelling}': this process has only .*\nHINT: {hint}"):
         phalanx.MirroredStrategy([spelling])
 
 
-def test_duplicate_devices_are_refused():
-    """Whatever they are called."""
-    with pytest.raises(DeviceError, match=r"cpu:1 is listed twice, .*\nHINT: devices=\['cpu:0', 'cpu:1'\]"):
-        phalanx.MirroredStrategy(["cpu:1", "cpu:0", "/CPU:1"])
-
-
-def test_a_string_is_no_list():
-    """It would be read letter by letter."""
-    with pytest.raises(
-        DeviceError,
-        match=r"devices='cpu:0': must be a list of devices or a number of devices.\nHINT: devices=\['cpu:0', \.\.\.\], one list",
-    ):
-        phalanx.MirroredStrategy("cpu:0")
-
-
-def test_empty_list_of_devices_is_refused():
-    """An empty list is a mistake: in tf.distribute it means all devices."""
-    with pytest.raises(DeviceError, match="a strategy needs at least one device"):
-        phalanx.MirroredStrategy([])
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["cpu:1", "cpu:0", "/CPU:1"], r"cpu:1 is listed twice, .*\nHINT: devices=\['cpu:0', 'cpu:1'\]"),
+        (
+            "cpu:0",
+            r"devices='cpu:0': must be a list of devices or a number of devices.\nHINT: devices=\['cpu:0', \.\.\.\], one list",
+        ),
+        ([], "a strategy needs at least one device"),
+    ],
+    ids=["twice", "text", "none"],
+)
+def test_bad_lists_of_devices(devices, message):
+    """Text would be read letter by letter. An empty list means all devices in tf.distribute, so it is a mistake."""
+    with pytest.raises(DeviceError, match=message):
+        phalanx.MirroredStrategy(devices)
 
 
 def test_too_late_for_more_devices():
@@ -78,22 +73,25 @@ def test_too_late_for_more_devices():
 
 @pytest.mark.parametrize("count", [0, -2])
 def test_fewer_than_one_device(count):
-    """Refused before JAX is asked."""
     with pytest.raises(InvalidArgumentError, match=f"count={count}: .*a process has at least one CPU device"):
         phalanx.set_virtual_cpu_devices(count)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", ["two", "0", "-1", "²"])
-def test_environment_variable_that_is_no_number(value, run_python):
-    """What is no number is refused when the script first asks for a public name."""
+def test_environment_variable_that_is_no_number(run_python):
+    """It is refused when the script first asks for a public name."""
     code = (
-        "import phalanx\n"
-        "try: phalanx.MirroredStrategy\n"
-        "except phalanx.errors.InvalidArgumentError as e: print('refused', e)\n"
+        "import os, phalanx\n"
+        "for value in ('two', '0', '-1', '²'):\n"
+        "    os.environ['PHALANX_CPU_DEVICES'] = value\n"
+        "    phalanx._apply_environment()\n"
+        "    try: phalanx.MirroredStrategy\n"
+        "    except phalanx.errors.InvalidArgumentError as e: print('refused', ascii(str(e)))\n"
     )
-    found = run_python(code, PHALANX_CPU_DEVICES=value)
-    assert f"refused PHALANX_CPU_DEVICES={value!r}: must be a number of devices.\nHINT: PHALANX_CPU_DEVICES=2" in found
+    found = run_python(code, PHALANX_CPU_DEVICES="two")
+    for value in ("two", "0", "-1", "²"):
+        message = f"PHALANX_CPU_DEVICES={value!r}: must be a number of devices.\nHINT: PHALANX_CPU_DEVICES=2"
+        assert f"refused {ascii(message)[:-1]}" in found
 
 
 def test_too_few_threads(monkeypatch):
@@ -123,19 +121,15 @@ def test_sixty_four_virtual_replicas(run_python):
 
 
 @pytest.mark.slow
-def test_import_sets_the_keras_backend(run_python):
-    """Nothing need be configured; TensorFlow, Ray, Grain and Orbax stay outside."""
-    code = (
-        "import sys, phalanx, keras\n"
-        "heavy = {'tensorflow', 'ray', 'grain', 'orbax', 'torch', 'optax', 'flax'} & set(sys.modules)\n"
-        "print('backend', keras.backend.backend(), heavy)\n"
-    )
-    assert "backend jax set()" in run_python(code)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("order", ["phalanx, jax", "jax, phalanx"])
 def test_environment_gives_two_devices(order, run_python):
-    """The variable is honoured at import, also after JAX, as long as JAX has not started."""
-    code = f"import {order}; print([d.id for d in jax.devices()])"
-    assert "[0, 1]" in run_python(code, PHALANX_CPU_DEVICES="2")
+    """The variable works after the import of JAX too, if JAX has not started. The backend of Keras is set.
+
+    TensorFlow, Ray, Grain and Orbax are not imported.
+    """
+    code = (
+        f"import sys, {order}, keras\n"
+        "heavy = {'tensorflow', 'ray', 'grain', 'orbax', 'torch', 'optax', 'flax'} & set(sys.modules)\n"
+        "print([d.id for d in jax.devices()], 'backend', keras.backend.backend(), heavy)\n"
+    )
+    assert "[0, 1] backend jax set()" in run_python(code, PHALANX_CPU_DEVICES="2")

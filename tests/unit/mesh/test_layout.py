@@ -93,7 +93,6 @@ def test_layout_map_of_keras():
     ],
 )
 def test_what_is_no_layout(layout, message):
-    """The message says what is one."""
     with pytest.raises(InvalidArgumentError, match=message):
         layout_of(layout)
 
@@ -116,29 +115,23 @@ def test_what_is_no_layout(layout, message):
     ],
 )
 def test_rule_that_does_not_fit(rules, shape, message):
-    """The message names the variable and the dim."""
     with pytest.raises(InvalidArgumentError, match=message):
         layout_of(rules).spec("dense/kernel", shape, SIZES)
 
 
 def test_misspelled_axis_is_corrected_in_hint():
-    """The hint is the axis that was meant."""
     with pytest.raises(InvalidArgumentError, match=r'no axis \'models\'; .*\nHINT: "model"$'):
         layout_of({".*": ("models",)}).require_axes({"replica": 2, "model": 2})
 
 
 def test_rule_without_a_variable():
-    """The nearest path is named, in a rule that can be copied."""
+    """The nearest path is named, in a rule that can be copied. Rules that are all used, or none, raise nothing."""
     layout = layout_of({".*dens_.*kernnel": (None, "model"), ".*bias": ()})
     for path in ("net/dense_1/kernel", "net/dense_1/bias", "net/norm/gamma"):
         layout.spec(path, (4, 4), SIZES)
     message = r"""the rule '.\*dens_.\*kernnel' .*nearest path is 'net/dense_1/kernel'.\nHINT: layout={".\*/dense_1/kernel": \(None, 'model'\)}"""
     with pytest.raises(InvalidArgumentError, match=message):
         layout.require_used()
-
-
-def test_rules_that_are_all_used():
-    """Nothing is raised, nor for a layout without rules."""
     layout = layout_of({"v": ("model",)})
     layout.spec("v", (4,), SIZES)
     layout.require_used()
@@ -147,7 +140,6 @@ def test_rules_that_are_all_used():
 
 @pytest.mark.parametrize("min_size", [0, -1, 1.5, True])
 def test_min_size_must_be_positive(min_size):
-    """Must be a positive integer."""
     with pytest.raises(InvalidArgumentError, match=r"min_size=.*: must be (a positive|an) integer.\nHINT"):
         phalanx.fully_sharded(min_size=min_size)
 
@@ -156,7 +148,6 @@ def test_min_size_must_be_positive(min_size):
     "layout", [phalanx.fully_sharded("expert_axis"), {".*": ("expert_axis",)}], ids=["sharded", "rules"]
 )
 def test_axis_of_another_mesh(layout):
-    """The message lists those that there are."""
     with pytest.raises(
         InvalidArgumentError, match=r"no axis 'expert_axis'; its axes are 'replica' of 2, 'model' of 2.\nHINT"
     ):

@@ -9,7 +9,6 @@ from phalanx.mesh.shares import Shares
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that tests set."""
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     return now
@@ -40,7 +39,6 @@ def test_shares_follow_the_speeds(clock):
 
 
 def test_other_processes_are_compared(clock):
-    """Each sends what it has measured."""
     shares = measured(clock, [1.0])
     shares.adapt(range(1), lambda own: np.stack([own, 2 * own]))
     assert shares.weights == [16.0, 8.0]

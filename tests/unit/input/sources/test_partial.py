@@ -21,15 +21,18 @@ ROWS, BATCH = 45, 8
 
 
 def part_of(dataset, part, batch_size=None, *, drop_remainder=False):
-    """The source of a part of each batch."""
     return partial_source(
         lambda drop: source_of(dataset, batch_size, drop_remainder=drop), part, drop_remainder=drop_remainder
     )
 
 
 def batches(ends=(8, 16, 24, 32, 40, 45)):
-    """Batches of the numbers from 0."""
-    return [np.arange(start, end) for start, end in zip((0, *ends), ends, strict=False)]
+    """Returns batches of the numbers from 0."""
+    return np.split(np.arange(ends[-1]), ends[:-1])
+
+
+def sizes_of(taken):
+    return [[len(rows(piece)) for piece in pieces] for pieces in taken]
 
 
 DATASETS = {
@@ -45,14 +48,14 @@ DATASETS = {
 @settings(max_examples=25)
 @given(parts=st.lists(st.integers(1, 4), min_size=1, max_size=4), steps=st.integers(0, 4))
 def test_rows_come_once_whoever_leaves_and_joins(name, parts, steps):
-    """With n of 4 workers each step has n / 4 of the rows, and another number goes on at the next row."""
+    """With n of 4 workers each step has n / 4 of the rows, and another number continues at the next row."""
     dataset, batch_size = DATASETS[name]
     found, state = [], None
     for number, count in enumerate(parts):
         readers = open_all(part_of(dataset, Fraction(count, 4), batch_size), (count, 1), state=state)
         taken = take(readers, None if number + 1 == len(parts) else steps)
-        sizes = [sum(len(rows(piece)) for piece in pieces) for pieces in taken]
-        # Where a step begins in the last batch, which is short, it may be short too.
+        sizes = list(map(sum, sizes_of(taken)))
+        # A step that begins in the last batch, which is short, may be short too.
         begins = len(found) + np.cumsum([0, *sizes])[: len(sizes)]
         assert all(
             size == min(2 * count, ROWS - first) for size, first in zip(sizes, begins, strict=True) if first < 40
@@ -70,9 +73,9 @@ def test_files_that_workers_share(tmp_path):
         (tmp_path / name).write_text("x\n" * 8)
     dataset = phalanx.data.from_files(tmp_path / "*", lambda path: [ord(path[-1])] * 8)
     full = open_all(part_of(dataset, Fraction(1), 8), (4, 1), FILE)
-    assert [len(rows(piece)) for piece in take(full, 1)[0]] == [2] * 4
+    assert sizes_of(take(full, 1)) == [[2] * 4]
     left = open_all(part_of(dataset, Fraction(1, 2), 8), (2, 1), FILE, state={"files": [2] * 4})
-    assert [[len(rows(piece)) for piece in pieces] for pieces in take(left)] == [[2, 2]] * 6
+    assert sizes_of(take(left)) == [[2, 2]] * 6
 
 
 def test_batches_whose_rows_differ_are_not_joined():
@@ -87,10 +90,8 @@ def test_batches_of_different_sizes():
     """A step has the part of the batch in which it begins; in a complete group, the batches are those of the dataset."""
     dataset = batches((4, 12, 18))
     for data in (dataset, lambda: iter(dataset)):
-        sizes = [
-            [len(rows(piece)) for (piece,) in take(open_all(part_of(data, Fraction(n, 2)), (1, 1)))] for n in (2, 1)
-        ]
-        assert sizes == [[4, 8, 6], [2, 2, 4, 4, 3, 3]]
+        for part, sizes in ((Fraction(1), [4, 8, 6]), (Fraction(1, 2), [2, 2, 4, 4, 3, 3])):
+            assert sizes_of(take(open_all(part_of(data, part), (1, 1)))) == [[size] for size in sizes]
 
 
 class Reused(keras.utils.PyDataset):
@@ -108,7 +109,6 @@ class Reused(keras.utils.PyDataset):
         return self.array
 
     def on_epoch_end(self):
-        """The end of the data."""
         self.epochs += 1
 
 
@@ -144,6 +144,10 @@ def test_only_short_batches_are_dropped(name):
     assert rows_of(take([reader])) == list(range(42))
 
 
+class Endless(Reused):
+    num_batches = None
+
+
 def test_facts_about_partial_batches():
     """Nothing that is true of whole batches only is promised."""
     facts = part_of(batches((8, 16)), Fraction(1)).facts
@@ -153,24 +157,15 @@ def test_facts_about_partial_batches():
     assert endless.cardinality == part_of(Endless(), Fraction(1, 2)).facts.num_batches == -1
 
 
-class Endless(Reused):
-    """Without an end."""
-
-    @property
-    def num_batches(self):
-        """None: infinitely many."""
-        return None
-
-
 def test_whole_source_without_a_part():
-    """A dataset of batches is then read as it is."""
+    """A dataset of batches is read without a change."""
     source = part_of(batches(), None)
     assert source.facts.num_batches == 6
     assert rows(source.open(InputWorker(), DATA, {"batches": 5}).read()) == list(range(40, 45))
 
 
 def test_positions_between_batches_are_those_of_whole_ones():
-    """They fit a training without missing processes, and the other way round."""
+    """They fit a training run without missing processes, and vice versa."""
     (reader,) = open_all(part_of(batches(), Fraction(1, 2)), (1, 1))
     take([reader], 2)
     assert reader.get_state() == {"batches": 1}
@@ -181,7 +176,7 @@ def test_positions_between_batches_are_those_of_whole_ones():
 
 
 def test_position_within_a_batch_in_a_training_without_missing_processes():
-    """It goes on there, and marks of the data still fit."""
+    """The pass continues there, and the marks of the data still fit."""
     strategy = phalanx.OneDeviceStrategy("cpu:0")
     iterator = iter(strategy.experimental_distribute_dataset(batches((8, 16, 24))))
     iterator.set_state({"batches": 1, "used": 2, "data": {"rows": 24, "batches": 3, "batch_size": 8}})
