@@ -7,9 +7,11 @@ Uses the standard library only.
 """
 
 import json
+import math
 import os
 import selectors
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -69,6 +71,8 @@ class Watch(threading.Thread):
       stall_s: time that no process may make progress while one of them waits, in seconds.
       outlive: called when the group has lost processes, so that this one leaves it. Takes the ranks of processes that stand still
         and must be ended, and the reason. None if the group cannot lose a process.
+      clock: returns the time in seconds. All limits are measured by it.
+      sleep: waits for some seconds of this time.
     """
 
     def __init__(
@@ -78,9 +82,13 @@ class Watch(threading.Thread):
         lines: Mapping[int, socket.socket],
         stall_s: float,
         outlive: Callable[[Sequence[int], str], None] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__(name="phalanx-watch", daemon=True)
-        now_s = time.monotonic()
+        self._clock, self._sleep = clock, sleep
+        now_s = clock()
         self._members = {r: Member(f"rank {r} ({addresses[r]})", now_s, now_s) for r in {rank, *lines}}
         self._rank, self._stall_s, self._outlive = rank, stall_s, outlive
         self.sync_point = SyncPoint(rank, lines, self._say, self.waiting)
@@ -160,7 +168,7 @@ class Watch(threading.Thread):
         if self._depth == 1:
             self._turn += 1
             self._step += is_step
-            self._stopwatch.begin(self._step, self._turn, time.monotonic(), is_step=is_step)
+            self._stopwatch.begin(self._step, self._turn, self._clock(), is_step=is_step)
 
     def end(self, *, is_step: bool, has_failed: bool) -> None:
         """Records the end of the operation that the matching `begin` started."""
@@ -171,7 +179,7 @@ class Watch(threading.Thread):
             self._step -= is_step
             self._stopwatch.cancel()
         elif self._depth == 0:
-            self._stopwatch.end(time.monotonic())
+            self._stopwatch.end(self._clock())
 
     def loss(self, wait_s: float = 0.0) -> str | None:
         """Returns the verdict text if a process has died, otherwise None. Waits up to `wait_s` seconds for a verdict."""
@@ -197,9 +205,9 @@ class Watch(threading.Thread):
 
     def _show_pace(self) -> None:
         """Prints the step times of this group, once the others have sent theirs."""
-        until_s = time.monotonic() + _TICK_S
-        while not self.others_have_left and self._verdict is None and time.monotonic() < until_s:
-            time.sleep(_JUDGE_S)
+        until_s = self._clock() + _TICK_S
+        while not self.others_have_left and self._verdict is None and self._clock() < until_s:
+            self._sleep(_JUDGE_S)
         if times := self.step_times:
             places = {rank: member.name for rank, member in self._members.items()}
             with suppress(OSError):
@@ -222,14 +230,23 @@ class Watch(threading.Thread):
 
     @override
     def run(self) -> None:
+        for _ in self.turns():
+            pass
+
+    def turns(self, longest_s: float = math.inf) -> Iterator[None]:
+        """Watches until the cluster cannot go on or this process has left it, and then acts. Yields after each event.
+
+        Args:
+          longest_s: longest time to wait for an event, in seconds. By default until the next report is due.
+        """
         with selectors.DefaultSelector() as selector:
             for rank, line in self._lines.items():
                 selector.register(line.connection, selectors.EVENT_READ, rank)
-            due_s = judge_s = time.monotonic()
+            due_s = judge_s = self._clock()
             while self._verdict is None and not self._is_closed:
-                began_s = time.monotonic()
-                ready = selector.select(max(0.0, due_s - began_s))
-                now_s = time.monotonic()
+                began_s = self._clock()
+                ready = selector.select(min(longest_s, max(0.0, due_s - began_s)))
+                now_s = self._clock()
                 for key, _ in ready:
                     is_open, is_urgent = self._listen(key.data, now_s)
                     if not is_open:
@@ -246,6 +263,7 @@ class Watch(threading.Thread):
                     judge_s = now_s + min(_JUDGE_S, self._tick_s)
                     self._settle()
                     self._verdict = self._verdict or self._judged(began_s)
+                yield
         if self._verdict is not None and not self._is_closed:
             self._act(self._verdict)
         for line in self._lines.values():
@@ -256,7 +274,7 @@ class Watch(threading.Thread):
         if self._rank != 0:
             return
         with self._settling:
-            now_s = time.monotonic()
+            now_s = self._clock()
             self._members[0].hear(self._progress() | {"asked": self._asked}, now_s)
             asked = {rank: m.asked for rank, m in self._members.items() if m.asked is not None}
             if not asked:
@@ -371,9 +389,9 @@ class Watch(threading.Thread):
             with suppress(OSError):
                 os.write(2, f"\nPhalanx: {verdict}\n".encode())
         self._is_told.set()
-        started_s = time.monotonic()
-        while verdict.is_loss and not survives and time.monotonic() - started_s < self._grace_s:
-            time.sleep(self._tick_s)
+        started_s = self._clock()
+        while verdict.is_loss and not survives and self._clock() - started_s < self._grace_s:
+            self._sleep(self._tick_s)
         with suppress(OSError, ValueError):
             sys.stdout.flush()
         say = f"\nPhalanx: {verdict}\nThe cluster cannot go on, and rank {self._rank} ends here.\n{_stacks()}"
@@ -396,14 +414,14 @@ class Watch(threading.Thread):
             os.write(2, f"\nPhalanx: {lost.text}.\n".encode())
         self._is_told.set()
         self._outlive([rank for rank, m in self._members.items() if m.name in verdict.still], verdict.text)
-        inside_s = time.monotonic()
+        inside_s = self._clock()
         # Before the first step, gloo may still try to connect with the lost process, and gives up by itself.
         steps_s = min(max(_LEAVE_S[0], _STEPS_TO_LEAVE * self._stopwatch.last_s), _LEAVE_S[1])
         leave_s = steps_s if self._step else _CONNECT_S
-        while not self._is_closed and time.monotonic() - inside_s < leave_s:
-            time.sleep(min(self._tick_s, _JUDGE_S))
+        while not self._is_closed and self._clock() - inside_s < leave_s:
+            self._sleep(min(self._tick_s, _JUDGE_S))
             if not self._depth:
-                inside_s = time.monotonic()
+                inside_s = self._clock()
 
     def _hold_service(self) -> None:
         """Keeps the connections to JAX's service open for a while after this process has ended.
@@ -438,10 +456,13 @@ def _connections_at(port: int, but: Set[int]) -> list[int]:
     found = []
     for fd in {int(name) for name in os.listdir("/proc/self/fd")} - but:
         # The descriptor may have been closed, and may not be a connected socket.
-        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == port:
-                connection.getpeername()
-                found.append(fd)
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == port:
+                    connection.getpeername()
+                    found.append(fd)
     return found
 
 

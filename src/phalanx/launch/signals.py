@@ -4,6 +4,7 @@
 import signal
 import socket
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self, final
 
@@ -15,10 +16,15 @@ _SAME_SIGNAL_S = 0.5
 class Signals:
     """A context manager that records signals that ask this process to end, and wakes it when a child has ended.
 
-    Signals that are ignored already stay ignored, as `nohup` requires. Works in the main thread only.
+    A signal that this process was started to ignore stays ignored, as Unix programs have it: `nohup` lets its program ignore SIGHUP, and
+    a shell without job control lets its background jobs ignore SIGINT. SIGTERM still ends them. Works in the main thread only.
+
+    Args:
+      clock: returns the time in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._received: list[tuple[int, float]] = []
 
     def __enter__(self) -> Self:
@@ -58,4 +64,4 @@ class Signals:
         self._ours.recv(1 << 12)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        self._received.append((number, time.monotonic()))
+        self._received.append((number, self._clock()))

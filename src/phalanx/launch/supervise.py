@@ -26,6 +26,7 @@ def run_group(
     least_workers: int | None = None,
     machines: Machines = ALONE,
     grace_s: float = 5.0,
+    word_s: float = _WORD_S,
     patience: Patience | None = None,
     sink: Sink | None = None,
     say: Callable[[str], None] = print,
@@ -41,6 +42,7 @@ def run_group(
       least_workers: number of processes without which the group cannot go on. None if it ends with the first that fails.
       machines: the machines on which the group has processes, if it may lose some.
       grace_s: time that processes have to end after SIGTERM, in seconds.
+      word_s: time that the others have before SIGTERM to report which process they miss, in seconds. At most `grace_s`.
       patience: the limits of the evaluator. None means `Patience()`.
       sink: receives the output of the processes. None means the standard output.
       say: receives the reports.
@@ -70,7 +72,7 @@ def run_group(
                             machines=machines,
                             beside=evaluator.tend,
                         )
-                    outcome = _run_once(group, relay, grace_s)
+                    outcome = _run_once(group, relay, grace_s, word_s)
                     if text := report(outcome):
                         say(text)
                     if outcome.culprit is None or outcome.signal is not None or restart == max_restarts:
@@ -83,13 +85,14 @@ def run_group(
     return outcome
 
 
-def _run_once(group: Group, relay: Relay, grace_s: float) -> Outcome:
+def _run_once(group: Group, relay: Relay, grace_s: float, word_s: float) -> Outcome:
     """Runs a group of processes once, until all of them have ended.
 
     Args:
       group: the processes.
       relay: forwards their output.
       grace_s: time that processes have to end after SIGTERM, in seconds.
+      word_s: see `run_group`.
 
     Returns:
       The outcome of the group.
@@ -103,5 +106,5 @@ def _run_once(group: Group, relay: Relay, grace_s: float) -> Outcome:
         group.run()
     finally:
         # If a process has failed, the others first get time to report which one they miss.
-        group.end(grace_s, min(_WORD_S, grace_s))
+        group.end(grace_s, min(word_s, grace_s))
     return Outcome(group.endings(), relay.ending_signal())

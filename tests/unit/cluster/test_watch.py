@@ -1,6 +1,7 @@
-"""The watch: what it judges, and with real processes, without JAX, what each of them is told and ends with."""
+"""The watch: what it judges, and what each process is told and ends with. In most tests the time belongs to the test."""
 
 import json
+import os
 import re
 import select
 import signal
@@ -10,44 +11,30 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 
 import pytest
 
+from phalanx.cluster import watch as watch_module
 from phalanx.cluster.door import Line, encoded
 from phalanx.cluster.verdict import SIGTERM, Member, judge_presence, judge_progress
 from phalanx.cluster.watch import Watch, _connections_at
 from phalanx.launch.plan import free_ports
 
-pytestmark = pytest.mark.slow
-
 DEADLINE_S = 120.0
-STALL_S = 3.0
-MEMBER = """
-import json, os, signal, sys, time
-from phalanx.cluster import watch
-signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-from phalanx.cluster.rollcall import call_roll
-from phalanx.cluster.secret import Secret
-addresses, rank = json.loads(sys.argv[1]), int(sys.argv[2])
-own = watch.start(addresses, rank, call_roll(addresses, rank, about="us", secret=Secret("a secret of the cluster"), timeout_s=20), float(sys.argv[3]))
-def steps(count):
-    for _ in range(count):
-        own.begin(is_step=True)
-        own.end(is_step=True, has_failed=False)
-def waits(forever=600):
-    own.begin(is_step=True)
-    time.sleep(forever)
-def leave():
-    own.leave()
-    time.sleep(600)
-print("here", flush=True)
-"""
+WITHOUT_A_WORD = "has ended without a word: it was killed, or has crashed"
 
 
-def member(rank, **known):
+def member(rank, heard_s=100.0, moved_s=0.0, **known):
     """A process that was heard of at second 100, and has not moved since second 0."""
-    return Member(f"rank {rank}", heard_s=known.pop("heard_s", 100.0), moved_s=known.pop("moved_s", 0.0), **known)
+    return Member(f"rank {rank}", heard_s, moved_s, **known)
+
+
+def at(turn, **known):
+    return {"turn": turn, "step": turn, **known}
+
+
+def inside(turn, **known):
+    return at(turn, is_inside=True, **known)
 
 
 @pytest.mark.parametrize(
@@ -79,36 +66,39 @@ def test_step_of_one_that_is_silent(step, is_inside, since):
     ("known", "said"),
     [
         # Nobody waits, however long it takes: the user reads data, or thinks.
-        ([{"turn": 5}, {"turn": 5}, {"turn": 5}], None),
-        ([{"turn": 6, "step": 6, "is_inside": True}, {"turn": 5, "moved_s": 95.0}, {"turn": 5}], None),
+        ([at(5)] * 3, None),
+        ([inside(6), at(5, moved_s=95.0), at(5)], None),
         (
-            [{"turn": 6, "step": 4, "is_inside": True}, {"turn": 5, "step": 3}, {"turn": 6, "is_inside": True}],
+            [inside(6, step=4), at(5, step=3), inside(6)],
             "rank 1 stands still after step 3, and rank 0 has waited in step 4 for 100 s",
         ),
-        (
-            [{"turn": 4, "step": 4}, {"turn": 4, "step": 4}, {"turn": 5, "step": 5, "is_inside": True}],
-            "rank 0, rank 1 stand still after step 4, and rank 2 has waited in step 5 for 100 s",
-        ),
+        ([at(4), at(4), inside(5)], "rank 0, rank 1 stand still after step 4, and rank 2 has waited in step 5 for 100"),
         # It dispatches ahead, and so is not inside any more.
-        ([{"turn": 9, "step": 9}, {"turn": 5, "step": 5}, {"turn": 9}], "rank 1 stands still after step 5, and rank 0"),
+        ([at(9), at(5), at(9)], "rank 1 stands still after step 5, and rank 0"),
+        ([inside(2)] * 3, "rank 0, rank 1, rank 2 cannot end step 2 for 100 s, while all of them are there"),
         (
-            [{"turn": 2, "step": 2, "is_inside": True}] * 3,
-            "rank 0, rank 1, rank 2 cannot end step 2 for 100 s, while all of them are there",
-        ),
-        (
-            [{"turn": 2, "step": 2, "has_left": True}, {"turn": 2, "step": 2, "is_inside": True}, {"turn": 2}],
+            [at(2, has_left=True), inside(2), at(2)],
             "rank 1 cannot end step 2 for 100 s, while the others have ended theirs",
         ),
         (
-            [
-                {"turn": 7, "step": 7, "is_inside": True},
-                {"turn": 6, "step": 6, "has_left": True, "moved_s": 96.0},
-                {"turn": 7, "step": 7, "is_inside": True},
-            ],
+            [inside(7), at(6, has_left=True, moved_s=96.0), inside(7)],
             "rank 1 has ended its program after step 6, and rank 0 has waited in step 7 for 4 s",
         ),
-        ([{"turn": 7, "has_left": True}, {"turn": 7, "has_left": True}, {"turn": 7}], None),
+        ([at(7, has_left=True), at(7, has_left=True), at(7)], None),
+        # It is not known what a silent process has done since, so it makes no progress only if it has left.
+        ([inside(2), inside(2, heard_s=59.0), inside(2)], None),
+        ([inside(2), inside(2, heard_s=59.0, has_left=True), inside(2)], "rank 0, rank 1, rank 2 cannot end step 2"),
+        # The names of a few fit into a message.
+        (
+            [inside(7), inside(7), *[at(6)] * 4094],
+            "rank 2, rank 3, rank 4, rank 5, rank 6, rank 7, rank 8, rank 9 and 4086 more stand still after step 6,",
+        ),
+        (
+            [inside(7)] * 4096,
+            "rank 0, rank 1, rank 2, rank 3, rank 4, rank 5, rank 6, rank 7 and 4088 more cannot end step 7 for 100 s,",
+        ),
     ],
+    ids=lambda value: f"{value}"[:60],
 )
 def test_progress_names_who_stands_still(known, said):
     """Who stands still while somebody waits is named, with the step."""
@@ -117,400 +107,582 @@ def test_progress_names_who_stands_still(known, said):
     assert verdict is None or not verdict.is_loss
 
 
-def test_a_silent_process_does_not_stand_still():
-    """Nobody knows what it has done since its last message, so it is not said to make no progress."""
-    members = [member(rank, turn=2, step=2, is_inside=True) for rank in range(3)]
-    members[1].heard_s = 59.0
-    assert judge_progress(members, 100.0, stall_s=60.0) is None
-    members[1].has_left = True
-    assert judge_progress(members, 100.0, stall_s=60.0).text.startswith("rank 0, rank 1, rank 2 cannot end step 2")
-
-
 def test_one_that_was_told_to_end_is_lost():
     """A process that SIGTERM ended is named as the loss, once the others wait for it; before, nobody is."""
-    waiting, told = {"turn": 7, "step": 7, "is_inside": True}, {"turn": 6, "step": 6, "is_told": True}
-    members = [member(0, **waiting), member(1, **told)]
+    members = [member(0, **inside(7)), member(1, **at(6, is_told=True))]
     verdict = judge_progress(members, 100.0, stall_s=600.0)
     assert (verdict.text, verdict.is_loss) == (f"rank 1 {SIGTERM} after step 6", True)
     assert judge_progress(members, 0.1, stall_s=600.0) is None
 
 
-@pytest.mark.parametrize(
-    ("late", "said"),
-    [
-        (
-            True,
-            "rank 2, rank 3, rank 4, rank 5, rank 6, rank 7, rank 8, rank 9 and 4086 more stand still after step 6,",
-        ),
-        (
-            False,
-            "rank 0, rank 1, rank 2, rank 3, rank 4, rank 5, rank 6, rank 7 and 4088 more cannot end step 7 for 100 s,",
-        ),
-    ],
-)
-def test_thousands_that_stand_still_are_counted(late, said):
-    """A verdict names a few processes, so that it fits into the messages of the watch."""
-    waiting, behind = {"turn": 7, "step": 7, "is_inside": True}, {"turn": 6, "step": 6}
-    members = [member(rank, **(behind if late and rank > 1 else waiting)) for rank in range(4096)]
-    assert judge_progress(members, 100.0, stall_s=60.0).text.startswith(said)
+class Local(socket.socket):
+    """An end of a pair, which delivers at once, and has no options of TCP."""
+
+    def setsockopt(self, *_):
+        pass
 
 
-class Processes:
-    """Some ranks; each runs some lines once all are there."""
+def pair():
+    return [Local(fileno=end.detach()) for end in socket.socketpair()]
 
-    def __init__(self, *codes, member=MEMBER, stall_s=STALL_S):
-        addresses = json.dumps([f"127.0.0.1:{port}" for port in free_ports(len(codes))])
-        pipe = subprocess.PIPE
-        self.running = [
-            subprocess.Popen(
-                [sys.executable, "-c", member + code, addresses, str(rank), str(stall_s)],
-                stdout=pipe,
-                stderr=pipe,
-                text=True,
-            )
-            for rank, code in enumerate(codes)
+
+class Ended(BaseException):
+    """The end of a process of a group: its exit status."""
+
+
+class Group:
+    """The watches of some processes. They look at their messages, and time passes, when the test says so."""
+
+    def __init__(self, size, stall_s=60.0, outlive=None):
+        self.now_s, self.grace_s, self.statuses = 1000.0, {}, {}
+        self.at_first_sleep = lambda: None
+        lines = [{} for _ in range(size)]
+        for rank in range(1, size):
+            lines[0][rank], lines[rank][0] = pair()
+        addresses = [f"127.0.0.1:{4000 + rank}" for rank in range(size)]
+        self.watches = [
+            Watch(addresses, rank, ends, stall_s, outlive, clock=lambda: self.now_s, sleep=self.sleep)
+            for rank, ends in enumerate(lines)
         ]
+        self.turns = {rank: watch.turns(longest_s=0.0) for rank, watch in enumerate(self.watches)}
+        self.look()
 
-    def __enter__(self):
-        for process in self.running:
-            assert process.stdout.readline() == "here\n"
-        return self
+    def __getitem__(self, rank):
+        return self.watches[rank]
 
-    def __exit__(self, *_):
-        for process in self.running:
-            # SIGTERM lets it write down what it has run, if this is being measured; one that was stopped is woken.
-            process.terminate()
-            process.send_signal(signal.SIGCONT)
-        for process in self.running:
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=DEADLINE_S)
-            process.kill()
-            process.communicate()
+    def look(self, *stopped):
+        """All processes but the stopped ones look at what the others have said."""
+        for rank in [*self.turns, *self.turns, *self.turns]:
+            if rank in self.turns and rank not in stopped:
+                began_s = self.now_s
+                try:
+                    if next(self.turns[rank], "over") == "over":
+                        self.end(rank)
+                except Ended as e:
+                    self.statuses[rank], self.grace_s[rank] = e.args[0], self.now_s - began_s
+                    self.end(rank)
 
-    def ends(self, *ranks):
-        """Waits until these have ended; returns exit statuses and what each has printed last."""
-        deadline = time.monotonic() + DEADLINE_S
-        found = []
-        for rank in ranks:
-            _, text = self.running[rank].communicate(timeout=max(0.1, deadline - time.monotonic()))
-            found.append((self.running[rank].returncode, text))
-        return found
+    def wait(self, seconds, *stopped):
+        for _ in range(round(2 * seconds)):
+            self.now_s += 0.5
+            self.look(*stopped)
+
+    def sleep(self, seconds):
+        self.at_first_sleep()
+        self.at_first_sleep = lambda: None
+        self.now_s += seconds
+
+    def end(self, rank):
+        """A process ends, however: the kernel closes its connections."""
+        self.turns.pop(rank).close()
+        for line in self.watches[rank]._lines.values():
+            line.connection.close()
+
+    def steps(self, *counts, inside=()):
+        """Each process takes so many steps, and those `inside` begin one more."""
+        for watch, count in zip(self.watches, counts, strict=True):
+            for _ in range(count):
+                watch.begin(is_step=True)
+                watch.end(is_step=True, has_failed=False)
+        for rank in inside:
+            self.watches[rank].begin(is_step=True)
+        self.wait(1)
+
+    def agree(self, programs):
+        """Returns what each of these processes is told of its program, which it is about to run."""
+        answers, threads = {}, []
+
+        def ask(rank):
+            answers[rank] = f"{self.watches[rank].agree({'argument': [programs[rank]]})}"
+
+        for rank in programs:
+            answered, waits = self.watches[rank]._is_answered, threading.Event()
+            answered.wait = lambda s, own=answered, waits=waits: waits.set() or threading.Event.wait(own, s)
+            threads.append(threading.Thread(target=ask, args=(rank,), daemon=True))
+            threads[-1].start()
+            until(lambda waits=waits, rank=rank: waits.is_set() or rank in answers)
+        while not all(self.watches[rank]._is_answered.is_set() or rank in self.statuses for rank in programs):
+            self.wait(0.5)
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        return answers
 
 
-def test_all_end_well():
+def until(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """Makes groups, whose processes end without ending this one, and only note the connections that they hold."""
+    groups = []
+
+    def exits(status):
+        raise Ended(status)
+
+    def make(*args, **options):
+        groups.append(Group(*args, **options))
+        return groups[-1]
+
+    monkeypatch.setattr(watch_module.os, "_exit", exits)
+    monkeypatch.setattr(watch_module.subprocess, "Popen", lambda command, **_: make.held.append(command[-1]))
+    make.held = []
+    yield make
+    for each in groups:
+        for rank in list(each.turns):
+            each.end(rank)
+
+
+@pytest.fixture
+def said(capfd):
+    """A function that returns what was written since: the verdicts, and the one with which each process has ended."""
+
+    def read():
+        text = capfd.readouterr().err
+        ends = re.findall(r"Phalanx: (.*(?:\nHINT: .*)?)\nThe cluster cannot go on, and rank (\d) ends here\.\n", text)
+        return re.findall(r"^Phalanx: (.*)$", text, re.M), {int(rank): verdict for verdict, rank in ends}
+
+    return read
+
+
+def test_all_end_well(group, said):
     """Nobody is ended who has come to the end, one after the other."""
-    with Processes("steps(3); own.leave(); time.sleep(0.5)", "steps(3); own.leave()", "steps(3); own.leave()") as three:
-        assert three.ends(0, 1, 2) == [(0, "")] * 3
+    three = group(3)
+    three.steps(3, 3, 3)
+    for rank in (1, 2, 0):
+        assert three[0].others_have_left == (rank == 0)
+        three[rank].leave()
+        three.wait(100)
+        three.end(rank)
+        three.wait(1)
+    assert (three.statuses, said()) == ({}, ([], {}))
 
 
 @pytest.mark.parametrize("asking", [0, 2])
-def test_all_act_at_one_point(asking):
+@pytest.mark.parametrize("of", ["sync_point", "change_point"])
+def test_all_act_at_one_point(group, of, asking):
     """A request of any process reaches all, at the same point, while they pass points at different speeds."""
-    code = """
-point = 0
-while True:
-    point += 1
-    if point == 3 and {asks}:
-        own.sync_point.request(f"{{own.place.partition(' (')[0]}} must end")
-    if reason := own.sync_point.is_reached():
-        break
-    time.sleep({pause})
-print(point, reason, flush=True)
-own.leave()
-while rank == 0 and not own.others_have_left:
-    time.sleep(0.01)
-print("left", flush=True)
-"""
-    codes = [code.format(asks=rank == asking, pause=0.01 * (rank + 1)) for rank in range(3)]
-    with Processes(*codes) as three:
-        said = [process.stdout.readline() for process in three.running]
-        assert len(set(said)) == 1
-        assert said[0].endswith(f" rank {asking} must end\n")
-        assert [process.stdout.readline() for process in three.running] == ["left\n"] * 3
-        assert three.ends(0, 1, 2) == [(0, "")] * 3
+    three = group(3)
+    points, acted = [getattr(watch, of) for watch in three.watches], []
+    for turn in range(20):
+        if turn == 3:
+            points[asking].request("why")
+        for rank, point in enumerate(points):
+            for _ in range(rank + 1):
+                if rank not in [r for r, _ in acted] and not point._is_held and point.is_reached():
+                    acted.append((rank, point._passed))
+        three.look()
+    assert [rank for rank, _ in sorted(acted)] == [0, 1, 2]
+    assert len({point for _, point in acted}) == 1
+
+
+def test_held_process_counts_as_waiting(group):
+    """So that one that does not answer is named, until it does."""
+    two = group(2)
+    first, second = two.watches
+    first.sync_point.request("why")
+    reasons = []
+    thread = threading.Thread(target=lambda: reasons.append(first.sync_point.is_reached()))
+    thread.start()
+    until(lambda: first._depth)
+    assert (first._progress()["is_inside"], first.steps) == (True, 0)
+    two.look()
+    thread.join(DEADLINE_S)
+    assert (reasons, second.sync_point.is_reached(), first._depth, first._turn) == (["why"], "why", 0, 0)
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_one_stands_still(culprit):
-    """All end; all say which rank it was and after which step, and where each of their threads is."""
-    codes = ["steps(5); waits()"] * 3
-    codes[culprit] = "steps(5); time.sleep(600)"
-    with Processes(*codes) as three:
-        for rank, (status, text) in enumerate(three.ends(0, 1, 2)):
-            assert status == 75
-            assert f"Phalanx: rank {culprit} (127.0.0.1:" in text
-            assert ") stands still after step 5, and rank " in text
-            assert f"rank {rank} ends here.\nThread MainThread (most recent call last):\n" in text
-            assert ("in waits" in text) == (rank != culprit)
+def test_one_stands_still(group, said, culprit):
+    """All end, and say which rank it was and after which step."""
+    three = group(3)
+    three.steps(5, 5, 5, inside={0, 1, 2} - {culprit})
+    three.wait(58)
+    assert three.statuses == {}
+    three.wait(4)
+    assert three.statuses == {0: 75, 1: 75, 2: 75}
+    _, ends = said()
+    first = min({0, 1, 2} - {culprit})
+    still = (
+        f"rank {culprit} (127.0.0.1:400{culprit}) stands still after step 5, and rank {first} (127.0.0.1:400{first})"
+    )
+    for text in (ends[0], ends[1], ends[2]):
+        assert text.startswith(f"{still} has waited in step 6 for 6")
+        assert "2 s.\nHINT: call fit, evaluate, predict, run and reduce on all workers, with as many" in text
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_one_is_stopped(culprit):
-    """A process that SIGSTOP holds says nothing, and is named by the others."""
-    inside = "own.begin(is_step=True); print('inside', flush=True); time.sleep(600)"
-    with Processes(inside, inside, inside) as three:
-        # All must be inside the step, and know it of each other, or the stopped one is one that stands still before it.
-        assert [process.stdout.readline() for process in three.running] == ["inside\n"] * 3
-        time.sleep(STALL_S / 3)
-        three.running[culprit].send_signal(signal.SIGSTOP)
-        others = [rank for rank in range(3) if rank != culprit]
-        for status, text in three.ends(*others):
-            assert status == 75
-            assert f"Phalanx: rank {culprit} (127.0.0.1:" in text
-            assert f"has said nothing for {STALL_S:g} s" in text
+def test_one_is_stopped(group, said, culprit):
+    """A process that says nothing is named by the others, those of which rank 0 tells."""
+    three = group(3, stall_s=600.0)
+    three.steps(4, 4, 4, inside=[0, 1, 2])
+    three.wait(29, culprit)
+    assert three.statuses == {}
+    three.wait(3, culprit)
+    others = {0, 1, 2} - {culprit}
+    assert three.statuses == dict.fromkeys(others, 75)
+    silence = (
+        f"rank {culprit} (127.0.0.1:400{culprit}) has said nothing for 30 s, since step 5: the process, its machine"
+    )
+    assert all(text.startswith(silence) for text in said()[1].values())
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize(
-    ("code", "how"),
-    [
-        ("os._exit(3)", "has ended without a word: it was killed, or has crashed"),
-        ("own.fail('has ended by ValueError: no'); os._exit(1)", "has ended by ValueError: no"),
-    ],
+    ("end", "how"), [("", WITHOUT_A_WORD), ("has ended by ValueError: no", "has ended by ValueError: no")]
 )
-def test_death_of_one_process_ends_the_others(culprit, code, how):
-    """The others learn it at once, and end by it where their main thread does not."""
-    codes = ["steps(2); waits()"] * 3
-    codes[culprit] = f"steps(2); {code}"
-    learn = "steps(2)\nprint(own.loss(20), file=sys.stderr)"
-    codes[2] = learn
-    with Processes(*codes) as three:
-        ((status, text),) = three.ends(2)
-        assert status == 0
-        assert text.startswith(f"\nPhalanx: rank {culprit} (127.0.0.1:")
-        assert text.endswith(f") {how}\n")
-        ((status, text),) = three.ends(1 - culprit)
-        assert status == 75
-        assert how in text
+@pytest.mark.parametrize(("state", "grace_s"), [("inside", 5), ("outside", 20), ("left", 0)])
+def test_death_of_one_process_ends_the_others(group, said, culprit, end, how, state, grace_s):
+    """The others say it at once: JAX may end them before. They end by it if the main thread does not in its grace."""
+    three, at_once = group(3), []
+    others = {0, 1, 2} - {culprit}
+    three.steps(2, 2, 2, inside=others if state == "inside" else ())
+    if state == "left":
+        for rank in others:
+            three[rank].leave()
+    three.at_first_sleep = lambda: at_once.append(said())
+    if end:
+        three[culprit].fail(end)
+    three.end(culprit)
+    three.look()
+    assert three.statuses == dict.fromkeys(others, 75)
+    name = f"rank {culprit} (127.0.0.1:400{culprit})"
+    assert all(three[rank].loss() == f"{name} {how}" for rank in others)
+    assert all(grace_s <= three.grace_s[rank] <= grace_s + 1 for rank in others)
+    assert said()[1] == dict.fromkeys(others, f"{name} {how}.")
+    assert at_once == ([] if state == "left" else [([f"{name} {how}."], {})])
+    # Rank 0 keeps JAX's connections open for as long, or JAX would end the others.
+    assert group.held == ["20.0"] * (bool(end) if culprit == 0 else 1)
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_one_that_fails_names_nobody(culprit):
-    """That the others end by its failure is no news to it."""
-    codes = ["own.loss(20); own.fail('has ended by PeerLostError: it'); os._exit(1)"] * 2
-    codes[culprit] = "own.fail('has ended by ValueError: no'); time.sleep(3); os._exit(1)"
-    with Processes(*codes) as two:
-        assert two.ends(culprit) == [(1, "")]
+def test_one_that_fails_names_nobody(group, said, culprit):
+    """That the others end by its failure is no news to it. It has a grace to end by itself."""
+    two, before = group(2), []
+    two[culprit].fail("has ended by ValueError: no")
+    two.look(culprit)
+    assert two.statuses == {1 - culprit: 75}
+    said()
+    two.at_first_sleep = lambda: before.append(said())
+    two.look()
+    assert before == [([], {})]
+    own = "its last error stands above, and it has not ended by itself since."
+    assert (said(), two.statuses[culprit]) == (([own], {culprit: own}), 75)
+    assert 20 <= two.grace_s[culprit] <= 21
 
 
-def test_one_leaves_early():
+def test_one_leaves_early(group, said):
     """It is named soon, and does not wait for the others either."""
-    with Processes("steps(4); waits()", "steps(3); leave()", "steps(4); waits()") as three:
-        for status, text in three.ends(0, 1, 2):
-            assert status == 75
-            assert "has ended its program after step 3, and rank 0 (127.0.0.1:" in text
-            assert "\nHINT: call fit, evaluate, predict, run and reduce on all workers, with as many" in text
+    three = group(3)
+    three.steps(3, 3, 3, inside=[0, 2])
+    three[1].leave()
+    three.wait(5)
+    assert three.statuses == {0: 75, 1: 75, 2: 75}
+    for text in said()[1].values():
+        assert text.startswith(
+            "rank 1 (127.0.0.1:4001) has ended its program after step 3, and rank 0 (127.0.0.1:4000)"
+        )
+        assert "\nHINT: call fit, evaluate, predict, run and reduce on all workers, with as many" in text
 
 
-AGREE = "print(own.agree({'argument': [%s]}), flush=True); own.leave(); time.sleep(1)"
+@pytest.mark.parametrize(
+    ("event", "still", "why"),
+    [
+        ("dies", [], WITHOUT_A_WORD),
+        ("stands still", [2], "stands still after step 2, and rank 0 (127.0.0.1:4000) has waited in step 3 for 62 s"),
+        ("leaves", [2], "has ended its program after step 2, and the others go on"),
+    ],
+)
+def test_group_that_may_lose_processes(group, said, event, still, why):
+    """The others hear who is lost and leave the group. One whose main thread does not get out of its step ends."""
+    lost = []
+    three = group(3, outlive=lambda ranks, why: lost.append((ranks, why)))
+    three.steps(2, 2, 2, inside=[0, 1])
+    three.at_first_sleep = lambda: [three[rank].close() for rank in (0, 2)]
+    if event == "dies":
+        three.end(2)
+    if event == "leaves":
+        three[2].leave()
+        assert three[1].loss(0.001) is None
+    three.wait(0.5 if event != "stands still" else 62, *[2] * (event != "stands still"))
+    text = f"rank 2 (127.0.0.1:4002) {why}"
+    # Of a process of which nobody hears again, rank 0 tells the others as of one that has died.
+    assert lost == [(still, text), ([], text)] if event != "stands still" else lost[:2] == [(still, text), ([], text)]
+    assert three.statuses[1] == 75
+    assert 2 <= three.grace_s[1] <= 3
+    assert 0 not in three.statuses
 
 
-def test_equal_programs_go_on():
-    """All wait until the last one is about to run its program too, and go on at once then."""
-    codes = [AGREE % "'float32[2]'", "time.sleep(0.7); " + AGREE % "'float32[2]'", AGREE % "'float32[2]'"]
-    with Processes(*codes, stall_s=20) as three:
-        assert [process.stdout.readline() for process in three.running] == ["None\n"] * 3
-        assert three.ends(0, 1, 2) == [(0, "")] * 3
+def test_report_of_step_times(group, capfd, monkeypatch):
+    """Rank 0 waits a little for the others, and shows the times of all."""
+    monkeypatch.setenv("PHALANX_REPORT", "1")
+    two = group(2)
+    for _ in range(3):
+        two.steps(1, 1)
+    two[1].leave()
+    two.at_first_sleep = two.look
+    two[0].leave()
+    assert [times.rank for times in two[0].step_times] == [0, 1]
+    assert two[1].step_times == []
+    shown = capfd.readouterr().err
+    assert re.search(r"Phalanx: 3 steps\.\nprocess .*\nrank 0 \(127.0.0.1:4000\) .*\nrank 1 \(127.0.0.1:4001\)", shown)
 
 
-def test_different_programs_are_named():
-    """All are told which ranks differ."""
-    with Processes(AGREE % "'float32[2]'", AGREE % "'float32[3]'", AGREE % "'float32[2]'", stall_s=20) as three:
-        said = "argument 0 is float32[2] on ranks 0, 2 and float32[3] on rank 1\n"
-        assert [process.stdout.readline() for process in three.running] == [said] * 3
+def test_one_that_was_stopped_accuses_nobody(group):
+    """Awake again, it hears what was said meanwhile before it judges. If nothing was, it has just begun to listen."""
+    two = group(2, stall_s=3.0)
+    two[1].leave()
+    two.wait(100, 0, 1)
+    two.look(1)
+    two.end(1)
+    two.wait(3)
+    assert two.statuses == {}
+    both, times = group(2, stall_s=3.0), iter([1000.0, 1100.0])
+    both[0]._clock = lambda: next(times, 1100.0)
+    next(both.turns[0])
+    assert both[0]._verdict is None
+
+
+def test_programs_are_compared(group):
+    """All wait until the last one is about to run its program too, and go on at once then, or learn which ranks differ."""
+    three = group(3)
+    assert three.agree(dict.fromkeys(range(3), "float32[2]")) == {0: "None", 1: "None", 2: "None"}
+    difference = "argument 0 is float32[2] on ranks 0, 2 and float32[3] on rank 1"
+    programs = {0: "float32[2]", 1: "float32[3]", 2: "float32[2]"}
+    assert three.agree(programs) == dict.fromkeys(range(3), difference)
+    assert [watch.steps for watch in three.watches] == [0, 0, 0]
+
+
+def test_interrupted_comparison_is_taken_back(group, monkeypatch):
+    """A process that stops waiting for the others does not keep them from comparing later."""
+    three = group(3)
+    for rank in (0, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(three[rank]._is_answered, "wait", lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                three[rank].agree({"argument": ["int32[2]"]})
+    assert three.agree(dict.fromkeys(range(3), "float32[2]")) == {0: "None", 1: "None", 2: "None"}
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_one_never_compiles(culprit):
+def test_one_never_compiles(group, said, culprit):
     """Who does not come to the comparison is named as in a step."""
-    codes = ["steps(5); " + AGREE % "'float32[2]'"] * 3
-    codes[culprit] = "steps(5); time.sleep(600)"
-    with Processes(*codes) as three:
-        for status, text in three.ends(0, 1, 2):
-            assert status == 75
-            assert re.search(
-                rf"rank {culprit} \(\S+\) stands still after step 5, and rank \d \(\S+\) has waited in step 6", text
-            )
+    three = group(3, stall_s=2.0)
+    three.steps(5, 5, 5)
+    three.agree(dict.fromkeys({0, 1, 2} - {culprit}, "float32[2]"))
+    three.wait(1)
+    assert three.statuses == {0: 75, 1: 75, 2: 75}
+    named = rf"rank {culprit} \(\S+\) stands still after step 5, and rank \d \(\S+\) has waited in step 6"
+    assert all(re.match(named, text) for text in said()[1].values())
 
 
 @pytest.mark.parametrize("asks", [0, 1])
-def test_known_program_against_a_new_one(asks):
+def test_known_program_against_a_new_one(group, asks):
     """One that waits in a step of a program that it knows is not waited for; a program that all know may go on."""
-    first = "own.agree({'argument': ['float32[2]']}); "
-    codes = [first + "steps(2); waits(20)"] * 2
-    codes[asks] = first + "steps(2); " + AGREE % "'float32[2]'" + "; " + AGREE % "'int32[2]'"
-    with Processes(*codes, stall_s=60) as two:
-        said = [two.running[asks].stdout.readline() for _ in range(2)]
-        assert said == [
-            "None\n",
-            f"the program is a new one on rank {asks} and one that it has run before on rank {1 - asks}\n",
-        ]
+    two = group(2)
+    two.agree({0: "float32[2]", 1: "float32[2]"})
+    two.steps(2, 2, inside=[1 - asks])
+    assert two.agree({asks: "float32[2]"}) == {asks: "None"}
+    new = f"the program is a new one on rank {asks} and one that it has run before on rank {1 - asks}"
+    assert two.agree({asks: "int32[2]"}) == {asks: new}
 
 
-def test_interrupted_comparison_is_taken_back():
-    """A process that stops waiting for the others does not keep them from comparing later."""
-    interrupted = (
-        "import signal\nsignal.signal(signal.SIGALRM, lambda *_: 1 / 0)\nsignal.setitimer(signal.ITIMER_REAL, 0.3)\n"
-        "try:\n    own.agree({'argument': ['int32[2]']})\nexcept ZeroDivisionError:\n    " + AGREE % "'float32[2]'"
-    )
-    with Processes(interrupted, "time.sleep(1); " + AGREE % "'float32[2]'", interrupted, stall_s=20) as three:
-        assert [process.stdout.readline() for process in three.running] == ["None\n"] * 3
-
-
-def test_watch_uses_little_processor_time():
-    """A watch wakes once a tick, whatever the others say: the rest of the time is the program's."""
-    busy = (
-        "start = time.process_time(); time.sleep(2); print(time.process_time() - start, file=sys.stderr)\nown.leave()"
-    )
-    with Processes(busy, busy, busy) as three:
-        for status, text in three.ends(0, 1, 2):
-            assert status == 0
-            assert float(text) < 0.1
-
-
-def test_reports_are_judged_together():
-    """Judging takes time for each process, so rank 0 does not do it for each of the reports that arrive one by one."""
-    counts = (
-        "judged, judge = [], watch.judge_progress\n"
-        "watch.judge_progress = lambda *args, **kwargs: judged.append(0) or judge(*args, **kwargs)\n"
-        "time.sleep(2.5); print(len(judged), file=sys.stderr); own.leave()"
-    )
-    reports = "time.sleep(0.5)\nfor _ in range(200):\n    own._report(); time.sleep(0.005)\nown.leave()"
-    with Processes(counts, reports, stall_s=60) as two:
-        ((status, text),) = two.ends(0)
-        assert status == 0
-        assert int(text) < 60
-
-
-def test_one_that_was_stopped_accuses_nobody():
-    """Awake again, it hears what was said meanwhile before it judges."""
-    ours, theirs = f"time.sleep({3 * STALL_S}); own.leave()", "own.leave(); print('left', flush=True); time.sleep(600)"
-    with Processes(ours, theirs, member=MEMBER.replace("float(sys.argv[3])", f"600.0 if rank else {STALL_S}")) as two:
-        two.running[0].send_signal(signal.SIGSTOP)
-        # Nothing that the other one says from here on depends on the load of the machine: it has left.
-        assert two.running[1].stdout.readline() == "left\n"
-        time.sleep(1.5 * STALL_S)
-        two.running[0].send_signal(signal.SIGCONT)
-        assert two.ends(0) == [(0, "")]
-
-
-def test_a_death_is_told_at_once():
-    """Also while the main thread is elsewhere: JAX may end this process before the grace is over."""
-    with Processes("os._exit(0)", "time.sleep(2); os._exit(7)") as two:
-        ((status, text),) = two.ends(1)
-        assert status == 7
-        assert text.endswith(") has ended without a word: it was killed, or has crashed.\n")
-
-
-def test_comparison_inside_of_an_operation_is_skipped():
+def test_comparison_inside_of_an_operation_is_skipped(group):
     """A program that runs within another one was compared with it."""
-    nested = (
-        "own.begin(is_step=True); own.begin(is_step=False); print(own.agree({'argument': [str(rank)]}), flush=True)\n"
-        "own.end(is_step=False, has_failed=False); own.end(is_step=True, has_failed=False); own.leave(); time.sleep(1)"
-    )
-    with Processes(nested, nested, stall_s=20) as two:
-        assert [process.stdout.readline() for process in two.running] == ["None\n"] * 2
+    (first, _) = group(2).watches
+    first.begin(is_step=True)
+    first.begin(is_step=False)
+    assert first.agree({"argument": ["0"]}) is None
+    first.end(is_step=False, has_failed=False)
+    first.end(is_step=True, has_failed=False)
+    assert (first.steps, first._depth, first._asked) == (1, 0, None)
 
 
-def test_stall_is_told_by_the_watch_alone():
-    """The main thread, whose step has failed by then, waits until the watch has ended the process."""
+def test_watch_uses_little_processor_time(group, monkeypatch):
+    """It reports and wakes once per tick, whatever the others say, and rank 0 does not judge each of their reports."""
+    two, judged, waits = group(2), [], []
+    first, second = two.watches
+    monkeypatch.setattr(watch_module, "judge_progress", lambda *_: judged.append(0))
+    reports = []
+    monkeypatch.setattr(first, "_report", lambda **_: reports.append(0))
+    real = watch_module.selectors.DefaultSelector
+    for _ in range(320):
+        two.now_s += 1 / 64
+        second._report()
+        next(two.turns[0])
+    assert len(reports) == 5
+    assert 45 <= len(judged) <= 50
+
+    class Selector(real):
+        def select(self, timeout):
+            waits.append(timeout)
+            two.now_s += timeout
+            return []
+
+    monkeypatch.setattr(watch_module.selectors, "DefaultSelector", Selector)
+    turns = first.turns()
+    for _ in range(4):
+        next(turns)
+    turns.close()
+    assert waits == [0.0, 1.0, 1.0, 1.0]
+
+
+MEMBER = """
+import json, os, signal, sys
+from phalanx.cluster import watch
+from phalanx.cluster.rollcall import call_roll
+from phalanx.cluster.secret import Secret
+addresses, rank = json.loads(sys.argv[1]), int(sys.argv[2])
+own = watch.start(addresses, rank, call_roll(addresses, rank, about="us", secret=Secret("a secret of the cluster"), timeout_s=120), 5.0)
+for _ in range(2):
+    own.begin(is_step=True)
+    own.end(is_step=True, has_failed=False)
+def waits():
+    own.begin(is_step=True)
+    print("inside", flush=True)
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def processes():
+    """Starts real processes, each of which runs some lines after two steps."""
+    running = []
+
+    def start(*codes):
+        addresses, pipe = json.dumps([f"127.0.0.1:{port}" for port in free_ports(len(codes))]), subprocess.PIPE
+        for rank, code in enumerate(codes):
+            command = [sys.executable, "-c", MEMBER + code, addresses, str(rank)]
+            running.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        return running
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("culprit", "code", "how"),
+    [
+        (1, "os._exit(3)", WITHOUT_A_WORD),
+        (0, "own.fail('has ended by KeyError'); os._exit(1)", "has ended by KeyError"),
+    ],
+)
+def test_death_of_a_real_process(processes, culprit, code, how):
+    """The kernel closes its connections, and the others learn it at once."""
+    codes = ["print(own.loss(120), file=sys.stderr)"] * 3
+    codes[culprit] = code
+    running = processes(*codes)
+    for rank in {0, 1, 2} - {culprit}:
+        _, text = running[rank].communicate(timeout=DEADLINE_S)
+        assert running[rank].returncode == 0
+        assert re.fullmatch(rf"\nPhalanx: (rank {culprit} \(127.0.0.1:\d+\) {how})\.\n\1\n", text)
+
+
+@pytest.mark.slow
+def test_real_process_that_sigstop_holds(processes):
+    """The others end, and say where each of their threads is. A main thread whose step has failed does not say it first."""
     # Python 3.13 shows this source in the stack that the watch prints, so the word is put together.
-    asks = "steps(5); own.begin(is_step=True); print(own.loss(60), '-'.join(['too', 'early']), flush=True)"
-    with Processes(asks, "steps(5); time.sleep(600)") as two:
-        ((status, text),) = two.ends(0)
-        assert status == 75
-        assert "rank 1 (127.0.0.1:" in text
-        assert "too-early" not in text
+    asks = "print(own.loss(120), '-'.join(['too', 'early']), flush=True)"
+    running = processes("waits()", f"own.begin(is_step=True); print('inside', flush=True); {asks}", "waits()")
+    # All must be inside the step.
+    assert [process.stdout.readline() for process in running] == ["inside\n"] * 3
+    running[2].send_signal(signal.SIGSTOP)
+    for rank, place in ((0, "in waits"), (1, "in loss")):
+        output, text = running[rank].communicate(timeout=DEADLINE_S)
+        assert (running[rank].returncode, output) == (75, "")
+        assert re.search(r"Phalanx: rank 2 \(127.0.0.1:\d+\) has said nothing for 5 s", text)
+        assert f"rank {rank} ends here.\nThread MainThread (most recent call last):\n" in text
+        assert place in text
 
 
-def test_one_that_has_left_ends_without_grace():
-    """Its main thread has nothing more to say about the death of another one."""
-    with Processes("steps(1); leave()", "steps(1); time.sleep(1); os._exit(3)") as two:
-        ((status, text),) = two.ends(0)
-        assert status == 75
-        assert "has ended without a word: it was killed, or has crashed" in text
+@pytest.fixture
+def connected():
+    """The two ends of a real connection, of which the first has connected to the port of the second."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+        server.accept()[0] as accepted,
+    ):
+        yield client, accepted
 
 
-def test_connections_at_a_port_are_found():
-    """Those that others have opened to it, but neither the listener nor their own ends."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port)) as client, server.accept()[0] as accepted:
-            assert _connections_at(port, but=set()) == [accepted.fileno()]
-            assert _connections_at(port, but={accepted.fileno()}) == []
-            assert client.fileno() not in _connections_at(port, but=set())
-
-
-def test_reset_connection_is_heard_as_closed():
-    """A process that dies with unread data resets its connections; what it had said is lost with it."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        other = socket.create_connection(server.getsockname())
-        accepted, _ = server.accept()
-        line = Line(accepted)
-        other.sendall(b'{"step": 1}\n{"st')
-        select.select([accepted], [], [], DEADLINE_S)
-        assert line.hear() == ([{"step": 1}], True)
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        other.close()
-        select.select([accepted], [], [], DEADLINE_S)
-        assert line.hear() == ([], False)
-        line.hang_up()
-        accepted.close()
+def heard_from(line):
+    select.select([line.connection], [], [], DEADLINE_S)
+    return line.hear()
 
 
 def heard_to_the_end(line):
-    """All messages of a connection, up to its end."""
     heard, is_open = [], True
     while is_open:
-        select.select([line.connection], [], [], DEADLINE_S)
-        messages, is_open = line.hear()
+        messages, is_open = heard_from(line)
         heard += messages
     return heard
 
 
-def test_last_word_arrives():
+def test_connections_at_a_port_are_found(connected):
+    """Those that others have opened to it, but neither the listener nor their own ends. No descriptor is left open."""
+    client, accepted = connected
+    before = os.listdir("/proc/self/fd")
+    port = accepted.getsockname()[1]
+    assert _connections_at(port, but=set()) == [accepted.fileno()]
+    assert _connections_at(port, but={accepted.fileno()}) == []
+    assert client.fileno() not in _connections_at(port, but=set())
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_reset_connection_is_heard_as_closed(connected):
+    """A process that dies with unread data resets its connections; what it had said is lost with it."""
+    other, line = connected[0], Line(connected[1])
+    other.sendall(b'{"step": 1}\n{"st')
+    assert heard_from(line) == ([{"step": 1}], True)
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    other.close()
+    assert heard_from(line) == ([], False)
+    line.hang_up()
+
+
+def test_last_word_arrives(connected):
     """The last messages of a process arrive, even if it closes the connection with unread messages."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        own, (others, _) = socket.create_connection(server.getsockname()), server.accept()
-        leaving, staying = Line(own), Line(others)
-        for _ in range(20):
-            for sender, reader in ((leaving, staying), (staying, leaving)):
-                sender.send(encoded({"step": 1}))
-                select.select([reader.connection], [], [], DEADLINE_S)
-                reader.hear()
-        staying.send(encoded({"step": 2}))
-        select.select([own], [], [], DEADLINE_S)
-        for step in (3, 4, 5):
-            leaving.send(encoded({"step": step}))
-        own.close()
-        assert heard_to_the_end(staying) == [{"step": 3}, {"step": 4}, {"step": 5}]
-        others.close()
+    leaving, staying = map(Line, connected)
+    for _ in range(20):
+        for sender, reader in ((leaving, staying), (staying, leaving)):
+            sender.send(encoded({"step": 1}))
+            heard_from(reader)
+    staying.send(encoded({"step": 2}))
+    select.select([leaving.connection], [], [], DEADLINE_S)
+    for step in (3, 4, 5):
+        leaving.send(encoded({"step": step}))
+    leaving.connection.close()
+    assert heard_to_the_end(staying) == [{"step": 3}, {"step": 4}, {"step": 5}]
 
 
 def test_an_older_report_does_not_undo_that_a_process_has_left():
     """The thread that reports each tick says nothing older than what `leave` has said, however late it comes to run."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        own, (others, _) = socket.create_connection(server.getsockname()), server.accept()
-        watch, heard = Watch(["127.0.0.1:1", "127.0.0.1:2"], 1, {0: own}, STALL_S), Line(others)
-        is_between, may_go_on = threading.Event(), threading.Event()
-        say = watch._say
+    own, others = pair()
+    watch, heard = Watch(["127.0.0.1:1", "127.0.0.1:2"], 1, {0: own}, 60.0), Line(others)
+    is_between, may_go_on = threading.Event(), threading.Event()
+    say = watch._say
 
-        def late(message):
-            is_between.set()
-            may_go_on.wait(DEADLINE_S)
-            say(message)
+    def late(message):
+        is_between.set()
+        may_go_on.wait(DEADLINE_S)
+        say(message)
 
-        watch._say = late
-        reporting = threading.Thread(target=watch._report)
-        reporting.start()
-        is_between.wait(DEADLINE_S)
-        watch._say = say
-        leaving = threading.Thread(target=watch.leave)
-        leaving.start()
-        leaving.join(0.2)
-        may_go_on.set()
-        for thread in (reporting, leaving):
-            thread.join(DEADLINE_S)
-        own.close()
-        assert [message["has_left"] for message in heard_to_the_end(heard)] == [False, True]
-        others.close()
+    watch._say = late
+    reporting, leaving = threading.Thread(target=watch._report), threading.Thread(target=watch.leave)
+    reporting.start()
+    is_between.wait(DEADLINE_S)
+    watch._say = say
+    leaving.start()
+    leaving.join(0.2)
+    may_go_on.set()
+    for thread in (reporting, leaving):
+        thread.join(DEADLINE_S)
+    own.close()
+    assert [message["has_left"] for message in heard_to_the_end(heard)] == [False, True]
+    others.close()

@@ -26,8 +26,17 @@ here = Path(__file__).parent
 job, rank = json.loads(os.environ["TF_CONFIG"])["task"].values()
 addresses = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
 restart = int(os.environ["PHALANX_RESTART"])
+launcher = os.getppid()
+def note(name, text=""):
+    (here / f"{name}.new").write_text(str(text))
+    (here / f"{name}.new").replace(here / name)
 def wait_for(name):
     while not (here / name).exists():
+        time.sleep(0.01)
+    return (here / name).read_text()
+def wait_for_end_of(name):
+    pid = wait_for(name)
+    while Path("/proc", pid).exists():
         time.sleep(0.01)
 """
 
@@ -54,13 +63,20 @@ class Launch:
         self.folder, self.environment = folder, environment
 
     def script(self, source: str) -> str:
-        """Writes a script; it knows its `job`, `rank`, `restart`, `addresses`, and may `wait_for` a file `here`."""
+        """Writes a script; it knows its `job`, `rank`, `restart`, `addresses`, and may `note` and `wait_for` a file `here`."""
         path = self.folder / "script.py"
         path.write_text(_PRELUDE + source)
         return str(path)
 
     def __call__(
-        self, source: str, *, workers: int = 2, evaluator: bool = False, sink: Sink | None = None, **options: object
+        self,
+        source: str,
+        *,
+        workers: int = 2,
+        evaluator: bool = False,
+        sink: Sink | None = None,
+        word_s: float = 0.0,
+        **options: object,
     ) -> Launched:
         """Runs a script as so many workers, and an evaluator if asked. After its first report there is the file `said1`."""
         request, reports = Request(self.script(source), workers=workers, evaluator=evaluator), []
@@ -74,6 +90,7 @@ class Launch:
                 lambda n: plan(request, Machine(cores=2), self.environment, free_ports(workers), restart=n),
                 sink=sink or Sink(file.fileno()),
                 say=say,
+                word_s=word_s,
                 **options,
             )
             file.seek(0)
@@ -117,19 +134,19 @@ def launch(tmp_path, environment):
 
 @pytest.fixture(autouse=True)
 def deadline():
-    """No test may hang, and none changes what this process does at signals."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
-    before = [signal.getsignal(number) for number in numbers]
+    """No test may hang, and none changes what this process does at signals. It ignores none, whoever has started it."""
 
     def too_late(*_):
         raise TimeoutError(f"the test took more than {_DEADLINE_S} s")
 
-    handler = signal.signal(signal.SIGALRM, too_late)
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGALRM: too_late}
+    handlers |= dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD), signal.SIG_DFL)
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     signal.alarm(_DEADLINE_S)
     yield
     signal.alarm(0)
-    signal.signal(signal.SIGALRM, handler)
-    assert [signal.getsignal(number) for number in numbers] == before
+    after = {number: signal.signal(number, handler) for number, handler in before.items()}
+    assert after == handlers
 
 
 @pytest.fixture
