@@ -19,7 +19,7 @@ CLUSTER = {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}
 
 
 def config(kind="worker", index=1, **jobs):
-    """TF_CONFIG of one task."""
+    """Returns TF_CONFIG of one task."""
     return json.dumps({"cluster": {**CLUSTER, **jobs}, "task": {"type": kind, "index": index}})
 
 
@@ -43,17 +43,13 @@ def test_print_on_chief_before_the_start(monkeypatch, capsys, tf_config, printed
     assert capsys.readouterr().out == printed
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: phalanx.MirroredStrategy(["cpu:0", "cpu:1"]), lambda: phalanx.OneDeviceStrategy("cpu:0")]
-)
-def test_single_process_strategy_in_a_cluster(monkeypatch, make):
+@pytest.mark.parametrize("name", ["Mirrored", "OneDevice"])
+def test_single_process_strategy_in_a_cluster(monkeypatch, name):
     """A worker of a cluster that trains alone is warned of it, with what to write."""
     monkeypatch.setenv("TF_CONFIG", config())
-    said = (
-        r"worker 1 of a cluster with 2 workers, but (Mirrored|OneDevice)Strategy uses only the devices of this process"
-    )
+    said = f"worker 1 of a cluster with 2 workers, but {name}Strategy uses only the devices of this process"
     with pytest.warns(SlipWarning, match=said + r"(.|\n)*HINT: phalanx.MultiWorkerMirroredStrategy\(\)"):
-        make()
+        phalanx.MirroredStrategy(["cpu:0", "cpu:1"]) if name == "Mirrored" else phalanx.OneDeviceStrategy("cpu:0")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +62,7 @@ def test_single_process_strategy_in_a_cluster(monkeypatch, make):
     ids=["one worker", "evaluator", "parameter servers"],
 )
 def test_strategy_of_one_process_that_is_meant(monkeypatch, tf_config):
-    """Nobody is warned who is alone by right."""
+    """A process that is alone on purpose gets no warning."""
     monkeypatch.setenv("TF_CONFIG", tf_config)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -75,7 +71,7 @@ def test_strategy_of_one_process_that_is_meant(monkeypatch, tf_config):
 
 @pytest.mark.parametrize("jobs", [{}, {"evaluator": ["127.0.0.1:4003"]}], ids=["unlisted", "listed"])
 def test_evaluator_joins_nobody(monkeypatch, jobs):
-    """The strategy of several workers is local there: no worker is waited for, and it writes its own files."""
+    """The strategy of several workers is local there: it waits for no worker, and writes its own files."""
     monkeypatch.setenv("TF_CONFIG", config("evaluator", 0, **jobs))
     strategy = phalanx.MultiWorkerMirroredStrategy()
     assert strategy.topology.num_workers == 1
@@ -86,14 +82,13 @@ def test_evaluator_joins_nobody(monkeypatch, jobs):
 
 
 def test_second_evaluator_is_refused(monkeypatch):
-    """A cluster has one evaluator."""
     monkeypatch.setenv("TF_CONFIG", config("evaluator", 1))
     with pytest.raises(ClusterError, match="task evaluator:1: a cluster has at most one evaluator(.|\n)*HINT: "):
         phalanx.MultiWorkerMirroredStrategy()
 
 
 def test_lines_of_gloo_are_left_out(capfd):
-    """What else is written meanwhile is passed on, whole and in order."""
+    """Other output passes complete and in order."""
     with bootstrap.without_lines_of_gloo():
         os.write(1, b"one\n[Gloo] Rank 0 is connected to 1 peer ranks.\n")
         os.write(1, b"two\n[Gloo] again\nthree")
@@ -123,7 +118,7 @@ def test_fit_writes_a_line_per_epoch_to_a_log(tmp_path):
         env={**environment, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=True,
     )
     lines = [line for line in done.stdout.splitlines() if "loss" in line or "Epoch" in line]

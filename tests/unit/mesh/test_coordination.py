@@ -1,5 +1,6 @@
 """The names of JAX that are not public: they exist, and do what Phalanx expects of them."""
 
+import contextlib
 import inspect
 import os
 import socket
@@ -12,7 +13,7 @@ from jax._src import distributed, lib
 from phalanx.launch.plan import free_ports
 from phalanx.mesh import coordination
 
-DEADLINE_S = 60
+DEADLINE_S = 300
 
 GROUP = """
 import sys
@@ -28,7 +29,7 @@ double.__name__ = f"double_{rank}"
 print("ready", flush=True)
 input()
 for service in services:
-    coordination.connect(service, rank, 2, 20)
+    coordination.connect(service, rank, 2, 100)
     jax.jit(double)(np.ones(3))
     shared = coordination.share(f"{service}".encode() if rank == 1 else None) == service.encode()
     print(jax.process_index(), jax.process_count(), len(jax.devices()), len(coordination._ports), shared, flush=True)
@@ -38,48 +39,52 @@ print(jax.process_count(), len(jax.devices()), flush=True)
 """
 
 
+SERVER = """
+from phalanx.mesh import coordination
+coordination._REGISTER_S = 100
+coordination._serve()
+"""
+
 ALONE = """
-import sys, threading, time
+import os, sys, threading, time
 import jax
-from jax._src import lib
+from jax._src import distributed, lib
 from phalanx.mesh import coordination
 first, second = sys.argv[1:]
-kept = [lib._jax.get_distributed_runtime_service(a, 2, cluster_register_timeout=1, recoverable=True) for a in (first, second)]
+kept = [
+    lib._jax.get_distributed_runtime_service(address, 2, cluster_register_timeout=timeout_s, recoverable=True)
+    for address, timeout_s in ((first, 1), (second, 100))
+]
 try:
     coordination.connect(first, 0, 2, 1)
 except RuntimeError:
     print("does not connect", flush=True)
 coordination.disconnect()
 def other():
-    kept.append(lib._jax.get_distributed_runtime_client(second, 1, init_timeout=10))
+    kept.append(lib._jax.get_distributed_runtime_client(second, 1, init_timeout=100))
     kept[-1].connect()
+    while distributed.global_state.client is None:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    coordination.break_off()
 threading.Thread(target=other, daemon=True).start()
-threading.Timer(2.0, coordination.break_off).start()
 try:
-    coordination.connect(second, 0, 2, 10)
+    coordination.connect(second, 0, 2, 100)
 except RuntimeError:
     print("finds no devices", flush=True)
 coordination.disconnect()
 coordination.drop_devices()
 print(jax.process_count(), "process", flush=True)
-import os
 os._exit(0)
 """
 
-
-def server_of(environment):
-    """The process that starts services."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "phalanx.mesh.coordination"],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS", "TF_CONFIG")} | {
+    "JAX_PLATFORMS": "cpu"
+}
 
 
 def answer_to(server, address):
-    """The server's answer to the wish for a service of two at this address."""
+    """Asks for a service of two at this address."""
     server.stdin.write(f"{address} 2\n")
     server.stdin.flush()
     return server.stdout.readline()
@@ -102,27 +107,13 @@ def test_private_names_exist():
         distributed.State.__annotations__
     )
     service = lib._jax.get_distributed_runtime_service.__doc__
-    assert all(name in service for name in ("num_nodes", "heartbeat_timeout", "shutdown_timeout", "recoverable"))
-    assert "cluster_register_timeout" in service
+    names = "num_nodes heartbeat_timeout shutdown_timeout recoverable cluster_register_timeout"
+    assert all(name in service for name in names.split())
     client = lib._jax.get_distributed_runtime_client.__doc__
-    names = (
-        "node_id",
-        "init_timeout",
-        "shutdown_timeout",
-        "heartbeat_timeout",
-        "use_compression",
-        "missed_heartbeat_callback",
-    )
-    assert all(name in client for name in names)
-    methods = (
-        "connect",
-        "shutdown",
-        "key_value_set",
-        "blocking_key_value_get",
-        "key_value_set_bytes",
-        "blocking_key_value_get_bytes",
-    )
-    assert all(hasattr(lib._jax.DistributedRuntimeClient, name) for name in methods)
+    names = "node_id init_timeout shutdown_timeout heartbeat_timeout use_compression missed_heartbeat_callback"
+    assert all(name in client for name in names.split())
+    names = "connect shutdown key_value_set blocking_key_value_get key_value_set_bytes blocking_key_value_get_bytes"
+    assert all(hasattr(lib._jax.DistributedRuntimeClient, name) for name in names.split())
     assert inspect.isdatadescriptor(distributed.State.client) or hasattr(distributed.global_state, "client")
 
 
@@ -130,25 +121,32 @@ def test_private_names_exist():
 def test_two_groups_one_after_the_other(tmp_path):
     """Two processes join a service, leave it, join another one, and are alone in the end.
 
-    In each group, one shares bytes with the other. Each keeps what it has compiled.
+    In each group, one shares bytes with the other. Each keeps what it has compiled. A service is refused a port that is taken,
+    and gets the next one.
     """
-    script = tmp_path / "group.py"
-    script.write_text(GROUP)
-    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS", "TF_CONFIG")} | {
-        "JAX_PLATFORMS": "cpu",
+    environment = ENVIRONMENT | {
         "PHALANX_CPU_DEVICES": "1",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    server = server_of(environment)
-    processes = []
-    try:
-        services = [start_service(server) for _ in range(2)]
-        for rank in range(2):
-            command = [sys.executable, str(script), str(rank), *services]
+
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments):
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            processes.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+            process = stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", *arguments], env=environment, text=True, **pipes)
+            )
+            stack.callback(process.kill)
+            return process
+
+        server = start(SERVER)
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            for _ in range(4):
+                assert answer_to(server, f"127.0.0.1:{other.getsockname()[1]}").startswith("failed: [Errno")
+        services = [start_service(server) for _ in range(2)]
+        processes = [start(GROUP, str(rank), *services) for rank in range(2)]
         for process in processes:
             assert process.stdout.readline() == "ready\n"
         for process in processes:
@@ -161,32 +159,10 @@ def test_two_groups_one_after_the_other(tmp_path):
         assert all(list((tmp_path / "compiled").glob(f"jit_double_{rank}-*")) for rank in range(2))
         server.stdin.close()
         assert server.wait(DEADLINE_S) == 0
-    finally:
-        for process in (server, *processes):
-            process.kill()
-            process.wait()
-            for pipe in filter(None, (process.stdin, process.stdout)):
-                pipe.close()
-
-
-def test_port_that_is_taken():
-    """It is refused, and the next one is not."""
-    server = server_of(os.environ | {"JAX_PLATFORMS": "cpu"})
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            for _ in range(4):
-                assert answer_to(server, f"127.0.0.1:{other.getsockname()[1]}").startswith("failed: [Errno")
-        assert start_service(server)
-        server.stdin.close()
-        assert server.wait(DEADLINE_S) == 0
-    finally:
-        server.kill()
-        server.wait()
-        server.stdout.close()
 
 
 def test_connections_of_the_group_are_broken_off(monkeypatch):
-    """Those at its ports can be read no longer, others can."""
+    """Sockets at its ports can no longer be read, others can."""
     with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_server(("127.0.0.1", 0)) as other:
         monkeypatch.setattr(coordination, "_ports", {ours.getsockname()[1]})
         assert {ours.getsockname()[1], other.getsockname()[1]} <= coordination._listening()
@@ -204,14 +180,9 @@ def test_connections_of_the_group_are_broken_off(monkeypatch):
 
 
 @pytest.mark.slow
-def test_process_that_does_not_come(tmp_path):
-    """The other one gets an error, and is not ended. One that waits for devices gets it as soon as the loss is known."""
-    script = tmp_path / "alone.py"
-    script.write_text(ALONE)
-    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS", "TF_CONFIG")}
-    command = [sys.executable, str(script), *(f"127.0.0.1:{port}" for port in free_ports(2))]
-    done = subprocess.run(
-        command, env=environment | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=DEADLINE_S
-    )
+def test_process_that_does_not_come():
+    """The other one gets an error and does not end. One that waits for devices gets it when the loss is known."""
+    command = [sys.executable, "-c", ALONE, *(f"127.0.0.1:{port}" for port in free_ports(2))]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["does not connect", "finds no devices", "1 process"], done.stderr
