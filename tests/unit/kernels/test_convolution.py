@@ -1,5 +1,7 @@
 """Convolutions for CPUs, against those of XLA."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,71 +29,61 @@ def convolutions(draw):
 
 
 def normal(*shape):
-    """Random numbers."""
     return np.random.default_rng(1).normal(size=shape).astype("float32")
 
 
 def require_same(ours, theirs, x, kernel):
     """Compares results and both gradients, in both directions of differentiation."""
-    found = []
-    for fn in (ours, theirs):
+
+    def results(fn, x, kernel):
         y, back = jax.vjp(fn, x, kernel)
         tangent = jax.jvp(fn, (x, kernel), (jnp.ones_like(x), jnp.ones_like(kernel)))[1]
-        only = (
-            jax.grad(lambda k, fn=fn: (fn(x, k) ** 2).sum())(kernel),
-            jax.grad(lambda x, fn=fn: (fn(x, kernel) ** 2).sum())(x),
-        )
-        found.append((y, tangent, *back(jnp.asarray(normal(*y.shape))), *only))
-    for a, b in zip(*found, strict=True):
+        of_kernel = jax.grad(lambda k: (fn(x, k) ** 2).sum())(kernel)
+        of_input = jax.grad(lambda x: (fn(x, kernel) ** 2).sum())(x)
+        return y, tangent, *back(jnp.asarray(normal(*y.shape))), of_kernel, of_input
+
+    found, expected = (jax.jit(functools.partial(results, fn))(x, kernel) for fn in (ours, theirs))
+    for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(convolutions())
 def test_convolutions_are_those_of_xla(case):
-    """Of all strides and paddings."""
+    """Of all strides and paddings; depthwise, with one and several outputs of each channel, too."""
     x, sizes, strides, padding, outputs = case
     windows = Windows.over(x.shape, range(1, x.ndim - 1), sizes, strides, padding)
-    numbers = NUMBERS[x.ndim]
+    by_xla = functools.partial(
+        lax.conv_general_dilated,
+        window_strides=strides,
+        padding=padding.upper(),
+        dimension_numbers=NUMBERS[x.ndim],
+    )
+    kernel = normal(*sizes, x.shape[-1], outputs)
+    require_same(lambda x, k: convolution.convolution(x, k, windows), by_xla, x, kernel)
     require_same(
-        lambda x, k: convolution.convolution(x, k, windows),
-        lambda x, k: lax.conv_general_dilated(x, k, strides, padding.upper(), dimension_numbers=numbers),
+        lambda x, k: convolution.depthwise(x, k, windows),
+        lambda x, k: by_xla(x, k.reshape(*sizes, 1, -1), feature_group_count=x.shape[-1]),
         x,
-        normal(*sizes, x.shape[-1], outputs),
+        kernel,
     )
 
 
-@settings(max_examples=10, deadline=None)
-@given(convolutions())
-def test_depthwise_convolutions_are_those_of_xla(case):
-    """With one and several outputs of each channel."""
-    x, sizes, strides, padding, multiplier = case
-    windows = Windows.over(x.shape, range(1, x.ndim - 1), sizes, strides, padding)
-
-    def theirs(x, k):
-        k = k.reshape(*sizes, 1, -1)
-        options = {"dimension_numbers": NUMBERS[x.ndim], "feature_group_count": x.shape[-1]}
-        return lax.conv_general_dilated(x, k, strides, padding.upper(), **options)
-
-    kernel = normal(*sizes, x.shape[-1], multiplier)
-    require_same(lambda x, k: convolution.depthwise(x, k, windows), theirs, x, kernel)
-
-
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(convolutions())
 def test_transposed_convolutions_are_those_of_jax(case):
     """Their windows overlap, touch, or leave gaps."""
     x, sizes, strides, padding, outputs = case
-    numbers, spatial = NUMBERS[x.ndim], range(1, x.ndim - 1)
     pads = []
-    for d, size, stride in zip(spatial, sizes, strides, strict=True):
-        length = x.shape[d] * stride if padding == "same" else x.shape[d] * stride + max(size - stride, 0)
-        total = length + size - 2 - (x.shape[d] - 1) * stride
+    for length, size, stride in zip(x.shape[1:-1], sizes, strides, strict=True):
+        total = (
+            length * stride + (max(size - stride, 0) if padding == "valid" else 0) + size - 2 - (length - 1) * stride
+        )
         before = min(total, stride - 1 if size < stride else size - 1) if padding == "valid" else -(-total // 2)
         pads.append((before, total - before))
     require_same(
         lambda x, k: convolution.transposed(x, k, strides, tuple(pads)),
-        lambda x, k: lax.conv_transpose(x, k, strides, pads, dimension_numbers=numbers),
+        lambda x, k: lax.conv_transpose(x, k, strides, pads, dimension_numbers=NUMBERS[x.ndim]),
         x,
         normal(*sizes, x.shape[-1], outputs),
     )

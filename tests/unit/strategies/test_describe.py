@@ -20,7 +20,6 @@ def printed(strategy, *objects):
 
 
 def strategy_of(**options):
-    """Four devices."""
     return phalanx.MirroredStrategy([f"cpu:{i}" for i in range(4)], **options)
 
 

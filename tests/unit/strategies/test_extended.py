@@ -11,43 +11,38 @@ from phalanx.errors import ContextError, InvalidArgumentError, ReduceOpError
 
 
 def test_extended_devices_are_in_replica_order(strategy):
-    """In replica order; the default strategy places nothing."""
-    assert strategy.extended.worker_devices == strategy.extended.parameter_devices == ("cpu:0", "cpu:1")
+    """What old code asks on one machine. The default strategy places nothing."""
+    extended = strategy.extended
+    assert extended.worker_devices == extended.parameter_devices == ("cpu:0", "cpu:1")
+    assert (extended.should_checkpoint, extended.should_save_summary) == (True, True)
+    assert not extended.experimental_require_static_shapes
+    assert strategy.cluster_resolver is None
     with pytest.raises(
         ContextError, match="worker_devices of the default strategy: the default strategy has no devices"
     ):
         phalanx.get_strategy().extended.worker_devices  # noqa: B018
 
 
-def test_extended_flags_of_one_machine(strategy):
-    """What old code asks on one machine."""
-    extended = strategy.extended
-    assert (extended.should_checkpoint, extended.should_save_summary) == (True, True)
-    assert not extended.experimental_require_static_shapes
-    assert strategy.cluster_resolver is None
-
-
 def test_variable_created_in_scope(strategy):
-    """By whose scope it was made."""
-    other = phalanx.MirroredStrategy(["cpu:2", "cpu:3"])
+    """By whose scope it was made, even if another strategy is over the same devices. Only such variables have neighbours."""
+    twin, other = phalanx.MirroredStrategy(["cpu:0", "cpu:1"]), phalanx.MirroredStrategy(["cpu:2", "cpu:3"])
     with strategy.scope():
         v = keras.Variable(1.0)
-    w = keras.Variable(1.0)
-    made = [s.extended.variable_created_in_scope(x) for s in (strategy, other, phalanx.get_strategy()) for x in (v, w)]
-    assert made == [True, False, False, False, False, True]
-    assert strategy.extended.value_container(v) is v
-
-
-def test_variable_of_a_twin(strategy):
-    """Another strategy over the same devices has variables of its own."""
-    twin = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+        with strategy.extended.colocate_vars_with(v):
+            assert len(keras.Variable(1.0).value.devices()) == 2
     with twin.scope():
-        v = keras.Variable(1.0, name="v")
-    assert not strategy.extended.variable_created_in_scope(v)
-    with pytest.raises(
-        InvalidArgumentError, match="colocate_vars_with.variable 'v' .*not created in the scope of this strategy"
-    ):
-        strategy.extended.colocate_vars_with(v)
+        of_twin = keras.Variable(1.0, name="v")
+    variables = [v, keras.Variable(1.0, name="w"), of_twin]
+    made = [
+        [s.extended.variable_created_in_scope(x) for x in variables]
+        for s in (strategy, twin, other, phalanx.get_strategy())
+    ]
+    assert made == [[True, False, False], [False, False, True], [False, False, False], [False, True, False]]
+    assert strategy.extended.value_container(v) is v
+    for x in variables[1:]:
+        match = rf"colocate_vars_with\(variable '{x.name}' .*was not created in the scope of this strategy"
+        with pytest.raises(InvalidArgumentError, match=match):
+            strategy.extended.colocate_vars_with(x)
 
 
 @pytest.mark.parametrize("bad", [None, 1, "x", [], object()])
@@ -73,18 +68,6 @@ def test_variable_for_a_list(strategy):
         strategy.extended.batch_reduce_to("SUM", v)
 
 
-def test_colocate_vars_with(strategy):
-    """Only with this strategy's variables."""
-    with strategy.scope():
-        v = keras.Variable(1.0)
-        with strategy.extended.colocate_vars_with(v):
-            assert len(keras.Variable(1.0).value.devices()) == 2
-    with pytest.raises(
-        InvalidArgumentError, match=r"colocate_vars_with\(variable 'w' .*was not created in the scope of this strategy"
-    ):
-        strategy.extended.colocate_vars_with(keras.Variable(1.0, name="w"))
-
-
 @pytest.mark.parametrize(("op", "expected"), [("SUM", 3.0), ("MEAN", 1.5)])
 def test_reduce_to_gives_mirrored_results(strategy, op, expected):
     """A mirrored result, for one value or several."""
@@ -95,17 +78,13 @@ def test_reduce_to_gives_mirrored_results(strategy, op, expected):
 
 
 def test_reduce_to_of_what_all_replicas_share(strategy):
-    """A mean is the value; a sum is ambiguous."""
+    """A mean is the value, also beside one that differs; a sum is ambiguous."""
     assert strategy.extended.reduce_to("MEAN", 4.0, "cpu:0") == 4.0
-    with pytest.raises(ReduceOpError, match="it is not a per-replica value"):
-        strategy.extended.reduce_to("SUM", 4.0, "cpu:0")
-
-
-def test_reduce_to_of_mixed_values(strategy):
-    """One distributed, one shared, in one batch."""
     pairs = [(per_replica(strategy, 1.0, 2.0), "cpu:0"), (5.0, "cpu:0")]
     one, two = strategy.extended.batch_reduce_to("MEAN", pairs)
     assert (float(jnp.asarray(one)), float(jnp.asarray(two))) == (1.5, 5.0)
+    with pytest.raises(ReduceOpError, match="it is not a per-replica value"):
+        strategy.extended.reduce_to("SUM", 4.0, "cpu:0")
 
 
 @pytest.mark.parametrize("destinations", [None, [], ("cpu:0",)])
@@ -116,30 +95,20 @@ def test_reduce_to_nowhere(strategy, destinations):
 
 
 def test_broadcast_to_mirrors_arrays(strategy):
-    """Numbers pass through; arrays become mirrored."""
+    """Numbers pass through; arrays become mirrored. `call_for_each_replica` is the older name of `run`."""
     assert strategy.extended.broadcast_to(3, "cpu:0") == 3
     assert len(strategy.extended.broadcast_to(jnp.ones(2), "cpu:0").values) == 2
-
-
-def test_call_for_each_replica(strategy):
-    """The older name of run."""
     result = strategy.extended.call_for_each_replica(lambda x, *, y: x + y + replica_id(), (1.0,), {"y": 2.0})
     assert [float(v) for v in result.values] == [3, 4]
 
 
-@pytest.mark.parametrize(("group", "expected"), [(True, 7.0), (False, (7.0, 7.0))])
-def test_update_passes_the_variable(strategy, group, expected):
-    """Calls the function with the variable."""
-    with strategy.scope():
-        v = keras.Variable(1.0)
-    update = lambda v, x, *, y: float(v.assign(x + y))  # noqa: E731
-    assert strategy.extended.update(v, update, args=(Mirrored(3.0),), kwargs={"y": 4.0}, group=group) == expected
-    assert v.numpy() == 7
-
-
-def test_update_with_values_that_differ(strategy):
-    """The variable would diverge."""
+def test_update_passes_the_variable(strategy):
+    """And values that are equal on all replicas; with others the variable would diverge."""
     with strategy.scope():
         v = keras.Variable(1.0, name="v")
+    update = lambda v, x, *, y: float(v.assign(x + y))  # noqa: E731
+    for group, expected in ((True, 7.0), (False, (7.0, 7.0))):
+        assert strategy.extended.update(v, update, (Mirrored(3.0),), {"y": 4.0}, group=group) == expected
+    assert v.numpy() == 7
     with pytest.raises(ContextError, match=r"extended.update\(variable 'v' .*: an argument differs between replicas"):
         strategy.extended.update(v, lambda v, x: v.assign(x), args=(per_replica(strategy, 1.0, 2.0),))

@@ -1,5 +1,7 @@
 """One value of what the replicas hold: `reduce`, `gather` and local results."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -56,30 +58,23 @@ def test_reduce_of_nests(strategy):
         ("SUM", 2.0, None, ReduceOpError, r"reduce\(SUM\) of .*: it is not a per-replica value.*\nHINT: ReduceOp.MEAN"),
         ("SUM", (1.0, 2.0), 0, ReduceOpError, "axis=0: a scalar has no dims"),
         ("SUM", ([1.0], [2.0]), 1, ReduceOpError, "axis=1: the value has dims 0 to 0"),
-        ("SUM", ([1.0], [2.0]), "rows", ReduceOpError, "axis='rows': must be an integer"),
-        ("SUM", ([1.0], [2.0]), True, ReduceOpError, "axis=True: must be an integer"),
-        ("SUM", ([1.0], [2.0]), 0.5, ReduceOpError, "axis=0.5: must be an integer"),
-        ("SUM", ([1.0], [2.0]), [0], ReduceOpError, r"axis=\[0\]: must be an integer"),
+        *[
+            ("SUM", ([1.0], [2.0]), axis, ReduceOpError, re.escape(f"axis={axis!r}: must be an integer"))
+            for axis in ("rows", True, 0.5, [0])
+        ],
         ("SUM", ([True], [False]), None, ReduceOpError, "a value of dtype bool: bools have no sum or mean"),
         ("SUM", ("a", "b"), None, ReduceOpError, r"reduce of PerReplica.*: its components are not arrays of numbers"),
-        (
-            "SUM",
-            ([1.0, 2.0], [3.0]),
-            None,
-            InputError,
-            r"reduce\(axis=None\): the components have different numbers of rows",
-        ),
-        ("SUM", ([[1.0, 2.0]] * 2, [[3.0, 4.0]]), 1, InputError, r"reduce\(axis=1\): the components have different"),
+        *[
+            ("SUM", v, axis, InputError, rf"reduce\(axis={axis}\): the components have different numbers of rows")
+            for v, axis in ((([1.0, 2.0], [3.0]), None), (([[1.0, 2.0]] * 2, [[3.0, 4.0]]), 1))
+        ],
     ],
 )
 def test_bad_reduce_leaves_next_one_working(strategy, op, value, axis, error, match):
     """Typed, with the value, and the next reduce works."""
     if isinstance(value, tuple):
-        parts = value
-        as_given = isinstance(parts[0], str)
-        value = strategy.experimental_distribute_values_from_function(
-            lambda c: parts[c.replica_id_in_sync_group] if as_given else np.asarray(parts[c.replica_id_in_sync_group])
-        )
+        parts = value if isinstance(value[0], str) else [np.asarray(v) for v in value]
+        value = strategy.experimental_distribute_values_from_function(lambda c: parts[c.replica_id_in_sync_group])
     with pytest.raises(error, match=match):
         strategy.reduce(op, value, axis)
     assert float(strategy.reduce("SUM", per_replica(strategy, 1.0, 2.0), None)) == 3
@@ -94,31 +89,16 @@ def test_bad_reduce_after_a_good_one(strategy, axis):
         strategy.reduce("SUM", value, axis=axis)
 
 
-def test_reduce_needs_an_axis(strategy):
-    """As in tf.distribute."""
-    with pytest.raises(TypeError, match="axis"):
-        strategy.reduce("SUM", 1.0)
-
-
-@pytest.mark.parametrize("value", [5.0, np.float32([1, 2]), Mirrored(np.float32([1, 2]))])
-def test_mean_of_what_all_replicas_share(strategy, value):
-    """Is the value."""
-    np.testing.assert_array_equal(strategy.reduce("MEAN", value, axis=None), np.asarray(value))
-
-
-def test_sum_over_rows_of_what_all_replicas_share(strategy):
-    """Each replica would sum it: 2 x (2 + 4)."""
-    assert float(strategy.reduce("SUM", np.float32([2, 4]), axis=0)) == 12
-    assert float(strategy.reduce("MEAN", np.float32([2, 4]), axis=0)) == 3
-
-
-def test_reduce_of_variables(strategy):
-    """A mirrored variable has one value."""
+def test_reduce_of_what_all_replicas_share(strategy):
+    """A mean is the value, and so is what `gather` returns. Each replica would sum its rows: 2 x (2 + 4)."""
     with strategy.scope():
         v = keras.Variable(3.0)
-    assert float(strategy.reduce("MEAN", v, axis=None)) == 3
+    for value in (v, 5.0, np.float32([1, 2]), Mirrored(np.float32([1, 2]))):
+        np.testing.assert_array_equal(strategy.reduce("MEAN", value, axis=None), np.asarray(value))
     with pytest.raises(ReduceOpError, match="it is not a per-replica value"):
         strategy.reduce("SUM", v, axis=None)
+    assert [float(strategy.reduce(op, np.float32([2, 4]), axis=0)) for op in ("SUM", "MEAN")] == [12, 3]
+    assert strategy.gather(np.ones(2), axis=0).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -127,18 +107,12 @@ def test_reduce_of_variables(strategy):
         (([1, 2], [3, 4]), 0, [1, 2, 3, 4]),
         (([1, 2], [3]), 0, [1, 2, 3]),
         ((np.zeros(0, int), [3]), 0, [3]),
-        (([[1], [2]], [[3], [4]]), 1, [[1, 3], [2, 4]]),
-        (([[1], [2]], [[3], [4]]), -1, [[1, 3], [2, 4]]),
+        *[(([[1], [2]], [[3], [4]]), axis, [[1, 3], [2, 4]]) for axis in (1, -1)],
     ],
 )
 def test_gather_concatenates_real_rows_in_order(strategy, components, axis, expected):
     """In replica order, without padded rows."""
     assert strategy.gather(per_replica(strategy, *components), axis).tolist() == expected
-
-
-def test_gather_of_what_all_replicas_share(strategy):
-    """Stays as it is."""
-    assert strategy.gather(np.ones(2), axis=0).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -187,20 +161,20 @@ def test_values_that_are_no_arrays(strategy):
     """One check for what is placed, gathered or reduced; a deleted array is named."""
     deleted = jnp.ones(2)
     deleted.delete()
-    for call in (
-        lambda: strategy.replicate("x"),
-        lambda: strategy.replicate({"w": 2**70}),
-        lambda: strategy.extended.broadcast_to(object(), "cpu:0"),
-        lambda: strategy.extended.reduce_to("MEAN", "x", "cpu:0"),
+    no_array, is_deleted = (
+        "not an array of numbers.\nHINT: pass arrays",
+        r"an array float32\[2\]: it was deleted, or donated",
+    )
+    for call, match in (
+        (lambda: strategy.replicate("x"), no_array),
+        (lambda: strategy.replicate({"w": 2**70}), no_array),
+        (lambda: strategy.extended.broadcast_to(object(), "cpu:0"), no_array),
+        (lambda: strategy.extended.reduce_to("MEAN", "x", "cpu:0"), no_array),
+        (lambda: strategy.replicate(deleted), is_deleted),
+        (lambda: strategy.gather(deleted, axis=0), is_deleted),
+        (lambda: strategy.reduce("MEAN", deleted, axis=None), is_deleted),
     ):
-        with pytest.raises(ReduceOpError, match="not an array of numbers.\nHINT: pass arrays"):
-            call()
-    for call in (
-        lambda: strategy.replicate(deleted),
-        lambda: strategy.gather(deleted, axis=0),
-        lambda: strategy.reduce("MEAN", deleted, axis=None),
-    ):
-        with pytest.raises(ReduceOpError, match=r"an array float32\[2\]: it was deleted, or donated"):
+        with pytest.raises(ReduceOpError, match=match):
             call()
     with pytest.raises(InvalidArgumentError, match="value_fn=1: is not callable"):
         strategy.experimental_distribute_values_from_function(1)

@@ -1,6 +1,7 @@
 """`TPUStrategy` on virtual devices: logical devices, and what does not fit."""
 
 import re
+from collections import namedtuple
 from contextlib import nullcontext
 
 import jax
@@ -20,19 +21,16 @@ X = np.random.default_rng(0).random((8, 4), "float32")
 
 @pytest.fixture(autouse=True)
 def topology():
-    """Eight virtual cores."""
     yield phalanx.testing.virtual_topology((2, 2, 2))
     phalanx.tpu.experimental.shutdown_tpu_system()
 
 
 def strategy_of(topology, shape, replicas, **options):
-    """A strategy with that computation shape."""
     return phalanx.TPUStrategy(None, DeviceAssignment.build(topology, shape, num_replicas=replicas), **options)
 
 
-def batch_of(strategy, x=X):
-    """All of `x`, divided."""
-    return next(iter(strategy.experimental_distribute_dataset([x])))
+def batch_of(strategy):
+    return next(iter(strategy.experimental_distribute_dataset([X])))
 
 
 def lowered(strategy, fn, *args):
@@ -42,30 +40,26 @@ def lowered(strategy, fn, *args):
 
 
 def test_replicas_and_devices(topology):
-    """A replica has the devices at the coordinates that the assignment gives it."""
+    """A replica has the devices at the coordinates that the assignment gives it, which may be some of all."""
     strategy = strategy_of(topology, [2, 1, 1], 4)
     assert [d.id for d in strategy.topology.devices] == [0, 4, 1, 5, 2, 6, 3, 7]
     assert strategy.topology.axes == (("model", 2),)
     assert strategy.extended.worker_devices == ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
     assert strategy.extended.experimental_require_static_shapes
-    assert not phalanx.MirroredStrategy(["cpu:0"]).extended.experimental_require_static_shapes
-
-
-def test_some_of_the_cores(topology):
-    """`num_replicas_in_sync` follows the assignment."""
     assert strategy_of(topology, [1, 1, 2], 3).num_replicas_in_sync == 3
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
-@pytest.mark.parametrize("device", [0, 1])
-def test_assigned_value_keeps_dtype_and_bits(topology, dtype, device):
+def test_assigned_value_keeps_dtype_and_bits(topology):
     """It is the same, of the same dtype, infinities included."""
     strategy = strategy_of(topology, [1, 1, 2], 4)
-    value = jnp.asarray([0, 1, 3, jnp.inf if dtype == "float32" else 1]).astype(dtype)
-    result = strategy.run(lambda: strategy.experimental_assign_to_logical_device(value, device))
-    for own in result.values:
-        assert own.dtype == value.dtype
-        np.testing.assert_array_equal(own, value)
+    values = [jnp.asarray([0, 1, 3, jnp.inf])]
+    values += [jnp.asarray([0, 1, 3, 1]).astype(dtype) for dtype in ("bfloat16", "int32", "bool")]
+    assign = strategy.experimental_assign_to_logical_device
+    for results in strategy.run(lambda: [[assign(value, device) for value in values] for device in (0, 1)]):
+        for result, value in zip(results, values, strict=True):
+            for own in result.values:
+                assert own.dtype == value.dtype
+                np.testing.assert_array_equal(own, value)
 
 
 def test_assigned_value_is_sent(topology):
@@ -138,53 +132,44 @@ def test_one_logical_device(topology):
     np.testing.assert_array_equal(strategy.gather(strategy.run(fn, args=(batch_of(strategy),)), axis=0), X)
 
 
-BAD = {
-    "too many": (lambda s, x: s.experimental_assign_to_logical_device(x, 2), r"logical_device_id=2: .*0 to 1.*\nHINT"),
-    "negative": (lambda s, x: s.experimental_assign_to_logical_device(x, -1), r"logical_device_id=-1: .*\nHINT"),
-    "no number": (lambda s, x: s.experimental_assign_to_logical_device(x, "a"), r"logical_device_id='a': .*\nHINT"),
-    "rank": (lambda s, x: s.experimental_split_to_logical_devices(x, [2]), r"one positive integer per dim.\nHINT"),
-    "zero": (
-        lambda s, x: s.experimental_split_to_logical_devices(x, [0, 2]),
-        r"one positive integer per dim.\nHINT",
-    ),
-    "divide": (
-        lambda s, x: s.experimental_split_to_logical_devices(x, [3, 1]),
-        r"3 does not divide dim 0, which has size 4.\nHINT",
-    ),
-    "product": (
-        lambda s, x: s.experimental_split_to_logical_devices(x, [2, 2]),
-        r"the product must be 2, the number of logical devices.*\nHINT: \[2, 1\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_bad_logical_devices(topology, what):
+@pytest.mark.parametrize(
+    ("verb", "given", "message"),
+    [
+        ("assign_to_logical_device", 2, r"logical_device_id=2: .*0 to 1.*\nHINT"),
+        ("assign_to_logical_device", -1, r"logical_device_id=-1: .*\nHINT"),
+        ("assign_to_logical_device", "a", r"logical_device_id='a': .*\nHINT"),
+        ("split_to_logical_devices", [2], "one positive integer per dim.\nHINT"),
+        ("split_to_logical_devices", [0, 2], "one positive integer per dim.\nHINT"),
+        ("split_to_logical_devices", [3, 1], "3 does not divide dim 0, which has size 4.\nHINT"),
+        ("split_to_logical_devices", [2, 2], r"the product must be 2, the number of logical devices.*\nHINT: \[2, 1\]"),
+    ],
+)
+def test_bad_logical_devices(topology, verb, given, message):
     """A ValueError, as in tf.distribute, that says what there is."""
-    call, message = BAD[what]
     strategy = strategy_of(topology, [1, 1, 2], 2)
     with pytest.raises(InvalidArgumentError, match=f"(?s){message}") as caught:
-        strategy.run(lambda x: call(strategy, x), args=(batch_of(strategy),))
+        strategy.run(lambda x: getattr(strategy, f"experimental_{verb}")(x, given), args=(batch_of(strategy),))
     assert isinstance(caught.value, ValueError)
 
 
 def test_one_device_under_spmd(topology):
-    """No logical device is addressed alone there, as in tf.distribute."""
+    """No logical device is addressed alone there, as in tf.distribute. XLA divides compiled programs alone, so none is eager."""
     strategy = strategy_of(topology, [1, 1, 2], 2, experimental_spmd_xla_partitioning=True)
     with pytest.raises(InvalidArgumentError, match=r"(?s)assign_to_logical_device with .*spmd.*\nHINT: .*split_to"):
         strategy.run(lambda: strategy.experimental_assign_to_logical_device(1.0, 0))
     assert strategy.run(lambda: strategy.experimental_replicate_to_logical_devices(1.0)).values[0] == 1
+    with pytest.raises(InvalidArgumentError, match=r"(?s)RunOptions\(eager=True\).*2 devices.*\nHINT: .*OneDevice"):
+        strategy.run(lambda: 1, options=phalanx.RunOptions(eager=True))
 
 
-@pytest.mark.parametrize("where", ["outside", "scope", "merge"])
-def test_verbs_outside_a_replica(topology, where):
+def test_verbs_outside_a_replica(topology):
     """They say where an array of a replica's program is."""
     strategy = strategy_of(topology, [1, 1, 2], 2)
     call = lambda *_: strategy.experimental_replicate_to_logical_devices(1.0)  # noqa: E731
     merge = lambda: strategy.run(lambda: phalanx.get_replica_context().merge_call(call))  # noqa: E731
-    scope = strategy.scope() if where == "scope" else nullcontext()
-    with scope, pytest.raises(ContextError, match=r"(?s)outside a replica function.*\nHINT: .*strategy.run"):
-        (merge if where == "merge" else call)()
+    for scope, fn in ((nullcontext(), call), (strategy.scope(), call), (nullcontext(), merge)):
+        with scope, pytest.raises(ContextError, match=r"(?s)outside a replica function.*\nHINT: .*strategy.run"):
+            fn()
 
 
 def test_dynamic_shapes_are_refused(topology):
@@ -192,13 +177,6 @@ def test_dynamic_shapes_are_refused(topology):
     strategy = strategy_of(topology, None, 2)
     with pytest.raises(TraceError, match=r"(?s)whose shape depends on the values.*\nHINT: jnp.where"):
         strategy.run(lambda x: x[x > 0].sum(), args=(batch_of(strategy),))
-
-
-def test_eager_run_of_several_devices(topology):
-    """XLA divides compiled programs alone."""
-    strategy = strategy_of(topology, [1, 1, 2], 2)
-    with pytest.raises(InvalidArgumentError, match=r"(?s)RunOptions\(eager=True\).*2 devices.*\nHINT: .*OneDevice"):
-        strategy.run(lambda: 1, options=phalanx.RunOptions(eager=True))
 
 
 def test_machine_without_tpus():
@@ -213,21 +191,25 @@ def test_machine_without_tpus():
     ("make", "message"),
     [
         (
-            lambda: phalanx.testing.virtual_topology((4, 4)),
+            lambda _: phalanx.testing.virtual_topology((4, 4)),
             r"needs 16 CPU devices, but this process has 8.\nHINT: .*\(16\)",
         ),
-        (lambda: phalanx.testing.virtual_topology((0, 4)), r"mesh_shape=\(0, 4\): must be positive integers.\nHINT"),
-        (lambda: phalanx.TPUStrategy("local"), r"cluster_resolver='local': must be a ClusterResolver.\nHINT"),
+        (lambda _: phalanx.testing.virtual_topology((0, 4)), r"mesh_shape=\(0, 4\): must be positive integers.\nHINT"),
+        (lambda _: phalanx.TPUStrategy("local"), r"cluster_resolver='local': must be a ClusterResolver.\nHINT"),
         (
-            lambda: phalanx.TPUStrategy(None, [[0]]),
+            lambda _: phalanx.TPUStrategy(None, [[0]]),
             r"experimental_device_assignment=.*must be a DeviceAssignment.\nHINT",
+        ),
+        (
+            lambda topology: phalanx.TPUStrategy(DeviceAssignment.build(topology, [1, 1, 2], num_replicas=4)),
+            r"HINT: TPUStrategy\(experimental_device_assignment=assignment\)",
         ),
     ],
 )
-def test_bad_systems_are_refused(make, message):
-    """Typed errors."""
+def test_bad_systems_are_refused(topology, make, message):
+    """Typed errors. The hint for an assignment as the first argument names the argument that it is for."""
     with pytest.raises(InvalidArgumentError, match=f"(?s){message}"):
-        make()
+        make(topology)
 
 
 def test_assignment_of_another_system():
@@ -239,25 +221,11 @@ def test_assignment_of_another_system():
             phalanx.TPUStrategy(None, DeviceAssignment.build(other))
 
 
-class _Core:
-    """What JAX tells of a core of a TPU."""
-
-    def __init__(self, coords, core_on_chip, process_index):
-        self.coords, self.core_on_chip, self.process_index = coords, core_on_chip, process_index
-
-
 def test_coordinates_of_tpus():
     """As JAX tells them: x, y, z and the core of a chip, from wherever a slice begins."""
     chips = [((2, 4, 0), 0), ((2, 4, 0), 1), ((3, 4, 0), 0), ((3, 4, 0), 1)]
-    devices = [_Core(at, core, i // 2) for i, (at, core) in enumerate(chips)]
+    core = namedtuple("core", ["coords", "core_on_chip", "process_index"])
+    devices = [core(*chip, i // 2) for i, chip in enumerate(chips)]
     found = tpu_system._of_devices(devices)
     assert found.mesh_shape.tolist() == [2, 1, 1, 2]
     assert found.device_coordinates.tolist() == [[[0, 0, 0, 0], [0, 0, 0, 1]], [[1, 0, 0, 0], [1, 0, 0, 1]]]
-
-
-def test_an_assignment_as_the_first_argument():
-    """The hint names the argument that it is for."""
-    topology = phalanx.testing.virtual_topology((2, 2, 2))
-    assignment = phalanx.tpu.experimental.DeviceAssignment.build(topology, [1, 1, 2], num_replicas=4)
-    with pytest.raises(InvalidArgumentError, match="HINT: TPUStrategy\\(experimental_device_assignment=assignment\\)"):
-        phalanx.TPUStrategy(assignment)
