@@ -93,6 +93,7 @@ class Rendezvous(threading.Thread):
       kill: called with the number of a process of this machine that keeps the others from going on, and the reason.
       say: receives reports.
       machines: the machines of the group, of which this one is the first.
+      clock: returns the time in seconds. All limits are measured by it.
 
     Raises:
       InvalidArgumentError: PHALANX_START_TIMEOUT_S is not a number of seconds.
@@ -106,8 +107,11 @@ class Rendezvous(threading.Thread):
         kill: Callable[[int, str], None],
         say: Callable[[str], None],
         machines: Machines = ALONE,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name="phalanx-rendezvous", daemon=True)
+        self._clock = clock
         self._least, self._kill_here, self._say = least, kill, say
         self._patience_s = start_timeout_s(environment)
         self.address = machines.address or f"{LOOPBACK}:{free_ports(1)[0]}"
@@ -169,12 +173,12 @@ class Rendezvous(threading.Thread):
     @property
     def _until_s(self) -> float:
         """Until when to wait for a machine from now on."""
-        return time.monotonic() + self._patience_s
+        return self._clock() + self._patience_s
 
     @property
     def _awaits_machine(self) -> bool:
         """Whether a machine has not come yet or may come back, so that nobody knows how many processes it will have."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         return any(each.report is None and now_s < each.until_s for each in self._launchers)
 
     @property
@@ -215,7 +219,7 @@ class Rendezvous(threading.Thread):
             return
         if number in self._members:
             self._forget(self._members[number])
-        member = self._members[number] = _Member(number, guest, time.monotonic())
+        member = self._members[number] = _Member(number, guest, self._clock())
         self._selector.register(guest.connection, selectors.EVENT_READ, member)
         guest.say({"is_late": self.generation > 0})
 
@@ -256,7 +260,7 @@ class Rendezvous(threading.Thread):
         if not is_open:
             self._forget(member)
             return
-        member.heard_s = time.monotonic()
+        member.heard_s = self._clock()
         for message in messages:
             if "ready" in message:
                 member.ready = message["ready"]
@@ -300,7 +304,7 @@ class Rendezvous(threading.Thread):
     def _settle(self) -> None:
         """Forms the next generation if its processes have come."""
         self._dismiss_behind()
-        survivors, now_s = self._survivors(), time.monotonic()
+        survivors, now_s = self._survivors(), self._clock()
         newcomers = [m for m in self._members.values() if m.ready and m.generation == 0]
         if not self.generation:
             others = enumerate(self._launchers[1:], start=1)

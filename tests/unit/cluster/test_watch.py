@@ -250,14 +250,18 @@ def said(capfd):
 
 def test_all_end_well(group, said):
     """Nobody is ended who has come to the end, one after the other."""
-    three = group(3)
+    three, heard = group(3), []
     three.steps(3, 3, 3)
+    listen = three[0]._listen
+    three[0]._listen = lambda rank, now_s: heard.append(rank) or listen(rank, now_s)
     for rank in (1, 2, 0):
         assert three[0].others_have_left == (rank == 0)
         three[rank].leave()
         three.wait(100)
         three.end(rank)
+        heard.clear()
         three.wait(1)
+        assert rank == 0 or heard.count(rank) == 1
     assert (three.statuses, said()) == ({}, ([], {}))
 
 

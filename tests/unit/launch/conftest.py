@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.launch import rendezvous
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.output import Sink
 from phalanx.launch.plan import Machine, Request, free_ports, plan
@@ -147,6 +148,25 @@ def deadline():
     signal.alarm(0)
     after = {number: signal.signal(number, handler) for number, handler in before.items()}
     assert after == handlers
+
+
+class Service:
+    """Takes the place of JAX's coordination services, which no process of these tests uses."""
+
+    def __init__(self, environment, host):
+        self.number = 0
+
+    def start(self, size):
+        self.number += 1
+        return f"service {self.number} for {size}"
+
+    def end(self):
+        pass
+
+
+@pytest.fixture
+def no_service(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_Service", Service)
 
 
 @pytest.fixture

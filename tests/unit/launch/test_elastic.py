@@ -1,5 +1,6 @@
 """Elastic groups of real processes, which meet without JAX: what is reported when some are lost, and when the group is."""
 
+import functools
 import os
 import sys
 
@@ -18,26 +19,39 @@ from phalanx.launch.signals import Signals
 pytestmark = pytest.mark.slow
 
 MEETS = """
-import sys, time
+import os, sys, time
 from phalanx.cluster import membership
 own = membership.own()
 def meet(step):
     return own.meet(call=0, progress=[step])
+def wait_for(count):
+    while not os.path.exists(f"{os.environ['SAID']}{count}"):
+        time.sleep(0.01)
 meet(0)
 """
 
 
-def run(script, *, least, workers, patience):
-    """Runs processes to the end of the group, and returns its outcome and what was said."""
-    environment = {**os.environ, TOKEN: new_token()}
+@pytest.fixture
+def run(tmp_path, no_service):
+    """Runs processes to the end of the group, and returns its outcome and what was said. They may wait for that."""
+    return functools.partial(_run, tmp_path)
+
+
+def _run(folder, script, *, least, workers, patience):
+    environment = {**os.environ, TOKEN: new_token(), "SAID": f"{folder}/said"}
     environment.pop("TF_CONFIG", None)
     specs = [
         ProcessSpec(Task("worker", i), (sys.executable, "-c", MEETS + script), environment) for i in range(workers)
     ]
     said = []
+
+    def say(text):
+        said.append(text)
+        (folder / f"said{len(said)}").touch()
+
     with Signals() as signals, open(os.devnull, "wb", buffering=0) as nowhere:
         relay = Relay(signals, Sink(nowhere.fileno()))
-        group = ElasticGroup(specs, least, relay, patience=patience, say=said.append)
+        group = ElasticGroup(specs, least, relay, patience=patience, say=say)
         try:
             group.start()
             group.run()
@@ -46,13 +60,13 @@ def run(script, *, least, workers, patience):
     return Outcome(group.endings()), said
 
 
-def test_report_names_the_loss_that_ended_the_group():
+def test_report_names_the_loss_that_ended_the_group(run):
     """Not the one before it, after which the others went on."""
     outcome, said = run(
         "own.number == 1 and sys.exit(3)\n"
-        "time.sleep(0.5)\n"
-        "generation = meet(1)\n"
-        "time.sleep(0.5 * (2 - own.number))\n"
+        "wait_for(1)\n"
+        "meet(1)\n"
+        "wait_for(3 if own.number == 0 else 2)\n"
         "sys.exit(4 + own.number)",
         least=1,
         workers=3,
@@ -69,7 +83,7 @@ def test_report_names_the_loss_that_ended_the_group():
     ]
 
 
-def test_place_stays_empty_after_failures_without_a_step():
+def test_place_stays_empty_after_failures_without_a_step(run):
     """If too few processes are left for good, the group ends with the exit code of the last one that was lost."""
     outcome, said = run(
         "own.number == 1 and sys.exit(3)\nwhile True:\n    meet(0)",

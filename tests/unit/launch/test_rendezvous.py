@@ -1,9 +1,9 @@
 """The rendezvous with real members in threads of this process: who is in which generation, and who is told what."""
 
 import os
+import queue
 import threading
 import time
-from contextlib import suppress
 from types import MappingProxyType
 
 import pytest
@@ -16,13 +16,11 @@ from phalanx.launch.plan import ALONE, Machines, free_ports
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.standing import Report, environment_of
 
-pytestmark = pytest.mark.slow
-
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Hall:
-    """A rendezvous, and the members that this test has let in.
+    """A rendezvous, whose time is that of the test, and the members that the test has let in.
 
     Args:
       least: number of processes without which no generation is formed.
@@ -30,46 +28,52 @@ class Hall:
     """
 
     def __init__(self, least, machines=ALONE):
-        self.killed, self.said, self.running = [], [], ()
+        self.killed, self.said, self.running, self.now_s = [], [], (), 100.0
         self.rendezvous = Rendezvous(
-            least, dict(os.environ), lambda *told: self.killed.append(told), self.said.append, machines
+            least,
+            dict(os.environ),
+            lambda *told: self.killed.append(told),
+            self.said.append,
+            machines,
+            clock=lambda: self.now_s,
         )
         self.rendezvous.start()
 
     def members(self, *numbers):
         """Lets members in, which the rendezvous expects."""
         self.running = tuple(sorted({*self.running, *numbers}))
-        self.rendezvous.report(Report(self.running, len(self.running)))
+        self.report()
         return [Membership(self.rendezvous.address, number) for number in numbers]
+
+    def report(self, running=None, hopeful=None, **more):
+        running = self.running if running is None else running
+        return self.rendezvous.report(Report(running, len(running) if hopeful is None else hopeful, **more))
 
     def meet(self, members, progress=None, call=0, variables=MappingProxyType({})):
         """Returns the generations of members that meet at the same time."""
-        found = {}
+        progress = progress or {}
+        met = [meeting(m, progress.get(m.number, [0]), call, variables.get(m.number, "")) for m in members]
+        return [each() for each in met]
 
-        def meet(member):
-            found[member.number] = member.meet(
-                call=call, progress=(progress or {}).get(member.number, [0]), variables=variables.get(member.number, "")
-            )
+    def until_ready(self, number):
+        until(lambda: self.rendezvous._members[number].ready)
 
-        threads = [threading.Thread(target=meet, args=(member,), daemon=True) for member in members]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-        assert len(found) == len(members)
-        return [found[member.number] for member in members]
+    def until_gone(self, number):
+        until(lambda: number not in self.rendezvous._members)
 
-    def meet_later(self, member, progress):
-        """Lets a member wait for its generation, which `later` returns."""
-        found = []
-        thread = threading.Thread(target=lambda: found.append(member.meet(call=0, progress=progress)), daemon=True)
-        thread.start()
 
-        def later():
-            thread.join(DEADLINE_S)
-            return found[0]
+def meeting(member, progress=(0,), call=0, variables=""):
+    """Lets a member wait for its generation in a thread. Returns a function that returns the generation, or the error."""
+    met = queue.SimpleQueue()
 
-        self.later = later
+    def meet():
+        try:
+            met.put(member.meet(call=call, progress=list(progress), variables=variables))
+        except StartupError as e:  # The rendezvous has ended.
+            met.put(e)
+
+    threading.Thread(target=meet, daemon=True).start()
+    return lambda: met.get(timeout=DEADLINE_S)
 
 
 def hang_up(member):
@@ -78,7 +82,6 @@ def hang_up(member):
 
 
 def until(condition):
-    """Waits until something holds."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline
@@ -86,7 +89,7 @@ def until(condition):
 
 
 @pytest.fixture
-def hall(monkeypatch):
+def hall(monkeypatch, no_service):
     """Makes rendezvous, which end with the test."""
     monkeypatch.setenv(TOKEN, new_token())
     monkeypatch.delenv("TF_CONFIG", raising=False)
@@ -102,13 +105,31 @@ def hall(monkeypatch):
         each.rendezvous.end()
 
 
+@pytest.mark.slow
+def test_first_generation_with_a_real_service(hall, monkeypatch):
+    """A process without JAX's devices serves each generation at an address of its own. Its end is an error of the launch."""
+    monkeypatch.undo()
+    monkeypatch.setenv(TOKEN, new_token())
+    found = hall(1)
+    (member,) = members = found.members(0)
+    first, second = found.meet(members)[0].service, found.meet(members)[0].service
+    assert first != second
+    assert all(address.startswith("127.0.0.1:") for address in (first, second))
+    found.rendezvous._service._process.kill()
+    lost = meeting(member)
+    until(lambda: found.killed)
+    assert "JAX's coordination service does not start" in found.killed[0][1] or "Broken pipe" in found.killed[0][1]
+    found.rendezvous._is_over = True
+    assert "phalanx run has ended." in str(lost())
+
+
 def test_first_generation_waits_for_all(hall):
     """Ranks follow the numbers, and all have the same addresses and the same service."""
     found = hall(1)
     generations = found.meet(found.members(0, 1, 2))
     assert [g.rank for g in generations] == [0, 1, 2]
     assert len({(g.number, g.service, g.addresses, g.source) for g in generations}) == 1
-    assert generations[0].number == 1
+    assert (generations[0].number, generations[0].service) == (1, "service 1 for 3")
     assert len(set(generations[0].addresses)) == generations[0].size == 3
     assert '"index"' in generations[2].tf_config()
 
@@ -131,17 +152,17 @@ def test_too_few_wait_for_another(hall):
     first, second = members = found.members(0, 1)
     found.meet(members)
     hang_up(second)
-    until(lambda: 1 not in found.rendezvous._members)
+    found.until_gone(1)
     (newcomer,) = found.members(1)
     assert newcomer.is_late
-    found.meet_later(first, [5, 0, 0])
+    waiting = meeting(first, [5, 0, 0])
     until(lambda: found.said == ["Too few workers are left: 1 of at least 2. They wait for others."])
-    generations = [*found.meet([newcomer], {1: [-1]}), found.later()]
+    generations = [*found.meet([newcomer], {1: [-1]}), waiting()]
     assert [(g.number, g.rank, g.source) for g in generations] == [(2, 1, 0), (2, 0, 0)]
 
 
 def test_newcomer_is_announced_to_the_chief(hall):
-    """The generation that trains is asked to meet it; only its first rank, which asks the others."""
+    """The generation that trains is asked to meet it; only its first rank, which asks the others, once per second."""
     found = hall(1)
     members = found.members(0, 1)
     found.meet(members)
@@ -149,13 +170,14 @@ def test_newcomer_is_announced_to_the_chief(hall):
     for member, heard in zip(members, news, strict=True):
         member.changed = heard.append
     (newcomer,) = found.members(2)
-    thread = threading.Thread(target=newcomer.meet, kwargs={"call": 0, "progress": [-1]}, daemon=True)
-    thread.start()
+    joining = meeting(newcomer, [-1])
     until(lambda: news[0])
     assert news == [["worker 2 joins"], []]
+    found.now_s += 1.0
+    until(lambda: len(news[0]) > 1)
+    assert news == [["worker 2 joins"] * 2, []]
     assert [g.size for g in found.meet(members)] == [3, 3]
-    thread.join(DEADLINE_S)
-    assert newcomer.generation.rank == 2
+    assert joining().rank == 2
     assert not newcomer.is_late
 
 
@@ -167,13 +189,10 @@ def test_newcomer_in_an_earlier_training(hall):
     assert first.begin(0) == 0
     (newcomer,) = found.members(1)
     assert newcomer.begin(0) == 0
-    met = []
-    thread = threading.Thread(target=lambda: met.append(newcomer.meet(call=0, progress=[-1])), daemon=True)
-    thread.start()
-    until(lambda: found.rendezvous._members[1].ready)
+    met = meeting(newcomer, [-1])
+    found.until_ready(1)
     assert first.begin(1) == 1
-    thread.join(DEADLINE_S)
-    assert met == [None]
+    assert met() is None
     assert newcomer.is_late
     assert newcomer.begin(0) == 1
 
@@ -185,11 +204,7 @@ def test_survivor_at_the_end_of_an_earlier_training(hall):
     found.meet(members)
     assert first.begin(1) == 0
     hang_up(third)
-    met = []
-    thread = threading.Thread(target=lambda: met.append(second.meet(call=0, progress=[9, 0, 0])), daemon=True)
-    thread.start()
-    thread.join(DEADLINE_S)
-    assert met == [None]
+    assert meeting(second, [9, 0, 0])() is None
     assert second.is_late
     assert [(g.rank, g.size) for g in found.meet([first], {0: [0, 0, 0]}, call=1)] == [(0, 1)]
     until(lambda: found.said == ["Generation 2: worker 0 goes on."])
@@ -200,51 +215,45 @@ def test_accused_process_is_killed(hall):
     found = hall(1)
     first, _ = members = found.members(4, 5)
     found.meet(members)
+    first._say({"accuses": [0], "generation": 9, "why": "none"})
     first.accuse([1], "it stands still")
     until(lambda: found.killed)
     assert found.killed == [(5, "it stands still")]
 
 
-def test_silent_process_is_killed(hall, monkeypatch):
-    """One that does not even answer, while another one waits for the next generation."""
-    monkeypatch.setattr("phalanx.launch.rendezvous._SILENCE_S", 0.5)
+def test_silent_process_is_killed(hall):
+    """One that does not even answer for 10 s, while another one waits for the next generation."""
     found = hall(1)
     first, second = members = found.members(0, 1)
     found.meet(members)
+    found.now_s += 100.0
     second._say = lambda message: None
-
-    def meet():
-        with suppress(RuntimeError):  # The rendezvous ends with the test.
-            first.meet(call=0, progress=[1])
-
-    threading.Thread(target=meet, daemon=True).start()
+    meeting(first, [1])
+    until(lambda: found.rendezvous._pending_s)
+    found.now_s += 10.0
+    found.rendezvous.join(0.5)
+    assert not found.killed
+    found.now_s += 1.0
     until(lambda: found.killed)
-    number, why = found.killed[0]
-    assert number == 1
-    assert why.startswith("has said nothing for ")
+    assert found.killed[0] == (1, "has said nothing for 11 s, while the others wait for it")
 
 
 def test_state_of_the_training(hall):
     """Nobody is gone until all of the generation are; a process that takes a place is not gone."""
     found = hall(1)
     first, second = members = found.members(0, 1)
-    running = Report((0, 1), 2)
-
-    def gone():
-        return found.rendezvous.report(running).gone
-
-    assert gone() is None
+    assert found.report().gone is None
     found.meet(members)
     hang_up(first)
-    until(lambda: 0 not in found.rendezvous._members)
-    assert gone() is None
+    found.until_gone(0)
+    assert found.report().gone is None
     hang_up(second)
-    until(lambda: gone() == (0, 1))
-    found.rendezvous.report(Report((0,), 1))
-    assert gone() == (0,)
-    assert not found.rendezvous.report(running).is_hopeless
-    assert found.rendezvous.report(Report()).is_hopeless
-    assert not found.rendezvous.report(Report(has_finished=True)).is_hopeless
+    until(lambda: found.report().gone == (0, 1))
+    found.report((0,))
+    assert found.report().gone == (0,)
+    assert not found.report().is_hopeless
+    assert found.report(()).is_hopeless
+    assert not found.report((), has_finished=True).is_hopeless
 
 
 def test_environment_of_a_process():
@@ -257,21 +266,11 @@ def test_end_of_the_rendezvous_is_an_error(hall):
     """For a member that waits for its generation."""
     found = hall(1)
     (first,) = found.members(0)
-    found.rendezvous.report(Report((0, 1), 2))
-    errors = []
-
-    def meet():
-        try:
-            first.meet(call=0, progress=[0])
-        except RuntimeError as e:
-            errors.append(f"{e}")
-
-    thread = threading.Thread(target=meet, daemon=True)
-    thread.start()
-    until(lambda: found.rendezvous._members[0].ready)
+    found.report((0, 1))
+    error = meeting(first)
+    found.until_ready(0)
     found.rendezvous._forget(found.rendezvous._members[0])
-    thread.join(DEADLINE_S)
-    assert "phalanx run has ended." in errors[0]
+    assert "phalanx run has ended." in str(error())
 
 
 def test_nobody_has_the_variables(hall):
@@ -280,12 +279,7 @@ def test_nobody_has_the_variables(hall):
     first, second = members = found.members(0, 1)
     found.meet(members)
     hang_up(first)
-
-    def meet():
-        with suppress(RuntimeError):
-            second.meet(call=0, progress=[-1, 0, 0])
-
-    threading.Thread(target=meet, daemon=True).start()
+    meeting(second, [-1, 0, 0])
     until(lambda: found.killed)
     assert found.killed[0] == (1, "nobody who has the variables of the training is left")
 
@@ -301,39 +295,27 @@ def test_message_that_cannot_be_understood(hall):
 
 
 def test_some_are_ahead_of_others(hall):
-    """Then variables must be taken over. If all have made the same steps, not."""
+    """Then variables must be taken over. If all have made the same steps, not. All hear whether they have the same."""
     found = hall(1)
     first, second, third = members = found.members(0, 1, 2)
-    assert all(g.is_even for g in found.meet(members))
+    assert all(g.is_even and g.is_alike for g in found.meet(members, variables=dict.fromkeys(range(3), "a")))
     hang_up(first)
-    assert all(g.is_even for g in found.meet([second, third], {1: [4, 0, 0], 2: [4, 0, 0]}))
+    generations = found.meet([second, third], {1: [4, 0, 0], 2: [4, 0, 0]}, variables={1: "a", 2: "b"})
+    assert all(g.is_even and not g.is_alike for g in generations)
     (newcomer,) = found.members(0)
-    thread = threading.Thread(target=newcomer.meet, kwargs={"call": 0, "progress": [-1]}, daemon=True)
-    thread.start()
-    until(lambda: found.rendezvous._members[0].ready)
+    joining = meeting(newcomer, [-1])
+    found.until_ready(0)
     generations = found.meet([second, third], {1: [5, 0, 0], 2: [5, 0, 0]})
-    thread.join(DEADLINE_S)
-    assert not any(g.is_even for g in [*generations, newcomer.generation])
+    assert not any(g.is_even for g in [*generations, joining()])
 
 
-def test_some_have_other_variables(hall):
-    """All hear whether they have the same."""
-    found = hall(1)
-    members = found.members(0, 1)
-    assert all(g.is_alike for g in found.meet(members, variables={0: "a", 1: "a"}))
-    assert not any(g.is_alike for g in found.meet(members, variables={0: "a", 1: "b"}))
-
-
-def test_stranger_is_not_let_in(hall):
+def test_stranger_is_not_let_in(hall, monkeypatch):
     """A process with another secret gets an error, and the rendezvous goes on."""
     found = hall(1)
-    token = os.environ[TOKEN]
-    os.environ[TOKEN] = new_token()
-    try:
+    with monkeypatch.context() as patch:
+        patch.setenv(TOKEN, new_token())
         with pytest.raises(RuntimeError, match="another secret"):
             Membership(found.rendezvous.address, 0)
-    finally:
-        os.environ[TOKEN] = token
     assert found.meet(found.members(0))[0].size == 1
 
 
@@ -345,8 +327,9 @@ def test_no_rendezvous_at_the_address(monkeypatch):
 
 
 @pytest.fixture
-def second_machine(hall):
+def second_machine(hall, monkeypatch):
     """The rendezvous of two machines, the outpost on the second, and what it was told to kill."""
+    monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "120")
     address = f"127.0.0.1:{free_ports(1)[0]}"
     found, killed = hall(1, Machines(0, 2, address)), []
     post = Outpost(dict(os.environ), lambda *told: killed.append(told), Machines(1, 2, address))
@@ -358,37 +341,37 @@ def second_machine(hall):
 def test_first_generation_waits_for_all_machines(second_machine):
     """Their processes form one generation; each launcher kills its own, and hears what the others do."""
     found, post, killed = second_machine
-    members = found.members(0)
-    thread = threading.Thread(target=found.meet, args=(members,), daemon=True)
-    thread.start()
-    until(lambda: found.rendezvous._members[0].ready)
+    (first,) = found.members(0)
+    waiting = meeting(first)
+    found.until_ready(0)
     until(lambda: found.said == ["Waiting for phalanx run on the machines of these tasks: 1."])
-    assert not found.rendezvous.report(Report((0,), 1)).is_hopeless
-    assert not found.rendezvous.report(Report((0,), 1)).members
+    assert not found.report().is_hopeless
+    assert not found.report().members
     assert post.report(Report((1,), 1)).gone is None
     other = Membership(found.rendezvous.address, 1)
     (generation,) = found.meet([other])
-    thread.join(DEADLINE_S)
-    assert (generation.rank, generation.size) == (1, 2)
-    until(lambda: found.rendezvous.report(Report((0,), 1)).is_needed)
+    assert (waiting().rank, generation.rank, generation.size) == (0, 1, 2)
+    until(lambda: found.report().is_needed)
     until(lambda: post.report(Report((1,), 1)).members == (0, 1))
-    members[0].accuse([1], "it stands still")
+    first.accuse([1], "it stands still")
     until(lambda: killed == [(1, "it stands still")])
     assert not found.killed
     post.report(Report((), 0, has_finished=True))
     until(lambda: post.report(Report((), 0, has_finished=True)).has_finished)
-    until(lambda: not found.rendezvous.report(Report((0,), 1)).is_needed)
+    until(lambda: not found.report().is_needed)
 
 
-def test_machine_that_is_lost_may_come_back(monkeypatch, request):
+def test_machine_that_is_lost_may_come_back(second_machine):
     """For a while; then those that are left count."""
-    monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "1")
-    found, post, _ = request.getfixturevalue("second_machine")
+    found, post, _ = second_machine
     post.report(Report((1,), 1))
-    until(lambda: found.rendezvous.report(Report((), 0)).is_needed)
+    until(lambda: found.report(()).is_needed)
     post.end()
-    until(lambda: not found.rendezvous.report(Report((), 0)).is_needed)
-    until(lambda: found.rendezvous.report(Report((), 0)).is_hopeless)
+    until(lambda: not found.report(()).is_needed)
+    found.now_s += float(os.environ["PHALANX_START_TIMEOUT_S"]) - 1.0
+    assert not found.report(()).is_hopeless
+    found.now_s += 2.0
+    assert found.report(()).is_hopeless
 
 
 def test_first_machine_is_lost(second_machine):
