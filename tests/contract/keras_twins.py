@@ -1,12 +1,14 @@
 """A model on the replicas of a strategy and its twin, with the same weights, in the hands of Keras's own trainer."""
 
+import functools
+
 import keras
 import numpy as np
 from keras import layers
 
 RANDOM = np.random.RandomState(3)
 X = RANDOM.rand(21, 3).astype("float32")
-# Two numbers a row, and the class of a row.
+# Two numbers per row, and the class of a row.
 Y = (X @ RANDOM.rand(3, 2)).astype("float32")
 KIND = X.argmax(1)
 WEIGHTS = RANDOM.rand(21).astype("float32")
@@ -22,42 +24,44 @@ def linear():
     return keras.Sequential([layers.Input((3,)), layers.Dense(2, name="out")])
 
 
-def compiled(model=linear, **given):
+def sgd():
+    """A large step, so that a wrong gradient shows."""
+    return keras.optimizers.SGD(0.3, momentum=0.5)
+
+
+def crossentropy():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def compiled(model=linear, optimizer=sgd, **given):
     """Returns what makes a model and compiles it.
 
     The optimizer, and each class in a list of metrics, is called for each model.
     """
 
     def make():
+        lists = {
+            key: [metric() if isinstance(metric, (type, functools.partial)) else metric for metric in given[key]]
+            for key in {"metrics", "weighted_metrics"} & given.keys()
+            if isinstance(given[key], list)
+        }
         made = model()
-        made.compile(**{"optimizer": sgd, "loss": "mse"} | given | _made(given))
+        made.compile(**{"loss": "mse"} | given | lists, optimizer=optimizer() if callable(optimizer) else optimizer)
         return made
 
     return make
 
 
-def _made(given):
-    optimizer = given.get("optimizer", sgd)
-    lists = {
-        key: [m() if isinstance(m, type) else m for m in given[key]]
-        for key in _LISTS & given.keys()
-        if isinstance(given[key], list)
-    }
-    return {"optimizer": optimizer() if callable(optimizer) else optimizer} | lists
-
-
-_LISTS = {"metrics", "weighted_metrics"}
-
-
-def sgd():
-    """A large step, so that a wrong gradient shows."""
-    return keras.optimizers.SGD(0.3, momentum=0.5)
-
-
 def classes(**given):
     """Returns what makes a model of `KIND`."""
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return compiled(lambda: keras.Sequential([layers.Input((3,)), layers.Dense(3)]), loss=loss, **given)
+    return compiled(lambda: keras.Sequential([layers.Input((3,)), layers.Dense(3)]), loss=crossentropy(), **given)
+
+
+def two_outputs(*names):
+    """Two outputs: in a list, or in a dict with these names. The names of their layers are others."""
+    x = layers.Input((3,))
+    outputs = [layers.Dense(2, name="two")(x), layers.Dense(3, name="three")(x)]
+    return keras.Model(x, dict(zip(names, outputs, strict=True)) if names else outputs)
 
 
 def made(make, strategy=None):
@@ -72,19 +76,30 @@ def made(make, strategy=None):
     return model
 
 
-def agree(strategy, make, act, *, weights=True):
-    """Asserts that `act(model)` returns the same of both twins and leaves them with the same weights; returns them."""
-    models, results = (made(make, strategy), made(make)), []
+def agree(strategy, make, act, *, k=1, state=True, **tolerance):
+    """Asserts that `act(model)` returns the same of both twins and leaves them in the same state; returns them.
+
+    The model of the strategy takes `k` steps per execution.
+    """
+    models = made(make, strategy), made(make)
+    models[0].steps_per_execution = k
+    results = []
     for model in models:
         keras.utils.set_random_seed(2)
         results.append(act(model))
-    same(*results)
-    if weights:
-        same(*(m.get_weights() for m in models))
+    same(*results, **tolerance)
+    if state:
+        same(*map(state_of, models), **tolerance)
     return models
 
 
-def same(ours, theirs, rtol=1e-4, atol=1e-5):
+def state_of(model):
+    """Returns the values of its variables and of the optimizer's. Seeds count differently on replicas."""
+    variables = [*model.variables, *(model.optimizer.variables if model.compiled else [])]
+    return [v.numpy() for v in variables if "seed" not in v.path]
+
+
+def same(ours, theirs, rtol=1e-4, atol=1e-6):
     """Asserts that two nests are equal: numbers nearly, everything else exactly, names in the same order."""
     keras.tree.assert_same_structure(ours, theirs)
     for a, b in zip(keras.tree.flatten(ours), keras.tree.flatten(theirs), strict=True):
@@ -117,8 +132,9 @@ class Calls(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
         self.all, self.logs = [], []
-        for name in _EVENTS:
-            setattr(self, name, self._noting(name))
+        for what in ("train", "test", "predict", "train_batch", "test_batch", "predict_batch", "epoch"):
+            for name in (f"on_{what}_begin", f"on_{what}_end"):
+                setattr(self, name, self._noting(name))
 
     def _noting(self, name):
         def note(*args, logs=None):
@@ -132,8 +148,3 @@ class Calls(keras.callbacks.Callback):
     def of(self, *names):
         """Returns the calls of some names."""
         return [call for call in self.all if call[0] in names]
-
-
-_EVENTS = [f"on_{kind}_{when}" for kind in ("train", "test", "predict") for when in ("begin", "end")]
-_EVENTS += [f"on_{kind}_batch_{when}" for kind in ("train", "test", "predict") for when in ("begin", "end")]
-_EVENTS += ["on_epoch_begin", "on_epoch_end"]

@@ -16,12 +16,17 @@ from keras import layers, ops
 from keras_twins import EVALUATE, FIT, WEIGHTS, Calls, X, Y, agree, classes, compiled, everything, history, made, same
 from strategy_table import on
 
+import phalanx
+
 pytestmark = on("mirrored_x2")
 
+ACCURATE = compiled(metrics=["mae"])
 
-def test_the_three_loops(strategy):
-    """Fit, evaluate and predict."""
-    agree(strategy, compiled(metrics=["mae"]), everything(X, Y))
+
+@pytest.mark.parametrize("k", [1, 2, 50])
+def test_the_three_loops(strategy, k):
+    """The numbers are those of single steps, with a short group or with one group alone."""
+    agree(strategy, ACCURATE, everything(X, Y), k=k)
 
 
 HOW = [({"jit_compile": True}, "train"), ({"jit_compile": False}, "train"), ({"run_eagerly": True}, "test")]
@@ -29,20 +34,11 @@ HOW = [({"jit_compile": True}, "train"), ({"jit_compile": False}, "train"), ({"r
 
 @pytest.mark.parametrize(("how", "what"), HOW, ids=["compiled", "not_compiled", "eager"])
 def test_ways_to_compile(strategy, how, what):
-    """Compiled, not compiled, or every step in Python: one number."""
     agree(strategy, compiled(**how), lambda m: getattr(m, f"{what}_on_batch")(X[:5], Y[:5]))
 
 
-def test_evaluate_equals_numpy(strategy):
-    """The loss of all rows, once each."""
-    model = made(compiled(metrics=["mae"]), strategy)
-    kernel, bias = model.get_weights()
-    error = X @ kernel + bias - Y
-    same(model.evaluate(X, Y, **EVALUATE), [np.square(error).mean(), np.abs(error).mean()])
-
-
 def test_any_batch_size_gives_one_loss(strategy):
-    """Of a model that learns nothing."""
+    """Of a model that learns nothing; it is NumPy's."""
 
     def frozen():
         model = compiled()()
@@ -51,16 +47,10 @@ def test_any_batch_size_gives_one_loss(strategy):
         return model
 
     model = made(frozen, strategy)
+    kernel, bias = model.get_weights()
     losses = [model.fit(X, Y, batch_size=size, verbose=0).history["loss"][0] for size in (21, 16)]
     losses += [model.evaluate(X, Y, batch_size=size, verbose=0) for size in (21, 16)]
-    same(losses, [losses[0]] * 4)
-    same(losses[0], made(frozen).evaluate(X, Y, verbose=0))
-
-
-def test_fit_without_an_optimizer_given(strategy):
-    """Keras's default optimizer is RMSprop."""
-    ours, _ = agree(strategy, lambda: with_loss_alone(), history())
-    assert isinstance(ours.optimizer, keras.optimizers.RMSprop)
+    same(losses, [np.square(X @ kernel + bias - Y).mean()] * 4)
 
 
 def with_loss_alone():
@@ -70,45 +60,45 @@ def with_loss_alone():
     return model
 
 
-def on_batch(model):
-    """Results of the methods of one batch, as lists and dicts."""
-    results = []
-    for as_dict in (False, True):
-        results.append(model.train_on_batch(X[:5], Y[:5], WEIGHTS[:5], return_dict=as_dict))
-        results.append(model.test_on_batch(X[:5], Y[:5], WEIGHTS[:5], return_dict=as_dict))
-    return results, model.predict_on_batch(X[:5])
+def test_fit_without_an_optimizer_given(strategy):
+    """Keras's default optimizer is RMSprop."""
+    ours, _ = agree(strategy, with_loss_alone, history())
+    assert isinstance(ours.optimizer, keras.optimizers.RMSprop)
 
 
 def test_on_batch_methods(strategy):
-    """Lists or dicts, of batches that do not divide."""
-    ours, _ = agree(strategy, compiled(metrics=["mae"], weighted_metrics=["mae"]), on_batch)
-    assert type(ours.train_on_batch(X[:5], Y[:5], WEIGHTS[:5])) is list
+    """Lists or dicts of Python's numbers, of batches that do not divide."""
+
+    def act(model):
+        methods = [model.train_on_batch, model.test_on_batch]
+        results = [call(X[:5], Y[:5], WEIGHTS[:5], return_dict=d) for d in (False, True) for call in methods]
+        assert [type(result) for result in results] == [list, list, dict, dict]
+        return results, model.predict_on_batch(X[:5])
+
+    ours, _ = agree(strategy, compiled(metrics=["mae"], weighted_metrics=["mae"]), act)
+    assert {type(v) for v in ours.test_on_batch(X[:5], Y[:5], return_dict=True).values()} == {float}
     assert isinstance(ours.predict_on_batch(X[:5]), np.ndarray)
 
 
 def test_on_batch_with_the_loss_alone(strategy):
-    """As many results as with Keras."""
-    agree(strategy, compiled(), lambda m: m.train_on_batch(X, Y))
-
-
-def test_on_batch_methods_without_training(strategy):
-    """Of a model compiled with nothing but a loss, `predict_on_batch` before the others."""
+    """As many results as with Keras, `predict_on_batch` before the others."""
 
     def act(model):
-        return model.predict_on_batch(X[:5]), model.test_on_batch(X[:5], Y[:5]), model.test_on_batch(X[:5], Y[:5])
+        tested = [model.test_on_batch(X[:5], Y[:5]) for _ in range(2)]
+        return model.predict_on_batch(X[:5]), tested, model.train_on_batch(X, Y)
 
     agree(strategy, with_loss_alone, act)
 
 
 def test_train_on_batch_with_class_weights(strategy):
-    """Each row has the weight of its class."""
-    weights = {0: 0.2, 1: 0.3, 2: 2.0}
-    agree(strategy, classes(), lambda m: m.train_on_batch(X[:5], X[:5].argmax(1), class_weight=weights))
+    """Each row has the weight of its class, or one of its own."""
+    kinds, weights = X[:5].argmax(1), {0: 0.2, 1: 0.3, 2: 2.0}
+    ours, _ = agree(strategy, classes(), lambda m: m.train_on_batch(X[:5], kinds, class_weight=weights))
+    with pytest.raises(ValueError, match="class_weight"):
+        ours.train_on_batch(X[:5], kinds, sample_weight=WEIGHTS[:5], class_weight=weights)
 
 
 def test_training_argument_is_true_only_in_fit(strategy):
-    """True in `fit`, false in `evaluate` and `predict`."""
-
     class Doubling(layers.Layer):
         def call(self, x, training=False):
             return 2 * x if training else 0 * x
@@ -158,35 +148,42 @@ def test_random_numbers_move_on_in_predict(strategy):
     assert np.abs((first - X)[:4] - (first - X)[4:8]).mean() > 0.1, "both replicas drew the same numbers"
 
 
-@pytest.mark.parametrize("k", [2, 50])
-def test_steps_per_execution_does_not_show(strategy, k):
-    """The numbers are those of single steps, with a short group or with one group alone."""
-    ours, theirs = made(compiled(metrics=["mae"], steps_per_execution=k), strategy), made(compiled(metrics=["mae"]))
-    same(everything(X, Y)(ours), everything(X, Y)(theirs))
-    same(ours.get_weights(), theirs.get_weights())
+def test_layers_know_their_replica_and_communicate(strategy):
+    """In the replica context there, `all_reduce` makes the mean of the global batch."""
+
+    class Centred(layers.Layer):
+        def call(self, x):
+            context = phalanx.get_replica_context()
+            if context is None:  # Keras asks for the shape.
+                return x
+            mean = context.all_reduce("MEAN", ops.mean(x, 0))
+            return x - mean + ops.cast(context.replica_id_in_sync_group, x.dtype)
+
+    model = made(lambda: keras.Sequential([layers.Input((3,)), Centred()]), strategy)
+    rows = X[:16].reshape(2, 8, 3)
+    expected = rows - rows.mean(1, keepdims=True) + np.repeat([0, 1], 4)[:, None]
+    same(model.predict(X[:16], **EVALUATE), expected.reshape(16, 3), atol=1e-5)
 
 
-def test_first_steps_of_groups(strategy):
-    """Callbacks of all three loops hear of steps 0 and 2."""
-
-    def act(model):
-        calls = Calls()
-        model.fit(X, Y, **FIT, callbacks=[calls])
-        model.evaluate(X, Y, **EVALUATE, callbacks=[calls])
-        model.predict(X, **EVALUATE, callbacks=[calls])
-        return calls.of("on_train_batch_begin", "on_test_batch_begin", "on_predict_batch_begin")
-
-    assert [step for _, step in act(made(compiled(steps_per_execution=2), strategy))] == [0, 2] * 3
+def test_callbacks_of_groups(strategy):
+    """They are called before the first step and after the last one of each group, with all outputs of the real rows."""
+    model, calls, rows = made(compiled(), strategy), Calls(), []
+    model.steps_per_execution = 2
+    model.fit(X, Y, **FIT, callbacks=[calls])
+    model.evaluate(X, Y, **EVALUATE, callbacks=[calls])
+    counting = keras.callbacks.LambdaCallback()
+    counting.on_predict_batch_end = lambda batch, logs: rows.append(len(logs["outputs"]))
+    model.predict(X, **EVALUATE, callbacks=[calls, counting])
+    kinds = ("train", "test", "predict")
+    assert [step for _, step in calls.of(*(f"on_{kind}_batch_begin" for kind in kinds))] == [0, 2] * 3
+    assert [step for _, step, *_ in calls.of(*(f"on_{kind}_batch_end" for kind in kinds))] == [1, 2] * 3
+    assert rows == [16, 5]
 
 
 @pytest.mark.parametrize(("steps", "k"), [(1, 1), (1, 2), (3, 1), (3, 2)])
 def test_steps_per_epoch_that_match(strategy, steps, k):
     """Three batches: three steps an epoch, or epochs of one step that go through them."""
-
-    act = history(epochs=3, steps_per_epoch=steps)
-    ours, theirs = made(compiled(steps_per_execution=k), strategy), made(compiled())
-    same(act(ours), act(theirs))
-    same(ours.get_weights(), theirs.get_weights())
+    agree(strategy, compiled(), history(epochs=3, steps_per_epoch=steps), k=k)
 
 
 @pytest.mark.filterwarnings("ignore:.*ran out of data:UserWarning", "ignore:The data ended:UserWarning")
@@ -228,41 +225,28 @@ def test_epochs_and_steps_capped(strategy):
         keras.config.set_max_steps_per_epoch(None)
 
 
-def test_initial_epoch_starts_the_count(strategy):
-    """Epochs are counted from it."""
-
-    def act(model):
-        fitted = model.fit(X, Y, **FIT, initial_epoch=2, epochs=4)
-        return fitted.epoch, fitted.history
-
-    agree(strategy, compiled(), act)
-
-
-@pytest.mark.parametrize("given", [{"epochs": 0}, {"batch_size": None}])
+@pytest.mark.parametrize("given", [{"epochs": 0}, {"initial_epoch": 2, "epochs": 2}, {"batch_size": None}])
 def test_bounds_of_the_loop(strategy, given):
     """No epoch at all; Keras's own batch size, which is more than there is."""
     agree(strategy, compiled(), history(**given))
 
 
-def test_steps_are_counted(strategy):
-    """The optimizer counts those of `fit` and of `train_on_batch`, single or several in one execution."""
-
-    def act(model):
-        model.fit(X, Y, **FIT)
-        return model.train_on_batch(X, Y), int(model.optimizer.iterations)
-
-    ours, theirs = made(compiled(steps_per_execution=2), strategy), made(compiled())
-    same(act(ours), act(theirs))
-
-
 @pytest.mark.filterwarnings("ignore:.*ran out of data:UserWarning", "ignore:The data ended:UserWarning")
 def test_steps_of_evaluate_and_predict(strategy):
-    """So many batches."""
+    """So many batches, of arrays and of a generator without end."""
 
     def act(model):
-        return model.evaluate(X, Y, **EVALUATE, steps=2), model.predict(X, **EVALUATE, steps=2)
+        evaluated = model.evaluate(X, Y, **EVALUATE, steps=2)
+        return evaluated, model.predict(X, **EVALUATE, steps=2), model.predict(endless(X), steps=4, verbose=0)
 
     agree(strategy, compiled(), act)
+
+
+def endless(*arrays):
+    """Yields two batches of rows over and over."""
+    while True:
+        for first in (0, 8):
+            yield tuple(a[first : first + 8] for a in arrays)
 
 
 def test_weights_set_between_fits(strategy, tmp_path):
@@ -279,17 +263,39 @@ def test_weights_set_between_fits(strategy, tmp_path):
     agree(strategy, compiled(), act)
 
 
-def test_a_model_without_the_shape_of_its_inputs(strategy):
+@pytest.mark.parametrize("method", ["fit", "train_on_batch", "test_on_batch"])
+def test_a_model_without_the_shape_of_its_inputs(strategy, method):
     """It is built with the first batch."""
-    agree(strategy, compiled(lambda: keras.Sequential([layers.Dense(2)])), history())
+    act = history() if method == "fit" else lambda m: getattr(m, method)(X[:5], Y[:5])
+    agree(strategy, compiled(lambda: keras.Sequential([layers.Dense(2)])), act)
+
+
+def test_where_a_model_is_made_and_compiled(strategy):
+    """In the scope and outside, in either order; a clone belongs to another scope, and to none what none has seen."""
+    theirs = made(compiled())
+    expected = theirs.fit(X, Y, **FIT).history
+    assert theirs.train_function is not None
+    make = lambda: keras.Sequential([layers.Input((3,)), layers.Dense(2, name="out")])  # noqa: E731
+    outside, inside = made(make), made(make, strategy)
+    with strategy.scope():
+        outside.compile(keras.optimizers.SGD(0.3, momentum=0.5), "mse")
+    inside.compile(keras.optimizers.SGD(0.3, momentum=0.5), "mse")
+    for model in (outside, inside):
+        same(model.fit(X, Y, **FIT).history, expected)
+        assert len(model.weights[0].value.sharding.device_set) == 2
+    with phalanx.OneDeviceStrategy(strategy.extended.worker_devices[1]).scope():
+        clone = keras.models.clone_model(inside)
+        clone.compile("sgd", "mse")
+    clone.fit(X, Y, **FIT)
+    assert len(clone.weights[0].value.sharding.device_set) == 1
 
 
 def test_history_is_of_the_last_fit(strategy):
-    """`fit` returns it, the model keeps it, and it has the parameters of the loop."""
+    """`fit` returns it, the model keeps it, and it has the parameters of the loop, whose epochs start with the initial one."""
 
     def act(model):
         model.fit(X, Y, **FIT, epochs=3)
-        returned = model.fit(X, Y, **FIT, epochs=2)
+        returned = model.fit(X, Y, **FIT, initial_epoch=2, epochs=4)
         assert model.history is returned
         return returned.epoch, returned.history, returned.params
 
@@ -317,56 +323,46 @@ def test_stopping_an_endless_loop(strategy, method):
     """A callback ends the loop over a generator without end after four steps, and the next loop is not stopped."""
     flag, event = STOPPERS[method]
 
-    def endless():
-        while True:
-            yield (X[:8],) if method == "predict" else (X[:8], Y[:8])
-
     def act(model):
         calls = Calls()
         stop = {event: lambda step, logs=None: setattr(model, flag, step == 3)}
         stopper = keras.callbacks.LambdaCallback(**stop)
-        data, extra = (endless(),), {"verbose": 0} | ({"shuffle": False} if method == "fit" else {})
-        results = [getattr(model, method)(*data, **extra, callbacks=[stopper, calls]) for _ in range(2)]
+        extra = {"verbose": 0} | ({"shuffle": False} if method == "fit" else {})
+        data = (X,) if method == "predict" else (X, Y)
+        results = [getattr(model, method)(endless(*data), **extra, callbacks=[stopper, calls]) for _ in range(2)]
+        assert len(calls.of(event)) == 8
         return [r.history if method == "fit" else r for r in results], calls.of(event)
 
-    ours, _ = agree(strategy, compiled(), act)
-    assert len(act(ours)[1]) == 8
+    agree(strategy, compiled(), act)
 
 
 def test_validation_by_a_generator_without_end(strategy):
     """Two steps of training and three of validation an epoch; the generators go on."""
 
-    def endless(first):
-        while True:
-            for i in range(first, 12, 4):
-                yield X[i : i + 8], Y[i : i + 8]
-
     def act(model):
         calls = Calls()
-        fitted = model.fit(
-            endless(0),
-            validation_data=endless(4),
-            steps_per_epoch=2,
-            validation_steps=3,
-            epochs=2,
-            shuffle=False,
-            verbose=0,
-            callbacks=[calls],
-        )
+        steps = {"steps_per_epoch": 2, "validation_steps": 3, "epochs": 2, "shuffle": False, "verbose": 0}
+        fitted = model.fit(endless(X, Y), validation_data=endless(X[4:], Y[4:]), **steps, callbacks=[calls])
         return fitted.history["loss"], calls.of("on_train_batch_end", "on_test_batch_end")
 
     agree(strategy, compiled(), act)
 
 
-def test_validation_runs_in_listed_epochs(strategy):
-    """In the epochs of a list."""
+VALIDATION = {
+    "listed_epochs": {"validation_split": 0.3, "validation_freq": [1, 3], "epochs": 3},
+    "some_epochs": {"validation_split": 0.3, "sample_weight": WEIGHTS, "validation_freq": 2, "epochs": 3},
+    "batch_size": {"validation_data": (X, Y, WEIGHTS), "validation_batch_size": 5},
+    "steps": {"validation_data": (X, Y), "validation_batch_size": 5, "validation_steps": 2},
+}
 
+
+@pytest.mark.parametrize("given", VALIDATION.values(), ids=VALIDATION)
+def test_arguments_of_validation(strategy, given):
     def act(model):
         calls = Calls()
-        fitted = model.fit(X, Y, **FIT, epochs=3, validation_split=0.3, validation_freq=[1, 3], callbacks=[calls])
-        return fitted.history, calls.of("on_epoch_end", "on_test_begin")
+        return model.fit(X, Y, **FIT, **given, callbacks=[calls]).history, calls.of("on_epoch_end", "on_test_begin")
 
-    agree(strategy, compiled(), act)
+    agree(strategy, compiled(metrics=["mae"], weighted_metrics=["mse"]), act)
 
 
 def test_validation_goes_on_after_wrong_validation_data(strategy):
@@ -408,16 +404,19 @@ def test_variables_of_a_first_predict(strategy):
         model.predict(X, **EVALUATE)
         return {k: float(v) for k, v in before.items()}, {k: float(v) for k, v in model.get_metrics_result().items()}
 
-    agree(strategy, compiled(metrics=["mae"]), act)
+    agree(strategy, ACCURATE, act)
 
 
-@pytest.mark.parametrize("verbose", [0, 2])
+@pytest.mark.parametrize("verbose", [0, 1, 2])
 def test_verbose_controls_what_is_printed(strategy, capsys, verbose):
     """Nothing, a bar, or a line for each epoch."""
-    model = made(compiled(metrics=["mae"]), strategy)
+    model = made(compiled(metrics=["mae"], steps_per_execution=2), strategy)
     model.fit(X, Y, batch_size=8, epochs=2, verbose=verbose, validation_data=(X, Y))
     out = capsys.readouterr().out
-    assert ("Epoch 2/2" in out) == ("3/3" in out) == ("val_mae" in out) == (verbose != 0)
+    assert [text in out for text in ("Epoch 2/2", "3/3", " mae: ", "val_mae", "loss: ")] == [verbose != 0] * 5
+    for call in (lambda: model.evaluate(X, Y, batch_size=8, verbose=verbose), lambda: model.predict(X, 8, verbose)):
+        call()
+        assert ("3/3" in capsys.readouterr().out) == (verbose != 0)
 
 
 def test_a_bar_without_a_known_end(strategy, capsys):

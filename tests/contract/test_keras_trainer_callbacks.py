@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 from keras import callbacks, layers, ops
-from keras_twins import EVALUATE, FIT, Calls, X, Y, agree, compiled, history, linear, made, same
+from keras_twins import EVALUATE, FIT, Calls, X, Y, agree, compiled, linear, made, same, state_of
 from strategy_table import on
 
 pytestmark = on("mirrored_x2")
@@ -21,15 +21,17 @@ ACCURATE = compiled(metrics=["mae"])
 
 
 def test_calls_and_names_of_logs(strategy):
-    """Every callback, in Keras's order, with its step and the names of its logs."""
+    """Every callback, in Keras's order, with its step, the names of its logs, the user's model and the loop's parameters."""
 
     def act(model):
         calls = Calls()
         model.fit(X, Y, **FIT, epochs=2, validation_data=(X, Y), callbacks=[calls])
+        assert calls.model is model
+        parameters = dict(calls.params)
         model.evaluate(X, Y, **EVALUATE, callbacks=[calls])
         model.predict(X, **EVALUATE, callbacks=[calls])
         assert len({call[0] for call in calls.all}) == 14
-        return calls.all, calls.logs
+        return calls.all, calls.logs, parameters
 
     agree(strategy, ACCURATE, act)
 
@@ -68,18 +70,6 @@ def test_aliases_of_train_batch(strategy):
     agree(strategy, compiled(), act)
 
 
-def test_a_callback_knows_its_model_and_the_loop(strategy):
-    """`model` is the user's, `params` has the epochs and the steps."""
-
-    def act(model):
-        watch = callbacks.Callback()
-        model.fit(X, Y, **FIT, epochs=2, callbacks=[watch])
-        assert watch.model is model
-        return watch.params
-
-    agree(strategy, compiled(), act)
-
-
 @pytest.mark.parametrize("method", ["fit", "predict"])
 def test_a_list_of_callbacks_made_before(strategy, method):
     """A `CallbackList` is used as it is."""
@@ -95,7 +85,7 @@ def test_a_list_of_callbacks_made_before(strategy, method):
 
 
 def test_state_is_current_at_each_step(strategy):
-    """A variable that the model counts steps in can be read in a callback."""
+    """Weights, and a variable that the model counts steps in, can be read in a callback."""
 
     class Counting(keras.Model):
         def __init__(self):
@@ -109,24 +99,12 @@ def test_state_is_current_at_each_step(strategy):
 
     def act(model):
         seen = []
-        watch = callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: seen.append(float(watch.model.count)))
+        watch = callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: seen.append(watch.model.get_weights()))
         model.fit(X, Y, **FIT, callbacks=[watch])
         return seen
 
     ours, _ = agree(strategy, compiled(Counting), act)
     assert float(ours.count) == 3
-
-
-def test_weights_are_current_at_each_step(strategy):
-    """They can be read in a callback, and are those of the step."""
-
-    def act(model):
-        seen = []
-        watch = callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: seen.append(watch.model.get_weights()))
-        model.fit(X, Y, **FIT, callbacks=[watch])
-        return seen
-
-    agree(strategy, compiled(), act)
 
 
 def test_callbacks_may_write_variables(strategy):
@@ -300,29 +278,25 @@ class Interrupted(callbacks.Callback):
         self._epoch, self._step, self._now = epoch, step, 0
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Notes the epoch."""
         self._now = epoch
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Fails."""
         if (self._now, batch) == (self._epoch, self._step):
             raise RuntimeError("interrupted")
 
 
 @pytest.mark.parametrize("frequency", ["epoch", 2])
 def test_backup_and_restore(strategy, tmp_path, frequency):
-    """A training that fails goes on in the epoch where it stopped."""
-    rounds = []
-
-    def act(model):
-        rounds.append(model)
-        backup = lambda: callbacks.BackupAndRestore(tmp_path / str(len(rounds)), save_freq=frequency)  # noqa: E731
+    """A training that fails goes on in the epoch where it stopped, with a model that is made anew."""
+    results = []
+    for scope in (strategy, None):
+        backup = lambda: callbacks.BackupAndRestore(tmp_path / str(len(results)), save_freq=frequency)  # noqa: B023, E731
         with pytest.raises(RuntimeError, match="interrupted"):
-            model.fit(X, Y, **FIT, epochs=4, callbacks=[backup(), Interrupted(2, 1)])
+            made(ACCURATE, scope).fit(X, Y, **FIT, epochs=4, callbacks=[backup(), Interrupted(2, 1)])
+        model = made(ACCURATE, scope)
         fitted = model.fit(X, Y, **FIT, epochs=4, callbacks=[backup()])
-        return fitted.epoch, fitted.history
-
-    agree(strategy, ACCURATE, act)
+        results.append((fitted.epoch, fitted.history, state_of(model)))
+    same(*results)
 
 
 def test_csv_logger_writes_and_appends_lines(strategy, tmp_path):
@@ -348,7 +322,7 @@ def test_terminate_on_nan(strategy):
         model.fit(NOT_A_NUMBER, Y, **FIT, epochs=3, callbacks=[callbacks.TerminateOnNaN(), calls])
         return calls.of("on_train_batch_end", "on_epoch_end", "on_train_end")
 
-    agree(strategy, compiled(), act, weights=False)
+    agree(strategy, compiled(), act, state=False)
 
 
 def test_terminate_on_nan_with_an_error(strategy):
@@ -361,7 +335,6 @@ def test_terminate_on_nan_with_an_error(strategy):
 
 
 def averaged(**kwargs):
-    """An optimizer that averages weights."""
     return keras.optimizers.SGD(0.3, use_ema=True, ema_momentum=0.7, **kwargs)
 
 
@@ -389,21 +362,6 @@ def test_swap_without_averages(strategy):
     given = {"validation_data": (X, Y), "callbacks": [callbacks.SwapEMAWeights()]}
     with pytest.raises(ValueError, match="use_ema=True"):
         made(compiled(), strategy).fit(X, Y, **FIT, **given)
-
-
-def test_averages_overwrite_the_weights(strategy):
-    """Every second step, and at the end of the training where the last was not one."""
-    agree(strategy, compiled(optimizer=lambda: averaged(ema_overwrite_frequency=2)), history())
-
-
-def test_stopped_at_the_end_of_an_epoch(strategy):
-    """No epoch follows; the next fit begins anew."""
-
-    def act(model):
-        stop = callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", epoch == 1))
-        return [model.fit(X, Y, **FIT, epochs=4, callbacks=given).epoch for given in ([stop], [])]
-
-    agree(strategy, compiled(), act)
 
 
 def test_callbacks_of_groups_read_logs_after_the_last_step(strategy):

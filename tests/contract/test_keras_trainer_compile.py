@@ -6,6 +6,8 @@ Every test compares a model of the strategy with its twin in Keras's hands, or w
 - A mean of the user's own over the rows of a batch that the replicas cannot divide evenly: it sees the padding.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -19,13 +21,13 @@ from keras_twins import (
     X,
     Y,
     agree,
-    classes,
     compiled,
     everything,
     history,
     linear,
     made,
     same,
+    two_outputs,
 )
 from strategy_table import on
 
@@ -35,20 +37,11 @@ from phalanx.errors import SlipWarning
 pytestmark = on("mirrored_x2")
 
 
-def listed():
-    """Two outputs in a list, the second of three numbers."""
-    x = layers.Input((3,))
-    return keras.Model(x, [layers.Dense(2, name="two")(x), layers.Dense(3, name="three")(x)])
-
-
-def named():
-    """The same by name; the names of the layers are others."""
-    x = layers.Input((3,))
-    return keras.Model(x, {"b": layers.Dense(2, name="two")(x), "a": layers.Dense(3, name="three")(x)})
+def by_name():
+    return two_outputs("b", "a")
 
 
 def nested():
-    """A dict in a dict."""
     x = layers.Input((3,))
     outputs = {"a": layers.Dense(2, name="two")(x), "b": {"c": layers.Dense(3, name="three")(x)}}
     return keras.Model(x, outputs)
@@ -57,15 +50,17 @@ def nested():
 BY_NAME = {"b": Y, "a": X}
 # A model, how it is compiled, its targets.
 LOSSES = {
-    "one_for_all": (listed, {"loss": "mse"}, [Y, X]),
-    "list_and_weights": (listed, {"loss": ["mse", "mae"], "loss_weights": [0.1, 2.0]}, [Y, X]),
+    "one_for_all": (two_outputs, {"loss": "mse"}, [Y, X]),
+    "list_and_weights": (two_outputs, {"loss": ["mse", "mae"], "loss_weights": [0.1, 2.0]}, [Y, X]),
     "by_name_of_layer": (
-        listed,
+        two_outputs,
         {"loss": {"two": "mse", "three": "mae"}, "loss_weights": {"two": 3.0, "three": 1.0}},
         [Y, X],
     ),
-    "dict": (named, {"loss": {"a": "mae", "b": "mse"}, "loss_weights": {"a": 0.2, "b": 0.5}}, BY_NAME),
+    "dict": (by_name, {"loss": {"a": "mae", "b": "mse"}, "loss_weights": {"a": 0.2, "b": 0.5}}, BY_NAME),
     "nested": (nested, {"loss": {"a": "mse", "b": {"c": "mae"}}}, {"a": Y, "b": {"c": X}}),
+    "of_one_output": (two_outputs, {"loss": ["mse", None], "loss_weights": [0.7, 0.2]}, [Y, X]),
+    "targets_of_one_output": (two_outputs, {"loss": ["mse", None]}, [Y, None]),
     "one_weight": (linear, {"loss": "mse", "loss_weights": 0.2}, Y),
     "object": (linear, {"loss": keras.losses.Huber(0.1)}, Y),
     "function": (linear, {"loss": lambda y, p: ops.sum(ops.abs(y - p), -1)}, Y),
@@ -79,21 +74,15 @@ def test_losses_have_their_means_in_logs(strategy, model, how, targets):
     agree(strategy, compiled(model, **how), history(X, targets))
 
 
-def test_outputs_without_a_loss(strategy):
-    """An output without a loss is not trained."""
-    ours, _ = agree(strategy, compiled(listed, loss=["mse", None]), history(X, [Y, X]))
-    same(ours.get_layer("three").get_weights()[1], np.zeros(3))
-
-
 def test_targets_of_some_outputs(strategy):
     """Only the output that has a loss has targets."""
-    agree(strategy, compiled(listed, loss=["mse", None]), lambda m: m.evaluate(X, Y, **EVALUATE, return_dict=True))
+    agree(strategy, compiled(two_outputs, loss=["mse", None]), lambda m: m.evaluate(X, Y, **EVALUATE, return_dict=True))
 
 
 LOSSES_THAT_ARE_REFUSED = {
-    "structure": (listed, {"loss": ["mse", "mse"]}, Y),
-    "path": (named, {"loss": {"c": "mse"}}, BY_NAME),
-    "too_many_weights": (listed, {"loss": ["mse", "mse"], "loss_weights": [1.0, 2.0, 3.0]}, [Y, X]),
+    "structure": (two_outputs, {"loss": ["mse", "mse"]}, Y),
+    "path": (by_name, {"loss": {"c": "mse"}}, BY_NAME),
+    "too_many_weights": (two_outputs, {"loss": ["mse", "mse"], "loss_weights": [1.0, 2.0, 3.0]}, [Y, X]),
     "name": (linear, {"loss": "no_such_loss"}, Y),
     "metric": (linear, {"metrics": ["no_such_metric"]}, Y),
 }
@@ -110,28 +99,58 @@ def test_what_is_refused(strategy, model, how, targets):
 
 
 def nothing(y_true, y_pred):
-    """A metric that is a number."""
     return 0.0
 
 
 def one(y_true, y_pred):
-    """Another."""
     return 1.0
 
 
 def worst(y_true, y_pred):
-    """A metric of each row."""
     return ops.max(ops.abs(y_true - y_pred), -1)
 
 
+class Distance(keras.metrics.Metric):
+    """The mean distance of the first output from the target, weighted."""
+
+    def __init__(self, name="distance"):
+        super().__init__(name=name)
+        self.total = self.add_weight(name="total", initializer="zeros")
+        self.count = self.add_weight(name="count", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        distance = ops.abs(y_true[:, 0] - y_pred[:, 0])
+        weight = ops.ones_like(distance) if sample_weight is None else ops.reshape(sample_weight, (-1,))
+        self.total.assign(self.total + ops.sum(distance * weight))
+        self.count.assign(self.count + ops.sum(weight))
+
+    def result(self):
+        return self.total / self.count
+
+
+def binary():
+    return keras.Sequential([layers.Input((3,)), layers.Dense(1, activation="sigmoid")])
+
+
+COUNTS = ["AUC", "Precision", "Recall", "TruePositives", "FalseNegatives", "BinaryAccuracy", "F1Score", "R2Score"]
+OF_TWO_CLASSES = {
+    kind: [functools.partial(getattr(keras.metrics, name), name=f"{kind}_{name}") for name in COUNTS]
+    for kind in ("metrics", "weighted_metrics")
+}
 METRICS = {
     "names": (linear, {"metrics": ["mse", "mae"], "weighted_metrics": ["mae"]}, Y),
     "objects": (linear, {"metrics": [keras.metrics.MeanSquaredError, keras.metrics.RootMeanSquaredError]}, Y),
+    "own": (linear, {"metrics": [Distance], "weighted_metrics": [Distance]}, Y),
+    "of_two_classes": (
+        binary,
+        {"loss": "binary_crossentropy", **OF_TWO_CLASSES},
+        (KIND == 1)[:, None].astype("float32"),
+    ),
     "function": (linear, {"metrics": [worst], "weighted_metrics": [worst]}, Y),
-    "lists": (listed, {"metrics": [["mse", "mae"], ["mse"]]}, [Y, X]),
-    "by_name_of_layer": (listed, {"metrics": {"three": "mae"}, "weighted_metrics": {"two": ["mse"]}}, [Y, X]),
-    "dict": (named, {"metrics": {"a": ["mse", "mae"], "b": "mse"}}, BY_NAME),
-    "some": (named, {"weighted_metrics": {"b": "mse"}}, BY_NAME),
+    "lists": (two_outputs, {"metrics": [["mse", "mae"], ["mse"]]}, [Y, X]),
+    "by_name_of_layer": (two_outputs, {"metrics": {"three": "mae"}, "weighted_metrics": {"two": ["mse"]}}, [Y, X]),
+    "dict": (by_name, {"metrics": {"a": ["mse", "mae"], "b": "mse"}}, BY_NAME),
+    "some": (by_name, {"weighted_metrics": {"b": "mse"}}, BY_NAME),
     "accuracy": (linear, {"metrics": ["acc", "accuracy"]}, (Y.mean() < Y).astype("float32")),
 }
 
@@ -165,11 +184,9 @@ class Sums(keras.metrics.Metric):
         self.total = self.add_weight(name="total", initializer="zeros")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        """Adds up the targets."""
         self.total.assign_add(ops.sum(y_true))
 
     def result(self):
-        """By name."""
         return {"once": ops.copy(self.total), "twice": 2 * self.total}
 
 
@@ -198,7 +215,7 @@ def test_metrics_of_a_model(strategy):
     def make():
         model = linear()
         model.mine = keras.metrics.Mean(name="mine")
-        model.compile(sgd_slow(), "mse", metrics=["mae"])
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
         return model
 
     def act(model):
@@ -209,11 +226,6 @@ def test_metrics_of_a_model(strategy):
         return fitted, [m.name for m in model.metrics], shapes, len(model.non_trainable_variables)
 
     agree(strategy, make, act)
-
-
-def sgd_slow():
-    """An optimizer."""
-    return keras.optimizers.SGD(0.1)
 
 
 def test_metrics_of_a_model_within_a_model(strategy):
@@ -237,7 +249,6 @@ class Watched(layers.Layer):
         self.mean = keras.metrics.Mean(name="mean_input")
 
     def call(self, x):
-        """Notes the mean of each row."""
         self.mean.update_state(ops.mean(x, -1))
         return x
 
@@ -270,13 +281,10 @@ OPTIMIZERS = [{"class_name": "SGD", "config": {"learning_rate": 0.2}}, keras.opt
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["config", "object"])
 def test_optimizer_may_be_config_or_object(strategy, optimizer):
-    """A config or an object."""
     agree(strategy, compiled(optimizer=optimizer), history(epochs=2))
 
 
 def test_constraints_hold_after_each_step(strategy):
-    """They hold after each step."""
-
     def make():
         layer = layers.Dense(2, kernel_constraint="non_neg")
         model = keras.Sequential([layers.Input((3,)), layer])
@@ -304,31 +312,6 @@ def test_loss_scaling_keeps_float16_gradients(strategy, scaled):
     assert (model.layers[0].get_weights()[0] != 1).all() == scaled
 
 
-def test_losses_of_layers_alone(strategy):
-    """No loss is compiled, but a layer adds one."""
-
-    class Penalty(layers.Layer):
-        def call(self, x):
-            self.add_loss(ops.sum(ops.square(x)) / ops.shape(x)[0])
-            return x
-
-    def make():
-        model = keras.Sequential([layers.Input((3,)), layers.Dense(2), Penalty()])
-        model.compile(sgd_slow())
-        return model
-
-    agree(strategy, make, history(*EVEN))
-
-
-def test_activity_regularizers_add_to_the_loss(strategy):
-    """They are part of the loss."""
-
-    def model():
-        return keras.Sequential([layers.Input((3,)), layers.Dense(2, activity_regularizer="l2")])
-
-    agree(strategy, compiled(model), history(*EVEN))
-
-
 class Measured(keras.Model):
     """Watches its own loss, four times."""
 
@@ -338,11 +321,9 @@ class Measured(keras.Model):
         self.dense = layers.Dense(2, activity_regularizer=penalty)
 
     def call(self, x):
-        """One layer."""
         return self.dense(x)
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        """Keras's loss, which is noted."""
         loss = super().compute_loss(x, y, y_pred, sample_weight, training)
         self.watch.update_state(loss * 4)
         return loss
@@ -352,7 +333,6 @@ class WithoutTraining(Measured):
     """The signature of an older Keras."""
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
-        """Keras's loss, which is noted."""
         return super().compute_loss(x, y, y_pred, sample_weight)
 
 
@@ -397,7 +377,6 @@ class Largest(Measured):
     """Has a metric that it computes itself, and hides Keras's."""
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
-        """The mean of the largest outputs."""
         super().compute_metrics(x, y, y_pred, sample_weight)
         self.watch.reset_state()
         self.watch.update_state(ops.max(y_pred, -1))
@@ -408,7 +387,6 @@ class Taped(Measured):
     """Steps of its own, with a tape where the strategy needs one."""
 
     def train_step(self, data):
-        """One step, and something of its own in the logs."""
         x, y = data
         with phalanx.GradientTape() as tape:
             y_pred = self(x, training=True)
@@ -419,14 +397,12 @@ class Taped(Measured):
         return self.compute_metrics(x, y, y_pred) | {"own": 10.0}
 
     def test_step(self, data):
-        """One step, and something else in the logs."""
         x, y = data
         y_pred = self(x, training=False)
         self._loss_tracker.update_state(self.compute_loss(x=x, y=y, y_pred=y_pred), sample_weight=ops.shape(x)[0])
         return self.compute_metrics(x, y, y_pred) | {"own": 5.0}
 
     def predict_step(self, data):
-        """Twice the outputs."""
         return 2 * self(data[0] if isinstance(data, tuple) else data, training=False)
 
 
@@ -450,12 +426,10 @@ class Stateless(Measured):
     """Steps of its own in Keras's style on JAX: they call Keras's and add to the logs."""
 
     def train_step(self, state, data):
-        """One step."""
         logs, state = super().train_step(state, data)
         return logs | {"own": 10.0}, state
 
     def test_step(self, state, data):
-        """One step."""
         logs, state = super().test_step(state, data)
         return logs | {"own": 5.0}, state
 
@@ -478,14 +452,9 @@ def test_a_subclass_is_built_by_its_first_batch(strategy):
         first = model.evaluate(X, Y, **EVALUATE)
         assert model.built
         weights = model.get_weights()
-        model.compile(sgd_slow(), "mse", metrics=["mae"])
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
         second = model.evaluate(X, Y, **EVALUATE)
         same(model.get_weights(), weights)
         return first, second
 
     agree(strategy, compiled(Measured), act)
-
-
-def test_accuracy_of_classes(strategy):
-    """The name becomes the metric that fits the targets."""
-    agree(strategy, classes(metrics=["accuracy"]), lambda m: m.evaluate(X, KIND, **EVALUATE))
