@@ -1,7 +1,6 @@
 """The policy table: every cell of reading and assigning, with the values worked out by hand."""
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -12,15 +11,12 @@ from phalanx.programs.slots import components_of
 from phalanx.tracing.policy import Combine, Policy, Write, describe, policy_of
 
 
-@pytest.fixture
-def strategy():
-    """Two replicas."""
-    return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
-
-
 def replica_id():
-    """The number of the replica that runs."""
     return phalanx.get_replica_context().replica_id_in_sync_group
+
+
+def merged(fn, *args):
+    return phalanx.get_replica_context().merge_call(fn, args=args)
 
 
 def make(strategy, synchronization, aggregation, dtype="float32", trainable=False):
@@ -57,196 +53,154 @@ OPERATIONS = [
     lambda v: v.assign_sub(replica_id() + 1),
     lambda v: v.assign_add(1),
 ]
-ROWS = list(WRITES)
-ids = "-".join
+every_row = pytest.mark.parametrize("row", WRITES, ids="-".join)
 
 
-@pytest.mark.parametrize("number", range(4), ids=["assign", "assign_add", "assign_sub", "add_one"])
-@pytest.mark.parametrize("row", ROWS, ids=ids)
-def test_write_in_replica_context(strategy, row, number):
-    """A replica reads what it wrote as the row says, and so does the code outside."""
-    v = make(strategy, *row)
+@every_row
+def test_write_in_replica_context(strategy, row):
+    """A replica reads what it wrote as the row says, and an assignment returns that. So does the code outside."""
+    variables = [make(strategy, *row) for _ in OPERATIONS]
 
     def replica_fn():
-        OPERATIONS[number](v)
-        return v.value * 1
+        written = [keras.ops.convert_to_tensor(write(v)) * 1 for write, v in zip(OPERATIONS, variables, strict=True)]
+        return written, [v.value * 1 for v in variables]
 
     inside, outside = WRITES[row]
-    assert tuple(map(float, strategy.run(replica_fn).values)) == inside[number]
-    assert v.numpy() == outside[number]
-    assert v.numpy().dtype == row[2]
+    for found in strategy.run(replica_fn):
+        assert [tuple(map(float, x.values)) for x in found] == inside
+    assert [v.numpy() for v in variables] == outside
+    assert {v.numpy().dtype for v in variables} == {np.dtype(row[2])}
 
 
-@pytest.mark.parametrize("number", range(4), ids=["assign", "assign_add", "assign_sub", "add_one"])
-@pytest.mark.parametrize("row", ROWS, ids=ids)
-def test_write_returns_the_new_value(strategy, row, number):
-    """What an assignment returns is what a read after it gives."""
-    v = make(strategy, *row)
-    returned = strategy.run(lambda: keras.ops.convert_to_tensor(OPERATIONS[number](v)) * 1)
-    assert tuple(map(float, returned.values)) == WRITES[row][0][number]
-
-
-@pytest.mark.parametrize("where", ["scope", "outside", "function"])
-@pytest.mark.parametrize("row", ROWS, ids=ids)
-def test_write_in_cross_replica_context(strategy, row, where):
+@every_row
+def test_write_in_cross_replica_context(strategy, row):
     """Values and increments are stored as they are, whatever the aggregation."""
-    v = make(strategy, *row)
+    for where in ("scope", "outside", "function"):
+        v = make(strategy, *row)
 
-    def write():
-        v.assign_add(1)
-        added = v.value * 1
-        v.assign(5)
-        v.assign_sub(2)
-        return added
+        def write(v=v):
+            v.assign_add(1)
+            added = v.value * 1
+            v.assign(5)
+            v.assign_sub(2)
+            return added
 
-    if where == "scope":
-        with strategy.scope():
-            added = write()
-    else:
-        added = write() if where == "outside" else phalanx.function(write)()
-    assert (float(added), v.numpy()) == (11, 3)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=ids)
-def test_write_in_merge_call(strategy, row):
-    """A merge function is cross-replica context: an increment counts once."""
-    v = make(strategy, *row)
-
-    def merge(_):
-        v.assign_add(1)
-        v.assign(v.value + 4)
-
-    strategy.run(lambda: phalanx.get_replica_context().merge_call(merge))
-    assert v.numpy() == 15
+        if where == "scope":
+            with strategy.scope():
+                added = write()
+        else:
+            added = write() if where == "outside" else phalanx.function(write)()
+        assert (where, float(added), v.numpy()) == (where, 11, 3)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=ids)
-@pytest.mark.parametrize("inside", [True, False], ids=["merge_call", "scope"])
-def test_write_in_update_context(strategy, row, inside):
-    """`extended.update` assigns freely."""
-    v = make(strategy, *row)
-    update = lambda s: s.extended.update(v, lambda v, x: v.assign(x), args=(7,))  # noqa: E731
-    if inside:
-        strategy.run(lambda: phalanx.get_replica_context().merge_call(update))
-    else:
-        with strategy.scope():
-            update(strategy)
-    assert v.numpy() == 7
+@every_row
+def test_merge_call_is_cross_replica_context(strategy, row):
+    """An increment counts once, `extended.update` assigns freely, there and in a scope, and a read gives the combined value."""
+    written, updated, read = (make(strategy, *row) for _ in range(3))
+    update = lambda s, value: s.extended.update(updated, lambda v, x: v.assign(x), args=(value,))  # noqa: E731
 
-
-@pytest.mark.parametrize("row", ROWS, ids=ids)
-def test_read_in_merge_call_is_the_combined_value(strategy, row):
-    """A cross-replica read inside the program gives what a read outside would."""
-    v = make(strategy, *row)
+    def merge(strategy):
+        written.assign_add(1)
+        written.assign(written.value + 4)
+        update(strategy, 7)
+        return read.value * 1.0
 
     def replica_fn():
-        v.assign(replica_id() + 1)
-        return phalanx.get_replica_context().merge_call(lambda _: v.value * 1.0)
+        read.assign(replica_id() + 1)
+        return merged(merge)
 
     assert tuple(map(float, strategy.run(replica_fn).values)) == (WRITES[row][1][0],) * 2
+    assert (written.numpy(), updated.numpy()) == (15, 7)
+    with strategy.scope():
+        update(strategy, 8)
+    assert updated.numpy() == 8
 
 
-@pytest.mark.parametrize(
-    ("row", "after_two"),
-    [
-        (("auto", "sum", "float32"), (16, 16, 16)),
-        (("auto", "mean", "float32"), (13, 13, 13)),
-        (("auto", "none", "float32"), (12.5, 13.5, 13)),
-        (("auto", "none", "int32"), (12, 13, 12)),
-        (("on_read", "sum", "float32"), (12, 4, 16)),
-        (("on_read", "mean", "float32"), (12, 14, 13)),
-        (("on_read", "only_first_replica", "int32"), (12, 14, 12)),
-    ],
-    ids=lambda x: ids(x) if isinstance(x[0], str) else "",
-)
-def test_second_step_continues(strategy, row, after_two):
+@every_row
+def test_one_replica_has_ordinary_variables(row):
+    for strategy in (phalanx.get_strategy(), phalanx.OneDeviceStrategy("cpu:0")):
+        v = make(strategy, *row)
+        strategy.run(lambda v=v: v.assign_add(1))
+        assert v.numpy() == 11
+        strategy.run(lambda v=v: v.assign(4))
+        assert v.numpy() == 4
+
+
+SECOND_STEPS = {
+    ("auto", "sum", "float32"): (16, 16, 16),
+    ("auto", "mean", "float32"): (13, 13, 13),
+    ("auto", "none", "float32"): (12.5, 13.5, 13),
+    ("auto", "none", "int32"): (12, 13, 12),
+    ("on_read", "sum", "float32"): (12, 4, 16),
+    ("on_read", "mean", "float32"): (12, 14, 13),
+    ("on_read", "only_first_replica", "int32"): (12, 14, 12),
+}
+
+
+def test_second_step_continues(strategy):
     """On-read variables keep each replica's own value from step to step, the others start from the combined one."""
-    v = make(strategy, *row)
+    variables = [make(strategy, *row) for row in SECOND_STEPS]
 
     def replica_fn():
-        v.assign_add(replica_id() + 1)
-        return v.value * 1
+        for v in variables:
+            v.assign_add(replica_id() + 1)
+        return [v.value * 1 for v in variables]
 
     strategy.run(replica_fn)
-    values = strategy.run(replica_fn).values
-    assert (*map(float, values), v.numpy()) == after_two
+    found = [(*map(float, x.values), v.numpy()) for x, v in zip(strategy.run(replica_fn), variables, strict=True)]
+    assert dict(zip(SECOND_STEPS, found, strict=True)) == SECOND_STEPS
 
 
 @pytest.mark.parametrize("write", ["assign", "assign_add", "assign_sub"])
 def test_trainable_without_aggregation_is_refused(strategy, write):
-    """The message names the variable and both remedies; nothing was changed."""
+    """The message names the variable and both remedies, which work; nothing was changed."""
     v = make(strategy, "auto", "none", trainable=True)
     with pytest.raises(AggregationError, match=r"assign to variable 'v' \(\) float32 in replica context") as e:
         strategy.run(lambda: getattr(v, write)(1.0))
     assert 'aggregation="mean"' in e.value.hint
     assert "merge_call" in e.value.hint
     assert v.numpy() == 10
-
-
-def test_both_remedies_work(strategy):
-    """What the hint says can be written instead, can."""
-    v = make(strategy, "auto", "none", trainable=True)
-    strategy.run(lambda: phalanx.get_replica_context().merge_call(lambda strategy: v.assign(11.0)))
+    strategy.run(lambda: merged(lambda strategy: v.assign(11.0)))
     assert v.numpy() == 11
     w = make(strategy, "auto", "mean", trainable=True)
     strategy.run(lambda: w.assign(12.0))
     assert w.numpy() == 12
 
 
-def test_mean_of_integers_is_refused(strategy):
-    """As in tf.distribute, where it is refused when the variable is made."""
-    with pytest.raises(AggregationError, match="the mean of int32 values is not a value of dtype int32"):
-        make(strategy, "auto", "mean", dtype="int32")
-    v = make(phalanx.get_strategy(), "auto", "mean", dtype="int32")
-    with pytest.raises(AggregationError, match="the mean of int32 values is not a value of dtype int32"):
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        (("auto", "mean", "int32"), "the mean of int32 values is not a value of dtype int32"),
+        (("none", "sum"), "a strategy keeps the replicas of a variable equal"),
+    ],
+)
+def test_rows_without_a_meaning_are_refused(strategy, row, match):
+    """When the variable is made in a scope, as in tf.distribute. Outside all scopes Keras has no use for them."""
+    with pytest.raises(AggregationError, match=match):
+        make(strategy, *row)
+    v = make(phalanx.get_strategy(), *row)
+    with pytest.raises(AggregationError, match=match):
         strategy.run(lambda: v.assign_add(1))
-
-
-def test_synchronization_none_is_refused(strategy):
-    """As in tf.distribute."""
-    with pytest.raises(AggregationError, match="a strategy keeps the replicas of a variable equal"):
-        make(strategy, "none", "sum")
-    v = make(phalanx.get_strategy(), "none", "sum")
-    with pytest.raises(AggregationError, match="a strategy keeps the replicas of a variable equal"):
-        strategy.run(lambda: v.assign_add(1))
-
-
-@pytest.mark.parametrize("row", ROWS, ids=ids)
-@pytest.mark.parametrize("kind", ["one_device", "default"])
-def test_one_replica_has_ordinary_variables(kind, row):
-    """With one replica every row is the same."""
-    strategy = phalanx.get_strategy() if kind == "default" else phalanx.OneDeviceStrategy("cpu:0")
-    v = make(strategy, *row)
-    strategy.run(lambda: v.assign_add(1))
-    assert v.numpy() == 11
-    strategy.run(lambda: v.assign(4))
-    assert v.numpy() == 4
 
 
 def test_on_read_components(strategy):
-    """`experimental_local_results` gives what each replica holds; it adds up to what is read."""
+    """`experimental_local_results` gives what each replica holds; it adds up to what is read. An assignment drops them."""
     v = make(strategy, "on_read", "sum")
-    strategy.run(lambda: v.assign_add(replica_id() + 1))
+    add = lambda: v.assign_add(replica_id() + 1)  # noqa: E731
+    strategy.run(add)
     assert [float(x) for x in strategy.experimental_local_results(v)] == [11, 2]
     assert float(strategy.reduce("SUM", v, axis=None)) == 13
-
-
-def test_on_read_assigned_from_outside(strategy):
-    """The components of before are dropped: the next step starts from the assigned value."""
-    v = make(strategy, "on_read", "sum")
-    strategy.run(lambda: v.assign_add(replica_id() + 1))
     v.assign(0.0)
     assert components_of(v) is None
-    strategy.run(lambda: v.assign_add(replica_id() + 1))
+    strategy.run(add)
     assert v.numpy() == 3
 
 
-@pytest.mark.parametrize("aggregation", ["sum", "mean"])
-def test_components_agree_with_the_value(strategy, aggregation):
+@pytest.mark.parametrize(("aggregation", "combine"), [("sum", sum), ("mean", np.mean)])
+def test_components_agree_with_the_value(strategy, aggregation, combine):
     """Components of an on-read variable that no step has touched combine to its value too."""
     v = make(strategy, "on_read", aggregation)
-    parts = [float(x) for x in strategy.experimental_local_results(v)]
-    assert (sum(parts) if aggregation == "sum" else np.mean(parts)) == 10
+    assert combine([float(x) for x in strategy.experimental_local_results(v)]) == 10
     assert float(strategy.reduce(aggregation, v, axis=None)) == 10
 
 
@@ -258,56 +212,38 @@ def test_mirrored_variable_local_results_are_copies(strategy):
     assert [float(x) for x in held] == [10, 10]
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "bfloat16"])
-def test_other_dtypes_keep_their_dtype(strategy, dtype):
+def test_other_dtypes_keep_their_dtype(strategy):
     """The first replica's value, or the mean, in the dtype of the variable."""
+    expected = {"bool": 1.0, "int8": 1.0, "uint32": 1.0, "bfloat16": 0.5}
     with strategy.scope():
-        v = keras.Variable(0, dtype=dtype, trainable=False)
-    strategy.run(lambda: v.assign(keras.ops.cast(1 - replica_id(), dtype)))
-    assert v.value.dtype == dtype
-    assert float(v.numpy()) == (0.5 if dtype == "bfloat16" else 1.0)
+        variables = [keras.Variable(0, dtype=dtype, trainable=False) for dtype in expected]
+    strategy.run(lambda: [v.assign(keras.ops.cast(1 - replica_id(), v.dtype)) for v in variables])
+    assert {str(v.value.dtype): float(v.numpy()) for v in variables} == expected
 
 
-@pytest.mark.parametrize("write", ["assign", "assign_add"])
-def test_wrong_shape_leaves_the_variable(strategy, write):
-    """A typed error, before anything runs."""
+def test_wrong_shape_leaves_the_variable(strategy):
+    """A typed error, before anything runs; that of an increment says which shape fits."""
     with strategy.scope():
-        v = keras.Variable([1.0, 2.0], aggregation="sum")
-    with pytest.raises(ValueError, match="shape"):
-        strategy.run(lambda: getattr(v, write)([1.0, 2.0, 3.0]))
+        v = keras.Variable([1.0, 2.0], aggregation="sum", name="v")
+    for write in (v.assign, v.assign_add):
+        with pytest.raises(ValueError, match="shape"):
+            strategy.run(lambda write=write: write([1.0, 2.0, 3.0]))
+    with pytest.raises(VariableError, match=r"an increment of shape \(2, 2\) to variable 'v' \(2,\) float32"):
+        strategy.run(lambda: v.assign_add(np.ones((2, 2))))
     assert v.numpy().tolist() == [1.0, 2.0]
 
 
-def test_increment_of_wrong_shape(strategy):
-    """The message says which shape fits."""
-    with strategy.scope():
-        v = keras.Variable([1.0, 2.0], aggregation="sum", name="v")
-    with pytest.raises(VariableError, match=r"an increment of shape \(2, 2\) to variable 'v' \(2,\) float32"):
-        strategy.run(lambda: v.assign_add(np.ones((2, 2))))
-
-
-def test_assign_of_a_per_replica_value(strategy):
-    """In cross-replica context the components would diverge; it is refused."""
+def test_values_of_one_replica_are_refused_for_all(strategy):
+    """Components would diverge, in cross-replica context and in a merge function. Such code writes a reduced value."""
     v = make(strategy, "auto", "sum")
     value = strategy.run(lambda: replica_id() * 1.0)
     with pytest.raises(ContextError, match="it has one component per replica, not a single value"):
         v.assign(value)
-
-
-def test_assign_of_a_local_value_in_merge_call(strategy):
-    """An argument of a merge function has no one value either."""
-    v = make(strategy, "auto", "sum")
-    merge = lambda _, x: v.assign(x)  # noqa: E731
     with pytest.raises(ContextError, match="reduce"):
-        strategy.run(lambda: phalanx.get_replica_context().merge_call(merge, args=(replica_id() * 1.0,)))
-
-
-def test_assign_of_a_reduced_value_in_merge_call(strategy):
-    """What such code writes instead."""
-    v = make(strategy, "auto", "none", trainable=True)
-    merge = lambda s, x: v.assign(s.reduce("SUM", x, axis=None))  # noqa: E731
-    strategy.run(lambda: phalanx.get_replica_context().merge_call(merge, args=(replica_id() + 1.0,)))
-    assert v.numpy() == 3
+        strategy.run(lambda: merged(lambda _, x: v.assign(x), replica_id() * 1.0))
+    w = make(strategy, "auto", "none", trainable=True)
+    strategy.run(lambda: merged(lambda s, x: w.assign(s.reduce("SUM", x, axis=None)), replica_id() + 1.0))
+    assert w.numpy() == 3
 
 
 def test_assign_from_a_mirrored_variable(strategy):
@@ -342,20 +278,8 @@ def test_several_writes_in_one_step(strategy):
     assert v.numpy() == 14
 
 
-TRANSFORMATIONS = {
-    "jit": lambda write: jax.jit(write)(0.0),
-    "vmap": lambda write: jax.vmap(write)(jnp.ones(2)),
-    "grad": lambda write: jax.grad(write)(1.0),
-    "checkpoint": lambda write: jax.checkpoint(write)(0.0),
-    "cond": lambda write: jax.lax.cond(True, write, lambda x: x, 0.0),
-    "scan": lambda write: jax.lax.scan(lambda c, _: (write(c), None), 0.0, length=2),
-    "while_loop": lambda write: jax.lax.while_loop(lambda x: x < 1, write, 0.0),
-}
-
-
-@pytest.mark.parametrize("inside", TRANSFORMATIONS)
 @pytest.mark.parametrize("operation", ["assign", "assign_add"])
-def test_write_in_a_transformation_is_refused(strategy, inside, operation):
+def test_write_in_a_transformation_is_refused(strategy, operation):
     """The message names the variable, this file and the function to use; nothing leaks, the next step works."""
     v = make(strategy, "on_read", "sum")
 
@@ -364,18 +288,10 @@ def test_write_in_a_transformation_is_refused(strategy, inside, operation):
         return x + 1.0
 
     with pytest.raises(NestedWriteError, match=r"variable 'v' .* at .*test_policy.py:\d+") as e:
-        strategy.run(lambda: TRANSFORMATIONS[inside](write))
+        strategy.run(lambda: jax.lax.scan(lambda c, _: (write(c), None), 0.0, length=2))
     assert "phalanx.scan" in e.value.hint
     strategy.run(lambda: write(0.0))
     assert v.numpy() == (2 if operation == "assign" else 12)
-
-
-@pytest.mark.parametrize(("aggregation", "expected"), [("sum", 14), ("mean", 12), ("none", 12)])
-def test_write_in_phalanx_scan_body(strategy, aggregation, expected):
-    """Two increments of 1 on two replicas."""
-    v = make(strategy, "auto", aggregation)
-    strategy.run(lambda: phalanx.scan(lambda c, _: (c, v.assign_add(1.0) * 0), 0.0, length=2))
-    assert v.numpy() == expected
 
 
 @pytest.mark.parametrize(
@@ -390,10 +306,8 @@ def test_write_in_phalanx_scan_body(strategy, aggregation, expected):
     ],
 )
 def test_policy_of_variable_is_its_row(strategy, row, trainable, expected):
-    """The rows themselves."""
     assert policy_of(make(strategy, *row, trainable=trainable)) == expected
 
 
 def test_describe_names_path_shape_and_dtype():
-    """A variable is named by path, shape and dtype."""
     assert describe(keras.Variable(np.zeros((2, 3)), name="kernel")) == "variable 'kernel' (2, 3) float32"

@@ -1,9 +1,6 @@
 """Mistakes that a trace shows: a warning for each, and none for what is right."""
 
-import os
 import random
-import subprocess
-import sys
 import warnings
 
 import jax
@@ -16,17 +13,11 @@ import phalanx
 from phalanx.errors import SlipWarning
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+EYE = np.eye(3, dtype="float32")
 KEY, OLD_KEY = jax.random.key(0), jax.random.PRNGKey(0)
 
 
-@pytest.fixture
-def strategy():
-    """Two replicas."""
-    return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
-
-
 def train(strategy, loss_of, change=lambda grads: grads, rows=8):
-    """One step of training on a batch of rows of three."""
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5, kernel_regularizer="l2")])
         optimizer = keras.optimizers.SGD(0.1)
@@ -69,9 +60,7 @@ def test_a_mean_over_the_rows_of_a_replica(strategy, loss_of):
         lambda y, _: jnp.mean(y**2) / 2,
         lambda y, _: jnp.mean(y**2) * 0.5,
         lambda y, m: phalanx.nn.compute_average_loss(y[:, 0]) + jnp.mean(m.layers[0].kernel ** 2) / 2,
-        lambda y, m: (
-            phalanx.nn.compute_average_loss(y[:, 0]) + jnp.mean(jnp.outer(jnp.ones(4), m.layers[0].kernel.value))
-        ),
+        lambda y, m: phalanx.nn.compute_average_loss(y[:, 0]) + jnp.mean(jnp.outer(X[:4], m.layers[0].kernel.value)),
         lambda y, _: jnp.sum(y**2),
         lambda y, _: phalanx.get_replica_context().all_reduce("MEAN", jnp.mean(y)) / 2,
     ],
@@ -97,21 +86,20 @@ def test_gradients_that_are_averaged_by_hand(strategy):
     strategy.run(step, args=(next(iter(strategy.experimental_distribute_dataset(X, batch_size=8))),))
 
 
+class Averaging(keras.Sequential):
+    def train_step(self, data):
+        with phalanx.GradientTape() as tape:
+            loss = keras.ops.mean(self(data[0]) ** 2)
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
 @pytest.mark.slow
 def test_fit_weighs_means(strategy):
     """A train_step of the user's in fit computes means over its rows: their gradients are weighted."""
-
-    class Model(keras.Sequential):
-        def train_step(self, data):
-            with phalanx.GradientTape() as tape:
-                loss = keras.ops.mean(self(data[0]) ** 2)
-            self.optimizer.apply_gradients(
-                zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
-            )
-            return {"loss": loss}
-
     with strategy.scope():
-        model = Model([keras.layers.Dense(2)])
+        model = Averaging([keras.layers.Dense(2)])
         model.compile("sgd")
     model.fit(X, X, batch_size=8, verbose=0)
 
@@ -178,65 +166,46 @@ with warnings.catch_warnings(record=True) as caught:
     phalanx.OneDeviceStrategy("cpu:0")
 print(*[w.message for w in caught])
 """
+WARNING = "MirroredStrategy() has one replica: JAX found only one device, cpu:0.\nHINT: phalanx.set_"
 
 
 @pytest.mark.slow
-def test_a_mirrored_strategy_of_one_device():
+def test_a_mirrored_strategy_of_one_device(run_python):
     """It is told once; who names the device means it."""
-    environment = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"JAX_NUM_CPU_DEVICES": "1"}
-    command = [sys.executable, "-c", ONE_DEVICE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    assert (
-        done.stdout.count("MirroredStrategy() has one replica: JAX found only one device, cpu:0.\nHINT: phalanx.set_")
-        == 1
-    )
+    assert run_python(ONE_DEVICE, JAX_NUM_CPU_DEVICES="1").count(WARNING) == 1
 
 
-def weights_and_optimizer(strategy):
-    """What a step trains."""
+def step_of(strategy, rows=lambda x: x, scale=lambda x: 1.0):
+    """A step that trains on what it is given."""
     with strategy.scope():
-        return keras.Variable(np.ones((3, 1), "float32")), keras.optimizers.SGD(0.1)
+        w, optimizer = keras.Variable(np.ones((3, 1), "float32")), keras.optimizers.SGD(0.1)
+
+    def step(x, transform=EYE):
+        with phalanx.GradientTape() as tape:
+            loss = phalanx.nn.compute_average_loss((rows(x) @ transform @ w)[:, 0] ** 2 * scale(x))
+        optimizer.apply_gradients([(tape.gradient(loss, w), w)])
+
+    return step
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, phalanx.function], ids=["run", "function"])
 def test_a_whole_batch_as_an_array(strategy, wrap):
     """Each replica would compute the same."""
-    w, optimizer = weights_and_optimizer(strategy)
-
-    def step(x):
-        with phalanx.GradientTape() as tape:
-            loss = phalanx.nn.compute_average_loss((x @ w)[:, 0] ** 2)
-        optimizer.apply_gradients([(tape.gradient(loss, w), w)])
-
-    with pytest.warns(
-        SlipWarning,
-        match=r"array \[8, 3\] that was passed to run without distribution\. Each of the 2 replicas.*\nHINT: for",
-    ):
+    match = r"array \[8, 3\] that was passed to run without distribution\. Each of the 2 replicas.*\nHINT: for"
+    step = step_of(strategy)
+    with pytest.warns(SlipWarning, match=match):
         wrap(lambda x: strategy.run(step, args=(x,)))(X)
 
 
 def test_branch_that_returns_a_constant(strategy):
     """What a jaxpr returns may be a number instead of a variable."""
-    w, optimizer = weights_and_optimizer(strategy)
-
-    def step(x):
-        with phalanx.GradientTape() as tape:
-            scale = phalanx.cond(x[0, 0] > 0, lambda: 1.0, lambda: 2.0)
-            loss = phalanx.nn.compute_average_loss((x @ w)[:, 0] ** 2 * scale)
-        optimizer.apply_gradients([(tape.gradient(loss, w), w)])
-
+    step = step_of(strategy, scale=lambda x: phalanx.cond(x[0, 0] > 0, lambda: 1.0, lambda: 2.0))
     with pytest.warns(SlipWarning, match="passed to run without distribution"):
         strategy.run(step, args=(X,))
 
 
 def test_arrays_beside_a_batch_are_right(strategy):
-    """So are steps that choose their rows themselves, and one replica."""
-    w, optimizer = weights_and_optimizer(strategy)
-
-    def step(scale, x, rows=lambda x: x):
-        with phalanx.GradientTape() as tape:
-            loss = phalanx.nn.compute_average_loss((rows(x) @ scale @ w)[:, 0] ** 2)
-        optimizer.apply_gradients([(tape.gradient(loss, w), w)])
+    """So are steps that choose their rows themselves."""
 
     def own_rows(x):
         return jax.lax.dynamic_slice_in_dim(x, 4 * phalanx.get_replica_context().replica_id_in_sync_group, 4)
@@ -244,5 +213,5 @@ def test_arrays_beside_a_batch_are_right(strategy):
     (batch,) = strategy.experimental_distribute_dataset(X, batch_size=8)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SlipWarning)
-        strategy.run(step, args=(np.eye(3, dtype="float32"), batch))
-        strategy.run(lambda scale, x: step(scale, x, own_rows), args=(np.eye(3, dtype="float32"), X))
+        strategy.run(step_of(strategy), args=(batch, EYE))
+        strategy.run(step_of(strategy, own_rows), args=(X, EYE))

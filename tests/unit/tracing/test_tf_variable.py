@@ -1,5 +1,7 @@
 """`phalanx.Variable`, and what a variable of a strategy does with an index that it does not have."""
 
+import enum
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -8,12 +10,6 @@ import pytest
 
 import phalanx
 from phalanx.errors import InputError, InvalidArgumentError, VariableError, VariableIndexError
-
-
-@pytest.fixture
-def strategy():
-    """Two replicas."""
-    return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
 def test_arguments_of_tf_variable(strategy):
@@ -41,7 +37,7 @@ def test_arguments_of_tf_variable(strategy):
 
 def test_names_of_other_enums():
     """Strings in either case of letters, and TensorFlow's members, which have the same names."""
-    other = __import__("enum").Enum("VariableAggregation", ["NONE", "SUM", "MEAN"])
+    other = enum.Enum("VariableAggregation", ["NONE", "SUM", "MEAN"])
     assert [phalanx.Variable(1.0, aggregation=a).aggregation for a in ("mean", "MEAN", other.MEAN)] == ["mean"] * 3
 
 
@@ -61,16 +57,11 @@ def test_function_as_a_value(strategy):
 
 @pytest.mark.parametrize(("synchronization", "trainable"), [("auto", True), ("on_read", False)])
 def test_trainable_by_default(synchronization, trainable):
-    """As in tf.Variable, where variables that are read in each replica are not trained."""
-    assert phalanx.Variable(1.0, synchronization=synchronization).trainable is trainable
-
-
-def test_value_is_a_copy():
-    """What is written into an array of NumPy later is not the variable's."""
+    """As in tf.Variable, where variables that are read in each replica are not trained. The value is a copy of the given one."""
     given = np.ones(2, "float32")
-    v = phalanx.Variable(given)
+    v = phalanx.Variable(given, synchronization=synchronization)
     given[:] = 7
-    assert v.numpy().tolist() == [1.0, 1.0]
+    assert (v.trainable, v.numpy().tolist()) == (trainable, [1.0, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -103,11 +94,7 @@ def test_bad_arguments_of_a_variable(arguments, match):
 
 def test_value_of_a_step(strategy):
     """A variable is made before the step runs, so no value of the step can be its first."""
-
-    @phalanx.function
-    def step(x):
-        return phalanx.Variable(x + 1).value
-
+    step = phalanx.function(lambda x: phalanx.Variable(x + 1).value)
     with strategy.scope(), pytest.raises(VariableError, match="it is computed in the step that is being traced"):
         step(1.0)
 
@@ -123,44 +110,22 @@ def test_index_beyond_the_end(strategy, index):
         strategy.run(lambda: v[index])
 
 
-def test_loop_over_a_variable(strategy):
-    """It ends; JAX alone would take the last row for ever."""
-    with strategy.scope():
-        v = keras.Variable(np.arange(6, dtype="float32").reshape(3, 2))
-    assert [row.tolist() for row in v] == [[0, 1], [2, 3], [4, 5]]
-    total = strategy.run(lambda: sum(row.sum() for row in v))
-    assert [float(x) for x in total.values] == [15.0, 15.0]
+def test_indices_that_are_those_of_jax(strategy):
+    """Slices and loops end where the variable does, and arrays of indices are JAX's. The check does not read a traced index.
 
-
-@pytest.mark.parametrize("index", [0, -1, slice(1, 9), ..., None, (0, slice(None)), np.array([0, 9]), jnp.int32(9)])
-def test_index_of_other_kinds(strategy, index):
-    """Slices end where the variable does, and arrays of indices are JAX's."""
+    Keras's own variables are as Keras has them.
+    """
     value = np.arange(6, dtype="float32").reshape(3, 2)
     with strategy.scope():
         v = keras.Variable(value)
-    np.testing.assert_array_equal(v[index], jnp.asarray(value)[index])
-
-
-def test_index_outside_all_scopes():
-    """Keras's own variables are as Keras has them."""
+    for index in (0, -1, slice(1, 9), ..., None, (0, slice(None)), np.array([0, 9]), jnp.int32(9)):
+        np.testing.assert_array_equal(v[index], jnp.asarray(value)[index])
+    assert [row.tolist() for row in v] == value.tolist()
+    total, row = strategy.run(lambda i: (sum(row.sum() for row in v), v[i]), args=(jnp.int32(1),))
+    assert [float(x) for x in total.values] == [15.0, 15.0]
+    assert [x.tolist() for x in row.values] == [[2, 3]] * 2
+    assert jax.eval_shape(lambda i: v[i], 0).shape == (2,)
     assert float(keras.Variable([1.0, 2.0])[9]) == 2.0
-
-
-@pytest.mark.parametrize("kwargs", [{"aggregation": "mean", "dtype": "int32"}, {"synchronization": "none"}])
-def test_bad_policies_are_refused_when_made(strategy, kwargs):
-    """In a scope, as in tf.distribute; outside all scopes Keras has no use for them."""
-    with strategy.scope(), pytest.raises(VariableError, match="variable 'v' .* with"):
-        keras.Variable(1, name="v", **kwargs)
-    assert keras.Variable(1, **kwargs).shape == ()
-
-
-def test_gather_index_in_jax(strategy):
-    """The check costs a traced index nothing, and does not read it."""
-    with strategy.scope():
-        v = keras.Variable([1.0, 2.0])
-    result = strategy.run(lambda i: v[i], args=(jnp.int32(1),))
-    assert [float(x) for x in result.values] == [2.0, 2.0]
-    assert jax.eval_shape(lambda i: v[i], 0).shape == ()
 
 
 def test_a_value_of_64_bits_is_refused():
