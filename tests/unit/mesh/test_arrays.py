@@ -36,19 +36,18 @@ NARROW = {
 
 @pytest.fixture(params=[["cpu:0"], ["cpu:0", "cpu:1"]], ids=["one", "two"])
 def strategy(request):
-    """One replica, and two."""
     return phalanx.MirroredStrategy(request.param)
 
 
 def aligned(shape, value):
-    """An array whose memory a CPU device uses without a copy."""
+    """Returns an array whose memory a CPU device uses without a copy."""
     array = arrays.empty(shape, np.float32)
     array[...] = value
     return array
 
 
 def unaligned(shape, value):
-    """An array whose memory a CPU device copies, large ones later."""
+    """Returns an array whose memory a CPU device copies, a large one later."""
     memory = np.empty(int(np.prod(shape)) + 1, np.float32)
     first = 1 if arrays.is_shared_by_cpu(memory) else 0
     array = memory[first : first + int(np.prod(shape))].reshape(shape)
@@ -57,13 +56,11 @@ def unaligned(shape, value):
 
 
 def double(batch):
-    """A step."""
     return jax.tree.map(lambda x: x * 2, batch)
 
 
 @pytest.mark.parametrize("value", WIDE.values(), ids=WIDE.keys())
 def test_arguments_that_do_not_fit(strategy, value):
-    """The error says which argument has which number, and what to do."""
     with pytest.raises(InputError, match=r"args\[0\]\['ids'\] with the number .*\nHINT: jax.config.update\(\"jax_en"):
         strategy.run(double, args=({"ids": value},))
     with pytest.raises(
@@ -74,29 +71,29 @@ def test_arguments_that_do_not_fit(strategy, value):
 
 @pytest.mark.parametrize("value", NARROW.values(), ids=NARROW.keys())
 def test_arguments_that_fit(strategy, value):
-    """Arrive as they are."""
     got = strategy.experimental_local_results(strategy.run(jnp.asarray, args=(value,)))
     np.testing.assert_allclose(np.asarray(got[0], np.asarray(value).dtype), value, rtol=1e-7)
 
 
-@pytest.mark.parametrize("value", [WIDE["int64"], WIDE["uint64"], WIDE["float64"]], ids=["int", "uint", "float"])
-@pytest.mark.parametrize("form", ["rows", "batches", "generator", "generator of rows", "sequence"])
-def test_datasets_that_do_not_fit(strategy, value, form):
+FORMS = {
+    "rows": lambda value: ({"ids": value}, 4),
+    "batches": lambda value: ([{"ids": value}], None),
+    "generator": lambda value: (lambda: iter([{"ids": value}]), None),
+    "generator of rows": lambda value: (lambda: iter([{"ids": x} for x in value]), 4),
+    "sequence": lambda value: ([{"ids": x} for x in value], 4),
+}
+
+
+@pytest.mark.parametrize("name", ["int64", "uint64", "float64"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_datasets_that_do_not_fit(strategy, name, form):
     """At the latest when the batch is asked for."""
-    dataset = {
-        "rows": {"ids": value},
-        "batches": [{"ids": value}],
-        "generator": lambda: iter([{"ids": value}]),
-        "generator of rows": lambda: iter([{"ids": x} for x in value]),
-        "sequence": [{"ids": x} for x in value],
-    }[form]
-    batch_size = None if form in ("batches", "generator") else 4
+    dataset, batch_size = form(WIDE[name])
     with pytest.raises(InputError, match=r"\['ids'\] with the number .* of dtype .*64: it does not fit"):
         next(iter(strategy.experimental_distribute_dataset(dataset, batch_size=batch_size)))
 
 
 def test_values_of_a_function_that_do_not_fit():
-    """Nor do they enter by `experimental_distribute_values_from_function`."""
     strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
     with pytest.raises(InputError, match=r"value_fn's result\['id'\] with the number 1099511627776"):
         strategy.experimental_distribute_values_from_function(lambda context: {"id": 2**40})
@@ -115,7 +112,7 @@ def test_assignments_that_do_not_fit(strategy, value):
 
 
 def test_numbers_of_64_bits_where_they_fit():
-    """With `jax_enable_x64`, also for one thread alone, nothing but numbers of more than 64 bits is refused."""
+    """With `jax_enable_x64`, even in one thread alone, only numbers of more than 64 bits are refused."""
     with jax.enable_x64(True):
         for value in (2**40, np.array([2**63], np.uint64), 1e300, np.array([1e300j])):
             assert arrays.as_number(value) is value
@@ -127,36 +124,28 @@ def test_numbers_of_64_bits_where_they_fit():
         arrays.as_number(2**40)
 
 
-@pytest.mark.parametrize("form", ["rows", "batches", "argument"])
-def test_masked_arrays_are_refused(strategy, form):
+def test_masked_arrays_are_refused(strategy):
     """Their mask would be dropped."""
     masked = np.ma.array([1.0, 2.0], mask=[True, False])
-    uses = {
-        "rows": lambda: strategy.experimental_distribute_dataset(masked, batch_size=2),
-        "batches": lambda: list(strategy.experimental_distribute_dataset([masked])),
-        "argument": lambda: strategy.run(double, args=(masked,)),
-    }
-    with pytest.raises(InputError, match=r"that is a masked array: .*\nHINT: x.filled\(0\)"):
-        uses[form]()
+    for use in (
+        lambda: strategy.experimental_distribute_dataset(masked, batch_size=2),
+        lambda: list(strategy.experimental_distribute_dataset([masked])),
+        lambda: strategy.run(double, args=(masked,)),
+    ):
+        with pytest.raises(InputError, match=r"that is a masked array: .*\nHINT: x.filled\(0\)"):
+            use()
 
 
 @pytest.mark.parametrize("form", ["rows", "batches", "generator of rows"])
 def test_sparse_arrays_become_dense(strategy, form):
-    """Their nonzeros are where they were."""
     dense = np.float32([[0, 1, 0], [2, 0, 0], [0, 0, 3]])
-    matrix = sparse.BCOO.fromdense(dense)
-    datasets = {
-        "rows": {"x": matrix},
-        "batches": [{"x": matrix}],
-        "generator of rows": lambda: ({"x": sparse.BCOO.fromdense(row)} for row in dense),
-    }
-    batch_size = None if form == "batches" else 3
-    (batch,) = strategy.experimental_distribute_dataset(datasets[form], batch_size=batch_size)
-    np.testing.assert_array_equal(strategy.gather(batch["x"], axis=0), dense)
+    matrix = list(map(sparse.BCOO.fromdense, dense)) if form == "generator of rows" else sparse.BCOO.fromdense(dense)
+    dataset, batch_size = FORMS[form](matrix)
+    (batch,) = strategy.experimental_distribute_dataset(dataset, batch_size=batch_size)
+    np.testing.assert_array_equal(strategy.gather(batch["ids"], axis=0), dense)
 
 
 def test_deleted_arrays_are_refused(strategy):
-    """With their shape."""
     gone = jnp.ones((4, 2))
     gone.delete()
     for dataset, batch_size in ((gone, 2), ([gone], None)):
@@ -166,16 +155,13 @@ def test_deleted_arrays_are_refused(strategy):
 
 @pytest.mark.parametrize("made", [aligned, unaligned])
 def test_an_argument_changed_afterwards(strategy, made):
-    """Changes nothing, though the step runs on while Python goes on."""
+    """Changes nothing, though the step still runs when Python continues."""
+    square = lambda matrix: matrix @ matrix  # noqa: E731
     for _ in range(5):
         x = made((600, 600), 1)
-        product = strategy.run(_square, args=(x,))
+        product = strategy.run(square, args=(x,))
         x[:] = -1
         assert all(float(p[0, 0]) == 600 for p in strategy.experimental_local_results(product))
-
-
-def _square(matrix):
-    return matrix @ matrix
 
 
 @pytest.mark.parametrize("made", [aligned, unaligned])
@@ -197,12 +183,10 @@ def test_an_assigned_array_changed_afterwards(strategy, made):
 @pytest.mark.parametrize("form", ["rows", "batches", "sequence"])
 @pytest.mark.parametrize("width", [16, 1 << 19])
 def test_a_batch_changed_afterwards(strategy, made, form, width):
-    """A batch that was handed out keeps its rows, also if its array is large and copied by another thread."""
+    """A batch that was handed out keeps its rows, even if its array is large and another thread copies it."""
     x = made((4, width), 1)
 
     class Batches(keras.utils.PyDataset):
-        """One batch."""
-
         def __len__(self):
             return 1
 
@@ -219,25 +203,18 @@ def test_a_buffer_filled_again_and_again(strategy):
     """Rows of a generator, or of a sequence, that are all the same array."""
     buffer = np.zeros(3, np.float32)
 
-    def row(index):
-        buffer[:] = index
-        return {"x": buffer, "id": index}
-
     class Rows:
-        """Six rows."""
-
         def __len__(self):
             return 6
 
         def __getitem__(self, index):
-            return row(index)
+            buffer[:] = index
+            return {"x": buffer, "id": index}
 
-    for dataset in (lambda: map(row, range(6)), Rows()):
-        for batch, expected in zip(
-            strategy.experimental_distribute_dataset(dataset, batch_size=3), ([0, 1, 2], [3, 4, 5]), strict=True
-        ):
-            assert strategy.gather(batch["x"], axis=0)[:, 0].tolist() == expected
-            assert strategy.gather(batch["id"], axis=0).tolist() == expected
+    for dataset in (lambda: map(Rows().__getitem__, range(6)), Rows()):
+        batches = list(strategy.experimental_distribute_dataset(dataset, batch_size=3))
+        assert [strategy.gather(batch["x"], axis=0)[:, 0].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]
+        assert [strategy.gather(batch["id"], axis=0).tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_a_copy_begins_where_devices_can_use_it():

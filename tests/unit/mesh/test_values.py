@@ -14,7 +14,6 @@ from phalanx.mesh.values import ReplicaLocal, RowMask, is_distributed, map_leave
 
 @pytest.fixture
 def strategy():
-    """Two replicas."""
     return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
@@ -26,14 +25,10 @@ def value(strategy):
     )
 
 
-def test_components_live_on_their_devices(value):
-    """In replica order, one array each."""
+def test_components_follow_the_order_of_devices(value):
+    """In replica order, one array each, on the device of the replica."""
     assert [v.tolist() for v in value.values] == [[0, 1], [10, 11]]
     assert [[d.id for d in v.devices()] for v in value.values] == [[0], [1]]
-
-
-def test_components_follow_the_order_of_devices():
-    """Replica order, not device order."""
     strategy = phalanx.MirroredStrategy(["cpu:5", "cpu:2"])
     ids = strategy.run(lambda: phalanx.get_replica_context().replica_id_in_sync_group)
     assert [(int(v), v.device.id) for v in ids.values] == [(0, 5), (1, 2)]
@@ -42,7 +37,6 @@ def test_components_follow_the_order_of_devices():
 
 
 def test_repr_is_that_of_tf_distribute(value):
-    """As in tf.distribute."""
     assert repr(value).startswith("PerReplica:{\n  0: Array([0., 1.]")
     assert repr(Mirrored(3)) == "Mirrored:{\n  0: 3,\n}"
     assert repr(ReplicaLocal(3)) == "ReplicaLocal(3)"
@@ -84,11 +78,8 @@ def test_per_replica_is_no_array(value, use):
 
 def test_per_replica_of_one_replica_is_its_array():
     """Without the padded rows."""
-    rows = RowMask(jnp.array([[True, True, False]]), 2)
-    value = PerReplica(jnp.float32([[1, 2, 2]]), rows)
-    assert value.shape == (2,)
-    assert value.dtype == jnp.float32
-    assert len(value) == 2
+    value = PerReplica(jnp.float32([[1, 2, 2]]), RowMask(jnp.array([[True, True, False]]), 2))
+    assert (value.shape, value.dtype, len(value)) == ((2,), jnp.float32, 2)
     assert jnp.sum(value) == np.asarray(value).sum() == 3
     assert (value + 1).tolist() == (1 + value).tolist() == [2, 3]
     assert (value - 1).tolist() == [0, 1]
@@ -96,8 +87,8 @@ def test_per_replica_of_one_replica_is_its_array():
     assert (value * 2).tolist() == (2 * value).tolist() == [2, 4]
     assert (value / 2).tolist() == [0.5, 1]
     assert [float(x) for x in value] == [float(value[0]), 2.0]
-    assert int(PerReplica(jnp.int32([3]))) == 3
-    assert float(PerReplica(jnp.int32([3]))) == 3.0
+    for number in (int, float):
+        assert number(PerReplica(jnp.int32([3]))) == 3
 
 
 USES = {
@@ -130,14 +121,8 @@ USES = {
     "index": lambda x: x[1:] + x[0],
     "contains": lambda x: (2 in x, 5 in x),
     "lists": lambda x: (x.tolist(), list(map(float, x)), x.numpy().tolist()) if hasattr(x, "numpy") else None,
-    "number": lambda x: (
-        int(x[0]),
-        float(x.sum()),
-        bool(x[0]),
-        round(x.sum()),
-        f"{x[2]:.2f}",
-        range(20)[x.sum().astype(int)],
-    ),
+    "number": lambda x: (int(x[0]), float(x.sum()), bool(x[0]), round(x.sum()), f"{x[2]:.2f}"),
+    "position": lambda x: range(20)[x.sum().astype(int)],
     "layer": lambda x: keras.layers.Rescaling(2.0)(x),
     "numpy": lambda x: np.asarray(x, "float64") + np.array(x),
 }
@@ -146,11 +131,14 @@ USES = {
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 @pytest.mark.parametrize("which", [0, 1], ids=["full", "short"])
 def test_a_batch_of_one_replica_is_its_array(use, which):
-    """Whatever an array can do, a batch that may be short can, with its real rows."""
+    """A batch that may be short can do with its real rows whatever an array can."""
     strategy = phalanx.OneDeviceStrategy("cpu:1")
-    batch = list(strategy.experimental_distribute_dataset([np.float32([4, 5, 6, 7]), np.float32([1, 2, 3])]))[which]
-    batch = batch[:3] if which == 0 else batch
-    expected = jax.device_put(np.float32([4, 5, 6] if which == 0 else [1, 2, 3]), jax.devices()[1])
+    rows = np.float32([4, 5, 6] if which == 0 else [1, 2, 3])
+    batches = strategy.experimental_distribute_dataset([np.float32([4, 5, 6, 7]), np.float32([1, 2, 3])])
+    batch, expected = (
+        list(batches)[which][:3] if which == 0 else list(batches)[1],
+        jax.device_put(rows, jax.devices()[1]),
+    )
     got, wanted = use(batch), use(expected)
     if wanted is not None:
         assert type(got) is type(wanted)
@@ -168,38 +156,29 @@ def test_distributed_values_are_keys_by_identity(value):
 
 
 def test_real_rows_in_a_function():
-    """How many there are no program knows: the error names what does."""
+    """The program does not know how many there are: the error names what does."""
     strategy = phalanx.OneDeviceStrategy("cpu:0")
     _, short = strategy.experimental_distribute_dataset([np.ones(4, "f"), np.ones(3, "f")])
-
-    @phalanx.function
-    def mean(batch):
-        return jnp.mean(batch)
-
     with pytest.raises(
         ContextError, match=r"the real rows of a padded batch in phalanx.function: .*\nHINT: strategy.run"
     ):
-        mean(short)
-
-
-def test_a_mirrored_nest_is_no_array():
-    """Its value is the nest."""
-    with pytest.raises(ContextError, match=r"a Mirrored dict used as an array: .*\nHINT: mirrored.value"):
-        _ = Mirrored({"w": 1}) + 1
+        phalanx.function(jnp.mean)(short)
 
 
 def test_mirrored_is_an_array():
-    """It is known to be one value."""
+    """Unless its value is a nest."""
     value = Mirrored(jnp.float32([1, 2]))
     assert (jnp.asarray(value) + 1).tolist() == [2, 3]
     assert np.asarray(value, dtype="int32").tolist() == [1, 2]
     assert (value + 1).tolist() == [2, 3]
     assert (value == 1).tolist() == [True, False]
     assert float(jnp.mean(value)) == float(value.mean()) == 1.5
+    with pytest.raises(ContextError, match=r"a Mirrored dict used as an array: .*\nHINT: mirrored.value"):
+        _ = Mirrored({"w": 1}) + 1
 
 
 def test_mirrored_value_has_a_component_per_device(strategy):
-    """One copy a device, with the structure of the value."""
+    """One copy per device, with the structure of the value."""
     parts = strategy.replicate({"w": jnp.ones(2), "b": None}).values
     assert [p["w"].devices().pop().id for p in parts] == [0, 1]
     assert [p["b"] for p in parts] == [None, None]
@@ -207,16 +186,12 @@ def test_mirrored_value_has_a_component_per_device(strategy):
 
 @pytest.mark.parametrize("through", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_values_are_pytrees_for_jax(value, through):
-    """Both kinds keep their class and their components through jax.tree.map and jax.jit."""
+    """Both kinds keep their class and their components through jax.tree.map and jax.jit. Components are slices there."""
     tree = {"p": value, "m": Mirrored(jnp.float32(3))}
     doubled = through(lambda t: jax.tree.map(lambda x: x * 2, t))(tree)
     assert [v.tolist() for v in doubled["p"].values] == [[0, 2], [20, 22]]
     assert float(doubled["m"].value) == 6
     assert (type(doubled["p"]), type(doubled["m"])) == (PerReplica, Mirrored)
-
-
-def test_values_inside_jit(value):
-    """Components are slices there."""
     assert jax.jit(lambda v: v.values[1] - v.values[0])(value).tolist() == [10, 10]
 
 
@@ -229,14 +204,13 @@ def test_python_objects_may_be_components(strategy):
 
 
 def test_padded_components_show_real_rows(strategy):
-    """Components are shown without their padding."""
     (batch,) = strategy.experimental_distribute_dataset([np.arange(5)])
     assert [v.tolist() for v in batch.values] == [[0, 1, 2], [3, 4]]
     assert batch.rows.per_replica_counts.tolist() == [3, 2]
 
 
 def test_a_new_per_replica():
-    """May be made by hand, from one array with a leading replica dim."""
+    """It may be made by hand, from one array with a leading replica dim."""
     assert [v.tolist() for v in PerReplica(jnp.arange(4).reshape(2, 2)).values] == [[0, 1], [2, 3]]
     assert is_distributed(PerReplica(jnp.ones(2)))
     assert not is_distributed(jnp.ones(2))
@@ -249,6 +223,7 @@ def test_map_leaves_takes_values_whole(value):
 
 def test_row_masks_are_compared_by_identity():
     """Leaves of one batch share one mask object."""
-    a, b = RowMask(np.ones((2, 1), bool), 2), RowMask(np.ones((2, 1), bool), 2)
+    mask = np.ones((2, 1), bool)
+    a, b = RowMask(mask, 2), RowMask(mask, 2)
     assert a != b
     assert a == a  # noqa: PLR0124
