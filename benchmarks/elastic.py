@@ -42,9 +42,9 @@ _SIGNALS = {
 }
 _INTO_RECOVERY_S = 0.15
 _OF_THE_PARENT = ("NPROC", "PHALANX_CPU_DEVICES", "PYTHONPATH", "XLA_FLAGS", "TF_CONFIG")
-_DEADLINE_S = 60.0
+_DEADLINE_S = 240.0
 _END_S = 10.0
-_RECENT_S = 0.5
+_RECENT_S = 5.0
 _POLL_S = 0.002
 
 
@@ -83,14 +83,21 @@ class Training:
       command: what starts the processes. The folder is added as its last argument.
       size: the highest number of processes.
       environment: further environment variables.
+      popen: starts a process, as `subprocess.Popen` does.
     """
 
-    def __init__(self, command: Sequence[str], size: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        size: int,
+        environment: Mapping[str, str],
+        popen: type[subprocess.Popen] = subprocess.Popen,
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-elastic-")
         self.folder, self.size = Path(self._folder.name), size
         self._log = (self.folder / "log").open("w+")
         inherited = {k: v for k, v in os.environ.items() if k not in _OF_THE_PARENT}
-        self._process = subprocess.Popen(
+        self._process = popen(
             [*command, str(self.folder)],
             cwd=ROOT,
             env=inherited | dict(environment),
@@ -198,20 +205,37 @@ class Job(Training):
       workers: the option `--workers`.
       epochs: number of epochs.
       donate: see `phalanx.elastic.ElasticOptions`.
-      pause_s: pause after each step, in seconds.
+      pause_s: first pause after a step in seconds. Pauses grow, and end when `hurry` is called.
+      widths: widths of the hidden layers. None for those of the benchmark.
+      popen: starts a process, as `subprocess.Popen` does.
     """
 
-    def __init__(self, how: str, workers: str, epochs: int, *, donate: bool = True, pause_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        how: str,
+        workers: str,
+        epochs: int,
+        *,
+        donate: bool = True,
+        pause_s: float = 0.0,
+        widths: Sequence[int] | None = None,
+        popen: type[subprocess.Popen] = subprocess.Popen,
+    ) -> None:
         environment = {
             "PYTHONPATH": str(ROOT / "src"),  # Phalanx need not be installed.
             "JAX_PLATFORMS": "cpu",
             "PHALANX_STALL_TIMEOUT_S": str(STALL_S),
             "DONATE": "yes" if donate else "no",
             "PAUSE_S": str(pause_s),
+            **({} if widths is None else {"WIDTHS": " ".join(map(str, widths))}),
         }
         launcher = [sys.executable, "-m", "phalanx", "run", "--workers", workers]
         script = ["-m", "benchmarks.elastic_script", how, str(epochs)]
-        super().__init__([*launcher, *script], int(workers.rpartition(":")[2]), environment)
+        super().__init__([*launcher, *script], int(workers.rpartition(":")[2]), environment, popen)
+
+    def hurry(self) -> None:
+        """Lets the processes train without pauses from now on."""
+        (self.folder / "hurry").touch()
 
     def lose(self, victims: Iterable[int], kind: str) -> float:
         """Ends processes, and returns the time in seconds from the last end until all others have finished a step of a later generation.

@@ -28,7 +28,7 @@ class Record:
 
     def __init__(self, folder: Path, strategy: Any, optimizer: Any) -> None:
         self._file = StepFile(folder)
-        self._order = self._file.path.with_suffix(".do")
+        self._order, self._hurry = self._file.path.with_suffix(".do"), folder / "hurry"
         self._strategy, self._optimizer = strategy, optimizer
 
     def note(self) -> None:
@@ -37,7 +37,9 @@ class Record:
         number = self._strategy.cluster_resolver.task_id if member is None else member.number
         generation = member.generation.number if member and member.generation else 0
         self._file.write(number, generation, int(self._optimizer.iterations.value))
-        time.sleep(float(os.environ["PAUSE_S"]))
+        # Longer and longer, so that the training lasts until the parent has done what it wants, on a busy machine too.
+        if not self._hurry.exists():
+            time.sleep(float(os.environ["PAUSE_S"]) * (1 + int(self._optimizer.iterations.value) / 20))
         if self._order.exists():
             match self._order.read_text():
                 case "raise":
@@ -62,7 +64,8 @@ class Noting(keras.callbacks.Callback):
 
 def mlp() -> keras.Model:
     """Returns the model of all these trainings."""
-    hidden = [keras.layers.Dense(width, activation="tanh") for width in WIDTHS[1:-1]]
+    widths = map(int, os.environ["WIDTHS"].split()) if "WIDTHS" in os.environ else WIDTHS[1:-1]
+    hidden = [keras.layers.Dense(width, activation="tanh") for width in widths]
     return keras.Sequential([keras.Input((WIDTHS[0],)), *hidden, keras.layers.Dense(WIDTHS[-1])])
 
 

@@ -82,9 +82,11 @@ from phalanx.tracing import context
 if importlib.util.find_spec("hypothesis"):
     import hypothesis
 
+    from tests.draws import MANY
+
     # How long an example takes says nothing: the machine may be busy. `make draws` draws other cases every time.
     hypothesis.settings.register_profile(
-        "phalanx", deadline=None, max_examples=25, derandomize=not os.environ.get("PHALANX_TEST_DRAWS"), database=None
+        "phalanx", deadline=None, max_examples=500 if MANY else 25, derandomize=not MANY, database=None
     )
     hypothesis.settings.load_profile("phalanx")
 

@@ -9,6 +9,7 @@ subreaper, which is the process that asked, becomes the parent of the fork and g
 template of its own, made before it does anything else, because only its children can be forked for it.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -34,11 +35,19 @@ class Template:
 
     Args:
       connection: the socket on which it takes requests.
+      process: the process, if somebody must hold it.
     """
 
-    def __init__(self, connection):
+    def __init__(self, connection, process=None):
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-        self._connection = connection
+        self._connection, self._process = connection, process
+        atexit.register(self.close)
+
+    def close(self):
+        """Ends the process, which ends by itself once nobody can ask any more."""
+        self._connection.close()
+        if self._process is not None:
+            self._process.wait()
 
     def fork(self, request, fds):
         """Returns the id of a new child of this process, which has the file descriptors and does what the request says."""
@@ -58,14 +67,14 @@ def template():
     if _template is None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PHALANX_", "TF_", "XLA_"))}
-        subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             env={**environment, "KERAS_BACKEND": "jax", "NPROC": "2", "JAX_PLATFORMS": "cpu"},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
-        _template = Template(ours)
+        _template = Template(ours, process)
     return _template
 
 
@@ -119,15 +128,17 @@ def serve(connection):
         message, fds, *_ = socket.recv_fds(connection, _MESSAGE, _FDS)
         if not message:
             os._exit(0)
+        reader, writer = os.pipe()
         if (pid := os.fork()) == 0:
             if child := os.fork():
-                connection.send(b"%d" % child)
+                os.write(writer, b"%d" % child)
                 os._exit(0)
             connection.detach()  # Its number may belong to another file when the object is collected.
             return pickle.loads(message), fds
-        # Its child belongs to the process that asked as soon as it has ended.
         os.waitpid(pid, 0)
-        for fd in fds:
+        # Now the child of that process belongs to the process that asked.
+        connection.send(os.read(reader, 64))
+        for fd in (reader, writer, *fds):
             os.close(fd)
 
 
@@ -189,6 +200,8 @@ def _execute(command):
         sys.argv, sys.path[0] = [target, *arguments], os.getcwd()
         if target == "phalanx":
             _prepare_launcher()
+        if "." in target:
+            sys.modules.pop(target, None)  # runpy warns if a module that it runs is there.
         runpy.run_module(target, run_name="__main__", alter_sys=True)
         return
     if kind == "-c":
