@@ -1,17 +1,22 @@
 """The command line: in this process, and as a process of its own."""
 
+import functools
 import importlib.metadata
 import json
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import warnings
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from phalanx.launch import cli
 from phalanx.launch.cli import main
 from phalanx.launch.plan import free_ports
 
@@ -29,16 +34,41 @@ FOREIGN = ["jax", "jaxlib", "keras", "numpy", "ray", "tensorflow"]
 
 
 @pytest.fixture
-def phalanx(environment, tmp_path):
-    """Runs the command line in a process of its own."""
+def phalanx(environment, monkeypatch, tmp_path, capfd):
+    """Runs the command line in this process, with what it would start as a child of one process, and real workers."""
 
-    def run(*arguments, **options):
-        return subprocess.run(
-            [sys.executable, "-c", START, *arguments],
-            **{"env": environment, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 500, **options},
-        )
+    def child(module, arguments, _=None):
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # The module may be imported already.
+                runpy.run_module(module, run_name="__main__")
+        except SystemExit as e:
+            return e.code
+        return 0
 
+    def run(*arguments, **variables):
+        for name in (*os.environ, *environment, *variables):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {**environment, **variables}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            main(arguments, prog_name="phalanx")
+        return SimpleNamespace(returncode=ended.value.code, **capfd.readouterr()._asdict())
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_child", child)
+    monkeypatch.setattr(cli, "run_group", functools.partial(cli.run_group, word_s=0.0))
     return run
+
+
+@pytest.fixture
+def phalanx_process(environment, tmp_path):
+    """Runs the command line in a process of its own."""
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 500}
+    return lambda *arguments, **variables: subprocess.run(
+        [sys.executable, "-c", START, *arguments], env=environment | variables, check=False, **options
+    )
 
 
 def invoke(*arguments, **environment):
@@ -47,13 +77,15 @@ def invoke(*arguments, **environment):
     return CliRunner().invoke(main, arguments, env={**dict.fromkeys(hidden), **environment})
 
 
-def test_run_passes_arguments_to_script(phalanx, launch):
-    """The script runs as so many workers, with its own arguments after its name."""
-    script = launch.script("print(rank, len(addresses), sys.argv[1:], os.environ['PHALANX_CPU_DEVICES'])")
+def test_run_passes_arguments_to_script(phalanx_process, launch):
+    """The script runs as so many workers, with its own arguments after its name. One that asks finds the end of its input."""
+    script = launch.script(
+        "print(rank, len(addresses), sys.argv[1:], os.environ['PHALANX_CPU_DEVICES'], repr(sys.stdin.read()))"
+    )
     arguments = ["--workers", "2", "--devices-per-worker", "3", script, "--workers", "7", "-m", "--", "--help"]
-    done = phalanx("run", *arguments)
+    done = phalanx_process("run", *arguments)
     assert (done.returncode, done.stderr) == (0, "")
-    own = "['--workers', '7', '-m', '--', '--help'] 3"
+    own = "['--workers', '7', '-m', '--', '--help'] 3 ''"
     assert sorted(done.stdout.splitlines()) == [f"[worker {r}] {r} 2 {own}" for r in range(2)]
 
 
@@ -62,25 +94,19 @@ def test_run_takes_a_module(phalanx, tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text("import sys; print(__name__, sys.argv[1:])")
     done = phalanx("run", "-m", "package.train", "-m", "--max-restarts", "2")
-    assert (done.returncode, done.stdout) == (0, "[worker 0] __main__ ['-m', '--max-restarts', '2']\n")
-
-
-def test_workers_find_no_input(phalanx, launch):
-    """A worker that asks finds the end of its input, rather than that of the launcher, which all would share."""
-    done = phalanx("run", launch.script("print(repr(sys.stdin.read()))"), input="typed\n")
-    assert done.stdout == "[worker 0] ''\n"
+    assert (done.returncode, done.out) == (0, "[worker 0] __main__ ['-m', '--max-restarts', '2']\n")
 
 
 def test_failure_ends_with_code_of_last_attempt(phalanx, launch):
     """The launcher ends with the code of the last attempt; each attempt is reported on the stream of errors."""
     script = launch.script("if rank == 1:\n    sys.exit(4 + restart)\ntime.sleep(300)")
     done = phalanx("run", "--workers", "2", "--max-restarts", "1", script)
-    assert (done.returncode, done.stdout) == (5, "")
+    assert (done.returncode, done.out) == (5, "")
     assert re.fullmatch(
         r"worker 1 failed first: it exited with code 4.*\nIt printed nothing.\n  worker 0 was ended .*\n"
         r"The group starts again: 1 of 1.\n"
         r"worker 1 failed first: it exited with code 5.*\nIt printed nothing.\n  worker 0 was ended .*\n",
-        done.stderr,
+        done.err,
     )
 
 
@@ -99,29 +125,27 @@ def test_signals_end_launcher_and_workers(environment, launch, number, code):
     )
 
 
-@pytest.mark.parametrize("is_json", [False, True])
-def test_env_reports_versions_without_secrets(phalanx, environment, is_json):
-    """Versions, devices and variables, without secrets, as text or JSON."""
-    told = {**environment, "PHALANX_CPU_DEVICES": "3", "RAY_AUTH_TOKEN": "s3cret"}
-    done = phalanx("env", *(["--json"] if is_json else []), env=told)
+def test_env_reports_versions_without_secrets(phalanx_process):
+    """Versions, devices and variables, without secrets."""
+    done = phalanx_process("env", "--json", PHALANX_CPU_DEVICES="3", RAY_AUTH_TOKEN="s3cret")
     assert (done.returncode, done.stderr) == (0, "")
     assert "s3cret" not in done.stdout
-    if is_json:
-        report = json.loads(done.stdout)
-        assert report["versions"]["phalanx"] == importlib.metadata.version("phalanx")
-        assert report["devices"] == {f"cpu:{i}": "cpu" for i in range(3)}
-        assert report["variables"]["RAY_AUTH_TOKEN"] == "(hidden)"
-    else:
-        assert re.search(rf"^  jax +{importlib.metadata.version('jax')}$", done.stdout, re.M)
-        assert re.search(r"^  PHALANX_CPU_DEVICES +3$", done.stdout, re.M)
+    report = json.loads(done.stdout)
+    assert report["versions"]["phalanx"] == importlib.metadata.version("phalanx")
+    assert report["devices"] == {f"cpu:{i}": "cpu" for i in range(3)}
+    assert report["variables"]["RAY_AUTH_TOKEN"] == "(hidden)"
 
 
-def test_env_without_devices(phalanx, environment):
-    """If JAX cannot start, the report says why, and the rest is there."""
-    done = phalanx("env", env={**environment, "JAX_PLATFORMS": "nonsense"})
-    assert done.returncode == 0
-    assert re.search(r"^devices\n  none  RuntimeError: .*nonsense", done.stdout, re.M)
-    assert "\nvariables\n" in done.stdout
+def test_env_without_devices(phalanx, monkeypatch):
+    """If JAX cannot start, the report says why, and the rest is there, as text."""
+    monkeypatch.setattr("jax.local_devices", lambda: exec("raise RuntimeError('no nonsense')"))
+    done = phalanx("env", PHALANX_CPU_DEVICES="3", RAY_AUTH_TOKEN="s3cret")
+    assert (done.returncode, done.err) == (0, "")
+    assert re.search(r"^devices\n  none  RuntimeError: no nonsense", done.out, re.M)
+    assert "\nvariables\n" in done.out
+    assert "s3cret" not in done.out
+    assert re.search(rf"^  jax +{importlib.metadata.version('jax')}$", done.out, re.M)
+    assert re.search(r"^  PHALANX_CPU_DEVICES +3$", done.out, re.M)
 
 
 @pytest.mark.parametrize(
@@ -133,52 +157,59 @@ def test_checkpoint_that_is_not_there(phalanx, arguments):
     """Every command says so, with the exit code of a wrong call. What they print otherwise is tested in unit/train."""
     done = phalanx("checkpoint", *arguments)
     assert done.returncode == 2
-    assert re.search(r"^phalanx: .*none[^§]*HINT: ", done.stderr)
+    assert re.search(r"^phalanx: .*none[^§]*HINT: ", done.err)
 
 
-def test_doctor_passes_all_checks(phalanx, tmp_path):
+def test_doctor_passes_all_checks(phalanx_process, tmp_path):
     """Two processes of this machine pass all checks, and leave nothing in the shared folder."""
     (tmp_path / "shared").mkdir()
-    done = phalanx("doctor", "--shared", "shared")
+    done = phalanx_process("doctor", "--shared", "shared")
     assert done.returncode == 0, done.stdout + done.stderr
     names = ["port", "roll call", "all-reduce", "versions", "clocks", "shared folder"]
     assert re.findall(r"^\[worker 0\] PASS (.*?):", done.stdout, re.M) == names
     assert not list((tmp_path / "shared").iterdir())
 
 
-def test_doctor_finds_no_shared_folder(phalanx):
-    """The other checks are told all the same; the exit code says that one failed."""
-    done = phalanx("doctor", "--shared", "nowhere")
-    assert done.returncode == 1
-    assert "[worker 0] FAIL shared folder: rank 0 cannot write to nowhere: No such file or directory.\n" in done.stdout
-    assert "\n[worker 0] HINT: use a folder that exists" in done.stdout
-    assert done.stdout.count("PASS") == 5
+@pytest.mark.parametrize(("code", "own"), [(0, 0), (137, 1)])
+def test_doctor_fails_with_its_processes(phalanx, monkeypatch, code, own):
+    """The exit code says only whether a check has failed."""
+    monkeypatch.setattr(cli, "run_group", lambda plan, **_: SimpleNamespace(exit_code=code, processes=len(plan(0))))
+    assert phalanx("doctor").returncode == own
 
 
-def test_doctor_of_a_cluster_with_a_missing_peer(phalanx, environment):
+def config_of(task, *addresses):
+    return json.dumps({"cluster": {"worker": addresses}, "task": {"type": task, "index": 0}})
+
+
+def test_doctor_of_a_cluster_with_a_missing_peer(phalanx):
     """The cluster of the environment is tried, and who does not come is named."""
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": 0}}
-    done = phalanx("doctor", "--timeout-seconds", "1", env={**environment, "TF_CONFIG": json.dumps(config)})
+    first, second = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    done = phalanx("doctor", "--timeout-seconds", "0.5", TF_CONFIG=config_of("worker", first, second))
     assert done.returncode == 1
-    passed, failed, hint = done.stdout.splitlines()
-    assert passed == f"PASS port: rank 0 can listen at {addresses[0]}."
-    assert failed == (
-        f"FAIL roll call: a cluster of 2 processes: after 1 s rank 1 ({addresses[1]}) had not connected to rank 0 ({addresses[0]})."
-    )
+    passed, failed, hint = done.out.splitlines()
+    assert passed == f"PASS port: rank 0 can listen at {first}."
+    missing = f"after 0.5 s rank 1 ({second}) had not connected to rank 0 ({first})."
+    assert failed == f"FAIL roll call: a cluster of 2 processes: {missing}"
     assert hint.startswith("HINT: look at the output of the missing processes")
 
 
-def test_doctor_finds_a_port_in_use(phalanx, environment):
-    """The port of the first worker is taken: said before anybody waits."""
+def test_doctor_finds_a_port_in_use(phalanx):
+    """The port of the first worker is taken: said before anybody waits. An evaluator needs no worker and no port."""
     with socket.create_server(("127.0.0.1", 0)) as other:
-        address = f"127.0.0.1:{other.getsockname()[1]}"
-        config = {"cluster": {"worker": [address, "127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}
-        done = phalanx("doctor", env={**environment, "TF_CONFIG": json.dumps(config)})
-    assert done.returncode == 1
-    assert done.stdout.startswith(
-        f"FAIL port: rank 0 cannot listen at {address}: Address already in use.\nHINT: end the"
-    )
+        addresses = f"127.0.0.1:{other.getsockname()[1]}", "127.0.0.1:1"
+        done = phalanx("doctor", TF_CONFIG=config_of("worker", *addresses))
+        assert done.returncode == 1
+        in_use = f"FAIL port: rank 0 cannot listen at {addresses[0]}: Address already in use.\nHINT: end the"
+        assert done.out.startswith(in_use)
+        for folder, code, name in ((".", 0, "PASS"), ("nowhere", 1, "FAIL")):
+            variables = {"NPROC": "16", "TF_CONFIG": config_of("evaluator", *addresses)}
+            done = phalanx("doctor", "--shared", folder, **variables)
+            assert done.returncode == code, done
+            found = re.findall(r"^(PASS|FAIL) (.*?):", done.out, re.M)
+            names = ["roll call", "all-reduce", "versions", "clocks"]
+            assert found == [*(("PASS", name) for name in names), (name, "shared folder")]
+            assert done.out.startswith("PASS roll call: this is an evaluator, which joins nobody.\n")
+    assert "\nFAIL shared folder: rank 0 cannot write to nowhere: No such file or directory.\nHINT: use a" in done.out
 
 
 def test_script_that_is_not_there():
@@ -221,11 +252,11 @@ def test_bad_commands_are_refused_without_stack(arguments, words):
     assert "Traceback" not in done.stderr
 
 
-def test_malformed_number_of_devices(phalanx, environment, launch):
-    """So is a variable that this package reads itself, in a process of its own."""
-    done = phalanx("run", launch.script(""), env={**environment, "JAX_PLATFORMS": "cpu", "PHALANX_CPU_DEVICES": "x"})
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"phalanx: .*: the environment sets PHALANX_CPU_DEVICES='x'.\nHINT: .*\n", done.stderr)
+def test_malformed_number_of_devices(phalanx, launch):
+    """So is a variable that this package reads itself."""
+    done = phalanx("run", launch.script(""), PHALANX_CPU_DEVICES="x")
+    assert (done.returncode, done.out) == (2, "")
+    assert re.fullmatch(r"phalanx: .*: the environment sets PHALANX_CPU_DEVICES='x'.\nHINT: .*\n", done.err)
 
 
 @pytest.mark.parametrize(
@@ -266,18 +297,22 @@ def test_template_with_an_evaluator_is_refused(scheduler):
 def test_run_with_an_evaluator(phalanx, launch):
     """One more process has the prefix and the task of an evaluator, and a limited time after the workers."""
     script = launch.script(
-        "print(job, rank, len(addresses))\n(here / job).touch()\nwait_for('evaluator')\n"
+        "print(job, rank, len(addresses))\nnote(job)\nwait_for('evaluator')\n"
         "if job == 'evaluator':\n    time.sleep(300)"
     )
     done = phalanx("run", "--workers", "2", "--evaluator", "--evaluator-grace-seconds", "0.2", script)
     assert done.returncode == 0
     wanted = ["[evaluator 0] evaluator 0 2", "[worker 0] worker 0 2", "[worker 1] worker 1 2"]
-    assert sorted(done.stdout.splitlines()) == wanted
-    assert done.stderr.splitlines() == [
+    assert sorted(done.out.splitlines()) == wanted
+    assert done.err.splitlines() == [
         "The workers have ended. evaluator 0 has 0.2 s to finish.",
         "evaluator 0 has not finished after 0.2 s.",
         "evaluator 0 was ended by the launcher (SIGTERM).",
     ]
+
+
+def rows_of(table):
+    return [[cell.strip() for cell in re.split("[│|]", line)[1:-1]] for line in table.splitlines()]
 
 
 @pytest.mark.parametrize(("listed", "row"), [(True, ["evaluator", "0", "e:1"]), (False, ["evaluator", "0", ""])])
@@ -286,7 +321,7 @@ def test_cluster_shows_its_evaluator(listed, row):
     cluster = {"worker": ["a:1", "b:1"], **({"evaluator": ["e:1"]} if listed else {})}
     done = invoke("cluster", TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}}))
     assert done.exit_code == 0
-    rows = [[cell.strip() for cell in re.split("[│|]", line)[1:-1]] for line in done.stdout.splitlines()]
+    rows = rows_of(done.stdout)
     assert [*row, "this process"] in rows
     assert ["worker", "0", "a:1", "chief"] in rows
 
@@ -300,23 +335,11 @@ def test_cluster_with_two_evaluators():
         assert re.search(r"^phalanx: .* a cluster has at most one.*\nHINT: ", done.stderr)
 
 
-def test_doctor_of_an_evaluator(phalanx, environment, tmp_path):
-    """It checks its own device and folder, waits for no worker, and takes no worker's port."""
-    with socket.create_server(("127.0.0.1", 0)) as worker:
-        addresses = [f"127.0.0.1:{worker.getsockname()[1]}", "127.0.0.1:1"]
-        config = {"cluster": {"worker": addresses}, "task": {"type": "evaluator", "index": 0}}
-        done = phalanx("doctor", "--shared", str(tmp_path), env={**environment, "TF_CONFIG": json.dumps(config)})
-    assert done.returncode == 0, done.stdout + done.stderr
-    names = ["roll call", "all-reduce", "versions", "clocks", "shared folder"]
-    assert re.findall(r"^PASS (.*?):", done.stdout, re.M) == names
-    assert done.stdout.startswith("PASS roll call: this is an evaluator, which joins nobody.\n")
-
-
 def test_cluster_lists_tasks_and_chief():
     """All tasks with their addresses, and which is the chief and which this process."""
     done = invoke("cluster", TF_CONFIG=json.dumps(TWO_HOSTS))
     assert done.exit_code == 0
-    rows = [[cell.strip() for cell in re.split("[│|]", line)[1:-1]] for line in done.stdout.splitlines()]
+    rows = rows_of(done.stdout)
     assert ["worker", "0", "host0:12345", "chief"] in rows
     assert ["worker", "1", "host1:12346", "this process"] in rows
     assert "TFConfigClusterResolver" in done.stdout
@@ -357,7 +380,7 @@ def test_help_names_all_commands():
 def test_version_is_that_of_package(phalanx):
     """The version is that of the package."""
     done = phalanx("--version")
-    assert re.fullmatch(r"phalanx, version \d+\.\d+\.\d+\S*\n", done.stdout), done.stderr
+    assert re.fullmatch(r"phalanx, version \d+\.\d+\.\d+\S*\n", done.out), done.err
 
 
 def test_launcher_imports_no_jax(environment):

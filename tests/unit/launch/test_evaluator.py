@@ -1,11 +1,7 @@
 """An evaluator beside the workers: it starts again alone, learns of the end, and does not outlive the launcher."""
 
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 
 import pytest
 
@@ -44,7 +40,7 @@ def test_pauses_double_up_to_a_limit(limits, pauses):
 
 def test_evaluator_learns_that_training_succeeded(launch):
     """It runs beside the workers until they have ended, and leaves no file; the workers are told no end."""
-    source = "(here / 'up').touch()\nprint(has_ended(), restart, len(addresses))\nfollow()\nprint('done')\nsys.exit()"
+    source = "note('up')\nprint(has_ended(), restart, len(addresses))\nfollow()\nprint('done')\nsys.exit()"
     launched = launch(of_evaluator(source) + "wait_for('up')\nprint(has_ended())\n", evaluator=True)
     assert (launched.outcome.exit_code, launched.outcome.evaluator.code) == (0, 0)
     assert launched.lines_of(0, "evaluator") == ["False 0 2", "succeeded", "done"]
@@ -54,12 +50,8 @@ def test_evaluator_learns_that_training_succeeded(launch):
 
 def test_evaluator_that_ends_early_is_not_started_again(launch):
     """It may be done before the workers, which go on; nobody waits for it."""
-    source = of_evaluator("print('once')\n(here / 'pid').write_text(str(os.getpid()))\nsys.exit()")
-    source += (
-        "wait_for('pid')\ntry:\n    while True:\n        os.kill(int((here / 'pid').read_text() or os.getpid()), 0)\n"
-        "        time.sleep(0.01)\nexcept ProcessLookupError:\n    time.sleep(1.5)"
-    )
-    launched = launch(source, evaluator=True, patience=QUICK)
+    source = of_evaluator("print('once')\nnote('pid', os.getpid())\nsys.exit()")
+    launched = launch(source + "wait_for_end_of('pid')\ntime.sleep(0.5)", evaluator=True, patience=QUICK)
     assert (launched.outcome.exit_code, launched.reports) == (0, [])
     assert launched.lines_of(0, "evaluator") == ["once"]
 
@@ -67,7 +59,7 @@ def test_evaluator_that_ends_early_is_not_started_again(launch):
 def test_evaluator_that_fails_starts_again_alone(launch):
     """The workers go on, and each failure is one line."""
     source = "print('start', restart)\nif restart == 0:\n    sys.exit(3)\n"
-    source += "if restart == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\n(here / 'up').touch()\nfollow()\nsys.exit()"
+    source += "if restart == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\nnote('up')\nfollow()\nsys.exit()"
     launched = launch(of_evaluator(source) + "print('worker', restart)\nwait_for('up')", evaluator=True, patience=QUICK)
     assert (launched.outcome.exit_code, launched.outcome.evaluator.code) == (0, 0)
     assert launched.lines_of(0, "evaluator") == ["start 0", "start 1", "start 2", "succeeded"]
@@ -89,12 +81,12 @@ def test_evaluator_that_fails_after_the_training(launch):
 
 def test_evaluator_that_fails_for_good(launch):
     """The workers go on to their end; the exit code is that of the evaluator, and the reports say so."""
-    source = of_evaluator("sys.exit(7)") + "wait_for('said4')\nprint('end')"
-    launched = launch(source, evaluator=True, patience=QUICK)
+    source = of_evaluator("sys.exit(7)") + "wait_for('said2')\nprint('end')"
+    launched = launch(source, evaluator=True, patience=Patience(first_pause_s=0.01, max_restarts=1))
     assert (launched.outcome.exit_code, launched.outcome.culprit) == (7, None)
     assert launched.lines_of(0) == launched.lines_of(1) == ["end"]
-    assert launched.reports[3:] == [
-        "evaluator 0 exited with code 7. It does not start again after 3 restarts.",
+    assert launched.reports[1:] == [
+        "evaluator 0 exited with code 7. It does not start again after 1 restarts.",
         "The workers have succeeded, but evaluator 0 exited with code 7.",
     ]
 
@@ -123,7 +115,7 @@ def test_evaluator_in_a_pause_at_the_end(launch):
 
 def test_evaluator_goes_on_while_the_group_restarts(launch):
     """It is one process for all starts of the workers."""
-    source = of_evaluator("print('start')\n(here / 'up').touch()\nfollow()\nsys.exit()")
+    source = of_evaluator("print('start')\nnote('up')\nfollow()\nsys.exit()")
     launched = launch(source + "wait_for('up')\nsys.exit(2 - restart)", evaluator=True, max_restarts=2)
     assert launched.outcome.exit_code == 0
     assert launched.lines_of(0, "evaluator") == ["start", "succeeded"]
@@ -131,10 +123,7 @@ def test_evaluator_goes_on_while_the_group_restarts(launch):
 
 def test_training_that_fails_ends_the_evaluator(launch):
     """It is told that the training has failed, and is ended like the others."""
-    source = (
-        "def end(*_):\n    follow()\n    sys.exit(5)\nsignal.signal(signal.SIGTERM, end)\n(here / 'up').touch()\n"
-        + SLEEP
-    )
+    source = "def end(*_):\n    follow()\n    sys.exit(5)\nsignal.signal(signal.SIGTERM, end)\nnote('up')\n" + SLEEP
     launched = launch(of_evaluator(source) + "wait_for('up')\nsys.exit(4)", workers=1, evaluator=True)
     assert (launched.outcome.exit_code, launched.outcome.evaluator.code) == (4, 5)
     assert launched.lines_of(0, "evaluator") == ["failed"]
@@ -145,7 +134,7 @@ def test_training_that_fails_ends_the_evaluator(launch):
 
 def test_evaluator_that_never_finishes_is_ended(launch):
     """After its time it is ended; the training has succeeded all the same."""
-    source = of_evaluator("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n(here / 'up').touch()\n" + SLEEP)
+    source = of_evaluator("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nnote('up')\n" + SLEEP)
     launched = launch(source + "wait_for('up')", evaluator=True, patience=Patience(grace_s=0.3), grace_s=0.2)
     assert launched.outcome.exit_code == 0
     assert launched.reports == [
@@ -160,8 +149,8 @@ CLEANS_UP = "def clean_up(*_):\n    print('cleaned up')\n    sys.exit()\nsignal.
 
 def test_signal_ends_the_evaluator_with_the_workers(launch):
     """A signal to the launcher during the training reaches the evaluator too, once."""
-    source = "(here / 'up').touch()\n" + SLEEP
-    kill = f"if job == 'worker':\n    wait_for('up')\n    os.kill(os.getppid(), signal.SIGINT)\n    {SLEEP}"
+    source = "note('up')\n" + SLEEP
+    kill = f"if job == 'worker':\n    wait_for('up')\n    os.kill(launcher, signal.SIGINT)\n    {SLEEP}"
     launched = launch(f"{CLEANS_UP}{kill}{source}", workers=1, evaluator=True, max_restarts=3)
     assert launched.outcome.exit_code == 130
     assert launched.lines_of(0, "evaluator") == ["cleaned up"]
@@ -173,7 +162,7 @@ def test_signal_ends_the_evaluator_with_the_workers(launch):
 
 def test_signal_while_the_evaluator_finishes(launch):
     """Nobody waits any longer after a signal."""
-    source = CLEANS_UP + of_evaluator("follow()\nos.kill(os.getppid(), signal.SIGTERM)\n" + SLEEP)
+    source = CLEANS_UP + of_evaluator("follow()\nos.kill(launcher, signal.SIGTERM)\n" + SLEEP)
     launched = launch(source, evaluator=True)
     assert launched.outcome.exit_code == 143
     assert launched.lines_of(0, "evaluator") == ["succeeded", "cleaned up"]
@@ -188,9 +177,9 @@ def test_children_of_a_failed_evaluator_are_ended(launch, needs_proc):
     child = "'import time; time.sleep(300)'"
     source = (
         f"if restart == 0:\n    child = subprocess.Popen([sys.executable, '-c', {child}], start_new_session=True)\n"
-        "    (here / 'child').write_text(str(child.pid))\n    sys.exit(1)\n"
-        "stat = Path('/proc', (here / 'child').read_text(), 'stat')\n"
-        "print(stat.exists() and stat.read_text().split()[2] != 'Z')\n(here / 'up').touch()\nsys.exit()"
+        "    note('child', child.pid)\n    sys.exit(1)\n"
+        "stat = Path('/proc', wait_for('child'), 'stat')\n"
+        "print(stat.exists() and stat.read_text().split()[2] != 'Z')\nnote('up')\nsys.exit()"
     )
     launched = launch(of_evaluator(source) + "wait_for('up')", evaluator=True, patience=QUICK)
     assert (launched.outcome.exit_code, launched.lines_of(0, "evaluator")) == (0, ["False"])
@@ -215,6 +204,7 @@ def test_evaluator_that_cannot_be_started(environment, tmp_path):
     worker = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path)!r}, 'said').exists(): time.sleep(0.01)"
     outcome = run_group(
         lambda _: specs_with((command,), environment, worker),
+        word_s=0.0,
         patience=Patience(first_pause_s=0.01, max_restarts=1),
         say=say,
     )
@@ -223,24 +213,3 @@ def test_evaluator_that_cannot_be_started(environment, tmp_path):
     assert re.match(rf"the command of evaluator 0: {command}: cannot be started: .*No such file", said[0])
     assert said[1] == "evaluator 0 exited with code 126. It alone starts again in 0.01 s: 1 of 1."
     assert said[3] == "evaluator 0 exited with code 126. It does not start again after 1 restarts."
-
-
-LAUNCHER = """
-import os, sys
-from phalanx.launch.plan import Machine, Request, free_ports, plan
-from phalanx.launch.supervise import run_group
-request = Request(sys.argv[1], evaluator=True)
-run_group(lambda _: plan(request, Machine(2), os.environ, free_ports(1)))
-"""
-
-
-def test_killed_launcher_leaves_no_evaluator(launch, environment, processes_left, needs_proc):
-    """If the launcher is killed, the evaluator ends with the workers."""
-    script = launch.script(f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up')\n{SLEEP}")
-    command = [sys.executable, "-c", LAUNCHER, script]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as launcher:
-        assert {launcher.stdout.readline() for _ in range(2)} == {b"[worker 0] up\n", b"[evaluator 0] up\n"}
-        assert len(processes_left()) == 3
-        os.kill(launcher.pid, signal.SIGKILL)
-    while processes_left():
-        time.sleep(0.01)
