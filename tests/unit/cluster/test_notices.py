@@ -9,16 +9,18 @@ import threading
 
 import pytest
 
+from phalanx.cluster import notices
 from phalanx.cluster.notices import Notices
 from phalanx.errors import ContextError
 from phalanx.errors.deferred import failures
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture
-def told():
-    """What was told."""
+def told(monkeypatch):
+    """What was told. The function is asked more often."""
+    monkeypatch.setattr(notices, "_POLL_S", 0.02)
     return queue.Queue()
 
 
@@ -31,29 +33,29 @@ def terminate():
 def test_each_sigterm_is_told(told):
     """SIGTERM does not end the process, and the handler from before comes back."""
     before = signal.getsignal(signal.SIGTERM)
-    notices = Notices("f()", told.put)
+    told_by = Notices("f()", told.put)
     try:
         for _ in range(2):
             terminate()
             assert told.get(timeout=DEADLINE_S) == "received SIGTERM"
     finally:
-        notices.close()
-    notices.close()
+        told_by.close()
+    told_by.close()
     assert signal.getsignal(signal.SIGTERM) == before
-    assert not notices.is_alive()
+    assert not told_by.is_alive()
 
 
 def test_function_is_asked_until_it_answers(told):
     """Its first answer is told, and no other."""
     answers = [None, None, "is preempted"]
-    notices = Notices("f()", told.put, lambda: answers.pop(0))
+    told_by = Notices("f()", told.put, lambda: answers.pop(0))
     try:
         assert told.get(timeout=DEADLINE_S) == "is preempted"
         terminate()
         assert told.get(timeout=DEADLINE_S) == "received SIGTERM"
         assert not answers
     finally:
-        notices.close()
+        told_by.close()
 
 
 def test_error_of_the_function_is_raised_at_the_next_step(told):
@@ -62,15 +64,15 @@ def test_error_of_the_function_is_raised_at_the_next_step(told):
     def ask():
         raise ValueError("no such machine")
 
-    notices = Notices("f()", told.put, ask)
+    told_by = Notices("f()", told.put, ask)
     try:
         while not failures:
-            assert notices.is_alive()
+            assert told_by.is_alive()
         assert str(failures.pop()) == "no such machine"
         terminate()
         assert told.get(timeout=DEADLINE_S) == "received SIGTERM"
     finally:
-        notices.close()
+        told_by.close()
 
 
 def test_two_hear_the_same_signal(told):
@@ -80,17 +82,17 @@ def test_two_hear_the_same_signal(told):
         terminate()
         assert [told.get(timeout=DEADLINE_S) for _ in both] == ["received SIGTERM"] * 2
     finally:
-        for notices in reversed(both):
-            notices.close()
+        for told_by in reversed(both):
+            told_by.close()
 
 
 def test_handler_that_came_later_stays(told):
     """`close` does not remove the handler of somebody else."""
-    notices = Notices("f()", told.put)
-    before = notices._before
+    told_by = Notices("f()", told.put)
+    before = told_by._before
     try:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        notices.close()
+        told_by.close()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -125,5 +127,5 @@ for _ in range(2000):
 notices.close()
 print(len(heard) > 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.stdout == "True\n", done.stderr

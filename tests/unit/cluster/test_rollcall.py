@@ -4,9 +4,12 @@ import contextlib
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from phalanx.cluster import rollcall
+from phalanx.cluster.door import Door
 from phalanx.cluster.rollcall import call_roll
 from phalanx.cluster.secret import Secret
 from phalanx.errors import StartupError
@@ -14,7 +17,7 @@ from phalanx.launch.plan import free_ports
 
 pytestmark = pytest.mark.slow
 
-SHORT_S = 0.6
+DEADLINE_S, SHORT_S = 120.0, 0.3
 OURS, THEIRS = Secret("a secret of the cluster"), Secret("a secret of another one")
 
 
@@ -25,20 +28,17 @@ def addresses():
 
 
 class Process(threading.Thread):
-    """One process, as a thread: it calls the roll after a while, and keeps what it was told."""
+    """One process, as a thread: it calls the roll, and keeps what it was told."""
 
-    def __init__(self, addresses, rank, about="us", timeout_s=5.0, after_s=0.0, secret=OURS):
-        super().__init__()
-        self._given, self._after_s, self.said = (addresses, rank), after_s, "nothing"
+    def __init__(self, addresses, rank, about="us", timeout_s=DEADLINE_S, secret=OURS):
+        super().__init__(daemon=True)
+        self._call, self.connections, self.said = (addresses, rank), {}, "nothing"
         self._options = {"about": about, "timeout_s": timeout_s, "secret": secret}
-        self.connections = {}
         self.start()
 
     def run(self):
-        """Calls the roll."""
-        time.sleep(self._after_s)
         try:
-            self.connections = call_roll(*self._given, **self._options)
+            self.connections = call_roll(*self._call, **self._options)
             self.said = "go"
         except StartupError as e:
             self.said = str(e)
@@ -47,52 +47,79 @@ class Process(threading.Thread):
 def connected(address):
     """A connection to an address, as soon as a process listens there."""
     host, port = address.split(":")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + DEADLINE_S
     while True:
         try:
-            return socket.create_connection((host, int(port)), timeout=5)
+            return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
         except ConnectionRefusedError:
             assert time.monotonic() < deadline
             time.sleep(0.02)
 
 
+def listening(address):
+    host, port = address.split(":")
+    return socket.create_server((host, int(port)))
+
+
 def said(*processes):
     """What they were told in the end; their connections are closed."""
     for process in processes:
-        process.join(timeout=30)
+        process.join(timeout=DEADLINE_S)
         assert not process.is_alive()
         for connection in process.connections.values():
             connection.close()
     return [process.said for process in processes]
 
 
+@pytest.fixture
+def came(monkeypatch):
+    """Ranks that rank 0 has let in, and None for each that it has refused."""
+    came, guests = [], Door.guests
+
+    def noted(door, timeout_s):
+        refused = door.refused
+        found = guests(door, timeout_s)
+        came.extend([guest.hello["rank"] for guest in found] + [None] * (door.refused - refused))
+        return found
+
+    monkeypatch.setattr(Door, "guests", noted)
+    return came
+
+
+@pytest.fixture
+def over(monkeypatch, came):
+    """The time of the roll call is over as soon as one has come."""
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0 * bool(came), sleep=time.sleep)
+    monkeypatch.setattr(rollcall, "time", clock)
+
+
 @pytest.mark.parametrize("late", [0, 1, 3])
 def test_roll_call_succeeds_in_any_order(addresses, late):
     """In any order. The port is free afterwards, for JAX, while the connections stay open."""
-    ranks = [Process(addresses, rank, after_s=0.3 * (rank == late)) for rank in range(4)]
-    for process in ranks:
-        process.join(timeout=30)
-    with socket.create_server(("127.0.0.1", int(addresses[0].split(":")[1]))):
+    ranks = {rank: Process(addresses, rank) for rank in [*({0, 1, 2, 3} - {late}), late]}
+    for process in ranks.values():
+        process.join(timeout=DEADLINE_S)
+    with listening(addresses[0]):
         chief = ranks[0].connections
         assert sorted(chief) == [1, 2, 3]
         for rank in chief:
             chief[rank].sendall(b"%d" % rank)
             assert ranks[rank].connections[0].recv(10) == b"%d" % rank
-    assert said(*ranks) == ["go"] * 4
+    assert said(*ranks.values()) == ["go"] * 4
 
 
-def test_missing_ranks_are_named(addresses):
+def test_missing_ranks_are_named(addresses, over):
     """Rank 0 knows who has not come, and those that have are told."""
-    came = [Process(addresses, rank, timeout_s=SHORT_S) for rank in (0, 2)]
-    for text in said(*came):
+    for text in said(*(Process(addresses, rank) for rank in (0, 2))):
+        assert text.startswith("a cluster of 4 processes: after 120 s rank 1 ")
         assert f"rank 1 ({addresses[1]}), rank 3 ({addresses[3]}) had not connected to rank 0" in text
         assert "HINT: look at the output of the missing processes" in text
 
 
-def test_many_missing_ranks_fit_into_one_message(addresses):
+def test_many_missing_ranks_fit_into_one_message(addresses, over):
     """The first ones are named and the others counted, so that the error of a large cluster reaches the ranks that came."""
     many = [addresses[0], *(f"worker-{rank}.training.svc:2222" for rank in range(1, 4096))]
-    for text in said(*(Process(many, rank, timeout_s=SHORT_S) for rank in (0, 3))):
+    for text in said(*(Process(many, rank) for rank in (0, 3))):
         assert "rank 9 (worker-9.training.svc:2222) and 4086 more had not connected to rank 0" in text
 
 
@@ -110,19 +137,18 @@ def test_no_rank_0(addresses):
     """The others say whom they could not reach, and why."""
     (text,) = said(Process(addresses, 2, timeout_s=SHORT_S))
     assert text.startswith(
-        f"rank 0 ({addresses[0]}): rank 2 could not reach it for 0.6 s ([Errno 111] Connection refused)"
+        f"rank 0 ({addresses[0]}): rank 2 could not reach it for 0.3 s ([Errno 111] Connection refused)"
     )
 
 
-def test_rank_started_twice(addresses):
+def test_rank_started_twice(addresses, came):
     """The second one is told, the first one goes on."""
-    first = Process(addresses[:3], 1)
-    chief = Process(addresses[:3], 0)
-    second = Process(addresses[:3], 1, after_s=0.3)
-    (text,) = said(second)
+    first, chief = Process(addresses[:3], 1), Process(addresses[:3], 0)
+    while not came:
+        time.sleep(0.01)
+    (text,) = said(Process(addresses[:3], 1))
     assert f"rank 1 ({addresses[1]}): a process with this rank has connected already" in text
-    last = Process(addresses[:3], 2)
-    assert said(chief, first, last) == ["go"] * 3
+    assert said(chief, first, Process(addresses[:3], 2)) == ["go"] * 3
 
 
 @pytest.mark.parametrize(
@@ -141,8 +167,7 @@ def test_rank_started_twice(addresses):
 )
 def test_rank_that_comes_to_another_program(addresses, answer, told):
     """Once the cluster has started the port is that of JAX's service. The first words of any other program are shown."""
-    host, port = addresses[0].split(":")
-    with socket.create_server((host, int(port))) as service:
+    with listening(addresses[0]) as service:
         late = Process(addresses[:2], 1)
         connection, _ = service.accept()
         with connection:
@@ -161,42 +186,47 @@ def test_roll_call_at_other_names_of_this_machine(host):
 
 def test_flood_of_connections(addresses):
     """While two threads connect again and again, a rank comes in."""
-    chief, is_over = Process(addresses[:2], 0, timeout_s=20), threading.Event()
+    chief, is_over, count = Process(addresses[:2], 0), threading.Event(), []
+    connected(addresses[0]).close()
     host, port = addresses[0].split(":")
 
     def flood():
         while not is_over.is_set():
             with contextlib.suppress(OSError):
                 socket.create_connection((host, int(port)), timeout=1).close()
+                count.append(1)
 
     threads = [threading.Thread(target=flood) for _ in range(2)]
     for thread in threads:
         thread.start()
-    try:
-        time.sleep(0.3)
-        other = Process(addresses[:2], 1, timeout_s=20)
-        other.join(timeout=30)
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join(timeout=30)
+    while len(count) < 50:
+        time.sleep(0.01)
+    other = Process(addresses[:2], 1)
+    other.join(timeout=DEADLINE_S)
+    is_over.set()
+    for thread in threads:
+        thread.join(timeout=DEADLINE_S)
     assert said(chief, other) == ["go"] * 2
 
 
-def test_rank_that_comes_to_a_silent_service(addresses):
-    """Something listens at the address of rank 0 and never answers: the rank gives up after its time."""
-    host, port = addresses[0].split(":")
-    with socket.create_server((host, int(port))):
-        (text,) = said(Process(addresses[:2], 1, timeout_s=SHORT_S))
-    assert text.startswith(
-        f"rank 0 ({addresses[0]}): it closed the connection, or did not reply, while rank 1 waited for"
-    )
+@pytest.mark.parametrize("hangs_up", [False, True])
+def test_rank_0_does_not_answer(addresses, hangs_up):
+    """The rank gives up after its time, whether what listens there is silent, or hangs up again and again."""
+    with listening(addresses[0]) as server:
+        server.settimeout(0.05)
+        process = Process(addresses[:2], 1, timeout_s=SHORT_S)
+        while hangs_up and process.is_alive():
+            with contextlib.suppress(TimeoutError):
+                server.accept()[0].close()
+        (text,) = said(process)
+    assert text.startswith(f"rank 0 ({addresses[0]}): it closed the connection, or did not reply, while rank 1 waited")
 
 
 def test_rank_0_started_twice(addresses):
     """The second one finds the port taken."""
     first = Process(addresses[:2], 0)
-    (text,) = said(Process(addresses[:2], 0, after_s=0.2))
+    connected(addresses[0]).close()
+    (text,) = said(Process(addresses[:2], 0))
     assert "another process has the port, perhaps a second rank 0" in text
     assert said(first, Process(addresses[:2], 1)) == ["go"] * 2
 
@@ -214,10 +244,9 @@ def test_member_of_another_cluster_is_told_to_all(addresses):
         assert f"rank 1 ({addresses[1]}): it was started for another cluster, them, than rank 0, us" in text
 
 
-def test_rank_with_another_secret(addresses):
+def test_rank_with_another_secret(addresses, over):
     """It is told so, and rank 0 says how many came with another one."""
-    ranks = Process(addresses[:2], 0, timeout_s=SHORT_S), Process(addresses[:2], 1, secret=THEIRS)
-    chief, other = said(*ranks)
+    chief, other = said(Process(addresses[:2], 0), Process(addresses[:2], 1, secret=THEIRS))
     assert f"rank 1 ({addresses[1]}) had not connected to rank 0 ({addresses[0]}). Connections with" in chief
     assert "another secret than PHALANX_TOKEN: 1.\nHINT: set the same PHALANX_TOKEN for all processes" in chief
     assert f"PHALANX_TOKEN: the process that it connected to, {addresses[0]}, has another secret." in other
@@ -239,16 +268,3 @@ def test_rank_of_no_cluster(addresses):
     chief, far = Process(addresses[:2], 0), Process(addresses, 3, timeout_s=SHORT_S)
     assert "it closed the connection, or did not reply, while rank 3 waited" in said(far)[0]
     assert said(chief, Process(addresses[:2], 1)) == ["go"] * 2
-
-
-def test_rank_0_goes_away(addresses):
-    """One that hangs up without a word until the time is over is named."""
-    host, port = addresses[0].split(":")
-    with socket.create_server((host, int(port))) as server:
-        server.settimeout(0.05)
-        process = Process(addresses[:2], 1, timeout_s=SHORT_S)
-        while process.is_alive():
-            with contextlib.suppress(TimeoutError):
-                server.accept()[0].close()
-        (text,) = said(process)
-    assert text.startswith(f"rank 0 ({addresses[0]}): it closed the connection, or did not reply, while rank 1 waited")
