@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import evaluation
+import numpy as np
 import pytest
 from evaluation import BATCH, Evaluation
 
@@ -56,3 +57,21 @@ class SourceLaws:
     def test_iterator_restores_from_every_position(self, source, folder):
         """From the position after each batch the rest follows, batch by batch."""
         assert_restores_everywhere(source(strategy_of(2), folder), steps=self.RESTORED_STEPS)
+
+
+class PositionLaws(SourceLaws):
+    """What also holds if a dataset does not depend on the replicas."""
+
+    def test_positions_fit_other_replicas(self, source, folder):
+        """They continue in the same order. The default strategy restores its own positions too."""
+
+        def features(batches):
+            each = [batch["x"] if isinstance(batch, dict) else batch[0] for batch in batches]
+            return np.concatenate([np.asarray(part) for x in each for part in x.values])
+
+        two, three = (source(strategy_of(replicas), folder) for replicas in (2, 3))
+        before, after = iter(two), iter(three)
+        read = features([next(before), next(before)])
+        after.set_state(before.get_state())
+        np.testing.assert_array_equal(np.concatenate([read, features(after)]), features(two))
+        assert_restores_everywhere(source(phalanx.get_strategy(), folder))

@@ -1,12 +1,15 @@
 """Grain: the recommended data library."""
 
+import gc
 import struct
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from evaluation import BATCH, ROWS, X, Y
-from laws import SourceLaws, batches, rows, slices, strategy_of
+from laws import PositionLaws, batches, rows, slices, strategy_of
+from simulation import wait_for
 
 import phalanx
 from phalanx.errors import InputError
@@ -15,8 +18,22 @@ grain = pytest.importorskip("grain", reason="Grain is in the extra [data]")
 experimental = pytest.importorskip("grain.experimental")
 
 
+@pytest.fixture(autouse=True)
+def grain_has_ended():
+    """Grain ends its own threads some time after its iterators."""
+    yield
+    has_ended = lambda: not any(t.name.startswith("grain") for t in threading.enumerate())  # noqa: E731
+    if not has_ended():
+        gc.collect()
+    wait_for(has_ended)
+
+
+def row(i: int):
+    return X[i], Y[i]
+
+
 def records():
-    return grain.MapDataset.range(ROWS).map(lambda i: (X[i], Y[i]))
+    return grain.MapDataset.range(ROWS).map(row)
 
 
 def encoded(i: int) -> bytes:
@@ -65,7 +82,7 @@ def data_loader():
     return grain.DataLoader(data_source=list(zip(X, Y, strict=True)), sampler=sampler, operations=operations)
 
 
-class TestGrain(SourceLaws):
+class TestGrain(PositionLaws):
     """Each of its datasets, and each kind of file that it reads."""
 
     SOURCES = {
@@ -77,8 +94,12 @@ class TestGrain(SourceLaws):
         "prefetched_iter_dataset": batches(
             lambda _: records().to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)).batch(BATCH)
         ),
+        "filtered_iter_dataset": rows(
+            lambda _: grain.MapDataset.range(2 * ROWS).filter(lambda i: i < ROWS).map(row).to_iter_dataset()
+        ),
         "data_loader": batches(lambda _: data_loader()),
         "array_record_files": rows(lambda f: phalanx.data.from_files(array_records(f), read_array_record)),
+        "interleaved_files": rows(lambda f: phalanx.data.from_files(array_records(f), read_array_record, interleave=2)),
         "array_record_source": rows(
             lambda f: grain.MapDataset.source(grain.sources.ArrayRecordDataSource(array_records(f))).map(decoded)
         ),
@@ -88,8 +109,10 @@ class TestGrain(SourceLaws):
 
 
 def test_array_records_are_bytes(folder):
-    """They have to be decoded before they can be placed on devices."""
+    """Grain's own source is files. Its records have to be decoded before they can be placed on devices."""
     source = grain.sources.ArrayRecordDataSource(array_records(folder))
+    (shard,) = phalanx.explain_sharding(source, strategy_of(2), batch_size=BATCH)
+    assert shard.num_files == len(slices(35))
     dataset = strategy_of(2).experimental_distribute_dataset(source, batch_size=BATCH)
     with pytest.raises(InputError, match=r"a batch of dtype \S*S28: only numbers"):
         next(iter(dataset))
@@ -101,5 +124,7 @@ def test_filter_leaves_rows_out_or_is_refused():
     dataset = strategy_of(3).experimental_distribute_dataset(even.to_iter_dataset(), batch_size=BATCH)
     kept = [y for _, labels in dataset for part in labels.values for y in np.asarray(part)]
     assert kept == [y for y in Y if y % 2 == 0]
-    with pytest.raises(InputError, match=f"record {(Y % 2).argmax()} of a FilterMapDataset: it is None, because a filter"):
+    with pytest.raises(
+        InputError, match=f"record {(Y % 2).argmax()} of a FilterMapDataset: it is None, because a filter"
+    ):
         list(strategy_of(3).experimental_distribute_dataset(even, batch_size=BATCH))

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from evaluation import BATCH, ROWS, X, Y, expected
-from laws import SourceLaws, batches, mirrored, rows, slices, strategy_of
+from laws import PositionLaws, SourceLaws, batches, mirrored, rows, slices, strategy_of
 
 import phalanx
 
@@ -112,7 +112,7 @@ def read_lines(path):
             yield {"x": np.float32(x), "y": np.int32(y)}
 
 
-class TestPython(SourceLaws):
+class TestPython(PositionLaws):
     """Nothing but NumPy, JAX, Keras and Python."""
 
     SOURCES = {
@@ -135,9 +135,13 @@ class TestPython(SourceLaws):
         "keras_py_dataset": batches(lambda _: KerasBatches()),
         "array_files": rows(array_files),
         "text_files": rows(text_files),
-        "from_function": from_function,
-        "from_function_per_replica": from_function_per_replica,
     }
+
+
+class TestFunctions(SourceLaws):
+    """Each replica takes batches of its own."""
+
+    SOURCES = {"per_worker": from_function, "per_replica": from_function_per_replica}
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])

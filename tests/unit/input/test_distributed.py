@@ -1,31 +1,17 @@
 """Distributed datasets and their iterators, as a user sees them."""
 
-import gc
 import threading
 
 import grain
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from array_record.python.array_record_module import ArrayRecordWriter
-from simulation import DEADLINE_S, content, mirrored, prefetching, wait_for
+from simulation import DEADLINE_S, content, mirrored, prefetching
 
 import phalanx
 from phalanx.errors import CardinalityError, InputError, InvalidArgumentError, OutOfRangeError
-from phalanx.options import InputReplicationMode
 from phalanx.testing import assert_restores_everywhere
-
-
-@pytest.fixture(autouse=True)
-def grain_has_ended():
-    """Grain ends its own threads some time after its iterators."""
-    yield
-    has_ended = lambda: not any(t.name.startswith("grain") for t in threading.enumerate())  # noqa: E731
-    if not has_ended():
-        gc.collect()
-    wait_for(has_ended)
 
 
 class Pairs(keras.utils.PyDataset):
@@ -36,99 +22,10 @@ class Pairs(keras.utils.PyDataset):
         return np.arange(3 * i, 3 * i + (3 if i < 3 else 1))
 
 
-def array_records(folder):
-    """Returns a Grain source over three files of numbers, as bytes of one length."""
-    paths = []
-    for i in range(3):
-        paths.append(str(folder / f"{i}.array_record"))
-        writer = ArrayRecordWriter(paths[-1], "group_size:1")
-        for j in range(4 if i < 2 else 2):
-            writer.write(b"%02d" % (4 * i + j))
-        writer.close()
-    return grain.sources.ArrayRecordDataSource(paths)
-
-
-def numbers_in(path):
-    return grain.MapDataset.source(grain.sources.ArrayRecordDataSource(path)).map(int)
-
-
-def text_files(folder):
-    for i, n in enumerate([4, 4, 2]):
-        (folder / f"{i}.txt").write_text("".join(f"{4 * i + j}\n" for j in range(n)))
-    return str(folder / "*.txt")
-
-
-def integers(path):
-    with open(path) as file:
-        yield from map(int, file)
-
-
-TEN = grain.MapDataset.range(10)
-
-SOURCES = {
-    "numpy": lambda f: (np.arange(10), 3),
-    "numpy_pytree": lambda f: ({"x": np.arange(10)}, 3),
-    "jax": lambda f: (jnp.arange(10), 3),
-    "make_numpy": lambda f: (mirrored(2).make_experimental_numpy_dataset(list(range(10))), 3),
-    "make_numpy_batched": lambda f: (mirrored(2).make_experimental_numpy_dataset(list(range(10))).batch(3), None),
-    "sequence": lambda f: (range(10), 3),
-    "py_dataset": lambda f: (Pairs(), None),
-    "list_of_batches": lambda f: ([np.arange(i, min(i + 3, 10)) for i in range(0, 10, 3)], None),
-    "generator_of_batches": lambda f: (lambda: (np.arange(i, min(i + 3, 10)) for i in range(0, 10, 3)), None),
-    "generator_of_rows": lambda f: (lambda: iter(range(10)), 3),
-    "map_dataset_batched": lambda f: (TEN.batch(3), None),
-    "map_dataset": lambda f: (TEN, 3),
-    "iter_dataset_batched": lambda f: (TEN.to_iter_dataset().batch(3), None),
-    "iter_dataset": lambda f: (TEN.to_iter_dataset(), 3),
-    "iter_dataset_filtered": lambda f: (grain.MapDataset.range(20).filter(lambda x: x < 10).to_iter_dataset(), 3),
-    "data_loader": lambda f: (
-        grain.DataLoader(
-            data_source=range(10),
-            sampler=grain.samplers.IndexSampler(10, num_epochs=1, shuffle=False),
-            operations=[grain.transforms.Batch(3)],
-            worker_count=0,
-        ),
-        None,
-    ),
-    "text_files": lambda f: (phalanx.data.from_files(text_files(f), integers), 3),
-    "array_record_files": lambda f: (phalanx.data.from_files(array_records(f).paths, numbers_in), 3),
-    "interleaved_files": lambda f: (phalanx.data.from_files(array_records(f).paths, numbers_in, interleave=2), 3),
-}
-
-
-@pytest.fixture(params=SOURCES)
-def given(request, tmp_path):
-    """A dataset of the numbers 0 to 9, and the batch size to distribute it with."""
-    return SOURCES[request.param](tmp_path)
-
-
 def flat(batches):
     """Returns all real rows."""
     is_per_replica = lambda x: isinstance(x, phalanx.PerReplica)  # noqa: E731
     return [int(x) for b in batches for v in jax.tree.leaves(b, is_leaf=is_per_replica) for p in v.values for x in p]
-
-
-def test_every_source_restores_everywhere(strategy, given):
-    """Every row comes once, in each pass in the same order. Each position can be restored, through text."""
-    dataset, batch_size = given
-    distributed = strategy.experimental_distribute_dataset(dataset, batch_size=batch_size)
-    rows = flat(distributed)
-    assert sorted(rows) == list(range(10))
-    assert flat(distributed) == rows
-    assert_restores_everywhere(distributed)
-
-
-def test_every_source_restores_on_other_replicas(given):
-    """The position belongs to the dataset. The default strategy restores its own positions too."""
-    dataset, batch_size = given
-    distributed = [mirrored(n).experimental_distribute_dataset(dataset, batch_size=batch_size) for n in (1, 2, 3)]
-    whole = flat(distributed[1])
-    before = iter(distributed[1])
-    read = flat([next(before), next(before)])
-    for after in map(iter, distributed[1:]):
-        after.set_state(before.get_state())
-        assert read + flat(after) == whole
-    assert_restores_everywhere(phalanx.get_strategy().experimental_distribute_dataset(dataset, batch_size=batch_size))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 9])
@@ -139,28 +36,12 @@ def test_stacked_steps_restore_everywhere(strategy, steps):
     assert_restores_everywhere(dataset)
 
 
-@pytest.mark.parametrize("mode", InputReplicationMode)
-def test_functions_restore_everywhere(strategy, mode):
-    make = lambda c: [np.arange(3) + 10 * i for i in range(5)]  # noqa: E731
-    options = phalanx.InputOptions(experimental_replication_mode=mode)
-    assert_restores_everywhere(strategy.distribute_datasets_from_function(make, options))
-
-
 def test_the_law_finds_what_does_not_restore(strategy):
     """A source that gives other batches each time fails it."""
     counter = iter(range(99))
     dataset = strategy.experimental_distribute_dataset(lambda: (np.full(2, next(counter)) for _ in range(3)))
     with pytest.raises(AssertionError, match="batch 0, read after restoring the position behind batch -1, is"):
         assert_restores_everywhere(dataset)
-
-
-def test_array_record_source(strategy, tmp_path):
-    """Grain's own source is files: its records are bytes, of which arrays cannot be made."""
-    source = array_records(tmp_path)
-    (shard,) = phalanx.explain_sharding(source, strategy, batch_size=4)
-    assert shard.num_files == 3
-    with pytest.raises(InputError, match=r"a batch of dtype \|?S2: only numbers and bools"):
-        next(iter(strategy.experimental_distribute_dataset(source, batch_size=4)))
 
 
 def test_default_strategy_passes_batches_through():

@@ -182,15 +182,6 @@ def test_distributing_in_a_replica_function(strategy, method):
         strategy.run(lambda: getattr(strategy, method)([np.ones(2)]))
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
-def test_a_batch_smaller_than_the_replicas(replicas):
-    """Some have no row, and nothing is lost."""
-    strategy = mirrored(replicas)
-    dataset = strategy.experimental_distribute_dataset(np.arange(3.0), batch_size=1)
-    means = [strategy.run(phalanx.nn.compute_average_loss, args=(batch,)) for batch in dataset]
-    assert [float(strategy.reduce("SUM", m, axis=None)) for m in means] == [0, 1, 2]
-
-
 def test_a_failing_source(strategy):
     """Its own error, after the batches before it. `test_generator_that_raises_at_row_1000` does it with a stream."""
 
