@@ -1,11 +1,12 @@
 """Checkpoints with good arguments; bad values replace them one by one."""
 
 import contextlib
+import functools
 import os
 import tempfile
 
 import keras
-from bad_values import ALL, COUNT, NONE, SECONDS, TEXTS, Case
+from bad_values import ALL, COUNT, NONE, SECONDS, TEXTS, Case, named
 
 import phalanx
 from phalanx import train
@@ -14,6 +15,7 @@ from phalanx import train
 def in_new_folder(call):
     """Returns the call, made in a folder of its own, and waits until its files are there."""
 
+    @functools.wraps(call)
     def run(**kwargs):
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
             checkpoint = train.Checkpoint(step=keras.Variable(1))
@@ -52,55 +54,54 @@ def of_checkpoints():
     # Names that are too long for a file system are refused; texts are names of files that are there or not.
     taken = {"file_prefix": TEXTS - {"long text"}, "options": NONE}
     numbers = {"max_to_keep": COUNT | NONE, "keep_checkpoint_every_n_hours": SECONDS}
-    return {
-        "Checkpoint": Case(train.Checkpoint, {"root": None}, takes={"root": ALL}),
-        "Checkpoint.save": Case(in_new_folder(lambda c, **k: c.save(**k)), save, takes=taken),
-        "Checkpoint.write": Case(in_new_folder(lambda c, **k: c.write(**k)), save, takes=taken),
-        "Checkpoint.restore": Case(
-            in_new_folder(lambda c, **k: c.restore(**k)), restore, takes={"save_path": NONE, "options": NONE}
-        ),
-        "Checkpoint.read": Case(in_new_folder(lambda c, **k: c.read(**k)), restore, takes={"options": NONE}),
-        "CheckpointOptions": Case(train.CheckpointOptions, {"enable_async": False}, takes={"enable_async": {"True"}}),
-        "CheckpointManager": Case(
+    return named(
+        Case(train.Checkpoint, takes={"root": ALL}),
+        Case(in_new_folder(train.Checkpoint.save), save, takes=taken),
+        Case(in_new_folder(train.Checkpoint.write), save, takes=taken),
+        Case(in_new_folder(train.Checkpoint.restore), restore, takes={"save_path": NONE}),
+        Case(in_new_folder(train.Checkpoint.read), restore),
+        Case(train.CheckpointOptions, {"enable_async": False}),
+        Case(
             train.CheckpointManager,
-            {
-                "checkpoint": train.Checkpoint(),
-                "directory": "folder",
-                "max_to_keep": 1,
-                "keep_checkpoint_every_n_hours": None,
-                "checkpoint_name": "ckpt",
-                "step_counter": None,
-                "checkpoint_interval": None,
-                "init_fn": None,
-            },
-            takes={
-                "directory": TEXTS,
-                **numbers,
-                "checkpoint_name": {"text", "long text"},
-                **dict.fromkeys(("step_counter", "checkpoint_interval", "init_fn"), NONE),
-            },
+            {"checkpoint": train.Checkpoint(), "directory": "folder", "max_to_keep": 1},
+            takes={"directory": TEXTS, **numbers, "checkpoint_name": {"text", "long text"}},
             functions=("init_fn",),
         ),
+        Case(
+            train.checkpoints_iterator,
+            {"checkpoint_dir": "none", "timeout": 0.1},
+            takes={"checkpoint_dir": TEXTS, "min_interval_secs": SECONDS | {"0"}, "timeout": SECONDS},
+            functions=("timeout_fn",),
+        ),
+        Case(
+            train.latest_checkpoint, {"checkpoint_dir": "none"}, takes={"checkpoint_dir": TEXTS, "latest_filename": ALL}
+        ),
+        Case(
+            phalanx.keras.BackupAndRestore,
+            {"backup_dir": "backup"},
+            takes={"backup_dir": TEXTS, "save_freq": COUNT, "save_every_s": SECONDS},
+        ),
+        Case(
+            phalanx.keras.ModelCheckpoint,
+            {"directory": "best", "save_best_only": True},
+            takes={
+                "directory": TEXTS,
+                "monitor": TEXTS,
+                "save_freq": COUNT,
+                "max_to_keep": COUNT | NONE,
+                "initial_value_threshold": {"-1", "0", "1.5", "2**70", "-2**70"} | NONE,
+            },
+        ),
+        Case(
+            phalanx.experimental.TerminationConfig,
+            takes={"grace_period": SECONDS | NONE | {"0"}},
+            functions=("termination_watcher_fn", "exit_fn", "save_fn"),
+        ),
+    ) | {
         "CheckpointManager.save": Case(
             in_new_folder(lambda c, **k: manager(c).save(**k)),
             {"checkpoint_number": None, "check_interval": True, "options": None},
             takes={"checkpoint_number": {"0"} | COUNT | NONE, "check_interval": {"True"}, "options": NONE},
-        ),
-        "checkpoints_iterator": Case(
-            train.checkpoints_iterator,
-            {"checkpoint_dir": "none", "min_interval_secs": 0, "timeout": 0.1, "timeout_fn": None},
-            takes={
-                "checkpoint_dir": TEXTS,
-                "min_interval_secs": SECONDS | {"0"},
-                "timeout": SECONDS,
-                "timeout_fn": NONE,
-            },
-            functions=("timeout_fn",),
-        ),
-        "latest_checkpoint": Case(
-            train.latest_checkpoint,
-            {"checkpoint_dir": "none", "latest_filename": None},
-            takes={"checkpoint_dir": TEXTS, "latest_filename": ALL},
         ),
         "load_checkpoint": Case(in_new_folder(lambda c, **k: train.load_checkpoint(**k)), {"ckpt_dir_or_file": "here"}),
         "list_variables": Case(in_new_folder(lambda c, **k: train.list_variables(**k)), {"ckpt_dir_or_file": "here"}),
@@ -114,52 +115,6 @@ def of_checkpoints():
             in_new_folder(lambda c, **k: train.load_checkpoint("here").has_tensor(**k)),
             {"tensor_str": "step"},
             takes={"tensor_str": ALL},
-        ),
-        "BackupAndRestore": Case(
-            phalanx.keras.BackupAndRestore,
-            {
-                "backup_dir": "backup",
-                "save_freq": "epoch",
-                "save_every_s": None,
-                "delete_checkpoint": True,
-                "save_before_preemption": False,
-            },
-            takes={
-                "backup_dir": TEXTS,
-                "save_freq": COUNT,
-                "save_every_s": SECONDS,
-                "delete_checkpoint": {"True"},
-                "save_before_preemption": {"True"},
-            },
-        ),
-        "ModelCheckpoint": Case(
-            phalanx.keras.ModelCheckpoint,
-            {
-                "directory": "best",
-                "monitor": "val_loss",
-                "save_best_only": True,
-                "mode": "auto",
-                "save_freq": "epoch",
-                "max_to_keep": None,
-                "initial_value_threshold": None,
-            },
-            takes={
-                "directory": TEXTS,
-                "monitor": TEXTS,
-                "save_best_only": {"True"},
-                "save_freq": COUNT,
-                "max_to_keep": COUNT | NONE,
-                "initial_value_threshold": {"-1", "0", "1.5", "2**70", "-2**70"} | NONE,
-            },
-        ),
-        "TerminationConfig": Case(
-            phalanx.experimental.TerminationConfig,
-            dict.fromkeys(("termination_watcher_fn", "exit_fn", "grace_period", "save_fn")),
-            takes={
-                "grace_period": SECONDS | NONE | {"0"},
-                **dict.fromkeys(("termination_watcher_fn", "exit_fn", "save_fn"), NONE),
-            },
-            functions=("termination_watcher_fn", "exit_fn", "save_fn"),
         ),
         "PreemptionCheckpointHandler": Case(
             preemption_handler,

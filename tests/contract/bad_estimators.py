@@ -4,7 +4,7 @@ import contextlib
 import tempfile
 
 import numpy as np
-from bad_values import COUNT, EMPTY, INTEGER, NONE, TEXTS, Case
+from bad_values import COUNT, EMPTY, INTEGER, NONE, TEXTS, Case, named
 
 import phalanx.estimator as estimator
 from phalanx import feature_column, train
@@ -47,29 +47,27 @@ def of_columns():
         "max_norm": NONE | {"1.5", "2**70", "inf", "scalar of NumPy"},
         "trainable": {"True"},
     }
-    return {
-        "numeric_column": Case(
+    return named(
+        Case(
             feature_column.numeric_column,
-            {"key": "x", "shape": (1,), "dtype": "float32", "normalizer_fn": None},
-            takes={**key, "shape": {"2**70", "empty tuple", "empty list"}, "dtype": {"class"}, "normalizer_fn": NONE},
+            {"key": "x"},
+            takes={**key, "shape": {"2**70", "empty tuple", "empty list"}, "dtype": {"class"}},
             functions=("normalizer_fn",),
         ),
-        "bucketized_column": Case(
-            feature_column.bucketized_column, {"source_column": age, "boundaries": [0.0, 1.0]}, takes={}
-        ),
-        "categorical_column_with_identity": Case(
+        Case(feature_column.bucketized_column, {"source_column": age, "boundaries": [0.0, 1.0]}),
+        Case(
             feature_column.categorical_column_with_identity,
-            {"key": "x", "num_buckets": 3, "default_value": None},
+            {"key": "x", "num_buckets": 3},
             takes={**key, "num_buckets": COUNT, "default_value": NONE | {"0"}},
         ),
-        "categorical_column_with_hash_bucket": Case(
+        Case(
             feature_column.categorical_column_with_hash_bucket,
-            {"key": "x", "hash_bucket_size": 3, "dtype": "string"},
+            {"key": "x", "hash_bucket_size": 3},
             takes={**key, "dtype": {"class", "own class"}},
         ),
-        "categorical_column_with_vocabulary_list": Case(
+        Case(
             feature_column.categorical_column_with_vocabulary_list,
-            {"key": "x", "vocabulary_list": ["a"], "dtype": None, "default_value": -1, "num_oov_buckets": 0},
+            {"key": "x", "vocabulary_list": ["a"]},
             takes={
                 **key,
                 "vocabulary_list": {"text array", "list of None"},
@@ -78,122 +76,78 @@ def of_columns():
                 "num_oov_buckets": {"0", "2**70"} | NONE,
             },
         ),
-        "crossed_column": Case(
+        Case(
             feature_column.crossed_column,
-            {"keys": ["a", "b"], "hash_bucket_size": 10, "hash_key": None},
+            {"keys": ["a", "b"], "hash_bucket_size": 10},
             takes={"keys": {"text array"}, "hash_bucket_size": COUNT, "hash_key": NONE | {"0"}},
         ),
-        "weighted_categorical_column": Case(
+        Case(
             feature_column.weighted_categorical_column,
             {"categorical_column": words, "weight_feature_key": "w"},
             takes={"weight_feature_key": NAMES},
         ),
-        "indicator_column": Case(feature_column.indicator_column, {"categorical_column": words}, takes={}),
-        "embedding_column": Case(
+        Case(feature_column.indicator_column, {"categorical_column": words}),
+        Case(
             feature_column.embedding_column,
             {"categorical_column": words, **table},
             takes=takes_table,
             functions=("initializer",),
         ),
-        "shared_embeddings": Case(
+        Case(
             feature_column.shared_embeddings,
-            {"categorical_columns": [words], "shared_embedding_collection_name": None, **table},
+            {"categorical_columns": [words], **table},
             takes={**takes_table, "shared_embedding_collection_name": NONE | NAMES},
             functions=("initializer",),
         ),
-        "prepare": Case(feature_column.prepare, {"features": features, "feature_columns": [age]}, takes=columns),
-        "input_layer": Case(
-            feature_column.input_layer,
-            {"features": features, "feature_columns": [age], "trainable": True},
-            takes={**columns, "trainable": {"True"}},
-        ),
-        "linear_model": Case(
-            feature_column.linear_model,
-            {"features": features, "feature_columns": [age], "units": 1, "sparse_combiner": "sum", "trainable": True},
-            takes={**columns, "trainable": {"True"}},
-        ),
-    }
+        Case(feature_column.prepare, {"features": features, "feature_columns": [age]}, takes=columns),
+        Case(feature_column.input_layer, {"features": features, "feature_columns": [age]}, takes={**columns}),
+        Case(feature_column.linear_model, {"features": features, "feature_columns": [age]}, takes={**columns}),
+    )
 
 
 def of_hooks():
     """Hooks, and what they are made of."""
     every = {"every_n_steps": 3, "every_n_secs": None}
-    return {
-        "StopAtStepHook": Case(estimator.StopAtStepHook, {"num_steps": 3}, takes={"num_steps": COUNT}),
-        "StepCounterHook": Case(
-            estimator.StepCounterHook,
-            {**every, "output_dir": None, "summary_writer": None},
-            takes={"every_n_steps": COUNT, "every_n_secs": NONE, "output_dir": NONE | TEXTS, "summary_writer": NONE},
-        ),
-        "LoggingTensorHook": Case(
+    return named(
+        Case(estimator.StopAtStepHook, {"num_steps": 3}, takes={"num_steps": COUNT}),
+        Case(estimator.StepCounterHook, {**every}, takes={"every_n_steps": COUNT, "output_dir": NONE | TEXTS}),
+        Case(
             estimator.LoggingTensorHook,
-            {"tensors": ["loss"], "every_n_iter": 3, "every_n_secs": None, "at_end": False, "formatter": None},
+            {"tensors": ["loss"], "every_n_iter": 3},
             takes={
                 "tensors": {"empty list", "empty dict", "empty tuple", "list of None", "ragged list", "dict of int"},
                 "every_n_iter": COUNT,
-                "every_n_secs": NONE,
-                "at_end": {"True"},
-                "formatter": NONE,
             },
             functions=("formatter",),
         ),
+        Case(
+            estimator.CheckpointSaverHook,
+            {"checkpoint_dir": "x", "save_steps": 3, "checkpoint_basename": "x"},
+            takes={
+                "checkpoint_dir": TEXTS,
+                "save_steps": COUNT,
+                "checkpoint_basename": TEXTS,
+                "listeners": NONE | EMPTY | {"range", "generator"},
+            },
+        ),
+        Case(
+            estimator.SummarySaverHook,
+            {"save_steps": 3, "output_dir": "x", "summary_op": {"loss": "loss"}},
+            takes={"save_steps": COUNT, "output_dir": TEXTS},
+        ),
+        Case(
+            estimator.ProfilerHook,
+            {"save_steps": 3, "output_dir": "x"},
+            takes={"save_steps": COUNT, "output_dir": TEXTS},
+        ),
+        Case(estimator.GlobalStepWaiterHook, {"wait_until_step": 3}, takes={"wait_until_step": {"0", "2**70"}}),
+        Case(estimator.SecondOrStepTimer, {"every_steps": 3}, takes={"every_steps": COUNT}),
+        Case(estimator.Scaffold, {"saver": train.Checkpoint()}),
+    ) | {
         "NanTensorHook": Case(
             lambda fail_on_nan_loss: estimator.NanTensorHook("loss", fail_on_nan_loss),
             {"fail_on_nan_loss": True},
             takes={"fail_on_nan_loss": {"True"}},
-        ),
-        "CheckpointSaverHook": Case(
-            estimator.CheckpointSaverHook,
-            {
-                "checkpoint_dir": "x",
-                "save_secs": None,
-                "save_steps": 3,
-                "saver": None,
-                "checkpoint_basename": "x",
-                "scaffold": None,
-                "listeners": None,
-            },
-            takes={
-                "checkpoint_dir": TEXTS,
-                "save_secs": NONE,
-                "save_steps": COUNT,
-                "saver": NONE,
-                "checkpoint_basename": TEXTS,
-                "scaffold": NONE,
-                "listeners": NONE | EMPTY | {"range", "generator"},
-            },
-        ),
-        "SummarySaverHook": Case(
-            estimator.SummarySaverHook,
-            {
-                "save_steps": 3,
-                "save_secs": None,
-                "output_dir": "x",
-                "summary_writer": None,
-                "scaffold": None,
-                "summary_op": {"loss": "loss"},
-            },
-            takes={
-                "save_steps": COUNT,
-                "save_secs": NONE,
-                "output_dir": TEXTS,
-                "summary_writer": NONE,
-                "scaffold": NONE,
-            },
-        ),
-        "ProfilerHook": Case(
-            estimator.ProfilerHook,
-            {"save_steps": 3, "save_secs": None, "output_dir": "x", "show_dataflow": True, "show_memory": False},
-            takes={
-                "save_steps": COUNT,
-                "save_secs": NONE,
-                "output_dir": TEXTS,
-                "show_dataflow": {"True"},
-                "show_memory": {"True"},
-            },
-        ),
-        "GlobalStepWaiterHook": Case(
-            estimator.GlobalStepWaiterHook, {"wait_until_step": 3}, takes={"wait_until_step": {"0", "2**70"}}
         ),
         "FinalOpsHook": Case(
             lambda final_ops_feed_dict: estimator.FinalOpsHook("loss", final_ops_feed_dict),
@@ -205,122 +159,35 @@ def of_hooks():
             {"feed_dict": None},
             takes={"feed_dict": NONE},
         ),
-        "SecondOrStepTimer": Case(
-            estimator.SecondOrStepTimer,
-            {"every_secs": None, "every_steps": 3},
-            takes={"every_secs": NONE, "every_steps": COUNT},
-        ),
-        "Scaffold": Case(estimator.Scaffold, {"saver": train.Checkpoint()}, takes={"saver": NONE}),
     }
 
 
 GROUPS = {"columns": of_columns, "estimator_hooks": of_hooks}
 
-_OVERRIDDEN = "users override it, and Phalanx calls it"
-_BY_KERAS = "Keras calls it"
-_INNER = "Phalanx calls it, on what it has made itself"
-_WITH_A_MODEL = (
-    "it needs a model function or a training: tests/unit/estimator and tests/unit/feature_column have its messages"
-)
 
-EXEMPT = {
-    **dict.fromkeys(
-        (
-            "CheckpointSaverListener.after_save",
-            "CheckpointSaverListener.before_save",
-            "CheckpointSaverListener.end",
-            "Exporter.export",
-            "SessionRunHook.after_create_session",
-            "SessionRunHook.after_run",
-            "SessionRunHook.before_run",
-            "SessionRunHook.end",
-        ),
-        _OVERRIDDEN,
-    ),
-    **dict.fromkeys(
-        (
-            "DenseFeatures.call",
-            "LinearFeatures.call",
-            "_ColumnLayer.__call__",
-            "_ColumnLayer.build",
-            "_ColumnLayer.from_config",
-        ),
-        _BY_KERAS,
-    ),
-    **dict.fromkeys(
-        (
-            "Estimator.extended",
-            "Head.host_labels",
-            "Head.host_predictions",
-            "Head.loss",
-            "Head.predictions",
-            "SecondOrStepTimer.should_trigger_for_step",
-            "SecondOrStepTimer.update_last_triggered_step",
-            "SessionRunContext",
-            "SessionRunValues",
-            "WarmStartSettings.warm_start",
-        ),
-        _INNER,
-    ),
-    **dict.fromkeys(
-        (
-            "BaselineClassifier",
-            "BaselineEstimator",
-            "BaselineRegressor",
-            "BestExporter",
-            "BinaryClassHead",
-            "DNNClassifier",
-            "DNNEstimator",
-            "DNNLinearCombinedClassifier",
-            "DNNLinearCombinedEstimator",
-            "DNNLinearCombinedRegressor",
-            "DNNRegressor",
-            "DenseFeatures",
-            "Estimator",
-            "Estimator.eval_dir",
-            "Estimator.evaluate",
-            "Estimator.export_saved_model",
-            "Estimator.get_variable_value",
-            "Estimator.predict",
-            "Estimator.train",
-            "EstimatorSpec",
-            "EvalSpec",
-            "FinalExporter",
-            "Function.prepare",
-            "Head.create_estimator_spec",
-            "LatestExporter",
-            "LinearClassifier",
-            "LinearEstimator",
-            "LinearFeatures",
-            "LinearRegressor",
-            "MultiClassHead",
-            "RegressionHead",
-            "RunConfig",
-            "RunConfig.replace",
-            "SavedModel",
-            "SavedModel.predict",
-            "ServingInputReceiver",
-            "TrainSpec",
-            "WarmStartSettings",
-            "add_metrics",
-            "build_parsing_serving_input_receiver_fn",
-            "build_raw_serving_input_receiver_fn",
-            "categorical_column_with_vocabulary_file",
-            "get_global_step",
-            "get_or_create_global_step",
-            "identity",
-            "load_saved_model",
-            "make_early_stopping_hook",
-            "minimize",
-            "model_to_estimator",
-            "read_eval_metrics",
-            "stop_if_higher_hook",
-            "stop_if_lower_hook",
-            "stop_if_no_decrease_hook",
-            "stop_if_no_increase_hook",
-            "train_and_evaluate",
-        ),
-        _WITH_A_MODEL,
-    ),
+REASONS = {
+    "users override it, and Phalanx calls it": """
+        CheckpointSaverListener.after_save CheckpointSaverListener.before_save CheckpointSaverListener.end
+        Exporter.export SessionRunHook.after_create_session SessionRunHook.after_run SessionRunHook.before_run
+        SessionRunHook.end""",
+    "Keras calls it": """
+        DenseFeatures.call LinearFeatures.call _ColumnLayer.__call__ _ColumnLayer.build _ColumnLayer.from_config""",
+    "Phalanx calls it, on what it has made itself": """
+        Estimator.extended Head.host_labels Head.host_predictions Head.loss Head.predictions
+        SecondOrStepTimer.should_trigger_for_step SecondOrStepTimer.update_last_triggered_step SessionRunContext
+        SessionRunValues WarmStartSettings.warm_start""",
+    "it needs a model function or a training: tests/unit/estimator and tests/unit/feature_column have its messages": """
+        BaselineClassifier BaselineEstimator BaselineRegressor BestExporter BinaryClassHead DNNClassifier
+        DNNEstimator DNNLinearCombinedClassifier DNNLinearCombinedEstimator DNNLinearCombinedRegressor
+        DNNRegressor DenseFeatures Estimator Estimator.eval_dir Estimator.evaluate Estimator.export_saved_model
+        Estimator.get_variable_value Estimator.predict Estimator.train EstimatorSpec EvalSpec FinalExporter
+        Function.prepare Head.create_estimator_spec LatestExporter LinearClassifier LinearEstimator
+        LinearFeatures LinearRegressor MultiClassHead RegressionHead RunConfig RunConfig.replace SavedModel
+        SavedModel.predict ServingInputReceiver TrainSpec WarmStartSettings add_metrics
+        build_parsing_serving_input_receiver_fn build_raw_serving_input_receiver_fn
+        categorical_column_with_vocabulary_file get_global_step get_or_create_global_step identity
+        load_saved_model make_early_stopping_hook minimize model_to_estimator read_eval_metrics
+        stop_if_higher_hook stop_if_lower_hook stop_if_no_decrease_hook stop_if_no_increase_hook
+        train_and_evaluate""",
 }
 """Callables without a case, each with the reason."""

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import keras
-from bad_values import ALL, DISTRIBUTED, NONE, NOT_HELD, NUMBERS, NUMERIC, TREES, Case
+from bad_values import ALL, DISTRIBUTED, NONE, NOT_HELD, NUMBERS, NUMERIC, TREES, Case, named
 
 import phalanx
 import phalanx.testing
@@ -47,26 +47,24 @@ def of_functions():
 
 def of_control_flow():
     """Loops and branches, outside programs."""
-    return {
-        "scan": Case(
+    return named(
+        Case(
             phalanx.scan,
-            {
-                "f": lambda carry, x: (carry, x),
-                "init": 0.0,
-                "xs": jnp.arange(3.0),
-                "length": None,
-                "reverse": False,
-                "unroll": 1,
-            },
+            {"f": lambda carry, x: (carry, x), "init": 0.0, "xs": jnp.arange(3.0)},
             takes={
                 "init": NUMERIC,
                 "xs": {"range", "array of NumPy", "empty array", "bool array", "array", "Mirrored", "variable"},
-                "length": NONE,
-                "reverse": {"True"},
                 "unroll": {"True", "0", "2**70"},
             },
             functions=("f",),
         ),
+        Case(
+            phalanx.while_loop,
+            {"cond_fun": lambda x: False, "body_fun": same, "init_val": 1.0},
+            takes={"init_val": NUMERIC},
+            functions=("cond_fun", "body_fun"),
+        ),
+    ) | {
         "scan(of the length)": Case(
             lambda length: phalanx.scan(lambda carry, x: (carry, x), 0.0, length=length),
             {"length": 3},
@@ -77,12 +75,6 @@ def of_control_flow():
             {"pred": True, "true_fun": first, "false_fun": first, "operands": 1.0},
             takes={"pred": {"True", "-1", "0", "1.5", "nan", "inf", "scalar of NumPy"}, "operands": NUMERIC},
             functions=("true_fun", "false_fun"),
-        ),
-        "while_loop": Case(
-            phalanx.while_loop,
-            {"cond_fun": lambda x: False, "body_fun": same, "init_val": 1.0},
-            takes={"init_val": NUMERIC},
-            functions=("cond_fun", "body_fun"),
         ),
         "remat": Case(lambda fn: phalanx.remat(fn)(1.0), {"fn": same}, functions=("fn",)),
         "remat(of a value)": Case(lambda x: phalanx.remat(same)(x), {"x": 1.0}, takes={"x": NUMERIC}),
@@ -109,11 +101,7 @@ def of_gradients():
         phalanx.function(step)()
 
     return {
-        "GradientTape": Case(
-            phalanx.GradientTape,
-            {"persistent": False, "watch_accessed_variables": True},
-            takes={"persistent": {"True"}, "watch_accessed_variables": {"True"}},
-        ),
+        "GradientTape": Case(phalanx.GradientTape),
         "GradientTape.watch": Case(
             watch, {"tensor": variable}, takes={"tensor": TREES | {"PerReplica of text", "variable"}}
         ),
@@ -145,10 +133,10 @@ def of_gradients():
 
 def of_losses():
     """What a training loop calls beside a strategy."""
-    return {
-        "compute_average_loss": Case(
+    return named(
+        Case(
             phalanx.nn.compute_average_loss,
-            {"per_example_loss": jnp.ones(3), "sample_weight": None, "global_batch_size": 3},
+            {"per_example_loss": jnp.ones(3), "global_batch_size": 3},
             takes={
                 "per_example_loss": {"empty list", "empty tuple", "range", "array of NumPy", "empty array", "array"}
                 | {"Mirrored", "variable"},
@@ -156,12 +144,13 @@ def of_losses():
                 "global_batch_size": {"None", "0"},
             },
         ),
-        "scale_regularization_loss": Case(
+        Case(
             phalanx.nn.scale_regularization_loss,
             {"regularization_loss": 1.0},
             takes={"regularization_loss": NUMERIC | DISTRIBUTED},
         ),
-        "set_virtual_cpu_devices": Case(phalanx.set_virtual_cpu_devices, {"count": 8}),
+        Case(phalanx.set_virtual_cpu_devices, {"count": 8}),
+    ) | {
         "describe": Case(
             lambda objects, **given: phalanx.describe(given["strategy"], objects, console=given["console"]),
             {"strategy": phalanx.OneDeviceStrategy("cpu:0"), "objects": keras.Variable(1.0), "console": None},

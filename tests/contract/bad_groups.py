@@ -31,89 +31,56 @@ GROUPS = {
 
 ROOMS = ["phalanx", *(f"phalanx.{room}" for room in phalanx._ROOMS), "phalanx.servers.partitioners"]
 
-_HOOK = "Phalanx calls it: a strategy, or operations, of one's own override it"
-_INNER = "Phalanx calls it, on what it has made itself"
-_MADE = "Phalanx makes it, and users get it"
-_RAY = "it needs processes of Ray, whose tests are in tests/cluster and tests/unit/coordinator"
-_LIBRARY = "it needs a library that is optional; tests/unit/summary/test_trackers.py has its messages"
-_SERVICE = "it asks a service, whose tests are its own"
 
-EXEMPT = {
-    **bad_estimators.EXEMPT,
-    "CrossDeviceOps.batch_reduce_implementation": _HOOK,
-    "CrossDeviceOps.broadcast_implementation": _HOOK,
-    "CrossDeviceOps.for_devices": _HOOK,
-    "CrossDeviceOps.reduce_implementation": _HOOK,
-    "Strategy.aggregate_gradients": _HOOK,
-    "Strategy.apply_update": _HOOK,
-    "Strategy.divide_gradients": _HOOK,
-    "Strategy.execute": _HOOK,
-    "Strategy.in_program": _INNER,
-    "Strategy.merged": _INNER,
-    "SynchronousStrategy.placed_on": _INNER,
-    "MultiWorkerMirroredStrategy.move": _INNER,
-    "StepTimes": _MADE,
-    "Steps": _MADE,
-    "Steps.set_state": "it needs a loop that has begun; tests/unit/elastic/test_steps.py has its messages",
-    "DistributedIterator.state_at": _INNER,
-    "Strategy.on_all_workers": _INNER,
-    "SummaryWriter.write": _INNER,
-    "Tracker.log": _INNER,
-    "Tracker.start": _INNER,
-    "DistributedValues.first_steps": _INNER,
-    "DistributedValues.stacked": _INNER,
-    "DistributedIterator.advance": _INNER,
-    "DistributedIterator.look": _INNER,
-    "DistributedIterator.next_alike": _INNER,
-    "DistributedIterator.next_steps": _INNER,
-    "ClusterCoordinator.spec_of": _INNER,
-    "CheckpointReader": _MADE,
-    "DistributedDataset": _MADE,
-    "DistributedIterator": _MADE,
-    "Estimate": _MADE,
-    "Estimates": _MADE,
-    "Estimates.__getitem__": "it is that of the tuple that it holds",
-    "NumpyDataset": "make_experimental_numpy_dataset makes it of the same argument",
-    "Function": "phalanx.function makes it of the same arguments",
-    "Optional": _MADE,
-    "PerReplica": "a pytree: JAX makes it again of whatever a function of trees returns",
-    "Mirrored": "a pytree: JAX makes it again of whatever a function of trees returns",
-    "_ActsAsArray.__getitem__": "JAX's own indexing, of the array that it acts as",
-    "_ActsAsArray.__len__": "it takes no arguments",
-    "PerWorkerDataset": _MADE,
-    "PerWorkerValues": _MADE,
-    "Status": _MADE,
-    "Status.line": _MADE,
-    "TPUSystemMetadata": _MADE,
-    "WorkerShard": _MADE,
-    "ClusterCoordinator.create_per_worker_dataset": _RAY,
-    "ClusterCoordinator.create_per_worker_values": _RAY,
-    "ClusterCoordinator.fetch": _RAY,
-    "ClusterCoordinator.schedule": _RAY,
-    "Server.join": _RAY,
-    "TPUClusterResolver.connect": _SERVICE,
-    "MLflowTracker": _LIBRARY,
-    "WandbTracker": _LIBRARY,
-    "PreemptionCheckpointHandler.save_checkpoint_if_preempted": "it passes its arguments to CheckpointManager.save",
-    "print_on_chief": "it is print, with print's arguments and errors",
-    "shutdown_tpu_system": "it would end the system that the other cases use; initialize_tpu_system checks the same argument",
-    "CheckpointStatus": _MADE,
-    "BatchCounter.on_train_batch_begin": "Keras calls it",
-    "BatchCounter.on_train_batch_end": "Keras calls it",
-    "BatchCounter.on_train_begin": "Keras calls it",
-    "ModelCheckpoint.on_epoch_end": "Keras calls it",
-    "ModelCheckpoint.on_train_end": "Keras calls it",
-    "BackupAndRestore.on_epoch_end": "Keras calls it",
-    "BackupAndRestore.on_train_end": "Keras calls it",
-    "SyncCheck.on_train_end": "Keras calls it",
-    "ScalarCallback.on_epoch_begin": "Keras calls it",
-    "ScalarCallback.on_epoch_end": "Keras calls it",
-    "ScalarCallback.on_test_end": "Keras calls it",
-    "ScalarCallback.on_train_end": "Keras calls it",
-    "TensorBoard.on_test_batch_begin": "Keras calls it",
-    "ShardedEmbedding.build": "Keras calls it",
-    "ShardedEmbedding.call": "Keras calls it",
+REASONS = {
+    "Phalanx calls it: a strategy, or operations, of one's own override it": """
+        CrossDeviceOps.batch_reduce_implementation CrossDeviceOps.broadcast_implementation
+        CrossDeviceOps.for_devices CrossDeviceOps.reduce_implementation Strategy.aggregate_gradients
+        Strategy.apply_update Strategy.divide_gradients Strategy.execute""",
+    "Phalanx calls it, on what it has made itself": """
+        Strategy.in_program Strategy.merged SynchronousStrategy.placed_on MultiWorkerMirroredStrategy.move
+        DistributedIterator.state_at Strategy.on_all_workers SummaryWriter.write Tracker.log Tracker.start
+        DistributedValues.first_steps DistributedValues.stacked DistributedIterator.advance
+        DistributedIterator.look DistributedIterator.next_alike DistributedIterator.next_steps
+        ClusterCoordinator.spec_of""",
+    "Phalanx makes it, and users get it": """
+        StepTimes Steps CheckpointReader DistributedDataset DistributedIterator Estimate Estimates Optional
+        PerWorkerDataset PerWorkerValues Status Status.line TPUSystemMetadata WorkerShard CheckpointStatus""",
+    "it needs a loop that has begun; tests/unit/elastic/test_steps.py has its messages": """
+        Steps.set_state""",
+    "it is that of the tuple that it holds": """
+        Estimates.__getitem__""",
+    "make_experimental_numpy_dataset makes it of the same argument": """
+        NumpyDataset""",
+    "phalanx.function makes it of the same arguments": """
+        Function""",
+    "a pytree: JAX makes it again of whatever a function of trees returns": """
+        PerReplica Mirrored""",
+    "JAX's own indexing, of the array that it acts as": """
+        _ActsAsArray.__getitem__""",
+    "it takes no arguments": """
+        _ActsAsArray.__len__""",
+    "it needs processes of Ray, whose tests are in tests/cluster and tests/unit/coordinator": """
+        ClusterCoordinator.create_per_worker_dataset ClusterCoordinator.create_per_worker_values
+        ClusterCoordinator.fetch ClusterCoordinator.schedule Server.join""",
+    "it asks a service, whose tests are its own": """
+        TPUClusterResolver.connect""",
+    "it needs a library that is optional; tests/unit/summary/test_trackers.py has its messages": """
+        MLflowTracker WandbTracker""",
+    "it passes its arguments to CheckpointManager.save": """
+        PreemptionCheckpointHandler.save_checkpoint_if_preempted""",
+    "it is print, with print's arguments and errors": """
+        print_on_chief""",
+    "it would end the system that the other cases use; initialize_tpu_system checks the same argument": """
+        shutdown_tpu_system""",
+    "Keras calls it": """
+        BatchCounter.on_train_batch_begin BatchCounter.on_train_batch_end BatchCounter.on_train_begin
+        ModelCheckpoint.on_epoch_end ModelCheckpoint.on_train_end BackupAndRestore.on_epoch_end
+        BackupAndRestore.on_train_end SyncCheck.on_train_end ScalarCallback.on_epoch_begin
+        ScalarCallback.on_epoch_end ScalarCallback.on_test_end ScalarCallback.on_train_end
+        TensorBoard.on_test_batch_begin ShardedEmbedding.build ShardedEmbedding.call""",
 }
+EXEMPT = " ".join([*REASONS.values(), *bad_estimators.REASONS.values()]).split()
 """Public callables without a case, each with the reason."""
 
 

@@ -1,12 +1,13 @@
 """Input, Keras helpers, strategies of several processes and what belongs to them, with good arguments."""
 
 import contextlib
+import functools
 import tempfile
 
 import keras
 import numpy as np
 import tensorboardX  # noqa: F401  (It sets a variable of the environment, which no test may.)
-from bad_values import ALL, ARRAYS, COUNT, INDEX, INTEGER, NONE, SECONDS, TEXTS, VALUES, Case
+from bad_values import ALL, ARRAYS, COUNT, INDEX, INTEGER, NONE, SECONDS, TEXTS, VALUES, Case, named
 
 import phalanx
 import phalanx.testing
@@ -39,6 +40,7 @@ class _Resolver(cluster_resolver.SimpleClusterResolver):
 
 
 def _until_reached(make):
+    @functools.wraps(make)
     def call(**given):
         if given["cluster_resolver"] is None:  # It would start processes of its own.
             return
@@ -66,7 +68,29 @@ def of_input():
             call(path)
 
     batches = lambda x: read(strategy.experimental_distribute_dataset(x))  # noqa: E731
-    return {
+    return named(
+        Case(
+            strategy.make_experimental_numpy_dataset,
+            {"numpy_input": rows},
+            takes={"numpy_input": ROWS | {"array", "empty list", "PerReplica of three", "variable"}},
+        ),
+        Case(of_rows.batch, {"batch_size": 2}),
+        Case(
+            dataset.reduce,
+            {"initial_state": 0.0, "reduce_func": lambda state, x: state},
+            takes={"initial_state": ALL},
+            functions=("reduce_func",),
+        ),
+        Case(
+            phalanx.data.from_files,
+            {"pattern": __file__, "reader": open},
+            takes={"pattern": {"text array"}, "interleave": COUNT},
+            functions=("reader",),
+        ),
+        Case(
+            phalanx.testing.assert_restores_everywhere, {"dataset": dataset, "steps": 1}, takes={"steps": NONE | COUNT}
+        ),
+    ) | {
         "Strategy.experimental_distribute_dataset": Case(
             lambda **given: read(strategy.experimental_distribute_dataset(**given)),
             {"dataset": rows, "options": None, "batch_size": 2, "drop_remainder": False},
@@ -106,21 +130,7 @@ def of_input():
             takes={"options": NONE},
             functions=("dataset_fn",),
         ),
-        "Strategy.make_experimental_numpy_dataset": Case(
-            strategy.make_experimental_numpy_dataset,
-            {"numpy_input": rows, "session": None},
-            takes={"numpy_input": ROWS | {"array", "empty list", "PerReplica of three", "variable"}, "session": NONE},
-        ),
-        "NumpyDataset.batch": Case(
-            of_rows.batch, {"batch_size": 2, "drop_remainder": False}, takes={"drop_remainder": {"True"}}
-        ),
         "DistributedDataset.batches": Case(lambda steps: iter(dataset.batches(steps=steps)), {"steps": 2}),
-        "DistributedDataset.reduce": Case(
-            dataset.reduce,
-            {"initial_state": 0.0, "reduce_func": lambda state, x: state},
-            takes={"initial_state": ALL},
-            functions=("reduce_func",),
-        ),
         "DistributedIterator.set_state": Case(
             lambda state: iter(dataset).set_state(state), {"state": iter(dataset).get_state()}
         ),
@@ -129,15 +139,6 @@ def of_input():
         ),
         "DistributedIterator.save_state": Case(
             lambda path: in_folder(iter(dataset).save_state, path), {"path": "state"}, takes={"path": TEXTS}
-        ),
-        "from_files": Case(
-            phalanx.data.from_files,
-            {"pattern": __file__, "reader": open, "interleave": 1},
-            takes={"pattern": {"text array"}, "interleave": COUNT},
-            functions=("reader",),
-        ),
-        "assert_restores_everywhere": Case(
-            phalanx.testing.assert_restores_everywhere, {"dataset": dataset, "steps": 1}, takes={"steps": NONE | COUNT}
         ),
     }
 
@@ -158,34 +159,18 @@ def of_keras():
 
         return switched
 
-    return {
-        "DatasetCreator": Case(
-            phalanx.keras.DatasetCreator,
-            {"dataset_fn": lambda context: [np.ones(2)], "input_options": None},
-            takes={"input_options": NONE},
-            functions=("dataset_fn",),
-        ),
-        "DatasetCreator.__call__": Case(creator, {"context": phalanx.InputContext()}),
-        "ShardedEmbedding": Case(
+    return named(
+        Case(phalanx.keras.DatasetCreator, {"dataset_fn": lambda context: [np.ones(2)]}, functions=("dataset_fn",)),
+        Case(
             phalanx.keras.ShardedEmbedding,
-            {"input_dim": 4, "output_dim": 2, "embeddings_initializer": "uniform", "mask_zero": False},
+            {"input_dim": 4, "output_dim": 2},
             # Keras takes arrays and functions for initializers, and looks at them when the layer is built.
-            takes={"embeddings_initializer": ALL - NOT_INITIALIZERS, "mask_zero": {"True"}},
+            takes={"embeddings_initializer": ALL - NOT_INITIALIZERS},
             functions=("embeddings_initializer",),
         ),
-        "SidecarEvaluator": Case(
+        Case(
             phalanx.keras.SidecarEvaluator,
-            {
-                "model": model,
-                "data": data,
-                "checkpoint_dir": "checkpoints",
-                "steps": None,
-                "max_evaluations": None,
-                "callbacks": None,
-                "stop_at_step": None,
-                "poll_s": 1.0,
-                "timeout_s": 0.1,
-            },
+            {"model": model, "data": data, "checkpoint_dir": "checkpoints", "timeout_s": 0.1},
             # What is evaluated, and with which callbacks, is looked at when a checkpoint is there.
             takes={
                 "data": ALL,
@@ -196,37 +181,20 @@ def of_keras():
                 "timeout_s": SECONDS,
             },
         ),
-        "SyncCheck": Case(phalanx.keras.SyncCheck, {"every": 1000}, takes={"every": COUNT}),
-        "TensorBoard": Case(
+        Case(phalanx.keras.SyncCheck, takes={"every": COUNT}),
+        Case(
             phalanx.keras.TensorBoard,
-            {
-                "log_dir": "logs",
-                "histogram_freq": 1,
-                "write_graph": True,
-                "write_images": True,
-                "write_steps_per_second": True,
-                "update_freq": "epoch",
-                "profile_batch": 0,
-                "embeddings_freq": 1,
-                "embeddings_metadata": None,
-            },
+            {"histogram_freq": 1, "write_images": True, "write_steps_per_second": True, "embeddings_freq": 1},
             takes={
                 "log_dir": TEXTS,
                 **dict.fromkeys(("histogram_freq", "embeddings_freq", "profile_batch"), INDEX),
-                **dict.fromkeys(("write_graph", "write_images", "write_steps_per_second"), {"True"}),
                 "update_freq": COUNT,
                 "embeddings_metadata": TEXTS | NONE | {"empty dict"},
             },
         ),
-        "Tracking": Case(
-            phalanx.keras.Tracking,
-            {
-                "writer": phalanx.summary.create_noop_writer(),
-                "update_freq": "epoch",
-                "write_steps_per_second": False,
-            },
-            takes={"update_freq": COUNT, "write_steps_per_second": {"True"}},
-        ),
+        Case(phalanx.keras.Tracking, {"writer": phalanx.summary.create_noop_writer()}, takes={"update_freq": COUNT}),
+    ) | {
+        "DatasetCreator.__call__": Case(creator, {"context": phalanx.InputContext()}),
         "set_cpu_kernels": Case(
             restored(phalanx.keras.set_cpu_kernels), {"enabled": True}, takes={"enabled": {"True"}}
         ),
@@ -243,64 +211,31 @@ def of_processes():
     )
     multi = _until_reached(phalanx.MultiWorkerMirroredStrategy)
     old = _until_reached(phalanx.experimental.MultiWorkerMirroredStrategy)
-    return {
-        "ParameterServerStrategy": Case(
+    return named(
+        Case(
             _until_reached(phalanx.ParameterServerStrategy),
-            {
-                "cluster_resolver": resolver,
-                "variable_partitioner": None,
-                "workers": 1,
-                "ps": 1,
-                "max_staleness": None,
-                "snapshot_every_s": None,
-                "worker_timeout_s": 30.0,
-                "dashboard": False,
-            },
+            {"cluster_resolver": resolver, "workers": 1},
             takes={
-                "cluster_resolver": NONE,
-                "variable_partitioner": NONE,
                 "workers": COUNT,
                 "ps": COUNT,
                 "max_staleness": NONE | INDEX,
                 "snapshot_every_s": SECONDS,
                 "worker_timeout_s": SECONDS,
-                "dashboard": {"True"},
             },
             functions=("variable_partitioner",),
         ),
-        "MultiWorkerMirroredStrategy": Case(
+        Case(
             multi,
-            {"cluster_resolver": resolver, "communication_options": None, "stall_timeout_s": None, "model_axis": None},
-            takes={
-                "cluster_resolver": NONE,
-                "communication_options": NONE,
-                "stall_timeout_s": SECONDS,
-                "model_axis": NONE,
-            },
+            {"cluster_resolver": resolver},
+            # The last two are looked at when the processes have met.
+            takes={"stall_timeout_s": SECONDS, **dict.fromkeys(("local_updates", "replica_weights"), ALL)},
         ),
-        "MultiWorkerMirroredStrategy(experimental)": Case(
-            old, {"communication": "auto", "cluster_resolver": resolver}, takes={"cluster_resolver": NONE}
-        ),
-        "CentralStorageStrategy": Case(
-            phalanx.experimental.CentralStorageStrategy,
-            {"compute_devices": ["cpu:1"], "parameter_device": "cpu:0"},
-            takes={"compute_devices": NONE, "parameter_device": NONE},
-        ),
-        "ClusterCoordinator": Case(phalanx.coordinator.ClusterCoordinator, {"strategy": None}),
-        "ShardedVariable": Case(phalanx.experimental.ShardedVariable, {"variable": None, "strategy": None}),
-        "GCEClusterResolver": Case(
+        Case(phalanx.experimental.CentralStorageStrategy, {"compute_devices": ["cpu:1"], "parameter_device": "cpu:0"}),
+        Case(phalanx.coordinator.ClusterCoordinator, {"strategy": None}),
+        Case(phalanx.experimental.ShardedVariable, {"variable": None}, takes={"strategy": set()}),
+        Case(
             cluster_resolver.GCEClusterResolver,
-            {
-                "project": "p",
-                "zone": "z",
-                "instance_group": "g",
-                "port": 1,
-                "task_type": "worker",
-                "task_id": 0,
-                "rpc_layer": "grpc",
-                "credentials": "default",
-                "service": object(),
-            },
+            {"project": "p", "zone": "z", "instance_group": "g", "port": 1, "service": object()},
             takes={
                 **dict.fromkeys(("project", "zone", "instance_group", "task_type", "rpc_layer"), TEXTS),
                 "task_id": INTEGER,
@@ -308,22 +243,26 @@ def of_processes():
                 "service": ALL,
             },
         ),
-        "KubernetesClusterResolver": Case(
+        Case(
             cluster_resolver.KubernetesClusterResolver,
-            {
-                "job_to_label_mapping": {"worker": ["a=b"]},
-                "tf_server_port": 8470,
-                "rpc_layer": "grpc",
-                "override_client": object(),
+            {"job_to_label_mapping": {"worker": ["a=b"]}, "override_client": object()},
+            takes={
+                "job_to_label_mapping": NONE | {"empty dict"},
+                "rpc_layer": TEXTS,
+                "service": NONE | TEXTS,
+                "num_pods": NONE | INTEGER,
+                "environ": NONE | {"empty dict"},
+                "override_client": ALL,
             },
-            takes={"job_to_label_mapping": NONE | {"empty dict"}, "rpc_layer": TEXTS, "override_client": ALL},
         ),
+    ) | {
+        "MultiWorkerMirroredStrategy(experimental)": Case(old, {"communication": "auto", "cluster_resolver": resolver}),
         "ClusterResolver.num_accelerators": Case(
             cluster_resolver.SimpleClusterResolver(
                 ClusterSpec({"worker": ["a:1"]}), num_accelerators={"GPU": 1}
             ).num_accelerators,
-            {"task_type": "worker", "task_id": 0, "config_proto": None},
-            takes={"task_type": NONE | TEXTS, "task_id": NONE | INTEGER, "config_proto": NONE},
+            {"task_type": "worker", "task_id": 0},
+            takes={"task_type": NONE | TEXTS, "task_id": NONE | INTEGER},
         ),
     }
 
@@ -337,25 +276,9 @@ def of_logical_devices():
     one = np.ones((2, 3), "float32")
     return {
         "TPUStrategy": Case(
-            phalanx.TPUStrategy,
-            {
-                "tpu_cluster_resolver": None,
-                "experimental_device_assignment": assignment,
-                "experimental_spmd_xla_partitioning": False,
-                "layout": None,
-            },
-            takes={
-                "tpu_cluster_resolver": NONE,
-                "experimental_device_assignment": NONE,
-                "experimental_spmd_xla_partitioning": {"True"},
-                "layout": NONE | {"empty dict"},
-            },
+            phalanx.TPUStrategy, {"experimental_device_assignment": assignment}, takes={"layout": NONE | {"empty dict"}}
         ),
-        "TPUStrategy(experimental)": Case(
-            phalanx.experimental.TPUStrategy,
-            {"tpu_cluster_resolver": None, "device_assignment": assignment},
-            takes={"tpu_cluster_resolver": NONE, "device_assignment": NONE},
-        ),
+        "TPUStrategy(experimental)": Case(phalanx.experimental.TPUStrategy, {"device_assignment": assignment}),
         "TPUStrategy.experimental_assign_to_logical_device": Case(
             inside("experimental_assign_to_logical_device"),
             {"tensor": one, "logical_device_id": 0},
@@ -370,9 +293,4 @@ def of_logical_devices():
     }
 
 
-GROUPS = {
-    "input": of_input,
-    "keras": of_keras,
-    "processes": of_processes,
-    "logical_devices": of_logical_devices,
-}
+GROUPS = {"input": of_input, "keras": of_keras, "processes": of_processes, "logical_devices": of_logical_devices}

@@ -1,6 +1,7 @@
 """Values that hardly any argument can be."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,8 +114,8 @@ class Case:
 
     Args:
       call: what is called.
-      good: good arguments.
-      takes: for each argument the values that are good for it.
+      good: good arguments, besides those that have a default.
+      takes: for each argument the values that are good for it. One whose default is None takes None, a flag takes True.
       functions: the arguments that are functions. They take all functions, which may refuse what they are called with.
     """
 
@@ -122,3 +123,15 @@ class Case:
     good: dict[str, Any] = field(default_factory=dict)
     takes: dict[str, set[str]] = field(default_factory=dict)
     functions: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        parameters = inspect.signature(self.call).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name[0] != "_"}
+        flags = {name: {"True"} for name, value in defaults.items() if isinstance(value, bool)}
+        self.takes = {name: NONE for name, value in defaults.items() if value is None} | flags | self.takes
+        self.good = defaults | self.good
+
+
+def named(*cases: Case) -> dict[str, Case]:
+    """Returns cases by the names of what they call."""
+    return {case.call.__qualname__: case for case in cases}

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import keras
 import numpy as np
-from bad_values import ALL, ARRAYS, COUNT, DISTRIBUTED, NONE, NOT_HELD, NUMERIC, PLACES, SUMMABLE, TREES, Case
+from bad_values import ALL, ARRAYS, COUNT, DISTRIBUTED, NONE, NOT_HELD, NUMERIC, PLACES, SUMMABLE, TREES, Case, named
 
 import phalanx
 
@@ -16,30 +16,22 @@ def same(x=None):
 def of_strategies():
     """Strategies themselves."""
     default = phalanx.get_strategy()
-    return {
-        "OneDeviceStrategy": Case(phalanx.OneDeviceStrategy, {"device": "cpu:0"}),
-        "MirroredStrategy": Case(
-            phalanx.MirroredStrategy,
-            {"devices": ["cpu:0", "cpu:1"], "cross_device_ops": None, "model_axis": None, "layout": None},
-            takes={"devices": NONE, "cross_device_ops": NONE, "model_axis": NONE, "layout": NONE | {"empty dict"}},
-        ),
-        "StrategyExtended": Case(
-            phalanx.StrategyExtended, {"container_strategy": default}, takes={"container_strategy": {"strategy"}}
-        ),
-        "experimental_set_strategy": Case(_set_strategy, {"strategy": None}, takes={"strategy": NONE | {"strategy"}}),
-        "explain_sharding": Case(
+    return named(
+        Case(phalanx.OneDeviceStrategy, {"device": "cpu:0"}),
+        Case(phalanx.MirroredStrategy, {"devices": ["cpu:0", "cpu:1"]}, takes={"layout": NONE | {"empty dict"}}),
+        Case(phalanx.StrategyExtended, {"container_strategy": default}, takes={"container_strategy": {"strategy"}}),
+        Case(
             phalanx.explain_sharding,
-            {"dataset": np.arange(8.0), "strategy": default, "options": None, "batch_size": 2},
+            {"dataset": np.arange(8.0), "strategy": default, "batch_size": 2},
             takes={
                 "dataset": {"empty list", "set", "range", "list of None", "generator", "Mirrored"}
                 | {"array of NumPy", "empty array", "bool array", "array"},
                 "strategy": {"strategy"},
-                "options": NONE,
                 "batch_size": COUNT,
             },
             functions=("dataset",),
         ),
-    }
+    ) | {"experimental_set_strategy": Case(_set_strategy, {"strategy": None}, takes={"strategy": NONE | {"strategy"}})}
 
 
 def _set_strategy(**given):
@@ -58,13 +50,44 @@ def of_verbs(count):
     dataset = strategy.experimental_distribute_dataset(np.arange(8.0), batch_size=2)
     extended, called = strategy.extended, {"args": TREES - NONE - {"empty dict"}, "kwargs": NONE | {"empty dict"}}
     to = {"reduce_op": "SUM", "options": None}
-    return {
-        "Strategy.run": Case(
-            strategy.run,
-            {"fn": same, "args": (1.0,), "kwargs": None, "options": None},
-            takes={**called, "options": NONE},
+    return named(
+        Case(strategy.run, {"fn": same, "args": (1.0,)}, takes={**called}, functions=("fn",)),
+        # What is not distributed is the one local result.
+        Case(strategy.experimental_local_results, {"value": value}, takes={"value": ALL}),
+        Case(
+            strategy.experimental_distribute_values_from_function,
+            {"value_fn": lambda context: np.float32(1)},
+            functions=("value_fn",),
+        ),
+        Case(strategy.replicate, {"tree": jnp.ones(2)}, takes={"tree": NUMERIC}),
+        Case(strategy.held, {"variable": variable}, takes={"variable": {"variable"}}),
+        Case(
+            extended.reduce_to,
+            {**to, "value": value, "destinations": variable},
+            takes={"value": NUMERIC if count == 1 else set(), "destinations": PLACES},
+        ),
+        Case(
+            extended.batch_reduce_to,
+            {**to, "value_destination_pairs": [(value, variable)]},
+            takes={"value_destination_pairs": {"empty list", "empty tuple"}},
+        ),
+        Case(
+            extended.broadcast_to,
+            {"tensor": jnp.ones(2), "destinations": variable},
+            takes={"tensor": NUMERIC, "destinations": PLACES},
+        ),
+        Case(extended.call_for_each_replica, {"fn": same, "args": (1.0,)}, takes=called, functions=("fn",)),
+        Case(
+            extended.update,
+            {"var": variable, "fn": lambda v, *args: args, "args": (1.0,)},
+            takes={"var": {"variable"}, "args": called["args"] | {"ragged list"}, "kwargs": called["kwargs"]},
             functions=("fn",),
         ),
+        Case(extended.colocate_vars_with, {"colocate_with_variable": variable}),
+        # A value is its own container.
+        Case(extended.value_container, {"value": variable}, takes={"value": ALL}),
+        Case(extended.variable_created_in_scope, {"v": variable}, takes={"v": {"variable"}}),
+    ) | {
         "Strategy.run(of a value)": Case(
             lambda x: strategy.run(same, args=(x,)), {"x": 1.0}, takes={"x": ALL - NOT_HELD - DISTRIBUTED}
         ),
@@ -75,9 +98,7 @@ def of_verbs(count):
             lambda x: strategy.run(lambda: x), {"x": 1.0}, takes={"x": ALL - {"deleted array", "PerReplica of text"}}
         ),
         "Strategy.run_steps": Case(
-            lambda fn, steps: strategy.run_steps(fn, iter(dataset), steps),
-            {"fn": same, "steps": 2},
-            functions=("fn",),
+            lambda fn, steps: strategy.run_steps(fn, iter(dataset), steps), {"fn": same, "steps": 2}, functions=("fn",)
         ),
         "Strategy.run_steps(of an iterator)": Case(
             lambda iterator: strategy.run_steps(same, iterator, 2), {"iterator": iter(dataset)}
@@ -91,10 +112,7 @@ def of_verbs(count):
         "Strategy.reduce": Case(
             strategy.reduce,
             {"reduce_op": "SUM", "value": value, "axis": None},
-            takes={
-                "value": TREES if count > 1 else NUMERIC,
-                "axis": {"None", "-1", "0", "empty tuple"},
-            },
+            takes={"value": TREES if count > 1 else NUMERIC, "axis": {"None", "-1", "0", "empty tuple"}},
         ),
         "Strategy.reduce(of rows)": Case(
             lambda x: strategy.reduce("MEAN", x, axis=0),
@@ -106,63 +124,10 @@ def of_verbs(count):
             {"value": value, "axis": 0},
             takes={"value": ALL - NOT_HELD - DISTRIBUTED, "axis": {"-1", "0"}},
         ),
-        # What is not distributed is the one local result.
-        "Strategy.experimental_local_results": Case(
-            strategy.experimental_local_results, {"value": value}, takes={"value": ALL}
-        ),
-        "Strategy.experimental_distribute_values_from_function": Case(
-            strategy.experimental_distribute_values_from_function,
-            {"value_fn": lambda context: np.float32(1)},
-            functions=("value_fn",),
-        ),
         "Strategy.experimental_distribute_values_from_function(of a value)": Case(
             lambda x: strategy.experimental_distribute_values_from_function(lambda context: x),
             {"x": 1.0},
             takes={"x": ALL - NOT_HELD - DISTRIBUTED - {"Mirrored"}},
-        ),
-        "Strategy.replicate": Case(strategy.replicate, {"tree": jnp.ones(2)}, takes={"tree": NUMERIC}),
-        "Strategy.held": Case(strategy.held, {"variable": variable}, takes={"variable": {"variable"}}),
-        "StrategyExtended.reduce_to": Case(
-            extended.reduce_to,
-            {**to, "value": value, "destinations": variable},
-            takes={
-                "value": NUMERIC if count == 1 else set(),
-                "destinations": PLACES,
-                "options": NONE,
-            },
-        ),
-        "StrategyExtended.batch_reduce_to": Case(
-            extended.batch_reduce_to,
-            {**to, "value_destination_pairs": [(value, variable)]},
-            takes={"value_destination_pairs": {"empty list", "empty tuple"}, "options": NONE},
-        ),
-        "StrategyExtended.broadcast_to": Case(
-            extended.broadcast_to,
-            {"tensor": jnp.ones(2), "destinations": variable},
-            takes={"tensor": NUMERIC, "destinations": PLACES},
-        ),
-        "StrategyExtended.call_for_each_replica": Case(
-            extended.call_for_each_replica,
-            {"fn": same, "args": (1.0,), "kwargs": None},
-            takes=called,
-            functions=("fn",),
-        ),
-        "StrategyExtended.update": Case(
-            extended.update,
-            {"var": variable, "fn": lambda v, *args: args, "args": (1.0,), "kwargs": None, "group": True},
-            takes={
-                "var": {"variable"},
-                "args": called["args"] | {"ragged list"},
-                "kwargs": called["kwargs"],
-                "group": {"True"},
-            },
-            functions=("fn",),
-        ),
-        "StrategyExtended.colocate_vars_with": Case(extended.colocate_vars_with, {"colocate_with_variable": variable}),
-        # A value is its own container.
-        "StrategyExtended.value_container": Case(extended.value_container, {"value": variable}, takes={"value": ALL}),
-        "StrategyExtended.variable_created_in_scope": Case(
-            extended.variable_created_in_scope, {"v": variable}, takes={"v": {"variable"}}
         ),
     }
 
@@ -179,7 +144,7 @@ def of_replicas(count):
     return {
         "ReplicaContext": Case(
             phalanx.ReplicaContext,
-            {"strategy": strategy, "replica_id_in_sync_group": 0, "masks": ()},
+            {"strategy": strategy, "replica_id_in_sync_group": 0},
             takes={"strategy": {"strategy"}, "replica_id_in_sync_group": {"0"}, "masks": {"empty tuple"}},
         ),
         "ReplicaContext.all_reduce": Case(
@@ -237,9 +202,7 @@ def of_cross_device_ops():
             takes={"value_destination_pairs": {"empty list", "empty tuple"}, "options": NONE},
         ),
         "CrossDeviceOps.broadcast": Case(
-            merging(ops.broadcast),
-            {"tensor": one, "destinations": one},
-            takes={"tensor": sums, "destinations": PLACES},
+            merging(ops.broadcast), {"tensor": one, "destinations": one}, takes={"tensor": sums, "destinations": PLACES}
         ),
     }
 
