@@ -11,7 +11,6 @@ from phalanx.errors import AggregationError, ContextError, InputError, InvalidAr
 
 @pytest.fixture
 def strategy():
-    """Two replicas."""
     return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
@@ -101,14 +100,11 @@ def test_a_forgotten_reduce(strategy, use):
 
 
 def test_cross_device_ops_by_name():
-    """They are objects."""
     with pytest.raises(InvalidArgumentError, match="cross_device_ops='nccl': must be CrossDeviceOps"):
         phalanx.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="nccl")
 
 
 def test_function_with_empty_parentheses():
-    """`@phalanx.function()` is `@phalanx.function`."""
-
     @phalanx.function()
     def step(x):
         return x + 1
@@ -120,7 +116,6 @@ class WithTape(keras.Sequential):
     """A step as tf.keras has it."""
 
     def train_step(self, data):
-        """One step."""
         x, y = data[:2]
         with phalanx.GradientTape() as tape:
             loss = keras.ops.mean((self(x) - y) ** 2)
@@ -161,7 +156,6 @@ def test_a_step_that_keras_does_not_call():
 
 
 def trained(strategy):
-    """Returns a variable and an optimizer of a strategy."""
     with strategy.scope():
         return keras.Variable([1.0, 2.0]), keras.optimizers.SGD(0.5)
 

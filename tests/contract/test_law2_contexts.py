@@ -66,10 +66,7 @@ VERBS: dict[str, tuple[set[str], Callable[[Stage], Any]]] = {
         FOR_ALL | {MERGE},
         lambda s: s.strategy.extended.broadcast_to(np.ones(2), s.variable),
     ),
-    "StrategyExtended.call_for_each_replica": (
-        FOR_ALL,
-        lambda s: s.strategy.extended.call_for_each_replica(lambda: 1),
-    ),
+    "StrategyExtended.call_for_each_replica": (FOR_ALL, lambda s: s.strategy.extended.call_for_each_replica(lambda: 1)),
     "StrategyExtended.update": (
         FOR_ALL | {MERGE},
         lambda s: s.strategy.extended.update(s.variable, lambda v: v.assign(v * 1.0)),

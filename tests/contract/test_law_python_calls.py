@@ -21,11 +21,9 @@ class Calls:
         self.count = 0
 
     def start(self):
-        """Begins to count."""
         sys.setprofile(self._note)
 
     def stop(self):
-        """Ends counting."""
         sys.setprofile(None)
 
     def _note(self, frame, event, _):
@@ -34,7 +32,6 @@ class Calls:
 
 @pytest.fixture
 def strategy():
-    """Two replicas."""
     return phalanx.MirroredStrategy(devices(2))
 
 

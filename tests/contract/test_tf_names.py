@@ -44,7 +44,6 @@ def test_name_exists_or_is_listed(path):
 
 
 def has(owner, member):
-    """Whether instances of a class have an attribute."""
     is_field = member in getattr(owner, "__dataclass_fields__", {})
     is_member = isinstance(owner, enum.EnumType) and member in owner.__members__
     return is_field or is_member or hasattr(owner, member)
