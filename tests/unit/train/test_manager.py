@@ -1,8 +1,6 @@
 """Numbered checkpoints in a folder."""
 
-import itertools
 import os
-import threading
 import time
 
 import keras
@@ -18,18 +16,15 @@ NOW = CheckpointOptions(enable_async=False)
 
 @pytest.fixture
 def step():
-    """A variable to save."""
     return keras.Variable(0)
 
 
 @pytest.fixture
 def checkpoint(step):
-    """A checkpoint of it."""
     return Checkpoint(step=step)
 
 
 def names(folder):
-    """The files of checkpoints."""
     return sorted(name for name in os.listdir(folder) if not name.startswith("."))
 
 
@@ -46,13 +41,13 @@ def test_last_checkpoints_are_kept(tmp_path, checkpoint):
 
 
 def test_all_checkpoints_are_kept(tmp_path, checkpoint):
-    """With None, and beside those of another name."""
+    """With None, and beside those of another name; 10 comes after 9."""
     whole = CheckpointManager(checkpoint, tmp_path, max_to_keep=None)
     other = CheckpointManager(checkpoint, tmp_path, max_to_keep=1, checkpoint_name="best")
-    for _ in range(3):
-        whole.save(options=NOW)
-        other.save(options=NOW)
-    assert [path.rpartition("/")[2] for path in whole.checkpoints] == ["ckpt-1", "ckpt-3", "ckpt-5"]
+    for number in (2, 9, 10):
+        whole.save(number, options=NOW)
+        other.save(number, options=NOW)
+    assert [path.rpartition("/")[2] for path in whole.checkpoints] == ["ckpt-2", "ckpt-9", "ckpt-10"]
     assert len(other.checkpoints) == 1
 
 
@@ -138,14 +133,6 @@ def test_damaged_checkpoint_names_the_one_before(tmp_path, checkpoint):
         kept.restore_or_initialize()
 
 
-def test_numbers_sort_as_numbers(tmp_path, checkpoint):
-    """10 comes after 9."""
-    kept = CheckpointManager(checkpoint, tmp_path, None)
-    for number in (2, 9, 10):
-        kept.save(number, options=NOW)
-    assert [path.rpartition("-")[2] for path in kept.checkpoints] == ["2", "9", "10"]
-
-
 def test_latest_checkpoint_is_that_of_the_save_before(tmp_path):
     """As in programs of tf.train, whose saves end before they return."""
     checkpoint = Checkpoint(large=np.ones(5_000_000))
@@ -173,14 +160,18 @@ def test_first_save_into_the_folder_of_a_longer_training(tmp_path, checkpoint):
 
 
 def test_two_programs_cannot_save_into_a_folder(tmp_path, checkpoint, run_python):
-    """The second one is told who has it. The lock ends with the process."""
+    """The second one is told who has it. The lock ends with the process, or once all checkpoints are deleted."""
+    own = CheckpointManager(checkpoint, tmp_path, 5)
+    for _ in range(2):
+        own.save()
+        own.delete_all()
+        assert os.listdir(tmp_path) == []
     code = (
         "import phalanx, keras\n"
         f"manager = phalanx.train.CheckpointManager(phalanx.train.Checkpoint(step=keras.Variable(1)), {str(tmp_path)!r}, 5)\n"
         "try:\n    manager.save(7)\n    manager.sync()\nexcept phalanx.errors.CheckpointError as e:\n    print(e)\n"
     )
     assert run_python(code).strip() == ""
-    own = CheckpointManager(checkpoint, tmp_path, 5)
     own.restore_or_initialize()
     own.save(8, options=NOW)
     told = run_python(code.replace("(7)", "(9)"))
@@ -194,22 +185,6 @@ def test_what_a_killed_program_left_is_removed(tmp_path, checkpoint):
     (tmp_path / ".ckpt-3.safetensors.123.part").write_bytes(b"half")
     CheckpointManager(checkpoint, tmp_path, 1).save(options=NOW)
     assert sorted(os.listdir(tmp_path)) == [".phalanx-checkpoints.lock", "ckpt-1.safetensors"]
-
-
-def test_folder_is_left_to_other_programs(tmp_path, checkpoint, run_python):
-    """Once all checkpoints are deleted."""
-    own = CheckpointManager(checkpoint, tmp_path, 5)
-    for _ in range(2):
-        own.save()
-        own.delete_all()
-        assert os.listdir(tmp_path) == []
-    code = (
-        "import phalanx, keras\n"
-        f"manager = phalanx.train.CheckpointManager(phalanx.train.Checkpoint(step=keras.Variable(1)), {str(tmp_path)!r}, 5)\n"
-        "manager.save(7)\n"
-    )
-    assert run_python(code).strip() == ""
-    assert names(tmp_path) == ["ckpt-7.safetensors"]
 
 
 def test_folder_that_cannot_be_made_is_refused(tmp_path, checkpoint):
@@ -234,7 +209,6 @@ def test_folder_that_cannot_be_made_is_refused(tmp_path, checkpoint):
     ],
 )
 def test_wrong_arguments_are_refused(tmp_path, checkpoint, options, message):
-    """When the manager is made."""
     given = {"checkpoint": checkpoint, "directory": tmp_path, "max_to_keep": 1} | options
     with pytest.raises(InvalidArgumentError) as caught:
         CheckpointManager(**given)
@@ -252,21 +226,18 @@ def test_latest_checkpoint_ignores_other_files(tmp_path, checkpoint):
 
 
 def test_iterator_follows_a_folder(tmp_path, checkpoint, monkeypatch):
-    """It skips to the latest, and ends when no more come."""
+    """It skips to the latest, and ends when no more come. Before the first it waits for nothing."""
     monkeypatch.setattr(manager, "_POLL_S", 0.02)
     kept = CheckpointManager(checkpoint, tmp_path, None)
-    kept.save(options=NOW)
-    kept.save(options=NOW)
-    thread = threading.Timer(0.3, lambda: kept.save(7, options=NOW))
-    thread.start()
-    calls = iter([False, True])
-    found = list(train.checkpoints_iterator(tmp_path, timeout=1.0, timeout_fn=lambda: next(calls)))
-    thread.join()
-    assert found == [str(tmp_path / "ckpt-2"), str(tmp_path / "ckpt-7")]
-    first = train.checkpoints_iterator(tmp_path, min_interval_secs=0.2)
-    start = time.monotonic()
-    assert list(itertools.islice(first, 1)) == found[1:]
-    assert time.monotonic() - start < 5
+    for number in (1, 2):
+        kept.save(number, options=NOW)
+    # What the training saves after the first timeout; after the second one, it has ended.
+    saves = [7]
+    found = train.checkpoints_iterator(
+        tmp_path, timeout=0.05, timeout_fn=lambda: not saves or kept.save(saves.pop(), options=NOW) is None
+    )
+    assert list(found) == [str(tmp_path / "ckpt-2"), str(tmp_path / "ckpt-7")]
+    assert next(train.checkpoints_iterator(tmp_path, min_interval_secs=10_000)) == str(tmp_path / "ckpt-7")
 
 
 @pytest.mark.parametrize(

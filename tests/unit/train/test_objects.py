@@ -44,11 +44,9 @@ class Stateful:
         self.state = state
 
     def get_state(self):
-        """What must be saved."""
         return self.state
 
     def set_state(self, state):
-        """What was saved."""
         self.state = state
 
 

@@ -26,12 +26,10 @@ class Net(keras.Model):
         self.rest = [layers.BatchNormalization(), layers.Dropout(0.5)]
 
     def build(self, shape):
-        """Makes a layer."""
         self.last = layers.Dense(2)
         self.built = True
 
     def call(self, x, training=False):
-        """All layers, one after the other."""
         x = self.first(x)
         for layer in self.rest:
             x = layer(x, training=training)
@@ -60,7 +58,6 @@ def train(strategy, model, optimizer, steps):
 
 
 def values(*owners):
-    """All variables."""
     return [v.numpy() for owner in owners for v in owner.variables]
 
 
@@ -218,12 +215,7 @@ def test_average_that_begins_as_the_weights(tmp_path, start):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda x: np.full(2, x),
-        lambda x: keras.Variable(float(x)),
-        lambda x: [x, x],
-        lambda x: np.random.default_rng(x),
-    ],
+    [lambda x: np.full(2, x), lambda x: keras.Variable(float(x)), lambda x: [x, x], lambda x: np.random.default_rng(x)],
     ids=["array", "variable", "list", "generator"],
 )
 def test_one_object_for_two_values_is_refused(tmp_path, make):
@@ -258,11 +250,9 @@ class Fails:
         self.error, self.state = error, 1
 
     def get_state(self):
-        """A number."""
         return self.state
 
     def set_state(self, state):
-        """Fails once."""
         error, self.error = self.error, None
         if error is not None:
             raise error

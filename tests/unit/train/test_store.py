@@ -74,7 +74,6 @@ def test_missing_file_names_what_is_there(tmp_path):
 
 @pytest.mark.parametrize("length", [0, 5, 100, -1])
 def test_truncated_file_is_refused(tmp_path, length):
-    """Wherever it ends."""
     file = tmp_path / "c.safetensors"
     store.write(file, {"a": np.zeros(100)}, {})
     os.truncate(file, length if length >= 0 else file.stat().st_size - 1)
@@ -100,21 +99,17 @@ def test_damaged_array_is_refused(tmp_path, dtype):
         stored.array("damaged")
 
 
-def test_folder_instead_of_a_checkpoint(tmp_path):
-    """The hint is the line to write."""
-    store.write(store.file_of(tmp_path / "folder" / "ckpt-1"), {}, {"values": {}})
-    with pytest.raises(CheckpointError, match=r"HINT: it is a folder: phalanx.train.latest_checkpoint\('.*folder'\)"):
-        store.Stored(tmp_path / "folder")
-
-
-def test_foreign_files_are_refused(tmp_path):
-    """Text, and arrays that Phalanx did not write."""
+def test_files_that_are_refused(tmp_path):
+    """Text, arrays that Phalanx did not write, and a folder, whose hint is the line to write."""
     (tmp_path / "text.safetensors").write_text("not a checkpoint, but a long text")
     with pytest.raises(CheckpointError, match="incomplete, or not a checkpoint"):
         store.Stored(tmp_path / "text")
     safetensors.numpy.save_file({"a": np.zeros(2)}, tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match=r"not written by Phalanx .*\nHINT: safetensors.numpy.load_file"):
         store.Stored(tmp_path / "other")
+    store.write(store.file_of(tmp_path / "folder" / "ckpt-1"), {}, {"values": {}})
+    with pytest.raises(CheckpointError, match=r"HINT: it is a folder: phalanx.train.latest_checkpoint\('.*folder'\)"):
+        store.Stored(tmp_path / "folder")
 
 
 def test_existing_file_is_not_replaced(tmp_path):
@@ -145,7 +140,6 @@ def small_disk(tmp_path):
 
 
 def test_full_disk_leaves_the_older_checkpoint(small_disk):
-    """And nothing else."""
     store.write(small_disk / "c-1.safetensors", {"a": np.ones(1000)}, {})
     with pytest.raises(
         CheckpointError, match=r"the disk is full. Earlier checkpoints are unharmed.\nHINT: delete files"

@@ -14,9 +14,7 @@ from phalanx.train import text
 KEYS = st.none() | st.booleans() | st.integers() | st.text() | st.binary()
 SCALARS = KEYS | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False)
 VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(KEYS, inner),
-    max_leaves=12,
+    SCALARS, lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(KEYS, inner), max_leaves=12
 )
 
 
