@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 NAME = "PHALANX_TEST_OF_GUARD"
-SLEEP = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"]
+SLEEP = [sys.executable, "-c", "import signal; print(1, flush=True); signal.pause()"]
 DEADLINE_S = 120.0
 
 
@@ -59,10 +59,10 @@ def test_children_in_other_sessions_are_found(mark):
 def test_processes_that_have_overwritten_their_environment(mark, tmp_path):
     """Ray's show a title in its place: they are known by the files that they have open."""
     code = (
-        "import ctypes, time\n"
+        "import ctypes, signal\n"
         "begin, end = map(int, open('/proc/self/stat').read().rpartition(')')[2].split()[47:49])\n"
         "ctypes.memset(begin, 0, end - begin)\n"
-        f"file = open({str(tmp_path / 'log')!r}, 'w')\nprint(1, flush=True)\ntime.sleep(600)"
+        f"file = open({str(tmp_path / 'log')!r}, 'w')\nprint(1, flush=True)\nsignal.pause()"
     )
     with started([sys.executable, "-c", code], mark) as process:
         assert marked(mark) == marked(mark, str(tmp_path / "other")) == []
@@ -84,8 +84,8 @@ def test_a_killed_process_takes_all_along(mark, tmp_path):
     folder.mkdir()
     with started(SLEEP, mark), subprocess.Popen(SLEEP, stdout=subprocess.PIPE, start_new_session=True) as group:
         code = (
-            "import time\nfrom phalanx.cluster.guard import Guard\n"
-            f"guard = Guard({mark!r}, {str(folder)!r}, [{group.pid}])\nprint(1, flush=True)\ntime.sleep(600)"
+            "import signal\nfrom phalanx.cluster.guard import Guard\n"
+            f"guard = Guard({mark!r}, {str(folder)!r}, [{group.pid}])\nprint(1, flush=True)\nsignal.pause()"
         )
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as owner:
             assert owner.stdout.readline()

@@ -28,6 +28,9 @@ job, rank = json.loads(os.environ["TF_CONFIG"])["task"].values()
 addresses = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
 restart = int(os.environ["PHALANX_RESTART"])
 launcher = os.getppid()
+def pause():
+    while True:
+        signal.pause()
 def note(name, text=""):
     (here / f"{name}.new").write_text(str(text))
     (here / f"{name}.new").replace(here / name)
@@ -64,7 +67,7 @@ class Launch:
         self.folder, self.environment = folder, environment
 
     def script(self, source: str) -> str:
-        """Writes a script; it knows its `job`, `rank`, `restart`, `addresses`, and may `note` and `wait_for` a file `here`."""
+        """Writes a script; it knows its `job`, `rank`, `restart`, `addresses`, and may `pause`, `note` and `wait_for` a file `here`."""
         path = self.folder / "script.py"
         path.write_text(_PRELUDE + source)
         return str(path)

@@ -99,7 +99,7 @@ def test_run_takes_a_module(phalanx, tmp_path):
 
 def test_failure_ends_with_code_of_last_attempt(phalanx, launch):
     """The launcher ends with the code of the last attempt; each attempt is reported on the stream of errors."""
-    script = launch.script("if rank == 1:\n    sys.exit(4 + restart)\ntime.sleep(300)")
+    script = launch.script("if rank == 1:\n    sys.exit(4 + restart)\npause()")
     done = phalanx("run", "--workers", "2", "--max-restarts", "1", script)
     assert (done.returncode, done.out) == (5, "")
     assert re.fullmatch(
@@ -113,7 +113,7 @@ def test_failure_ends_with_code_of_last_attempt(phalanx, launch):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_launcher_and_workers(environment, launch, number, code):
     """Ctrl-C and SIGTERM end the launcher and all workers; those that ignore SIGTERM after the grace period."""
-    script = launch.script("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready')\ntime.sleep(300)")
+    script = launch.script("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready')\npause()")
     command = [sys.executable, "-c", START, "run", "--workers", "2", "--grace-seconds", "0.3", script]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
         assert {launcher.stdout.readline() for _ in range(2)} == {b"[worker 0] ready\n", b"[worker 1] ready\n"}
@@ -297,8 +297,7 @@ def test_template_with_an_evaluator_is_refused(scheduler):
 def test_run_with_an_evaluator(phalanx, launch):
     """One more process has the prefix and the task of an evaluator, and a limited time after the workers."""
     script = launch.script(
-        "print(job, rank, len(addresses))\nnote(job)\nwait_for('evaluator')\n"
-        "if job == 'evaluator':\n    time.sleep(300)"
+        "print(job, rank, len(addresses))\nnote(job)\nwait_for('evaluator')\nif job == 'evaluator':\n    pause()"
     )
     done = phalanx("run", "--workers", "2", "--evaluator", "--evaluator-grace-seconds", "0.2", script)
     assert done.returncode == 0

@@ -21,7 +21,7 @@ def follow():
         time.sleep(0.01)
     print(Path(os.environ["PHALANX_TRAINING_ENDED"]).read_text())
 """
-SLEEP = "time.sleep(300)\n"
+SLEEP = "pause()\n"
 
 
 def of_evaluator(source):
@@ -174,7 +174,7 @@ def test_signal_while_the_evaluator_finishes(launch):
 
 def test_children_of_a_failed_evaluator_are_ended(launch, needs_proc):
     """What it has started does not run on beside its successor; a fixture looks for what is left at the end."""
-    child = "'import time; time.sleep(300)'"
+    child = "'import signal; signal.pause()'"
     source = (
         f"if restart == 0:\n    child = subprocess.Popen([sys.executable, '-c', {child}], start_new_session=True)\n"
         "    note('child', child.pid)\n    sys.exit(1)\n"

@@ -18,7 +18,7 @@ from phalanx.launch.supervise import run_group
 
 pytestmark = pytest.mark.slow
 
-SLEEP = "time.sleep(300)\n"
+SLEEP = "pause()\n"
 CLEANS_UP = """
 def clean_up(*_):
     time.sleep(0.2)
@@ -28,7 +28,7 @@ signal.signal(signal.SIGTERM, clean_up)
 """
 IGNORES_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 GRANDCHILDREN = """
-code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(300)"
+code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
 for new_session in (False, True):
     child = subprocess.Popen([sys.executable, "-c", code], start_new_session=new_session, stdout=subprocess.PIPE)
     child.stdout.readline()
@@ -116,7 +116,7 @@ def test_others_report_whom_they_miss(launch):
 def test_stopped_worker_is_named(launch, needs_proc):
     """One that stands still by SIGSTOP is ended, and the report says that it stood still."""
     launched = launch(
-        "if rank == 0:\n    note('pid', os.getpid())\n    os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(300)\n"
+        "if rank == 0:\n    note('pid', os.getpid())\n    os.kill(os.getpid(), signal.SIGSTOP)\n    pause()\n"
         "state = Path('/proc', wait_for('pid'), 'stat')\n"
         "while state.read_text().split()[2] != 'T':\n    time.sleep(0.01)\n"
         "sys.exit(75)"
@@ -202,8 +202,8 @@ def test_signals_at_once(launch):
 def test_signal_while_the_others_end(launch):
     """Ctrl-C after a failure starts nothing again, and does not hide who failed."""
     launched = launch(
-        "def interrupt(*_):\n    os.kill(launcher, signal.SIGINT)\n    time.sleep(300)\n"
-        "if rank == 0:\n    signal.signal(signal.SIGTERM, interrupt)\n    note('ready')\n    time.sleep(300)\n"
+        "def interrupt(*_):\n    os.kill(launcher, signal.SIGINT)\n    pause()\n"
+        "if rank == 0:\n    signal.signal(signal.SIGTERM, interrupt)\n    note('ready')\n    pause()\n"
         "wait_for('ready')\nsys.exit(3)",
         max_restarts=3,
         grace_s=0.5,
@@ -255,7 +255,7 @@ def test_processes_that_outlive_a_start(launch, environment, needs_proc):
 folder = Path(os.environ["PHALANX_SERVERS_FOLDER"])
 if restart == 0:
     kept = {k: v for k, v in os.environ.items() if k != "PHALANX_LAUNCH"} | {"PHALANX_RAY": str(folder)}
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], env=kept, start_new_session=True)
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], env=kept, start_new_session=True)
     (folder / "pid").write_text(str(child.pid))
 pid = (folder / "pid").read_text()
 print(folder, oct(folder.stat().st_mode), Path("/proc", pid).exists())
@@ -285,7 +285,7 @@ def test_port_that_is_taken(launch):
         "    if rank == 0:\n"
         "        listener.bind((host, int(port)))\n"
         "        note('taken')\n"
-        "        time.sleep(300)\n"
+        "        pause()\n"
         "    wait_for('taken')\n"
         "if rank == 1:\n"
         "    listener.bind((host, int(port)))\n"
@@ -422,7 +422,7 @@ def test_command_that_cannot_be_started(environment, tmp_path, mode):
         command.write_text("")
         command.chmod(mode)
     specs = [
-        ProcessSpec(Task("worker", 0), (sys.executable, "-c", "import time; time.sleep(300)"), environment),
+        ProcessSpec(Task("worker", 0), (sys.executable, "-c", "import signal; signal.pause()"), environment),
         ProcessSpec(Task("worker", 1), (str(command), "--lr"), environment),
     ]
     with pytest.raises(StartupError, match=rf"the command of worker 1: {command} --lr: cannot be started: .*{command}"):

@@ -11,7 +11,6 @@ class OwnResolver(ClusterResolver):
     """A user's resolver, without a constructor."""
 
     def cluster_spec(self):
-        """Returns the cluster."""
         return SPEC
 
 
@@ -28,6 +27,5 @@ def test_a_resolver_of_ones_own():
 
 
 def test_the_abstract_resolver():
-    """It tells nothing."""
     with pytest.raises(TypeError, match="cluster_spec"):
         ClusterResolver()

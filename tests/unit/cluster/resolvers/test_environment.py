@@ -14,26 +14,16 @@ from phalanx.cluster_resolver import (
 )
 
 SPEC = ClusterSpec({"worker": ["a:1", "b:1"], "ps": ["c:1"]})
-
-
 # From "SageMaker Training Toolkit", ENVIRONMENT_VARIABLES.md.
 SAGEMAKER = {"SM_CURRENT_HOST": "algo-2", "SM_HOSTS": '["algo-2","algo-1"]', "SM_NUM_GPUS": "1", "SM_NUM_CPUS": "4"}
-
-
 STEP = {
     "SLURM_PROCID": "0",
     "SLURM_STEP_NUM_TASKS": "2",
     "SLURM_STEP_NODELIST": "n[1-2]",
     "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
 }
-
-
 PODS = {"PHALANX_NUM_PODS": "2", "PHALANX_SERVICE": "s", "HOSTNAME": "web-1"}
-
-
 SLICE = {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "0"}
-
-
 CONFIG = {"TF_CONFIG": tf_config(SPEC, Task("worker", 0))}
 
 
@@ -61,6 +51,5 @@ def test_order_of_environments(environ, kind):
 
 
 def test_environment_of_this_process(monkeypatch):
-    """It is the default."""
     monkeypatch.setenv("TF_CONFIG", CONFIG["TF_CONFIG"])
     assert resolver_of_environment().cluster_spec() == SPEC

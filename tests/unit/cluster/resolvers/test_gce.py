@@ -1,9 +1,6 @@
 """The machines of an instance group."""
 
-import http.server
-import socket
 import sys
-import threading
 
 import pytest
 
@@ -11,6 +8,7 @@ from phalanx.cluster.resolvers.base import google_service
 from phalanx.cluster.resolvers.gce import later_notice, termination_notice
 from phalanx.cluster_resolver import ClusterSpec, GCEClusterResolver
 from phalanx.errors import ClusterSourceError, MissingDependencyError
+from phalanx.launch.plan import free_ports
 
 
 class ComputeEngine:
@@ -21,25 +19,19 @@ class ComputeEngine:
         self.addresses, self.answer = addresses, {}
 
     def instanceGroups(self):
-        """Returns the part for groups."""
         return self
 
-    def instances(self):
-        """Returns the part for machines."""
-        return self
+    instances = instanceGroups
 
     def listInstances(self, *, project, zone, instanceGroup, body):
-        """Returns a request for the first page."""
         assert (project, zone, instanceGroup, body) == ("p", "z", "g", {"instanceState": "RUNNING"})
         return self._request({"items": self.pages[0]} if self.pages else {})
 
     def listInstances_next(self, previous_request, previous_response):
-        """Returns a request for the page after, or None."""
         page = self.pages.index(previous_response["items"]) + 1 if self.pages else 0
         return self._request({"items": self.pages[page]}) if page < len(self.pages) else None
 
     def get(self, *, project, zone, instance):
-        """Returns a request for one machine."""
         return self._request({"networkInterfaces": [{"networkIP": self.addresses[instance]}]})
 
     def _request(self, answer):
@@ -48,7 +40,6 @@ class ComputeEngine:
         return request
 
     def execute(self):
-        """Returns the answer."""
         return self.answer
 
 
@@ -63,7 +54,6 @@ def test_gce_sorts_machines_of_all_pages():
 
 
 def test_gce_refuses_empty_group_and_other_job():
-    """A group without machines, and another job."""
     resolver = GCEClusterResolver("p", "z", "g", 8470, service=ComputeEngine({}))
     with pytest.raises(ClusterSourceError, match="instance_group='g' in z of p: no machine of this group is running"):
         resolver.cluster_spec()
@@ -88,32 +78,6 @@ def test_the_real_client_of_google():
     assert callable(service.instanceGroups().listInstances_next)
 
 
-@pytest.fixture
-def metadata(monkeypatch):
-    """A server that answers as the metadata server of GCE does, and the answers, which a test may change."""
-    answers = {"maintenance-event": "NONE", "preempted": "FALSE"}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            """Answers only those who send the header that Google requires."""
-            allowed = self.headers["Metadata-Flavor"] == "Google"
-            name = self.path.removeprefix("/computeMetadata/v1/instance/")
-            self.send_response(200 if allowed and name in answers else 403)
-            self.end_headers()
-            self.wfile.write(answers.get(name, "").encode())
-
-        def log_message(self, *_):
-            """Is silent."""
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
-        yield answers
-        server.shutdown()
-        thread.join()
-
-
 @pytest.mark.parametrize(
     ("name", "answer", "notice"),
     [
@@ -123,17 +87,17 @@ def metadata(monkeypatch):
         ("preempted", "TRUE\n", "is told by GCE that its machine is preempted"),
     ],
 )
-def test_notices_of_the_metadata_server(metadata, name, answer, notice):
+def test_notices_of_the_metadata_server(metadata, monkeypatch, name, answer, notice):
     """What the server says of a machine that stays, moves or ends."""
-    metadata[name] = answer
+    address, answers = metadata
+    answers |= {"maintenance-event": "NONE", "preempted": "FALSE", name: answer}
+    monkeypatch.setenv("GCE_METADATA_HOST", address)
     assert termination_notice() == later_notice() == notice
 
 
 def test_server_that_does_not_answer(monkeypatch):
     """The first question says so; later ones have no news."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{port}")
+    monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{free_ports(1)[0]}")
     with pytest.raises(
         ClusterSourceError, match=r"the metadata server of GCE does not answer[^§]*HINT: run on a machine"
     ):

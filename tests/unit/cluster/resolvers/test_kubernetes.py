@@ -1,9 +1,7 @@
 """Pods by their environment, and by the API."""
 
-import http.server
 import json
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +33,6 @@ STATEFUL = {"HOSTNAME": "web-1", "PHALANX_NUM_PODS": "2", "PHALANX_SERVICE": "ng
 
 
 def workers(*hosts):
-    """Returns the cluster of these hosts."""
     return ClusterSpec({"worker": [f"{host}:8470" for host in hosts]})
 
 
@@ -108,7 +105,6 @@ def test_arguments_replace_variables():
     ],
 )
 def test_environment_refusal_names_the_variable(environ, changes, message):
-    """The message says which variable, and who sets it."""
     with pytest.raises(ClusterSourceError, match=message):
         KubernetesClusterResolver(environ={**environ, **changes}).cluster_spec()
 
@@ -120,7 +116,6 @@ class Api:
         self.pods = pods
 
     def list_pod_for_all_namespaces(self, label_selector):
-        """Returns the pods of one selector."""
         found = [
             SimpleNamespace(
                 metadata=SimpleNamespace(name=name),
@@ -158,71 +153,48 @@ def test_api_by_default():
 
 
 def test_a_pod_that_does_not_run():
-    """The message names it and its phase."""
     api = Api(("job-name=tensorflow", "t-1", "Pending", None, None))
     with pytest.raises(RuntimeError, match='Pod "t-1" of .*: is not running; phase: "Pending"'):
         KubernetesClusterResolver(override_client=api, environ={}).cluster_spec()
 
 
 def test_an_unknown_location():
-    """There are two."""
     with pytest.raises(ClusterTypeError, match="executable_location=1: must be a KubernetesExecutableLocation"):
         KubernetesClusterResolver(executable_location=1)
     assert [(e.name, e.value) for e in KubernetesExecutableLocation] == [("WITHIN_CLUSTER", 0), ("OFF_CLUSTER", 1)]
 
 
 def test_missing_client_names_the_package(monkeypatch):
-    """The message says what to install."""
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(MissingDependencyError, match=r"kubernetes is needed for it, .*\nHINT: pip install kubernetes"):
         KubernetesClusterResolver(environ={}).cluster_spec()
 
 
-@pytest.fixture
-def api_server(tmp_path):
-    """Serves two pods as the API of a cluster does, and points the configuration of the client at it."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            status = {"phase": "Running", "hostIP": "10.0.0.1"}
-            pods = [
-                {
-                    "metadata": {"name": f"t-{i}"},
-                    "spec": {"containers": []},
-                    "status": {**status, "podIP": f"10.1.0.{i}"},
-                }
-                for i in (1, 0)
-            ]
-            is_known = self.path == "/api/v1/pods?labelSelector=job-name%3Dtensorflow"
-            self.send_response(200 if is_known else 404)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(json.dumps({"kind": "PodList", "apiVersion": "v1", "items": pods}).encode())
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        config = {
-            "current-context": "c",
-            "clusters": [{"name": "k", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
-            "users": [{"name": "u", "user": {}}],
-            "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
-        }
-        (tmp_path / "config").write_text(json.dumps(config))
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield str(tmp_path / "config")
-        server.shutdown()
-        thread.join()
-
-
-def test_the_real_client(api_server, monkeypatch):
+def test_the_real_client(serve, tmp_path, monkeypatch):
     """From a machine outside, with the credentials of kubectl."""
     pytest.importorskip("kubernetes")
     from kubernetes.config import kube_config
 
-    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", api_server)
+    pods = [
+        {
+            "metadata": {"name": f"t-{i}"},
+            "spec": {"containers": []},
+            "status": {"phase": "Running", "hostIP": "10.0.0.1", "podIP": f"10.1.0.{i}"},
+        }
+        for i in (1, 0)
+    ]
+    answers = {
+        "/api/v1/pods?labelSelector=job-name%3Dtensorflow": {"kind": "PodList", "apiVersion": "v1", "items": pods}
+    }
+    address = serve(lambda path, headers: json.dumps(answers[path]) if path in answers else None)
+    config = {
+        "current-context": "c",
+        "clusters": [{"name": "k", "cluster": {"server": f"http://{address}"}}],
+        "users": [{"name": "u", "user": {}}],
+        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+    }
+    (tmp_path / "config").write_text(json.dumps(config))
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config"))
     resolver = KubernetesClusterResolver(executable_location=KubernetesExecutableLocation.OFF_CLUSTER, environ={})
     assert resolver.cluster_spec() == workers("10.1.0.0", "10.1.0.1")
 

@@ -7,7 +7,6 @@ from phalanx.errors import ClusterSourceError, ClusterTypeError
 
 
 def test_sagemaker_arguments_replace_the_environment():
-    """Those of tf.distribute replace what the environment says."""
     resolver = SageMakerClusterResolver(2224, "chief", 3, "grpc", "sagemaker", environ=SAGEMAKER)
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("chief", 3, "grpc")
     assert resolver.environment == "sagemaker"
@@ -21,7 +20,6 @@ SAGEMAKER = {"SM_CURRENT_HOST": "algo-2", "SM_HOSTS": '["algo-2","algo-1"]', "SM
 
 
 def test_sagemaker_sorts_hosts_as_workers():
-    """Hosts are sorted, and each is a worker."""
     resolver = SageMakerClusterResolver(environ=SAGEMAKER)
     assert resolver.cluster_spec() == ClusterSpec({"worker": ["algo-1:2223", "algo-2:2223"]})
     assert (resolver.task_type, resolver.task_id, resolver.master()) == ("worker", 1, "algo-2:2223")

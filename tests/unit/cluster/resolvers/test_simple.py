@@ -9,7 +9,6 @@ SPEC = ClusterSpec({"worker": ["a:1", "b:1"], "ps": ["c:1"]})
 
 
 def test_simple_resolver_returns_its_arguments():
-    """Everything is as given."""
     simple = SimpleClusterResolver(
         SPEC, "m:1", task_type="ps", task_id=0, environment="lab", num_accelerators={"GPU": 2}, rpc_layer="grpc"
     )
@@ -19,10 +18,6 @@ def test_simple_resolver_returns_its_arguments():
     assert (simple.master(), simple.master("worker", 1, "http")) == ("grpc://m:1", "http://b:1")
     simple.task_id = 7
     assert simple.task_id == 7
-
-
-def test_simple_without_a_master():
-    """An empty address gets no layer."""
     assert SimpleClusterResolver(SPEC, rpc_layer="grpc").master() == ""
 
 
@@ -34,11 +29,5 @@ def test_simple_without_a_master():
     ],
 )
 def test_simple_resolver_refuses_other_types(arguments, message):
-    """Other types are TypeErrors."""
     with pytest.raises(ClusterTypeError, match=message):
         SimpleClusterResolver(*arguments)
-
-
-def simple(cluster, **options):
-    """Returns a resolver of a cluster."""
-    return SimpleClusterResolver(ClusterSpec(cluster), **options)

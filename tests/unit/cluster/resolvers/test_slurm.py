@@ -111,7 +111,6 @@ def test_counts_equal_an_independent_expansion(runs):
 
 @pytest.mark.parametrize("text", ["", "a,,b", "n[1-2", "n1-2]", "n[1-2]]", "a b", "n[[1]]"])
 def test_bad_hosts_show_the_wrong_part(text):
-    """The message shows the list, and the part that is wrong."""
     with pytest.raises(
         ClusterSourceError,
         match=f"host list {re.escape(repr(text))}: .* is not a host name, or has unbalanced brackets",
@@ -121,14 +120,12 @@ def test_bad_hosts_show_the_wrong_part(text):
 
 @pytest.mark.parametrize("part", ["3-1", "x", "1-", "-2", ""])
 def test_bad_ranges_are_refused(part):
-    """A range ascends and consists of numbers."""
     with pytest.raises(ClusterSourceError, match=f"'{part}' is neither a number nor a range of ascending numbers"):
         expand_hosts(f"n[{part}]")
 
 
 @pytest.mark.parametrize("text", ["", "4(2)", "4x2", "a", "4,"])
 def test_bad_counts_show_the_list(text):
-    """The message shows the list."""
     with pytest.raises(
         ClusterSourceError, match=f"tasks per node {re.escape(repr(text))}: .* is not a number of tasks"
     ):
@@ -145,7 +142,6 @@ def test_recorded_step_fills_nodes_in_order():
 
 
 def test_interactive_step_is_one_worker():
-    """It is a cluster of one worker."""
     slurm = SlurmClusterResolver(port_base=5000, environ=INTERACTIVE)
     assert slurm.cluster_spec() == ClusterSpec({"worker": ["sh04-10n05:5000"]})
 
@@ -212,7 +208,6 @@ def test_gpus_are_left_alone(monkeypatch):
     "name", ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"]
 )
 def test_missing_variable_is_named(name):
-    """The message names it and says who sets it."""
     with pytest.raises(
         ClusterSourceError, match=rf"{name}: is not set; srun sets it for each task of a job step\.\nHINT: srun"
     ):
@@ -247,12 +242,10 @@ def test_missing_variable_is_named(name):
     ],
 )
 def test_contradictions_show_both_sides(changes, options, message):
-    """Both sides are shown."""
     with pytest.raises(ClusterSourceError, match=message):
         resolver(changes, **options).cluster_spec()
 
 
 def test_too_few_gpus():
-    """The message says how many there are."""
     with pytest.raises(ClusterSourceError, match="gpus_per_task=2: 4 tasks on one node need 8 GPUs, but it has 4"):
         resolver({"SLURM_GPUS_ON_NODE": "4"}, gpus_per_task=2).num_accelerators()

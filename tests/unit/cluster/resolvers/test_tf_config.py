@@ -22,13 +22,11 @@ def test_tf_config_is_read_at_every_access():
 
 
 def test_tf_config_of_this_process(monkeypatch):
-    """It is the default."""
     monkeypatch.setenv("TF_CONFIG", tf_config(SPEC, Task("worker", 0)))
     assert TFConfigClusterResolver().master() == "a:1"
 
 
 def test_tf_config_that_is_not_set():
-    """There is no cluster."""
     resolver = TFConfigClusterResolver(environ={})
     assert not resolver.cluster_spec()
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer, resolver.master()) == (None, None, None, "")
@@ -51,24 +49,15 @@ def test_tf_config_against_arguments():
         ({"session_master": "m:1", "rpc_layer": "grpc"}, {"worker": ["a:1"]}, "m:1"),
         ({}, {"worker": ["a:1"]}, ""),
         ({}, {"worker": ["a:1"], "ps": ["b:1"]}, "a:1"),
+        # One known address of several is the master still. An evaluator alone has no address.
+        ({"task": {"type": "worker", "index": 1}}, {"worker": {"1": "b:1"}}, "b:1"),
+        ({"task": {"type": "evaluator", "index": 0}}, {}, ""),
     ],
 )
 def test_master_of_tf_config(more, cluster, master):
     """`session_master` goes first, as it is, and one task alone needs none."""
     config = {"cluster": cluster, "task": {"type": "worker", "index": 0}, **more}
     assert TFConfigClusterResolver(environ={"TF_CONFIG": json.dumps(config)}).master() == master
-
-
-def test_master_of_a_cluster_with_gaps():
-    """One known address of several is the master still."""
-    config = {"cluster": {"worker": {"1": "b:1"}}, "task": {"type": "worker", "index": 1}}
-    assert TFConfigClusterResolver(environ={"TF_CONFIG": json.dumps(config)}).master() == "b:1"
-
-
-def test_master_of_an_evaluator_alone():
-    """There is no address, and that is no error."""
-    environ = {"TF_CONFIG": '{"task": {"type": "evaluator", "index": 0}}'}
-    assert TFConfigClusterResolver(environ=environ).master() == ""
 
 
 @pytest.mark.parametrize(("evaluators", "master"), [([], ""), (["e:1"], "e:1")])
@@ -90,7 +79,6 @@ def test_malformed_tf_config(ask):
 
 
 def test_master_of_a_task_that_is_not_there():
-    """The message lists the tasks."""
     environ = {"TF_CONFIG": tf_config(SPEC, Task("worker", 0))}
     with pytest.raises(ClusterError, match="task 7 of job 'worker': 'worker' has the tasks 0, 1"):
         TFConfigClusterResolver(environ=environ).master("worker", 7)

@@ -1,9 +1,6 @@
 """Hosts of TPUs: on GKE, by the metadata server, by the API, by address."""
 
-import contextlib
-import http.server
 import sys
-import threading
 
 import pytest
 
@@ -24,7 +21,6 @@ HOSTS = [f"slice-job-{i}.headless-svc:8482" for i in range(4)]
 
 
 def test_gke_orders_hosts_by_number():
-    """Hosts in the order of their numbers."""
     resolver = TPUClusterResolver(environ=GKE)
     assert resolver.cluster_spec() == ClusterSpec({"worker": HOSTS})
     assert (resolver.task_type, resolver.task_id, resolver.master()) == ("worker", 2, HOSTS[2])
@@ -64,7 +60,6 @@ def test_a_coordinator_and_another_job():
 
 @pytest.mark.parametrize(("tpu", "environ"), [("local", GKE), (None, {"TPU_NAME": "local"})])
 def test_local_has_no_cluster(tpu, environ):
-    """There is no cluster."""
     resolver = TPUClusterResolver(tpu, environ=environ)
     assert not resolver.cluster_spec()
     assert (resolver.task_type, resolver.task_id) == ("worker", 0)
@@ -78,54 +73,27 @@ def test_local_has_no_cluster(tpu, environ):
     ],
 )
 def test_addresses_become_the_cluster(tpu, environ):
-    """They are what the cluster consists of."""
     resolver = TPUClusterResolver(tpu, environ=environ)
     assert resolver.cluster_spec() == ClusterSpec({"worker": ["10.0.0.2:8470", "10.0.0.3:8470"]})
     assert resolver.task_id == 0
 
 
-@contextlib.contextmanager
-def metadata_server(values):
-    """Serves the attributes of a machine as Google's metadata server does."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            key = self.path.removeprefix("/computeMetadata/v1/instance/attributes/")
-            is_known = self.headers["Metadata-Flavor"] == "Google" and key in values
-            self.send_response(200 if is_known else 404)
-            self.end_headers()
-            self.wfile.write(values.get(key, "").encode())
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
 # Both formats of the attribute stand in the cluster detection of JAX.
 @pytest.mark.parametrize("endpoints", ["10.0.0.2,10.0.0.3", "unknown:0:10.0.0.2,unknown:1:10.0.0.3"])
-def test_metadata_server_gives_the_cluster(endpoints):
+def test_metadata_server_gives_the_cluster(metadata, endpoints):
     """A TPU machine asks its metadata server."""
-    with metadata_server({"worker-network-endpoints": endpoints, "agent-worker-number": "1"}) as address:
-        resolver = TPUClusterResolver("my-tpu", environ={"GCE_METADATA_IP": address})
-        assert resolver.cluster_spec() == ClusterSpec({"worker": ["10.0.0.2:8482", "10.0.0.3:8482"]})
-        assert resolver.task_id == 1
+    address, answers = metadata
+    answers |= {"attributes/worker-network-endpoints": endpoints, "attributes/agent-worker-number": "1"}
+    resolver = TPUClusterResolver("my-tpu", environ={"GCE_METADATA_IP": address})
+    assert resolver.cluster_spec() == ClusterSpec({"worker": ["10.0.0.2:8482", "10.0.0.3:8482"]})
+    assert resolver.task_id == 1
 
 
-def test_metadata_without_the_attribute():
+def test_metadata_without_the_attribute(metadata):
     """A machine that has no TPU."""
-    with (
-        metadata_server({}) as address,
-        pytest.raises(
-            ClusterSourceError, match=r"does not answer: HTTP Error 404.*\n?.*HINT: TPUClusterResolver\(\"local\"\)"
-        ),
-    ):
-        TPUClusterResolver(environ={"GCE_METADATA_IP": address}).cluster_spec()
+    message = r"does not answer: HTTP Error 404.*\n?.*HINT: TPUClusterResolver\(\"local\"\)"
+    with pytest.raises(ClusterSourceError, match=message):
+        TPUClusterResolver(environ={"GCE_METADATA_IP": metadata[0]}).cluster_spec()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +116,6 @@ def test_metadata_without_the_attribute():
     ],
 )
 def test_refusal_says_what_is_missing(environ, message):
-    """The message says what is missing."""
     with pytest.raises(ClusterSourceError, match=message):
         TPUClusterResolver(environ=environ).master()
 
@@ -160,18 +127,15 @@ class CloudTpu:
         self.node = node
 
     def projects(self):
-        """Returns the part for projects."""
         return self
 
     locations = nodes = projects
 
     def get(self, name):
-        """Returns a request for one node."""
         assert name == "projects/p/locations/z/nodes/my-tpu"
         return self
 
     def execute(self):
-        """Returns the answer."""
         return self.node
 
 
@@ -192,7 +156,6 @@ def test_api_gives_hosts_and_default_port():
     ],
 )
 def test_api_of_a_sick_tpu(node, message):
-    """The message tells its state."""
     with pytest.raises(RuntimeError, match=f"TPU projects/p/locations/z/nodes/my-tpu: {message}"):
         TPUClusterResolver("my-tpu", "z", "p", service=CloudTpu(**node), environ={}).cluster_spec()
 
@@ -203,7 +166,6 @@ def test_connect_makes_a_resolver():
 
 
 def test_api_without_its_client(monkeypatch):
-    """The message says what to install."""
     monkeypatch.setitem(sys.modules, "googleapiclient.discovery", None)
     with pytest.raises(MissingDependencyError, match="HINT: pip install google-api-python-client"):
         TPUClusterResolver("my-tpu", "z", "p", environ={}).cluster_spec()

@@ -9,7 +9,6 @@ SPEC = ClusterSpec({"worker": ["a:1", "b:1"], "ps": ["c:1"]})
 
 
 def simple(cluster, **options):
-    """Returns a resolver of a cluster."""
     return SimpleClusterResolver(ClusterSpec(cluster), **options)
 
 
