@@ -7,19 +7,15 @@ import pytest
 
 from phalanx.coordinator.progress import Status, shown
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
-class Terminal(io.StringIO):
-    """Says that it is a terminal, and when something was written."""
+class Output(io.StringIO):
+    """A terminal, or a file; it knows when a line was written."""
 
-    def __init__(self):
+    def __init__(self, *, is_terminal):
         super().__init__()
-        self.has_line = threading.Event()
-
-    def isatty(self):
-        """It is one."""
-        return True
+        self.has_line, self.isatty = threading.Event(), lambda: is_terminal
 
     def flush(self):
         """Here at the end of each line."""
@@ -41,7 +37,7 @@ def test_line_shows_mean_and_maximal_staleness():
 
 def test_shown_on_a_terminal():
     """While the wait lasts; nothing is left of it afterwards."""
-    terminal = Terminal()
+    terminal = Output(is_terminal=True)
     with shown(status, 20, terminal, every_s=0.001):
         assert terminal.has_line.wait(DEADLINE_S)
     first, *_, last = terminal.getvalue().split("\r\x1b[K")[1:]
@@ -50,17 +46,9 @@ def test_shown_on_a_terminal():
     assert last == ""
 
 
-class Log(Terminal):
-    """A file, or a pipe."""
-
-    def isatty(self):
-        """It is none."""
-        return False
-
-
 def test_lines_in_a_log():
     """Without a terminal each line is a line of its own, with nothing else in it."""
-    log = Log()
+    log = Output(is_terminal=False)
     with shown(status, 20, log, every_s=0.001):
         assert log.has_line.wait(DEADLINE_S)
     assert set(log.getvalue().splitlines()) == {status().line(0)}
@@ -69,7 +57,7 @@ def test_lines_in_a_log():
 
 def test_no_line_in_a_log_for_a_short_wait():
     """A line comes after 30 s, and a wait that ends before has none."""
-    log = Log()
+    log = Output(is_terminal=False)
     with shown(pytest.fail, 0, log):
         pass
     assert log.getvalue() == ""
@@ -77,7 +65,7 @@ def test_no_line_in_a_log_for_a_short_wait():
 
 def test_a_server_that_is_lost():
     """What the status raises is not for the line to tell: the wait goes on."""
-    terminal = Terminal()
+    terminal = Output(is_terminal=True)
 
     def lost():
         raise ConnectionError

@@ -2,8 +2,6 @@
 
 import multiprocessing
 import pickle
-from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,17 +10,17 @@ from phalanx.servers.remote.plans import Push, Pusher
 from phalanx.servers.remote.shared_memory import Line, Packed
 
 _ME = Pusher(0, 0)
-_LIMIT_S = 60.0
+_LIMIT_S = 120.0
 
 
-def _echo(pipe: Connection) -> None:
+def _echo(pipe):
     line = Line(_ME)
     while (sent := pipe.recv()) is not None:
         pipe.send(line.pack(line.unpack(sent)))
 
 
-@pytest.fixture
-def echo() -> Any:
+@pytest.fixture(scope="module")
+def echo():
     """Sends something through another process and back."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -30,7 +28,7 @@ def echo() -> Any:
     process.start()
     line = Line(_ME)
 
-    def sent_and_back(content: Any) -> Any:
+    def sent_and_back(content):
         here.send(line.pack(content))
         assert here.poll(_LIMIT_S)
         return line.unpack(here.recv())
@@ -42,7 +40,7 @@ def echo() -> Any:
 
 
 @pytest.mark.slow
-def test_arrays_of_all_kinds_come_back_equal(echo: Any) -> None:
+def test_arrays_of_all_kinds_come_back_equal(echo):
     """Large and small, empty, transposed, with rows left out, and of several types; each time the memory may have to grow."""
     rng = np.random.default_rng(0)
     table = rng.random((300, 400))
@@ -61,7 +59,7 @@ def test_arrays_of_all_kinds_come_back_equal(echo: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_received_is_read_where_it_is(echo: Any) -> None:
+def test_what_was_received_is_read_where_it_is(echo):
     """It is no copy: it stays until the other end sends again, and is then what that has sent."""
     first = echo(np.full(100_000, 1.0))
     np.testing.assert_array_equal(first, np.full(100_000, 1.0))
@@ -70,7 +68,7 @@ def test_what_was_received_is_read_where_it_is(echo: Any) -> None:
     assert np.shares_memory(first, second)
 
 
-def test_a_push_is_sent_without_its_arrays() -> None:
+def test_a_push_is_sent_without_its_arrays():
     """What is left for Ray is small; a small push is left whole."""
     here, there = Line(_ME), Line(_ME)
     gradients = [np.full((784, 512), 3.0, "float32"), np.ones(10, "float32")]
@@ -84,14 +82,14 @@ def test_a_push_is_sent_without_its_arrays() -> None:
     assert there.unpack(here.pack(small)) is small
 
 
-def test_arrays_begin_where_xla_takes_them_as_they_are() -> None:
+def test_arrays_begin_where_xla_takes_them_as_they_are():
     """At multiples of 64 bytes."""
     here, there = Line(_ME), Line(_ME)
     arrays = there.unpack(here.pack([np.ones(n, "float32") for n in (3, 50_001, 7)]))
     assert [a.ctypes.data % 64 for a in arrays] == [0, 0, 0]
 
 
-def test_a_line_is_for_one_machine() -> None:
+def test_a_line_is_for_one_machine():
     """A greeting of another machine, or of memory that cannot be seen, is not understood."""
     here, there = Line(_ME), Line(_ME)
     machine, sent = here.greeting()

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.servers.remote.plans import Push, Pusher
@@ -48,7 +48,7 @@ class Model:
 
     def rest(self, worker):
         """A worker for which there is no step."""
-        if self.pushers[worker] not in self.pulled and self.pushers[worker] not in self.waiting:
+        if self.pushers[worker] not in {**self.pulled, **self.waiting}:
             self.clock.leave(self.pushers[worker])
             self.settle()
 
@@ -75,7 +75,6 @@ class Model:
         assert self.clock.staleness == Counter(self.applied)
 
 
-@settings(deadline=None)
 @given(BOUNDS, st.integers(1, 5), st.lists(st.tuples(st.sampled_from("aaaaafrd"), st.integers(0, 4)), max_size=150))
 def test_the_bound_is_never_passed(bound, workers, actions):
     """Whatever workers do, and when nobody computes any more nothing is left waiting."""
@@ -91,7 +90,6 @@ def test_the_bound_is_never_passed(bound, workers, actions):
     assert not model.waiting
 
 
-@settings(deadline=None)
 @given(BOUNDS, st.integers(1, 5), st.randoms())
 def test_nothing_waits_forever(bound, workers, random):
     """While all workers go on, all their steps are applied."""
@@ -109,6 +107,13 @@ def test_nothing_waits_forever(bound, workers, random):
         assert len(model.applied) > before
 
 
+def pushed(clock, pusher, number=0):
+    """What a worker pushes after it has pulled."""
+    push = Push(pusher, number, clock.pull(pusher))
+    clock.push(push)
+    return push
+
+
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_a_bound_of_zero_makes_rounds(workers):
     """One step of each worker is one update, whoever is first."""
@@ -118,8 +123,7 @@ def test_a_bound_of_zero_makes_rounds(workers):
     for number in range(3):
         for i in range(workers):
             assert clock.ready() == []
-            pusher = pushers[(i + number) % workers]
-            clock.push(Push(pusher, number, clock.pull(pusher)))
+            pushed(clock, pushers[(i + number) % workers], number)
         assert {p.pusher for p in clock.ready()} == set(pushers)
         assert clock.version == number + 1
     assert clock.staleness == {0: 3 * workers}
@@ -131,43 +135,44 @@ def test_without_a_bound_nobody_waits():
     slow, fast = Pusher(0, 0), Pusher(1, 0)
     clock.pull(slow)
     for number in range(3):
-        clock.push(Push(fast, number, clock.pull(fast)))
-        assert [p.number for p in clock.ready()] == [number]
+        assert [pushed(clock, fast, number)] == clock.ready()
     clock.push(Push(slow, 0, 0))
     assert [p.pusher for p in clock.ready()] == [slow]
     assert clock.staleness == {0: 3, 3: 1}
 
 
+A, B = Pusher(0, 0), Pusher(1, 0)
+
+
+def clock_of_two(bound):
+    clock = Clock(bound)
+    clock.enter([A, B])
+    return clock
+
+
 def test_who_has_pushed_is_not_waited_for():
     """With a bound of 1 or more: its next step will take newer values."""
-    clock = Clock(1)
-    a, b = Pusher(0, 0), Pusher(1, 0)
-    clock.enter([a, b])
-    for number, pusher in enumerate([a, b, b, b, b]):
-        clock.push(Push(pusher, number, clock.pull(pusher)))
-        assert [p.number for p in clock.ready()] == [number]
+    clock = clock_of_two(1)
+    for number, pusher in enumerate([A, B, B, B, B]):
+        assert [pushed(clock, pusher, number)] == clock.ready()
 
 
 def test_who_leaves_is_not_waited_for():
     """Until it pulls again."""
-    clock = Clock(0)
-    a, b = Pusher(0, 0), Pusher(1, 0)
-    clock.enter([a, b])
-    clock.push(Push(a, 0, clock.pull(a)))
+    clock = clock_of_two(0)
+    pushed(clock, A)
     assert clock.ready() == []
-    clock.leave(b)
-    assert [p.pusher for p in clock.ready()] == [a]
-    clock.pull(b)
-    clock.push(Push(a, 1, clock.pull(a)))
+    clock.leave(B)
+    assert [p.pusher for p in clock.ready()] == [A]
+    clock.pull(B)
+    pushed(clock, A, 1)
     assert clock.ready() == []
 
 
 def test_what_a_lost_worker_has_pushed_does_not_count():
     """As long as it was not applied."""
-    clock = Clock(0)
-    a, b = Pusher(0, 0), Pusher(1, 0)
-    clock.enter([a, b])
-    clock.push(Push(a, 0, clock.pull(a)))
-    clock.forget(a)
-    clock.push(Push(b, 0, clock.pull(b)))
-    assert [p.pusher for p in clock.ready()] == [b]
+    clock = clock_of_two(0)
+    pushed(clock, A)
+    clock.forget(A)
+    pushed(clock, B)
+    assert [p.pusher for p in clock.ready()] == [B]
