@@ -16,7 +16,6 @@ pytestmark = pytest.mark.slow
 
 
 def topology_of(count):
-    """The first devices of this process."""
     return phalanx.MirroredStrategy([f"cpu:{i}" for i in range(count)]).topology
 
 
@@ -62,13 +61,11 @@ def test_bandwidth_counts_what_a_replica_sends():
 
 
 def test_one_device_has_no_links():
-    """With what to write instead."""
     with pytest.raises(StartupError, match=r"there is no link.\nHINT: --devices 2 or --processes 2"):
         links.measure(topology_of(1))
 
 
 def run(*arguments, folder):
-    """Runs the command line."""
     command = [sys.executable, "-m", "phalanx", "bench", *arguments]
     return subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=200)
 

@@ -48,7 +48,6 @@ MEASURED = Options(devices=2, processes=1, rounds=1, steps=10, timeout_s=120)
 
 @pytest.fixture
 def measured(tmp_path):
-    """Measures a script."""
 
     def run(source, arguments=(), **options):
         path = tmp_path / "train.py"
@@ -60,7 +59,6 @@ def measured(tmp_path):
 
 
 def fit(end, width=64, rows=640):
-    """A script that trains with `fit`."""
     return FIT.replace("WIDTH", str(width)).replace("ROWS", str(rows)) + end
 
 
@@ -84,7 +82,6 @@ def test_fit_on_devices_and_processes(measured, tmp_path):
 
 
 def test_slow_input_is_named(measured):
-    """A generator that sleeps."""
     slow = """
 import time
 def rows():
@@ -117,7 +114,6 @@ model.fit(x, y, batch_size=32, epochs=50, verbose=0, callbacks=[Slow()])
 
 
 def test_slow_rank_is_named(measured):
-    """A process that sleeps before each of its steps."""
     slow = """
 import time
 class Slow(keras.callbacks.Callback):
@@ -198,7 +194,6 @@ def test_failures_with_some_devices_are_noted(measured, tmp_path):
 
 
 def test_scripts_that_cannot_be_measured(measured):
-    """They never step, end too soon, fail, or take too long."""
     with pytest.raises(StartupError, match=r"it has not made 15 training steps(.|\n)*ended after 0 of 15 steps"):
         measured("import phalanx")
     with pytest.raises(StartupError, match=r"ended after 4 of 15 steps"):
@@ -228,7 +223,6 @@ def test_bad_files_are_refused(tmp_path, capsys):
 
 
 def test_command_line_prints_a_table(tmp_path):
-    """It prints a table and a sentence, and compares two files."""
     path = tmp_path / "train.py"
     path.write_text(fit("model.fit(x, y, batch_size=32, epochs=50, verbose=0)"))
 

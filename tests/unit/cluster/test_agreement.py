@@ -10,7 +10,6 @@ EQUAL = {"argument": ["float32[2]", "int32[]"], "operation": ["add", "mul"]}
 
 
 def test_equal_signatures_agree():
-    """Nothing is said of programs that are equal."""
     assert compare({0: EQUAL, 1: dict(EQUAL), 2: EQUAL}) is None
 
 

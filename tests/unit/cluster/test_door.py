@@ -54,7 +54,6 @@ def test_guest_with_the_secret(door, address):
 
 
 def test_guest_with_another_secret(door, address):
-    """Is refused, and told so."""
     with pytest.raises(StartupError, match="has another secret"):
         enters(door, address, Secret("another secret of a cluster"))
     assert door.refused == 1
@@ -113,7 +112,6 @@ def test_host_that_reflects_the_proof_of_the_guest():
 
 @pytest.mark.parametrize("said", [b'{"nonce": "\\ud800"}', b"SSH-2.0-OpenSSH", b"[" * 60_000])
 def test_host_that_says_garbage(said):
-    """The guest returns it, whatever it is."""
     ours, theirs = answering(said + b"\n")
     with ours, theirs:
         assert knock(ours, SECRET, HELLO, DEADLINE_S).startswith(said[:10])

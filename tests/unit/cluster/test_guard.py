@@ -72,7 +72,6 @@ def test_processes_that_have_overwritten_their_environment(mark, tmp_path):
 
 
 def test_grace_period_spares_processes_that_end(mark):
-    """Who ends in time is not killed."""
     with started([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(0.3)"], mark) as process:
         end_marked(mark, grace_s=DEADLINE_S)
         assert process.wait(DEADLINE_S) == 0

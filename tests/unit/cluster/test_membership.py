@@ -10,7 +10,6 @@ from phalanx.cluster.membership import Generation
 
 @pytest.fixture(autouse=True)
 def outside(monkeypatch):
-    """No rendezvous."""
     monkeypatch.delenv(membership.RENDEZVOUS, raising=False)
     monkeypatch.delenv(membership.MEMBER, raising=False)
     membership.own.cache_clear()
@@ -19,7 +18,6 @@ def outside(monkeypatch):
 
 
 def test_process_outside_a_group():
-    """It may train, is not late, and has no membership."""
     assert membership.own() is None
     assert not membership.is_elastic()
     assert not membership.is_late()
@@ -28,7 +26,6 @@ def test_process_outside_a_group():
 
 
 def test_description_of_a_generation():
-    """It is a cluster of workers, with this process as one of its tasks."""
     generation = Generation(3, "127.0.0.1:1", ("127.0.0.1:2", "127.0.0.1:3"), rank=1)
     found = json.loads(generation.tf_config())
     assert found["cluster"] == {"worker": ["127.0.0.1:2", "127.0.0.1:3"]}
@@ -37,6 +34,5 @@ def test_description_of_a_generation():
 
 
 def test_number_of_a_complete_group(monkeypatch):
-    """The launcher says how many processes it has."""
     monkeypatch.setenv(membership.MOST, "4")
     assert membership.most_workers() == 4

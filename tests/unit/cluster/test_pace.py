@@ -97,7 +97,6 @@ def test_process_that_sends_nothing_costs_no_memory():
 
 
 def test_table_names_the_processes():
-    """One line each."""
     times = [StepTimes(0, 0.01, 0.02, 0.0, 0.0), StepTimes(1, 0.01, 0.02, 0.5, 0.003)]
     _, first, second = table_of(times, {0: "rank 0 (a:1)", 1: "rank 1 (b:1)"}).splitlines()
     assert first == "rank 0 (a:1)       10.0    20.0  never"

@@ -20,7 +20,6 @@ def test_span_from_the_command_line():
 
 @pytest.mark.parametrize("steps", ["100", "110:100", "5:5", "a:b", ":", "-1:4"])
 def test_bad_spans_are_refused(steps):
-    """With an example."""
     with pytest.raises(InvalidArgumentError, match=r"must be two numbers of steps(.|\n)*HINT: --profile 100:110"):
         Span.parse(steps, Path())
 

@@ -134,7 +134,6 @@ def test_long_views_of_the_cluster_are_compared_as_a_whole(addresses, is_equal):
 
 
 def test_no_rank_0(addresses):
-    """The others say whom they could not reach, and why."""
     (text,) = said(Process(addresses, 2, timeout_s=SHORT_S))
     assert text.startswith(
         f"rank 0 ({addresses[0]}): rank 2 could not reach it for 0.3 s ([Errno 111] Connection refused)"
@@ -142,7 +141,6 @@ def test_no_rank_0(addresses):
 
 
 def test_rank_started_twice(addresses, came):
-    """The second one is told, the first one goes on."""
     first, chief = Process(addresses[:3], 1), Process(addresses[:3], 0)
     while not came:
         time.sleep(0.01)
@@ -179,7 +177,6 @@ def test_rank_that_comes_to_another_program(addresses, answer, told):
 
 @pytest.mark.parametrize("host", ["localhost", "[::1]"])
 def test_roll_call_at_other_names_of_this_machine(host):
-    """By name, and by IPv6."""
     addresses = [f"{host}:{port}" for port in free_ports(2)]
     assert said(Process(addresses, 0), Process(addresses, 1)) == ["go"] * 2
 
@@ -223,7 +220,6 @@ def test_rank_0_does_not_answer(addresses, hangs_up):
 
 
 def test_rank_0_started_twice(addresses):
-    """The second one finds the port taken."""
     first = Process(addresses[:2], 0)
     connected(addresses[0]).close()
     (text,) = said(Process(addresses[:2], 0))
@@ -232,7 +228,6 @@ def test_rank_0_started_twice(addresses):
 
 
 def test_address_of_another_machine(addresses):
-    """An address that this machine does not have."""
     (text,) = said(Process(["192.0.2.1:2222", addresses[1]], 0))
     assert text.startswith("rank 0 at 192.0.2.1:2222: it cannot listen there")
 

@@ -91,7 +91,6 @@ def test_wrong_index_is_refused(index):
 
 @pytest.mark.parametrize("ask", ["num_tasks", "task_indices", "job_tasks"])
 def test_unknown_job_lists_the_jobs(ask):
-    """The message lists the jobs."""
     with pytest.raises(ClusterError, match=r"job 'chief': the cluster has the jobs ps, worker\."):
         getattr(ClusterSpec(DENSE), ask)("chief")
     with pytest.raises(ClusterError, match=r"the cluster has the jobs \(none\)\."):
@@ -99,7 +98,6 @@ def test_unknown_job_lists_the_jobs(ask):
 
 
 def test_unknown_task_lists_the_indices():
-    """The message lists the indices."""
     with pytest.raises(ClusterError, match=r"task 7 of job 'worker': 'worker' has the tasks 1, 4\."):
         ClusterSpec(SPARSE).task_address("worker", 7)
 
@@ -165,7 +163,6 @@ def test_nobody_leads_parameter_servers_alone():
     ],
 )
 def test_check_refuses_forbidden_roles(cluster, task, message):
-    """What the roles forbid."""
     with pytest.raises(ClusterError, match=message):
         check(ClusterSpec(cluster), task)
 
@@ -252,14 +249,12 @@ TASK = '"task": {"type": "worker", "index": 0}'
     ],
 )
 def test_malformed_tf_config(text, message):
-    """Each way of being wrong says what was found."""
     with pytest.raises(ClusterError, match=message):
         parse_tf_config(text)
 
 
 @pytest.mark.parametrize("text", ["{}", '{"cluster": {}}', '{"cluster": null, "task": {}}', '{"environment": "cloud"}'])
 def test_empty_tf_config_has_no_cluster(text):
-    """There is no cluster, and no task."""
     assert parse_tf_config(text) == (ClusterSpec({}), None, None, None)
 
 

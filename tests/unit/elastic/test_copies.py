@@ -11,7 +11,6 @@ from phalanx.elastic.copies import Copier, fingerprint, kinds_of, others
 
 @pytest.fixture
 def strategy():
-    """Two replicas in this process."""
     return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
@@ -101,7 +100,6 @@ def test_accumulated_gradients_cannot_be_copied(strategy):
 
 
 def test_others_have_their_present_values():
-    """Variables that a copy does not have."""
     copier = Copier()
     strategy = phalanx.OneDeviceStrategy("cpu:0")
     found = copier.copy(0, [0, 0], {}, strategy.topology)

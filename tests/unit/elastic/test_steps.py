@@ -12,7 +12,6 @@ from phalanx.errors import ContextError, InvalidArgumentError
 
 @pytest.fixture
 def strategy():
-    """Two replicas."""
     return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
@@ -43,7 +42,6 @@ def test_nothing_is_read_before_the_loop(strategy):
 
 
 def test_dataset_whose_strategy_is_gone():
-    """The error says what to keep."""
     strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
     dataset = strategy.experimental_distribute_dataset(np.arange(4.0), batch_size=2)
     del strategy
@@ -90,7 +88,6 @@ def test_position_of_a_loop_that_has_begun(strategy):
 
 
 def test_loop_without_an_end(strategy):
-    """Is refused."""
     dataset = strategy.experimental_distribute_dataset(np.arange(10), batch_size=4)
     with pytest.raises(InvalidArgumentError, match="epochs=None and max_steps=None: the loop would never end"):
         phalanx.elastic.steps(lambda batch: batch, dataset, epochs=None)

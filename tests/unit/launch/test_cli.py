@@ -29,7 +29,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from phalanx.launch.cli import main
 main(prog_name="phalanx")
 """
-TWO_HOSTS = {"cluster": {"worker": ["host0:12345", "host1:12346"]}, "task": {"type": "worker", "index": 1}}
 FOREIGN = ["jax", "jaxlib", "keras", "numpy", "ray", "tensorflow"]
 
 
@@ -212,13 +211,6 @@ def test_doctor_finds_a_port_in_use(phalanx):
     assert "\nFAIL shared folder: rank 0 cannot write to nowhere: No such file or directory.\nHINT: use a" in done.out
 
 
-def test_script_that_is_not_there():
-    """A script that does not exist is an error of one process, not of all workers."""
-    done = invoke("run", "--workers", "2", "no.py")
-    assert done.exit_code == 2
-    assert done.stderr.startswith("phalanx: script='no.py': there is no such file in ")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -236,6 +228,7 @@ def test_script_that_is_not_there():
             ["--workers", "1:2", "--in-cluster", __file__],
             "--in-cluster: nothing here describes a cluster.\nHINT: srun ",
         ),
+        (["--workers", "2", "no.py"], "phalanx: script='no.py': there is no such file in "),
         (["--max-restarts", "-1", "train.py"], "-1 is not in the range x>=0"),
         (["--grace-seconds", "-1", "train.py"], "-1.0 is not in the range x>=0"),
         (["--evaluator-grace-seconds", "-1", "train.py"], "-1.0 is not in the range x>=0"),
@@ -253,7 +246,6 @@ def test_bad_commands_are_refused_without_stack(arguments, words):
 
 
 def test_malformed_number_of_devices(phalanx, launch):
-    """So is a variable that this package reads itself."""
     done = phalanx("run", launch.script(""), PHALANX_CPU_DEVICES="x")
     assert (done.returncode, done.out) == (2, "")
     assert re.fullmatch(r"phalanx: .*: the environment sets PHALANX_CPU_DEVICES='x'.\nHINT: .*\n", done.err)
@@ -310,19 +302,32 @@ def test_run_with_an_evaluator(phalanx, launch):
     ]
 
 
-def rows_of(table):
-    return [[cell.strip() for cell in re.split("[│|]", line)[1:-1]] for line in table.splitlines()]
-
-
-@pytest.mark.parametrize(("listed", "row"), [(True, ["evaluator", "0", "e:1"]), (False, ["evaluator", "0", ""])])
-def test_cluster_shows_its_evaluator(listed, row):
-    """The evaluator is this process, with an address or without, and worker 0 is the chief."""
-    cluster = {"worker": ["a:1", "b:1"], **({"evaluator": ["e:1"]} if listed else {})}
-    done = invoke("cluster", TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}}))
+@pytest.mark.parametrize(
+    ("cluster", "task", "rows"),
+    [
+        ({"worker": ["a:1", "b:1"]}, ("worker", 1), ["worker 0 a:1 chief", "worker 1 b:1 this process"]),
+        (
+            {"worker": ["a:1"], "evaluator": ["e:1"]},
+            ("evaluator", 0),
+            ["worker 0 a:1 chief", "evaluator 0 e:1 this process"],
+        ),
+        # Not listed, it has no address.
+        ({"worker": ["a:1", "b:1"]}, ("evaluator", 0), ["worker 0 a:1 chief", "evaluator 0  this process"]),
+        (
+            {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"], "evaluator": ["d:1"]},
+            ("chief", 0),
+            ["chief 0 a:1 chief, this process", "worker 0 b:1 ", "ps 0 c:1 ", "evaluator 0 d:1 "],
+        ),
+    ],
+)
+def test_cluster_lists_tasks_and_chief(cluster, task, rows):
+    """All tasks with their addresses, and which is the chief and which this process."""
+    task = dict(zip(("type", "index"), task, strict=True))
+    done = invoke("cluster", TF_CONFIG=json.dumps({"cluster": cluster, "task": task}))
     assert done.exit_code == 0
-    rows = rows_of(done.stdout)
-    assert [*row, "this process"] in rows
-    assert ["worker", "0", "a:1", "chief"] in rows
+    shown = [" ".join(cell.strip() for cell in re.split("[│|]", line)[1:-1]) for line in done.stdout.splitlines()]
+    assert set(rows) <= set(shown)
+    assert "TFConfigClusterResolver" in done.stdout
 
 
 def test_cluster_with_two_evaluators():
@@ -332,24 +337,6 @@ def test_cluster_with_two_evaluators():
         done = invoke("cluster", TF_CONFIG=json.dumps({"cluster": cluster, "task": task}))
         assert done.exit_code == 2
         assert re.search(r"^phalanx: .* a cluster has at most one.*\nHINT: ", done.stderr)
-
-
-def test_cluster_lists_tasks_and_chief():
-    """All tasks with their addresses, and which is the chief and which this process."""
-    done = invoke("cluster", TF_CONFIG=json.dumps(TWO_HOSTS))
-    assert done.exit_code == 0
-    rows = rows_of(done.stdout)
-    assert ["worker", "0", "host0:12345", "chief"] in rows
-    assert ["worker", "1", "host1:12346", "this process"] in rows
-    assert "TFConfigClusterResolver" in done.stdout
-
-
-def test_chief_that_is_this_process():
-    """One task can be both; every job is shown."""
-    cluster = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"], "evaluator": ["d:1"]}
-    done = invoke("cluster", TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}}))
-    assert re.search(r"chief .* 0 .* a:1 .* chief, this process", done.stdout)
-    assert all(re.search(rf"{job} .* {address}", done.stdout) for job, (address,) in cluster.items())
 
 
 @pytest.mark.parametrize("variables", [{}, {"TF_CONFIG": "{}"}])
@@ -363,21 +350,18 @@ def test_missing_cluster_is_explained(variables):
 
 
 def test_cluster_that_is_wrong():
-    """A malformed TF_CONFIG is an error with its reason, without a stack."""
     done = invoke("cluster", TF_CONFIG="{'cluster'")
     assert done.exit_code == 2
     assert re.match(r"phalanx: TF_CONFIG: is not JSON: .*(\n.*)*HINT: ", done.stderr)
 
 
 def test_help_names_all_commands():
-    """The help names all commands."""
     done = invoke("--help")
     assert done.exit_code == 0
     assert re.search(r"cluster .*\n +doctor .*\n +env .*\n +estimate .*\n +run ", done.stdout)
 
 
 def test_version_is_that_of_package(phalanx):
-    """The version is that of the package."""
     done = phalanx("--version")
     assert re.fullmatch(r"phalanx, version \d+\.\d+\.\d+\S*\n", done.out), done.err
 
@@ -390,7 +374,6 @@ def test_launcher_imports_no_jax(environment):
 
 
 def test_missing_click_names_the_package(environment, tmp_path):
-    """Without click the command says what to install."""
     (tmp_path / "click.py").write_text("raise ImportError")
     environ = {**environment, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     code = "from phalanx.launch.cli import main"

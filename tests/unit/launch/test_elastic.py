@@ -33,7 +33,6 @@ meet(0)
 
 @pytest.fixture
 def run(tmp_path, no_service):
-    """Runs processes to the end of the group, and returns its outcome and what was said. They may wait for that."""
     return functools.partial(_run, tmp_path)
 
 

@@ -73,7 +73,6 @@ def test_evaluator_that_fails_starts_again_alone(launch):
 
 
 def test_evaluator_that_fails_after_the_training(launch):
-    """It starts again then too, and finishes."""
     launched = launch(of_evaluator("follow()\nsys.exit(1 - restart)"), evaluator=True, patience=QUICK)
     assert launched.outcome.exit_code == 0
     assert launched.lines_of(0, "evaluator") == ["succeeded"] * 2
@@ -92,7 +91,6 @@ def test_evaluator_that_fails_for_good(launch):
 
 
 def test_failure_of_the_evaluator_hides_no_failure_of_a_worker(launch):
-    """The exit code is that of the training."""
     source = of_evaluator("sys.exit(7)") + "wait_for('said1')\nsys.exit(4)"
     launched = launch(source, workers=1, evaluator=True, patience=Patience(max_restarts=0))
     assert launched.outcome.exit_code == 4

@@ -24,7 +24,6 @@ def test_exit_code_is_that_of_a_shell(code):
 
 
 def test_first_by_time():
-    """The culprit failed first, by itself."""
     outcome = Outcome(
         (
             Ending("worker 0", 4, 2.0),
@@ -37,7 +36,6 @@ def test_first_by_time():
 
 
 def test_nothing_to_report():
-    """After success the report is empty."""
     assert report(Outcome((Ending("worker 0", 0, 1.0),))) == ""
 
 
@@ -107,7 +105,6 @@ def test_last_verdict_counts():
 
 
 def test_few_lines_are_shown():
-    """The report shows the last 20 lines."""
     text = report(Outcome((Ending("worker 0", 3, 1.0, last=lines("\n".join(f"line {i}" for i in range(30)))),)))
     assert [line for line in text.splitlines() if "|" in line] == [f"  | line {i}" for i in range(10, 30)]
 
@@ -124,7 +121,6 @@ def test_few_lines_are_shown():
     ],
 )
 def test_codes_and_signals_have_names(code, words):
-    """Codes and signals have names, and some a reason."""
     assert in_words(code) == words
 
 

@@ -91,7 +91,6 @@ def test_sink_does_not_wait():
 
 
 def test_sink_without_reader():
-    """Where nobody reads, the sink says so and forgets the rest."""
     reader, writer = os.pipe()
     os.close(reader)
     sink = Sink(writer)
@@ -121,7 +120,6 @@ def test_sink_that_does_not_block():
 
 @pytest.mark.parametrize("data", [b"", b"x"])
 def test_wait_returns_what_is_ready(data):
-    """Only what is ready is returned; a closed pipe is."""
     (ready, writer), (idle, other) = os.pipe(), os.pipe()
     os.write(writer, data)
     os.close(writer)

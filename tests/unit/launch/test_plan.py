@@ -16,7 +16,6 @@ PORTS = [4001, 4002, 4003, 4004]
 
 
 def environments(environment=None, *, workers=2, devices=None, cores=8, gpus=(), restart=0):
-    """The environments of the planned processes."""
     request = Request("train.py", workers=workers, devices_per_worker=devices)
     return [
         process.environment
@@ -25,7 +24,6 @@ def environments(environment=None, *, workers=2, devices=None, cores=8, gpus=(),
 
 
 def test_ranks_and_tasks():
-    """Each process has its rank, and its task in one cluster of all addresses."""
     processes = plan(Request("train.py", workers=3), Machine(8), {}, PORTS[:3])
     addresses = ["127.0.0.1:4001", "127.0.0.1:4002", "127.0.0.1:4003"]
     for rank, process in enumerate(processes):
@@ -69,7 +67,6 @@ def test_environment_of_user_wins():
 
 
 def test_devices_of_the_environment_count():
-    """The threads are those of the number of devices that the environment sets."""
     assert environments({"PHALANX_CPU_DEVICES": "3"})[0]["NPROC"] == "6"
     assert environments({"PHALANX_CPU_DEVICES": "3"}, devices=3)[0]["NPROC"] == "6"
 
@@ -158,27 +155,22 @@ def test_visible_gpus_come_from_environment(environment, gpus):
 
 
 def test_this_machine_has_usable_cores():
-    """The cores are those that this process may use; a GPU has a device file."""
     machine = Machine.this({})
     assert 1 <= machine.cores <= os.cpu_count()
     assert all(os.path.exists(f"/dev/nvidia{gpu}") for gpu in machine.gpus)
 
 
-@pytest.mark.parametrize("workers", [0, -1])
-def test_zero_workers_are_refused(workers):
-    """There is at least one worker."""
-    with pytest.raises(
-        InvalidArgumentError, match=rf"workers={workers}: there must be at least one worker.\nHINT: --workers 2"
-    ):
-        Request("train.py", workers=workers)
-
-
-def test_zero_devices_are_refused():
-    """A worker has at least one device."""
-    with pytest.raises(
-        InvalidArgumentError, match=r"devices_per_worker=0: a worker must have at least one device.\nHINT: "
-    ):
-        Request("train.py", devices_per_worker=0)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"workers": 0}, r"workers=0: there must be at least one worker.\nHINT: --workers 2"),
+        ({"workers": -1}, r"workers=-1: there must be at least one worker.\nHINT: --workers 2"),
+        ({"devices_per_worker": 0}, r"devices_per_worker=0: a worker must have at least one device.\nHINT: "),
+    ],
+)
+def test_zero_workers_and_devices_are_refused(wrong, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        Request("train.py", **wrong)
 
 
 @pytest.mark.parametrize(("value", "devices"), [("4", 2), ("many", None), ("0", None), ("-1", None)])
@@ -217,7 +209,6 @@ def ordinary_user():
 
 
 def test_script_that_may_not_be_read(tmp_path, ordinary_user):
-    """A script without permission says which one is missing."""
     script = tmp_path / "train.py"
     script.touch(0o000)
     with pytest.raises(InvalidArgumentError, match=r"train.py': this user may not read it.\nHINT: chmod u\+r"):
@@ -226,7 +217,6 @@ def test_script_that_may_not_be_read(tmp_path, ordinary_user):
 
 @given(st.integers(1, 20))
 def test_free_ports_differ_and_are_free(count):
-    """The ports differ, and a worker can listen at each."""
     ports = free_ports(count)
     assert len(set(ports)) == count
     for port in ports:

@@ -40,7 +40,6 @@ class Hall:
         self.rendezvous.start()
 
     def members(self, *numbers):
-        """Lets members in, which the rendezvous expects."""
         self.running = tuple(sorted({*self.running, *numbers}))
         self.report()
         return [Membership(self.rendezvous.address, number) for number in numbers]
@@ -50,7 +49,6 @@ class Hall:
         return self.rendezvous.report(Report(running, len(running) if hopeful is None else hopeful, **more))
 
     def meet(self, members, progress=None, call=0, variables=MappingProxyType({})):
-        """Returns the generations of members that meet at the same time."""
         progress = progress or {}
         met = [meeting(m, progress.get(m.number, [0]), call, variables.get(m.number, "")) for m in members]
         return [each() for each in met]
@@ -77,7 +75,6 @@ def meeting(member, progress=(0,), call=0, variables=""):
 
 
 def hang_up(member):
-    """Ends the connection of a member, as the end of its process does."""
     member._connection.shutdown(2)
 
 
@@ -90,7 +87,6 @@ def until(condition):
 
 @pytest.fixture
 def hall(monkeypatch, no_service):
-    """Makes rendezvous, which end with the test."""
     monkeypatch.setenv(TOKEN, new_token())
     monkeypatch.delenv("TF_CONFIG", raising=False)
     halls = []
@@ -320,7 +316,6 @@ def test_stranger_is_not_let_in(hall, monkeypatch):
 
 
 def test_no_rendezvous_at_the_address(monkeypatch):
-    """The error says what to write."""
     monkeypatch.setenv(TOKEN, new_token())
     with pytest.raises(RuntimeError, match=r"the rendezvous at 127\.0\.0\.1:1.*\n.*HINT|HINT"):
         Membership("127.0.0.1:1", 0)

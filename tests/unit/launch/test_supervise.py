@@ -35,13 +35,6 @@ for new_session in (False, True):
 """
 
 
-def test_success_reports_nothing(launch):
-    """All end with 0: so does the launcher, and there is nothing to report."""
-    launched = launch("print('rank', rank, 'of', len(addresses))", workers=3)
-    assert (launched.outcome.exit_code, launched.reports) == (0, [])
-    assert sorted(launched.output.decode().splitlines()) == [f"[worker {r}] rank {r} of 3" for r in range(3)]
-
-
 @pytest.mark.parametrize(
     ("ending", "code", "words"),
     [
@@ -126,7 +119,6 @@ def test_stopped_worker_is_named(launch, needs_proc):
 
 
 def test_worker_that_ignores_sigterm_is_killed(launch):
-    """After the grace period comes SIGKILL."""
     launched = launch(
         f"if rank == 0:\n    {IGNORES_SIGTERM}    note('ready')\n    {SLEEP}wait_for('ready')\nsys.exit(3)",
         grace_s=0.3,
@@ -242,13 +234,6 @@ def test_restarts_until_it_succeeds(launch):
     ]
 
 
-def test_restarts_are_limited(launch):
-    """After the last restart the launcher ends with the code of the last failure."""
-    launched = launch("print('start')\nsys.exit(3 + restart)", workers=1, max_restarts=2)
-    assert (launched.outcome.exit_code, launched.lines_of(0)) == (5, ["start"] * 3)
-    assert [text.startswith("The group starts again") for text in launched.reports] == [False, True, False, True, False]
-
-
 def test_processes_that_outlive_a_start(launch, environment, needs_proc):
     """A script that trains alone may leave processes and files to its next start. They end with the last one."""
     source = """
@@ -338,7 +323,6 @@ def test_bytes_without_encoding_are_passed_on(launch):
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_worker_with_closed_streams_is_awaited(launch, code):
-    """A worker that closes its streams is waited for all the same."""
     launched = launch(f"os.close(1)\nos.close(2)\ntime.sleep(0.2)\nnote('end')\nos._exit({code})", workers=1)
     assert launched.outcome.exit_code == code
     assert (launch.folder / "end").exists()
@@ -376,7 +360,6 @@ def test_slow_reader_loses_no_line(launch):
 
 
 def test_reader_is_gone(launch):
-    """Where nobody reads the output any more, the workers are ended."""
     reader, writer = os.pipe()
     os.close(reader)
     launched = launch(f"print('hello')\n{SLEEP}", sink=Sink(writer))

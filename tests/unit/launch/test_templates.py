@@ -51,19 +51,16 @@ def without_addresses(text):
 
 
 def launched(request):
-    """The environments that `phalanx run` sets."""
     ports = range(4001, 4001 + request.workers)
     return [process.environment for process in plan(request, Machine(cores=8), {}, ports)]
 
 
 def resolved(environ):
-    """TF_CONFIG of the cluster that a resolver finds."""
     resolver = resolver_of_environment(environ)
     return tf_config(resolver.cluster_spec(), Task(resolver.task_type, resolver.task_id))
 
 
 def options(script):
-    """The options of a script for sbatch."""
     return dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", script, re.MULTILINE))
 
 
@@ -155,7 +152,6 @@ def test_jobset_fails_as_a_group():
 
 
 def test_jobset_counts_restarts():
-    """The number of restarts is an annotation that JobSet gives to each pod."""
     found = yaml.safe_load(kubernetes(Request("train.py"), 0))
     container = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
     (restart,) = [entry for entry in container["env"] if entry["name"] == "PHALANX_RESTART"]

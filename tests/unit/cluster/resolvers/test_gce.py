@@ -44,7 +44,6 @@ class ComputeEngine:
 
 
 def test_gce_sorts_machines_of_all_pages():
-    """The machines of all pages, sorted by address."""
     service = ComputeEngine({"m1": "10.0.0.3", "m2": "10.0.0.1", "m3": "10.0.0.2"})
     resolver = GCEClusterResolver("p", "z", "g", 8470, task_type="ps", service=service)
     assert resolver.cluster_spec() == ClusterSpec({"ps": [f"10.0.0.{i}:8470" for i in (1, 2, 3)]})
@@ -64,7 +63,6 @@ def test_gce_refuses_empty_group_and_other_job():
 
 
 def test_gce_without_its_client(monkeypatch):
-    """The message says what to install."""
     monkeypatch.setitem(sys.modules, "googleapiclient.discovery", None)
     with pytest.raises(MissingDependencyError, match="HINT: pip install google-api-python-client"):
         GCEClusterResolver("p", "z", "g", 8470).cluster_spec()

@@ -63,7 +63,6 @@ def test_replicas_of_a_job():
 
 
 def test_arguments_replace_variables():
-    """The service, the number of pods, and the port."""
     resolver = KubernetesClusterResolver(None, 5000, service="s", num_pods=2, environ=JOB)
     assert resolver.cluster_spec() == ClusterSpec({"worker": ["example-job-0.s:5000", "example-job-1.s:5000"]})
 
@@ -200,7 +199,6 @@ def test_the_real_client(serve, tmp_path, monkeypatch):
 
 
 def test_the_real_client_outside_of_a_cluster():
-    """The message says what would do without the API."""
     pytest.importorskip("kubernetes")
     with pytest.raises(
         ClusterSourceError, match=r"num_pods is not given, and the Kubernetes API .*\nHINT: set PHALANX_NUM_PODS=2"

@@ -39,6 +39,5 @@ def test_sagemaker_sorts_hosts_as_workers():
 )
 @pytest.mark.parametrize("ask", [lambda r: r.cluster_spec(), lambda r: r.task_id])
 def test_sagemaker_refuses_bad_environments(changes, message, ask):
-    """Both questions tell what is wrong."""
     with pytest.raises(ClusterSourceError, match=message):
         ask(SageMakerClusterResolver(environ={**SAGEMAKER, **changes}))

@@ -51,7 +51,6 @@ TASKS = [f"gpu009:{8888 + i}" for i in range(4)] + [f"gpu010:{8888 + i}" for i i
 
 
 def resolver(changes=None, **options):
-    """Returns a resolver of the recorded step, with some variables changed."""
     environ = {k: v for k, v in {**STEP, **(changes or {})}.items() if v is not None}
     return SlurmClusterResolver(**options, environ=environ)
 
@@ -68,7 +67,6 @@ def resolver(changes=None, **options):
     ],
 )
 def test_hosts_expand_in_rank_order(text, hosts):
-    """In the order of the list, which is that of the ranks."""
     assert expand_hosts(text) == hosts
 
 
@@ -171,7 +169,6 @@ def test_jobs_share_the_ranks_by_name():
     ],
 )
 def test_gpus_of_a_task(changes, options, count):
-    """They are shared evenly unless told otherwise."""
     assert resolver(changes, **options).num_accelerators() == {"GPU": count}
 
 

@@ -12,7 +12,6 @@ SPEC = ClusterSpec({"worker": ["a:1", "b:1"], "ps": ["c:1"]})
 
 
 def test_tf_config_is_read_at_every_access():
-    """A change of the environment is seen."""
     environ = {"TF_CONFIG": tf_config(SPEC, Task("worker", 1), rpc_layer="grpc")}
     resolver = TFConfigClusterResolver(environ=environ)
     assert (resolver.task_type, resolver.task_id, resolver.master()) == ("worker", 1, "grpc://b:1")
@@ -73,7 +72,6 @@ def test_evaluator_of_a_cluster(evaluators, master):
 
 @pytest.mark.parametrize("ask", ["cluster_spec", "master"])
 def test_malformed_tf_config(ask):
-    """Every question ends in the error."""
     with pytest.raises(ClusterError, match="TF_CONFIG: is not JSON"):
         getattr(TFConfigClusterResolver(environ={"TF_CONFIG": "{"}), ask)()
 

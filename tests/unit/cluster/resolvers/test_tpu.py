@@ -50,7 +50,6 @@ def test_processes_of_one_host():
 
 
 def test_a_coordinator_and_another_job():
-    """A task without TPUs is part of the cluster."""
     resolver = TPUClusterResolver(
         job_name="tpu_worker", coordinator_name="coordinator", coordinator_address="c:1", environ=GKE
     )
@@ -90,7 +89,6 @@ def test_metadata_server_gives_the_cluster(metadata, endpoints):
 
 
 def test_metadata_without_the_attribute(metadata):
-    """A machine that has no TPU."""
     message = r"does not answer: HTTP Error 404.*\n?.*HINT: TPUClusterResolver\(\"local\"\)"
     with pytest.raises(ClusterSourceError, match=message):
         TPUClusterResolver(environ={"GCE_METADATA_IP": metadata[0]}).cluster_spec()
@@ -172,7 +170,6 @@ def test_api_without_its_client(monkeypatch):
 
 
 def test_system_metadata_comes_from_environment_or_topology():
-    """From the environment of GKE, and from a topology that was set."""
     environ = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1"}
     resolver = TPUClusterResolver(environ=environ)
     found = resolver.get_tpu_system_metadata()
@@ -187,7 +184,6 @@ def test_system_metadata_comes_from_environment_or_topology():
 
 
 def test_system_metadata_of_an_unknown_system():
-    """The message says what would tell."""
     resolver = TPUClusterResolver("local", environ={})
     with pytest.raises(ClusterSourceError, match="TPU_CHIPS_PER_HOST_BOUNDS are not set, and no topology was recorded"):
         resolver.get_tpu_system_metadata()

@@ -40,7 +40,6 @@ def test_union_may_be_told_the_task():
 
 
 def test_union_refuses_bad_members():
-    """Nothing, other things than resolvers, and an index that two of them have."""
     with pytest.raises(ClusterError, match="a union needs at least one resolver"):
         UnionResolver()
     with pytest.raises(ClusterTypeError, match="is not a ClusterResolver"):
