@@ -1,15 +1,12 @@
 """`phalanx run --workers 2 --evaluator`: one script trains in two processes, and evaluates in a third."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from launching import RUN, run, script
 
-DEADLINE_S = 240.0
 SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -39,7 +36,7 @@ class Waits(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         step = STEPS * (epoch + 1)
         if mode == "all" or epoch == 0:
-            end = time.monotonic() + 60
+            end = time.monotonic() + 240
             while not (here / f"evaluated-{step}").exists():
                 assert time.monotonic() < end, f"nobody has evaluated step {step}"
                 time.sleep(0.02)
@@ -70,33 +67,17 @@ strategy.close()
 """
 
 
-def run(folder, source, *words, **variables):
-    """Runs a script, with words before its name and variables, to its end; returns how it ended."""
-    script = folder / "train.py"
-    script.write_text(source)
-    hidden = ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS", "TF_CONFIG")
-    environment = {k: v for k, v in os.environ.items() if k not in hidden} | variables
-    command = [str(script) if word == "SCRIPT" else word for word in words]
-    try:
-        return subprocess.run(
-            [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
-    except subprocess.TimeoutExpired as late:
-        pytest.fail(f"{late}\n{(late.stdout or b'').decode()}\n{(late.stderr or b'').decode()}")
-
-
 def launch(folder, mode):
-    """Runs the script as two workers and an evaluator."""
-    main = "from phalanx.launch.cli import main; main()"
-    return run(folder, SCRIPT, "-c", main, "run", "--workers", "2", "--evaluator", "SCRIPT", mode, JAX_PLATFORMS="cpu")
+    """Runs the script as two workers and an evaluator; returns the exit code, the output and the report."""
+    return run(*RUN, 2, "--evaluator", script(folder, SCRIPT), mode)
 
 
 @pytest.mark.parametrize("mode", ["all", "kill"])
 def test_evaluator_evaluates_to_the_end(tmp_path, mode):
     """Every checkpoint is evaluated in one process of its own, the last also by one that was killed and started again."""
-    done = launch(tmp_path, mode)
-    printed = done.stdout + done.stderr
-    assert done.returncode == 0, printed
+    code, out, report = launch(tmp_path, mode)
+    printed = out + report
+    assert code == 0, printed
     found = json.loads((tmp_path / "results").read_text())
     replicas, loss = json.loads((tmp_path / "loss").read_text())
     assert (found["replicas"], replicas) == (1, 2), printed
@@ -104,22 +85,22 @@ def test_evaluator_evaluates_to_the_end(tmp_path, mode):
     if mode == "all":
         assert steps == [8, 16, 24, 32], printed
     else:
-        assert "evaluator 0 was killed by SIGKILL" in done.stderr, printed
-        assert "It alone starts again in 1 s: 1 of 10." in done.stderr, printed
+        assert "evaluator 0 was killed by SIGKILL" in report, printed
+        assert "It alone starts again in 1 s: 1 of 10." in report, printed
         assert steps[-1] == 32, printed
-        assert "[evaluator 0] evaluated 8\n" in done.stdout, printed
+        assert "[evaluator 0] evaluated 8\n" in out, printed
     np.testing.assert_allclose(found["results"][-1]["loss"], loss, rtol=1e-5)
     assert "PeerLostError" not in printed
 
 
 def test_training_that_dies_ends_its_evaluator(tmp_path):
     """The exit code and the report are those of the worker; the evaluator does not wait for more."""
-    done = launch(tmp_path, "die")
-    printed = done.stdout + done.stderr
-    assert done.returncode == 1, printed
+    code, out, report = launch(tmp_path, "die")
+    printed = out + report
+    assert code == 1, printed
     # If worker 0 is quicker to end, its watch still names worker 1.
-    assert re.search(r"^worker 1 (failed first: it )?exited with code 1, ", done.stderr, re.MULTILINE), printed
-    assert done.stderr.endswith("evaluator 0 was ended by the launcher (SIGTERM).\n"), printed
+    assert re.search(r"^worker 1 (failed first: it )?exited with code 1, ", report, re.MULTILINE), printed
+    assert report.endswith("evaluator 0 was ended by the launcher (SIGTERM).\n"), printed
     assert not (tmp_path / "results").exists()
 
 
@@ -127,5 +108,5 @@ def test_parameter_servers_of_an_evaluator_are_its_own(tmp_path):
     """The evaluator of a cluster with parameter servers waits for none of them, and evaluates with a server of its own."""
     cluster = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
     config = {"cluster": cluster, "task": {"type": "evaluator", "index": 0}}
-    done = run(tmp_path, SERVERS, "SCRIPT", JAX_PLATFORMS="cpu", TF_CONFIG=json.dumps(config))
-    assert (done.returncode, done.stdout) == (0, "loss 16.0\n"), done.stdout + done.stderr
+    code, out, err = run(script(tmp_path, SERVERS), TF_CONFIG=json.dumps(config))
+    assert (code, out) == (0, "loss 16.0\n"), out + err

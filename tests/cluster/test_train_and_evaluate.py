@@ -1,16 +1,12 @@
 """`train_and_evaluate` in a cluster: workers that train, an evaluator that follows them, and processes that die."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from launching import RUN, run, script
 
 import phalanx
 from phalanx.estimator import experimental
 
-DEADLINE_S = 240.0
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
@@ -73,20 +69,6 @@ print("ended", *task)
 """
 
 
-def launch(folder, mode, *options):
-    """Runs the script as two workers and an evaluator, to its end."""
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    hidden = ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS", "TF_CONFIG")
-    environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"JAX_PLATFORMS": "cpu"}
-    main = "from phalanx.launch.cli import main; main()"
-    command = [sys.executable, "-c", main, "run", "--workers", "2", "--evaluator", *options, str(script), mode]
-    try:
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    except subprocess.TimeoutExpired as late:
-        pytest.fail(f"{late}\n{(late.stdout or b'').decode()}\n{(late.stderr or b'').decode()}")
-
-
 def by_hand():
     """Weights of 40 steps over the global batches, and the loss of all rows, in NumPy."""
     x = np.random.RandomState(0).normal(size=(64, 4)).astype("float32")
@@ -104,23 +86,24 @@ def by_hand():
 
 @pytest.fixture(scope="module", params=["calm", "evaluator", "worker"])
 def ended(request, tmp_path_factory):
-    """A training in which nobody dies, or the evaluator once, or a worker once: how, its folder, and its process."""
+    """A training in which nobody dies, or the evaluator once, or a worker once: how, its folder, its exit code and what it printed."""
     folder = tmp_path_factory.mktemp(request.param)
-    return request.param, folder, launch(folder, request.param, "--max-restarts", "1")
+    train = script(folder, SCRIPT)
+    code, out, err = run(*RUN, 2, "--evaluator", "--max-restarts", 1, train, request.param)
+    return request.param, folder, code, out + err
 
 
 def test_all_processes_end_well(ended):
     """Both workers and the evaluator come to the end of the program."""
-    _, _, done = ended
-    printed = done.stdout + done.stderr
-    assert done.returncode == 0, printed
+    *_, code, printed = ended
+    assert code == 0, printed
     for task in ("worker 0", "worker 1", "evaluator 0"):
-        assert f"[{task}] ended {task}\n" in done.stdout, printed
+        assert f"[{task}] ended {task}\n" in printed
 
 
 def test_trained_as_one_device(ended):
     """The weights are those of one device over the global batches; after a crash, the input begins again."""
-    mode, folder, _ = ended
+    mode, folder, *_ = ended
     first = phalanx.train.load_checkpoint(folder / "model" / "model.ckpt-0")
     last = phalanx.train.load_checkpoint(folder / "model" / "model.ckpt-40")
     if mode == "worker":
@@ -132,7 +115,7 @@ def test_trained_as_one_device(ended):
 
 def test_training_resumes_at_the_last_checkpoint(ended):
     """A group that is started again makes the steps after the last checkpoint, and no earlier one."""
-    mode, folder, _ = ended
+    mode, folder, *_ = ended
     steps = [tuple(map(int, line.split())) for line in (folder / "steps").read_text().splitlines()]
     first, second = ([step for start, step in steps if start == n] for n in (0, 1))
     if mode == "worker":
@@ -144,9 +127,9 @@ def test_training_resumes_at_the_last_checkpoint(ended):
 
 def test_last_checkpoint_is_evaluated(ended):
     """The evaluator has evaluated the last step, whatever died before, and its loss is that of the checkpoint."""
-    _, folder, done = ended
+    _, folder, _, printed = ended
     found = experimental.read_eval_metrics(str(folder / "model" / "eval"))
-    assert max(found) == 40, done.stdout + done.stderr
+    assert max(found) == 40, printed
     last = phalanx.train.load_checkpoint(folder / "model" / "model.ckpt-40")
     x = np.random.RandomState(0).normal(size=(64, 4)).astype("float32")
     errors = x @ last.get_tensor("dense/kernel") + last.get_tensor("dense/bias") - x.sum(1, keepdims=True)
@@ -158,9 +141,9 @@ def test_last_checkpoint_is_evaluated(ended):
 
 def test_chief_alone_writes_summaries(ended):
     """The training has one event file per start of the chief, with the summaries of the model function."""
-    mode, folder, done = ended
+    mode, folder, _, printed = ended
     files = list((folder / "model").glob("*tfevents*"))
-    assert len(files) == (2 if mode == "worker" else 1), done.stdout + done.stderr
+    assert len(files) == (2 if mode == "worker" else 1), printed
     found = experimental.read_eval_metrics(str(folder / "model"))
     assert {"loss", "twice"} <= set(found[1])
     np.testing.assert_allclose(found[1]["twice"], 2 * found[1]["loss"], rtol=1e-6)

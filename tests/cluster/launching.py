@@ -1,0 +1,76 @@
+"""Scripts in processes of their own, most of them under `phalanx run`."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+from tests import forks
+
+DEADLINE_S = 300
+"""Bound on a hang. Everything ends much sooner."""
+POLL_S = 0.01
+RUN = ("-m", "phalanx", "run", "--workers")
+
+
+def environment(**variables):
+    """The environment of this process, without what was chosen for its own JAX, and with further variables."""
+    hidden = ("NPROC", "PHALANX_CPU_DEVICES", "TF_CONFIG")
+    flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "timeout" not in flag)
+    return (
+        {k: v for k, v in os.environ.items() if k not in hidden}
+        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        | variables
+    )
+
+
+@contextmanager
+def started(*words, merged=False, **variables):
+    """A Python process, which is killed at the end. `merged`: its errors go to its output."""
+    process = forks.Popen(
+        [sys.executable, *map(str, words)],
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if merged else subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def end_of(process):
+    """Waits for the end of a process; returns its exit code, its output and its errors."""
+    try:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"it does not end:\n{process.communicate()}")
+    return process.returncode, out, err
+
+
+def run(*words, **options):
+    """Runs a Python process to its end; returns its exit code, its output and its errors."""
+    with started(*words, **options) as process:
+        return end_of(process)
+
+
+def script(folder, source):
+    """Writes a script, and returns its path."""
+    path = folder / "train.py"
+    path.write_text(source)
+    return path
+
+
+def wait_until(is_so, process=None):
+    """Waits for something that must come true while a process runs."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(POLL_S)
