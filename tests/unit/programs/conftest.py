@@ -7,5 +7,4 @@ import phalanx
 
 @pytest.fixture
 def strategy():
-    """Two replicas."""
     return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])

@@ -26,12 +26,11 @@ def run_by(strategy, how):
 
 
 class Counted:
-    """A replica function that counts how often Python runs its body."""
+    """A replica function that counts how often Python runs its body, and adds up what can be added."""
 
     def __init__(self):
         self.calls = 0
 
     def __call__(self, *args):
-        """Adds up what can be added."""
         self.calls += 1
         return sum(jnp.asarray(a, "float32").sum() for a in args if not isinstance(a, (str, bool, type(None))))

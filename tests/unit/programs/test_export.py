@@ -21,7 +21,6 @@ def strategy(request):
 
 
 def exported(strategy, fn, *inputs, **options):
-    """A program, and what it returns for the variables' values of now."""
     arrays = [np.asarray(x) for x in inputs]
     with context.enter(context.Mode(strategy, None)):
         found = export(lambda given: fn(*given), arrays, ("cpu",), **options)
@@ -96,33 +95,28 @@ def test_seeds_are_named(strategy):
     """The states of generators are inputs, and not among what is stored."""
     with strategy.scope():
         generator = keras.random.SeedGenerator(5)
-    found, (results, increments, values, _) = exported(
-        strategy, lambda: (keras.random.uniform((2,), seed=generator), keras.random.uniform((2,), seed=generator))
-    )
+    draw = lambda: keras.random.uniform((2,), seed=generator)  # noqa: E731
+    found, (results, _, _, _) = exported(strategy, lambda: (draw(), draw()))
     assert [found.variables[i] for i in found.seeds] == [generator.state]
     assert (found.added, found.set) == ((), ())
-    np.testing.assert_array_equal(results[0], keras.random.uniform((2,), seed=generator))
-    np.testing.assert_array_equal(results[1], keras.random.uniform((2,), seed=generator))
+    np.testing.assert_array_equal(results, [draw(), draw()])
 
 
 def test_gradients_are_left():
     """Where variables live elsewhere, an update leaves the gradients, without those that are None."""
     strategy = phalanx.experimental.CentralStorageStrategy(["cpu:0"], "cpu:0")
     with strategy.scope():
-        used, unused = keras.Variable(np.ones(3)), keras.Variable(np.ones(2))
+        variables = used, unused = keras.Variable(np.ones(3)), keras.Variable(np.ones(2))
         optimizer = keras.optimizers.SGD(0.1, clipvalue=1.0)
 
     def replica(x):
         with phalanx.GradientTape() as tape:
             loss = keras.ops.sum(keras.ops.square(used) * x)
-        gradients = tape.gradient(loss, [used, unused])
-        optimizer.apply_gradients(zip(gradients, [used, unused], strict=True))
-
-    def step(x):
-        return strategy.run(replica, args=(x,))
+        optimizer.apply_gradients(zip(tape.gradient(loss, [used, unused]), variables, strict=True))
 
     x = np.array([0.25, 1.0, 2.0], "float32")
     for clips, expected in ((False, 2 * x), (True, np.minimum(2 * x, 1.0))):
+        step = lambda x: strategy.run(replica, args=(x,))  # noqa: E731
         found, (_, _, _, gradients) = exported(strategy, step, x, clips=lambda update, clips=clips: clips)
         (update,) = found.updates
         assert update.optimizer is optimizer
@@ -131,7 +125,7 @@ def test_gradients_are_left():
 
 
 def test_several_programs_share_the_variables(strategy):
-    """Programs of one function for other shapes, and of another function, share the variables."""
+    """Programs of one function for other shapes."""
     with strategy.scope():
         total = keras.Variable(1.0, trainable=False)
 

@@ -17,8 +17,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def profiled(tmp_path, monkeypatch):
-    """Asks this process for a profile."""
-
     def ask(first, last):
         monkeypatch.setattr(profile, "_followed", [])
         profile.follow({PROFILE: str(Span(first, last, tmp_path))})
@@ -51,16 +49,12 @@ def test_some_steps_are_profiled(profiled):
 
 
 def test_training_that_ends_early(profiled):
-    """What was profiled until then is written when the process ends."""
+    """What was profiled until then is written when the process ends. Without a request nothing watches the steps."""
+    before = list(watchers)
+    profile.follow({})
+    assert watchers == before
     path = profiled(1, 100)
     train(3)
     (own,) = [w.__self__ for w in watchers if isinstance(getattr(w, "__self__", None), profile.Profile)]
     own.end()
     assert path.exists()
-
-
-def test_nothing_is_asked_for(profiled):
-    """Nothing watches the steps."""
-    before = list(watchers)
-    profile.follow({})
-    assert watchers == before

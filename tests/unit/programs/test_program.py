@@ -25,132 +25,116 @@ def test_run_under_one_device_and_default():
     assert (one.calls, default.calls) == (1, 3)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_nests_in_and_out(replicas):
-    """Dicts, lists, tuples, namedtuples, None, strings, numbers and mirrored values keep their place."""
-    strategy = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
-
-    def replica_fn(point, nest, *, flag):
-        out = point.x + nest["a"][0]
-        return Point(out, None), {"s": flag, "n": 5, "l": [out, (nest["b"],)]}, phalanx.Mirrored({"m": out * 2})
-
-    args = (Point(1.0, 2), {"a": [np.ones(2)], "b": None})
-    point, nest, mirrored = strategy.run(replica_fn, args=args, kwargs={"flag": "on"})
-    assert type(point) is Point
-    assert point.y is None
-    assert (nest["s"], nest["n"], nest["l"][1]) == ("on", 5, (None,))
-    for x in (point.x, nest["l"][0]):
-        assert [v.tolist() for v in strategy.experimental_local_results(x)] == [[2, 2]] * replicas
-    assert mirrored.value["m"].tolist() == [4, 4]
-
-
-def test_registered_pytrees_go_in_and_out(strategy):
-    """Dataclasses that jax knows go in and out."""
-    state = State(jnp.ones(2), "name")
-    result = strategy.run(lambda s: State(s.weight * 2, s.name), args=(state,))
-    assert [v.tolist() for v in result.weight.values] == [[2, 2], [2, 2]]
-    assert result.name == "name"
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class State:
-    """A pytree with a static field."""
-
     weight: jax.Array
     name: str = dataclasses.field(metadata={"static": True})
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_nests_in_and_out(replicas):
+    """Dicts, lists, tuples, namedtuples, dataclasses that jax knows, None, strings, numbers and mirrored values keep their place."""
+    strategy = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+
+    def replica_fn(point, nest, state, *, flag):
+        out = point.x + nest["a"][0]
+        nests = {"s": flag, "n": 5, "l": [out, (nest["b"],)]}
+        return Point(out, None), nests, State(state.weight * 2, state.name), phalanx.Mirrored({"m": out * 2})
+
+    args = (Point(1.0, 2), {"a": [np.ones(2)], "b": None}, State(jnp.ones(2), "name"))
+    point, nest, state, mirrored = strategy.run(replica_fn, args=args, kwargs={"flag": "on"})
+    assert type(point) is Point
+    assert (point.y, state.name) == (None, "name")
+    assert (nest["s"], nest["n"], nest["l"][1]) == ("on", 5, (None,))
+    for x in (point.x, nest["l"][0], state.weight):
+        assert [v.tolist() for v in strategy.experimental_local_results(x)] == [[2, 2]] * replicas
+    assert mirrored.value["m"].tolist() == [4, 4]
+
+
 def test_closures_over_constants(strategy):
     """Captured arrays and per-call closures give the values of their own call."""
-
-    def make(scale):
-        return lambda x: x * scale
-
-    double, triple = make(np.float32(2)), make(jnp.float32(3))
-    assert float(strategy.run(double, args=(5.0,)).values[1]) == 10
-    assert float(strategy.run(triple, args=(5.0,)).values[1]) == 15
-    assert float(strategy.run(double, args=(7.0,)).values[1]) == 14
+    double, triple = (lambda x, scale=scale: x * scale for scale in (np.float32(2), jnp.float32(3)))
+    found = [float(strategy.run(fn, args=(x,)).values[1]) for fn, x in ((double, 5.0), (triple, 5.0), (double, 7.0))]
+    assert found == [10, 15, 14]
 
 
 def test_random_keys_are_arguments(strategy):
-    """Keys of jax.random, one for all or one a replica, in and out."""
+    """Keys of jax.random, one for all or one per replica, or arrays of them, which have no layout, in and out."""
     key = jax.random.key(0)
     split = lambda k: jax.random.fold_in(k, phalanx.get_replica_context().replica_id_in_sync_group)  # noqa: E731
-    keys = strategy.run(split, args=(key,))
-    drawn = strategy.run(jax.random.normal, args=(keys,))
+    keys, many = strategy.run(lambda k: (split(k), jax.random.split(k, (3, 4))), args=(key,))
+    drawn = strategy.run(lambda k, many: (jax.random.normal(k), jax.random.uniform(many[1, 2])), args=(keys, many))
     expected = [float(jax.random.normal(jax.random.fold_in(key, i))) for i in range(2)]
-    np.testing.assert_allclose([float(x) for x in drawn.values], expected, rtol=1e-6)
+    np.testing.assert_allclose([float(x) for x in drawn[0].values], expected, rtol=1e-6)
+    expected = float(jax.random.uniform(jax.random.split(key, (3, 4))[1, 2]))
+    assert [float(x) for x in drawn[1].values] == [expected] * 2
     assert float(phalanx.function(jax.random.normal)(key)) == float(jax.random.normal(key))
 
 
-@pytest.mark.parametrize("verb", ["run", "reduce", "gather"])
 @pytest.mark.parametrize("replicas", [3, 4])
-def test_per_replica_of_another_strategy(strategy, replicas, verb):
+def test_per_replica_of_another_strategy(strategy, replicas):
     """With another number of replicas it does not fit; nothing is taken silently."""
     value = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]).run(lambda: jnp.ones(2))
-    call = {
-        "run": lambda: strategy.run(lambda x: x, args=(value,)),
-        "reduce": lambda: strategy.reduce("SUM", value, axis=None),
-        "gather": lambda: strategy.gather(value, axis=0),
-    }[verb]
-    with pytest.raises(PhalanxError, match=f"{replicas} components"):
-        call()
+    for call in (
+        lambda: strategy.run(lambda x: x, args=(value,)),
+        lambda: strategy.reduce("SUM", value, axis=None),
+        lambda: strategy.gather(value, axis=0),
+    ):
+        with pytest.raises(PhalanxError, match=f"{replicas} components"):
+            call()
 
 
-def test_per_replica_moves_between_strategies_of_one_size(strategy):
-    """To the devices of the strategy that runs."""
-    value = phalanx.MirroredStrategy(["cpu:3", "cpu:2"]).run(
-        lambda: phalanx.get_replica_context().replica_id_in_sync_group
-    )
+def test_values_move_to_the_strategy_that_runs(strategy):
+    """Per-replica values of a strategy with as many replicas, and variables of any strategy."""
+    number = lambda: phalanx.get_replica_context().replica_id_in_sync_group  # noqa: E731
+    value = phalanx.MirroredStrategy(["cpu:3", "cpu:2"]).run(number)
     assert [(int(x), x.device.id) for x in strategy.run(lambda x: x, args=(value,)).values] == [(0, 0), (1, 1)]
+    v = variable(strategy)
+    step = lambda: v.assign_add(1.0)  # noqa: E731
+    for s in (strategy, phalanx.MirroredStrategy(["cpu:2", "cpu:3", "cpu:4"]), strategy):
+        s.run(step)
+    assert v.numpy() == 7
+    assert sorted(d.id for d in v.value.devices()) == [0, 1]
 
 
 def test_variable_made_anew_in_each_trace(strategy):
-    """A typed error that says how to make it once; the strategy works on."""
+    """A typed error that says how to make it once, with the user's line for a metric; the strategy works on."""
     with pytest.raises(TraceError, match="the function creates or uses another variable each time it is traced") as e:
         strategy.run(lambda: keras.Variable(1.0, aggregation="sum").assign_add(1.0))
     assert "if self.v is None" in e.value.hint
-    assert [int(x) for x in strategy.run(lambda: jnp.int32(1)).values] == [1, 1]
-
-
-def test_metric_made_in_each_trace(strategy):
-    """The error names the user's line; the metric belongs outside the step."""
 
     def step(x):
         mean = keras.metrics.Mean(name="mean")
         mean.update_state(x)
 
-    with pytest.raises(
-        TraceError,
-        match=r"'mean/total' \(\) float32 in a traced function \(.*test_program.py:\d+: `mean = .*`\): the function creates"
-        r"(.|\n)*HINT: create the metric, layer or optimizer outside the step, in strategy.scope\(\), and call metric.upd",
-    ):
+    match = (
+        r"'mean/total' \(\) float32 in a traced function \(.*test_program.py:\d+: `mean = .*`\): the function creates(.|\n)*"
+        r"HINT: create the metric, layer or optimizer outside the step, in strategy.scope\(\), and call metric.upd"
+    )
+    with pytest.raises(TraceError, match=match):
         strategy.run(step, args=(1.0,))
-
-
-class Lazy:
-    """Makes its variable at the first call."""
-
-    v = None
-
-    def __call__(self, x):
-        """Adds to it."""
-        if self.v is None:
-            self.v = keras.Variable(10.0, aggregation="sum", trainable=False)
-        return self.v.assign_add(x)
+    assert [int(x) for x in strategy.run(lambda: jnp.int32(1)).values] == [1, 1]
 
 
 @pytest.mark.parametrize("how", ["run", "function"])
 def test_variable_made_once(strategy, how):
-    """With its own first value, mirrored; the first call counts once."""
-    lazy = Lazy()
+    """With its own first value, mirrored; the first call counts once. The second trace is that of the calls that follow."""
+    made, calls = [], []
+
+    def lazy(x):
+        calls.append(len(made))
+        if not made:
+            made.append(keras.Variable(lambda shape, dtype: jnp.full(shape, 10.0, dtype), (), aggregation="sum"))
+        return made[0].assign_add(x)
+
     with strategy.scope():
         call = run_by(strategy, how)
-        assert [float(x) for x in call(lazy, 1.0).values] == [12, 12]
+        values = [float(call(lazy, 1.0).values[i]) for i in (0, 1, 0)]
+    assert (values, calls) == ([12, 14, 16], [0, 1])
     call(lazy, 2.0)
-    assert lazy.v.numpy() == 16
-    assert len(lazy.v.value.devices()) == 2
+    assert made[0].numpy() == 20
+    assert len(made[0].value.devices()) == 2
 
 
 def test_model_optimizer_and_metric_built_lazily(strategy):
@@ -186,27 +170,10 @@ def test_set_by_tracing_and_changed(strategy):
     assert (v.numpy(), w.numpy()) == (2, 0)
 
 
-def test_what_makes_variables_is_traced_again(strategy):
-    """The second trace is that of the calls that follow."""
-    made, calls = [], []
-
-    def step():
-        calls.append(len(made))
-        if not made:
-            made.append(keras.Variable(lambda shape, dtype: jnp.full(shape, 10.0, dtype), (), aggregation="sum"))
-        return made[0].assign_add(1.0)
-
-    with strategy.scope():
-        values = [float(strategy.run(step).values[0]) for _ in range(3)]
-    assert values == [12, 14, 16]
-    assert calls == [0, 1]
-
-
-@pytest.mark.slow
-def test_a_thousand_variables(strategy):
+def test_hundreds_of_variables(strategy):
     """Read, written and combined in one program."""
     with strategy.scope():
-        variables = [keras.Variable(float(i), trainable=False) for i in range(1000)]
+        variables = [keras.Variable(float(i), trainable=False) for i in range(300)]
 
     def step():
         for v in variables:
@@ -214,22 +181,19 @@ def test_a_thousand_variables(strategy):
 
     for _ in range(2):
         strategy.run(step)
-    assert [float(v.numpy()) for v in variables] == [i + 2.0 for i in range(1000)]
+    assert [float(v.numpy()) for v in variables] == [i + 2.0 for i in range(300)]
 
 
 def test_replica_function_that_raises(strategy):
     """Its exception comes out unchanged; nothing was written; the next step works."""
     v = variable(strategy)
 
-    class OwnError(Exception):
-        pass
-
     def step(fail):
         v.assign_add(1.0)
         if fail:
-            raise OwnError("mine")
+            raise ArithmeticError("mine")
 
-    with pytest.raises(OwnError, match="mine"):
+    with pytest.raises(ArithmeticError, match="mine"):
         strategy.run(step, args=(True,))
     assert v.numpy() == 0
     strategy.run(step, args=(False,))
@@ -267,15 +231,6 @@ def test_debug_nans_keep_the_state(strategy):
     np.testing.assert_allclose(v.numpy(), [2] * 4, rtol=1e-6)
 
 
-def test_program_called_under_jit(strategy):
-    """jax.jit knows nothing of the variables."""
-    v = variable(strategy)
-    step = phalanx.function(lambda x: v.assign_add(x))
-    with pytest.raises(TraceError, match="a phalanx program was called on traced values"):
-        jax.jit(step)(1.0)
-    assert v.numpy() == 0
-
-
 def test_python_objects_per_replica(strategy):
     """One program serves all replicas, so a per-replica argument is an array."""
     value = strategy.experimental_distribute_values_from_function(lambda c: "ab"[c.replica_id_in_sync_group])
@@ -293,17 +248,6 @@ def test_variables_from_outside_are_adopted(strategy):
     v.assign(10.0)
     strategy.run(step)
     assert v.numpy() == 12
-
-
-def test_one_variable_under_two_strategies(strategy):
-    """It moves to the devices of the strategy that runs."""
-    other = phalanx.MirroredStrategy(["cpu:2", "cpu:3", "cpu:4"])
-    v = variable(strategy)
-    step = lambda: v.assign_add(1.0)  # noqa: E731
-    for s in (strategy, other, strategy):
-        s.run(step)
-    assert v.numpy() == 7
-    assert sorted(d.id for d in v.value.devices()) == [0, 1]
 
 
 def test_branching_on_what_tracing_changes(strategy):
@@ -331,11 +275,3 @@ def test_a_transposed_batch_is_copied_once(strategy):
     step = phalanx.function(lambda batch: strategy.run(scan, args=(batch,)))
     accessed = lambda lowered: lowered.compile().cost_analysis()["bytes accessed"]  # noqa: E731
     assert accessed(step.lower(batch)) <= accessed(jax.jit(scan).lower(rows))
-
-
-def test_replicas_have_batches_of_random_keys(strategy):
-    """Arrays of keys have no layout."""
-    key = jax.random.key(0)
-    batch = strategy.run(lambda: jax.random.split(key, (3, 4)))
-    drawn = strategy.run(lambda keys: jax.random.uniform(keys[1, 2]), args=(batch,))
-    assert [float(x) for x in drawn.values] == [float(jax.random.uniform(jax.random.split(key, (3, 4))[1, 2]))] * 2
