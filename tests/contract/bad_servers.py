@@ -59,15 +59,22 @@ def of_input():
     dataset = strategy.experimental_distribute_dataset(rows, batch_size=2)
     of_rows = strategy.make_experimental_numpy_dataset(rows)
 
-    def read(data):
-        return list(data)
+    def reading(call):
+        return functools.wraps(call)(lambda **given: list(call(**given)))
 
-    def in_folder(call, path):
-        # Python says that a file is missing, or cannot be written.
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.suppress(OSError):
-            call(path)
+    def in_folder(method):
+        @functools.wraps(method)
+        def call(path):
+            # Python says that a file is missing, or cannot be written.
+            with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.suppress(OSError):
+                method(iter(dataset), path)
 
-    batches = lambda x: read(strategy.experimental_distribute_dataset(x))  # noqa: E731
+        return call
+
+    distribute = reading(strategy.experimental_distribute_dataset)
+    by_function = reading(strategy.distribute_datasets_from_function)
+    of_batches = {"dataset_fn": lambda context: [rows, rows]}
+    of_iterator = type(iter(dataset))
     return named(
         Case(
             strategy.make_experimental_numpy_dataset,
@@ -90,55 +97,37 @@ def of_input():
         Case(
             phalanx.testing.assert_restores_everywhere, {"dataset": dataset, "steps": 1}, takes={"steps": NONE | COUNT}
         ),
-    ) | {
-        "Strategy.experimental_distribute_dataset": Case(
-            lambda **given: read(strategy.experimental_distribute_dataset(**given)),
-            {"dataset": rows, "options": None, "batch_size": 2, "drop_remainder": False},
-            takes={
-                "dataset": ROWS | {"set", "generator", "array", "empty list"},
-                "options": NONE,
-                "drop_remainder": {"True"},
-            },
+        Case(
+            distribute,
+            {"dataset": rows, "batch_size": 2},
+            takes={"dataset": ROWS | {"set", "generator", "array", "empty list"}, "batch_size": set()},
             functions=("dataset",),
         ),
+        Case(by_function, of_batches, functions=("dataset_fn",)),
+        Case(reading(strategy.experimental_distribute_datasets_from_function), of_batches, functions=("dataset_fn",)),
+        Case(in_folder(of_iterator.load_state), {"path": "state"}, takes={"path": TEXTS}),
+        Case(in_folder(of_iterator.save_state), {"path": "state"}, takes={"path": TEXTS}),
+    ) | {
         "Strategy.experimental_distribute_dataset(of batches)": Case(
-            batches, {"x": [rows]}, takes={"x": STREAMS}, functions=("x",)
+            lambda x: distribute(dataset=x), {"x": [rows]}, takes={"x": STREAMS}, functions=("x",)
         ),
         "Strategy.experimental_distribute_dataset(of a batch)": Case(
-            lambda x: batches([x]), {"x": rows}, takes={"x": ROWS | {"array", "PerReplica of three", "variable"}}
+            lambda x: distribute(dataset=[x]),
+            {"x": rows},
+            takes={"x": ROWS | {"array", "PerReplica of three", "variable"}},
         ),
         "Strategy.experimental_distribute_dataset(of rows)": Case(
-            lambda x: read(strategy.experimental_distribute_dataset([x, x], batch_size=2)),
-            {"x": 1.0},
-            takes={"x": ALL - NOT_ROWS},
-        ),
-        "Strategy.distribute_datasets_from_function": Case(
-            lambda **given: read(strategy.distribute_datasets_from_function(**given)),
-            {"dataset_fn": lambda context: [rows, rows], "options": None},
-            takes={"options": NONE},
-            functions=("dataset_fn",),
+            lambda x: distribute(dataset=[x, x], batch_size=2), {"x": 1.0}, takes={"x": ALL - NOT_ROWS}
         ),
         "Strategy.distribute_datasets_from_function(of what it returns)": Case(
-            lambda x: read(strategy.distribute_datasets_from_function(lambda context: x)),
+            lambda x: by_function(dataset_fn=lambda context: x),
             {"x": [rows, rows]},
             takes={"x": STREAMS},
             functions=("x",),
         ),
-        "Strategy.experimental_distribute_datasets_from_function": Case(
-            lambda **given: read(strategy.experimental_distribute_datasets_from_function(**given)),
-            {"dataset_fn": lambda context: [rows, rows], "options": None},
-            takes={"options": NONE},
-            functions=("dataset_fn",),
-        ),
         "DistributedDataset.batches": Case(lambda steps: iter(dataset.batches(steps=steps)), {"steps": 2}),
         "DistributedIterator.set_state": Case(
             lambda state: iter(dataset).set_state(state), {"state": iter(dataset).get_state()}
-        ),
-        "DistributedIterator.load_state": Case(
-            lambda path: in_folder(iter(dataset).load_state, path), {"path": "state"}, takes={"path": TEXTS}
-        ),
-        "DistributedIterator.save_state": Case(
-            lambda path: in_folder(iter(dataset).save_state, path), {"path": "state"}, takes={"path": TEXTS}
         ),
     }
 
@@ -151,6 +140,7 @@ def of_keras():
     creator = phalanx.keras.DatasetCreator(lambda context: [np.ones(2)])
 
     def restored(switch):
+        @functools.wraps(switch)
         def switched(enabled):
             try:
                 switch(enabled)
@@ -193,15 +183,9 @@ def of_keras():
             },
         ),
         Case(phalanx.keras.Tracking, {"writer": phalanx.summary.create_noop_writer()}, takes={"update_freq": COUNT}),
-    ) | {
-        "DatasetCreator.__call__": Case(creator, {"context": phalanx.InputContext()}),
-        "set_cpu_kernels": Case(
-            restored(phalanx.keras.set_cpu_kernels), {"enabled": True}, takes={"enabled": {"True"}}
-        ),
-        "set_logits_recovery": Case(
-            restored(phalanx.keras.set_logits_recovery), {"enabled": True}, takes={"enabled": {"True"}}
-        ),
-    }
+        Case(restored(phalanx.keras.set_cpu_kernels), {"enabled": True}, takes={"enabled": {"True"}}),
+        Case(restored(phalanx.keras.set_logits_recovery), {"enabled": True}, takes={"enabled": {"True"}}),
+    ) | {"DatasetCreator.__call__": Case(creator, {"context": phalanx.InputContext()})}
 
 
 def of_processes():
@@ -272,25 +256,21 @@ def of_logical_devices():
     devices = phalanx.testing.virtual_topology((1, 1, 2))
     assignment = phalanx.tpu.experimental.DeviceAssignment.build(devices, [1, 1, 2], num_replicas=1)
     strategy = phalanx.TPUStrategy(experimental_device_assignment=assignment)
-    inside = lambda method: lambda **given: strategy.run(lambda: getattr(strategy, method)(**given))  # noqa: E731
-    one = np.ones((2, 3), "float32")
-    return {
-        "TPUStrategy": Case(
-            phalanx.TPUStrategy, {"experimental_device_assignment": assignment}, takes={"layout": NONE | {"empty dict"}}
-        ),
-        "TPUStrategy(experimental)": Case(phalanx.experimental.TPUStrategy, {"device_assignment": assignment}),
-        "TPUStrategy.experimental_assign_to_logical_device": Case(
-            inside("experimental_assign_to_logical_device"),
+
+    def inside(method):
+        return functools.wraps(method)(lambda **given: strategy.run(lambda: method(strategy, **given)))
+
+    one, kind = np.ones((2, 3), "float32"), phalanx.TPUStrategy
+    return named(
+        Case(kind, {"experimental_device_assignment": assignment}, takes={"layout": NONE | {"empty dict"}}),
+        Case(
+            inside(kind.experimental_assign_to_logical_device),
             {"tensor": one, "logical_device_id": 0},
             takes={"tensor": TENSORS, "logical_device_id": {"0"}},
         ),
-        "TPUStrategy.experimental_split_to_logical_devices": Case(
-            inside("experimental_split_to_logical_devices"), {"tensor": one, "partition_dimensions": [2, 1]}
-        ),
-        "TPUStrategy.experimental_replicate_to_logical_devices": Case(
-            inside("experimental_replicate_to_logical_devices"), {"tensor": one}, takes={"tensor": TENSORS}
-        ),
-    }
+        Case(inside(kind.experimental_split_to_logical_devices), {"tensor": one, "partition_dimensions": [2, 1]}),
+        Case(inside(kind.experimental_replicate_to_logical_devices), {"tensor": one}, takes={"tensor": TENSORS}),
+    ) | {"TPUStrategy(experimental)": Case(phalanx.experimental.TPUStrategy, {"device_assignment": assignment})}
 
 
 GROUPS = {"input": of_input, "keras": of_keras, "processes": of_processes, "logical_devices": of_logical_devices}

@@ -1,5 +1,7 @@
 """The verbs of strategies, of replica contexts and of functions with good arguments."""
 
+import functools
+
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -138,44 +140,33 @@ def of_replicas(count):
     context = phalanx.get_replica_context
 
     def inside(method):
-        return lambda **given: strategy.run(lambda: getattr(context(), method)(**given))
+        return functools.wraps(method)(lambda **given: strategy.run(lambda: method(context(), **given)))
 
-    one = jnp.ones((2, 3))
-    return {
-        "ReplicaContext": Case(
-            phalanx.ReplicaContext,
+    one, kind = jnp.ones((2, 3)), phalanx.ReplicaContext
+    arrays = {"range", "array of NumPy", "empty array", "bool array", "array", "Mirrored", "variable"}
+    return named(
+        Case(
+            kind,
             {"strategy": strategy, "replica_id_in_sync_group": 0},
             takes={"strategy": {"strategy"}, "replica_id_in_sync_group": {"0"}, "masks": {"empty tuple"}},
         ),
-        "ReplicaContext.all_reduce": Case(
-            inside("all_reduce"),
-            {"reduce_op": "SUM", "value": one, "options": None},
-            takes={"value": SUMMABLE, "options": NONE},
-        ),
-        "ReplicaContext.all_gather": Case(
-            inside("all_gather"),
-            {"value": one, "axis": 0, "options": None},
-            takes={
-                "value": TREES
-                | {"range", "array of NumPy", "empty array", "bool array", "array", "Mirrored", "variable"},
-                "axis": {"-1", "0"},
-                "options": NONE,
-            },
-        ),
-        "ReplicaContext.merge_call": Case(
-            inside("merge_call"),
-            {"merge_fn": lambda strategy, *args: args, "args": (one,), "kwargs": None},
+        Case(inside(kind.all_reduce), {"reduce_op": "SUM", "value": one}, takes={"value": SUMMABLE}),
+        Case(inside(kind.all_gather), {"value": one, "axis": 0}, takes={"value": TREES | arrays, "axis": {"-1", "0"}}),
+        Case(
+            inside(kind.merge_call),
+            {"merge_fn": lambda strategy, *args: args, "args": (one,)},
             takes={
                 "args": {"empty list", "empty tuple", "list of None", "ragged list"},
                 "kwargs": {"None", "empty dict"},
             },
             functions=("merge_fn",),
         ),
+    ) | {
         "ReplicaContext.merge_call(of a value)": Case(
             lambda x: strategy.run(lambda: context().merge_call(lambda strategy, x: x, args=(x,))),
             {"x": one},
             takes={"x": ALL - {"deleted array", "PerReplica of text"}},
-        ),
+        )
     }
 
 
@@ -186,25 +177,26 @@ def of_cross_device_ops():
 
     def merging(call):
         merge = phalanx.ReplicaContext.merge_call
-        return lambda **given: strategy.run(lambda: merge(phalanx.get_replica_context(), lambda _: call(**given)))
+        return functools.wraps(call)(
+            lambda **given: strategy.run(lambda: merge(phalanx.get_replica_context(), lambda _: call(**given)))
+        )
 
-    one = jnp.ones((2, 3))
-    sums = ARRAYS | {"empty list", "empty tuple", "range"}
-    return {
-        "CrossDeviceOps.reduce": Case(
+    one, sums = jnp.ones((2, 3)), ARRAYS | {"empty list", "empty tuple", "range"}
+    return named(
+        Case(
             merging(ops.reduce),
-            {"reduce_op": "SUM", "per_replica_value": one, "destinations": one, "options": None},
-            takes={"per_replica_value": sums, "destinations": PLACES, "options": NONE},
+            {"reduce_op": "SUM", "per_replica_value": one, "destinations": one},
+            takes={"per_replica_value": sums, "destinations": PLACES},
         ),
-        "CrossDeviceOps.batch_reduce": Case(
+        Case(
             merging(ops.batch_reduce),
-            {"reduce_op": "SUM", "value_destination_pairs": [(one, one)], "options": None},
-            takes={"value_destination_pairs": {"empty list", "empty tuple"}, "options": NONE},
+            {"reduce_op": "SUM", "value_destination_pairs": [(one, one)]},
+            takes={"value_destination_pairs": {"empty list", "empty tuple"}},
         ),
-        "CrossDeviceOps.broadcast": Case(
+        Case(
             merging(ops.broadcast), {"tensor": one, "destinations": one}, takes={"tensor": sums, "destinations": PLACES}
         ),
-    }
+    )
 
 
 GROUPS = {
