@@ -5,7 +5,7 @@ import re
 import keras
 import numpy as np
 import pytest
-from twins import BATCH, FIT, X, Y, alone, compiled, crossentropy, mlp, replicas, same, same_fit, same_state, under
+from twins import BATCH, FIT, X, Y, alone, compiled, mlp, replicas, same, same_fit, same_state, under
 
 import phalanx
 
@@ -16,31 +16,32 @@ STEPS = 3
 
 @pytest.fixture
 def strategy():
-    """Two replicas."""
     return replicas(2)
 
 
-def accumulating(**given):
+def accumulating(steps_per_execution=1, **given):
     """A model whose optimizer applies every third step; seven batches an epoch, so that one is left."""
     make = lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=STEPS, **given)  # noqa: E731
-    return compiled(optimizer=make, metrics=["accuracy"])
+    return compiled(optimizer=make, metrics=["accuracy"], steps_per_execution=steps_per_execution)
 
 
-def grouped(make, steps):
-    """The same, with so many steps in one execution."""
+def step_of(model):
+    losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 
-    def model():
-        made = make()
-        made.compile(made.optimizer, crossentropy(), metrics=["accuracy"], steps_per_execution=steps)
-        return made
+    def step(batch):
+        x, y = batch
+        with phalanx.GradientTape() as tape:
+            loss = phalanx.nn.compute_average_loss(losses(y, model(x, training=True)))
+        grads = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
 
-    return model
+    return step
 
 
-@pytest.mark.parametrize(("count", "group"), [(2, 1), (3, 4)])
+@pytest.mark.parametrize(("count", "group"), [(1, 4), (2, 1), (3, 4)])
 def test_accumulation_equals_keras_on_one_device(count, group):
     """History, weights and accumulators are those of one device, in the middle of a round too."""
-    ours, theirs = under(replicas(count), grouped(accumulating(), group)), alone(accumulating())
+    ours, theirs = under(replicas(count), accumulating(group)), alone(accumulating())
     expected = theirs.fit(X, Y, epochs=2, **FIT).history
     same(ours.fit(X, Y, epochs=2, **FIT).history, expected)
     assert any(v.numpy().any() for v in theirs.optimizer.variables if "accumulator" in v.path)
@@ -62,15 +63,7 @@ def test_all_reduce_is_skipped_between(strategy):
     """In the compiled step gradients are all-reduced in one branch of a conditional only, and nowhere else."""
     model = under(strategy, compiled(optimizer=lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=STEPS)))
     model.optimizer.build(model.trainable_variables)
-    losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-
-    def replica_step(batch):
-        x, y = batch
-        with phalanx.GradientTape() as tape:
-            loss = phalanx.nn.compute_average_loss(losses(y, model(x)))
-        grads = tape.gradient(loss, model.trainable_variables)
-        model.optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-
+    replica_step = step_of(model)
     batch = next(iter(strategy.experimental_distribute_dataset((X, Y), batch_size=BATCH)))
     step = phalanx.function(lambda batch: strategy.run(replica_step, args=(batch,)))
     text = step.lower(batch).compile().as_text()
@@ -83,19 +76,9 @@ def test_all_reduce_is_skipped_between(strategy):
 
 
 def test_custom_loop_accumulates_like_fit(strategy):
-    """A tape and apply_gradients accumulate in the same way."""
-    make = accumulating()
-    ours, theirs = under(strategy, make), alone(make)
+    ours, theirs = under(strategy, accumulating()), alone(accumulating())
     ours.optimizer.build(ours.trainable_variables)
-    losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-
-    def step(batch):
-        x, y = batch
-        with phalanx.GradientTape() as tape:
-            loss = phalanx.nn.compute_average_loss(losses(y, ours(x, training=True)))
-        grads = tape.gradient(loss, ours.trainable_variables)
-        ours.optimizer.apply_gradients(zip(grads, ours.trainable_variables, strict=True))
-
+    step = step_of(ours)
     for batch in strategy.experimental_distribute_dataset((X, Y), batch_size=BATCH):
         strategy.run(step, args=(batch,))
     theirs.fit(X, Y, **FIT)
@@ -103,34 +86,28 @@ def test_custom_loop_accumulates_like_fit(strategy):
 
 
 def test_saved_within_a_round(strategy, tmp_path):
-    """What the replicas have summed is saved as one, and training goes on from it on another number of replicas."""
-    make, path = accumulating(), tmp_path / "model.keras"
-    ours, theirs = under(strategy, make), alone(make)
+    """What the replicas have summed is saved as one, and training goes on from it on another number of replicas.
+
+    Accumulators that are set to zero begin a round anew.
+    """
+    ours, theirs = under(strategy, accumulating()), alone(accumulating())
     for model in (ours, theirs):
         model.fit(X, Y, **FIT)
-    ours.save(path)
+    ours.save(tmp_path / "model.keras")
     with replicas(3).scope():
-        loaded = keras.saving.load_model(path)
+        loaded = keras.saving.load_model(tmp_path / "model.keras")
     for model in (loaded, theirs):
         model.fit(X, Y, **FIT)
     same_state(loaded, theirs)
-
-
-def test_assigned_within_a_round(strategy):
-    """Accumulators that are set to zero begin a round anew."""
-    make = accumulating()
-    ours, theirs = under(strategy, make), alone(make)
-    for model in (ours, theirs):
-        model.fit(X, Y, **FIT)
+    for model in (loaded, theirs):
         for variable in model.optimizer.variables:
             if "accumulator" in variable.path:
                 variable.assign(np.zeros(variable.shape))
         model.fit(X, Y, **FIT)
-    same_state(ours, theirs)
+    same_state(loaded, theirs)
 
 
 def test_without_rows_on_a_replica():
-    """A replica that has no row adds nothing."""
     make = compiled(mlp, optimizer=lambda: keras.optimizers.SGD(0.5, gradient_accumulation_steps=2))
     ours, theirs = under(replicas(4), make), alone(make)
     for model in (ours, theirs):

@@ -11,12 +11,10 @@ import phalanx
 
 @pytest.fixture
 def strategy():
-    """Two replicas."""
     return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
 def draw():
-    """One number."""
     return keras.random.normal(())
 
 
@@ -26,7 +24,7 @@ def numbers(strategy, step, count=3):
 
 
 def test_each_replica_and_step_draws_its_own(strategy):
-    """Six numbers of two replicas and three steps differ, and repeat from the seed without another trace."""
+    """Six numbers of two replicas and three steps differ, and repeat from the seed without another trace. So do others."""
     traces = []
 
     @phalanx.function
@@ -39,30 +37,28 @@ def test_each_replica_and_step_draws_its_own(strategy):
     count = len(traces)
     keras.utils.set_random_seed(0)
     assert numbers(strategy, step) == first
+    keras.utils.set_random_seed(1)
+    assert not set(first) & set(numbers(strategy, step))
     assert len(traces) == count
 
 
-def test_a_new_seed_gives_other_numbers(strategy):
-    """As outside of steps."""
-    first = numbers(strategy, lambda: strategy.run(draw))
-    keras.utils.set_random_seed(1)
-    assert not set(first) & set(numbers(strategy, lambda: strategy.run(draw)))
-
-
 def test_one_sequence_inside_and_outside(strategy):
-    """What is drawn outside of steps is not drawn again in them, by any strategy."""
+    """What is drawn outside of steps is not drawn again in them, by any strategy. An eager step draws the same numbers."""
     step = lambda: strategy.run(draw)  # noqa: E731
     first = numbers(strategy, step)
     keras.utils.set_random_seed(0)
     draw()
     assert numbers(strategy, step, 2) == first[2:]
     keras.utils.set_random_seed(0)
-    numbers(phalanx.OneDeviceStrategy("cpu:3"), lambda: phalanx.OneDeviceStrategy("cpu:3").run(draw), 1)
+    one = phalanx.OneDeviceStrategy("cpu:3")
+    numbers(one, lambda: one.run(draw), 1)
     assert numbers(strategy, step, 2) == first[2:]
+    keras.utils.set_random_seed(0)
+    eager = numbers(strategy, lambda: strategy.run(draw, options=phalanx.RunOptions(eager=True)), 1)
+    np.testing.assert_allclose(eager, first[:2], rtol=1e-5)
 
 
 def test_numbers_are_normal(strategy):
-    """Across steps and replicas."""
     with strategy.scope():
         total, square = (keras.Variable(0.0, aggregation="sum", trainable=False) for _ in range(2))
 
@@ -80,33 +76,24 @@ def test_numbers_are_normal(strategy):
 @pytest.mark.slow
 def test_in_a_train_step(strategy):
     """Of `fit`, and of several steps in one program."""
-    seen = []
 
     class Noisy(keras.Model):
         def train_step(self, data):
             return {"drawn": draw()}
 
     def fit(**given):
+        seen = []
         keras.utils.set_random_seed(2)
         with strategy.scope():
             model = Noisy()
             model.compile("sgd", **given)
         see = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(float(logs["drawn"])))
         model.fit(np.zeros((8, 1)), batch_size=2, verbose=0, callbacks=[see])
+        return seen
 
-    fit()
-    assert len(set(seen)) == 4
-    fit(steps_per_execution=4)
-    np.testing.assert_allclose(seen[4], seen[3], rtol=1e-6)
-
-
-def test_eager_step_draws_too(strategy):
-    """The same numbers as the compiled one."""
-    compiled = numbers(strategy, lambda: strategy.run(draw), 1)
-    keras.utils.set_random_seed(0)
-    options = phalanx.RunOptions(eager=True)
-    eager = numbers(strategy, lambda: strategy.run(draw, options=options), 1)
-    np.testing.assert_allclose(eager, compiled, rtol=1e-5)
+    drawn = fit()
+    assert len(set(drawn)) == 4
+    np.testing.assert_allclose(fit(steps_per_execution=4), drawn[3:], rtol=1e-6)
 
 
 def test_outside_of_steps_keras_refuses():

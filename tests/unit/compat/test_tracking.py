@@ -8,37 +8,27 @@ from keras import layers
 from phalanx import compat
 
 
-class Block(layers.Layer):
-    """A layer with sublayers in containers, a metric, and plain attributes."""
-
-    def __init__(self):
-        super().__init__()
-        self.steps = [layers.Dense(2), {"last": layers.Dense(3)}]
-        self.seen = keras.metrics.Mean()
-        self.size, self.names = 3, ["a", "b"]
-
-
-def paths(owner):
-    """The parts of an object, by name."""
-    return dict(compat.parts_of(owner))
-
-
 def test_attributes_of_users_are_parts():
-    """Those of Keras itself are not."""
+    """Those of Keras itself are not, but models have layers, an optimizer and metrics."""
+
+    class Block(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.steps = [layers.Dense(2), {"last": layers.Dense(3)}]
+            self.seen = keras.metrics.Mean()
+            self.size, self.names = 3, ["a", "b"]
+
     block = Block()
-    parts = paths(block)
+    parts = dict(compat.parts_of(block))
     assert parts.keys() == {"steps", "seen", "names", "sublayers"}
     assert parts["steps"][0] is block.steps[0]
-
-
-def test_models_have_layers_optimizer_and_metrics():
-    """By position, whatever their names are."""
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-    assert paths(model)["layers"] == model.layers
-    assert paths(model)["optimizer"] is None
+    parts = dict(compat.parts_of(model))
+    assert (parts["layers"], parts["optimizer"]) == (model.layers, None)
     model.compile("adam", "mse")
-    assert paths(model)["optimizer"] is model.optimizer
-    assert paths(model)["metrics"] == model.metrics
+    parts = dict(compat.parts_of(model))
+    assert parts["optimizer"] is model.optimizer
+    assert parts["metrics"] == model.metrics
 
 
 def test_generated_names_do_not_change():
