@@ -18,13 +18,7 @@ from PIL import Image
 
 import phalanx
 from phalanx import summary
-from phalanx.errors import (
-    ContextError,
-    InvalidArgumentError,
-    MissingDependencyError,
-    NestedWriteError,
-    SummaryError,
-)
+from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError, NestedWriteError, SummaryError
 
 KINDS = {
     "default": phalanx.get_strategy,
@@ -36,13 +30,11 @@ KINDS = {
 
 @pytest.fixture(params=KINDS)
 def strategy(request):
-    """Strategies of all kinds that run in one process."""
     return KINDS[request.param]()
 
 
 @pytest.fixture
 def mirrored():
-    """Two replicas."""
     return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
@@ -52,7 +44,19 @@ def writer(tmp_path):
     writer = summary.create_file_writer(tmp_path)
     with writer.as_default():
         yield writer
+    summary.experimental.set_step(None)
     writer.close()
+
+
+@pytest.fixture
+def recorded(writer, tmp_path):
+    """Closes the writer, and returns what it has written."""
+
+    def read():
+        writer.close()
+        return written(tmp_path)
+
+    return read
 
 
 def rows(strategy, size=4):
@@ -71,7 +75,7 @@ def run_in(strategy, how, fn, x):
 
 
 @pytest.mark.parametrize("how", ["run", "function", "eager"])
-def test_values_of_a_replica_function(strategy, writer, tmp_path, how):
+def test_values_of_a_replica_function(strategy, recorded, how):
     """Scalars are averaged, histograms count all replicas, and other values come from replica 0."""
     x, values = rows(strategy)
 
@@ -83,8 +87,7 @@ def test_values_of_a_replica_function(strategy, writer, tmp_path, how):
         return x
 
     run_in(strategy, how, step, x)
-    writer.close()
-    found = written(tmp_path)
+    found = recorded()
     assert all(step == 7 for of_tag in found.values() for step, _ in of_tag)
     np.testing.assert_allclose(found["mean"][0][1], values.mean(), rtol=1e-6)
     np.testing.assert_allclose(found["sum"][0][1], values.sum(), rtol=1e-6)
@@ -93,25 +96,19 @@ def test_values_of_a_replica_function(strategy, writer, tmp_path, how):
     np.testing.assert_array_equal(found["first"][0][1], values[0])
 
 
-def test_steps_of_run_steps(strategy, writer, tmp_path):
+def test_steps_of_run_steps(strategy, recorded):
     """Each step of a loop records its own values, and a default step counts on."""
-    data = iter(strategy.experimental_distribute_dataset(_batches()))
+    data = iter(strategy.experimental_distribute_dataset([np.full((4,), i, np.float32) for i in range(3)]))
     summary.experimental.set_step(10)
 
     def step(x):
         summary.scalar("x", x.sum(), reduce_op="SUM")
 
     strategy.run_steps(step, data, steps=3)
-    summary.experimental.set_step(None)
-    writer.close()
-    assert [(s, float(v)) for s, v in written(tmp_path)["x"]] == [(10, 0.0), (11, 4.0), (12, 8.0)]
+    assert [(s, float(v)) for s, v in recorded()["x"]] == [(10, 0.0), (11, 4.0), (12, 8.0)]
 
 
-def _batches():
-    return [np.full((4,), i, np.float32) for i in range(3)]
-
-
-def test_values_are_computed_only_while_recording_is_on(strategy, writer, tmp_path):
+def test_values_are_computed_only_while_recording_is_on(strategy, recorded):
     """Of ten steps, those with the numbers 0, 4 and 8 are recorded. The others run a program that contains no histogram."""
     traced = []
 
@@ -129,9 +126,7 @@ def test_values_are_computed_only_while_recording_is_on(strategy, writer, tmp_pa
         summary.experimental.set_step(i)
         with summary.record_if(i % 4 == 0):
             step(x)
-    summary.experimental.set_step(None)
-    writer.close()
-    assert [s for s, _ in written(tmp_path)["x"]] == [0, 4, 8]
+    assert [s for s, _ in recorded()["x"]] == [0, 4, 8]
     assert sorted(set(traced)) == [False, True]
     assert len(traced) <= 6  # Two programs, each traced no more than three times.
 
@@ -154,7 +149,7 @@ def test_program_without_recording_is_the_same(mirrored, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_condition_inside_a_program(strategy, writer, tmp_path):
+def test_condition_inside_a_program(strategy, recorded):
     """A traced condition decides at each run, in one program. If replicas disagree, replica 0 decides."""
     x, values = rows(strategy)
 
@@ -169,14 +164,13 @@ def test_condition_inside_a_program(strategy, writer, tmp_path):
 
     for i in range(5):
         step(x, i)
-    writer.close()
-    found = written(tmp_path)
+    found = recorded()
     assert [s for s, _ in found["x"]] == [3]
     ((at, total),) = found["sum"]
     assert (at, float(total)) == (3, values.sum())
 
 
-def test_step_variable_is_read_in_the_program(mirrored, writer, tmp_path):
+def test_step_variable_is_read_in_the_program(mirrored, recorded):
     """The default step may be a variable that the step itself counts."""
     with mirrored.scope():
         count = keras.Variable(0, dtype="int32", trainable=False, aggregation="only_first_replica")
@@ -189,14 +183,12 @@ def test_step_variable_is_read_in_the_program(mirrored, writer, tmp_path):
 
     for _ in range(2):
         mirrored.run(step)
-    summary.experimental.set_step(None)
-    writer.close()
-    found = written(tmp_path)
+    found = recorded()
     assert [s for s, _ in found["before"]] == [0, 1]
     assert [s for s, _ in found["after"]] == [1, 2]
 
 
-def test_values_of_gradients_and_remat(strategy, writer, tmp_path):
+def test_values_of_gradients_and_remat(strategy, recorded):
     """Records leave the functions that `value_and_grad` and `remat` trace, in programs and in eager code."""
     with strategy.scope():
         v = keras.Variable(3.0)
@@ -211,13 +203,12 @@ def test_values_of_gradients_and_remat(strategy, writer, tmp_path):
     with strategy.scope():
         strategy.run(step)
         step()
-    writer.close()
-    found = written(tmp_path)
+    found = recorded()
     assert [float(x) for _, x in found["v"]] == [3.0, 3.0]
     assert [float(x) for _, x in found["y"]] == [2.0, 2.0]
 
 
-def test_values_of_a_tape_are_recorded_once(strategy, writer, tmp_path):
+def test_values_of_a_tape_are_recorded_once(strategy, recorded):
     """The default strategy starts an eager step again as a program once it meets a tape. Its values are not doubled."""
     with strategy.scope():
         v = keras.Variable(3.0)
@@ -231,11 +222,10 @@ def test_values_of_a_tape_are_recorded_once(strategy, writer, tmp_path):
 
     with strategy.scope():
         strategy.run(step)
-    writer.close()
-    assert {tag: len(x) for tag, x in written(tmp_path).items()} == {"before": 1, "inside": 1}
+    assert {tag: len(x) for tag, x in recorded().items()} == {"before": 1, "inside": 1}
 
 
-def test_step_that_fails_keeps_what_it_recorded(writer, tmp_path):
+def test_step_that_fails_keeps_what_it_recorded(recorded):
     """In eager code, as in TensorFlow."""
 
     def step():
@@ -244,8 +234,7 @@ def test_step_that_fails_keeps_what_it_recorded(writer, tmp_path):
 
     with pytest.raises(KeyError):
         phalanx.get_strategy().run(step)
-    writer.close()
-    assert "before" in written(tmp_path)
+    assert "before" in recorded()
 
 
 def test_summary_of_a_layer_in_fit(strategy, tmp_path):
@@ -279,24 +268,19 @@ def test_summary_of_a_layer_in_fit(strategy, tmp_path):
 
 @pytest.mark.parametrize(
     ("data", "expected"),
-    [
-        ([], [(0, 0), (0, 0)]),
-        ([2.0, 2.0], [(1.5, 2.5), (0, 2)]),
-        ([np.nan, 1.0, np.inf, 3.0], [(1.0, 3.0), (1, 1)]),
-    ],
+    [([], [(0, 0), (0, 0)]), ([2.0, 2.0], [(1.5, 2.5), (0, 2)]), ([np.nan, 1.0, np.inf, 3.0], [(1.0, 3.0), (1, 1)])],
 )
-def test_histograms_of_odd_data(writer, tmp_path, data, expected):
+def test_histograms_of_odd_data(recorded, data, expected):
     """No values, one value, and values that are not finite."""
     summary.histogram("x", np.array(data, np.float32), step=0, buckets=2)
-    writer.close()
-    ((_, found),) = written(tmp_path)["x"]
+    ((_, found),) = recorded()["x"]
     (low, high), counts = expected
     if data:
         assert (found[0, 0], found[-1, 1]) == (low, high)
     assert tuple(found[:, 2]) == tuple(counts)
 
 
-def test_histogram_of_replicas_within_a_tape(mirrored, writer, tmp_path):
+def test_histogram_of_replicas_within_a_tape(mirrored, recorded):
     """A tape around the summary differentiates the loss: a histogram over all replicas has no gradient."""
     with mirrored.scope():
         weight = keras.Variable(2.0)
@@ -311,31 +295,28 @@ def test_histogram_of_replicas_within_a_tape(mirrored, writer, tmp_path):
     x, values = rows(mirrored)
     gradients = mirrored.run(phalanx.function(step), args=(x,)).values
     assert [float(g) for g in gradients] == values.sum(1).tolist()
-    writer.close()
-    ((_, found),) = written(tmp_path)["y"]
+    ((_, found),) = recorded()["y"]
     np.testing.assert_array_equal(found[:, 2], np.histogram(2 * values, bins=2)[0])
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_images_can_be_read_again(writer, tmp_path, channels, dtype):
+def test_images_can_be_read_again(recorded, channels, dtype):
     """Pixels are written as PNG, the first `max_outputs` of them."""
     pixels = np.random.default_rng(0).integers(0, 256, (4, 5, 6, channels)).astype(np.uint8)
     data = pixels if dtype is np.uint8 else pixels.astype(np.float32) / 255
     assert summary.image("im", data, step=0, max_outputs=2) is True
-    writer.close()
-    ((_, (width, height, *encoded)),) = written(tmp_path)["im"]
+    ((_, (width, height, *encoded)),) = recorded()["im"]
     assert (width, height, len(encoded)) == (b"6", b"5", 2)
     for png, image in zip(encoded, pixels, strict=False):
         np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(png))).reshape(5, 6, channels), image)
 
 
-def test_sounds_can_be_read_again(writer, tmp_path):
+def test_sounds_can_be_read_again(recorded):
     """As WAV with 16 bits."""
     tone = np.sin(np.arange(100) / 5)[None, :, None] * [1.0, 0.5]
     summary.audio("tone", tone, 8000, step=0)
-    writer.close()
-    ((_, (wav, label)),) = written(tmp_path)["tone"]
+    ((_, (wav, label)),) = recorded()["tone"]
     with wave.open(io.BytesIO(wav)) as file:
         assert (file.getframerate(), file.getnchannels(), file.getnframes(), label) == (8000, 2, 100, b"")
         found = np.frombuffer(file.readframes(100), "<i2").reshape(100, 2) / 32767
@@ -355,7 +336,6 @@ def test_texts_and_descriptions(writer, tmp_path):
 
 
 def test_metadata_of_write(writer, tmp_path):
-    """The metadata that the user gives."""
     from tensorboardX.proto.summary_pb2 import SummaryMetadata
 
     metadata = SummaryMetadata(summary_description="mine")
@@ -418,7 +398,7 @@ def test_set_as_default_stays(tmp_path):
     assert next(tmp_path.iterdir()).name.endswith(".mine")
 
 
-def test_conditions_as_functions(writer, tmp_path):
+def test_conditions_as_functions(recorded):
     """A function is asked at each summary in eager code, and once per run of a program."""
     asked = []
     step = phalanx.function(lambda x: summary.scalar("x", x, step=x.astype(jnp.int32)))
@@ -427,13 +407,12 @@ def test_conditions_as_functions(writer, tmp_path):
             step(jnp.float32(i))
         summary.scalar("eager", 1.0, step=9)
         summary.scalar("eager", 1.0, step=10)
-    writer.close()
-    found = written(tmp_path)
+    found = recorded()
     assert [s for s, _ in found["x"]] == [0, 2]
     assert [s for s, _ in found["eager"]] == [9]
 
 
-def test_conditions_of_earlier_programs_do_not_stay(writer, tmp_path):
+def test_conditions_of_earlier_programs_do_not_stay(recorded):
     """What was decided for a program does not count for a gradient in eager code."""
     v = keras.Variable(2.0)
     gradient = phalanx.value_and_grad(lambda: (summary.scalar("v", v, step=1), v * v)[1], [v])
@@ -444,50 +423,42 @@ def test_conditions_of_earlier_programs_do_not_stay(writer, tmp_path):
         gradient()
     with summary.record_if(lambda: False):
         gradient()
-    writer.close()
-    assert [s for s, _ in written(tmp_path)["v"]] == [1, 1]
+    assert [s for s, _ in recorded()["v"]] == [1, 1]
 
 
 def test_queue_holds_a_step_back(tmp_path):
-    """More summaries than the queue holds are all written."""
-    writer = summary.create_file_writer(tmp_path, max_queue=1, flush_millis=1)
+    """More summaries than the queue holds are all written, into a file that is created before the first."""
+    folder = tmp_path / "deep" / "folder"
+    writer = summary.create_file_writer(folder, max_queue=1, flush_millis=1)
+    writer.init()
+    assert len(list(folder.iterdir())) == 1
     with writer.as_default():
         for i in range(50):
             summary.scalar("x", i, step=i)
-    assert [s for s, _ in written(tmp_path)["x"]] == list(range(50))
+    assert [s for s, _ in written(folder)["x"]] == list(range(50))
     writer.close()
 
 
-def test_init_creates_the_file(tmp_path):
-    """Before the first summary."""
-    writer = summary.create_file_writer(tmp_path / "deep" / "folder")
-    writer.init()
-    assert len(list((tmp_path / "deep" / "folder").iterdir())) == 1
-    writer.close()
-
-
-def test_end_of_the_process_writes_what_waits(run_python, tmp_path):
-    """A program that never calls flush or close loses nothing."""
+def test_program_that_ends(run_python, tmp_path):
+    """It may use nothing but `phalanx.summary`, and loses nothing, although it never calls flush or close."""
     output = run_python(
         "import phalanx\n"
-        f"phalanx.summary.create_file_writer({str(tmp_path)!r}).set_as_default(step=2)\n"
-        "phalanx.function(lambda x: phalanx.summary.scalar('x', x))(1.5)\n"
-    )
-    assert output == ""
-    assert [(s, float(v)) for s, v in written(tmp_path)["x"]] == [(2, 1.5)]
-
-
-def test_summaries_need_nothing_else_of_phalanx(run_python, tmp_path):
-    """A program may use nothing but `phalanx.summary`."""
-    output = run_python(
-        "import phalanx\n"
-        f"with phalanx.summary.create_file_writer({str(tmp_path)!r}).as_default(step=2):\n"
+        f"with phalanx.summary.create_file_writer({str(tmp_path / 'block')!r}).as_default(step=2):\n"
         "    phalanx.summary.scalar('x', 1.5)\n"
         "    phalanx.summary.histogram('y', [1.0, 2.0])\n"
         "    phalanx.summary.image('z', [[[[0.5]]]])\n"
+        f"tracker = phalanx.summary.trackers.CSVTracker({str(tmp_path / 'scalars.csv')!r})\n"
+        "for writer in (\n"
+        f"    phalanx.summary.create_file_writer({str(tmp_path / 'program')!r}),\n"
+        "    phalanx.summary.create_tracker_writer(tracker),\n"
+        "):\n"
+        "    writer.set_as_default(step=2)\n"
+        "    phalanx.function(lambda x: phalanx.summary.scalar('x', x))(1.5)\n"
     )
     assert output == ""
-    assert sorted(written(tmp_path)) == ["x", "y", "z"]
+    assert sorted(written(tmp_path / "block")) == ["x", "y", "z"]
+    assert [(s, float(v)) for s, v in written(tmp_path / "program")["x"]] == [(2, 1.5)]
+    assert (tmp_path / "scalars.csv").read_text() == "step,name,value\n2,x,1.5\n"
 
 
 @pytest.mark.parametrize(
@@ -525,26 +496,20 @@ def test_summaries_need_nothing_else_of_phalanx(run_python, tmp_path):
     ],
 )
 def test_arguments_that_are_wrong(writer, call, message):
-    """They are named, with a hint."""
     with pytest.raises(InvalidArgumentError, match=f"(?s){message}.*HINT|HINT.*{message}"):
         call()
 
 
-@pytest.mark.parametrize("wrong", ["scan", "jit"])
-def test_records_that_cannot_leave(mirrored, writer, wrong):
-    """A loop runs its body many times, and JAX's own transformations keep their values."""
+def test_records_that_cannot_leave(mirrored, writer):
+    """A loop runs its body many times, and JAX's own transformations keep their values, in a step and outside."""
 
     def body(carry, x):
         summary.scalar("x", x, step=1)
         return carry, x
 
-    loops = {"scan": lambda: phalanx.scan(body, 0.0, jnp.arange(3.0)), "jit": lambda: jax.jit(body)(0.0, 1.0)}
-    with pytest.raises(NestedWriteError, match=r"phalanx\.summary\.scalar\('x', \.\.\.\)"):
-        mirrored.run(loops[wrong])
-
-
-def test_functions_under_jit_cannot_record(writer):
-    """Outside a step, JAX's own transformations are refused too."""
+    for loop in (lambda: phalanx.scan(body, 0.0, jnp.arange(3.0)), lambda: jax.jit(body)(0.0, 1.0)):
+        with pytest.raises(NestedWriteError, match=r"phalanx\.summary\.scalar\('x', \.\.\.\)"):
+            mirrored.run(loop)
     with pytest.raises(NestedWriteError, match="HINT: phalanx.function instead of jax.jit"):
         jax.jit(lambda x: summary.scalar("x", x, step=1))(1.0)
 
@@ -559,7 +524,6 @@ def test_traced_values_do_not_become_defaults(tmp_path):
 
 
 def test_writer_that_was_closed(tmp_path):
-    """It is named."""
     writer = summary.create_file_writer(tmp_path)
     writer.close()
     with pytest.raises(InvalidArgumentError, match="the writer was closed"), writer.as_default(step=1):

@@ -51,11 +51,6 @@ def test_graph_writes_the_text_of_a_program(writer, tmp_path, form):
     assert texts(tmp_path, "step") == [(0, f"```\n{expected}\n```")]
 
 
-def test_graph_without_a_writer():
-    """Nothing is recorded."""
-    assert summary.graph("text") is False
-
-
 def test_trace_collects_the_programs_that_are_called(writer, tmp_path):
     """Each once, whether it was called before or not, on all threads; not those before and after."""
     before, known, new = (phalanx.function(fn) for fn in (lambda x: x - 7.0, doubled, lambda x: x + 5.0))
@@ -77,25 +72,19 @@ def test_trace_collects_the_programs_that_are_called(writer, tmp_path):
 
 
 def test_trace_collects_steps_of_a_strategy(writer, tmp_path):
-    """The program is the one that runs, with its replicas, and it gives the same results."""
+    """The program is the one that runs, with its replicas, and it gives the same results. Eager steps are no programs."""
     strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
     x = strategy.experimental_distribute_values_from_function(lambda c: jnp.ones(3))
     summary.trace_on()
     total = strategy.reduce("SUM", strategy.run(lambda x: x * 2, args=(x,)), axis=0)
     summary.trace_export("step", step=0)
+    summary.trace_on()
+    strategy.run(lambda: jnp.ones(2), options=phalanx.RunOptions(eager=True))
+    summary.trace_export("eager", step=0)
     writer.close()
     assert float(total) == 12.0
     assert "module @" in texts(tmp_path, "step")[0][1]
-
-
-def test_eager_steps_are_no_programs(writer, tmp_path):
-    """They run operation by operation."""
-    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
-    summary.trace_on()
-    strategy.run(lambda: jnp.ones(2), options=phalanx.RunOptions(eager=True))
-    summary.trace_export("step", step=0)
-    writer.close()
-    assert texts(tmp_path, "step") == [(0, "")]
+    assert texts(tmp_path, "eager") == [(0, "")]
 
 
 @pytest.mark.parametrize("where", ["trace_on", "trace_export", "both"])
@@ -133,17 +122,14 @@ def test_export_that_fails_can_be_called_again(writer, tmp_path):
     assert [s for s, _ in texts(tmp_path, "step")] == [1]
 
 
-def test_export_without_a_trace():
-    """There is nothing to write."""
+def test_one_trace_at_a_time():
+    """Without one there is nothing to write; there is no other within it."""
     with pytest.raises(ContextError, match="no trace is on.\nHINT: trace_on"):
         summary.trace_export("step", step=1)
-
-
-def test_trace_within_a_trace():
-    """There is one at a time, and one profile."""
     summary.trace_on()
     with pytest.raises(ContextError, match="a trace is on.\nHINT: trace_export"):
         summary.trace_on()
+    assert summary.graph("text") is False  # There is no writer.
 
 
 def test_profile_beside_that_of_jax(tmp_path):
@@ -180,6 +166,5 @@ def test_functions_that_are_traced_cannot_trace(call):
     ],
 )
 def test_arguments_that_are_wrong(writer, call, message):
-    """They are named, with a hint."""
     with pytest.raises(InvalidArgumentError, match=f"(?s){message}.*HINT"):
         call()
