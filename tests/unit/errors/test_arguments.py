@@ -8,11 +8,12 @@ import pytest
 from phalanx.errors import ClusterTypeError, InvalidArgumentError, arguments
 
 
-class BytesPath:
-    """A path whose text is bytes."""
+class Options:
+    """A class with a plural for a name."""
 
+
+class BytesPath:
     def __fspath__(self):
-        """Returns bytes."""
         return b"folder"
 
 
@@ -32,7 +33,6 @@ class BytesPath:
     ],
 )
 def test_values_that_fit_come_back(check, expected):
-    """Each check returns what it was given."""
     assert check() == expected
 
 
@@ -60,14 +60,9 @@ def test_values_that_fit_come_back(check, expected):
     ],
 )
 def test_values_that_do_not_fit_are_shown(check, message):
-    """The message has the name, the value, and what the value must be."""
     with pytest.raises(InvalidArgumentError) as caught:
         check()
     assert message in str(caught.value)
-
-
-class Options:
-    """A class with a plural for a name."""
 
 
 @arguments.typed()
@@ -84,7 +79,6 @@ def configured(
     options: "Options | None" = None,
     **others: int,
 ):
-    """A function that is checked by its annotations."""
     return count, rest, others
 
 

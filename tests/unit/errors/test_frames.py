@@ -25,22 +25,26 @@ def test_the_innermost_line_of_the_user():
 
 
 def test_the_line_that_raised_an_error():
-    """A library raised it, and this file called that."""
+    """A library raised it, and this file called that. Python knows the columns of the call."""
     with pytest.raises(json.JSONDecodeError) as caught:
-        json.loads("{")
-    assert frames.place_of(caught.value).text == 'json.loads("{")'
+        [1, json.loads("{")]
+    place = frames.place_of(caught.value)
+    assert (place.text, place.expression) == ('[1, json.loads("{")]', 'json.loads("{")')
     assert frames.place_of(ValueError()) is None
 
 
 def test_a_slip_warns_once_per_line():
-    """The warning names the user's line, and a loop hears it once."""
+    """The warning names the user's line, and a loop hears it once. That of a library's thread stands by itself."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             errors.warn_of_slip("step returns 2, and means 1.", "step(1)")
         errors.warn_of_slip("step returns 2, and means 1.", "step(1)")
-    assert [str(w.message) for w in caught] == ["step returns 2, and means 1.\nHINT: step(1)"] * 2
-    assert all(w.category is errors.SlipWarning and w.filename == __file__ for w in caught)
+        assert in_library(errors.warn_of_slip, "nobody's.", "nothing") is None
+    expected = ["step returns 2, and means 1.\nHINT: step(1)"] * 2 + ["nobody's.\nHINT: nothing"]
+    assert [str(w.message) for w in caught] == expected
+    assert {w.category for w in caught} == {errors.SlipWarning}
+    assert [w.filename == __file__ for w in caught] == [True, True, False]
     assert caught[0].lineno + 1 == caught[1].lineno
 
 
@@ -55,15 +59,14 @@ phalanx.OneDeviceStrategy("cpu:0").run(step, args=(np.ones(2),))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("refused", [True, False])
-@pytest.mark.parametrize("shown", ["", "full"])
+@pytest.mark.parametrize(("refused", "shown"), [(True, ""), (False, ""), (False, "full")])
 def test_an_error_that_nobody_catches(tmp_path, refused, shown):
     """Python prints the user's lines alone, whichever public name was called."""
     script = tmp_path / "script.py"
     script.write_text(UNCAUGHT.replace("{refused}", str(refused)))
     environment = os.environ | {"PHALANX_TRACEBACK": shown}
     found = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=120, env=environment, check=False
+        [sys.executable, script], capture_output=True, text=True, timeout=300, env=environment, check=False
     )
     assert found.returncode == 1
     files = set(re.findall(r'File "(.*?)"', found.stderr))
@@ -78,18 +81,11 @@ def test_an_error_that_has_nothing_to_do_with_phalanx():
     code = "import phalanx, json, functools\nfunctools.reduce(lambda a, b: json.loads('{'), [0, 1])"
     plain = code.replace("import phalanx, ", "import os, ")
     shown = [
-        subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, timeout=120, check=False).stderr
+        subprocess.run([sys.executable, "-c", c], capture_output=True, text=True, timeout=300, check=False).stderr
         for c in (code, plain)
     ]
     assert shown[0] == shown[1]
     assert "JSONDecodeError" in shown[0]
-
-
-def test_expression_is_cut_out_of_its_line():
-    """Python knows the columns of the call that raised."""
-    with pytest.raises(json.JSONDecodeError) as caught:
-        [1, json.loads("{")]
-    assert frames.place_of(caught.value).expression == 'json.loads("{")'
 
 
 @pytest.mark.slow
@@ -101,7 +97,7 @@ def test_expression_without_columns_is_the_line(tmp_path):
         "except ValueError as e:\n    place = frames.place_of(e)\n    print(place.columns, place.expression)\n"
     )
     command = [sys.executable, "-X", "no_debug_ranges", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout == "None [1, json.loads('{')]\n"
 
 
@@ -109,15 +105,6 @@ def in_library(fn, *args):
     """Calls a function of a library in a thread, with no line of the user on the stack; returns its error."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(fn, *args).exception()
-
-
-def test_slip_without_a_line_of_the_user():
-    """Where a library's thread makes the mistake, the warning stands by itself."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert in_library(errors.warn_of_slip, "nobody's.", "nothing") is None
-    assert [str(w.message) for w in caught] == ["nobody's.\nHINT: nothing"]
-    assert caught[0].filename != __file__
 
 
 def test_errors_of_phalanx_are_recognized():
@@ -130,18 +117,13 @@ def test_errors_of_phalanx_are_recognized():
 
 
 def test_boundary_hides_frames_of_phalanx(monkeypatch):
-    """The error that leaves a public function has the user's lines alone; values pass."""
+    """The error that leaves a public function has the user's lines alone, or all if there is none; values pass."""
     monkeypatch.setenv("PHALANX_TRACEBACK", "")
     flag = frames.boundary(errors.arguments.flag)
     assert flag("x", True) is True
     with pytest.raises(errors.InvalidArgumentError) as caught:
         flag("x", 3)
     assert {entry.path.name for entry in caught.traceback} == {"test_frames.py"}
-
-
-def test_error_inside_libraries_keeps_its_traceback(monkeypatch):
-    """Without a line of the user all frames are shown."""
-    monkeypatch.setenv("PHALANX_TRACEBACK", "")
     error = in_library(json.loads, "{")
     before = error.__traceback__
     frames.hide(error)
