@@ -124,7 +124,6 @@ def test_filter_leaves_rows_out_or_is_refused():
     dataset = strategy_of(3).experimental_distribute_dataset(even.to_iter_dataset(), batch_size=BATCH)
     kept = [y for _, labels in dataset for part in labels.values for y in np.asarray(part)]
     assert kept == [y for y in Y if y % 2 == 0]
-    with pytest.raises(
-        InputError, match=f"record {(Y % 2).argmax()} of a FilterMapDataset: it is None, because a filter"
-    ):
+    message = f"record {(Y % 2).argmax()} of a FilterMapDataset: it is None, because a filter"
+    with pytest.raises(InputError, match=message):
         list(strategy_of(3).experimental_distribute_dataset(even, batch_size=BATCH))

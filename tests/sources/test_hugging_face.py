@@ -16,12 +16,10 @@ def table():
 
 
 def stream():
-    """Rows one after the other."""
     return table().to_iterable_dataset(num_shards=3)
 
 
 def torch_loader():
-    """The loader that most of its users know."""
     torch = pytest.importorskip("torch")
     return torch.utils.data.DataLoader(table().with_format("torch"), BATCH)
 
@@ -49,18 +47,19 @@ def test_token_lists_become_rows():
     assert [part.shape for part in batch["input_ids"].values] == [(5, 3), (5, 3)]
 
 
-def test_token_lists_of_different_lengths():
-    """Have to be padded; the error says so."""
-    tokens = datasets.Dataset.from_dict({"input_ids": [list(range(i)) for i in range(1, 11)]})
-    with pytest.raises(InputError, match="HINT: pad"):
-        next(iter(strategy_of(2).experimental_distribute_dataset(tokens, batch_size=10)))
-
-
-def test_text_column_is_refused():
-    """Text cannot be placed on devices; the error says so."""
-    texts = datasets.Dataset.from_dict({"text": ["a", "b"] * 5})
-    with pytest.raises(InputError, match="(?s)a batch of dtype .*HINT: encode the text first"):
-        next(iter(strategy_of(2).experimental_distribute_dataset(texts, batch_size=10)))
+@pytest.mark.parametrize(
+    ("columns", "match"),
+    [
+        ({"input_ids": [list(range(i)) for i in range(1, 11)]}, "HINT: pad"),
+        ({"text": ["a", "b"] * 5}, "(?s)a batch of dtype .*HINT: encode the text first"),
+    ],
+    ids=["ragged", "text"],
+)
+def test_columns_that_cannot_be_placed(columns, match):
+    """Lists of different lengths have to be padded, and text has to be encoded."""
+    dataset = datasets.Dataset.from_dict(columns)
+    with pytest.raises(InputError, match=match):
+        next(iter(strategy_of(2).experimental_distribute_dataset(dataset, batch_size=10)))
 
 
 @pytest.mark.parametrize("make", [table, stream])

@@ -17,8 +17,6 @@ multiprocessing.set_forkserver_preload(["torch"])
 
 
 class Rows(data.Dataset):
-    """Random access to rows of tensors."""
-
     def __len__(self):
         return ROWS
 
@@ -70,19 +68,21 @@ def test_loader_that_drops_the_last_batch():
     assert [x.rows for x, _ in dataset] == [None] * (ROWS // BATCH)
 
 
-def test_dataset_without_batch_size():
-    """It is one of rows; the error says what is missing."""
-    with pytest.raises(
-        InputError,
-        match="dataset=TensorDataset: a dataset of single rows needs a global batch size.\nHINT: pass batch_size=",
-    ):
-        strategy_of(2).experimental_distribute_dataset(tensors())
-
-
-def test_loader_with_batch_size():
-    """It makes batches already."""
-    with pytest.raises(InputError, match="batch_size=48 for a DataLoader: the dataset already yields batches"):
-        strategy_of(2).experimental_distribute_dataset(loader(tensors()), batch_size=BATCH)
+@pytest.mark.parametrize(
+    ("make", "batch_size", "match"),
+    [
+        (
+            tensors,
+            None,
+            "dataset=TensorDataset: a dataset of single rows needs a global batch size.\nHINT: pass batch_size=",
+        ),
+        (lambda: loader(tensors()), BATCH, "batch_size=48 for a DataLoader: the dataset already yields batches"),
+    ],
+    ids=["rows without", "batches with"],
+)
+def test_wrong_batch_size(make, batch_size, match):
+    with pytest.raises(InputError, match=match):
+        strategy_of(2).experimental_distribute_dataset(make(), batch_size=batch_size)
 
 
 def test_failure_in_a_loader_process():

@@ -9,7 +9,6 @@ from phalanx import cluster_resolver
 
 
 def test_public_names_are_sorted_and_exist():
-    """They are sorted and exist."""
     assert cluster_resolver.__all__ == sorted(cluster_resolver.__all__, key=str.lower)
     assert all(hasattr(cluster_resolver, name) for name in cluster_resolver.__all__)
 

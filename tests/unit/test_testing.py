@@ -153,7 +153,6 @@ def test_modules_come_first():
 
 @pytest.fixture
 def network():
-    """A network with a cable of 100 Mbit/s."""
     try:
         made = VirtualNetwork(megabits_per_second=100).__enter__()
     except StartupError as e:

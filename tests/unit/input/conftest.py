@@ -6,5 +6,4 @@ from simulation import mirrored
 
 @pytest.fixture
 def strategy():
-    """Two replicas."""
     return mirrored(2)

@@ -84,7 +84,10 @@ def assert_shared(source, shape, batch_rows, order=None):
 
 
 def assert_goes_on(source, before, after, order):
-    """Asserts that other workers continue from every position, which is the same for all, in the order of one worker."""
+    """Asserts that other workers continue from every position, which is the same for all, in the order of one worker.
+
+    At the end no worker has another batch, and the position stays.
+    """
     for steps in range(len(order) + 2):
         readers = open_all(source, before)
         taken = take(readers, steps)
@@ -93,6 +96,8 @@ def assert_goes_on(source, before, after, order):
         for shape in (before, after):
             assert rows_of(taken) + rows_of(take(open_all(source, shape, state=state))) == order
         if len(taken) < steps:
+            assert [reader.read() for reader in readers] == [None] * before[0]
+            assert readers[0].get_state() == state
             return
     raise AssertionError("the source does not end")
 

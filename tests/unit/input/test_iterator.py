@@ -73,10 +73,8 @@ def test_a_position_of_other_rows(strategy, tmp_path):
     shorter = iter(strategy.experimental_distribute_dataset(np.arange(50), batch_size=16))
     next(longer)
     longer.save_state(tmp_path / "state")
-    with pytest.raises(
-        InputError,
-        match=r"the position belongs to other data: rows=100 in the position and 50 in this dataset.\nHINT: .*del state",
-    ):
+    message = r"the position belongs to other data: rows=100 in the position and 50 in this dataset.\nHINT: .*del state"
+    with pytest.raises(InputError, match=message):
         shorter.load_state(tmp_path / "state")
     assert next_rows(shorter) == list(range(16))
 
@@ -86,9 +84,8 @@ def test_a_position_of_other_batches(strategy):
     of_four = iter(strategy.experimental_distribute_dataset([np.arange(4)] * 3))
     of_two = iter(strategy.experimental_distribute_dataset([np.arange(2)] * 6))
     next(of_four)
-    with pytest.raises(
-        InputError, match="batch_size=4 in the position and 2 in this dataset, batches=3 in the position and 6 in"
-    ):
+    message = "batch_size=4 in the position and 2 in this dataset, batches=3 in the position and 6 in"
+    with pytest.raises(InputError, match=message):
         of_two.set_state(of_four.get_state())
 
 

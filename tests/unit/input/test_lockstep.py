@@ -44,14 +44,12 @@ def lockstep(reader, index, count, exchange, ahead=True):
 
 
 def drained(batches, form=None):
-    """Returns all batches until the end."""
     got = list(iter(lambda: batches.get(form or Form()), None))
     batches.stop()
     return got
 
 
 def run(all_sizes, form=None, ahead=True):
-    """Returns the batches of every worker."""
 
     def work(index, exchange):
         return drained(lockstep(Counted(all_sizes[index]), index, len(all_sizes), exchange, ahead), form)
@@ -134,9 +132,8 @@ def test_batches_that_all_divide(sizes, step, found):
         reader = Counted([[4] * 10, sizes][index], change=lambda piece: piece._replace(rows=sum(piece.counts)))
         batches = lockstep(reader, index, 2, exchange)
         assert all(batches.get(Form()) for _ in range(step))
-        with pytest.raises(
-            InputError, match=f"the next batch: it has 4 rows on worker 0, {found} on worker 1, but each"
-        ):
+        message = f"the next batch: it has 4 rows on worker 0, {found} on worker 1, but each"
+        with pytest.raises(InputError, match=message):
             batches.get(Form())
         batches.stop()
         return True
@@ -168,7 +165,6 @@ def test_data_that_all_divide(other, found):
 
 @pytest.mark.parametrize("form", [Form(3), Form(3, 3)])
 def test_steps_of_one_batch(form):
-    """All workers stack the same number."""
     one, two = run(([4] * 7, [4] * 2), form)
     assert [len(b.steps) for b in one] == [len(b.steps) for b in two] == [3, 3, 1]
     assert two[0].value == [(4, 8, 2), (4, 8, 2), (0, 4, 2)]

@@ -1,7 +1,6 @@
 """Batches on the devices: one layout for all, and one mask for all leaves."""
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -245,7 +244,6 @@ def test_values_from_function(strategy):
 
 
 def test_values_from_function_with_one_replica():
-    """They stay as they are."""
     for strategy in (phalanx.get_strategy(), phalanx.OneDeviceStrategy("cpu:0")):
         assert strategy.experimental_distribute_values_from_function(lambda c: [c.num_replicas_in_sync]) == [1]
 
@@ -273,8 +271,3 @@ def test_uneven_values_from_function(strategy):
     )
     assert [v.tolist() for v in value.values] == [[], [0, 1, 2]]
     assert float(strategy.reduce("MEAN", value, axis=0)) == 1.0
-
-
-def test_jax_arrays_are_batches_too(strategy):
-    (batch,) = strategy.experimental_distribute_dataset([jnp.arange(4)])
-    assert content(batch) == [[0, 1], [2, 3]]

@@ -29,7 +29,6 @@ def files(tmp_path):
 
 
 def planned(dataset, policy, shape, batch_size=None):
-    """Returns the plan of each worker."""
     make = functools.partial(source_of, batch_size=batch_size)
     return [plan(dataset, make, policy, w) for w in workers(*shape)]
 
@@ -39,36 +38,30 @@ def rows_of_workers(taken):
 
 
 def epoch(dataset, policy, shape, batch_size=None):
-    """Returns what each worker reads in each step."""
     plans = planned(dataset, policy, shape, batch_size)
     return take([p.source.open(w, p.policy, None) for p, w in zip(plans, workers(*shape), strict=True)])
 
 
 @pytest.mark.parametrize(
-    ("policy", "count", "in_force", "agreed"),
+    ("kind", "policy", "count", "in_force", "agreed"),
     [
-        (AUTO, 1, FILE, False),
-        (AUTO, 2, FILE, True),
-        (AUTO, 3, FILE, True),
-        (AUTO, 4, DATA, False),
-        (FILE, 3, FILE, True),
-        (DATA, 2, DATA, False),
-        (OFF, 2, OFF, True),
+        ("files", AUTO, 1, FILE, False),
+        ("files", AUTO, 2, FILE, True),
+        ("files", AUTO, 3, FILE, True),
+        ("files", AUTO, 4, DATA, False),
+        ("files", FILE, 3, FILE, True),
+        ("files", DATA, 2, DATA, False),
+        ("files", OFF, 2, OFF, True),
+        ("arrays", AUTO, 2, DATA, False),
+        ("arrays", DATA, 2, DATA, False),
+        ("arrays", FILE, 1, DATA, False),
     ],
 )
-def test_policy_of_files(files, policy, count, in_force, agreed):
-    """AUTO takes complete files if there are enough."""
-    for p in planned(files, policy, (count, 2), 4):
+def test_policy_in_force(files, kind, policy, count, in_force, agreed):
+    """AUTO takes complete files if there are enough. A single worker reads everything, so it may have no files."""
+    for p in planned(files if kind == "files" else np.arange(10), policy, (count, 2), 4):
         assert [s.policy for s in p.shards] == [in_force] * count
-        assert p.agreed == agreed
-
-
-@pytest.mark.parametrize("policy", [AUTO, DATA])
-def test_policy_of_arrays(policy):
-    """They have no files, and random access."""
-    p = planned(np.arange(10), policy, (2, 2), 4)[1]
-    assert [s.policy for s in p.shards] == [DATA, DATA]
-    assert not p.agreed
+        assert (p.policy, p.agreed) == (FILE if in_force is FILE else DATA, agreed)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +79,6 @@ def test_policy_that_cannot_be_followed(files, policy, count, message):
     for w in workers(count, 1):
         with pytest.raises(InputError, match=message):
             plan(dataset, lambda d: source_of(d, None if policy is HINT else 4), policy, w)
-
-
-def test_one_worker_without_files():
-    """FILE is not refused, because a single worker reads everything in any case."""
-    assert planned(np.arange(4), FILE, (1, 2), 2)[0].policy is DATA
 
 
 def test_auto_with_too_few_files_says_so(files, caplog):
@@ -140,7 +128,6 @@ ROWS = np.arange(100)
     ],
 )
 def test_what_is_said(dataset, policy, shape, batch_size, expected):
-    """One line per worker."""
     shard = planned(dataset, policy, shape, batch_size)[0].shards[0]
     assert expected in str(shard)
 
@@ -172,7 +159,6 @@ def test_off_every_worker_reads_everything(shape, n, b):
 
 @pytest.mark.parametrize(("before", "after"), MOVES[:4])
 def test_off_goes_on_from_every_position(before, after):
-    """On as many workers."""
     source = CutBatches(source_of(np.arange(10), 4))
     for steps in range(len(take(open_all(source, before))) + 1):
         readers = open_all(source, before)
@@ -182,8 +168,6 @@ def test_off_goes_on_from_every_position(before, after):
 
 
 class Sharded:
-    """Batches that know how to shard themselves."""
-
     def __init__(self, numbers):
         self.numbers = list(numbers)
 
@@ -216,7 +200,6 @@ def test_hint_lets_dataset_shard_itself(kind, batch_size, shape):
 
 
 def test_hint_of_a_list_of_batches():
-    """Its shards are lists of batches too."""
     taken = epoch(ShardedList([np.arange(4) + 4 * i for i in range(4)]), HINT, (2, 1))
     assert rows_of_workers(taken)[1] == [4, 5, 6, 7, 12, 13, 14, 15]
 

@@ -44,10 +44,8 @@ TOO_DEEP = ("[" * 100_000, '{"batches": ' * 50_000)
 def test_files_that_hold_no_position(tmp_path, text):
     """Text that is not JSON, JSON that is not a dict or nests too deeply, and bytes that are not text."""
     (tmp_path / "state.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(
-        InputError,
-        match=r"load_state\('.*state.json'\): the file does not hold a position.\nHINT: a file that save_state wrote",
-    ):
+    message = r"load_state\('.*state.json'\): the file does not hold a position.\nHINT: a file that save_state wrote"
+    with pytest.raises(InputError, match=message):
         load(tmp_path / "state.json")
 
 
@@ -75,7 +73,6 @@ def test_other_positions_are_kept_side_by_side():
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_positions_of_another_number_of_workers(count):
-    """Cannot be taken over."""
     with pytest.raises(
         InputError,
         match=f"set_state of a position of 2 workers: the number of workers is now {count}.*\nHINT: AutoShardPolicy.DATA",

@@ -24,7 +24,6 @@ def test_arrays_of_each_dtype(dtype):
 
 
 def test_structures_of_tuples_lists_and_dicts():
-    """And None."""
     sent = {"x": [np.zeros(1), (np.ones((1, 0)), None)], "y": np.float32([[2]])}
     found = unpacked(packed(sent))
     assert sorted(found) == ["x", "y"]

@@ -63,9 +63,8 @@ def double(batch):
 def test_arguments_that_do_not_fit(strategy, value):
     with pytest.raises(InputError, match=r"args\[0\]\['ids'\] with the number .*\nHINT: jax.config.update\(\"jax_en"):
         strategy.run(double, args=({"ids": value},))
-    with pytest.raises(
-        InputError, match=r"kwargs\['batch'\] with the number .*: it does not fit: jax_enable_x64 is off"
-    ):
+    message = r"kwargs\['batch'\] with the number .*: it does not fit: jax_enable_x64 is off"
+    with pytest.raises(InputError, match=message):
         phalanx.function(double)(batch=value)
 
 
@@ -116,9 +115,8 @@ def test_numbers_of_64_bits_where_they_fit():
     with jax.enable_x64(True):
         for value in (2**40, np.array([2**63], np.uint64), 1e300, np.array([1e300j])):
             assert arrays.as_number(value) is value
-        with pytest.raises(
-            InputError, match="number 1180591620717411303424: .*64 bits per number.\nHINT: numbers of at"
-        ):
+        message = "number 1180591620717411303424: .*64 bits per number.\nHINT: numbers of at"
+        with pytest.raises(InputError, match=message):
             arrays.as_number(2**70)
     with pytest.raises(InputError, match="1099511627776"):
         arrays.as_number(2**40)

@@ -19,7 +19,6 @@ CLUSTER = {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}
 
 
 def config(kind="worker", index=1, **jobs):
-    """Returns TF_CONFIG of one task."""
     return json.dumps({"cluster": {**CLUSTER, **jobs}, "task": {"type": kind, "index": index}})
 
 

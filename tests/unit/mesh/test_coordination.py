@@ -84,7 +84,6 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FL
 
 
 def answer_to(server, address):
-    """Asks for a service of two at this address."""
     server.stdin.write(f"{address} 2\n")
     server.stdin.flush()
     return server.stdout.readline()

@@ -62,7 +62,6 @@ def test_blocks_of_a_cube_match_hand_written(shape, replicas, wanted):
 
 
 def test_strided_blocks_fill_the_gaps():
-    """In the gaps of one block others begin."""
     assignment = DeviceAssignment.build(topology_of(8), [2], [2], num_replicas=4)
     assert assignment.core_assignment[..., 0].tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
@@ -145,8 +144,6 @@ def test_order_of_blocks():
     """That of the mesh is the only one."""
     built = DeviceAssignment.build(topology_of(2, 2), num_replicas=3, device_order_mode=DeviceOrderMode.MESH)
     assert built.core_assignment.tolist() == [[[0, 0]], [[0, 1]], [[1, 0]]]
-    with pytest.raises(
-        InvalidArgumentError,
-        match="device_order_mode=.*RING.*: must be AUTO or MESH: blocks are assigned in the order of the mesh",
-    ):
+    message = "device_order_mode=.*RING.*: must be AUTO or MESH: blocks are assigned in the order of the mesh"
+    with pytest.raises(InvalidArgumentError, match=message):
         DeviceAssignment.build(topology_of(2, 2), device_order_mode=DeviceOrderMode.RING)

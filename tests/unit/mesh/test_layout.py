@@ -148,7 +148,6 @@ def test_min_size_must_be_positive(min_size):
     "layout", [phalanx.fully_sharded("expert_axis"), {".*": ("expert_axis",)}], ids=["sharded", "rules"]
 )
 def test_axis_of_another_mesh(layout):
-    with pytest.raises(
-        InvalidArgumentError, match=r"no axis 'expert_axis'; its axes are 'replica' of 2, 'model' of 2.\nHINT"
-    ):
+    message = r"no axis 'expert_axis'; its axes are 'replica' of 2, 'model' of 2.\nHINT"
+    with pytest.raises(InvalidArgumentError, match=message):
         phalanx.MirroredStrategy([f"cpu:{i}" for i in range(4)], model_axis=("model", 2), layout=layout)

@@ -60,7 +60,6 @@ def test_settings_of_the_user_stay(monkeypatch, name):
 
 
 def test_other_systems_stay_as_they_are(monkeypatch):
-    """Only glibc has the function."""
     monkeypatch.setattr(memory.sys, "platform", "darwin")
     assert not memory.keep_freed_memory.__wrapped__()
     monkeypatch.setattr(memory.sys, "platform", "linux")

@@ -60,7 +60,6 @@ def test_devices_of_two_platforms_are_refused():
 
 
 def test_replica_in_two_processes():
-    """A process feeds complete replicas."""
     devices = tuple(_device(f"tpu:{i}", process=i // 3) for i in range(4))
     with pytest.raises(DeviceError, match=r"(?s)replica 1 on .*processes \[0, 1\].*\nHINT: use fewer logical devices"):
         Topology(devices, (("model", 2),))

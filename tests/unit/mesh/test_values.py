@@ -159,9 +159,8 @@ def test_real_rows_in_a_function():
     """The program does not know how many there are: the error names what does."""
     strategy = phalanx.OneDeviceStrategy("cpu:0")
     _, short = strategy.experimental_distribute_dataset([np.ones(4, "f"), np.ones(3, "f")])
-    with pytest.raises(
-        ContextError, match=r"the real rows of a padded batch in phalanx.function: .*\nHINT: strategy.run"
-    ):
+    message = r"the real rows of a padded batch in phalanx.function: .*\nHINT: strategy.run"
+    with pytest.raises(ContextError, match=message):
         phalanx.function(jnp.mean)(short)
 
 

@@ -121,21 +121,6 @@ def test_rows_that_make_no_batch(strategy, as_dataset, rows, match):
         next(iter(strategy.experimental_distribute_dataset(as_dataset(rows), batch_size=2)))
 
 
-class TooLong:
-    """Says that it has five rows, and has two."""
-
-    def __len__(self):
-        return 5
-
-    def __getitem__(self, index):
-        return [7, 8][index]
-
-
-def test_a_length_that_is_not_true(strategy):
-    with pytest.raises(InputError, match="record 2 of a TooLong: the record does not exist .*the `len` 5.\nHINT: "):
-        list(strategy.experimental_distribute_dataset(TooLong(), batch_size=5))
-
-
 @pytest.mark.parametrize("size", [0, -3, 2.5, True, "4"])
 @pytest.mark.parametrize("dataset", [np.ones(4), range(4), lambda: iter([])], ids=["array", "sequence", "generator"])
 def test_bad_batch_size(strategy, dataset, size):
@@ -155,12 +140,6 @@ def test_an_empty_dataset(strategy, dataset):
         _ = distributed.element_spec
 
 
-def test_dataset_distributed_twice_is_refused(strategy):
-    dataset = strategy.experimental_distribute_dataset([np.ones(2)])
-    with pytest.raises(InputError, match="the dataset is already distributed.\nHINT: pass the original dataset"):
-        strategy.experimental_distribute_dataset(dataset)
-
-
 @pytest.mark.parametrize("where", ["run", "function"])
 @pytest.mark.parametrize("how", ["next", "get_next", "get_next_as_optional"])
 def test_next_in_a_traced_step(strategy, where, how):
@@ -168,49 +147,36 @@ def test_next_in_a_traced_step(strategy, where, how):
     iterator = iter(strategy.experimental_distribute_dataset([np.ones(2)] * 9))
     read = {"next": lambda: next(iterator), "get_next": iterator.get_next}.get(how, iterator.get_next_as_optional)
     step = phalanx.function(read) if where == "function" else read
-    with pytest.raises(
-        ContextError, match="next.iterator. was called in a traced step.*\nHINT: pass the batch to the step"
-    ):
+    message = "next.iterator. was called in a traced step.*\nHINT: pass the batch to the step"
+    with pytest.raises(ContextError, match=message):
         strategy.run(step)
 
 
-@pytest.mark.parametrize("method", ["experimental_distribute_dataset", "distribute_datasets_from_function"])
-def test_distributing_in_a_replica_function(strategy, method):
-    with pytest.raises(
-        ContextError, match=f"{method} was called in replica context.*\nHINT: distribute the dataset outside"
-    ):
-        strategy.run(lambda: getattr(strategy, method)([np.ones(2)]))
+class Failing:
+    """Has two rows, and says that it has five."""
+
+    def __init__(self, failure):
+        self.failure = failure
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise self.failure
+        return np.ones(2)
 
 
 def test_a_failing_source(strategy):
-    """Its own error, after the batches before it. `test_generator_that_raises_at_row_1000` does it with a stream."""
-
-    class Failing(list):
-        def __getitem__(self, i):
-            if i == 2:
-                raise OSError("disk gone")
-            return super().__getitem__(i)
-
-    iterator = iter(strategy.experimental_distribute_dataset(Failing([np.ones(2)] * 3)))
+    """The batches before the failure, then its own error. `test_generator_that_raises_at_row_1000` does it with a stream."""
+    iterator = iter(strategy.experimental_distribute_dataset(Failing(OSError("disk gone")), batch_size=1))
     next(iterator)
     next(iterator)
     with pytest.raises(OSError, match="disk gone"):
         next(iterator)
     assert prefetching() == []
-
-
-@pytest.mark.parametrize("options", ["fast", 3, {}, AutoShardPolicy.DATA])
-def test_options_of_another_type(strategy, options):
-    """They are not ignored."""
-    for distribute in (strategy.experimental_distribute_dataset, strategy.distribute_datasets_from_function):
-        with pytest.raises(InvalidArgumentError, match="options=.*: must be InputOptions or None"):
-            distribute([np.ones(4)], options)
-
-
-def test_a_batch_size_in_the_place_of_options(strategy):
-    """The hint is the keyword that was left out."""
-    with pytest.raises(InvalidArgumentError, match=r"options=96: must be .*\nHINT: batch_size=96$"):
-        strategy.experimental_distribute_dataset(np.ones((96, 2)), 96)
+    with pytest.raises(InputError, match="record 2 of a Failing: the record does not exist .*the `len` 5.\nHINT: "):
+        list(strategy.experimental_distribute_dataset(Failing(IndexError()), batch_size=5))
 
 
 BUFFER, MODE = "experimental_per_replica_buffer_size", "experimental_replication_mode"
@@ -235,45 +201,64 @@ def test_bad_input_options(kwargs, match):
         InputOptions(**kwargs)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_one_dataset_for_each_replica(strategy, on_device):
-    """There is only one."""
-    options = InputOptions(experimental_replication_mode=PER_REPLICA, experimental_place_dataset_on_device=on_device)
-    with pytest.raises(
-        InvalidArgumentError,
-        match="with InputReplicationMode.PER_REPLICA: this method splits one dataset .*\nHINT: distrib",
-    ):
-        strategy.experimental_distribute_dataset([np.ones(2)], options)
+def position(state, dataset, batch_size=None):
+    return lambda s: iter(s.experimental_distribute_dataset(dataset, batch_size=batch_size)).set_state(state)
+
+
+def in_a_step(method):
+    return lambda s: s.run(lambda: getattr(s, method)([np.ones(2)]))
+
+
+def with_options(options, method="experimental_distribute_dataset"):
+    return lambda s: getattr(s, method)([np.ones(4)], options)
+
+
+ENTRIES = "a position of this dataset has the entries"
+FUNCTION = "distribute_datasets_from_function"
+IN_A_STEP = "was called in replica context.*\nHINT: distribute the dataset outside"
+OPTIONS = "options=.*: must be InputOptions or None"
+ONE_DATASET = "with InputReplicationMode.PER_REPLICA: this method splits one dataset .*\nHINT: distrib"
 
 
 @pytest.mark.parametrize(
-    ("dataset", "batch_size", "state", "match"),
+    ("use", "error", "match"),
     [
         (
-            np.arange(4),
-            2,
-            {"batches": 1},
-            r"set_state\(\{'batches': 1\}\): a position of this dataset has the entries 'records'",
+            position({"batches": 1}, np.arange(4), 2),
+            InputError,
+            rf"set_state\(\{{'batches': 1\}}\): {ENTRIES} 'records'",
         ),
-        ([np.ones(2)], None, {"records": 1}, "a position of this dataset has the entries 'batches'"),
+        (position({}, np.arange(4), 2), InputError, f"{ENTRIES} 'records'"),
+        (position({"records": 1}, [np.ones(2)]), InputError, f"{ENTRIES} 'batches'"),
         (
-            [np.ones(2)],
-            None,
-            {"workers": [{}, {}]},
+            position({"workers": [{}, {}]}, [np.ones(2)]),
+            InputError,
             "set_state of a position of 2 workers: the number of workers is now 1",
         ),
-        (np.arange(4), 2, {}, "a position of this dataset has the entries 'records'"),
+        (in_a_step("experimental_distribute_dataset"), ContextError, f"experimental_distribute_dataset {IN_A_STEP}"),
+        (in_a_step(FUNCTION), ContextError, f"{FUNCTION} {IN_A_STEP}"),
+        (with_options("fast"), InvalidArgumentError, OPTIONS),
+        (with_options({}), InvalidArgumentError, OPTIONS),
+        (with_options(AutoShardPolicy.DATA), InvalidArgumentError, OPTIONS),
+        (with_options(3, FUNCTION), InvalidArgumentError, OPTIONS),
+        (with_options(96), InvalidArgumentError, r"options=96: must be .*\nHINT: batch_size=96$"),
+        (with_options(InputOptions(**{MODE: PER_REPLICA})), InvalidArgumentError, ONE_DATASET),
+        (with_options(InputOptions(**{MODE: PER_REPLICA, PLACE: True})), InvalidArgumentError, ONE_DATASET),
+        (
+            lambda s: s.experimental_distribute_dataset(s.experimental_distribute_dataset([np.ones(2)])),
+            InputError,
+            "the dataset is already distributed.\nHINT: pass the original dataset",
+        ),
+        (
+            lambda s: mirrored(3).run(
+                lambda x: x, args=(next(iter(s.experimental_distribute_dataset([np.arange(4)]))),)
+            ),
+            InvalidArgumentError,
+            "a PerReplica of 2 components: the strategy .* has 3 replicas",
+        ),
     ],
 )
-def test_wrong_positions_leave_the_iterator_usable(strategy, dataset, batch_size, state, match):
-    iterator = iter(strategy.experimental_distribute_dataset(dataset, batch_size=batch_size))
-    with pytest.raises(InputError, match=match):
-        iterator.set_state(state)
-    assert next(iterator) is not None
-
-
-def test_values_of_another_strategy(strategy):
-    """A batch for two replicas does not fit three."""
-    (batch,) = strategy.experimental_distribute_dataset([np.arange(4)])
-    with pytest.raises(InvalidArgumentError, match="a PerReplica of 2 components: the strategy .* has 3 replicas"):
-        mirrored(3).run(lambda x: x, args=(batch,))
+def test_wrong_uses_of_datasets(strategy, use, error, match):
+    """Positions of other datasets, options of other types, a dataset in a step, of another strategy, or distributed twice."""
+    with pytest.raises(error, match=match):
+        use(strategy)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import DATA, MOVES, SHAPES, assert_goes_on, assert_shared, batch_sizes, open_all, rows, rows_of, take
+from simulation import DATA, MOVES, SHAPES, assert_goes_on, assert_shared, batch_sizes, open_all, rows_of, take
 
 from phalanx.errors import InputError
 from phalanx.input.shard import InputWorker
@@ -56,7 +56,6 @@ def test_records_of_an_iterable(n, b, count):
 
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_goes_on_from_every_position(make, before, after):
-    """On as many workers and replicas, and on others."""
     for batch_rows in ([], [3, 3, 1], [4, 0, 9, 1], [8, 8]):
         assert_goes_on(make(batch_rows), before, after, list(range(sum(batch_rows))))
 
@@ -65,12 +64,6 @@ def test_drop_remainder_leaves_short_batches_out(make):
     """Batches that are shorter than the longest before them are dropped."""
     taken = take(open_all(make([4, 4, 2], drop_remainder=True), (2, 1)))
     assert rows_of(taken) == list(range(8))
-
-
-def test_the_end_stays_the_end(make):
-    reader = make([2]).open(InputWorker(), DATA, None)
-    assert rows(reader.read()) == [0, 1]
-    assert [reader.read() for _ in range(3)] == [None] * 3
 
 
 def test_facts_of_batches_in_memory():
@@ -122,9 +115,8 @@ def test_generator_that_writes_into_one_array():
 def test_one_shot_iterator_is_handed_out_once():
     make = OneShot(iter([1]))
     assert list(make()) == [1]
-    with pytest.raises(
-        InputError, match="a second pass over an iterator: an iterator can be read only once.\nHINT: .*"
-    ):
+    message = "a second pass over an iterator: an iterator can be read only once.\nHINT: .*"
+    with pytest.raises(InputError, match=message):
         make()
 
 

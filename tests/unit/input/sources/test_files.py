@@ -55,7 +55,6 @@ class Folder:
 
 @pytest.fixture(params=LAYOUTS, ids=str)
 def folder(request, tmp_path):
-    """Files of various sizes."""
     return Folder(tmp_path, request.param)
 
 
@@ -144,8 +143,6 @@ def test_drop_remainder_follows_the_policy(tmp_path):
 
 
 class Recording(list):
-    """Records that remember which were read."""
-
     def __init__(self, values, read):
         super().__init__(values)
         self.read = read
@@ -223,7 +220,6 @@ def test_a_file_that_is_cut_off(strategy, tmp_path, module):
     path = tmp_path / "a.compressed"
     path.write_bytes(module.compress(bytes(range(256)))[:20])
     dataset = phalanx.data.from_files([path], lambda path: list(module.decompress(pathlib.Path(path).read_bytes())))
-    with pytest.raises(
-        InputError, match=r"the file .*compressed: its content is damaged or truncated: .*\nHINT: restore the file"
-    ):
+    message = r"the file .*compressed: its content is damaged or truncated: .*\nHINT: restore the file"
+    with pytest.raises(InputError, match=message):
         list(strategy.experimental_distribute_dataset(dataset, batch_size=4))

@@ -19,7 +19,6 @@ ON_DEVICE = InputOptions(
 
 
 def counted(start, sizes):
-    """Returns batches of consecutive numbers."""
     return np.split(start + np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
 
 
@@ -51,9 +50,8 @@ def test_per_replica_batch_size():
     context = phalanx.InputContext(2, 1, 4)
     assert context.get_per_replica_batch_size(8) == 2
     assert str(context) == "InputContext(input pipeline 1 of 2)"
-    with pytest.raises(
-        InvalidArgumentError, match="global_batch_size=9: is not divisible by the number of replicas, 4.\nHINT: exp"
-    ):
+    message = "global_batch_size=9: is not divisible by the number of replicas, 4.\nHINT: exp"
+    with pytest.raises(InvalidArgumentError, match=message):
         context.get_per_replica_batch_size(9)
 
 
@@ -92,7 +90,6 @@ def test_dataset_on_the_device(strategy):
 @pytest.mark.parametrize("options", [None, PER_REPLICA, ON_DEVICE])
 @pytest.mark.parametrize("strategy", [phalanx.get_strategy(), phalanx.OneDeviceStrategy("cpu:1")], ids=str)
 def test_one_replica_gets_batches_unpadded(strategy, options):
-    """Its batches as they are; a short one too."""
     dataset = strategy.distribute_datasets_from_function(lambda c: counted(0, [2, 2, 1]), options)
     assert [np.asarray(b).tolist() for b in dataset] == [[0, 1], [2, 3], [4]]
 
@@ -104,10 +101,8 @@ def test_positions_are_those_of_each_pipeline(strategy):
     next(iterator)
     assert iterator.get_state() == {"pipelines": [{"batches": 1}, {"batches": 1}]}
     other = mirrored(3).distribute_datasets_from_function(make, PER_REPLICA)
-    with pytest.raises(
-        InputError,
-        match="set_state of 2 input pipelines: this dataset has 3 input pipelines.\nHINT: restore the position on as",
-    ):
+    message = "set_state of 2 input pipelines: this dataset has 3 input pipelines.\nHINT: restore the position on as"
+    with pytest.raises(InputError, match=message):
         iter(other).set_state(iterator.get_state())
 
 
@@ -129,12 +124,9 @@ def test_functions_that_make_no_dataset(strategy, made, match):
 
 
 def test_batches_that_differ_beyond_dim_0(strategy):
-    """Replicas cannot have rows of different shapes."""
     dataset = strategy.distribute_datasets_from_function(lambda c: [np.ones((2, 3)), np.ones((2, 4))])
-    with pytest.raises(
-        InputError,
-        match=r"batches of shapes \[\(2, 3\), \(2, 4\)\]: the batches of the replicas must have equal shapes",
-    ):
+    message = r"batches of shapes \[\(2, 3\), \(2, 4\)\]: the batches of the replicas must have equal shapes"
+    with pytest.raises(InputError, match=message):
         next(iter(dataset))
 
 

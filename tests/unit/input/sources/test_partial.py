@@ -27,7 +27,6 @@ def part_of(dataset, part, batch_size=None, *, drop_remainder=False):
 
 
 def batches(ends=(8, 16, 24, 32, 40, 45)):
-    """Returns batches of the numbers from 0."""
     return np.split(np.arange(ends[-1]), ends[:-1])
 
 
@@ -125,7 +124,6 @@ def test_batches_in_arrays_that_are_used_again(part):
 
 
 def test_keys_of_random_numbers():
-    """NumPy has no such arrays."""
     dataset = [jax.random.split(jax.random.key(seed), 4) for seed in (0, 1)]
     (reader,) = open_all(part_of(dataset, Fraction(3, 4)), (1, 1))
     found = [piece.parts[0] for (piece,) in take([reader])]

@@ -41,7 +41,6 @@ def test_every_row_once_at_larger_sizes(n, b, count, replicas):
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 2), (3, 1)])
 def test_drop_remainder_keeps_full_batches(make, shape):
-    """All full batches, and no other."""
     for n in range(20):
         source = make(n, 6, drop_remainder=True)
         taken = take(open_all(source, shape))
@@ -52,17 +51,8 @@ def test_drop_remainder_keeps_full_batches(make, shape):
 
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_goes_on_from_every_position(make, before, after):
-    """On as many workers and replicas, and on others."""
     for n, b in [(0, 3), (1, 4), (13, 4), (24, 6), (25, 1)]:
         assert_goes_on(make(n, b), before, after, list(range(n)))
-
-
-def test_the_end_stays_the_end(make):
-    """Again and again, with a position that stays."""
-    reader = make(5, 4).open(InputWorker(), DATA, None)
-    take([reader])
-    assert [reader.read() for _ in range(3)] == [None] * 3
-    assert reader.get_state() == {"records": 5}
 
 
 def test_facts_are_known_before_reading(make):
@@ -75,8 +65,6 @@ def test_facts_are_known_before_reading(make):
 
 
 class Recording:
-    """A sequence that remembers which records were read."""
-
     def __init__(self, n):
         self.n, self.read = n, []
 
