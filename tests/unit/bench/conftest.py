@@ -6,11 +6,22 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
+from phalanx.bench.__main__ import main
 from phalanx.errors import StartupError
+from phalanx.launch import cli
 from phalanx.testing import VirtualNetwork
 
-DEADLINE_S = 200
+DEADLINE_S = 600
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """Runs `phalanx bench` in this process and a folder of its own. The runs that it measures are processes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_child", lambda module, arguments: main(*arguments))
+    return lambda *arguments: CliRunner().invoke(cli.main, ["bench", *arguments])
 
 
 @pytest.fixture

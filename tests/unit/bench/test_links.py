@@ -65,19 +65,15 @@ def test_one_device_has_no_links():
         links.measure(topology_of(1))
 
 
-def run(*arguments, folder):
-    command = [sys.executable, "-m", "phalanx", "bench", *arguments]
-    return subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=200)
-
-
-def test_command_starts_processes(tmp_path):
+def test_command_starts_processes(tmp_path, bench):
     """Two of one device each, and rank 0 prints."""
-    done = run("--links", "--processes", "2", "--output", "links.json", folder=tmp_path)
+    command = [sys.executable, "-m", "phalanx", "bench", "--links", "--processes", "2", "--output", "links.json"]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "Links between 2 CPUs in 2 processes" in done.stdout
     assert len(json.loads((tmp_path / "links.json").read_text())["links"]) == 2
-    refused = run("--links", "--output", "links.txt", folder=tmp_path)
-    assert (refused.returncode, "must end with .json" in refused.stderr) == (2, True)
+    refused = bench("--links", "--output", "links.txt")
+    assert (refused.exit_code, "must end with .json" in refused.stderr) == (2, True)
 
 
 def test_slow_cable_is_measured(on_slow_link, tmp_path):

@@ -207,7 +207,7 @@ def test_name_of_job_follows_script(write, target, is_module, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("failures", "restarts", "code"), [(0, 0, 0), (2, 3, 0), (9, 1, 1)])
+@pytest.mark.parametrize(("failures", "restarts", "code"), [(2, 3, 0), (9, 1, 1)])
 def test_script_runs_and_restarts_tasks(tmp_path, environment, failures, restarts, code):
     """The script for sbatch starts the tasks with their arguments, and again until they succeed or may not restart."""
     (tmp_path / "tell.py").write_text(TELL.format(failures=failures))
