@@ -4,7 +4,6 @@ import re
 
 import keras
 import numpy as np
-import pytest
 
 import phalanx
 
@@ -12,39 +11,23 @@ USERS, ITEMS, WIDTH = 300, 100, 4
 SMALL = ("--users", USERS, "--items", ITEMS, "--width", WIDTH, "--batch", 256)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where the example saves."""
-    return tmp_path_factory.mktemp("parameter_server")
-
-
-@pytest.fixture(scope="module")
-def scheduled(run_example, folder):
-    """What it prints."""
-    return run_example("parameter_server.py", *SMALL, "--epochs", 3, "--steps", 100, folder=folder)
-
-
-def test_learns_who_clicks(scheduled):
+def test_learns_who_clicks(run_example, tmp_path):
     """The AUC on held-out rows goes up, not above that of the model that the clicks are drawn from."""
-    found = [float(x) for x in re.findall(r"held-out AUC ([\d.]+)", scheduled)]
-    best = float(re.search(r"AUC of the hidden model ([\d.]+)", scheduled).group(1))
+    printed = run_example("parameter_server.py", *SMALL, "--epochs", 3, "--steps", 100, folder=tmp_path)
+    found = [float(x) for x in re.findall(r"held-out AUC ([\d.]+)", printed)]
+    best = float(re.search(r"AUC of the hidden model ([\d.]+)", printed).group(1))
     assert len(found) == 3
     assert found[0] < found[-1] < best
     assert found[-1] > 0.7
-
-
-def test_says_how_the_workers_get_on(scheduled):
-    """One line an epoch."""
-    lines = re.findall(r"(\d+) steps/s \| workers 2/2 \| queued 0, in flight 0 \| staleness mean", scheduled)
+    # One line an epoch says how the workers get on.
+    lines = re.findall(r"(\d+) steps/s \| workers 2/2 \| queued 0, in flight 0 \| staleness mean", printed)
     assert len(lines) == 3
     assert all(float(rate) > 0 for rate in lines)
-
-
-def test_saves_the_weights_and_the_curve(scheduled, folder):
-    """Without a strategy the tables are ordinary layers; the checkpoint of a training that is done is gone."""
-    out = folder / "out/parameter_server"
+    # The weights and the curve are saved; the checkpoint of a training that is done is gone.
+    out = tmp_path / "out/parameter_server"
     assert sorted(p.name for p in out.iterdir()) == ["auc.png", "model.weights.h5"]
     assert (out / "auc.png").read_bytes().startswith(b"\x89PNG")
+    # Without a strategy the tables are ordinary layers.
     table = phalanx.keras.ShardedEmbedding(USERS, WIDTH, name="users")
     user = keras.Input((), dtype="int32")
     keras.Model(user, table(user)).load_weights(out / "model.weights.h5", skip_mismatch=True)

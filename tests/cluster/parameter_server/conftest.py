@@ -25,8 +25,9 @@ class SharedStrategies:
     def __init__(self):
         self._open, self._used = {}, set()
 
-    def __call__(self, *, workers=2, ps=1, **options):
-        options |= {"workers": workers, "ps": ps}
+    def __call__(self, **options):
+        # No process is silent for so long on a busy machine.
+        options = {"workers": 2, "ps": 1, "worker_timeout_s": 120.0, **options}
         key = tuple(sorted(options.items()))
         self._open[key] = self._open.pop(key, None) or phalanx.ParameterServerStrategy(**options)
         self._used.add(key)

@@ -18,7 +18,7 @@ def say(words):
 
 
 def main(counts):
-    strategy = phalanx.ParameterServerStrategy(**counts)
+    strategy = phalanx.ParameterServerStrategy(**counts, worker_timeout_s=120.0)
     coordinator = phalanx.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
         weight = keras.Variable(np.ones((4, 2), "float32"))

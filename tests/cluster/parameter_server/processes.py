@@ -49,7 +49,7 @@ def listening(pids):
     return {c.laddr.ip.removeprefix("::ffff:") for c in sockets if c.status == psutil.CONN_LISTEN}
 
 
-def wait_until(is_so, deadline_s=120.0):
+def wait_until(is_so, deadline_s=300.0):
     """Waits for something that must come true."""
     deadline = time.monotonic() + deadline_s
     while not is_so():
@@ -113,7 +113,7 @@ def process(*command, cwd=HERE, **environment):
             print(f"---- {one.args}, with exit code {one.poll()}\n{errors_of(one)[-8000:]}")
             raise
         finally:
-            for pid in family_of(one.pid):
+            for pid in family_of(one.pid) if one.poll() is None else []:
                 if is_there(pid):
                     kill(pid)
             one.wait()

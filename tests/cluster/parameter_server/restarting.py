@@ -27,7 +27,7 @@ class Training:
     """Variables of all kinds, and steps that change them."""
 
     def __init__(self, **options):
-        self.strategy = phalanx.ParameterServerStrategy(**{"workers": 1, **options})
+        self.strategy = phalanx.ParameterServerStrategy(**{"workers": 1, "worker_timeout_s": 120.0, **options})
         self.coordinator = phalanx.coordinator.ClusterCoordinator(self.strategy)
         with self.strategy.scope():
             self.counter = keras.Variable(0, dtype="int32", trainable=False, aggregation="sum")

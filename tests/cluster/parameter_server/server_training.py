@@ -37,6 +37,13 @@ def training(model, optimizer, counter=None):
     return step
 
 
+def do(coordinator, step, *calls):
+    """Lets workers do a step with the arguments of each call, and waits until they have."""
+    for args in calls:
+        coordinator.schedule(step, args=args)
+    coordinator.join()
+
+
 def new_counter(name="counter"):
     """A variable that counts."""
     return keras.Variable(0, dtype="int32", trainable=False, aggregation="sum", name=name)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from processes import wait_until
-from server_training import BATCHES, assert_same, by_keras, mlp, new_counter, parts, training
+from server_training import BATCHES, assert_same, by_keras, do, mlp, new_counter, parts, training
 
 import phalanx
 from phalanx.coordinator import ClusterCoordinator
@@ -32,10 +32,7 @@ def train_in_halves(strategy, name, *units):
     make = partial(mlp, *units)
     model, optimizer, counter = parts(strategy, lambda: (make(), OPTIMIZERS[name](), new_counter()))
     step = training(model, optimizer, counter)
-    for x, y in BATCHES:
-        for half in (slice(0, 4), slice(4, 8)):
-            coordinator.schedule(step, args=(x[half], y[half]))
-    coordinator.join()
+    do(coordinator, step, *((x[half], y[half]) for x, y in BATCHES for half in (slice(0, 4), slice(4, 8))))
     assert int(counter.value) == 2 * len(BATCHES)
     assert int(optimizer.iterations.value) == len(BATCHES)
     return model.get_weights(), by_keras(make, OPTIMIZERS[name](), BATCHES).get_weights()
@@ -106,16 +103,12 @@ def test_a_step_that_fails_is_not_waited_for(synchronous):
     def step(iterator):
         counter.assign_add(keras.ops.cast(next(iterator), "int32"))
 
-    for _ in range(5):
-        coordinator.schedule(step, args=(iterator,))
     with pytest.raises(IndexError, match="no further batch"):
-        coordinator.join()
+        do(coordinator, step, *[(iterator,)] * 5)
     done = int(counter.value)
     assert 2 <= done <= 4
     increment = lambda: counter.assign_add(1)  # noqa: E731
-    for _ in range(4):
-        coordinator.schedule(increment)
-    coordinator.join()
+    do(coordinator, increment, *[()] * 4)
     assert int(counter.value) == done + 4
 
 

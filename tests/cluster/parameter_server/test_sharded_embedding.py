@@ -133,17 +133,18 @@ def test_ids_out_of_range(strategy, wrong):
     assert_same(ours.get_weights(), theirs.get_weights())
 
 
-def table(strategy, initializer, rows=600):
-    """What the servers have made of an initializer."""
+def built(strategy, rows=ROWS, **given):
+    """The layer with its table over servers."""
     with strategy.scope():
-        layer = ShardedEmbedding(rows, WIDTH, embeddings_initializer=initializer)
+        layer = ShardedEmbedding(rows, WIDTH, **given)
         layer.build()
-    return layer.embeddings.numpy()
+    return layer
 
 
 def test_made_by_the_servers(strategy):
     """Each server's rows are drawn anew, from the initializer's distribution."""
-    rows = table(strategy, keras.initializers.RandomNormal(mean=1.0, stddev=0.5))
+    initializer = keras.initializers.RandomNormal(mean=1.0, stddev=0.5)
+    rows = built(strategy, 600, embeddings_initializer=initializer).embeddings.numpy()
     assert rows.shape == (600, WIDTH)
     assert len(np.unique(rows)) > 0.99 * rows.size
     for half in (rows[:300], rows[300:]):
@@ -153,23 +154,25 @@ def test_made_by_the_servers(strategy):
 
 def test_a_seed_repeats(strategy):
     """Tables of one seed are equal, and have no row in common with those of another seed or of none; so is set_random_seed."""
+
+    def table(initializer):
+        return built(strategy, 6, embeddings_initializer=initializer).embeddings.numpy()
+
     seeds = (5, 5, 6, None, None, keras.random.SeedGenerator(5))
-    first, again, *others = (table(strategy, keras.initializers.RandomUniform(seed=seed), 6) for seed in seeds)
+    first, again, *others = (table(keras.initializers.RandomUniform(seed=seed)) for seed in seeds)
     np.testing.assert_array_equal(first, again)
     assert len(np.unique(np.concatenate([first, *others]))) == 5 * 6 * WIDTH
     tables = []
     for _ in range(2):
         keras.utils.set_random_seed(7)
-        tables.append(table(strategy, "uniform", 6))
+        tables.append(table("uniform"))
     np.testing.assert_array_equal(*tables)
 
 
 def test_assign_and_read(strategy):
     """Before the table is made and after it."""
     values = np.arange(ROWS * WIDTH, dtype="float32").reshape(ROWS, WIDTH)
-    with strategy.scope():
-        layer = ShardedEmbedding(ROWS, WIDTH)
-        layer.build()
+    layer = built(strategy)
     for x in (values, -values):
         layer.embeddings.assign(x)
         np.testing.assert_array_equal(layer.embeddings.numpy(), x)
@@ -210,27 +213,23 @@ def test_saved_model_loads_with_and_without_strategy(strategy, tmp_path):
     assert_same([*ours.get_weights(), *slots(ours)], [*again.get_weights(), *slots(again)])
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"embeddings_regularizer": "l2"},
-        {"embeddings_constraint": "max_norm"},
-        {"weights": [np.zeros((ROWS, WIDTH))]},
-        {"lora_rank": 2},
-    ],
-    ids=lambda given: next(iter(given)),
-)
-def test_what_needs_the_whole_table(given):
+def test_what_needs_the_whole_table():
     """It is refused where the layer is made."""
-    with pytest.raises(InvalidArgumentError, match="the argument needs the whole table at each step"):
-        ShardedEmbedding(ROWS, WIDTH, **given)
+    refused = {
+        "embeddings_regularizer": "l2",
+        "embeddings_constraint": "max_norm",
+        "weights": [np.zeros((ROWS, WIDTH))],
+    }
+    for name, given in {**refused, "lora_rank": 2}.items():
+        with pytest.raises(InvalidArgumentError, match="the argument needs the whole table at each step"):
+            ShardedEmbedding(ROWS, WIDTH, **{name: given})
 
 
 def test_steps_that_a_table_cannot_serve(strategy, coordinator):
     """What it looks up is not known before the step is computed, or cannot be told beforehand; it has no other rows to assign."""
+    layer = built(strategy)
     with strategy.scope():
-        layer, offset = ShardedEmbedding(ROWS, WIDTH), keras.Variable(1, dtype="int32", trainable=False)
-        layer.build()
+        offset = keras.Variable(1, dtype="int32", trainable=False)
 
     def loops(ids):
         return jax.lax.scan(lambda total, x: (total + keras.ops.sum(layer(x)), None), 0.0, ids)[0]

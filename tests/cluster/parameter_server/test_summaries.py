@@ -55,38 +55,25 @@ def test_each_step_is_written_once(coordinator, tmp_path):
     assert data.count(b"scalars") == 2 * STEPS
 
 
-def test_integer_as_default_step(coordinator, writer, tmp_path):
-    """An integer is the one at the time of the call of schedule."""
-
-    def step():
-        return summary.scalar("x", 3.0)
-
-    for i in (5, 7):
-        with writer.as_default(step=i):
-            coordinator.schedule(step)
-    coordinator.join()
-    writer.flush()
-    assert scalars_in(f"{tmp_path}/events*") == {5: {"x": 3.0}, 7: {"x": 3.0}}
-
-
-def test_variable_as_default_step(strategy, coordinator, writer, tmp_path):
-    """A variable has the value that the step reads on its server."""
+def test_default_step_of_a_writer(strategy, coordinator, writer, tmp_path):
+    """An integer is the one at the time of the call of schedule. A variable has the value that the step reads on its server."""
     with strategy.scope():
         count = keras.Variable(10, dtype="int32", trainable=False)
 
     def step():
-        summary.scalar("x", 1.0)
+        summary.scalar("x", 3.0)
         count.assign_add(1)
 
-    with writer.as_default(step=count):
-        for _ in range(3):
+    for i in (5, 7, count, count, count):
+        with writer.as_default(step=i):
             coordinator.schedule(step)
             coordinator.join()
-    assert scalars_in(f"{tmp_path}/events*") == {i: {"x": 1.0} for i in (10, 11, 12)}
+    writer.flush()
+    assert scalars_in(f"{tmp_path}/events*") == {i: {"x": 3.0} for i in (5, 7, 12, 13, 14)}
 
 
 def test_steps_that_do_not_record(coordinator, writer, tmp_path):
-    """A condition decides at each call of schedule. A step without summaries has one program either way."""
+    """A condition decides at each call of schedule, or workers compute it. A step without summaries has one program either way."""
     traced = []
 
     def records(i):
@@ -96,29 +83,21 @@ def test_steps_that_do_not_record(coordinator, writer, tmp_path):
     def records_nothing():
         traced.append("nothing")
 
+    def decides(i):
+        with summary.record_if(i % 2 == 0):
+            summary.scalar("y", i * 2.0, step=i)
+
+    assert not coordinator.schedule(decides, args=(np.int32(0),)).fetch(), "there is no writer"
     with writer.as_default():
         for i in range(6):
             with summary.record_if(i % 3 == 0):
                 coordinator.schedule(records, args=(np.int32(i),))
                 coordinator.schedule(records_nothing)
+            coordinator.schedule(decides, args=(np.int32(i),))
         coordinator.join()
-    assert list(scalars_in(f"{tmp_path}/events*")) == [0, 3]
+    expected = {0: {"x": 1.0, "y": 0.0}, 2: {"y": 4.0}, 3: {"x": 1.0}, 4: {"y": 8.0}}
+    assert scalars_in(f"{tmp_path}/events*") == expected
     assert traced == ["records", "nothing", "records"]
-
-
-def test_condition_that_the_step_computes(coordinator, writer, tmp_path):
-    """Workers compute it, and the coordinator writes only what is to be written: nothing without a writer."""
-
-    def step(i):
-        with summary.record_if(i % 2 == 0):
-            summary.scalar("x", i * 2.0, step=i)
-
-    assert not coordinator.schedule(step, args=(np.int32(0),)).fetch()
-    with writer.as_default():
-        for i in range(4):
-            coordinator.schedule(step, args=(np.int32(i),))
-        coordinator.join()
-    assert scalars_in(f"{tmp_path}/events*") == {0: {"x": 0.0}, 2: {"x": 4.0}}
 
 
 def test_a_writer_that_was_closed(coordinator, tmp_path):
