@@ -8,12 +8,10 @@ import phalanx
 
 
 def dense(*widths):
-    """Returns a model of dense layers on 64 numbers."""
     return keras.Sequential([keras.Input((64,)), *(keras.layers.Dense(n) for n in widths)])
 
 
 def mirrored(**options):
-    """A strategy of one replica."""
     return lambda: phalanx.MirroredStrategy(1, **options)
 
 
@@ -51,10 +49,8 @@ def loop(strategy, *widths, rows=32):
 
 
 def batches(rows, width):
-    """Two batches of inputs and outputs."""
     return [(np.ones((rows, 64), "float32"), np.ones((rows, width), "float32"))] * 2
 
 
 def num_parameters(*widths):
-    """Returns the number of weights and biases of `dense`, computed from the widths."""
     return sum((a + 1) * b for a, b in zip((64, *widths), widths, strict=False))

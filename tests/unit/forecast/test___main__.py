@@ -1,4 +1,4 @@
-"""`phalanx estimate`, as a process of its own."""
+"""`phalanx estimate`, as a process of its own, and its module in this process."""
 
 import json
 import os
@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
-pytestmark = pytest.mark.slow
+from phalanx.forecast.__main__ import main
+from phalanx.launch import cli
 
-MAIN = [sys.executable, "-c", "from phalanx.launch.cli import main; main(prog_name='phalanx')", "estimate"]
 SCRIPT = """
 import sys
 import phalanx
@@ -28,22 +29,23 @@ print("was not stopped")
 
 @pytest.fixture
 def estimate(tmp_path):
-    """Predicts the text of a script."""
+    """Predicts the text of a script in a process."""
 
-    def run(source, *arguments, after=()):
+    def run(source, *arguments):
         (tmp_path / "train.py").write_text(source)
-        command = [*MAIN, *arguments, "train.py", *after]
+        command = "from phalanx.launch.cli import main; main(prog_name='phalanx')"
         environment = {name: value for name, value in os.environ.items() if name not in ("NPROC", "PYTHONPATH")}
+        command = [sys.executable, "-c", command, "estimate", *arguments]
         return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
     return run
 
 
+@pytest.mark.slow
 def test_step_of_a_script_is_predicted(estimate, tmp_path):
     """The table goes to standard output, the figures into a file, and the script gets its arguments."""
-    done = estimate(
-        SCRIPT, "--topology", "cpu:1,2", "--devices", "2", "--output", "found.json", after=("--topology", "x")
-    )
+    options = ("--topology", "cpu:1,2", "--devices", "2", "--output", "found.json")
+    done = estimate(SCRIPT, *options, "train.py", "--topology", "x")
     assert (done.returncode, done.stderr) == (0, "")
     assert "arguments ['--topology', 'x']" in done.stdout
     assert "predicted, not run" in done.stdout
@@ -55,41 +57,39 @@ def test_step_of_a_script_is_predicted(estimate, tmp_path):
     assert (one["rows_per_replica"], two["rows_per_replica"]) == (16, 16)
 
 
-def test_unknown_topology_is_an_error(estimate):
-    """One message without a traceback."""
-    done = estimate(SCRIPT, "--topology", "v9:4")
-    assert done.returncode == 2
-    assert "phalanx: topology 'v9:4': the known kinds of devices are" in done.stderr
-    assert "HINT: " in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_output_that_cannot_be_written(estimate):
-    """The command ends before the script runs."""
-    done = estimate(SCRIPT, "--topology", "cpu:1", "--output", "absent/found.json")
-    assert done.returncode == 2
-    assert "phalanx: path='absent/found.json': its folder does not exist." in done.stderr
-    assert "arguments" not in done.stdout
-
-
+@pytest.mark.slow
 def test_exception_of_a_script_is_shown(estimate):
     """Its traceback ends the command, with Python's exit code."""
-    done = estimate("raise ZeroDivisionError('mine')", "--topology", "cpu:1")
+    done = estimate("raise ZeroDivisionError('mine')", "--topology", "cpu:1", "train.py")
     assert done.returncode == 1
     assert done.stderr.endswith("ZeroDivisionError: mine\n")
 
 
-def test_script_without_a_step_is_an_error(estimate):
-    """It ends before it has trained."""
-    done = estimate("print('nothing')", "--topology", "cpu:1")
-    assert done.returncode == 2
-    assert "phalanx: phalanx.estimate of a function that runs no training step" in done.stderr
+@pytest.mark.parametrize(
+    ("source", "topologies", "output", "message"),
+    [
+        pytest.param(SCRIPT, "v9:4", "", "topology 'v9:4': the known kinds of devices are", id="unknown topology"),
+        pytest.param(
+            SCRIPT, "cpu:1", "absent/found.json", "path='absent/found.json': its folder does not exist.", id="output"
+        ),
+        pytest.param("", "cpu:1", "", "phalanx.estimate of a function that runs no training step", id="no step"),
+    ],
+)
+def test_errors_have_one_message(tmp_path, monkeypatch, capsys, source, topologies, output, message):
+    """Without a traceback, and before the script runs if its arguments show that."""
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "train.py").write_text(source)
+    assert main(topologies, output, "script", str(tmp_path / "train.py")) == 2
+    printed = capsys.readouterr()
+    assert f"phalanx: {message}" in printed.err
+    assert "HINT: " in printed.err
+    assert "arguments" not in printed.out
 
 
 def test_script_that_is_missing():
-    """One message without a traceback, before JAX is imported."""
-    command = [*MAIN, "--topology", "cpu:1", "absent.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert "absent.py" in done.stderr
-    assert "Traceback" not in done.stderr
+    """One message without a traceback."""
+    done = CliRunner().invoke(cli.main, ["estimate", "--topology", "cpu:1", "absent.py"])
+    assert done.exit_code == 2
+    assert "absent.py" in done.output
+    assert "Traceback" not in done.output

@@ -19,67 +19,57 @@ from phalanx.forecast.step import at_first_step
 from phalanx.forecast.targets import Target
 
 F32 = 4
+BATCH_BYTES = 32 * (64 + 4) * F32
 
 
-@pytest.mark.parametrize("train", [fit, loop])
-def test_memory_is_computed_by_hand(train):
-    """Weights and two slots of Adam, and the batch of one replica; all but the batch is reused. Counters are 64 bytes at most."""
-    (found,) = phalanx.estimate(train(mirrored(), 512, 4), ["cpu:2"])
-    kept, batch = 3 * F32 * num_parameters(512, 4), 32 * (64 + 4) * F32
-    assert 0 <= found.memory.arguments - kept - batch <= 64
-    assert 0 <= found.memory.reused - kept <= 64
-    assert (found.num_devices, found.num_replicas, found.rows_per_replica) == (2, 2, 32)
-
-
-def test_step_has_the_name_of_its_function():
-    """Of the function that `run` calls."""
-    assert phalanx.estimate(loop(mirrored(), 512, 4), ["cpu:1"]).name.endswith("train.<locals>.step")
-
-
-@pytest.mark.parametrize("train", [fit, loop])
-def test_gradients_are_reduced_once(train):
+def assert_reduced_once(found):
     """One all-reduce of all gradients, and of at most two numbers more."""
-    (found,) = phalanx.estimate(train(mirrored(), 512, 4), ["cpu:2"])
     (reduced,) = found.collectives
     assert (reduced.kind, reduced.dtype, reduced.group) == ("all-reduce", "f32", (0, 1))
     assert 0 <= reduced.num_bytes - F32 * num_parameters(512, 4) <= 8
 
 
 @pytest.mark.parametrize("train", [fit, loop])
+def test_figures_are_computed_by_hand(train):
+    """Weights and two slots of Adam, and the batch of one replica; all but the batch is reused. Counters are 64 bytes at most."""
+    (found,) = phalanx.estimate(train(mirrored(), 512, 4), ["cpu:2"])
+    kept = 3 * F32 * num_parameters(512, 4)
+    assert 0 <= found.memory.arguments - kept - BATCH_BYTES <= 64
+    assert 0 <= found.memory.reused - kept <= 64
+    assert (found.num_devices, found.num_replicas, found.rows_per_replica) == (2, 2, 32)
+    assert_reduced_once(found)
+
+
+@pytest.mark.parametrize("train", [fit, loop])
 def test_central_storage_computes_gradients(train):
     """Devices get the weights and the batch, and return the sum of the gradients. Slots are with the parameter device."""
-    (found,) = phalanx.estimate(
-        train(lambda: phalanx.experimental.CentralStorageStrategy(["cpu:0"]), 512, 4), ["cpu:2"]
-    )
-    kept, batch = F32 * num_parameters(512, 4), 32 * (64 + 4) * F32
-    assert 0 <= found.memory.arguments - kept - batch <= 64
-    (reduced,) = found.collectives
-    assert 0 <= reduced.num_bytes - F32 * num_parameters(512, 4) <= 8
+    strategy = lambda: phalanx.experimental.CentralStorageStrategy(["cpu:0"])  # noqa: E731
+    (found,) = phalanx.estimate(train(strategy, 512, 4), ["cpu:2"])
+    assert 0 <= found.memory.arguments - F32 * num_parameters(512, 4) - BATCH_BYTES <= 64
+    assert_reduced_once(found)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_prediction_equals_what_is_compiled(count):
+def test_prediction_equals_what_is_compiled():
     """The program that `phalanx.function` really runs on so many devices has the same memory and operations."""
-    (found,) = phalanx.estimate(loop(mirrored(), 512, 4), [f"cpu:{count}"])
-    strategy = phalanx.MirroredStrategy(count)
-    with strategy.scope():
-        model, optimizer = dense(512, 4), keras.optimizers.Adam()
+    estimates = phalanx.estimate(loop(mirrored(), 512, 4), ["cpu:1,2,4"])
+    assert estimates.name.endswith("train.<locals>.step")
+    for count, found in zip((1, 2, 4), estimates, strict=True):
+        strategy = phalanx.MirroredStrategy(count)
+        with strategy.scope():
+            model, optimizer = dense(512, 4), keras.optimizers.Adam()
 
-    @phalanx.function
-    def train(x, y):
-        def step(x, y):
+        def step(x, y, model=model, optimizer=optimizer):
             with phalanx.GradientTape() as tape:
                 loss = phalanx.nn.compute_average_loss(keras.losses.mean_squared_error(y, model(x)))
             optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
-        strategy.run(step, args=(x, y))
-
-    (batch, *_) = strategy.experimental_distribute_dataset(batches(32 * count, 4))
-    real = train.lower(*batch).compile()
-    memory = real.memory_analysis()
-    assert found.memory.arguments == memory.argument_size_in_bytes
-    assert found.memory.temporary == pytest.approx(memory.temp_size_in_bytes, rel=0.01)
-    assert found.flops == pytest.approx(real.cost_analysis()["flops"], rel=0.01)
+        train = phalanx.function(lambda x, y, run=strategy.run, step=step: run(step, args=(x, y)))
+        (batch, *_) = strategy.experimental_distribute_dataset(batches(32 * count, 4))
+        real = train.lower(*batch).compile()
+        memory = real.memory_analysis()
+        assert found.memory.arguments == memory.argument_size_in_bytes
+        assert found.memory.temporary == pytest.approx(memory.temp_size_in_bytes, rel=0.01)
+        assert found.flops == pytest.approx(real.cost_analysis()["flops"], rel=0.01)
 
 
 def test_every_pass_of_a_loop_counts():
@@ -103,21 +93,27 @@ def test_operations_are_computed_by_hand():
     assert found.flops == pytest.approx(products, rel=0.15)  # The rest is Adam's: about 14 per weight.
 
 
-def test_topologies_have_as_many_rows_per_replica():
-    """A training of one replica keeps its rows, whatever the number of replicas."""
-    found = phalanx.estimate(fit(mirrored(), 4), ["cpu:1,2,8"])
-    assert [(e.topology, e.num_replicas, e.rows_per_replica) for e in found] == [
-        ("cpu:1", 1, 32),
-        ("cpu:2", 2, 32),
-        ("cpu:8", 8, 32),
-    ]
+def model_axis():
+    return phalanx.MirroredStrategy(2, model_axis=("model", 2), layout=phalanx.fully_sharded("model"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "topologies", "expected"),
+    [
+        pytest.param(mirrored(), "cpu:1,2,8", [(1, 1, 32), (2, 2, 32), (8, 8, 32)], id="one replica"),
+        pytest.param(lambda: phalanx.MirroredStrategy(2), "cpu:4", [(4, 4, 16)], id="two replicas"),
+        pytest.param(model_axis, "cpu:8", [(8, 4, 32)], id="an axis of the model: eight devices are four replicas"),
+        pytest.param(phalanx.MultiWorkerMirroredStrategy, "cpu:2", [(2, 2, 4)], id="multi_worker"),
+        pytest.param(phalanx.TPUStrategy, "cpu:2", [(2, 2, 4)], id="tpu"),
+        pytest.param(lambda: phalanx.OneDeviceStrategy("cpu:0"), "cpu:2", [(2, 2, 32)], id="one_device"),
+    ],
+)
+def test_topologies_have_as_many_rows_per_replica(strategy, topologies, expected):
+    """A replica keeps the rows that it has in the script, whatever the number of replicas. All strategies are predicted."""
+    found = phalanx.estimate(fit(strategy, 4), [topologies])
+    assert [(e.num_devices, e.num_replicas, e.rows_per_replica) for e in found] == expected
+    assert [e.topology for e in found] == [f"cpu:{count}" for count, _, _ in expected]
     assert len({e.memory.arguments for e in found}) == 1
-
-
-def test_rows_of_a_training_with_two_replicas():
-    """Each replica has half of the batch, and keeps it."""
-    (found,) = phalanx.estimate(fit(lambda: phalanx.MirroredStrategy(2), 4), ["cpu:4"])
-    assert (found.num_replicas, found.rows_per_replica) == (4, 16)
 
 
 def test_several_steps_of_one_program():
@@ -125,7 +121,7 @@ def test_several_steps_of_one_program():
     one, four = (phalanx.estimate(fit(mirrored(), 512, 4, steps_per_execution=n), ["cpu:2"])[0] for n in (1, 4))
     assert (one.steps_per_program, four.steps_per_program) == (1, 4)
     assert four.rows_per_replica == 32
-    assert four.memory.arguments - one.memory.arguments == pytest.approx(3 * 32 * (64 + 4) * F32, abs=64)
+    assert four.memory.arguments - one.memory.arguments == pytest.approx(3 * BATCH_BYTES, abs=64)
 
 
 def test_divided_variables_take_their_share():
@@ -134,30 +130,6 @@ def test_divided_variables_take_their_share():
     kernels, biases, batch = 64 * 512 + 512 * 512, 2 * 512, 32 * (64 + 512)
     assert found.memory.arguments == pytest.approx((3 * (kernels / 4 + biases) + batch) * F32, abs=64)
     assert "all-gather" in {c.kind for c in found.collectives}
-
-
-def test_replicas_of_several_devices():
-    """An axis of the model: eight devices are four replicas."""
-
-    def strategy():
-        return phalanx.MirroredStrategy(2, model_axis=("model", 2), layout=phalanx.fully_sharded("model"))
-
-    (found,) = phalanx.estimate(fit(strategy, 512, 4), ["cpu:8"])
-    assert (found.num_devices, found.num_replicas) == (8, 4)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [phalanx.MultiWorkerMirroredStrategy, phalanx.TPUStrategy, lambda: phalanx.OneDeviceStrategy("cpu:0")],
-    ids=["multi_worker", "tpu", "one_device"],
-)
-def test_other_strategies_are_predicted(strategy):
-    """Each becomes a program for the devices of the topology."""
-    (found,) = phalanx.estimate(fit(strategy, 4), ["cpu:2"])
-    assert found.num_replicas == 2
-
-
-# ---- What stays as it was
 
 
 def test_nothing_is_trained():
@@ -190,76 +162,70 @@ def test_training_goes_on_afterwards():
 def test_large_variables_have_no_values():
     """A model of 4.3 GB with its slots is predicted in much less: only what is read has values, which are zeros."""
     seen = []
+    large_arrays = lambda: [x.shape for x in jax.live_arrays() if x.nbytes > 1 << 20]  # noqa: E731
 
     def train():
         with phalanx.MirroredStrategy(1).scope():
             model = dense(1 << 12, 1 << 16)
             model.compile("adam", "mse")
-            kernel = model.layers[-1].kernel
-            seen.append([x.shape for x in jax.live_arrays() if x.nbytes > 1 << 20])
-            seen.append(float(keras.ops.sum(kernel[0])))
+        seen.append(large_arrays())
+        seen.append(float(keras.ops.sum(model.layers[-1].kernel[0])))
         model.fit(np.ones((8, 64)), np.ones((8, 1 << 16)), batch_size=8, verbose=0)
 
     gc.collect()
-    before = [x.shape for x in jax.live_arrays() if x.nbytes > 1 << 20]
+    before = large_arrays()
     (found,) = phalanx.estimate(train, ["cpu:1"])
     assert seen == [before, 0.0]
     assert found.memory.arguments > 3 * F32 * (1 << 28)
-
-
-# ---- What does not fit
 
 
 class Small(Target):
     """CPU devices with the memory of a chip that does not exist."""
 
     def devices(self):
-        """Returns devices of this process."""
         return jax.devices("cpu")[: self.num_devices]
 
 
-def small(count, memory):
-    """Returns so many devices with so many bytes."""
-    return Small(f"small:{count}", dataclasses.replace(CHIPS["v5e"], memory=memory), (count, 1))
-
-
-def on(target, train):
-    """Returns the prediction for one target."""
+def on(count, memory, train):
+    """Returns the prediction for so many devices with so many bytes."""
+    target = Small(f"small:{count}", dataclasses.replace(CHIPS["v5e"], memory=memory), (count, 1))
     return at_first_step(train, lambda step: predicted(step, [target]))[0]
 
 
-def test_divided_variables_are_advised():
-    """Four devices with less memory than three copies of the weights need, but more than a quarter of that."""
-    kept = 3 * F32 * num_parameters(512, 512)
-    found = on(small(4, kept), fit(mirrored(), 512, 512, rows=4))
+KEPT = 3 * F32 * num_parameters(512, 512)
+
+
+def test_divided_variables_are_advised(capsys):
+    """Four devices with less memory than three copies of the weights need, but more than a quarter of that. The report says so."""
+    found = on(4, KEPT, fit(mirrored(), 512, 512, rows=4))
     assert not found.fits
     assert found.advice.startswith("layout=phalanx.fully_sharded(): ")
-    sharded = on(small(4, kept), fit(mirrored(layout=phalanx.fully_sharded()), 512, 512, rows=4))
+    sharded = on(4, KEPT, fit(mirrored(layout=phalanx.fully_sharded()), 512, 512, rows=4))
     assert sharded.fits
     assert f"{sharded.memory.peak / 1e9:.1f} GB per device" in found.advice
+    Estimates("step", [found]).print()
+    printed = capsys.readouterr().out
+    assert "small:4 does not fit: a device needs " in printed
+    assert "HINT: layout=phalanx.fully_sharded(): " in printed
 
 
 def test_fewer_rows_are_advised():
     """One device: what is kept fits, but not what each row needs."""
-    kept = 3 * F32 * num_parameters(512, 512)
-    found = on(small(1, 3 * kept), fit(mirrored(), 512, 512, rows=4096))
+    found = on(1, 3 * KEPT, fit(mirrored(), 512, 512, rows=4096))
     assert found.advice.endswith(" GB per device")
     rows = int(found.advice.split()[0])
-    assert on(small(1, 3 * kept), fit(mirrored(), 512, 512, rows=rows)).fits
-    assert not on(small(1, 3 * kept), fit(mirrored(), 512, 512, rows=2 * rows)).fits
+    assert on(1, 3 * KEPT, fit(mirrored(), 512, 512, rows=rows)).fits
+    assert not on(1, 3 * KEPT, fit(mirrored(), 512, 512, rows=2 * rows)).fits
 
 
 def test_nothing_is_advised_that_does_not_fit():
     """The weights alone are larger than all devices together."""
-    found = on(small(2, F32 * num_parameters(512, 512)), fit(mirrored(), 512, 512))
+    found = on(2, KEPT / 3, fit(mirrored(), 512, 512, rows=2))
     assert (found.fits, found.advice) == (False, "")
 
 
-# ---- Reports
-
-
 def test_report_says_that_nothing_ran(tmp_path, capsys):
-    """The table, the file and its figures."""
+    """The table, the file and its figures, and a picture of the format that its name says."""
     found = phalanx.estimate(fit(mirrored(), 512, 4), ["cpu:1,2"])
     found.print()
     printed = capsys.readouterr().out
@@ -272,29 +238,13 @@ def test_report_says_that_nothing_ran(tmp_path, capsys):
     assert read["estimates"][1]["collectives"] == [
         {"kind": "all-reduce", "dtype": "f32", "bytes": found[1].communicated, "devices": 2, "async": False}
     ]
-
-
-def test_report_says_what_does_not_fit(capsys):
-    """Which device has too little memory, and what to change."""
-    kept = 3 * F32 * num_parameters(512, 512)
-    Estimates("step", [on(small(4, kept), fit(mirrored(), 512, 512, rows=4))]).print()
-    printed = capsys.readouterr().out
-    assert "small:4 does not fit: a device needs " in printed
-    assert "HINT: layout=phalanx.fully_sharded(): " in printed
-
-
-@pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_picture_is_drawn(tmp_path, ending, begins):
-    """A file of the format that its name says."""
-    file = tmp_path / f"found.{ending}"
-    found = on(small(2, 1e9), fit(mirrored(), 4))
-    Estimates("step", [found]).save(file)
-    assert file.read_bytes().startswith(begins)
+    for ending, begins in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
+        found.save(tmp_path / f"found.{ending}")
+        assert (tmp_path / f"found.{ending}").read_bytes().startswith(begins)
 
 
 @pytest.mark.parametrize("path", ["found.txt", "found", 3])
 def test_other_files_are_refused(path):
-    """The message names the endings."""
     with pytest.raises(InvalidArgumentError, match=r"path=.*must .*\nHINT: estimates.save\(\"estimate.json\"\)"):
         Estimates("step", []).save(path)
 
@@ -310,13 +260,9 @@ def test_folder_of_a_report_is_absent(tmp_path):
     [("rich", lambda e: e.print()), ("matplotlib.figure", lambda e: e.save("found.png"))],
 )
 def test_package_of_a_report_is_absent(monkeypatch, package, show):
-    """The message says which one to install."""
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingDependencyError, match=rf"{package.split('.')[0]} is not installed.*\nHINT: pip install"):
         show(Estimates("step", []))
-
-
-# ---- Scripts that cannot be predicted
 
 
 def test_training_without_a_step():
@@ -328,9 +274,8 @@ def test_training_without_a_step():
             model.compile("adam", "mse")
         model.evaluate(np.ones((32, 64)), np.ones((32, 4)), verbose=0)
 
-    with pytest.raises(
-        TraceError, match=r"runs no training step: no model of a strategy .*\nHINT: with phalanx.MirroredStrategy"
-    ):
+    match = r"runs no training step: no model of a strategy .*\nHINT: with phalanx.MirroredStrategy"
+    with pytest.raises(TraceError, match=match):
         phalanx.estimate(train, ["cpu:1"])
 
 
@@ -347,7 +292,7 @@ def test_step_outside_strategies():
 
 
 def test_error_of_a_script_is_its_own():
-    """An exception before the first step is not hidden."""
+    """An exception before the first step is not hidden, and the next script is predicted."""
 
     def train():
         raise ZeroDivisionError("mine")

@@ -16,7 +16,6 @@ def places(count, per_host, per_slice=None):
 
 
 def predicted(name, devices, *collectives, flops=0.0, num_bytes=0.0):
-    """Returns the times for one topology."""
     (target,) = targets.parse([name])
     return predict(target, devices, flops, num_bytes, collectives)
 

@@ -10,7 +10,6 @@ from phalanx.forecast import targets
 
 
 def one(name):
-    """Returns the target of one name."""
     (found,) = targets.parse([name])
     return found
 
@@ -77,24 +76,16 @@ def test_other_names_are_refused(name, words):
 
 @pytest.mark.parametrize("names", ["v5e:4x4", [], None, 1])
 def test_names_must_be_a_list(names):
-    """A text is not a list of names, although it is a sequence of texts."""
+    """A text is not a list of names, although it is a sequence of texts; and a number is no name."""
     with pytest.raises(InvalidArgumentError, match=r"must be a list of names.*\nHINT: topologies="):
         targets.parse(names)
-
-
-def test_name_must_be_text():
-    """A number is no name."""
     with pytest.raises(InvalidArgumentError, match="topology 8: must be a str"):
         targets.parse([8])
 
 
 def test_devices_of_this_process_are_its_first():
-    """CPU devices exist."""
+    """CPU devices exist; the message for more says how to declare them."""
     assert one("cpu:2").devices() == jax.devices("cpu")[:2]
-
-
-def test_more_devices_than_there_are():
-    """The message says how to declare them."""
     with pytest.raises(DeviceError, match=r"has 8 CPU devices.*\nHINT: .*set_virtual_cpu_devices\(9\)"):
         one("cpu:9").devices()
 
