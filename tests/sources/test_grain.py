@@ -21,11 +21,11 @@ experimental = pytest.importorskip("grain.experimental")
 @pytest.fixture(autouse=True)
 def grain_has_ended():
     """Grain ends its own threads some time after its iterators."""
+    gc.freeze()  # A collection takes a second otherwise, for all objects of JAX and Keras.
     yield
-    has_ended = lambda: not any(t.name.startswith("grain") for t in threading.enumerate())  # noqa: E731
-    if not has_ended():
-        gc.collect()
-    wait_for(has_ended)
+    gc.collect()
+    gc.unfreeze()
+    wait_for(lambda: not any(t.name.startswith("grain") for t in threading.enumerate()))
 
 
 def row(i: int):

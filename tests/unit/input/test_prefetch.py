@@ -21,9 +21,10 @@ from phalanx.tracing.context import get_strategy
 def no_thread_remains():
     """After each test, though pytest may keep its frames."""
     before = prefetching()
+    gc.freeze()  # A collection takes a second otherwise, for all objects of JAX and Keras.
     yield
-    if prefetching():
-        gc.collect()
+    gc.collect()
+    gc.unfreeze()
     wait_for(lambda: set(prefetching()) <= set(before))
 
 
