@@ -29,7 +29,6 @@ def in_new_folder(call):
 
 
 def manager(checkpoint, **kwargs):
-    """A manager of a checkpoint."""
     return train.CheckpointManager(checkpoint, os.getcwd(), None, **kwargs)
 
 
@@ -39,7 +38,6 @@ def preemption_handler(**kwargs):
 
 
 def run_handler(**kwargs):
-    """A step of a handler."""
     handler = phalanx.experimental.PreemptionCheckpointHandler(None, train.Checkpoint(), "none")
     try:
         handler.run(**kwargs)

@@ -1,8 +1,5 @@
 """Estimators and feature columns with good arguments; bad values replace them one by one."""
 
-import contextlib
-import tempfile
-
 import numpy as np
 from bad_values import COUNT, EMPTY, INTEGER, NONE, TEXTS, Case, named
 
@@ -14,27 +11,7 @@ NOTHING = NONE | EMPTY | {"no text", "0"}
 """What stands for an argument that is left out."""
 
 
-def in_folder(call):
-    """Returns the call, made in a folder that is removed."""
-
-    def run(**kwargs):
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-            return call(**kwargs)
-
-    return run
-
-
-def model_fn(features, labels, mode):
-    """Nobody calls it."""
-
-
-def receiver_fn():
-    """Returns what an export receives."""
-    return estimator.export.ServingInputReceiver(np.zeros((1, 2), "float32"))
-
-
 def of_columns():
-    """What `phalanx.feature_column` has."""
     words = feature_column.categorical_column_with_vocabulary_list("word", ["a", "b"])
     age = feature_column.numeric_column("age")
     features = {"age": np.ones((2, 1), "float32")}

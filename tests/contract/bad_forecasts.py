@@ -12,7 +12,6 @@ from phalanx.forecast.estimate import Estimates
 
 
 def train():
-    """Trains for a step."""
     with phalanx.MirroredStrategy(1).scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -20,7 +19,6 @@ def train():
 
 
 def of_forecasts():
-    """`phalanx.estimate` and what it returns."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-forecasts-"))
     return {
         "estimate": Case(phalanx.estimate, {"train": train, "topologies": ["cpu:1"]}, functions=("train",)),

@@ -9,17 +9,14 @@ import phalanx.testing
 
 
 def same(x=None):
-    """Returns its argument."""
     return x
 
 
 def first(*args):
-    """Returns its first argument."""
     return args[0] if args else None
 
 
 def of_functions():
-    """`phalanx.function` and what it makes."""
     compiled = phalanx.function(same)
     return {
         "function": Case(
@@ -82,7 +79,6 @@ def of_control_flow():
 
 
 def of_gradients():
-    """Tapes, in a step, and `value_and_grad`."""
     variable = keras.Variable(2.0)
 
     def gradient(**given):

@@ -58,7 +58,6 @@ def tracing(call):
 
 @functools.wraps(summary.trace_export)
 def export(**kwargs):
-    """A trace that is exported at once."""
     summary.trace_on()
     recording(summary.trace_export)(**kwargs)
 
@@ -70,19 +69,16 @@ def tracker_writer(**kwargs):
 
 
 def condition(**kwargs):
-    """A block with a condition."""
     with recording(lambda: summary.record_if(**kwargs))():
         pass
 
 
 def default(**kwargs):
-    """A block with a default writer."""
     with summary.create_noop_writer().as_default(**kwargs):
         pass
 
 
 def of_summaries():
-    """What `phalanx.summary` has."""
     common, noop = {"name": "x", "step": 1, "description": None}, summary.create_noop_writer()
     takes = {"name": TEXTS - {"no text"}, "step": INTEGER, "description": TEXTS | NONE}
     limited, count = {"max_outputs": 3}, {"max_outputs": COUNT}
