@@ -28,6 +28,7 @@ from contextlib import suppress
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl
 _FDS = 64
 _MESSAGE = 1 << 20
+_NewInterpreter = subprocess.Popen
 
 
 class Template:
@@ -67,7 +68,7 @@ def template():
     if _template is None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PHALANX_", "TF_", "XLA_"))}
-        process = subprocess.Popen(
+        process = _NewInterpreter(
             [sys.executable, __file__, str(theirs.fileno())],
             env={**environment, "KERAS_BACKEND": "jax", "NPROC": "2", "JAX_PLATFORMS": "cpu"},
             pass_fds=[theirs.fileno()],
@@ -78,7 +79,7 @@ def template():
     return _template
 
 
-class Popen(subprocess.Popen):
+class Popen(_NewInterpreter):
     """A process that is forked if it is one of Python's.
 
     `subprocess.Popen` does everything but the start, for which it calls `_execute_child`. test_forks.py fails if it does not.
@@ -145,6 +146,7 @@ def serve(connection):
 def become(request, fds):
     """Makes this fork the process that was requested, and runs its program."""
     _take(dict(zip(request["places"], fds, strict=True)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["session"]:
         os.setsid()
     if request["group"] not in (None, -1):
@@ -180,6 +182,9 @@ def _take_environment(environment):
         if name.startswith("JAX_") and environment[name] != before.get(name):
             with suppress(AttributeError):  # Not every variable is an option.
                 jax.config.update(name.lower(), _parsed(environment[name], getattr(jax.config, name.lower())))
+    for name in ("matplotlib", "sklearn"):  # tests/startup has hidden them from Keras. The program may use them.
+        if sys.modules.get(name, name) is None:
+            del sys.modules[name]
     path = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry not in sys.path]
     sys.path[1:1] = path
 
@@ -234,7 +239,8 @@ def _prepare_launcher():
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGHUP):  # They may be ignored here: under nohup, or in the background of a shell.
+        signal.signal(number, signal.SIG_DFL)
     warnings.filterwarnings("ignore", message=".*fork.*")
     for name in ("phalanx", "keras", "jax", "numpy", "phalanx.api", "phalanx.launch.cli"):
         importlib.import_module(name)

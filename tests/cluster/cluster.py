@@ -11,6 +11,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
+from tests import forks
+
 from phalanx.launch.plan import free_ports
 
 _HERE = Path(__file__).resolve().parent
@@ -79,9 +81,7 @@ class Cluster:
         }
         command = [sys.executable, _HERE / "worker.py", theirs.fileno()]
         self._processes.append(
-            subprocess.Popen(
-                list(map(str, command)), env=environment, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
-            )
+            forks.Popen(list(map(str, command)), env=environment, stdout=log, stderr=log, pass_fds=[theirs.fileno()])
         )
         theirs.close()
         self._pipes.append(ours)

@@ -3,11 +3,11 @@
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -51,7 +51,7 @@ def program_of(page, language="python"):
 def run(program, path, **environment):
     """Runs a program in the folder of `path`, and returns the finished process."""
     path.write_text(program, encoding="utf-8")
-    result = subprocess.run(
+    result = forks.run(
         [sys.executable, str(path)],
         cwd=path.parent,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8", **environment},

@@ -1,11 +1,11 @@
 """How to run an example."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests import forks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE_S = 300  # On a busy machine; alone, each takes less than a tenth of it.
@@ -21,8 +21,8 @@ def run_example(tmp_path_factory):
         started_by = []
         if launcher is not None:
             environment["JAX_PLATFORMS"] = "cpu"  # Two workers cannot share a GPU.
-            started_by = ["-c", "from phalanx.launch.cli import main; main()", *launcher]
-        result = subprocess.run(
+            started_by = ["-m", "phalanx", *launcher]
+        result = forks.run(
             [sys.executable, *map(str, [*started_by, EXAMPLES / name, *arguments])],
             cwd=folder or tmp_path_factory.mktemp("run"),
             env={**environment, "PYTHONIOENCODING": "utf-8"},
