@@ -81,7 +81,6 @@ from phalanx.tracing import context
 # `make gpu` needs no hypothesis.
 if importlib.util.find_spec("hypothesis"):
     import hypothesis
-
     from tests.draws import MANY
 
     # How long an example takes says nothing: the machine may be busy. `make draws` draws other cases every time.
