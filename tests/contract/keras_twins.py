@@ -1,6 +1,7 @@
 """A model on the replicas of a strategy and its twin, with the same weights, in the hands of Keras's own trainer."""
 
 import functools
+import inspect
 
 import keras
 import numpy as np
@@ -91,6 +92,22 @@ def agree(strategy, make, act, *, k=1, state=True, **tolerance):
     if state:
         same(*map(state_of, models), **tolerance)
     return models
+
+
+def agreeing(make, **options):
+    """Makes a test of a function of a model, which may take fixtures too: it returns the same for both twins."""
+
+    def decorate(act):
+        def test(strategy, **fixtures):
+            agree(strategy, make, lambda model: act(model, **fixtures), **options)
+
+        model, *others = inspect.signature(act).parameters.values()
+        test.__signature__ = inspect.Signature([model.replace(name="strategy"), *others])
+        test.__name__, test.__qualname__, test.__module__ = act.__name__, act.__qualname__, act.__module__
+        test.__doc__ = act.__doc__
+        return test
+
+    return decorate
 
 
 def state_of(model):

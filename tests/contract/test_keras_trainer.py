@@ -13,7 +13,22 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from keras_twins import EVALUATE, FIT, WEIGHTS, Calls, X, Y, agree, classes, compiled, everything, history, made, same
+from keras_twins import (
+    EVALUATE,
+    FIT,
+    WEIGHTS,
+    Calls,
+    X,
+    Y,
+    agree,
+    agreeing,
+    classes,
+    compiled,
+    everything,
+    history,
+    made,
+    same,
+)
 from strategy_table import on
 
 import phalanx
@@ -23,18 +38,37 @@ pytestmark = on("mirrored_x2")
 ACCURATE = compiled(metrics=["mae"])
 
 
-@pytest.mark.parametrize("k", [1, 2, 50])
-def test_the_three_loops(strategy, k):
+def dropping():
+    return keras.Sequential([layers.Input((3,)), layers.Dropout(0.5), layers.Dense(2)])
+
+
+UNBUILT = compiled(lambda: keras.Sequential([layers.Dense(2)]))
+# What makes a model, what is done with it, and the steps per execution.
+LOOPS = {
+    "all": (ACCURATE, everything(X, Y), 1),
+    "all_in_groups": (ACCURATE, everything(X, Y), 2),
+    "all_in_one_group": (ACCURATE, everything(X, Y), 50),
+    "compiled": (compiled(jit_compile=True), lambda m: m.train_on_batch(X[:5], Y[:5]), 1),
+    "not_compiled": (compiled(jit_compile=False), lambda m: m.train_on_batch(X[:5], Y[:5]), 1),
+    "eager": (compiled(run_eagerly=True), lambda m: m.test_on_batch(X[:5], Y[:5]), 1),
+    "built_by_fit": (UNBUILT, history(), 1),
+    "built_by_train_on_batch": (UNBUILT, lambda m: m.train_on_batch(X[:5], Y[:5]), 1),
+    "built_by_test_on_batch": (UNBUILT, lambda m: m.test_on_batch(X[:5], Y[:5]), 1),
+    "predictions_drop_nothing": (dropping, lambda m: [m.predict(X, **EVALUATE) for _ in range(2)], 1),
+    "no_epoch": (compiled(), history(epochs=0), 1),
+    "no_epoch_left": (compiled(), history(initial_epoch=2, epochs=2), 1),
+    "batch_size_of_keras": (compiled(), history(batch_size=None), 1),
+    "epochs_of_one_step": (compiled(), history(epochs=3, steps_per_epoch=1), 1),
+    "epochs_of_one_step_in_groups": (compiled(), history(epochs=3, steps_per_epoch=1), 2),
+    "epochs_of_all_steps": (compiled(), history(epochs=3, steps_per_epoch=3), 1),
+    "epochs_of_all_steps_in_groups": (compiled(), history(epochs=3, steps_per_epoch=3), 2),
+}
+
+
+@pytest.mark.parametrize(("make", "act", "k"), LOOPS.values(), ids=LOOPS)
+def test_loops_equal_those_of_keras(strategy, make, act, k):
     """The numbers are those of single steps, with a short group or with one group alone."""
-    agree(strategy, ACCURATE, everything(X, Y), k=k)
-
-
-HOW = [({"jit_compile": True}, "train"), ({"jit_compile": False}, "train"), ({"run_eagerly": True}, "test")]
-
-
-@pytest.mark.parametrize(("how", "what"), HOW, ids=["compiled", "not_compiled", "eager"])
-def test_ways_to_compile(strategy, how, what):
-    agree(strategy, compiled(**how), lambda m: getattr(m, f"{what}_on_batch")(X[:5], Y[:5]))
+    agree(strategy, make, act, k=k)
 
 
 def test_any_batch_size_gives_one_loss(strategy):
@@ -80,14 +114,11 @@ def test_on_batch_methods(strategy):
     assert isinstance(ours.predict_on_batch(X[:5]), np.ndarray)
 
 
-def test_on_batch_with_the_loss_alone(strategy):
+@agreeing(with_loss_alone)
+def test_on_batch_with_the_loss_alone(model):
     """As many results as with Keras, `predict_on_batch` before the others."""
-
-    def act(model):
-        tested = [model.test_on_batch(X[:5], Y[:5]) for _ in range(2)]
-        return model.predict_on_batch(X[:5]), tested, model.train_on_batch(X, Y)
-
-    agree(strategy, with_loss_alone, act)
+    tested = [model.test_on_batch(X[:5], Y[:5]) for _ in range(2)]
+    return model.predict_on_batch(X[:5]), tested, model.train_on_batch(X, Y)
 
 
 def test_train_on_batch_with_class_weights(strategy):
@@ -120,15 +151,6 @@ def test_training_argument_of_a_layer(strategy):
     rows = np.ones((8, 20), "float32")
     ours, theirs = (made(dropping, s).predict(rows, batch_size=4, verbose=0) for s in (strategy, None))
     assert set(np.unique(ours)) == set(np.unique(theirs))
-
-
-def test_dropout_is_off_in_predict(strategy):
-    """Predict repeats, and equals Keras."""
-
-    def dropping():
-        return keras.Sequential([layers.Input((3,)), layers.Dropout(0.5), layers.Dense(2)])
-
-    agree(strategy, dropping, lambda m: [m.predict(X, **EVALUATE) for _ in range(2)])
 
 
 def test_random_numbers_move_on_in_predict(strategy):
@@ -180,23 +202,14 @@ def test_callbacks_of_groups(strategy):
     assert rows == [16, 5]
 
 
-@pytest.mark.parametrize(("steps", "k"), [(1, 1), (1, 2), (3, 1), (3, 2)])
-def test_steps_per_epoch_that_match(strategy, steps, k):
-    """Three batches: three steps an epoch, or epochs of one step that go through them."""
-    agree(strategy, compiled(), history(epochs=3, steps_per_epoch=steps), k=k)
-
-
 @pytest.mark.filterwarnings("ignore:.*ran out of data:UserWarning", "ignore:The data ended:UserWarning")
 @pytest.mark.parametrize("steps", [2, 5])
-def test_steps_per_epoch_that_do_not_match(strategy, steps):
+@agreeing(compiled())
+def test_steps_per_epoch_that_do_not_match(model, steps):
     """Three batches: after epochs that they cannot fill, the next one begins anew."""
-
-    def act(model):
-        calls = Calls()
-        fitted = model.fit(X, Y, **FIT, epochs=4, steps_per_epoch=steps, callbacks=[calls]).history
-        return fitted, calls.of("on_train_batch_end", "on_epoch_end")
-
-    agree(strategy, compiled(), act)
+    calls = Calls()
+    fitted = model.fit(X, Y, **FIT, epochs=4, steps_per_epoch=steps, callbacks=[calls]).history
+    return fitted, calls.of("on_train_batch_end", "on_epoch_end")
 
 
 def test_too_few_batches_are_warned_of(strategy):
@@ -225,21 +238,12 @@ def test_epochs_and_steps_capped(strategy):
         keras.config.set_max_steps_per_epoch(None)
 
 
-@pytest.mark.parametrize("given", [{"epochs": 0}, {"initial_epoch": 2, "epochs": 2}, {"batch_size": None}])
-def test_bounds_of_the_loop(strategy, given):
-    """No epoch at all; Keras's own batch size, which is more than there is."""
-    agree(strategy, compiled(), history(**given))
-
-
 @pytest.mark.filterwarnings("ignore:.*ran out of data:UserWarning", "ignore:The data ended:UserWarning")
-def test_steps_of_evaluate_and_predict(strategy):
+@agreeing(compiled())
+def test_steps_of_evaluate_and_predict(model):
     """So many batches, of arrays and of a generator without end."""
-
-    def act(model):
-        evaluated = model.evaluate(X, Y, **EVALUATE, steps=2)
-        return evaluated, model.predict(X, **EVALUATE, steps=2), model.predict(endless(X), steps=4, verbose=0)
-
-    agree(strategy, compiled(), act)
+    evaluated = model.evaluate(X, Y, **EVALUATE, steps=2)
+    return evaluated, model.predict(X, **EVALUATE, steps=2), model.predict(endless(X), steps=4, verbose=0)
 
 
 def endless(*arrays):
@@ -249,25 +253,15 @@ def endless(*arrays):
             yield tuple(a[first : first + 8] for a in arrays)
 
 
-def test_weights_set_between_fits(strategy, tmp_path):
+@agreeing(compiled())
+def test_weights_set_between_fits(model, tmp_path):
     """The next fit goes on from them, whether they were set or loaded."""
-
-    def act(model):
-        losses = model.fit(X, Y, **FIT).history["loss"]
-        model.save_weights(tmp_path / "w.weights.h5")
-        model.set_weights([np.ones_like(w) for w in model.get_weights()])
-        losses += model.fit(X, Y, **FIT).history["loss"]
-        model.load_weights(tmp_path / "w.weights.h5")
-        return losses + model.fit(X, Y, **FIT).history["loss"]
-
-    agree(strategy, compiled(), act)
-
-
-@pytest.mark.parametrize("method", ["fit", "train_on_batch", "test_on_batch"])
-def test_a_model_without_the_shape_of_its_inputs(strategy, method):
-    """It is built with the first batch."""
-    act = history() if method == "fit" else lambda m: getattr(m, method)(X[:5], Y[:5])
-    agree(strategy, compiled(lambda: keras.Sequential([layers.Dense(2)])), act)
+    losses = model.fit(X, Y, **FIT).history["loss"]
+    model.save_weights(tmp_path / "w.weights.h5")
+    model.set_weights([np.ones_like(w) for w in model.get_weights()])
+    losses += model.fit(X, Y, **FIT).history["loss"]
+    model.load_weights(tmp_path / "w.weights.h5")
+    return losses + model.fit(X, Y, **FIT).history["loss"]
 
 
 def test_where_a_model_is_made_and_compiled(strategy):
@@ -290,20 +284,16 @@ def test_where_a_model_is_made_and_compiled(strategy):
     assert len(clone.weights[0].value.sharding.device_set) == 1
 
 
-def test_history_is_of_the_last_fit(strategy):
+@agreeing(compiled())
+def test_history_is_of_the_last_fit(model):
     """`fit` returns it, the model keeps it, and it has the parameters of the loop, whose epochs start with the initial one."""
-
-    def act(model):
-        model.fit(X, Y, **FIT, epochs=3)
-        returned = model.fit(X, Y, **FIT, initial_epoch=2, epochs=4)
-        assert model.history is returned
-        return returned.epoch, returned.history, returned.params
-
-    agree(strategy, compiled(), act)
+    model.fit(X, Y, **FIT, epochs=3)
+    returned = model.fit(X, Y, **FIT, initial_epoch=2, epochs=4)
+    assert model.history is returned
+    return returned.epoch, returned.history, returned.params
 
 
 def test_metrics_start_anew_each_epoch(strategy):
-    """The loss of an epoch is not that of those before."""
     model = made(compiled(optimizer=lambda: keras.optimizers.SGD(0.0)), strategy)
     fitted = model.fit(np.concatenate([X, 3 * X]), np.concatenate([Y, Y]), **FIT, epochs=3, validation_data=(X, Y))
     same(fitted.history["loss"], [fitted.history["loss"][0]] * 3)
@@ -336,16 +326,13 @@ def test_stopping_an_endless_loop(strategy, method):
     agree(strategy, compiled(), act)
 
 
-def test_validation_by_a_generator_without_end(strategy):
+@agreeing(compiled())
+def test_validation_by_a_generator_without_end(model):
     """Two steps of training and three of validation an epoch; the generators go on."""
-
-    def act(model):
-        calls = Calls()
-        steps = {"steps_per_epoch": 2, "validation_steps": 3, "epochs": 2, "shuffle": False, "verbose": 0}
-        fitted = model.fit(endless(X, Y), validation_data=endless(X[4:], Y[4:]), **steps, callbacks=[calls])
-        return fitted.history["loss"], calls.of("on_train_batch_end", "on_test_batch_end")
-
-    agree(strategy, compiled(), act)
+    calls = Calls()
+    steps = {"steps_per_epoch": 2, "validation_steps": 3, "epochs": 2, "shuffle": False, "verbose": 0}
+    fitted = model.fit(endless(X, Y), validation_data=endless(X[4:], Y[4:]), **steps, callbacks=[calls])
+    return fitted.history["loss"], calls.of("on_train_batch_end", "on_test_batch_end")
 
 
 VALIDATION = {
@@ -357,24 +344,19 @@ VALIDATION = {
 
 
 @pytest.mark.parametrize("given", VALIDATION.values(), ids=VALIDATION)
-def test_arguments_of_validation(strategy, given):
-    def act(model):
-        calls = Calls()
-        return model.fit(X, Y, **FIT, **given, callbacks=[calls]).history, calls.of("on_epoch_end", "on_test_begin")
-
-    agree(strategy, compiled(metrics=["mae"], weighted_metrics=["mse"]), act)
+@agreeing(compiled(metrics=["mae"], weighted_metrics=["mse"]))
+def test_arguments_of_validation(model, given):
+    calls = Calls()
+    return model.fit(X, Y, **FIT, **given, callbacks=[calls]).history, calls.of("on_epoch_end", "on_test_begin")
 
 
-def test_validation_goes_on_after_wrong_validation_data(strategy):
+@agreeing(compiled())
+def test_validation_goes_on_after_wrong_validation_data(model):
     """A fit whose validation fails leaves a model whose next fit is right."""
-
-    def act(model):
-        model.fit(X, Y, **FIT, validation_data=(X, Y))
-        with pytest.raises(Exception, match=r"."):
-            model.fit(X, Y, **FIT, validation_data=(X[None], Y[None]))
-        return model.fit(X, Y, **FIT, validation_data=(X[:5], Y[:5])).history
-
-    agree(strategy, compiled(), act)
+    model.fit(X, Y, **FIT, validation_data=(X, Y))
+    with pytest.raises(Exception, match=r"."):
+        model.fit(X, Y, **FIT, validation_data=(X[None], Y[None]))
+    return model.fit(X, Y, **FIT, validation_data=(X[:5], Y[:5])).history
 
 
 def test_programs_are_traced_once(strategy):
@@ -395,16 +377,13 @@ def test_programs_are_traced_once(strategy):
     assert len(traced) == count
 
 
-def test_variables_of_a_first_predict(strategy):
+@agreeing(ACCURATE)
+def test_variables_of_a_first_predict(model):
     """An optimizer is not needed to predict, and predict leaves the metrics alone."""
-
-    def act(model):
-        model.train_on_batch(X, Y)
-        before = model.get_metrics_result()
-        model.predict(X, **EVALUATE)
-        return {k: float(v) for k, v in before.items()}, {k: float(v) for k, v in model.get_metrics_result().items()}
-
-    agree(strategy, ACCURATE, act)
+    model.train_on_batch(X, Y)
+    before = model.get_metrics_result()
+    model.predict(X, **EVALUATE)
+    return {k: float(v) for k, v in before.items()}, {k: float(v) for k, v in model.get_metrics_result().items()}
 
 
 @pytest.mark.parametrize("verbose", [0, 1, 2])
@@ -428,12 +407,10 @@ def test_a_bar_without_a_known_end(strategy, capsys):
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "train_on_batch", "test_on_batch"])
 def test_model_not_compiled_is_refused(strategy, method):
-    """The message of Keras."""
     with pytest.raises(ValueError, match="call `compile"):
         getattr(made(lambda: keras.Sequential([layers.Dense(2)]), strategy), method)(X, Y)
 
 
 def test_unknown_argument_of_evaluate(strategy):
-    """Is refused by its name."""
     with pytest.raises((TypeError, ValueError), match="stpes"):
         made(compiled(), strategy).evaluate(X, Y, stpes=3)

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 from keras import callbacks, layers, ops
-from keras_twins import EVALUATE, FIT, Calls, X, Y, agree, compiled, linear, made, same, state_of
+from keras_twins import EVALUATE, FIT, Calls, X, Y, agree, agreeing, compiled, linear, made, same, state_of
 from strategy_table import on
 
 pytestmark = on("mirrored_x2")
@@ -20,20 +20,17 @@ pytestmark = on("mirrored_x2")
 ACCURATE = compiled(metrics=["mae"])
 
 
-def test_calls_and_names_of_logs(strategy):
+@agreeing(ACCURATE)
+def test_calls_and_names_of_logs(model):
     """Every callback, in Keras's order, with its step, the names of its logs, the user's model and the loop's parameters."""
-
-    def act(model):
-        calls = Calls()
-        model.fit(X, Y, **FIT, epochs=2, validation_data=(X, Y), callbacks=[calls])
-        assert calls.model is model
-        parameters = dict(calls.params)
-        model.evaluate(X, Y, **EVALUATE, callbacks=[calls])
-        model.predict(X, **EVALUATE, callbacks=[calls])
-        assert len({call[0] for call in calls.all}) == 14
-        return calls.all, calls.logs, parameters
-
-    agree(strategy, ACCURATE, act)
+    calls = Calls()
+    model.fit(X, Y, **FIT, epochs=2, validation_data=(X, Y), callbacks=[calls])
+    assert calls.model is model
+    parameters = dict(calls.params)
+    model.evaluate(X, Y, **EVALUATE, callbacks=[calls])
+    model.predict(X, **EVALUATE, callbacks=[calls])
+    assert len({call[0] for call in calls.all}) == 14
+    return calls.all, calls.logs, parameters
 
 
 def test_logs_are_numbers(strategy):
@@ -71,17 +68,13 @@ def test_aliases_of_train_batch(strategy):
 
 
 @pytest.mark.parametrize("method", ["fit", "predict"])
-def test_a_list_of_callbacks_made_before(strategy, method):
-    """A `CallbackList` is used as it is."""
-
-    def act(model):
-        calls = Calls()
-        given = callbacks.CallbackList([calls], model=model, add_history=method == "fit")
-        data = (X,) if method == "predict" else (X, Y)
-        getattr(model, method)(*data, **(FIT if method == "fit" else EVALUATE), callbacks=given)
-        return calls.all
-
-    agree(strategy, compiled(), act)
+@agreeing(compiled())
+def test_a_list_of_callbacks_made_before(model, method):
+    calls = Calls()
+    given = callbacks.CallbackList([calls], model=model, add_history=method == "fit")
+    data = (X,) if method == "predict" else (X, Y)
+    getattr(model, method)(*data, **(FIT if method == "fit" else EVALUATE), callbacks=given)
+    return calls.all
 
 
 def test_state_is_current_at_each_step(strategy):
@@ -128,48 +121,36 @@ def test_callbacks_may_write_variables(strategy):
     agree(strategy, compiled(), act)
 
 
-def test_callbacks_may_set_the_learning_rate(strategy):
-    """The next step has it."""
+@agreeing(compiled())
+def test_callbacks_may_set_the_learning_rate(model):
+    def lower(step, logs):
+        at.model.optimizer.learning_rate = 0.3 / (step + 2)
 
-    def act(model):
-        def lower(step, logs):
-            at.model.optimizer.learning_rate = 0.3 / (step + 2)
-
-        at = callbacks.LambdaCallback(on_train_batch_end=lower)
-        return model.fit(X, Y, **FIT, callbacks=[at]).history
-
-    agree(strategy, compiled(), act)
+    at = callbacks.LambdaCallback(on_train_batch_end=lower)
+    return model.fit(X, Y, **FIT, callbacks=[at]).history
 
 
-def test_evaluate_and_predict_within_fit(strategy):
-    """A callback may evaluate and predict with the model that is being trained."""
+@agreeing(compiled())
+def test_evaluate_and_predict_within_fit(model):
+    seen = []
 
-    def act(model):
-        seen = []
+    def look(epoch, logs):
+        seen.append(model.evaluate(X[:8], Y[:8], **EVALUATE))
+        seen.append(model.predict(X[:8], **EVALUATE))
 
-        def look(epoch, logs):
-            seen.append(model.evaluate(X[:8], Y[:8], **EVALUATE))
-            seen.append(model.predict(X[:8], **EVALUATE))
-
-        fitted = model.fit(X, Y, **FIT, epochs=2, callbacks=[callbacks.LambdaCallback(on_epoch_end=look)])
-        return fitted.history, seen
-
-    agree(strategy, compiled(), act)
+    fitted = model.fit(X, Y, **FIT, epochs=2, callbacks=[callbacks.LambdaCallback(on_epoch_end=look)])
+    return fitted.history, seen
 
 
-def test_lambda_callback_sees_its_events(strategy):
-    """Of the events that it is given."""
-
-    def act(model):
-        seen = []
-        events = {
-            name: lambda *args, name=name, **kwargs: seen.append((name, len(args) + len(kwargs)))
-            for name in ("on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_epoch_end", "on_train_end")
-        }
-        model.fit(X, Y, **FIT, epochs=2, validation_split=0.2, callbacks=[callbacks.LambdaCallback(**events)])
-        return seen
-
-    agree(strategy, compiled(), act)
+@agreeing(compiled())
+def test_lambda_callback_sees_its_events(model):
+    seen = []
+    events = {
+        name: lambda *args, name=name, **kwargs: seen.append((name, len(args) + len(kwargs)))
+        for name in ("on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_epoch_end", "on_train_end")
+    }
+    model.fit(X, Y, **FIT, epochs=2, validation_split=0.2, callbacks=[callbacks.LambdaCallback(**events)])
+    return seen
 
 
 # Callbacks that steer the training, made anew for each twin; epochs.
@@ -188,24 +169,17 @@ STEERING = {
 
 
 @pytest.mark.parametrize(("callback", "epochs"), STEERING.values(), ids=STEERING)
-def test_steering_callbacks_have_the_same_effect(strategy, callback, epochs):
+@agreeing(ACCURATE)
+def test_steering_callbacks_have_the_same_effect(model, callback, epochs):
     """As many epochs, the same rates, the same weights as with Keras."""
-
-    def act(model):
-        fitted = model.fit(X, Y, **FIT, epochs=epochs, validation_data=(X, Y), callbacks=[callback()])
-        return fitted.epoch, fitted.history, float(model.optimizer.learning_rate)
-
-    agree(strategy, ACCURATE, act)
+    fitted = model.fit(X, Y, **FIT, epochs=epochs, validation_data=(X, Y), callbacks=[callback()])
+    return fitted.epoch, fitted.history, float(model.optimizer.learning_rate)
 
 
-def test_early_stopping_used_again(strategy):
-    """It starts anew with each fit."""
-
-    def act(model):
-        stop = callbacks.EarlyStopping("loss", patience=1, min_delta=10.0)
-        return [model.fit(X, Y, **FIT, epochs=4, callbacks=[stop]).epoch for _ in range(2)]
-
-    agree(strategy, compiled(), act)
+@agreeing(compiled())
+def test_early_stopping_used_again(model):
+    stop = callbacks.EarlyStopping("loss", patience=1, min_delta=10.0)
+    return [model.fit(X, Y, **FIT, epochs=4, callbacks=[stop]).epoch for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +190,6 @@ def test_early_stopping_used_again(strategy):
     ],
 )
 def test_rates_that_are_a_schedule_already(strategy, make):
-    """Keras's error: such a rate cannot be set."""
     schedule = keras.optimizers.schedules.PolynomialDecay(0.1, 3)
     model = made(compiled(optimizer=lambda: keras.optimizers.SGD(schedule)), strategy)
     with pytest.raises(TypeError, match="its learning rate is not settable"):
@@ -224,13 +197,11 @@ def test_rates_that_are_a_schedule_already(strategy, make):
 
 
 def test_monitoring_what_is_not_there(strategy):
-    """A warning that names what there is."""
     with pytest.warns(UserWarning, match=r"val_loss.* which is not available. Available metrics are: loss"):
         made(compiled(), strategy).fit(X, Y, **FIT, callbacks=[callbacks.EarlyStopping("val_loss")])
 
 
 def test_verbose_callbacks_print_what_they_do(strategy, capsys):
-    """They say what they do."""
     schedule = callbacks.LearningRateScheduler(lambda epoch: 0.01, verbose=1)
     stop = callbacks.EarlyStopping("loss", min_delta=10.0, verbose=1)
     made(compiled(), strategy).fit(X, Y, **FIT, epochs=4, callbacks=[schedule, stop])
@@ -314,15 +285,12 @@ def test_csv_logger_writes_and_appends_lines(strategy, tmp_path):
 NOT_A_NUMBER = np.where(np.arange(21)[:, None] == 9, np.nan, X).astype("float32")
 
 
-def test_terminate_on_nan(strategy):
+@agreeing(compiled(), state=False)
+def test_terminate_on_nan(model):
     """After the second of three steps, where the loss is no number."""
-
-    def act(model):
-        calls = Calls()
-        model.fit(NOT_A_NUMBER, Y, **FIT, epochs=3, callbacks=[callbacks.TerminateOnNaN(), calls])
-        return calls.of("on_train_batch_end", "on_epoch_end", "on_train_end")
-
-    agree(strategy, compiled(), act, state=False)
+    calls = Calls()
+    model.fit(NOT_A_NUMBER, Y, **FIT, epochs=3, callbacks=[callbacks.TerminateOnNaN(), calls])
+    return calls.of("on_train_batch_end", "on_epoch_end", "on_train_end")
 
 
 def test_terminate_on_nan_with_an_error(strategy):
@@ -358,7 +326,6 @@ def test_swap_ema_weights(strategy, how, optimizer):
 
 
 def test_swap_without_averages(strategy):
-    """Keras's error."""
     given = {"validation_data": (X, Y), "callbacks": [callbacks.SwapEMAWeights()]}
     with pytest.raises(ValueError, match="use_ema=True"):
         made(compiled(), strategy).fit(X, Y, **FIT, **given)

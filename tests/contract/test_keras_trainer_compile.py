@@ -21,6 +21,7 @@ from keras_twins import (
     X,
     Y,
     agree,
+    agreeing,
     compiled,
     everything,
     history,
@@ -70,13 +71,7 @@ LOSSES = {
 
 @pytest.mark.parametrize(("model", "how", "targets"), LOSSES.values(), ids=LOSSES)
 def test_losses_have_their_means_in_logs(strategy, model, how, targets):
-    """Of one or several outputs, with their own means in the logs."""
     agree(strategy, compiled(model, **how), history(X, targets))
-
-
-def test_targets_of_some_outputs(strategy):
-    """Only the output that has a loss has targets."""
-    agree(strategy, compiled(two_outputs, loss=["mse", None]), lambda m: m.evaluate(X, Y, **EVALUATE, return_dict=True))
 
 
 LOSSES_THAT_ARE_REFUSED = {
@@ -157,7 +152,6 @@ METRICS = {
 
 @pytest.mark.parametrize(("model", "how", "targets"), METRICS.values(), ids=METRICS)
 def test_metrics_have_names_in_order_of_keras(strategy, model, how, targets):
-    """Weighted or not, with Keras's names in Keras's order."""
     weights = keras.tree.map_structure(lambda _: WEIGHTS, targets)
     given = EVALUATE | {"sample_weight": weights, "return_dict": True}
     ours, theirs = agree(strategy, compiled(model, **how), lambda m: m.evaluate(X, targets, **given))
@@ -190,25 +184,6 @@ class Sums(keras.metrics.Metric):
         return {"once": ops.copy(self.total), "twice": 2 * self.total}
 
 
-def test_a_metric_with_results_by_name(strategy):
-    """Each of them is in the logs."""
-    agree(strategy, compiled(metrics=[Sums]), history(*EVEN, epochs=2, validation_data=EVEN))
-
-
-LOSS_OBJECTS = [
-    keras.losses.MeanSquaredError(reduction="sum"),
-    keras.losses.MeanAbsoluteError(reduction="mean_with_sample_weight"),
-    keras.losses.CosineSimilarity(),
-]
-
-
-@pytest.mark.parametrize("loss", LOSS_OBJECTS, ids=["sum", "weighted_mean", "cosine"])
-def test_reductions_of_losses(strategy, loss):
-    """Over the rows of the whole batch, weighted."""
-    how = compiled(loss=loss, optimizer=lambda: keras.optimizers.SGD(0.02))
-    agree(strategy, how, history(sample_weight=WEIGHTS))
-
-
 def test_metrics_of_a_model(strategy):
     """The loss, what is compiled, and the model's own, which `fit` resets but does not update."""
 
@@ -226,19 +201,6 @@ def test_metrics_of_a_model(strategy):
         return fitted, [m.name for m in model.metrics], shapes, len(model.non_trainable_variables)
 
     agree(strategy, make, act)
-
-
-def test_metrics_of_a_model_within_a_model(strategy):
-    """Those that the inner one was compiled with stay out of the outer one's."""
-
-    def make():
-        inner = compiled(metrics=["mse"])()
-        x = layers.Input((3,))
-        outer = keras.Model(x, layers.Dense(2)(inner(x)))
-        outer.compile("sgd", "mse", metrics=["mae"])
-        return outer
-
-    agree(strategy, make, history())
 
 
 class Watched(layers.Layer):
@@ -265,23 +227,12 @@ def test_metrics_of_a_layer_deep_inside(strategy):
     same(made(make, strategy).fit(X, Y, **FIT).history["mean_input"], [X.mean()])
 
 
-def test_model_compiled_again_keeps_its_weights(strategy):
+@agreeing(compiled(metrics=["mae"]))
+def test_model_compiled_again_keeps_its_weights(model):
     """Other metrics, another loss and another optimizer from then on, with the weights learned so far."""
-
-    def act(model):
-        results = [model.fit(X, Y, **FIT).history, model.evaluate(X, Y, **EVALUATE, return_dict=True)]
-        model.compile(keras.optimizers.Adam(0.1), "mae", metrics=["mse"])
-        return [*results, model.fit(X, Y, **FIT).history, model.evaluate(X, Y, **EVALUATE, return_dict=True)]
-
-    agree(strategy, compiled(metrics=["mae"]), act)
-
-
-OPTIMIZERS = [{"class_name": "SGD", "config": {"learning_rate": 0.2}}, keras.optimizers.RMSprop]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["config", "object"])
-def test_optimizer_may_be_config_or_object(strategy, optimizer):
-    agree(strategy, compiled(optimizer=optimizer), history(epochs=2))
+    results = [model.fit(X, Y, **FIT).history, model.evaluate(X, Y, **EVALUATE, return_dict=True)]
+    model.compile(keras.optimizers.Adam(0.1), "mae", metrics=["mse"])
+    return [*results, model.fit(X, Y, **FIT).history, model.evaluate(X, Y, **EVALUATE, return_dict=True)]
 
 
 def test_constraints_hold_after_each_step(strategy):
@@ -344,28 +295,20 @@ def test_metrics_in_compute_loss(strategy, model):
     same(fitted["watch"][0], 4 * fitted["loss"][0])
 
 
-def test_losses_of_layers_in_compute_loss(strategy):
-    """They are there when it is called."""
+def test_what_compute_loss_sees(strategy):
+    """The losses of layers, and whether it is called in `fit` or in `evaluate`."""
+    seen = set()
 
     class Seeing(Measured):
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            seen.add(training)
             self.watch.update_state(sum(self.losses))
             return super().compute_loss(x, y, y_pred, sample_weight, training)
 
     ours, _ = agree(strategy, compiled(lambda: Seeing("l2")), history(*EVEN))
     assert ours.history.history["watch"][0] > 0
-
-
-def test_training_in_compute_loss(strategy):
-    """True in `fit`, false in `evaluate`."""
-    seen = set()
-
-    class Asking(Measured):
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            seen.add(training)
-            return super().compute_loss(x, y, y_pred, sample_weight, training)
-
-    model = made(compiled(Asking), strategy)
+    model = made(compiled(Seeing), strategy)
+    seen.clear()
     model.fit(X, Y, **FIT)
     assert True in seen
     seen.clear()
@@ -440,21 +383,50 @@ def test_own_stateless_steps(strategy):
     assert ours.history.history["own"] == [10.0, 10.0]
 
 
-def test_own_compute_metrics_fill_the_history(strategy):
-    """What `compute_metrics` returns is what the history has."""
-    agree(strategy, compiled(Largest), history(*EVEN))
+def within():
+    """A model with metrics within a model, whose metrics they do not belong to."""
+    x = layers.Input((3,))
+    return keras.Model(x, layers.Dense(2)(compiled(metrics=["mse"])()(x)))
 
 
-def test_a_subclass_is_built_by_its_first_batch(strategy):
+def slow(loss):
+    return compiled(loss=loss, optimizer=lambda: keras.optimizers.SGD(0.02))
+
+
+WEIGHTED = history(sample_weight=WEIGHTS)
+# What makes a model, and what is done with it.
+COMPILED = {
+    "loss_of_one_output": (
+        compiled(two_outputs, loss=["mse", None]),
+        lambda m: m.evaluate(X, Y, **EVALUATE, return_dict=True),
+    ),
+    "sum": (slow(keras.losses.MeanSquaredError(reduction="sum")), WEIGHTED),
+    "weighted_mean": (slow(keras.losses.MeanAbsoluteError(reduction="mean_with_sample_weight")), WEIGHTED),
+    "cosine": (slow(keras.losses.CosineSimilarity()), WEIGHTED),
+    "metric_with_results_by_name": (compiled(metrics=[Sums]), history(*EVEN, epochs=2, validation_data=EVEN)),
+    "metrics_within": (compiled(within, metrics=["mae"]), history()),
+    "own_metrics": (compiled(Largest), history(*EVEN)),
+    "optimizer_from_config": (
+        compiled(optimizer={"class_name": "SGD", "config": {"learning_rate": 0.2}}),
+        history(epochs=2),
+    ),
+    "optimizer": (compiled(optimizer=keras.optimizers.RMSprop), history(epochs=2)),
+}
+
+
+@pytest.mark.parametrize(("make", "act"), COMPILED.values(), ids=COMPILED)
+def test_what_a_model_is_compiled_with(strategy, make, act):
+    """Reductions over the rows of the whole batch, weighted; metrics of every kind; optimizers."""
+    agree(strategy, make, act)
+
+
+@agreeing(compiled(Measured))
+def test_a_subclass_is_built_by_its_first_batch(model):
     """Building leaves nothing in the metrics, and no weight is drawn twice."""
-
-    def act(model):
-        first = model.evaluate(X, Y, **EVALUATE)
-        assert model.built
-        weights = model.get_weights()
-        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
-        second = model.evaluate(X, Y, **EVALUATE)
-        same(model.get_weights(), weights)
-        return first, second
-
-    agree(strategy, compiled(Measured), act)
+    first = model.evaluate(X, Y, **EVALUATE)
+    assert model.built
+    weights = model.get_weights()
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    second = model.evaluate(X, Y, **EVALUATE)
+    same(model.get_weights(), weights)
+    return first, second

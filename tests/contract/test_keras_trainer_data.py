@@ -28,6 +28,7 @@ from keras_twins import (
     X,
     Y,
     agree,
+    agreeing,
     classes,
     compiled,
     history,
@@ -129,27 +130,21 @@ def test_kinds_of_data(strategy, kind):
     same((fitted, state_of(model)), trained_alone())
 
 
-def test_epochs_of_a_dataset_of_batches(strategy):
+@agreeing(compiled())
+def test_epochs_of_a_dataset_of_batches(model):
     """It is read again in each epoch and told of its end; that of validation is read to its end."""
-
-    def act(model):
-        data, calls = Batches(), Calls()
-        given = {"validation_data": Batches(workers=2), "callbacks": [calls]}
-        fitted = model.fit(data, **QUIET, epochs=3, **given).history
-        assert data.epochs >= 3
-        return fitted, calls.of("on_test_batch_end"), model.evaluate(data, verbose=0)
-
-    agree(strategy, compiled(), act)
+    data, calls = Batches(), Calls()
+    given = {"validation_data": Batches(workers=2), "callbacks": [calls]}
+    fitted = model.fit(data, **QUIET, epochs=3, **given).history
+    assert data.epochs >= 3
+    return fitted, calls.of("on_test_batch_end"), model.evaluate(data, verbose=0)
 
 
-def test_dataset_without_an_end(strategy):
+@agreeing(classes())
+def test_dataset_without_an_end(model):
     """So many steps an epoch, with weights of classes too."""
-
-    def act(model):
-        data = Endless(KIND)
-        return model.fit(data, **QUIET, epochs=2, steps_per_epoch=4, class_weight=CLASS_WEIGHTS).history
-
-    agree(strategy, classes(), act)
+    data = Endless(KIND)
+    return model.fit(data, **QUIET, epochs=2, steps_per_epoch=4, class_weight=CLASS_WEIGHTS).history
 
 
 def test_class_weights_of_a_dataset_of_batches(strategy):
@@ -158,11 +153,6 @@ def test_class_weights_of_a_dataset_of_batches(strategy):
     fitted = ours.fit(Batches(KIND, workers=2), **QUIET, class_weight=CLASS_WEIGHTS).history
     same(fitted, theirs.fit(X, KIND, **FIT, class_weight=CLASS_WEIGHTS).history)
     same(ours.get_weights(), theirs.get_weights())
-
-
-def test_class_weights_of_targets_in_a_column(strategy):
-    """Targets of shape (rows, 1) are classes too."""
-    agree(strategy, classes(), history(X, KIND[:, None], class_weight=CLASS_WEIGHTS))
 
 
 @pytest.mark.parametrize("bad", [{"sample_weight": WEIGHTS, "class_weight": CLASS_WEIGHTS}, {"class_weight": {"a": 1}}])
@@ -187,12 +177,6 @@ def test_class_weights_of_several_outputs(strategy):
         made(compiled(two_outputs, loss=["mse", "mse"]), strategy).fit(X, [Y, X], **FIT, class_weight=CLASS_WEIGHTS)
 
 
-@pytest.mark.parametrize("sizes", [(8, 8, 5), (8, 2)])
-def test_generator_of_batches(strategy, sizes):
-    """Batches of any size that do not grow."""
-    agree(strategy, compiled(), lambda m: m.fit(some(*sizes), **QUIET).history)
-
-
 @pytest.mark.parametrize("k", [1, 4])
 def test_generator_of_growing_batches(strategy, k):
     """A later batch may be larger than the first; Keras cannot stack them where four are one execution."""
@@ -206,15 +190,6 @@ def test_predict_keeps_the_order_of_uneven_batches(strategy, k):
     identity = lambda: keras.Sequential([layers.Input(()), layers.Identity()])  # noqa: E731
     model = made(compiled(identity, steps_per_execution=k), strategy)
     same(model.predict(some(2, 2, 2, 3, 4, 2, 2, rows=(rows,)), verbose=0), rows)
-
-
-def test_generator_with_weights(strategy):
-    """Batches of `(x, y, sample_weight)`."""
-    agree(
-        strategy,
-        compiled(weighted_metrics=["mae"]),
-        lambda m: m.fit(some(8, 8, 5, rows=(X, Y, WEIGHTS)), **QUIET).history,
-    )
 
 
 def test_generator_that_ends(strategy):
@@ -232,15 +207,12 @@ def pooled():
 SEQUENCES = [RANDOM.rand(rows, steps, 3).astype("float32") for rows, steps in ((4, 5), (4, 2), (3, 7))]
 
 
-def test_batches_of_different_lengths(strategy):
+@agreeing(compiled(pooled))
+def test_batches_of_different_lengths(model):
     """Sequences are as long as the longest of their batch."""
-
-    def act(model):
-        predicted = model.predict(((x,) for x in SEQUENCES), verbose=0)
-        batches = ((x, Y[4 * i : 4 * i + len(x)]) for i, x in enumerate(SEQUENCES))
-        return predicted, model.fit(batches, **QUIET).history
-
-    agree(strategy, compiled(pooled), act)
+    predicted = model.predict(((x,) for x in SEQUENCES), verbose=0)
+    batches = ((x, Y[4 * i : 4 * i + len(x)]) for i, x in enumerate(SEQUENCES))
+    return predicted, model.fit(batches, **QUIET).history
 
 
 SPARSE = {"scipy": scipy.sparse.csr_matrix, "jax": jax.experimental.sparse.BCOO.fromdense}
@@ -268,28 +240,6 @@ class Adding(keras.Model):
 
 
 Pair = collections.namedtuple("Pair", ["first", "second"])
-NESTS = {"tuple": (X, 2 * X), "nested": {"a": (X, {"c": 3 * X}), "b": [2 * X]}, "namedtuple": Pair(X, 2 * X)}
-
-
-@pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
-def test_nests_of_inputs(strategy, nest):
-    """Inputs reach the model in the nest in which they were given."""
-    agree(strategy, compiled(Adding), history(nest, Y))
-
-
-def test_nests_of_inputs_on_a_batch(strategy):
-    """In the methods of one batch too."""
-
-    def act(model):
-        x = {"a": X, "b": (X, X)}
-        return model.predict_on_batch(x), model.train_on_batch(x, Y), model.test_on_batch(x, Y)
-
-    agree(strategy, compiled(Adding), act)
-
-
-def test_predict_of_nests_before_anything_else(strategy):
-    """Of a model that is neither built nor compiled."""
-    agree(strategy, Adding, lambda m: m.predict((X, {"b": X}), **EVALUATE))
 
 
 OUTPUTS = {
@@ -317,8 +267,6 @@ def test_nests_of_predictions(strategy, nest):
 
 
 def test_predictions_of_several_rows_for_each_row(strategy):
-    """Keras returns all that a model does."""
-
     class Flat(keras.Model):
         def call(self, x):
             return keras.ops.reshape(x, (-1, 1))
@@ -335,8 +283,6 @@ def test_predict_of_one_row(strategy):
 
 @pytest.mark.parametrize("kind", ["float16", "bool"])
 def test_dtypes_of_predictions(strategy, kind):
-    """An output has the dtype that the model gives it."""
-
     class Cast(keras.Model):
         def call(self, x):
             return keras.ops.cast(x, kind)
@@ -344,20 +290,6 @@ def test_dtypes_of_predictions(strategy, kind):
     ours, theirs = (made(Cast, s).predict(X, **EVALUATE) for s in (strategy, None))
     assert ours.dtype == theirs.dtype
     np.testing.assert_array_equal(ours, theirs)
-
-
-def test_dtypes_of_inputs(strategy):
-    """Keras decides what a model gets."""
-    agree(strategy, compiled(), history((4 * X).astype("uint8"), Y))
-
-
-WEIGHTED = {"metrics": ["mae"], "weighted_metrics": ["mse"]}
-
-
-@pytest.mark.parametrize("weights", [WEIGHTS[:, None], WEIGHTS > 0.5])
-def test_sample_weights_of_every_shape_count(strategy, weights):
-    """A row or a column, zeros, booleans."""
-    agree(strategy, compiled(**WEIGHTED), history(X, Y, sample_weight=weights))
 
 
 @pytest.mark.parametrize("names", [(), ("a", "b")], ids=["list", "dict"])
@@ -372,10 +304,36 @@ def test_sample_weights_of_each_output(strategy, names):
     agree(strategy, compiled(lambda: two_outputs(*names), **losses, **metrics), act)
 
 
-def test_validation_split_takes_the_last_rows(strategy):
-    """The last rows, before rows are shuffled; arrays of JAX."""
-    data = jnp.asarray(X), jnp.asarray(Y)
-    agree(strategy, compiled(), history(*data, validation_split=0.4, shuffle=True, epochs=2))
+def on_batch(model):
+    nest = {"a": X, "b": (X, X)}
+    return model.predict_on_batch(nest), model.train_on_batch(nest, Y), model.test_on_batch(nest, Y)
+
+
+WEIGHTED = compiled(metrics=["mae"], weighted_metrics=["mse"])
+# What makes a model, and what is done with it.
+FORMS = {
+    "classes_in_a_column": (classes(), history(X, KIND[:, None], class_weight=CLASS_WEIGHTS)),
+    "weights_in_a_column": (WEIGHTED, history(X, Y, sample_weight=WEIGHTS[:, None])),
+    "weights_of_bool": (WEIGHTED, history(X, Y, sample_weight=WEIGHTS > 0.5)),
+    "rows_of_bytes": (compiled(), history((4 * X).astype("uint8"), Y)),
+    "last_rows_for_validation": (
+        compiled(),
+        history(jnp.asarray(X), jnp.asarray(Y), validation_split=0.4, shuffle=True, epochs=2),
+    ),
+    "generator": (compiled(), lambda m: m.fit(some(8, 8, 5), **QUIET).history),
+    "generator_of_shrinking_batches": (compiled(), lambda m: m.fit(some(8, 2), **QUIET).history),
+    "generator_with_weights": (WEIGHTED, lambda m: m.fit(some(8, 8, 5, rows=(X, Y, WEIGHTS)), **QUIET).history),
+    "tuple": (compiled(Adding), history((X, 2 * X), Y)),
+    "nested": (compiled(Adding), history({"a": (X, {"c": 3 * X}), "b": [2 * X]}, Y)),
+    "namedtuple": (compiled(Adding), history(Pair(X, 2 * X), Y)),
+    "nest_on_a_batch": (compiled(Adding), on_batch),
+    "predict_of_a_nest_before_anything_else": (Adding, lambda m: m.predict((X, {"b": X}), **EVALUATE)),
+}
+
+
+@pytest.mark.parametrize(("make", "act"), FORMS.values(), ids=FORMS)
+def test_forms_of_data(strategy, make, act):
+    agree(strategy, make, act)
 
 
 REFUSED = {

@@ -6,7 +6,21 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from keras_twins import EVALUATE, EVEN, FIT, KIND, X, agree, compiled, crossentropy, history, made, same, state_of
+from keras_twins import (
+    EVALUATE,
+    EVEN,
+    FIT,
+    KIND,
+    X,
+    agree,
+    agreeing,
+    compiled,
+    crossentropy,
+    history,
+    made,
+    same,
+    state_of,
+)
 from strategy_table import on
 
 import phalanx
@@ -103,33 +117,27 @@ def test_options_of_optimizers(strategy, how, k):
     agree(strategy, of_kinds(optimizer=functools.partial(momentum, **how)), fit(), k=k)
 
 
-def test_learning_rate_replaced(strategy):
+@agreeing(of_kinds())
+def test_learning_rate_replaced(model):
     """Between calls of `fit`, by a number, by a schedule, and a schedule by another."""
-
-    def act(model):
-        losses = []
-        for rate in (0.01, EXPONENTIAL, WARM_COSINE):
-            losses += fit(epochs=1)(model)["loss"]
-            model.optimizer.learning_rate = rate
-        return losses + fit(epochs=1)(model)["loss"]
-
-    agree(strategy, of_kinds(), act)
+    losses = []
+    for rate in (0.01, EXPONENTIAL, WARM_COSINE):
+        losses += fit(epochs=1)(model)["loss"]
+        model.optimizer.learning_rate = rate
+    return losses + fit(epochs=1)(model)["loss"]
 
 
-def test_frozen_layer_stays_until_thawed(strategy):
+@agreeing(of_kinds())
+def test_frozen_layer_stays_until_thawed(model):
     """Frozen and compiled again, a layer stays as it is; thawed, it trains."""
-
-    def act(model):
-        fitted = [fit(epochs=1)(model)]
-        for trainable in (False, True):
-            before = model.layers[0].get_weights()[0]
-            model.layers[0].trainable = trainable
-            model.compile(momentum(), crossentropy())
-            fitted.append(fit(epochs=1)(model))
-            assert np.array_equal(model.layers[0].get_weights()[0], before) is not trainable
-        return fitted
-
-    agree(strategy, of_kinds(), act)
+    fitted = [fit(epochs=1)(model)]
+    for trainable in (False, True):
+        before = model.layers[0].get_weights()[0]
+        model.layers[0].trainable = trainable
+        model.compile(momentum(), crossentropy())
+        fitted.append(fit(epochs=1)(model))
+        assert np.array_equal(model.layers[0].get_weights()[0], before) is not trainable
+    return fitted
 
 
 @pytest.mark.parametrize("how", [{"jit_compile": False}, {"run_eagerly": True}], ids=["not_compiled", "eager"])
