@@ -97,12 +97,12 @@ def test_slow_code_and_slow_rank_are_named(measured, tmp_path):
     """A callback that sleeps if it is alone, else before each step of rank 1. The parts add up to the steps that it sees."""
     slow = f"""
 import time
-path, rank = {str(tmp_path / "seen")!r}, strategy.cluster_resolver.task_id
+path, is_alone = {str(tmp_path / "seen")!r}, strategy.num_replicas_in_sync == 1
 class Slow(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
-        time.sleep(0.2 * (rank or 0))
+        time.sleep(0.2 * (strategy.cluster_resolver.task_id or 0))
     def on_train_batch_end(self, batch, logs=None):
-        if rank is None:
+        if is_alone:
             time.sleep(0.2)
             print(time.monotonic(), file=open(path, "a"))
 model.fit(x, y, batch_size=32, epochs=50, verbose=0, callbacks=[Slow()])

@@ -25,14 +25,11 @@ def test_process_outside_a_group():
     assert membership.may_train()
 
 
-def test_description_of_a_generation():
+def test_description_of_a_generation(monkeypatch):
     generation = Generation(3, "127.0.0.1:1", ("127.0.0.1:2", "127.0.0.1:3"), rank=1)
     found = json.loads(generation.tf_config())
     assert found["cluster"] == {"worker": ["127.0.0.1:2", "127.0.0.1:3"]}
     assert found["task"] == {"type": "worker", "index": 1}
     assert generation.size == 2
-
-
-def test_number_of_a_complete_group(monkeypatch):
     monkeypatch.setenv(membership.MOST, "4")
     assert membership.most_workers() == 4

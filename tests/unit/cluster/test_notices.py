@@ -18,10 +18,23 @@ DEADLINE_S = 120.0
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """What was told. The function is asked more often."""
-    monkeypatch.setattr(notices, "_POLL_S", 0.02)
+def told():
     return queue.Queue()
+
+
+@pytest.fixture
+def listen(monkeypatch, told):
+    """Makes notices, which are closed with the test. They ask their function more often than once per second."""
+    monkeypatch.setattr(notices, "_POLL_S", 0.02)
+    made = []
+
+    def make(ask=None):
+        made.append(Notices("f()", told.put, ask))
+        return made[-1]
+
+    yield make
+    for each in reversed(made):
+        each.close()
 
 
 def terminate():
@@ -30,72 +43,55 @@ def terminate():
     signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_each_sigterm_is_told(told):
+def test_each_sigterm_is_told(listen, told):
     """SIGTERM does not end the process, and the handler from before comes back."""
     before = signal.getsignal(signal.SIGTERM)
-    told_by = Notices("f()", told.put)
-    try:
-        for _ in range(2):
-            terminate()
-            assert told.get(timeout=DEADLINE_S) == "received SIGTERM"
-    finally:
-        told_by.close()
-    told_by.close()
+    heard = listen()
+    for _ in range(2):
+        terminate()
+        assert told.get(timeout=DEADLINE_S) == "received SIGTERM"
+    heard.close()
+    heard.close()
     assert signal.getsignal(signal.SIGTERM) == before
-    assert not told_by.is_alive()
+    assert not heard.is_alive()
 
 
-def test_function_is_asked_until_it_answers(told):
+def test_function_is_asked_until_it_answers(listen, told):
     """Its first answer is told, and no other."""
     answers = [None, None, "is preempted"]
-    told_by = Notices("f()", told.put, lambda: answers.pop(0))
-    try:
-        assert told.get(timeout=DEADLINE_S) == "is preempted"
-        terminate()
-        assert told.get(timeout=DEADLINE_S) == "received SIGTERM"
-        assert not answers
-    finally:
-        told_by.close()
+    listen(lambda: answers.pop(0))
+    assert told.get(timeout=DEADLINE_S) == "is preempted"
+    terminate()
+    assert told.get(timeout=DEADLINE_S) == "received SIGTERM"
+    assert not answers
 
 
-def test_error_of_the_function_is_raised_at_the_next_step(told):
+def test_error_of_the_function_is_raised_at_the_next_step(listen, told):
     """The thread goes on hearing SIGTERM."""
-
-    def ask():
-        raise ValueError("no such machine")
-
-    told_by = Notices("f()", told.put, ask)
-    try:
-        while not failures:
-            assert told_by.is_alive()
-        assert str(failures.pop()) == "no such machine"
-        terminate()
-        assert told.get(timeout=DEADLINE_S) == "received SIGTERM"
-    finally:
-        told_by.close()
+    heard = listen(lambda: {}["no such machine"])
+    while not failures:
+        assert heard.is_alive()
+    assert str(failures.pop()) == "'no such machine'"
+    terminate()
+    assert told.get(timeout=DEADLINE_S) == "received SIGTERM"
 
 
-def test_two_hear_the_same_signal(told):
+def test_two_hear_the_same_signal(listen, told):
     """A second object does not make the first one deaf."""
-    both = [Notices("f()", told.put), Notices("g()", told.put)]
-    try:
-        terminate()
-        assert [told.get(timeout=DEADLINE_S) for _ in both] == ["received SIGTERM"] * 2
-    finally:
-        for told_by in reversed(both):
-            told_by.close()
+    both = [listen(), listen()]
+    terminate()
+    assert [told.get(timeout=DEADLINE_S) for _ in both] == ["received SIGTERM"] * 2
 
 
-def test_handler_that_came_later_stays(told):
+def test_handler_that_came_later_stays(listen):
     """`close` does not remove the handler of somebody else."""
-    told_by = Notices("f()", told.put)
-    before = told_by._before
+    heard = listen()
     try:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        told_by.close()
+        heard.close()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, heard._before)
 
 
 def test_other_threads_are_refused(told):

@@ -132,16 +132,12 @@ def test_leader_and_addresses():
     assert not is_chief(CHIEF, Task("ps", 0))
 
 
-def test_parameter_servers_have_no_number():
+def test_parameter_servers_have_neither_number_nor_leader():
     """They do not train."""
     with pytest.raises(ClusterError, match="id of task ps:0: a parameter server does not train"):
         id_in_cluster(CHIEF, Task("ps", 0))
     with pytest.raises(ClusterError, match="worker count of task ps:0: a parameter server does not train"):
         worker_count(CHIEF, Task("ps", 0))
-
-
-def test_nobody_leads_parameter_servers_alone():
-    """There is neither a chief nor a worker."""
     with pytest.raises(ClusterError, match="there is neither a chief nor a worker"):
         leader(ClusterSpec({"ps": ["p:1"]}))
 

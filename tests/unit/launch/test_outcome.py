@@ -33,9 +33,6 @@ def test_first_by_time():
         )
     )
     assert (outcome.culprit.name, outcome.exit_code) == ("worker 2", 137)
-
-
-def test_nothing_to_report():
     assert report(Outcome((Ending("worker 0", 0, 1.0),))) == ""
 
 

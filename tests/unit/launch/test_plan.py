@@ -64,15 +64,9 @@ def test_environment_of_user_wins():
     """What the user has set stays, and everything else is handed on."""
     own = {"NPROC": "3", "PYTHONUNBUFFERED": "", "PYTHONFAULTHANDLER": "0", "PHALANX_CPU_DEVICES": "2", "HOME": "/x"}
     assert environments(own)[1].items() >= own.items()
-
-
-def test_devices_of_the_environment_count():
     assert environments({"PHALANX_CPU_DEVICES": "3"})[0]["NPROC"] == "6"
     assert environments({"PHALANX_CPU_DEVICES": "3"}, devices=3)[0]["NPROC"] == "6"
-
-
-def test_cluster_of_the_environment_is_replaced():
-    """The cluster is this one, whatever the launcher itself belongs to."""
+    # But not the cluster to which the launcher itself belongs.
     (environment,) = environments({"TF_CONFIG": "{}", "PHALANX_RESTART": "7"}, workers=1, restart=2)
     assert "127.0.0.1:4001" in environment["TF_CONFIG"]
     assert environment["PHALANX_RESTART"] == "2"
