@@ -2,7 +2,7 @@
 
 import keras
 import numpy as np
-import pytest
+from refusals import refusals
 
 from phalanx import errors, feature_column
 
@@ -21,11 +21,10 @@ def test_embedding_starts_with_a_truncated_normal_distribution():
     assert 0.21 < table.std() < 0.26
 
 
-@pytest.mark.parametrize("initializer", ["ones", keras.initializers.Ones, lambda shape, dtype=None: np.ones(shape)])
-def test_embedding_takes_initializers_of_keras(initializer):
-    """Names, classes and functions."""
-    layer = feature_column.DenseFeatures(embedding(KIND, 2, initializer=initializer))
-    assert layer({"kind": [2, -1]}).tolist() == [[1, 1], [0, 0]]
+def test_embedding_takes_initializers_of_keras():
+    for initializer in ("ones", keras.initializers.Ones, lambda shape, dtype=None: np.ones(shape)):
+        layer = feature_column.DenseFeatures(embedding(KIND, 2, initializer=initializer))
+        assert layer({"kind": [2, -1]}).tolist() == [[1, 1], [0, 0]]
 
 
 def test_tables_that_are_not_trained_have_no_gradient():
@@ -49,36 +48,26 @@ def test_shared_columns_have_one_table_in_a_layer():
     np.testing.assert_array_equal(rows[:, :4], rows[:, 4:])
     (table,) = layer.weights
     assert table.path == f"{layer.name}/kind_town_shared_embedding/embedding_weights"
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: embedding(KIND, 0), r"dimension=0: must be a positive integer.\nHINT: dimension=8"),
-        (lambda: embedding(KIND, 2, initializer=3), r"initializer=3: must be an initializer of Keras .*\nHINT: "),
-        (lambda: embedding(KIND, 2, initializer="oens"), r"initializer='oens': must be an initializer .*\nHINT: "),
-        (lambda: embedding(KIND, 2, max_norm=0), r"max_norm=0: must be None or a positive number.\nHINT: max_norm=1.0"),
-        (lambda: embedding(KIND, 2, trainable=1), r"trainable=1: must be True or False.\nHINT: trainable=True"),
-        (lambda: shared(KIND, 2), r"categorical_columns=Ident.*: must be a list of columns.\nHINT: "),
-        (lambda: shared([KIND], 2, "max"), r"combiner='max': must be .*\nHINT: "),
-        (
-            lambda: shared([KIND], 2, shared_embedding_collection_name=3),
-            r"shared_embedding_collection_name=3: must be the name .*\nHINT: ",
-        ),
-        (
-            lambda: shared([KIND, feature_column.categorical_column_with_identity("town", 4)], 2),
-            r"kinds and sizes .*3.*4.*: columns that share a table must be of one kind and size.\nHINT: embedding_column",
-        ),
-    ],
-)
-def test_bad_arguments_are_refused(make, match):
-    """Each message has the argument, its value and a line to write instead."""
-    with pytest.raises(errors.InvalidArgumentError, match=match):
-        make()
-
-
-def test_weighted_columns_may_share_a_table():
-    """The kind of a weighted column is that of its ids."""
-    columns = shared([KIND, feature_column.weighted_categorical_column(TOWN, "w")], 2)
-    layer = feature_column.DenseFeatures(columns)
+    # The kind of a weighted column is that of its ids.
+    layer = feature_column.DenseFeatures(shared([KIND, feature_column.weighted_categorical_column(TOWN, "w")], 2))
     assert layer({"kind": [1], "town": [1], "w": [1.0]}).shape == (1, 4)
+
+
+test_bad_arguments_are_refused = refusals(
+    errors.InvalidArgumentError,
+    (lambda: embedding(KIND, 0), r"dimension=0: must be a positive integer.\nHINT: dimension=8"),
+    (lambda: embedding(KIND, 2, initializer=3), r"initializer=3: must be an initializer of Keras .*\nHINT: "),
+    (lambda: embedding(KIND, 2, initializer="oens"), r"initializer='oens': must be an initializer .*\nHINT: "),
+    (lambda: embedding(KIND, 2, max_norm=0), r"max_norm=0: must be None or a positive number.\nHINT: max_norm=1.0"),
+    (lambda: embedding(KIND, 2, trainable=1), r"trainable=1: must be True or False.\nHINT: trainable=True"),
+    (lambda: shared(KIND, 2), r"categorical_columns=Ident.*: must be a list of columns.\nHINT: "),
+    (lambda: shared([KIND], 2, "max"), r"combiner='max': must be .*\nHINT: "),
+    (
+        lambda: shared([KIND], 2, shared_embedding_collection_name=3),
+        r"shared_embedding_collection_name=3: must be the name .*\nHINT: ",
+    ),
+    (
+        lambda: shared([KIND, feature_column.categorical_column_with_identity("town", 4)], 2),
+        r"kinds and sizes .*3.*4.*: columns that share a table must be of one kind and size.\nHINT: embedding_column",
+    ),
+)

@@ -4,6 +4,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from refusals import refusals, refused
 
 import phalanx
 from phalanx import errors, feature_column
@@ -30,7 +31,6 @@ Y = np.linspace(0, 1, 24, dtype=np.float32)[:, None]
 
 @keras.saving.register_keras_serializable(package="tests")
 def halved(x):
-    """Returns half of a feature."""
     return x / 2
 
 
@@ -65,14 +65,14 @@ def test_compiled_layer_computes_what_the_eager_one_does():
     assert eager.shape == (24, 13)
 
 
-def trained(make_columns_layer, prepared, strategy=None):
+def trained(layer, prepared, strategy):
     """Returns the losses and the weights of a model of a layer that is trained for two epochs."""
     keras.utils.set_random_seed(0)
-    with strategy.scope() if strategy else phalanx.OneDeviceStrategy("cpu:0").scope():
-        model = keras.Sequential([make_columns_layer(), keras.layers.Dense(1)])
+    with strategy.scope():
+        model = keras.Sequential([layer(), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.001), "mse")
     losses = model.fit(prepared, Y, batch_size=10, epochs=2, shuffle=False, verbose=0).history["loss"]
-    return losses, [keras.ops.convert_to_numpy(weight) for weight in model.weights]
+    return losses, model.get_weights()
 
 
 @pytest.mark.slow
@@ -83,8 +83,8 @@ def trained(make_columns_layer, prepared, strategy=None):
 def test_two_replicas_train_as_one_device_does(kind, columns):
     """`fit` on prepared features, with a last batch that two replicas cannot divide evenly."""
     prepared = feature_column.prepare(FEATURES, columns)
-    one = trained(lambda: kind(columns), prepared)
-    two = trained(lambda: kind(columns), prepared, phalanx.MirroredStrategy(["cpu:0", "cpu:1"]))
+    strategies = phalanx.OneDeviceStrategy("cpu:0"), phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    one, two = (trained(lambda: kind(columns), prepared, strategy) for strategy in strategies)
     assert one[0][1] < one[0][0]
     np.testing.assert_allclose(two[0], one[0], rtol=1e-5)
     for weight, expected in zip(two[1], one[1], strict=True):
@@ -123,31 +123,22 @@ def test_columns_keep_single_precision_in_a_mixed_policy():
     np.testing.assert_allclose(rows, [[2048.9, 1, 0], [2049, 0, 1]], rtol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (
-            lambda: feature_column.DenseFeatures([AGE, SIZE]),
-            r"feature_columns with Voc.*: a categorical column is not dense.\nHINT: indicator_column\(column\) or embedding",
-        ),
-        (
-            lambda: feature_column.LinearFeatures([AGE], units=0),
-            r"units=0: must be an integer from 1 to 2\*\*31 - 1.\nHINT: units=1",
-        ),
-    ],
+test_bad_arguments_are_refused = refusals(
+    errors.InvalidArgumentError,
+    (
+        lambda: feature_column.DenseFeatures([AGE, SIZE]),
+        r"feature_columns with Voc.*: a categorical column is not dense.\nHINT: indicator_column\(column\) or embedding",
+    ),
+    (
+        lambda: feature_column.LinearFeatures([AGE], units=0),
+        r"units=0: must be an integer from 1 to 2\*\*31 - 1.\nHINT: units=1",
+    ),
 )
-def test_bad_arguments_are_refused(make, match):
-    """Each message has the argument, its value and a line to write instead."""
-    with pytest.raises(errors.InvalidArgumentError, match=match):
-        make()
 
 
 def test_tables_of_one_name_must_be_one():
-    """Two shared tables with a name of the user are refused if they differ."""
-    columns = [
-        *feature_column.shared_embeddings([SIZE], 2, shared_embedding_collection_name="table"),
-        *feature_column.shared_embeddings([TOWN], 2, shared_embedding_collection_name="table"),
-    ]
+    options = {"dimension": 2, "shared_embedding_collection_name": "table"}
+    columns = [table for column in (SIZE, TOWN) for table in feature_column.shared_embeddings([column], **options)]
     match = r"two tables with the name 'table': their columns differ in size .*\nHINT: shared_embeddings\("
-    with pytest.raises(errors.InvalidArgumentError, match=match):
+    with refused(errors.InvalidArgumentError, match):
         feature_column.DenseFeatures(columns)(FEATURES)

@@ -16,12 +16,8 @@ def expected_row(ids, weights, combiner, table):
     """Returns the combined row, computed id by id."""
     used = [(i, w) for i, w in zip(ids, weights, strict=True) if i >= 0 and (combiner == "sum" or w > 0)]
     total = sum((w * table[i] for i, w in used), np.zeros(2))
-    divisor = {
-        "sum": 1,
-        "mean": sum(w for _, w in used),
-        "sqrtn": np.sqrt(sum(w * w for _, w in used)),
-    }[combiner]
-    return total / divisor if used else total
+    divisors = {"sum": 1, "mean": sum(w for _, w in used), "sqrtn": np.sqrt(sum(w * w for _, w in used))}
+    return total / divisors[combiner] if used else total
 
 
 @pytest.mark.parametrize("max_norm", [None, 2.0])
@@ -36,11 +32,11 @@ def test_rows_are_combined_with_weights(combiner, weights, max_norm):
     np.testing.assert_allclose(combined_rows(TABLE, IDS, weights, combiner, max_norm), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("combiner", ["mean", "sqrtn", "sum"])
-def test_gradients_of_empty_and_zero_rows_are_finite(combiner):
+def test_gradients_of_empty_and_zero_rows_are_finite():
     """A row without ids and a row of the table with the norm 0 have no gradient that is not finite."""
-    gradient = jax.grad(lambda table: combined_rows(table, IDS, WEIGHTS, combiner, 2.0).sum())(jnp.asarray(TABLE))
-    assert jnp.isfinite(gradient).all()
+    for combiner in ("mean", "sqrtn", "sum"):
+        gradient = jax.grad(lambda table: combined_rows(table, IDS, WEIGHTS, combiner, 2.0).sum())(jnp.asarray(TABLE))
+        assert jnp.isfinite(gradient).all(), combiner
 
 
 def test_ids_beyond_the_table_are_not_silent():
