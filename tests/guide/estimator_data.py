@@ -3,6 +3,8 @@
 import numpy as np
 from sklearn.datasets import load_digits, load_iris
 
+from phalanx.estimator import tf1
+
 FEATURES, LABELS = [[1.0, 1.5], [2.0, 2.5], [3.0, 3.5]], [[0.3], [0.5], [0.7]]
 EVAL_FEATURES, EVAL_LABELS = [[4.0, 4.5], [5.0, 5.5], [6.0, 6.5]], [[0.8], [0.9], [1.0]]
 FLOWER_NAMES = ("SepalLength", "SepalWidth", "PetalLength", "PetalWidth")
@@ -43,28 +45,50 @@ def passengers(count, seed):
     return table, (random.random(count) < 1 / (1 + np.exp(-odds))).astype("int64")
 
 
-def mean_squared_error(weights, features, labels):
-    """The loss of one layer without activation."""
-    kernel, bias = weights
-    return float(np.mean((np.asarray(features) @ kernel + bias - np.asarray(labels)) ** 2))
+def network(model, rows, layers):
+    """The logits of a deep network from the values of its variables, in NumPy."""
+    for layer in [*(f"hiddenlayer_{i}" for i in range(layers)), "logits"]:
+        kernel, bias = (model.get_variable_value(f"dnn/{layer}/{name}") for name in ("kernel", "bias"))
+        logits = rows @ kernel + bias
+        rows = np.maximum(logits, 0)
+    return logits
+
+
+def input_fn():
+    return tf1.data.Dataset.from_tensor_slices((FEATURES, LABELS)).batch(1)
+
+
+def eval_input_fn():
+    return tf1.data.Dataset.from_tensor_slices((EVAL_FEATURES, EVAL_LABELS)).batch(1)
+
+
+def linear_model_fn(features, labels, mode):
+    logits = tf1.layers.Dense(1)(features)
+    loss = tf1.losses.mean_squared_error(labels=labels, predictions=logits)
+    optimizer = tf1.train.AdagradOptimizer(0.05)
+    train_op = optimizer.minimize(loss, global_step=tf1.train.get_global_step())
+    return tf1.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
 
 class Adagrad:
-    """One layer without activation, trained on the mean squared error with TensorFlow's Adagrad."""
+    """The layer of `linear_model_fn`, trained with TensorFlow's Adagrad from the first values in a folder of checkpoints."""
 
-    def __init__(self, kernel, bias, rate):
-        self.weights, self.squares, self.rate = (
-            [kernel, bias],
-            [np.full_like(kernel, 0.1), np.full_like(bias, 0.1)],
-            rate,
-        )
+    def __init__(self, folder):
+        reader = tf1.train.load_checkpoint(f"{folder}/model.ckpt-0")
+        self.weights = [reader.get_tensor(f"dense/{name}") for name in ("kernel", "bias")]
+        self.squares = [np.full_like(weight, 0.1) for weight in self.weights]
+
+    def error(self, features, labels):
+        return np.asarray(features, "float32") @ self.weights[0] + self.weights[1] - np.asarray(labels, "float32")
+
+    def loss(self, features, labels):
+        return float(np.mean(self.error(features, labels) ** 2))
 
     def step(self, features, labels):
         """Updates the weights. Returns the loss before."""
-        x, y = np.asarray(features, "float32"), np.asarray(labels, "float32")
-        error = x @ self.weights[0] + self.weights[1] - y
+        loss, error = self.loss(features, labels), self.error(features, labels)
         slope = 2 * error / error.size
-        for i, gradient in enumerate((x.T @ slope, slope.sum(axis=0))):
+        for i, gradient in enumerate((np.asarray(features, "float32").T @ slope, slope.sum(axis=0))):
             self.squares[i] = self.squares[i] + gradient**2
-            self.weights[i] = self.weights[i] - self.rate * gradient / np.sqrt(self.squares[i])
-        return float(np.mean(error**2))
+            self.weights[i] = self.weights[i] - 0.05 * gradient / np.sqrt(self.squares[i])
+        return loss
