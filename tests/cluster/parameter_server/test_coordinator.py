@@ -128,8 +128,8 @@ def test_arguments_and_results(coordinator):
     assert len(traces) == once
 
 
-def test_methods_and_strategy_run(coordinator, strategy):
-    """A method of an object, and `run` in a step: there is one replica."""
+def test_methods_and_strategy_run(coordinator, strategy, counter):
+    """A method of an object, `run` in a step, where there is one replica, and `run` alone, which a worker does."""
 
     class Steps:
         def __init__(self, factor):
@@ -138,8 +138,14 @@ def test_methods_and_strategy_run(coordinator, strategy):
         def double(self, x):
             return strategy.run(lambda y: phalanx.get_replica_context().num_replicas_in_sync * self.factor * y, (x,))
 
+    def replica(x):
+        counter.assign_add(1)
+        return x + counter.value
+
     assert float(coordinator.schedule(Steps(2).double, args=(3.0,)).fetch()) == 6.0
     assert float(coordinator.schedule(Steps(5).double, args=(3.0,)).fetch()) == 15.0
+    assert float(strategy.run(replica, args=(2.0,))) == 3.0
+    assert int(counter.value) == 1
 
 
 def test_the_first_error(coordinator, counter, batches_of, tmp_path):
@@ -402,17 +408,6 @@ def test_a_dataset_function_of_a_module_that_workers_do_not_have(coordinator, ba
         coordinator.fetch(coordinator.schedule(take, args=(iterator,)))
     with contextlib.suppress(InvalidArgumentError):  # Where `fetch` raised it, join does too, once.
         coordinator.join()
-
-
-def test_run_outside_of_schedule(strategy, counter):
-    """A worker does it, and its result is there."""
-
-    def replica(x):
-        counter.assign_add(1)
-        return x + counter.value
-
-    assert float(strategy.run(replica, args=(2.0,))) == 3.0
-    assert int(counter.value) == 1
 
 
 def test_coordinators_of_one_strategy_share_its_queue(strategy, coordinator, counter):
