@@ -5,7 +5,6 @@ import itertools
 import pathlib
 import zlib
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -204,14 +203,6 @@ def test_pattern_is_sorted_and_list_keeps_order(tmp_path):
 def test_bad_files_are_refused_before_reading(pattern, interleave, error, match):
     with pytest.raises(error, match=match):
         from_files(pattern, open, interleave=interleave)
-
-
-def test_records_are_any_pytree(tmp_path):
-    """They are stacked leaf by leaf."""
-    folder = Folder(tmp_path, [3])
-    files = from_files(folder.paths, lambda path: [{"x": np.full(2, i)} for i in folder.contents[path]])
-    piece = FileRecords(files, 2).open(InputWorker(), DATA, None).read()
-    assert piece.parts[0]["x"].tolist() == [[0, 0], [1, 1]]
 
 
 @pytest.mark.parametrize("module", [gzip, zlib])
