@@ -59,23 +59,19 @@ def test_guest_with_another_secret(door, address):
     assert door.refused == 1
 
 
-def test_host_without_the_secret(address):
-    """One that lets in everybody does not know the secret: the guest goes away."""
-    host, port = address.split(":")
-    with socket.create_server((host, int(port))) as server, connection_to(address) as guest:
-        other, _ = server.accept()
-        with other:
-            other.sendall(b'{"nonce": "00"}\n{"proof": "00"}\n')
-            with pytest.raises(StartupError, match="has another secret"):
-                knock(guest, SECRET, HELLO, DEADLINE_S)
-
-
 def answering(said):
     """A connection whose other end has said this, and the other end."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours, theirs = socket.create_connection(server.getsockname()), server.accept()[0]
     theirs.sendall(said)
     return ours, theirs
+
+
+def test_host_without_the_secret():
+    """One that lets in everybody does not know the secret: the guest goes away."""
+    ours, theirs = answering(b'{"nonce": "00"}\n{"proof": "00"}\n')
+    with ours, theirs, pytest.raises(StartupError, match="has another secret"):
+        knock(ours, SECRET, HELLO, DEADLINE_S)
 
 
 def greeting(guest, own="own"):

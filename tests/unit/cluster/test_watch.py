@@ -526,7 +526,7 @@ from phalanx.cluster import watch
 from phalanx.cluster.rollcall import call_roll
 from phalanx.cluster.secret import Secret
 addresses, rank = json.loads(sys.argv[1]), int(sys.argv[2])
-own = watch.start(addresses, rank, call_roll(addresses, rank, about="us", secret=Secret("a secret of the cluster"), timeout_s=120), 5.0)
+own = watch.start(addresses, rank, call_roll(addresses, rank, about="us", secret=Secret("a secret of the cluster"), timeout_s=120), 8.0)
 for _ in range(2):
     own.begin(is_step=True)
     own.end(is_step=True, has_failed=False)
@@ -586,7 +586,7 @@ def test_real_process_that_sigstop_holds(processes):
     for rank, place in ((0, "in waits"), (1, "in loss")):
         output, text = running[rank].communicate(timeout=DEADLINE_S)
         assert (running[rank].returncode, output) == (75, "")
-        assert re.search(r"Phalanx: rank 2 \(127.0.0.1:\d+\) has said nothing for 5 s", text)
+        assert re.search(r"Phalanx: rank 2 \(127.0.0.1:\d+\) has said nothing for 8 s", text)
         assert f"rank {rank} ends here.\nThread MainThread (most recent call last):\n" in text
         assert place in text
 

@@ -80,6 +80,7 @@ class Launch:
         evaluator: bool = False,
         sink: Sink | None = None,
         word_s: float = 0.0,
+        grace_s: float = 60.0,
         **options: object,
     ) -> Launched:
         """Runs a script as so many workers, and an evaluator if asked. After its first report there is the file `said1`."""
@@ -95,6 +96,7 @@ class Launch:
                 sink=sink or Sink(file.fileno()),
                 say=say,
                 word_s=word_s,
+                grace_s=grace_s,
                 **options,
             )
             file.seek(0)
