@@ -100,17 +100,18 @@ class Program:
         self.step.assign_add(1)
         self.handler.save_checkpoint_if_preempted()
 
+    def in_scope(self, run, steps=1):
+        with self.handler.watch_preemption_scope():
+            run()
+        self.step.assign_add(steps)
+
     def by_scope(self):
         """`strategy.run` itself."""
-        with self.handler.watch_preemption_scope():
-            self.strategy.run(self.replica_step, args=(next(self.iterator),))
-        self.step.assign_add(1)
+        self.in_scope(lambda: self.strategy.run(self.replica_step, args=(next(self.iterator),)))
 
     def by_function(self):
         """A compiled function that fetches the batch."""
-        with self.handler.watch_preemption_scope():
-            self.compiled()
-        self.step.assign_add(1)
+        self.in_scope(self.compiled)
 
     @functools.cached_property
     def compiled(self):
@@ -118,9 +119,7 @@ class Program:
 
     def by_run_steps(self):
         """Some steps in one program."""
-        with self.handler.watch_preemption_scope():
-            self.strategy.run_steps(self.replica_step, self.iterator, 2)
-        self.step.assign_add(2)
+        self.in_scope(lambda: self.strategy.run_steps(self.replica_step, self.iterator, 2), 2)
 
 
 @pytest.fixture

@@ -57,8 +57,17 @@ def train(strategy, model, optimizer, steps):
     return [float(strategy.reduce("MEAN", strategy.run(step, args=(X, Y)), axis=None)) for _ in range(steps)]
 
 
-def values(*owners):
-    return [v.numpy() for owner in owners for v in owner.variables]
+def assert_same(ours, theirs):
+    """Compares the variables of models and optimizers, bit by bit."""
+    values, others = ([v.numpy() for owner in owners for v in owner.variables] for owners in (ours, theirs))
+    for a, b in zip(values, others, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def dense():
+    layer = layers.Dense(2)
+    layer.build((None, 3))
+    return layer
 
 
 @pytest.mark.parametrize("make", [phalanx.get_strategy, lambda: phalanx.MirroredStrategy(["cpu:0", "cpu:1"])])
@@ -76,8 +85,7 @@ def test_variables_of_the_first_step_begin_with_saved_values(tmp_path, make):
     assert fresh.weights == []
     assert train(strategy, fresh, slots, 3) == wanted
     status.assert_consumed()
-    for a, b in zip(values(fresh, slots), values(model, optimizer), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same((fresh, slots), (model, optimizer))
 
 
 def test_variables_of_a_model_that_is_called_begin_with_saved_values(tmp_path):
@@ -99,8 +107,7 @@ def test_variables_begin_with_saved_values_although_nobody_holds_the_checkpoint(
     gc.collect()
     train(phalanx.get_strategy(), fresh, slots, 1)
     train(phalanx.get_strategy(), model, optimizer, 1)
-    for a, b in zip(values(fresh, slots), values(model, optimizer), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same((fresh, slots), (model, optimizer))
     assert restoration._OPEN == []
     abandoned = Net()
     Checkpoint(model=abandoned).restore(path)
@@ -127,8 +134,7 @@ def test_compiled_model_contains_its_optimizer_and_metrics(tmp_path):
     fresh = compiled()
     status = Checkpoint(model=fresh).restore(path)
     fresh.optimizer.build(fresh.trainable_variables)
-    for a, b in zip(values(fresh, fresh.optimizer), values(model, model.optimizer), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same((fresh, fresh.optimizer), (model, model.optimizer))
     status.assert_existing_objects_matched()
 
 
@@ -148,30 +154,22 @@ def test_shared_variable_is_saved_once(tmp_path):
 
 
 def test_part_of_a_checkpoint_is_restored(tmp_path):
-    """The code of tf.train's guide: only the bias, and the kernel when it is set as an attribute."""
-    dense = layers.Dense(2)
-    dense.build((None, 3))
-    dense.bias.assign([5.0, 6.0])
-    path = Checkpoint(net=Checkpoint(l1=dense), step=keras.Variable(1)).save(tmp_path / "c")
+    """The code of tf.train's guide: only the bias, and the kernel when it is set as an attribute. The root has no prefix."""
+    saved = dense()
+    saved.bias.assign([5.0, 6.0])
+    path = Checkpoint(net=Checkpoint(l1=saved), step=keras.Variable(1)).save(tmp_path / "c")
     bias, kernel = keras.Variable(np.zeros(2)), keras.Variable(np.zeros((3, 2)))
     layer = Checkpoint(bias=bias)
     status = Checkpoint(net=Checkpoint(l1=layer)).restore(path)
     assert bias.numpy().tolist() == [5, 6]
     layer.kernel = kernel
-    np.testing.assert_array_equal(kernel.numpy(), dense.kernel.numpy())
+    np.testing.assert_array_equal(kernel.numpy(), saved.kernel.numpy())
     status.assert_existing_objects_matched().assert_nontrivial_match().expect_partial()
     with pytest.raises(CheckpointMismatchError, match="contains objects that the program does not have: step"):
         status.assert_consumed()
-
-
-def test_root_has_no_prefix(tmp_path):
-    """What one program saves as the root, another may name by its parts."""
-    dense = layers.Dense(2)
-    dense.build((None, 3))
-    path = Checkpoint(dense).write(tmp_path / "c")
     kernel = keras.Variable(np.zeros((3, 2)))
-    Checkpoint(kernel=kernel).read(path).assert_existing_objects_matched()
-    np.testing.assert_array_equal(kernel.numpy(), dense.kernel.numpy())
+    Checkpoint(kernel=kernel).read(Checkpoint(saved).write(tmp_path / "d")).assert_existing_objects_matched()
+    np.testing.assert_array_equal(kernel.numpy(), saved.kernel.numpy())
 
 
 def test_missing_objects_are_named_with_the_nearest(tmp_path):
@@ -230,8 +228,7 @@ def test_one_object_for_two_values_is_refused(tmp_path, make):
 
 def test_failed_restoration_of_later_variables_ends(tmp_path):
     """The layer that does not fit is named once. Others can be made, and other checkpoints be written."""
-    built = layers.Dense(2)
-    built.build((None, 3))
+    built = dense()
     path = Checkpoint(layer=built).write(tmp_path / "a")
     other = layers.Dense(2)
     checkpoint = Checkpoint(layer=other)
