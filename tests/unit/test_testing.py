@@ -29,7 +29,7 @@ with socket.create_server((sys.argv[1], 5000)) as server:
 CONNECTS = """
 import socket, sys
 try:
-    socket.create_connection((sys.argv[1], 5000), timeout=3).close()
+    socket.create_connection((sys.argv[1], 5000), timeout=float(sys.argv[2])).close()
     print("connected")
 except OSError:
     print("silence")
@@ -169,15 +169,15 @@ def test_machines_are_joined_by_a_cable(network):
     ) as server:
         assert server.stdout.readline() == f"listens at {address}\n"
 
-        def connect():
-            command = network.command(1, [python, "-c", CONNECTS, address])
+        def connect(limit_s):
+            command = network.command(1, [python, "-c", CONNECTS, address, str(limit_s)])
             return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False).stdout.strip()
 
-        assert connect() == "connected"
+        assert connect(100) == "connected"
         network.pull_cable()
-        assert connect() == "silence"
+        assert connect(1) == "silence"
         network.plug_cable()
-        assert connect() == "connected"
+        assert connect(100) == "connected"
         assert server.wait(300) == 0
 
 
