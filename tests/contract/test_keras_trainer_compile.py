@@ -128,9 +128,10 @@ def binary():
 
 
 COUNTS = ["AUC", "Precision", "Recall", "TruePositives", "FalseNegatives", "BinaryAccuracy", "F1Score", "R2Score"]
+# A model of fit_models has the first five without weights.
 OF_TWO_CLASSES = {
-    kind: [functools.partial(getattr(keras.metrics, name), name=f"{kind}_{name}") for name in COUNTS]
-    for kind in ("metrics", "weighted_metrics")
+    kind: [functools.partial(getattr(keras.metrics, name), name=f"{kind}_{name}") for name in names]
+    for kind, names in {"metrics": COUNTS[5:], "weighted_metrics": COUNTS}.items()
 }
 METRICS = {
     "names": (linear, {"metrics": ["mse", "mae"], "weighted_metrics": ["mae"]}, Y),
