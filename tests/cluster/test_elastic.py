@@ -5,15 +5,16 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from benchmarks.elastic import Job
+from launching import DEADLINE_S, RUN, end_of, environment, script, started, wait_until
 from tests import forks
 
 from phalanx.cluster.secret import TOKEN, new_token
@@ -23,8 +24,6 @@ from phalanx.testing import VirtualNetwork
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_S = 240
-POLL_S = 0.01
 JOB = {"epochs": 8, "pause_s": 0.05, "widths": (16,), "popen": forks.Popen}
 
 
@@ -144,10 +143,8 @@ def test_survivor_does_not_grow():
             found = job.wait_until_complete()
             job.lose([next(pid for pid in found if pid != survivor)], "kill")
             steps = job.wait_until_complete()[survivor].step
-            deadline = time.monotonic() + DEADLINE_S
             # A few steps later, what is left of the last group is collected.
-            while job.done()[survivor].step < steps + 5 and time.monotonic() < deadline:
-                time.sleep(POLL_S)
+            wait_until(lambda: job.done()[survivor].step >= steps + 5)
             return [len(os.listdir(f"/proc/{survivor}/{kind}")) for kind in ("task", "fd")]
 
         lose_one()
@@ -157,11 +154,26 @@ def test_survivor_does_not_grow():
         assert all(now <= then + 4 for now, then in zip(after, before, strict=True)), (before, after)
 
 
-COUNTS = """
+PRELUDE = """
 import os, sys, time
 from pathlib import Path
 import phalanx
 import keras, numpy as np
+here, made = Path(sys.argv[1]), 0
+def pause():
+    global made
+    made += 1
+    if not (here / "hurry").exists():
+        time.sleep(0.01 * (1 + made / 10))
+def pace():
+    (here / str(os.getpid())).write_text(f"{made + 1} {phalanx.cluster.membership.own().number}")
+    pause()
+class Pace(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        pace()
+"""
+"""Each step is written down. Pauses grow, so that a training lasts until the test has done what it wants, on a busy machine too."""
+COUNTS = """
 strategy = phalanx.MultiWorkerMirroredStrategy(elastic=phalanx.elastic.ElasticOptions(donate=DONATE, copy_every=4))
 with strategy.scope():
     seen = keras.Variable(np.zeros(24, "float32"), aggregation="sum")
@@ -174,78 +186,55 @@ def step(batch):
     strategy.run(count, args=(batch,))
     return keras.ops.sum(seen.value)
 dataset = strategy.experimental_distribute_dataset(np.arange(24), batch_size=6)
-here = Path(sys.argv[1])
 heard = []
-made = 0
 for total in phalanx.elastic.steps(step, dataset, epochs=120):
     heard.append(int(total))
-    made += 1
-    (here / str(os.getpid())).write_text(str(made))
-    time.sleep(0.02)
+    pace()
 print("heard", heard == list(range(heard[0], 24 * 120 + 1, 6)), len(heard), flush=True)
 print("rows", *sorted(set(np.diff(heard).tolist())), flush=True)
 print("seen", sorted(set(np.asarray(seen.value).tolist())), flush=True)
 """
 
 
-def inherited():
-    """The environment of this process, without what `phalanx run` chooses for its workers."""
-    return {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS")}
+def run_script(folder, source, *options, workers="1:2", disturb=lambda process: None):
+    """Runs a script with the prelude; returns the exit code and the output."""
+    with started(*RUN, workers, *options, script(folder, PRELUDE + source), folder, merged=True) as process:
+        disturb(process)
+        (folder / "hurry").touch()
+        return end_of(process)[:2]
 
 
-def run(script, *arguments, workers="1:2", options=(), meanwhile=lambda process: None):
-    """Runs a script, and returns the exit code and the output."""
-    process = forks.Popen(
-        [sys.executable, "-m", "phalanx", "run", "--workers", workers, *options, str(script), *map(str, arguments)],
-        env=inherited(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        meanwhile(process)
-        output, _ = process.communicate(timeout=DEADLINE_S)
-    finally:
-        process.kill()
-        process.wait()
-    return process.returncode, output
+def members(folder):
+    """The processes that have made some steps, by their numbers."""
+    files = [file for file in folder.iterdir() if file.name.isdigit()]
+    written = {int(file.name): file.read_text().split() for file in files}
+    return {int(words[1]): pid for pid, words in written.items() if words and int(words[0]) >= 5}
 
 
-def kill(folder, times):
-    """Returns a function that kills the older of two processes once both have made 25 steps, so many times."""
-
-    def meanwhile(process):
-        for _ in range(times):
-            deadline = time.monotonic() + DEADLINE_S
-            ready = []
-            while len(ready) < 2 and process.poll() is None and time.monotonic() < deadline:
-                ready = sorted(int(file.name) for file in folder.iterdir() if int(file.read_text() or 0) >= 25)
-                time.sleep(0.01)
-            victim = ready[0]
-            os.kill(victim, 9)
-            (folder / str(victim)).unlink()
-
-    return meanwhile
+def kill_member(folder, number, process):
+    """Kills one of two processes once both have made some steps, and waits until another one has taken the place and made some."""
+    wait_until(lambda: len(members(folder)) == 2, process)
+    victim = members(folder)[number]
+    os.kill(victim, signal.SIGKILL)
+    (folder / str(victim)).unlink()
+    wait_until(lambda: len(members(folder)) == 2, process)
 
 
 @pytest.fixture
 def disturbed(tmp_path):
-    """Runs a script in two processes, of which some are killed; returns the exit code and the output."""
+    """Runs a script in two processes, of which these numbers are killed; returns the exit code and the output."""
 
-    def run_and_kill(source, times):
-        script, folder = tmp_path / "train.py", tmp_path / "steps"
-        script.write_text(source)
-        folder.mkdir()
-        return run(script, folder, meanwhile=kill(folder, times))
+    def run_and_kill(source, *numbers):
+        def disturb(process):
+            for number in numbers:
+                kill_member(tmp_path, number, process)
+
+        return run_script(tmp_path, source, disturb=disturb)
 
     return run_and_kill
 
 
 APART = """
-import os, sys, time
-from pathlib import Path
-import phalanx
-import keras, numpy as np
 from phalanx.experimental import CommunicationOptions, DiLoCo, LocalSGD, TopK
 keras.utils.set_random_seed(0)
 strategy = phalanx.MultiWorkerMirroredStrategy(OPTIONS)
@@ -265,11 +254,10 @@ def replica_step(batch):
 def step(batch):
     return strategy.reduce("SUM", strategy.run(replica_step, args=(batch,)), axis=None)
 dataset = strategy.experimental_distribute_dataset((x, y), batch_size=96)
-here, losses = Path(sys.argv[1]), []
+losses = []
 for loss in phalanx.elastic.steps(step, dataset, epochs=900):
     losses.append(float(loss))
-    (here / str(os.getpid())).write_text(str(len(losses)))
-    time.sleep(0.02)
+    pace()
 print("losses", losses[-1], "leap", max(after / before for before, after in zip(losses, losses[1:])), flush=True)
 """
 
@@ -286,7 +274,7 @@ print("losses", losses[-1], "leap", max(after / before for before, after in zip(
 )
 def test_what_was_not_sent_survives(disturbed, options, accumulation):
     """That of the processes that are left. Accumulated gradients are sent before anything is copied, unless replicas train alone."""
-    code, output = disturbed(APART.replace("OPTIONS", options).replace("ACCUMULATION", accumulation), 2)
+    code, output = disturbed(APART.replace("OPTIONS", options).replace("ACCUMULATION", accumulation), 0, 1)
     assert code == 0, output
     found = [float(loss) for loss in re.findall(r"losses (\S+)", output)]
     assert 1 <= len(found) <= 2, output
@@ -297,10 +285,6 @@ def test_what_was_not_sent_survives(disturbed, options, accumulation):
 
 
 FITS = """
-import os, sys, time
-from pathlib import Path
-import phalanx
-import keras, numpy as np
 from phalanx.experimental import CommunicationOptions, DiLoCo
 keras.utils.set_random_seed(0)
 strategy = phalanx.MultiWorkerMirroredStrategy(OPTIONS)
@@ -310,13 +294,9 @@ with strategy.scope():
 rng = np.random.default_rng(0)
 x = rng.normal(size=(96, 48)).astype("float32") / 7
 y = x @ rng.normal(size=(48, 48)).astype("float32")
-here, losses = Path(sys.argv[1]), []
-class Beat(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        losses.append(logs["loss"])
-        (here / str(os.getpid())).write_text(str(len(losses)))
-        time.sleep(0.02)
-model.fit(x, y, batch_size=96, epochs=500, verbose=0, callbacks=[Beat()])
+losses = []
+note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
+model.fit(x, y, batch_size=96, epochs=500, verbose=0, callbacks=[note, Pace()])
 print("losses", losses[0], losses[-1], flush=True)
 """
 
@@ -328,7 +308,7 @@ print("losses", losses[0], losses[-1], flush=True)
 )
 def test_fit_takes_over_what_was_not_sent(disturbed, options):
     """A process that joins `fit` has the same variables as the others before its first step, also those that a step makes."""
-    code, output = disturbed(FITS.replace("OPTIONS", options), 2)
+    code, output = disturbed(FITS.replace("OPTIONS", options), 0, 1)
     assert code == 0, output
     assert re.findall(r"(\d+) was killed by (\w+)", output) == [("0", "SIGKILL"), ("1", "SIGKILL")], output
     assert "Generation 5" in output, output
@@ -351,9 +331,7 @@ def test_fit_takes_over_what_was_not_sent(disturbed, options):
 )
 def test_what_needs_a_number_of_replicas_is_refused(tmp_path, options, message):
     """Before the training, instead of when a process dies."""
-    script = tmp_path / "train.py"
-    script.write_text(f"import phalanx\nphalanx.MultiWorkerMirroredStrategy({options})\n")
-    code, output = run(script)
+    code, output = run_script(tmp_path, f"phalanx.MultiWorkerMirroredStrategy({options})")
     assert code == 1, output
     assert message in output, output
 
@@ -361,7 +339,7 @@ def test_what_needs_a_number_of_replicas_is_refused(tmp_path, options, message):
 @pytest.mark.parametrize("donate", [True, False])
 def test_every_row_counts_once_per_epoch(disturbed, donate):
     """Whatever is repeated, also if only processes are left that have joined later. The loop hears of each step once, in order."""
-    code, output = disturbed(COUNTS.replace("DONATE", str(donate)), 2)
+    code, output = disturbed(COUNTS.replace("DONATE", str(donate)), 0, 1)
     assert code == 0, output
     assert set(re.findall(r"heard (\w+)", output)) == {"True"}, output
     assert set(re.findall(r"seen (.*)", output)) == {"[120.0]"}, output
@@ -373,7 +351,7 @@ def test_batch_that_follows_the_number_of_processes(disturbed, data):
     """One of two processes makes steps with half of the rows, and each row still counts once per epoch."""
     source = COUNTS.replace("phalanx.elastic.ElasticOptions(donate=DONATE, copy_every=4)", "OPTIONS")
     options = "phalanx.elastic.ElasticOptions(donate=False, scale_batch=True)"
-    code, output = disturbed(source.replace("OPTIONS", options).replace("np.arange(24), batch_size=6", data), 2)
+    code, output = disturbed(source.replace("OPTIONS", options).replace("np.arange(24), batch_size=6", data), 0, 1)
     assert code == 0, output
     assert set(re.findall(r"seen (.*)", output)) == {"[120.0]"}, output
     assert "] rows 3 6\n" in output
@@ -381,10 +359,6 @@ def test_batch_that_follows_the_number_of_processes(disturbed, data):
 
 
 RATES = """
-import os, sys, time
-from pathlib import Path
-import phalanx
-import keras, numpy as np
 options = phalanx.elastic.ElasticOptions(copy_every=1000, scale_batch=True)
 strategy = phalanx.MultiWorkerMirroredStrategy(elastic=options)
 class FollowReplicas(keras.optimizers.schedules.LearningRateSchedule):
@@ -400,16 +374,10 @@ class Notes(keras.layers.Layer):
             self.steps.assign_add(place)
             self.rates.assign_add(place * model.optimizer.learning_rate)
         return x
-class Progress(keras.callbacks.Callback):
-    made = 0
-    def on_train_batch_end(self, batch, logs=None):
-        self.made += 1
-        (Path(sys.argv[1]) / str(os.getpid())).write_text(str(self.made))
-        time.sleep(0.02)
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), Notes(), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(FollowReplicas()), "mse")
-model.fit(np.zeros((3200, 4), "float32"), np.zeros(3200), batch_size=8, verbose=0, callbacks=[Progress()])
+model.fit(np.zeros((3200, 4), "float32"), np.zeros(3200), batch_size=8, verbose=0, callbacks=[Pace()])
 steps, rates = (np.asarray(v.value) for v in model.layers[0].weights)
 print("alone", steps[0] > 0, "rows", int(steps @ [4, 8]), "rates", np.round(rates / 0.025 / steps, 3).tolist(), flush=True)
 """
@@ -417,17 +385,14 @@ print("alone", steps[0] > 0, "rows", int(steps @ [4, 8]), "rates", np.round(rate
 
 def test_learning_rate_that_follows_the_group(disturbed):
     """A schedule follows the number of replicas in repeated steps too, and `fit` sees each row once."""
-    code, output = disturbed(RATES, 1)
+    code, output = disturbed(RATES, 0)
     assert code == 0, output
     # After an odd number of steps alone, the last step of the two has only four rows, and counts as eight.
     assert len(re.findall(r"alone True rows (?:3200|3204) rates \[1\.0, 2\.0\]\n", output)) == 2, output
 
 
 SAVES = """
-import logging, os, signal, sys, time
-from pathlib import Path
-import phalanx
-import keras, numpy as np
+import logging, signal
 logging.basicConfig()
 strategy = phalanx.MultiWorkerMirroredStrategy()
 with strategy.scope():
@@ -446,14 +411,13 @@ def evaluation_step(batch):
     strategy.run(lambda rows: checked.assign_add(keras.ops.sum(keras.ops.cast(rows, "float32"))), args=(batch,))
     return checked.value
 dataset = strategy.experimental_distribute_dataset(np.arange(24), batch_size=6)
-here = Path(sys.argv[1])
 manager = phalanx.train.CheckpointManager(
     phalanx.train.Checkpoint(seen=seen, count=count), here / "saved", 2, step_counter=count, checkpoint_interval=10
 )
 manager.restore_or_initialize()
 def die(at):
-    if int(count) == at and strategy.topology.worker_index == 1 and (here / str(at)).exists():
-        (here / str(at)).unlink()
+    if int(count) == at and strategy.topology.worker_index == 1 and (here / f"at{at}").exists():
+        (here / f"at{at}").unlink()
         os.kill(os.getpid(), signal.SIGKILL)
 for epoch in range(60):
     for total in phalanx.elastic.steps(step, dataset, epochs=2):
@@ -474,11 +438,9 @@ print("seen", sorted(set(np.asarray(seen.value).tolist())), flush=True)
 
 def test_loss_during_a_save_and_an_evaluation(tmp_path):
     """The save is left out, the evaluation goes on; the next save, and a process that joins, agree on when it is due."""
-    script = tmp_path / "train.py"
-    script.write_text(SAVES)
     for at in (11, 16, 24):
-        (tmp_path / str(at)).touch()
-    code, output = run(script, tmp_path, workers="1:3")
+        (tmp_path / f"at{at}").touch()
+    code, output = run_script(tmp_path, SAVES, workers="1:3")
     assert code == 0, output
     assert set(re.findall(r"seen (.*)", output)) == {"[120.0]"}, output
     assert re.search(r"WARNING:phalanx:CheckpointManager.save\(\) is left out. rank \d .* was killed", output), output
@@ -500,11 +462,7 @@ def test_told_process_leaves_between_steps(tmp_path):
 
 
 FIT = """
-import json, os, sys, time
-from pathlib import Path
-import phalanx
-import keras, numpy as np
-here = Path(sys.argv[1])
+import json
 keras.utils.set_random_seed(0)
 strategy = phalanx.MultiWorkerMirroredStrategy()
 class Heard(keras.callbacks.Callback):
@@ -516,8 +474,7 @@ class Heard(keras.callbacks.Callback):
         self.heard.append(["begin", epoch])
     def on_train_batch_end(self, batch, logs=None):
         self.heard.append(["batch", batch])
-        (here / str(os.getpid())).write_text(str(int(self.model.optimizer.iterations.value)))
-        time.sleep(0.08)
+        pace()
     def on_epoch_end(self, epoch, logs=None):
         self.heard.append(["end", epoch])
         self.epochs += 1
@@ -538,20 +495,13 @@ print(json.dumps({"heard": heard.heard, "epochs": heard.epochs, "losses": histor
 
 def test_callbacks_go_on_after_the_chief(tmp_path):
     """Each batch and epoch is heard once; the new chief writes the files on, and all have the whole history."""
-    script = tmp_path / "train.py"
-    script.write_text(FIT)
-    folder = tmp_path / "files"
-    folder.mkdir()
 
     def kill_chief(process):
-        deadline = time.monotonic() + DEADLINE_S
-        while not (folder / "log.csv").exists() or len((folder / "log.csv").read_text().splitlines()) < 4:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        chief = min(int(file.name) for file in folder.iterdir() if file.name.isdigit())
-        os.kill(chief, 9)
+        log = tmp_path / "log.csv"
+        wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= 4, process)
+        kill_member(tmp_path, 0, process)
 
-    code, output = run(script, folder, meanwhile=kill_chief)
+    code, output = run_script(tmp_path, FIT, disturb=kill_chief)
     assert code == 0, output
     found = [eval(line) for line in re.findall(r"(\{\"heard.*\})", output)]
     assert len(found) == 2, output
@@ -561,17 +511,13 @@ def test_callbacks_go_on_after_the_chief(tmp_path):
         assert [n for kind, n in heard if kind == "end"] == list(range(20))[-len([n for k, n in heard if k == "end"]) :]
         assert each["epochs"] == len(each["losses"]) == 20
     assert found[0]["losses"] == found[1]["losses"]
-    with (folder / "log.csv").open() as file:
+    with (tmp_path / "log.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["epoch"]) for row in rows] == list(range(20))
-    assert (folder / "best.weights.h5").exists()
+    assert (tmp_path / "best.weights.h5").exists()
 
 
 ASSIGNS = """
-import os, sys, time
-from pathlib import Path
-import phalanx
-import keras, numpy as np
 strategy = phalanx.MultiWorkerMirroredStrategy(elastic=phalanx.elastic.ElasticOptions(copy_every=100))
 with strategy.scope():
     total, each = keras.Variable(0.0, aggregation="sum"), keras.Variable(1.0)
@@ -580,64 +526,51 @@ def step(batch):
     strategy.run(lambda rows: total.assign_add(each * keras.ops.sum(rows)), args=(batch,))
     return total.value
 dataset = strategy.experimental_distribute_dataset(np.ones(240, "float32"), batch_size=4)
-for made, _ in enumerate(phalanx.elastic.steps(step, dataset, epochs=4), 1):
-    if made == 20:
+for number, _ in enumerate(phalanx.elastic.steps(step, dataset, epochs=4), 1):
+    if number == 20:
         each.assign(2.0)
-    (Path(sys.argv[1]) / str(os.getpid())).write_text(str(made))
-    time.sleep(0.02)
+    pace()
 print("total", float(total.value), flush=True)
 """
 
 
 def test_assignment_between_steps_is_kept(disturbed):
     """The body of the loop is not called again for steps that are repeated, so what it has assigned must not be undone."""
-    code, output = disturbed(ASSIGNS, 1)
+    code, output = disturbed(ASSIGNS, 0)
     assert code == 0, output
     assert set(re.findall(r"total (.*)", output)) == {f"{4.0 * 20 + 8.0 * 220}"}, output
 
 
 DATA = """
-import os, sys, time
-from pathlib import Path
-import phalanx
-import keras, numpy as np
 strategy = phalanx.MultiWorkerMirroredStrategy()
 class Rows(keras.utils.PyDataset):
     def __len__(self):
         return 40
     def __getitem__(self, index):
         return np.full((4, 1), index, "float32"), np.zeros((4, 1), "float32")
-class Slow(keras.callbacks.Callback):
-    made = 0
-    def on_train_batch_end(self, batch, logs=None):
-        self.made += 1
-        (Path(sys.argv[1]) / str(os.getpid())).write_text(str(self.made))
-        time.sleep(0.02)
 with strategy.scope():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-model.fit(Rows(), epochs=12, verbose=0, callbacks=[Slow()])
+model.fit(Rows(), epochs=12, verbose=0, callbacks=[Pace()])
 print("steps", int(model.optimizer.iterations.value), flush=True)
 number = phalanx.cluster.membership.own().number
 if number == 0:
-    time.sleep(5)  # The other one ends before, also on a busy machine.
+    (other,) = {file.name for file in here.iterdir() if file.name.isdigit()} - {str(os.getpid())}
+    while os.path.exists(f"/proc/{other}"):
+        time.sleep(0.01)
     raise RuntimeError("the disk is full")
 """
 
 
 def test_failure_after_the_training(disturbed):
     """A PyDataset goes on within its epoch; what fails after the end of the training is not a loss, and is the exit code."""
-    code, output = disturbed(DATA, 1)
+    code, output = disturbed(DATA, 0)
     assert re.findall(r"\] steps (\d+)", output) == ["480", "480"], output
     assert code == 1, output
     assert "the disk is full" in output
 
 
 MACHINES = """
-import os, sys, time
-from pathlib import Path
-import phalanx
-import keras, numpy as np
 strategy = phalanx.MultiWorkerMirroredStrategy()
 with strategy.scope():
     seen = keras.Variable(np.zeros(24, "float32"), aggregation="sum")
@@ -648,11 +581,10 @@ def step(batch):
     strategy.run(count, args=(batch,))
     return keras.ops.sum(seen.value)
 dataset = strategy.experimental_distribute_dataset(np.arange(24), batch_size=12)
-here = Path(sys.argv[1])
-for total in phalanx.elastic.steps(step, dataset, epochs=EPOCHS):
+for total in phalanx.elastic.steps(step, dataset, epochs=250):
     generation = phalanx.cluster.membership.own().generation
     (here / str(phalanx.cluster.membership.own().number)).write_text(f"{os.getpid()} {generation.size}")
-    time.sleep(0.02)
+    pause()
 print("seen", len(set(np.asarray(seen.value).tolist())), phalanx.cluster.membership.own().number, flush=True)
 """
 
@@ -662,16 +594,14 @@ class Machines:
 
     Args:
       folder: for the script and its files.
-      script: the script.
       addresses: addresses of the machines.
       prefixes: commands that run a command on each machine.
     """
 
-    def __init__(self, folder, script, addresses, prefixes=((), ())):
+    def __init__(self, folder, addresses, prefixes=((), ())):
         self.folder, self.addresses, self.prefixes = folder, addresses, prefixes
-        self.script = folder / "train.py"
-        self.script.write_text(script)
-        self.environment = inherited() | {TOKEN: new_token(), "PHALANX_STALL_TIMEOUT_S": "10"}
+        self.script = script(folder, PRELUDE + MACHINES)
+        self.variables = {TOKEN: new_token(), "PHALANX_STALL_TIMEOUT_S": "30"}
         self.launchers, self.logs = {}, []
 
     def __enter__(self):
@@ -682,15 +612,15 @@ class Machines:
             launcher.kill()
             launcher.wait()
 
-    def start(self, index, launcher="from phalanx.__main__ import main; main()"):
+    def start(self, index, launcher=("-m", "phalanx")):
         """Starts the launcher of a machine."""
         cluster = {"cluster": {"worker": self.addresses}, "task": {"type": "worker", "index": index}}
         options = ["run", "--in-cluster", "--workers", "1:4", str(self.script), str(self.folder)]
         self.logs.append(self.folder / f"log{len(self.logs)}")
         with self.logs[-1].open("w") as log:
-            self.launchers[index] = subprocess.Popen(
-                [*self.prefixes[index], sys.executable, "-c", launcher, *options],
-                env={**self.environment, "TF_CONFIG": json.dumps(cluster)},
+            self.launchers[index] = forks.Popen(
+                [*self.prefixes[index], sys.executable, *launcher, *options],
+                env=environment(**self.variables, TF_CONFIG=json.dumps(cluster)),
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -702,17 +632,17 @@ class Machines:
 
     def wait_for(self, size, numbers):
         """Waits until processes have made a step in a group of a size, and returns their ids."""
-        deadline = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline:
-            files = [self.folder / str(number) for number in numbers]
-            found = [file.read_text().split() for file in files if file.exists()]
-            if len(found) == len(numbers) and all(len(words) == 2 and words[1] == str(size) for words in found):
-                return [int(words[0]) for words in found]
-            time.sleep(POLL_S)
-        raise AssertionError(self.output)
+        files = [self.folder / str(number) for number in numbers]
+        written = lambda: [file.read_text().split() for file in files if file.exists()]  # noqa: E731
+        try:
+            wait_until(lambda: [words[1:] for words in written()] == [[str(size)]] * len(numbers))
+        except AssertionError as e:
+            raise AssertionError(self.output) from e
+        return [int(words[0]) for words in written()]
 
     def require_success(self):
         """Waits for the end of all launchers, and requires that every process has seen the same."""
+        (self.folder / "hurry").touch()
         codes = [self.launchers[i].wait(DEADLINE_S) for i in (0, 1)]
         assert codes == [0, 0], self.output
         seen = sorted(re.findall(r"seen (\d+) (\d)", self.output))
@@ -723,7 +653,7 @@ def test_group_of_several_machines(tmp_path):
     """A process dies, a whole machine does, and comes back: the others go on each time, and all have the same result."""
     port = free_ports(1)[0]
     addresses = [f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
-    with Machines(tmp_path, MACHINES.replace("EPOCHS", "900"), addresses) as machines:
+    with Machines(tmp_path, addresses) as machines:
         machines.start(0)
         machines.start(1)
         pids = machines.wait_for(4, (0, 1, 2, 3))
@@ -737,12 +667,10 @@ def test_group_of_several_machines(tmp_path):
         machines.require_success()
 
 
-IMPATIENT = """
-from phalanx.cluster import door
-door.ANSWER_S, door._PROBE_S = 8, 1
-from phalanx.__main__ import main
-main()
-"""
+IMPATIENT = (
+    "-c",
+    "from phalanx.cluster import door; door.ANSWER_S, door._PROBE_S = 8, 1; from phalanx.__main__ import main; main()",
+)
 
 
 def test_machine_that_disappears(tmp_path):
@@ -754,7 +682,7 @@ def test_machine_that_disappears(tmp_path):
             pytest.skip(f"{e}")
         addresses = [f"{address}:12345" for address in network.addresses]
         prefixes = [network.command(index, []) for index in (0, 1)]
-        machines = stack.enter_context(Machines(tmp_path, MACHINES.replace("EPOCHS", "900"), addresses, prefixes))
+        machines = stack.enter_context(Machines(tmp_path, addresses, prefixes))
         machines.start(0, IMPATIENT)
         machines.start(1, IMPATIENT)
         machines.wait_for(4, (0, 1, 2, 3))
@@ -768,9 +696,6 @@ def test_machine_that_disappears(tmp_path):
 
 
 PLAIN = """
-import sys, time
-import phalanx
-import keras
 strategy = phalanx.MultiWorkerMirroredStrategy()
 with strategy.scope():
     w = keras.Variable(1.0)
@@ -790,9 +715,7 @@ for number in range(1000):
 
 def test_script_that_cannot_go_on(tmp_path):
     """A loop without `steps` ends with an error that says what to write."""
-    script = tmp_path / "plain.py"
-    script.write_text(PLAIN)
-    code, output = run(script)
+    code, output = run_script(tmp_path, PLAIN)
     assert code
     assert "PeerLostError" in output
     assert "phalanx.elastic.steps(train_step, dataset)" in output
@@ -800,17 +723,13 @@ def test_script_that_cannot_go_on(tmp_path):
 
 def test_program_that_cannot_begin(tmp_path):
     """An error before the strategy exists ends the group at once: nobody starts again."""
-    script = tmp_path / "broken.py"
-    script.write_text("import nosuchmodule")
-    code, output = run(script)
+    code, output = run_script(tmp_path, "import nosuchmodule")
     assert code == 1
     assert "ModuleNotFoundError" in output
     assert "starts again" not in output
 
 
 BROKEN = """
-import sys
-import phalanx
 strategy = phalanx.MultiWorkerMirroredStrategy()
 sys.exit(5)
 """
@@ -818,8 +737,6 @@ sys.exit(5)
 
 def test_group_that_always_fails(tmp_path):
     """It ends with the exit code of the first one, and a report."""
-    script = tmp_path / "broken.py"
-    script.write_text(BROKEN)
-    code, output = run(script)
+    code, output = run_script(tmp_path, BROKEN)
     assert code == 5, output
     assert re.search(r"worker \d failed first: it exited with code 5", output)
