@@ -99,15 +99,15 @@ def test_file_every_row_once_at_larger_sizes(tmp_path_factory, sizes, b, count, 
 @pytest.mark.parametrize(("before", "after"), [*MOVES[:4], ((3, 2), (1, 1)), ((1, 1), (3, 2))])
 @pytest.mark.parametrize("interleave", [1, 3])
 def test_file_goes_on_from_every_position(folder, interleave, before, after):
-    """On as many workers and replicas, and on others: the positions of all workers make one."""
+    """On as many workers and replicas, and on others: the positions of all workers make one, which fits DATA too."""
     source = folder.source(6, interleave)
     for steps in range(len(take(open_all(source, before, FILE))) + 1):
         readers = open_all(source, before, FILE)
         read = rows_of(take(readers, steps))
         state = combined([reader.get_state() for reader in readers])
-        for shape in (before, after):
-            rest = rows_of(take(open_all(source, shape, FILE, through_text(state))))
-            assert sorted(read + rest) == list(range(folder.num_records)), (steps, shape)
+        for shape, policy in ((before, FILE), (after, FILE), (after, DATA)):
+            rest = rows_of(take(open_all(source, shape, policy, through_text(state))))
+            assert sorted(read + rest) == list(range(folder.num_records)), (steps, shape, policy)
 
 
 @pytest.mark.parametrize(("before", "after"), MOVES)
@@ -115,15 +115,6 @@ def test_data_goes_on_from_every_position(folder, before, after):
     """In the order of a single worker."""
     source = folder.source(4, 2)
     assert_goes_on(source, before, after, rows_of(take(open_all(source, (1, 1)))))
-
-
-def test_from_file_to_data(folder):
-    """AUTO chooses DATA if there are more workers than files. The position fits both."""
-    readers = open_all(folder.source(4), (2, 1), FILE)
-    read = rows_of(take(readers, 1))
-    state = combined([reader.get_state() for reader in readers])
-    rest = rows_of(take(open_all(folder.source(4), (3, 2), DATA, state)))
-    assert sorted(read + rest) == list(range(folder.num_records))
 
 
 def test_interleave_takes_files_in_turn(tmp_path):
