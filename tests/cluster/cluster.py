@@ -17,7 +17,7 @@ from phalanx.launch.plan import free_ports
 
 _HERE = Path(__file__).resolve().parent
 _OF_THIS_PROCESS = ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS")
-_START_S = 60.0
+_START_S = 300.0
 
 
 class ClusterError(RuntimeError):
@@ -49,7 +49,7 @@ class Cluster:
         for closable in (*self._pipes, *self._logs):
             closable.close()
 
-    def call(self, task: str, deadline_s: float = 30.0, **kwargs: Any) -> list[Any]:
+    def call(self, task: str, deadline_s: float = 300.0, **kwargs: Any) -> list[Any]:
         """Calls `tasks.<task>(strategy, **kwargs)` in every worker, and returns what each of them returned.
 
         An exception there is returned as the text "Class: message".

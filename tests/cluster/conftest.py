@@ -1,4 +1,4 @@
-"""Clusters of worker processes. One of each size is started when the first test asks for it, and ends with the module."""
+"""Clusters of worker processes. One of each size is started when the first test asks for it, and ends with the session."""
 
 from contextlib import ExitStack
 
@@ -7,7 +7,7 @@ from cluster import Cluster
 
 
 class Clusters:
-    """The clusters of a module's tests; each is started when it is first asked for."""
+    """The clusters of the session; each is started when it is first asked for, and again when a test has ended it."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -26,7 +26,7 @@ class Clusters:
         return "\n".join(cluster.logs() for cluster in self._running.values())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster_of():
     """A function that returns a running cluster of so many workers with so many devices each."""
     with ExitStack() as stack:

@@ -15,13 +15,13 @@ SAID = {
 def test_ranks_that_differ_are_named(cluster_of, case):
     """Nobody gets a wrong number, and no process is aborted."""
     cluster = cluster_of(2, 1)
-    for text in cluster.call("differing", deadline_s=60.0, case=case):
+    for text in cluster.call("differing", case=case):
         assert text.startswith("TraceError: the program that ")
         assert "tasks.py:" in text
         assert " runs: all processes must run the same program, but " in text
         assert SAID[case] in text
         assert "\nHINT: " in text
-    assert cluster.call("differing", deadline_s=60.0, case="late") == [22.0, 22.0]
+    assert cluster.call("differing", case="late") == [22.0, 22.0]
 
 
 @pytest.mark.parametrize(
@@ -29,4 +29,4 @@ def test_ranks_that_differ_are_named(cluster_of, case):
 )
 def test_what_may_differ(cluster_of, case, results):
     """Constants may differ, a program without communication is nobody else's business, and a worker may be late."""
-    assert cluster_of(2, 1).call("differing", deadline_s=60.0, case=case) == results
+    assert cluster_of(2, 1).call("differing", case=case) == results

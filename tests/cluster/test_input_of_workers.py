@@ -241,6 +241,6 @@ def test_values_from_function(two_by_two):
 
 def test_failure_under_data_reaches_both(two):
     """Where the workers divide every batch and the generator of one fails, the other does not wait for it for ever."""
-    first, second = two.call("evaluate", deadline_s=10, source="failing generator")
+    first, second = two.call("evaluate", source="failing generator")
     assert first.startswith("InputError: the next batch of worker 0: the data of worker 1 failed")
     assert second.startswith("OSError: the disk of worker 1 is gone")

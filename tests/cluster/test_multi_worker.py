@@ -19,13 +19,17 @@ def same(ours, theirs, rtol=1e-5, atol=1e-6):
 
 def replies(cluster, task, **kwargs):
     """What all workers return; equal to the last bit."""
-    first, *others = found = cluster.call(task, deadline_s=90.0, **kwargs)
+    first, *others = found = cluster.call(task, **kwargs)
     assert not isinstance(first, str), first
     for other in others:
         same(other, first, rtol=0, atol=0)
     return found
 
 
+@pytest.mark.cover(
+    ("size", "model"),
+    {((2, 1), "mlp_l2"), ((2, 1), "lstm"), ((2, 2), "mlp"), ((2, 2), "cnn"), ((4, 1), "mlp"), ((4, 1), "cnn")},
+)
 @EVERYWHERE
 @pytest.mark.parametrize(
     ("model", "optimizer", "sizes"),
@@ -136,7 +140,7 @@ def test_names_of_own_devices(cluster_of):
 @pytest.mark.parametrize("verbose", [1, 2])
 def test_only_one_worker_writes_files(cluster_of, tmp_path, verbose):
     """With the same paths on all workers there is one log, one set of files, and one progress bar."""
-    chief, other = cluster_of(2, 1).call("writing", deadline_s=60.0, folder=str(tmp_path), verbose=verbose)
+    chief, other = cluster_of(2, 1).call("writing", folder=str(tmp_path), verbose=verbose)
     assert "Epoch 2/2" in chief
     assert other == ""
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1.keras", "2.keras", "board", "log.csv"]
@@ -148,7 +152,7 @@ def test_only_one_worker_writes_files(cluster_of, tmp_path, verbose):
 @EVERYWHERE
 def test_summaries_are_written_by_the_chief(cluster_of, tmp_path, size):
     """One file, with the values of the replicas of all processes, as NumPy computes them."""
-    cluster_of(*size).call("summaries", deadline_s=60.0, folder=str(tmp_path))
+    cluster_of(*size).call("summaries", folder=str(tmp_path))
     assert len(list(tmp_path.iterdir())) == 1
     found, n = written(tmp_path), size[0] * size[1]
     values = np.arange(3) + 10 * np.arange(n)[:, None]
@@ -168,7 +172,7 @@ def test_summaries_are_written_by_the_chief(cluster_of, tmp_path, size):
 
 def test_estimator_on_every_process(cluster_of, tmp_path):
     """All see the last checkpoint after a training, and each evaluates, predicts and exports by itself."""
-    first, *others = cluster_of(2, 1).call("estimated", deadline_s=90.0, folder=str(tmp_path))
+    first, *others = cluster_of(2, 1).call("estimated", folder=str(tmp_path))
     assert not isinstance(first, str), first
     assert [path.rpartition("-")[2] for path in first["latest"]] == ["5", "10"]
     assert all(first.pop("served"))
@@ -211,7 +215,7 @@ def test_saving_accumulated_gradients(cluster_of, tmp_path):
 )
 def test_divergence_is_found_on_all_workers(cluster_of, size, where):
     """A value that one worker has assigned alone is found on all, and named."""
-    for text in cluster_of(*size).call("diverged", deadline_s=60.0):
+    for text in cluster_of(*size).call("diverged"):
         assert text.startswith("DivergenceError: assert_in_sync of ")
         assert f"/bias' on {where}; 1 variable differs in total." in text
 
@@ -243,7 +247,7 @@ def test_datasets_of_the_workers_own(cluster_of):
 @pytest.mark.parametrize("options", [{"save_freq": 1}, {"save_freq": "epoch"}, {"save_every_s": 1e-9}], ids=str)
 def test_stopped_fit_goes_on_in_all_processes(cluster_of, tmp_path, options):
     """At the same batch, with the same bits."""
-    for undisturbed, stopped in cluster_of(2, 1).call("backed_up_fit", deadline_s=120, folder=str(tmp_path), **options):
+    for undisturbed, stopped in cluster_of(2, 1).call("backed_up_fit", folder=str(tmp_path), **options):
         for a, b in zip(undisturbed, stopped, strict=True):
             np.testing.assert_array_equal(a, b)
     assert not list(tmp_path.glob("backup*"))
