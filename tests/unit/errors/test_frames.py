@@ -77,7 +77,6 @@ def test_an_error_that_nobody_catches(tmp_path, refused, shown):
 
 @pytest.mark.slow
 def test_an_error_that_has_nothing_to_do_with_phalanx():
-    """It is printed as Python prints it."""
     code = "import phalanx, json, functools\nfunctools.reduce(lambda a, b: json.loads('{'), [0, 1])"
     plain = code.replace("import phalanx, ", "import os, ")
     shown = [

@@ -88,7 +88,6 @@ def test_errors_have_one_message(tmp_path, monkeypatch, capsys, source, topologi
 
 
 def test_script_that_is_missing():
-    """One message without a traceback."""
     done = CliRunner().invoke(cli.main, ["estimate", "--topology", "cpu:1", "absent.py"])
     assert done.exit_code == 2
     assert "absent.py" in done.output

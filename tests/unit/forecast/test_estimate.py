@@ -257,8 +257,7 @@ def test_folder_of_a_report_is_absent(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("package", "show"),
-    [("rich", lambda e: e.print()), ("matplotlib.figure", lambda e: e.save("found.png"))],
+    ("package", "show"), [("rich", lambda e: e.print()), ("matplotlib.figure", lambda e: e.save("found.png"))]
 )
 def test_package_of_a_report_is_absent(monkeypatch, package, show):
     monkeypatch.setitem(sys.modules, package, None)

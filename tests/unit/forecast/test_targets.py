@@ -42,7 +42,6 @@ def test_names_are_parsed(name, sizes, slices):
 
 
 def test_sizes_after_a_comma_share_the_kind():
-    """One text names several topologies."""
     found = targets.parse(["V5P:1, 16,4096", "cpu:2"])
     assert [t.name for t in found] == ["v5p:1", "v5p:16", "v5p:4096", "cpu:2"]
     assert [t.num_devices for t in found] == [1, 16, 4096, 2]

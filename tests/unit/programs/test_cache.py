@@ -68,8 +68,6 @@ def test_lambda_made_anew_warns_once(strategy):
 
 
 def test_partials_made_anew_warn(strategy):
-    """Also wrapped in functools.partial."""
-
     def plus(a, b):
         return a + b
 
@@ -139,7 +137,6 @@ def test_training_compiles_once(strategy, caplog):
 
 
 def test_the_current_context_selects_the_program(strategy):
-    """A function called inside and outside a scope is traced for each."""
     seen = []
 
     @phalanx.function

@@ -27,7 +27,6 @@ def interrupt(number=signal.SIGINT):
 
 
 def hold(interrupts, done, times=1):
-    """A step in which Ctrl-C comes."""
     with interrupts.held():
         for _ in range(times):
             interrupt()

@@ -23,11 +23,7 @@ def real_sum(x):
     return jnp.where(phalanx.get_replica_context().example_mask, x, 0).sum()
 
 
-AVERAGED = [
-    {"aggregation": "none"},
-    {"aggregation": "mean"},
-    {"aggregation": "mean", "synchronization": "on_read"},
-]
+AVERAGED = [{"aggregation": "none"}, {"aggregation": "mean"}, {"aggregation": "mean", "synchronization": "on_read"}]
 
 
 @pytest.mark.parametrize("kwargs", AVERAGED, ids=str)

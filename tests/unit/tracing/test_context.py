@@ -20,13 +20,8 @@ REPLICA, DEFAULT = phalanx.get_replica_context, phalanx.get_strategy()
 
 def state():
     """What the four questions answer: is there a strategy, is it cross-replica, is there a replica, how many."""
-    strategy = phalanx.get_strategy()
-    return (
-        phalanx.has_strategy(),
-        phalanx.in_cross_replica_context(),
-        REPLICA() is not None,
-        strategy.num_replicas_in_sync,
-    )
+    replicas = phalanx.get_strategy().num_replicas_in_sync
+    return phalanx.has_strategy(), phalanx.in_cross_replica_context(), REPLICA() is not None, replicas
 
 
 def test_default_strategy_is_in_replica_context():

@@ -1,5 +1,6 @@
 """Mistakes that a trace shows: a warning for each, and none for what is right."""
 
+import functools
 import random
 import warnings
 
@@ -17,20 +18,26 @@ EYE = np.eye(3, dtype="float32")
 KEY, OLD_KEY = jax.random.key(0), jax.random.PRNGKey(0)
 
 
-def train(strategy, loss_of, change=lambda grads: grads, rows=8):
+def average(y, _):
+    return phalanx.nn.compute_average_loss(y[:, 0] ** 2)
+
+
+def train(strategy, loss_of=average, change=lambda grads: grads, args=None, rows=8, pick=lambda x: x, wrap=lambda f: f):
+    """One step of training, on a batch of some rows if no arguments are given."""
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(5, kernel_regularizer="l2")])
         optimizer = keras.optimizers.SGD(0.1)
-    batch = next(iter(strategy.experimental_distribute_dataset(X[:rows], batch_size=rows)))
+    if args is None:
+        args = (next(iter(strategy.experimental_distribute_dataset(X[:rows], batch_size=rows))),)
 
-    def step(x):
+    def step(x, *matrices):
         with phalanx.GradientTape() as tape:
-            loss = loss_of(model(x), model)
+            loss = loss_of(model(functools.reduce(jnp.matmul, matrices, pick(x))), model)
         weights = model.trainable_variables
         optimizer.apply_gradients(zip(change(tape.gradient(loss, weights)), weights, strict=True))
         return loss
 
-    strategy.run(step, args=(batch,))
+    wrap(lambda *args: strategy.run(step, args=args))(*args)
 
 
 @pytest.mark.parametrize(
@@ -175,33 +182,19 @@ def test_a_mirrored_strategy_of_one_device(run_python):
     assert run_python(ONE_DEVICE, JAX_NUM_CPU_DEVICES="1").count(WARNING) == 1
 
 
-def step_of(strategy, rows=lambda x: x, scale=lambda x: 1.0):
-    """A step that trains on what it is given."""
-    with strategy.scope():
-        w, optimizer = keras.Variable(np.ones((3, 1), "float32")), keras.optimizers.SGD(0.1)
-
-    def step(x, transform=EYE):
-        with phalanx.GradientTape() as tape:
-            loss = phalanx.nn.compute_average_loss((rows(x) @ transform @ w)[:, 0] ** 2 * scale(x))
-        optimizer.apply_gradients([(tape.gradient(loss, w), w)])
-
-    return step
-
-
 @pytest.mark.parametrize("wrap", [lambda f: f, phalanx.function], ids=["run", "function"])
 def test_a_whole_batch_as_an_array(strategy, wrap):
     """Each replica would compute the same."""
     match = r"array \[8, 3\] that was passed to run without distribution\. Each of the 2 replicas.*\nHINT: for"
-    step = step_of(strategy)
     with pytest.warns(SlipWarning, match=match):
-        wrap(lambda x: strategy.run(step, args=(x,)))(X)
+        train(strategy, args=(X,), wrap=wrap)
 
 
 def test_branch_that_returns_a_constant(strategy):
     """What a jaxpr returns may be a number instead of a variable."""
-    step = step_of(strategy, scale=lambda x: phalanx.cond(x[0, 0] > 0, lambda: 1.0, lambda: 2.0))
+    scaled = lambda y, m: average(y, m) * phalanx.cond(y[0, 0] > 0, lambda: 1.0, lambda: 2.0)  # noqa: E731
     with pytest.warns(SlipWarning, match="passed to run without distribution"):
-        strategy.run(step, args=(X,))
+        train(strategy, scaled, args=(X,))
 
 
 def test_arrays_beside_a_batch_are_right(strategy):
@@ -213,5 +206,5 @@ def test_arrays_beside_a_batch_are_right(strategy):
     (batch,) = strategy.experimental_distribute_dataset(X, batch_size=8)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SlipWarning)
-        strategy.run(step_of(strategy), args=(batch, EYE))
-        strategy.run(step_of(strategy, own_rows), args=(X, EYE))
+        train(strategy, args=(batch, EYE))
+        train(strategy, args=(X, EYE), pick=own_rows)

@@ -234,7 +234,6 @@ def test_watched_variables_are_listed():
 
 @pytest.mark.parametrize("bad", [np.int32([1, 2]), np.float32(1.0), "text"])
 def test_watch_refuses_other_values(bad):
-    """Only floating arrays of the step can be watched."""
     with pytest.raises(TapeError, match="not a floating array of the traced step"):
         taped(lambda tape: tape.watch(bad), [])
 
@@ -352,7 +351,6 @@ OUTSIDE = "outside the function in which the tape was entered"
     ],
 )
 def test_misuse_of_a_tape_is_refused(misuse, match):
-    """A tape belongs to one block of one function, and is asked once."""
     v = floating()
 
     @phalanx.function
@@ -385,7 +383,6 @@ def test_tape_before_it_is_entered(ask):
 
 
 def test_unknown_unconnected_gradients():
-    """An argument that no context accepts is a ValueError."""
     v = floating()
     with pytest.raises(InvalidArgumentError, match='must be "none" or "zero"'):
         taped(lambda tape: v * v, v, {"unconnected_gradients": "nil"})
@@ -494,7 +491,6 @@ def test_value_and_grad_everywhere(wrap):
 
 
 def test_value_and_grad_in_a_raw_body_that_only_reads():
-    """A raw `lax.scan` body may take gradients as long as it assigns nothing."""
     v = floating()
 
     def body(carry, _):
