@@ -120,12 +120,13 @@ def exits():
     sys.exit(3)
 
 
-STOPPED = Path(os.environ["RAY_TMPDIR"], "stopped")
+def note_of_stopped():
+    return Path(os.environ["RAY_TMPDIR"], "stopped")
 
 
 def leaves_a_stopped_server():
     (pid,) = servers_of(Training().strategy)
-    STOPPED.write_text(str(pid))
+    note_of_stopped().write_text(str(pid))
     os.kill(pid, signal.SIGSTOP)
     kill_itself()
 
@@ -135,8 +136,8 @@ def cannot_use_it():
     try:
         Training(worker_timeout_s=1.0)
     finally:
-        os.kill(int(STOPPED.read_text()), signal.SIGCONT)
-        STOPPED.unlink()
+        os.kill(int(note_of_stopped().read_text()), signal.SIGCONT)
+        note_of_stopped().unlink()
 
 
 def closes_the_first():
