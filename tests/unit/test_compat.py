@@ -58,11 +58,11 @@ class Recording(compat.AbstractLiftScope):
 Recording.__abstractmethods__ = frozenset()  # Keras calls no other method here.
 
 
-# ---- Keras: names
-
-
 def test_names_are_counted_in_a_global_attribute():
-    """`object_name_uids` counts the names that Keras generates, `to_snake_case` forms them, and `auto_name` counts one."""
+    """`object_name_uids` counts the names that Keras generates, `to_snake_case` forms them, and `auto_name` counts one.
+
+    `current_path` joins the open name scopes, and is what the path of a new variable begins with.
+    """
     before = global_state.get_global_attribute("object_name_uids")
     global_state.set_global_attribute("object_name_uids", collections.defaultdict(int))
     try:
@@ -71,10 +71,6 @@ def test_names_are_counted_in_a_global_attribute():
         assert naming.to_snake_case("JaxVariable") == "jax_variable"
     finally:
         global_state.set_global_attribute("object_name_uids", before)
-
-
-def test_current_path_joins_the_open_name_scopes():
-    """`current_path` is what the path of a new variable begins with."""
     with keras.name_scope("outer"), keras.name_scope("inner"):
         assert name_scope.current_path() == "outer/inner"
         assert keras.Variable(0.0, name="v").path == "outer/inner/v"
@@ -115,11 +111,18 @@ def test_stateless_scope_is_a_global_attribute():
 
 
 def test_variable_value_is_the_stored_array():
-    """`Variable._value` is the stored array, also inside a scope."""
+    """`Variable._value` is the stored array, also inside a scope, and `Variable._dtype` its dtype, under autocast too.
+
+    A variable made of a Python number is weakly typed, an array of a program is not.
+    """
     v = keras.Variable(1.0)
     with keras.StatelessScope(state_mapping=[(v, jnp.float32(5))]):
         assert float(v.value) == 5
         assert float(compat.raw_value(v)) == 1
+    with keras.src.backend.AutocastScope("bfloat16"):
+        assert (v.dtype, compat.dtype_of(v)) == ("bfloat16", "float32")
+    assert v.value.weak_type
+    assert not jax.jit(lambda x: jax.lax.convert_element_type(x, "float32"))(1.0).weak_type
     array = jnp.float32(3)
     compat.set_raw_values([v], [array])
     assert v.value is array
@@ -134,14 +137,6 @@ def test_variable_is_new_until_scope_closes():
     assert not compat.is_new(v)
     assert v.numpy().tolist() == [1, 1]
     assert not compat.is_new(keras.Variable(1.0))
-
-
-def test_variable_dtype_is_that_of_array():
-    """`Variable._dtype` is that of the array, under autocast too."""
-    v = keras.Variable(1.0)
-    with keras.src.backend.AutocastScope("bfloat16"):
-        assert v.dtype == "bfloat16"
-        assert compat.dtype_of(v) == "float32"
 
 
 def test_variable_layout_is_that_of_distribution():
@@ -287,16 +282,15 @@ def test_optimizer_outside_scope_is_that_of_keras():
     assert v.numpy() == -1.5
 
 
-@pytest.mark.parametrize("variables", ["given", None])
-def test_stateless_apply_updates_loss_scaling_optimizer(variables):
+def test_stateless_apply_updates_loss_scaling_optimizer():
     """`stateless_apply`, `variables` and `_trainable_variables` update a loss-scaling optimizer."""
-    v = keras.Variable(0.0)
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0)
-    if variables is None:
-        optimizer.build([v])
-    compat.apply_stateless(optimizer, [jnp.float32(4)], [v] if variables else None)
-    assert v.numpy() == -2
-    assert int(optimizer.inner_optimizer.iterations.numpy()) == 1
+    for is_built in (False, True):
+        v = keras.Variable(0.0)
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=2.0)
+        if is_built:
+            optimizer.build([v])
+        compat.apply_stateless(optimizer, [jnp.float32(4)], None if is_built else [v])
+        assert (v.numpy(), optimizer.inner_optimizer.iterations.numpy()) == (-2, 1)
 
 
 def test_learning_rate_keeps_its_variable():
@@ -347,12 +341,15 @@ def test_own_metrics_weigh_padded_rows():
     assert float(metric.result()) == 7
 
 
-def test_variables_of_metrics_are_known():
-    """Parameter servers do not keep them for the next start of a script."""
-    metric = keras.metrics.AUC()
-    assert len(metric.variables) == 4
-    assert all(map(compat.is_of_metric, metric.variables))
-    assert not compat.is_of_metric(keras.Variable(0.0))
+def test_rows_of_variables_can_be_changed():
+    """`_synchronization` and `_aggregation`. Parameter servers do not keep variables of metrics for the next start of a script."""
+    metric, variable = keras.metrics.AUC(), keras.Variable(1.0)
+    assert [compat.is_of_metric(v) for v in (*metric.variables, variable)] == [True] * 4 + [False]
+    before = variable.synchronization, variable.aggregation
+    compat.make_on_demand([variable], "mean")
+    assert (variable.synchronization, variable.aggregation) == ("on_demand", "mean")
+    compat.keep_equal([variable])
+    assert (variable.synchronization, variable.aggregation) == before
 
 
 def test_metric_of_values_that_differ():
@@ -406,9 +403,6 @@ def test_fresh_process_has_the_settings_of_jax(run_python):
     assert 'HINT: import phalanx before keras, or set KERAS_BACKEND="jax"' in out
 
 
-# ---- Python
-
-
 def test_references_are_counted():
     """`sys.getrefcount` tells whether somebody else holds a variable's array; a view of NumPy holds it, or is a copy."""
     v = keras.Variable(np.ones(1000, "float32"))
@@ -423,9 +417,6 @@ def test_references_are_counted():
     view = np.asarray(v.value)
     shared = next(compat.reference_counts(arrays)) > compat.UNSHARED
     assert shared or not np.shares_memory(view, np.asarray(v.value))
-
-
-# ---- JAX
 
 
 def test_opaque_trace_state():
@@ -474,19 +465,23 @@ def test_take_and_set_current_trace():
 
 
 def test_jaxpr_replace_and_debug_info():
-    """A stretch of a jaxpr becomes a jaxpr of its own that `jax.core.eval_jaxpr` runs."""
+    """A stretch of a jaxpr becomes a jaxpr of its own that `jax.core.eval_jaxpr` runs. `jaxprs_in_params` finds bodies.
+
+    `jex.Primitive` with several results, bound with static parameters, appears in a jaxpr.
+    """
     jaxpr = jax.make_jaxpr(lambda x: jnp.cos(jnp.sin(x)))(1.0).jaxpr
     first = jaxpr.eqns[0]
     ends = {"constvars": (), "invars": list(first.invars), "outvars": list(first.outvars)}
     stretch = jaxpr.replace(**ends, eqns=[first], debug_info=jaxpr.debug_info.with_unknown_names())
     np.testing.assert_allclose(jax.core.eval_jaxpr(stretch, (), 1.0), [np.sin(1.0)], rtol=1e-6)
-
-
-def test_jaxprs_in_params():
-    """`jex.jaxprs_in_params` finds the bodies of an equation."""
     jaxpr = jax.make_jaxpr(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x))(1.0).jaxpr
     (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "cond"]
     assert len(list(jex.jaxprs_in_params(eqn.params))) == 2
+    primitive = jex.Primitive("phalanx_test")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *xs, tag: list(xs))
+    (eqn,) = jax.make_jaxpr(lambda x: primitive.bind(x, x, tag=3))(1.0).jaxpr.eqns
+    assert (eqn.primitive, eqn.params, len(eqn.outvars)) == (primitive, {"tag": 3}, 2)
 
 
 def test_callbacks_have_callback_in_their_name():
@@ -500,22 +495,6 @@ def test_callbacks_have_callback_in_their_name():
     names = {e.primitive.name for e in jax.make_jaxpr(fn)(jnp.float32(1)).jaxpr.eqns}
     assert names
     assert all("callback" in n or "debug_print" in n for n in names)
-
-
-def test_own_primitive_appears_in_jaxpr():
-    """`jex.Primitive` with several results, bound with static parameters, appears in the jaxpr."""
-    primitive = jex.Primitive("phalanx_test")
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda *xs, tag: list(xs))
-    jaxpr = jax.make_jaxpr(lambda x: primitive.bind(x, x, tag=3))(1.0).jaxpr
-    (eqn,) = jaxpr.eqns
-    assert (eqn.primitive, eqn.params, len(eqn.outvars)) == (primitive, {"tag": 3}, 2)
-
-
-def test_weak_types_are_values_of_the_array():
-    """A variable made of a Python number is weakly typed, an array of a program is not."""
-    assert keras.Variable(1.0).value.weak_type
-    assert not jax.jit(lambda x: jax.lax.convert_element_type(x, "float32"))(1.0).weak_type
 
 
 def test_value_of_a_variable_without_an_array():
@@ -542,16 +521,6 @@ def test_accumulators_of_an_optimizer():
     assert compat.is_last_accumulated(optimizer)
     others = [keras.optimizers.SGD(), keras.optimizers.LossScaleOptimizer(optimizer)]
     assert list(map(compat.accumulation_steps, [optimizer, *others])) == [2, None, None]
-
-
-def test_rows_of_variables_can_be_changed():
-    """`_synchronization` and `_aggregation`."""
-    variable = keras.Variable(1.0)
-    before = variable.synchronization, variable.aggregation
-    compat.make_on_demand([variable], "mean")
-    assert (variable.synchronization, variable.aggregation) == ("on_demand", "mean")
-    compat.keep_equal([variable])
-    assert (variable.synchronization, variable.aggregation) == before
 
 
 def test_updates_of_an_optimizer_are_counted():
@@ -584,15 +553,14 @@ def test_batch_hooks_are_recognized():
         def on_batch_end(self, batch, logs=None):
             seen.append(batch)
 
-    seen = []
+    seen, nothing = [], compat.trainer._nothing
     deaf, ear = (keras.callbacks.CallbackList([c]) for c in (keras.callbacks.Callback(), Listening()))
-    begin, end = compat.batch_hooks(deaf, "train")
-    assert begin is end is compat.trainer._nothing
+    assert compat.batch_hooks(deaf, "train") == [nothing, nothing]
     begin, end = compat.batch_hooks(ear, "train")
     end(3, {})
-    assert begin is compat.trainer._nothing
+    assert begin is nothing
     assert seen == [3]
-    assert compat.batch_hooks(ear, "test")[1] is compat.trainer._nothing
+    assert compat.batch_hooks(ear, "test")[1] is nothing
 
 
 def test_function_of_a_metric():
@@ -602,6 +570,13 @@ def test_function_of_a_metric():
     assert compat.rows._is_number(metric(lambda y, p, axis: jnp.mean(y - p)), given)
     assert not compat.rows._is_number(metric(lambda y, p, axis: jnp.mean(y - p, axis=axis)), given)
     assert not compat.rows._is_number(keras.metrics.Mean(), {"values": jnp.zeros(4)})
+
+
+def test_padding_of_transposed_convolutions():
+    """Keras computes it for JAX from the shapes and options of a layer."""
+    assert compat.transposed_padding((1, 4, 4, 2), (3, 3, 5, 2), 2, "same", None, 1) == [(2, 1), (2, 1)]
+    assert compat.is_channels_first("channels_first")
+    assert not compat.is_channels_first(None)
 
 
 def test_stateless_apply_of_a_trainer():
@@ -721,13 +696,6 @@ def test_functions_of_the_backend(monkeypatch):
     keras.ops.conv_transpose(image, kernel, 1)
     keras.ops.separable_conv(image, kernel, jnp.ones((1, 1, 1, 1)))  # Calls the other two.
     assert seen == set(names)
-
-
-def test_padding_of_transposed_convolutions():
-    """Keras computes it for JAX from the shapes and options of a layer."""
-    assert compat.transposed_padding((1, 4, 4, 2), (3, 3, 5, 2), 2, "same", None, 1) == [(2, 1), (2, 1)]
-    assert compat.is_channels_first("channels_first")
-    assert not compat.is_channels_first(None)
 
 
 @pytest.mark.slow

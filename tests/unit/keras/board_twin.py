@@ -43,7 +43,6 @@ def model(keras):
 
 
 def fit(made, callback):
-    """Trains and validates."""
     made.fit(WORDS, TARGETS, **FIT, validation_data=(WORDS, TARGETS), callbacks=[callback])
 
 

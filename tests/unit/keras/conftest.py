@@ -6,5 +6,4 @@ from twins import replicas
 
 @pytest.fixture
 def strategy():
-    """Two replicas."""
     return replicas(2)

@@ -8,7 +8,6 @@ import time
 
 
 def main():
-    """Runs the method that is named; the devices are set before anything else."""
     import phalanx
 
     phalanx.set_virtual_cpu_devices(2)
@@ -25,12 +24,10 @@ def main():
         """Counts the finished steps; interrupts the main thread a little later, from another thread."""
 
         def on_train_batch_end(self, batch, logs=None):
-            """After a step."""
             count[0] += k
             self._interrupt()
 
         def on_test_batch_end(self, batch, logs=None):
-            """After a step of evaluate."""
             self._interrupt()
 
         on_predict_batch_end = on_test_batch_end

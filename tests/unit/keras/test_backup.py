@@ -1,11 +1,13 @@
 """`fit` goes on at the batch at which it was stopped."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 from keras import layers
+from twins import replicas
 
-import phalanx
 from phalanx.errors import ContextError, InvalidArgumentError
 from phalanx.keras import BackupAndRestore
 
@@ -17,43 +19,24 @@ Y = RANDOM.randint(0, 3, ROWS)
 
 
 class Stopped(Exception):
-    """Stands for the end of the program."""
+    pass
 
 
 class Stop(keras.callbacks.Callback):
-    """Ends `fit` after that many batches."""
+    """Ends `fit` after that many batches, which are numbered from 0 in each epoch."""
 
     def __init__(self, after):
         super().__init__()
         self.after, self.seen, self.last = after, 0, -1
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Batches are numbered from 0 in each epoch."""
         self.last = -1
 
     def on_train_batch_end(self, batch, logs=None):
-        """Counts."""
         self.seen += batch - self.last if self.last >= 0 else 1
         self.last = batch
         if self.seen >= self.after:
             raise Stopped
-
-
-class Noted(keras.callbacks.Callback):
-    """What the epochs have reported."""
-
-    def __init__(self):
-        super().__init__()
-        self.logs = {}
-
-    def on_epoch_end(self, epoch, logs=None):
-        """Keeps the logs."""
-        self.logs[epoch] = dict(logs)
-
-
-def mirrored():
-    """Two replicas."""
-    return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
 def made(strategy, steps_per_execution=1):
@@ -70,100 +53,81 @@ def made(strategy, steps_per_execution=1):
 
 def fit(model, *callbacks, **options):
     """Trains; returns the logs of each epoch."""
-    noted = Noted()
+    found = {}
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: found.update({epoch: dict(logs)}))
     options = {"batch_size": BATCH, "epochs": EPOCHS, "verbose": 0, "validation_data": (X[:20], Y[:20])} | options
     data = (X, Y) if "x" not in options else ()
-    model.fit(*data, callbacks=[noted, *callbacks], **options)
-    return noted.logs
+    model.fit(*data, callbacks=[note, *callbacks], **options)
+    return found
 
 
-def values(model):
-    """All that training has changed."""
-    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+def state(model):
+    """All that training has changed, and the next random number."""
+    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]], np.random.rand()
 
 
-@pytest.mark.parametrize("stops", [[1], [5], [13], [14, 3], [17, 4, 1, 9], [38]], ids=str)
-@pytest.mark.parametrize("make", [lambda: phalanx.OneDeviceStrategy("cpu:0"), mirrored])
-def test_stopped_training_ends_like_one_that_was_not(tmp_path, make, stops):
-    """With the same bits: rows are shuffled, masks are random, and each program begins with other seeds."""
-    strategy = make()
-    model = made(strategy)
-    logs = fit(model)
-    wanted, random = values(model), np.random.rand()
+@functools.cache
+def uninterrupted(count):
+    """Logs and state of a training of all epochs on so many replicas."""
+    model = made(replicas(count))
+    return fit(model), state(model)
+
+
+def assert_goes_on(folder, make, stops, expected, save_freq=1, **options):
+    """Asserts that a training which is stopped again and again ends in the same state; returns the logs of the last part."""
     for after in stops:
-        model = made(strategy)
         with pytest.raises(Stopped):
-            fit(model, BackupAndRestore(tmp_path, save_freq=1), Stop(after))
-    model = made(strategy)
+            fit(make(), BackupAndRestore(folder, save_freq=save_freq), Stop(after), **options)
+    model = make()
     np.random.seed(99)
-    got = fit(model, BackupAndRestore(tmp_path, save_freq=1))
-    for a, b in zip(values(model), wanted, strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert np.random.rand() == random
-    assert got == {epoch: logs[epoch] for epoch in got}
-    assert EPOCHS - 1 in got
-    assert not list(tmp_path.glob("backup*"))
+    logs = fit(model, BackupAndRestore(folder, save_freq=save_freq), **options)
+    for found, wanted in zip(*map(keras.tree.flatten, (state(model), expected)), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert not list(folder.glob("backup*"))
+    return logs
+
+
+@pytest.mark.parametrize(
+    ("count", "stops"), [(2, [1]), (2, [13]), (2, [17, 4, 1, 9]), (2, [38]), (1, [14, 3])], ids=str
+)
+def test_stopped_training_ends_like_one_that_was_not(tmp_path, count, stops):
+    """With the same bits: rows are shuffled, masks are random, and each program begins with other seeds."""
+    logs, expected = uninterrupted(count)
+    found = assert_goes_on(tmp_path, functools.partial(made, replicas(count)), stops, expected)
+    assert found == {epoch: logs[epoch] for epoch in found}
+    assert EPOCHS - 1 in found
 
 
 @pytest.mark.parametrize("stops", [[6], [16, 8]], ids=str)
-def test_several_steps_per_execution_go_on(tmp_path, stops):
+def test_several_steps_per_execution_go_on(tmp_path, strategy, stops):
     """The backup is at the end of a group of steps."""
-    strategy = mirrored()
-    model = made(strategy, 4)
+    make = functools.partial(made, strategy, 4)
+    model = make()
     fit(model)
-    wanted = values(model)
-    for after in stops:
-        model = made(strategy, 4)
-        with pytest.raises(Stopped):
-            fit(model, BackupAndRestore(tmp_path, save_freq=3), Stop(after))
-    model = made(strategy, 4)
-    fit(model, BackupAndRestore(tmp_path, save_freq=3))
-    for a, b in zip(values(model), wanted, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_goes_on(tmp_path, make, stops, state(model), save_freq=3)
 
 
-def test_data_that_ends_within_an_epoch_goes_on(tmp_path):
+def test_data_that_ends_within_an_epoch_goes_on(tmp_path, strategy):
     """With steps_per_epoch, an epoch begins where the last one has ended."""
-    strategy = mirrored()
     options = {"x": X[:96], "y": Y[:96], "steps_per_epoch": 4, "epochs": 7, "validation_data": None}
     model = made(strategy)
     fit(model, **options)
-    wanted = values(model)
-    for after in (3, 9, 6):
-        model = made(strategy)
-        with pytest.raises(Stopped):
-            fit(model, BackupAndRestore(tmp_path, save_freq=1), Stop(after), **options)
-    model = made(strategy)
-    fit(model, BackupAndRestore(tmp_path, save_freq=1), **options)
-    for a, b in zip(values(model), wanted, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_goes_on(tmp_path, functools.partial(made, strategy), (3, 9, 6), state(model), **options)
 
 
-def test_distributed_dataset_goes_on_by_its_position(tmp_path):
-    """Rows are not read again."""
-    strategy = mirrored()
-    dataset = strategy.experimental_distribute_dataset((X, Y), batch_size=BATCH)
+def test_distributed_dataset_goes_on_by_its_position(tmp_path, strategy):
+    options = {"x": strategy.experimental_distribute_dataset((X, Y), batch_size=BATCH), "batch_size": None}
     model = made(strategy)
-    fit(model, x=dataset, batch_size=None)
-    wanted = values(model)
-    model = made(strategy)
-    with pytest.raises(Stopped):
-        fit(model, BackupAndRestore(tmp_path, save_freq=4), Stop(18), x=dataset, batch_size=None)
-    model = made(strategy)
-    fit(model, BackupAndRestore(tmp_path, save_freq=4), x=dataset, batch_size=None)
-    for a, b in zip(values(model), wanted, strict=True):
-        np.testing.assert_array_equal(a, b)
+    fit(model, **options)
+    assert_goes_on(tmp_path, functools.partial(made, strategy), [18], state(model), save_freq=4, **options)
 
 
-def test_epoch_is_the_default(tmp_path):
+def test_epoch_is_the_default(tmp_path, strategy):
     """What was done of an epoch that did not end is done again."""
-    strategy = mirrored()
-    model = made(strategy)
-    logs = fit(model)
-    model = made(strategy)
+    logs, _ = uninterrupted(2)
     backup = BackupAndRestore(tmp_path)
     with pytest.raises(Stopped):
-        fit(model, backup, Stop(STEPS + 4))
+        fit(made(strategy), backup, Stop(STEPS + 4))
     backup._manager.sync()
     assert len(list(tmp_path.glob("backup-1.safetensors"))) == 1
     assert fit(made(strategy), BackupAndRestore(tmp_path, delete_checkpoint=False)) == {1: logs[1], 2: logs[2]}
@@ -171,19 +135,14 @@ def test_epoch_is_the_default(tmp_path):
     assert fit(made(strategy), BackupAndRestore(tmp_path)) == {}
 
 
-def test_backups_by_time_follow_the_clock(tmp_path):
+@pytest.mark.parametrize(("seconds", "number"), [(1e-9, 5), (1e6, 1)])
+def test_backups_by_time_follow_the_clock(tmp_path, strategy, seconds, number):
     """One after the first batch, and then as many batches later as take so long."""
-    strategy = mirrored()
-    backup = BackupAndRestore(tmp_path, save_every_s=1e-9)
+    backup = BackupAndRestore(tmp_path, save_every_s=seconds)
     with pytest.raises(Stopped):
         fit(made(strategy), backup, Stop(5))
     backup._manager.sync()
-    assert list(tmp_path.glob("backup-5.safetensors"))
-    rare = BackupAndRestore(tmp_path / "rare", save_every_s=1e6)
-    with pytest.raises(Stopped):
-        fit(made(strategy), rare, Stop(5))
-    rare._manager.sync()
-    assert list((tmp_path / "rare").glob("backup-1.safetensors"))
+    assert list(tmp_path.glob(f"backup-{number}.safetensors"))
 
 
 def test_fails_where_the_position_is_unknown(tmp_path):
@@ -198,6 +157,5 @@ def test_fails_where_the_position_is_unknown(tmp_path):
     "options", [{"save_freq": 0}, {"save_freq": "batch"}, {"save_every_s": -1}, {"delete_checkpoint": 1}]
 )
 def test_wrong_arguments_are_refused(tmp_path, options):
-    """When the callback is made."""
     with pytest.raises(InvalidArgumentError, match=f"{next(iter(options))}="):
         BackupAndRestore(tmp_path, **options)

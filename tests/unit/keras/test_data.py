@@ -6,7 +6,7 @@ from fractions import Fraction
 import keras
 import numpy as np
 import pytest
-from twins import FIT, X, Y, compiled, failing_after, replicas, same, state, twins, under
+from twins import FIT, X, Y, compiled, failing_after, same, same_state, state, twins, under
 
 import phalanx
 from phalanx.errors import InputError, InvalidArgumentError
@@ -15,25 +15,20 @@ from phalanx.keras.data import EpochData
 pytestmark = pytest.mark.slow
 
 
-def test_epochs_of_arrays(strategy):
-    """Every epoch has all batches, the last one short."""
-    data = EpochData(strategy, X, steps=None, group=1, y=Y, batch_size=16, shuffle=False)
-    assert data.num_batches == 7
-    assert [[(i, [n for _, n in parts]) for i, parts in data.epoch()] for _ in range(2)] == [
-        [(i, [1]) for i in range(7)]
-    ] * 2
-
-
-def test_groups_separate_short_batches(strategy):
-    """Four batches at once, and the rest; a short batch has a program of its own."""
-    data = EpochData(strategy, X, steps=None, group=4, y=Y, batch_size=16, shuffle=False)
-    assert [(first, [n for _, n in parts]) for first, parts in data.epoch()] == [(0, [4]), (4, [2, 1])]
-
-
-def test_groups_of_a_number_of_steps(strategy):
-    """An epoch ends where it was told to, within a group."""
-    data = EpochData(strategy, X, steps=6, group=4, y=Y, batch_size=16, shuffle=False)
-    assert [(first, [n for _, n in parts]) for first, parts in data.epoch()] == [(0, [4]), (4, [2])]
+@pytest.mark.parametrize(
+    ("steps", "group", "expected"),
+    [
+        pytest.param(None, 1, [(i, [1]) for i in range(7)], id="all batches, the last one short"),
+        pytest.param(None, 4, [(0, [4]), (4, [2, 1])], id="a short batch has a program of its own"),
+        pytest.param(6, 4, [(0, [4]), (4, [2])], id="an epoch ends within a group"),
+    ],
+)
+def test_epochs_of_arrays(strategy, steps, group, expected):
+    """In groups of as many batches as one program takes."""
+    data = EpochData(strategy, X, steps=steps, group=group, y=Y, batch_size=16, shuffle=False)
+    assert steps or data.num_batches == 7
+    for _ in range(1 if steps else 2):
+        assert [(first, [n for _, n in parts]) for first, parts in data.epoch()] == expected
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -50,41 +45,28 @@ def test_generator_that_raises(strategy, k):
 
 
 def test_no_program_anew_for_each_epoch(strategy):
-    """One compilation serves all epochs and the short batch."""
-    model, traced = under(strategy, compiled(steps_per_execution=4)), []
-    model.fit(X, Y, **FIT)
-    compute = model.compute_loss
-    model.compute_loss = lambda *args, **kwargs: (traced.append(1), compute(*args, **kwargs))[1]
-    model.fit(X, Y, **FIT, epochs=3)
+    """One compilation serves all epochs, the short batch, and rows of other widths."""
+    (ours, theirs), traced = twins(strategy, compiled(steps_per_execution=4)), []
+    ours.fit(X, Y, **FIT)
+    compute = ours.compute_loss
+    ours.compute_loss = lambda *args, **kwargs: (traced.append(1), compute(*args, **kwargs))[1]
+    ours.fit(X.astype("float64"), Y.astype("int64"), **FIT, epochs=3)
     assert not traced
-
-
-def test_integers_and_floats_of_other_widths(strategy):
-    """Rows of float64 and int64 train as Keras's do."""
-    ours, theirs = twins(strategy, compiled())
-    given = X.astype("float64"), Y.astype("int64")
-    same(*(m.fit(*given, **FIT).history for m in (ours, theirs)))
-
-
-class Endless(keras.utils.PyDataset):
-    """Batches without end, made by threads of Keras's own."""
-
-    def __init__(self):
-        super().__init__(workers=2, use_multiprocessing=False, max_queue_size=2)
-
-    @property
-    def num_batches(self):
-        """Infinitely many."""
-        return None
-
-    def __getitem__(self, index):
-        time.sleep(0.002)
-        return np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+    theirs.fit(X, Y, **FIT, epochs=4)
+    same_state(ours, theirs)
 
 
 def test_epochs_of_an_endless_dataset(strategy):
     """Between two epochs Keras's threads rest, and nothing is read ahead from them."""
-    data = EpochData(strategy, Endless(), steps=2, group=1, shuffle=False)
+
+    class Endless(keras.utils.PyDataset):
+        num_batches = None
+
+        def __getitem__(self, index):
+            time.sleep(0.002)
+            return np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+
+    data = EpochData(strategy, Endless(workers=2, max_queue_size=2), steps=2, group=1, shuffle=False)
     assert [sum(len(parts) for _, parts in data.epoch()) for _ in range(20)] == [2] * 20
 
 
@@ -113,8 +95,7 @@ def test_dataset_creator_gets_the_input_context(strategy):
 
     ours, theirs = twins(strategy, compiled())
     creator = phalanx.keras.DatasetCreator(dataset_fn)
-    given = {"epochs": 2, "verbose": 0}
-    same(ours.fit(creator, **given).history, theirs.fit(X[:96], Y[:96], batch_size=16, shuffle=False, **given).history)
+    same(ours.fit(creator, epochs=2, verbose=0).history, theirs.fit(X[:96], Y[:96], epochs=2, **FIT).history)
     same(ours.evaluate(creator, verbose=0), theirs.evaluate(X[:96], Y[:96], verbose=0))
     assert set(seen) == {(1, 2)}
 
@@ -123,13 +104,12 @@ def test_dataset_creator_gets_the_input_context(strategy):
     ("args", "message"), [((3,), "dataset_fn is not callable"), ((len, 3), "must be InputOptions or None")]
 )
 def test_what_is_no_dataset_creator(args, message):
-    """It is found out at once."""
     with pytest.raises(InvalidArgumentError, match=message):
         phalanx.keras.DatasetCreator(*args)
 
 
 def test_records_of_files_are_batched(strategy, tmp_path):
-    """`fit` batches the records of files itself."""
+    """`fit` batches the records of files itself, and the rows of `make_experimental_numpy_dataset`, too."""
     for i in range(3):
         np.savez(tmp_path / f"{i}.npz", x=X[i * 32 : i * 32 + 32], y=Y[i * 32 : i * 32 + 32])
 
@@ -139,41 +119,20 @@ def test_records_of_files_are_batched(strategy, tmp_path):
 
     ours, theirs = twins(strategy, compiled())
     files = phalanx.data.from_files(tmp_path / "*.npz", records)
-    same(
-        ours.fit(files, batch_size=16, epochs=2, verbose=0).history,
-        theirs.fit(X[:96], Y[:96], batch_size=16, epochs=2, shuffle=False, verbose=0).history,
-    )
-
-
-def test_numpy_dataset_is_batched(strategy):
-    """`fit` batches the rows of `make_experimental_numpy_dataset`, too."""
-    ours, theirs = twins(strategy, compiled())
-    dataset = strategy.make_experimental_numpy_dataset((X, Y))
-    same(
-        ours.fit(dataset, batch_size=16, epochs=2, verbose=0).history,
-        theirs.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0).history,
-    )
-
-
-def test_iterator_is_refused_as_dataset(strategy):
-    """An iterator is no dataset."""
-    dataset = strategy.experimental_distribute_dataset((X, Y), batch_size=16)
-    with pytest.raises(InputError, match="HINT: fit\\(dataset\\) instead of fit"):
-        under(strategy, compiled()).fit(iter(dataset))
+    for dataset, rows in ((files, 96), (strategy.make_experimental_numpy_dataset((X, Y)), 103)):
+        found = ours.fit(dataset, batch_size=16, epochs=2, verbose=0).history
+        same(found, theirs.fit(X[:rows], Y[:rows], epochs=2, **FIT).history)
 
 
 @pytest.mark.parametrize("given", [{"y": Y}, {"sample_weight": Y}, {"batch_size": 4}, {"class_weight": {0: 2.0}}])
 def test_arguments_that_a_distributed_dataset_has_itself(strategy, given):
-    """They are not ignored."""
+    """They are not ignored. An iterator is no dataset."""
     dataset = strategy.experimental_distribute_dataset((X, Y), batch_size=16)
+    model = under(strategy, compiled())
     with pytest.raises(InvalidArgumentError, match=f"{next(iter(given))} with a DistributedDataset"):
-        under(strategy, compiled()).fit(dataset, **given)
-
-
-def test_predict_of_a_larger_batch_than_rows():
-    """Fewer rows than a batch and than replicas."""
-    model = under(replicas(4), compiled())
-    same(model.predict(X[:3], verbose=0), np.asarray(model(X[:3])))
+        model.fit(dataset, **given)
+    with pytest.raises(InputError, match="HINT: fit\\(dataset\\) instead of fit"):
+        model.fit(iter(dataset))
 
 
 def test_epoch_goes_on_with_smaller_batches():

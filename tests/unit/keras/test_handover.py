@@ -11,7 +11,6 @@ from phalanx.keras.handover import Run
 
 @pytest.fixture
 def run_of():
-    """Returns the run of a `fit` with some callbacks, in one process."""
     strategy = phalanx.OneDeviceStrategy("cpu:0")
 
     def make(*given):
@@ -26,36 +25,29 @@ def run_of():
 
 
 class Counter(keras.callbacks.Callback):
-    """A callback with attributes of all kinds."""
-
     def __init__(self):
         super().__init__()
         self.number, self.best, self.words = 3, np.float32(0.5), {"a": [1, None]}
         self.weights, self.function = [np.ones((2, 2), "float32")], print
 
 
-def test_counters_without_arrays(run_of):
-    """Numbers and text arrive; arrays and other objects stay as they are."""
+@pytest.mark.parametrize("has_arrays", [False, True])
+def test_counters_arrive_in_the_run(run_of, has_arrays):
+    """Numbers and text, and on demand the best weights so far and the history. Other objects stay as they are."""
     counter = Counter()
     run, topology = run_of(counter)
-    run.share_counters(topology)
-    counter.number, counter.best, counter.words, counter.weights = 0, 0, {}, None
+    history = run.hooks.model.history
+    history.history = {"loss": [1.0]}
+    run.share_counters(topology, has_arrays=has_arrays)
+    counter.number, counter.best, counter.words, counter.weights, history.history = 0, 0, {}, None, {}
     run.take_counters()
     assert (counter.number, float(counter.best), counter.words) == (3, 0.5, {"a": [1, None]})
-    assert counter.weights is None
     assert counter.function is print
-
-
-def test_counters_with_arrays(run_of):
-    """The best weights so far arrive too, and the history."""
-    counter = Counter()
-    run, topology = run_of(counter)
-    run.hooks.model.history.history = {"loss": [1.0]}
-    run.share_counters(topology, has_arrays=True)
-    counter.weights, run.hooks.model.history.history = None, {}
-    run.take_counters()
-    np.testing.assert_array_equal(counter.weights[0], np.ones((2, 2)))
-    assert run.hooks.model.history.history == {"loss": [1.0]}
+    if has_arrays:
+        np.testing.assert_array_equal(counter.weights[0], np.ones((2, 2)))
+        assert history.history == {"loss": [1.0]}
+    else:
+        assert counter.weights is None
 
 
 def test_new_chief_writes_on(run_of, tmp_path):

@@ -14,17 +14,18 @@ L = keras.layers
 X2 = np.random.default_rng(0).normal(size=(4, 9, 8, 4)).astype("float32")
 X1, X3 = X2[:, :, 0], X2[:, :6, :, None, :].repeat(3, 3)
 
+WINDOW, CONVOLUTION = "stablehlo.reduce_window", "stablehlo.convolution"
 REPLACED = {
-    "max": (lambda: L.MaxPooling2D(), X2, "stablehlo.reduce_window"),
-    "max_overlapping": (lambda: L.MaxPooling2D(3, 2, "same"), X2, "stablehlo.reduce_window"),
-    "max_1d": (lambda: L.MaxPooling1D(2), X1, "stablehlo.reduce_window"),
-    "max_3d": (lambda: L.MaxPooling3D(2), X3, "stablehlo.reduce_window"),
-    "max_channels_first": (lambda: L.MaxPooling2D(2, data_format="channels_first"), X2, "stablehlo.reduce_window"),
-    "average": (lambda: L.AveragePooling2D(3, 2, "same"), X2, "stablehlo.reduce_window"),
-    "depthwise": (lambda: L.DepthwiseConv2D(3, padding="same", depth_multiplier=2), X2, "stablehlo.convolution"),
-    "depthwise_1d": (lambda: L.DepthwiseConv1D(3, strides=2), X1, "stablehlo.convolution"),
-    "separable": (lambda: L.SeparableConv2D(5, 3, padding="same"), X2, "stablehlo.convolution"),
-    "pointwise": (lambda: L.Conv2D(5, 1, strides=2), X2, "stablehlo.convolution"),
+    "max": (lambda: L.MaxPooling2D(), X2, WINDOW),
+    "max_overlapping": (lambda: L.MaxPooling2D(3, 2, "same"), X2, WINDOW),
+    "max_1d": (lambda: L.MaxPooling1D(2), X1, WINDOW),
+    "max_3d": (lambda: L.MaxPooling3D(2), X3, WINDOW),
+    "max_channels_first": (lambda: L.MaxPooling2D(2, data_format="channels_first"), X2, WINDOW),
+    "average": (lambda: L.AveragePooling2D(3, 2, "same"), X2, WINDOW),
+    "depthwise": (lambda: L.DepthwiseConv2D(3, padding="same", depth_multiplier=2), X2, CONVOLUTION),
+    "depthwise_1d": (lambda: L.DepthwiseConv1D(3, strides=2), X1, CONVOLUTION),
+    "separable": (lambda: L.SeparableConv2D(5, 3, padding="same"), X2, CONVOLUTION),
+    "pointwise": (lambda: L.Conv2D(5, 1, strides=2), X2, CONVOLUTION),
     "gelu": (lambda: L.Dense(5, activation="gelu"), X2, "chlo.erfc"),
 }
 """Layers, their inputs, and an operation of XLA that their steps do not contain."""
@@ -41,14 +42,15 @@ OTHERS = {
     "dilated": (lambda: L.Conv2D(5, 3, dilation_rate=2), X2),
     "dilated_depthwise": (lambda: L.DepthwiseConv2D(2, dilation_rate=2), X2),
     "gelu_by_tanh": (lambda: L.Activation(lambda x: keras.activations.gelu(x, approximate=True)), X2),
+    "large_window": (lambda: L.MaxPooling1D(300, 1, "same"), X1),
+}
+NORMALIZATIONS = {
     "layer_normalization": (lambda: L.LayerNormalization(), X2),
     "root_mean_square": (lambda: L.RMSNormalization(), X2),
-    "large_window": (lambda: L.MaxPooling1D(300, 1, "same"), X1),
 }
 
 
 def made(make, x):
-    """A model of one layer, with the same weights each time."""
     keras.utils.set_random_seed(1)
     return keras.Sequential([keras.Input(x.shape[1:]), make()])
 
@@ -61,10 +63,9 @@ def of_plain_keras(make, x):
         y, _ = model.stateless_call(weights, [], x)
         return (y**3).sum(), y
 
-    (_, y), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(
-        jnp.asarray(x), [v.value for v in model.trainable_variables]
-    )
-    return jax.tree.map(np.asarray, (y, gradients[0], list(gradients[1])))
+    weights = [v.value for v in model.trainable_variables]
+    (_, y), (of_input, of_weights) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(jnp.asarray(x), weights)
+    return y, of_input, of_weights
 
 
 def step_of(strategy, make, x):
@@ -83,57 +84,48 @@ def step_of(strategy, make, x):
     return step
 
 
-def text_of(strategy, make, x):
-    """The program of such a step."""
-    step = step_of(strategy, make, x)
+def text_of(strategy, step, x):
     return phalanx.function(lambda x: strategy.run(step, args=(x,))).lower(x).as_text()
 
 
 @pytest.fixture
 def strategy():
-    """One device."""
     return phalanx.OneDeviceStrategy("cpu:0")
 
 
-@pytest.mark.parametrize("name", [*REPLACED, *OTHERS])
+@pytest.mark.parametrize("name", [*REPLACED, *OTHERS, *NORMALIZATIONS])
 def test_numbers_are_those_of_keras(strategy, name):
-    """Results and gradients by inputs and weights."""
-    make, x, *_ = (REPLACED | OTHERS)[name]
-    found = jax.tree.map(np.asarray, strategy.run(step_of(strategy, make, x), args=(jnp.asarray(x),)))
+    """Results and gradients by inputs and weights.
+
+    Programs for CPUs do without the slow operation. The option, and another platform, bring it back, and both give one program.
+    The input of a normalization is stored once, and once for its gradient, so that no operation computes it again.
+    """
+    make, x, *operations = (REPLACED | OTHERS | NORMALIZATIONS)[name]
+    step = step_of(strategy, make, x)
+    found = strategy.run(step, args=(jnp.asarray(x),))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, of_plain_keras(make, x))
-
-
-@pytest.mark.parametrize("name", REPLACED)
-def test_programs_for_cpus_alone(strategy, name):
-    """They do without the slow operation. The option, and another platform, bring it back, and both give one program."""
-    make, x, operation = REPLACED[name]
-    assert operation not in text_of(strategy, make, x)
-    with compiled_for(("cpu", "cuda")):
-        other = text_of(strategy, make, x)
-    phalanx.keras.set_cpu_kernels(False)
-    try:
-        off = text_of(strategy, make, x)
-    finally:
-        phalanx.keras.set_cpu_kernels(True)
-    assert operation in off
-    assert off == other
-
-
-@pytest.mark.parametrize("make", [lambda: L.LayerNormalization(), lambda: L.RMSNormalization()])
-def test_inputs_of_a_normalization_are_stored(strategy, make):
-    """Once for the input and once for its gradient, so that no operation after them computes them again."""
-    assert text_of(strategy, make, X2).count("stablehlo.optimization_barrier") == 2
-    with compiled_for(("cuda",)):
-        assert "stablehlo.optimization_barrier" not in text_of(strategy, make, X2)
+    if name in NORMALIZATIONS:
+        assert text_of(strategy, step, x).count("stablehlo.optimization_barrier") == 2
+        with compiled_for(("cuda",)):
+            assert "stablehlo.optimization_barrier" not in text_of(strategy, step, x)
+    for operation in operations:
+        assert operation not in text_of(strategy, step, x)
+        with compiled_for(("cpu", "cuda")):
+            other = text_of(strategy, step, x)
+        phalanx.keras.set_cpu_kernels(False)
+        try:
+            off = text_of(strategy, step, x)
+        finally:
+            phalanx.keras.set_cpu_kernels(True)
+        assert operation in off
+        assert off == other
 
 
 def test_keras_outside_of_scopes():
-    """A model of plain Keras has the operations of XLA."""
     model = made(lambda: L.MaxPooling2D(), X2)
     assert "stablehlo.reduce_window" in jax.jit(lambda x: model(x)).lower(X2).as_text()
 
 
 def test_option_of_another_type():
-    """The error names it."""
     with pytest.raises(InvalidArgumentError, match="enabled='no'.*True or False"):
         phalanx.keras.set_cpu_kernels("no")

@@ -13,7 +13,7 @@ from phalanx.errors import InputError, InvalidArgumentError
 pytestmark = pytest.mark.slow
 
 ACCURATE = compiled(metrics=["accuracy"], optimizer=lambda: keras.optimizers.Adam(0.05))
-QUICK = {"poll_s": 0.05, "timeout_s": 60.0}
+QUICK = {"poll_s": 0.05, "timeout_s": 600.0}
 STEPS = 7  # A pass over the rows.
 
 
@@ -24,37 +24,28 @@ def saving(path):
 
 @pytest.fixture
 def evaluator(tmp_path):
-    """A function that makes an evaluator on three replicas."""
-
-    def make(**given):
-        model = under(replicas(3), ACCURATE)
+    def make(model=None, **given):
+        model = model or under(replicas(3), ACCURATE)
         return phalanx.keras.SidecarEvaluator(model, (X, Y), tmp_path / "saved", **(QUICK | given))
 
     return make
 
 
-@pytest.mark.parametrize("name", ["model-{epoch}.keras", "{epoch}.weights.h5"])
+@pytest.mark.parametrize("name", ["model-{epoch}.keras", "{epoch}.weights.h5", "manager", "callback"])
 def test_results_are_those_of_the_saved_models(evaluator, tmp_path, name):
-    """Every file that is there when it looks gives the loss that the trained model had."""
-    trained = under(replicas(2), ACCURATE)
-    for epoch in (1, 2):
-        trained.fit(X, Y, **FIT, initial_epoch=epoch - 1, epochs=epoch, callbacks=[saving(tmp_path / "saved" / name)])
-        (result,) = evaluator(max_evaluations=epoch).start()
-        expected = trained.evaluate(X, Y, verbose=0, return_dict=True)
-        same(result, {"accuracy": expected["accuracy"], "loss": expected["loss"], "step": epoch * STEPS})
+    """Every file that is there when it looks gives the loss that the trained model had.
 
-
-@pytest.mark.parametrize("name", ["manager", "callback"])
-def test_results_are_those_of_phalanx_checkpoints(evaluator, tmp_path, name):
-    """Checkpoints of a manager, with an optimizer of their own, and those of `ModelCheckpoint`."""
-    trained = under(replicas(2), ACCURATE)
-    folder = tmp_path / "saved"
+    So do checkpoints of a manager, with an optimizer of their own, and those of `ModelCheckpoint`.
+    """
+    trained, folder = under(replicas(2), ACCURATE), tmp_path / "saved"
     checkpoint = phalanx.train.Checkpoint(model=trained, optimizer=trained.optimizer, epoch=0)
     manager = phalanx.train.CheckpointManager(checkpoint, folder, 1)
-    callbacks = [phalanx.keras.ModelCheckpoint(folder, max_to_keep=1)] if name == "callback" else []
+    callbacks = [saving(folder / name)] if "{epoch}" in name else []
+    if name == "callback":
+        callbacks = [phalanx.keras.ModelCheckpoint(folder, max_to_keep=1)]
     for epoch in (1, 2):
         trained.fit(X, Y, **FIT, initial_epoch=epoch - 1, epochs=epoch, callbacks=callbacks)
-        if not callbacks:
+        if name == "manager":
             manager.save()
             manager.sync()
         (result,) = evaluator(max_evaluations=epoch).start()
@@ -62,8 +53,7 @@ def test_results_are_those_of_phalanx_checkpoints(evaluator, tmp_path, name):
         same(result, {"accuracy": expected["accuracy"], "loss": expected["loss"], "step": epoch * STEPS})
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop", None])
+@pytest.mark.parametrize(("optimizer", "wrapped"), [("sgd", True), ("rmsprop", False), (None, True)])
 def test_optimizer_of_the_evaluator_does_not_matter(evaluator, tmp_path, optimizer, wrapped):
     """`compile` without one takes another. The step is that of the training, also within a loss scale."""
     adam = keras.optimizers.Adam(0.05)
@@ -71,7 +61,7 @@ def test_optimizer_of_the_evaluator_does_not_matter(evaluator, tmp_path, optimiz
     trained = under(replicas(2), compiled(metrics=["accuracy"], optimizer=lambda: chosen))
     trained.fit(X, Y, **FIT, callbacks=[phalanx.keras.ModelCheckpoint(tmp_path / "saved")])
     model = under(replicas(3), compiled(metrics=["accuracy"], optimizer=lambda: optimizer))
-    (result,) = phalanx.keras.SidecarEvaluator(model, (X, Y), tmp_path / "saved", max_evaluations=1, **QUICK).start()
+    (result,) = evaluator(model, max_evaluations=1).start()
     same(result, {**trained.evaluate(X, Y, verbose=0, return_dict=True), "step": STEPS})
     assert optimizer is None or int(model.optimizer.iterations) == STEPS
 
@@ -98,21 +88,32 @@ def test_model_that_is_not_built_yet(tmp_path):
     same(result["loss"], trained.evaluate(X, Y % 2, verbose=0))
 
 
-def test_phalanx_checkpoint_of_another_model(evaluator, tmp_path):
-    """The error names the variable."""
-    other = keras.Sequential([keras.Input((9,)), keras.layers.Dense(2)])
-    phalanx.train.Checkpoint(model=other).save(tmp_path / "saved" / "ckpt")
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [
+        pytest.param(
+            lambda model, folder: phalanx.train.Checkpoint(model=model).save(folder / "ckpt"),
+            r"another model: [^§]*model/layers/0/kernel",
+            id="the error names the variable",
+        ),
+        pytest.param(
+            lambda model, folder: phalanx.train.Checkpoint(net=model).save(folder / "ckpt"),
+            "it contains no object of the name 'model', but net, save_counter",
+            id="without the model",
+        ),
+        pytest.param(
+            lambda model, folder: model.save_weights(folder / "1.weights.h5"),
+            r"1\.weights\.h5\n?.*another model",
+            id="the error names the file",
+        ),
+    ],
+)
+def test_checkpoint_of_another_model(evaluator, tmp_path, save, message):
+    """The model must have the name and the variables that the evaluator looks for."""
+    (tmp_path / "saved").mkdir()
+    save(keras.Sequential([keras.Input((9,)), keras.layers.Dense(2)]), tmp_path / "saved")
     phalanx.train.Checkpoint().sync()
-    with pytest.raises(InputError, match=r"another model: [^§]*model/layers/0/kernel"):
-        evaluator().start()
-
-
-def test_phalanx_checkpoint_without_the_model(evaluator, tmp_path):
-    """The model must have the name that the evaluator looks for."""
-    trained = under(replicas(2), ACCURATE)
-    phalanx.train.Checkpoint(net=trained).save(tmp_path / "saved" / "ckpt")
-    phalanx.train.Checkpoint().sync()
-    with pytest.raises(InputError, match=r"it contains no object of the name 'model', but net, save_counter"):
+    with pytest.raises(InputError, match=message):
         evaluator().start()
 
 
@@ -123,7 +124,7 @@ def test_follows_a_training_program(evaluator, tmp_path):
     thread.start()
     model = alone(ACCURATE)
     model.fit(X, Y, **FIT, epochs=3, callbacks=[saving(tmp_path / "saved" / "model-{epoch}.keras")])
-    thread.join(timeout=100)
+    thread.join(timeout=QUICK["timeout_s"])
     assert not thread.is_alive()
     assert results[-1]["step"] == 3 * STEPS
     same(results[-1]["loss"], model.evaluate(X, Y, verbose=0)[0])
@@ -136,14 +137,13 @@ def test_ends_with_the_training(evaluator, tmp_path, monkeypatch):
     model = alone(ACCURATE)
     save = saving(tmp_path / "saved" / "model-{epoch}.keras")
 
-    class Trains(keras.callbacks.Callback):
-        def on_test_end(self, logs=None):
-            if not path.exists():
-                model.fit(X, Y, **FIT, initial_epoch=1, epochs=2, callbacks=[save])
-                training.note_end(path, "succeeded")
+    def train(logs):
+        if not path.exists():
+            model.fit(X, Y, **FIT, initial_epoch=1, epochs=2, callbacks=[save])
+            training.note_end(path, "succeeded")
 
     model.fit(X, Y, **FIT, callbacks=[save])
-    results = evaluator(timeout_s=None, callbacks=[Trains()]).start()
+    results = evaluator(timeout_s=None, callbacks=[keras.callbacks.LambdaCallback(on_test_end=train)]).start()
     assert [result["step"] for result in results] == [STEPS, 2 * STEPS]
     same(results[-1]["loss"], model.evaluate(X, Y, verbose=0)[0])
 
@@ -162,59 +162,28 @@ def test_training_that_ends_without_a_checkpoint(evaluator, tmp_path, monkeypatc
 
 
 def test_stops_at_a_step(evaluator, tmp_path):
-    """The number of steps that the optimizer has done decides, whatever the name of the file."""
+    """The number of steps of the optimizer decides, whatever the name of the file. Each evaluation counts, and a callback can stop."""
     alone(ACCURATE).fit(X, Y, **FIT, epochs=2, callbacks=[saving(tmp_path / "saved" / "newest.keras")])
     assert [r["step"] for r in evaluator(stop_at_step=2 * STEPS).start()] == [2 * STEPS]
-
-
-def test_stops_on_request(evaluator, tmp_path):
-    """A callback can stop it."""
-    alone(ACCURATE).fit(X, Y, **FIT, callbacks=[saving(tmp_path / "saved" / "newest.keras")])
-    made = []
-
-    class Stopping(keras.callbacks.Callback):
-        def on_test_end(self, logs=None):
-            made[0].stop()
-
-    made.append(evaluator(callbacks=[Stopping()], timeout_s=None))
-    assert len(made[0].start()) == 1
-
-
-def test_counts_evaluations_without_numbers(evaluator, tmp_path):
-    """Where the names have no numbers, each evaluation counts."""
-    alone(ACCURATE).fit(X, Y, **FIT, callbacks=[saving(tmp_path / "saved" / "newest.keras")])
     assert len(evaluator(max_evaluations=1).start()) == 1
+    stop = keras.callbacks.LambdaCallback(on_test_end=lambda logs: stopped.stop())
+    stopped = evaluator(callbacks=[stop], timeout_s=None)
+    assert len(stopped.start()) == 1
 
 
-def test_ends_where_nothing_comes(evaluator):
-    """A folder that never appears is no hang."""
+def test_ends_where_nothing_comes(evaluator, tmp_path):
+    """A folder that never appears is no hang. A file that is not whole is tried again, and not taken for an error."""
     assert evaluator(timeout_s=0.2).start() == []
-
-
-def test_file_that_is_not_whole(evaluator, tmp_path):
-    """It is tried again, and not taken for an error."""
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "model-1.keras").write_bytes(b"PK\x03\x04")
     (tmp_path / "saved" / "model-2.weights.h5").write_bytes(b"\x89HDF")
     assert evaluator(timeout_s=0.5).start() == []
 
 
-def test_checkpoint_of_another_model(evaluator, tmp_path):
-    """The error names the file."""
-    (tmp_path / "saved").mkdir()
-    keras.Sequential([keras.Input((9,)), keras.layers.Dense(2)]).save_weights(tmp_path / "saved" / "1.weights.h5")
-    with pytest.raises(InputError, match=r"1\.weights\.h5\n?.*another model"):
-        evaluator().start()
-
-
-def test_model_that_is_not_compiled(tmp_path):
-    """There is nothing to evaluate with."""
-    with pytest.raises(InvalidArgumentError, match="the model is not compiled"):
-        phalanx.keras.SidecarEvaluator(mlp(), (X, Y), tmp_path)
-
-
 @pytest.mark.parametrize("name", ["max_evaluations", "stop_at_step", "poll_s"])
 def test_numbers_that_are_not_positive(evaluator, name):
-    """They are found out before anything is waited for."""
+    """They are found out before anything is waited for, and so is a model with which there is nothing to evaluate."""
     with pytest.raises(InvalidArgumentError, match=f"{name}=0"):
         evaluator(**{name: 0})
+    with pytest.raises(InvalidArgumentError, match="the model is not compiled"):
+        evaluator(mlp())

@@ -15,14 +15,15 @@ FIT = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
 
 
 def crossentropy():
-    """The loss of `mlp`."""
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def mlp():
-    """A small model of `X`, not compiled."""
     layers = keras.layers
     return keras.Sequential([layers.Input((5,)), layers.Dense(6, activation="tanh"), layers.Dense(CLASSES)])
+
+
+METRICS = ("metrics", "weighted_metrics")
 
 
 def compiled(model=mlp, **given):
@@ -32,21 +33,16 @@ def compiled(model=mlp, **given):
         made, arguments = model(), dict(given)
         loss = arguments.pop("loss", None) or crossentropy()
         optimizer = arguments.pop("optimizer", lambda: keras.optimizers.SGD(0.5, momentum=0.9))()
-        metrics = {
-            key: [m if isinstance(m, (str, dict, keras.metrics.Metric)) else m() for m in arguments.pop(key, [])]
-            for key in _METRICS
-        }
-        made.compile(optimizer, loss, **metrics, **arguments)
+        for key in METRICS:
+            given_metrics = arguments.pop(key, [])
+            arguments[key] = [m if isinstance(m, (str, dict, keras.metrics.Metric)) else m() for m in given_metrics]
+        made.compile(optimizer, loss, **arguments)
         return made
 
     return make
 
 
-_METRICS = ("metrics", "weighted_metrics")
-
-
 def replicas(count):
-    """A strategy over the first `count` CPU devices."""
     return phalanx.MirroredStrategy([f"cpu:{i}" for i in range(count)])
 
 
@@ -64,7 +60,6 @@ def under(strategy, make):
 
 
 def twins(strategy, make):
-    """Both."""
     return under(strategy, make), alone(make)
 
 
@@ -76,31 +71,25 @@ def same(ours, theirs, rtol=1e-4, atol=1e-5):
 
 
 def state(model):
-    """The weights and the state of the optimizer."""
     return [np.asarray(v) for v in [*model.variables, *model.optimizer.variables]]
 
 
 def same_state(ours, theirs, **tolerance):
-    """Asserts that weights and the state of the optimizers are equal."""
-    seeds = lambda m: {id(v) for v in m.variables if "seed" in v.path}  # noqa: E731
-    pairs = zip(
-        [v for v in [*ours.variables, *ours.optimizer.variables] if id(v) not in seeds(ours)],
-        [v for v in [*theirs.variables, *theirs.optimizer.variables] if id(v) not in seeds(theirs)],
-        strict=True,
-    )
-    for a, b in pairs:
-        same(a.numpy(), b.numpy(), **tolerance)
+    def numbers(model):
+        seeds = {id(v) for v in model.variables if "seed" in v.path}
+        return [v.numpy() for v in [*model.variables, *model.optimizer.variables] if id(v) not in seeds]
+
+    same(numbers(ours), numbers(theirs), **tolerance)
 
 
 def same_fit(strategy, make, *args, **kwargs):
     """Asserts that `fit` does the same to both; returns them."""
     ours, theirs = twins(strategy, make)
-    given = FIT | {"epochs": 2} | kwargs
-    args = args or (X, Y)
-    keras.utils.set_random_seed(2)
-    expected = theirs.fit(*args, **given).history
-    keras.utils.set_random_seed(2)
-    same(ours.fit(*args, **given).history, expected)
+    histories = []
+    for model in (ours, theirs):
+        keras.utils.set_random_seed(2)
+        histories.append(model.fit(*(args or (X, Y)), **FIT | {"epochs": 2} | kwargs).history)
+    same(*histories)
     same_state(ours, theirs)
     return ours, theirs
 
@@ -113,24 +102,19 @@ class Recorder(keras.callbacks.Callback):
         self.calls, self.logs = [], []
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Before a step."""
         self.calls.append(("begin", batch))
 
     def on_train_batch_end(self, batch, logs=None):
-        """After a step."""
         self.calls.append(("end", batch))
         self.logs.append({k: float(v) for k, v in logs.items()})
 
     def on_epoch_end(self, epoch, logs=None):
-        """After an epoch."""
         self.calls.append(("epoch", epoch, *sorted(logs)))
 
     def on_test_batch_end(self, batch, logs=None):
-        """After a step of evaluate."""
         self.calls.append(("test", batch))
 
     def on_predict_batch_end(self, batch, logs=None):
-        """After a step of predict."""
         self.calls.append(("predict", batch, len(logs["outputs"])))
 
 
@@ -149,7 +133,6 @@ class Raising(keras.callbacks.Callback):
 
 
 def failing_after(count, error=ZeroDivisionError):
-    """Yields `count` batches of `(x, y)`, then raises."""
     for i in range(count):
         yield X[i * 4 : i * 4 + 4], Y[i * 4 : i * 4 + 4]
     raise error

@@ -20,7 +20,6 @@ from phalanx.tracing.strategy import Updates
 
 @pytest.mark.parametrize("args", [1, "ab", {"x": 1}, np.ones(2), None])
 def test_args_must_be_a_list_or_tuple(strategy, args):
-    """The message shows what to write."""
     with pytest.raises(InvalidArgumentError, match="positional arguments must be a list or a tuple.\nHINT: args="):
         strategy.run(lambda *a: a, args=args)
     with pytest.raises(InvalidArgumentError, match="options=.*RunOptions"):
@@ -73,7 +72,6 @@ def test_property_that_raises_an_attribute_error():
 
 
 def test_mirrored_arguments_are_unwrapped(strategy):
-    """The same loop over replicated state runs with and without a strategy."""
     for each in (phalanx.get_strategy(), phalanx.OneDeviceStrategy("cpu:0"), strategy):
         state = each.replicate({"w": jnp.ones(2)})
         for _ in range(2):
@@ -82,7 +80,6 @@ def test_mirrored_arguments_are_unwrapped(strategy):
 
 
 def test_run_in_replica_context(strategy):
-    """You are in a replica already."""
     with pytest.raises(ContextError, match="Strategy.run was called in replica context"):
         strategy.run(lambda: strategy.run(lambda: 1))
 
@@ -142,19 +139,6 @@ def test_gradients_are_summed(strategy, given, gradients, options, expected):
     with strategy.scope():
         optimizer = keras.optimizers.SGD(1.0, **given)
     np.testing.assert_allclose(gradient_step(strategy, optimizer, gradients, **options), expected, rtol=1e-6)
-
-
-def test_aggregated_by_hand(strategy):
-    """What such code does before."""
-    with strategy.scope():
-        v, optimizer = keras.Variable(0.0), keras.optimizers.SGD(1.0)
-
-    def step():
-        grad = phalanx.get_replica_context().all_reduce("MEAN", replica_id() * 10)
-        optimizer.apply_gradients([(grad, v)], skip_gradients_aggregation=True)
-
-    strategy.run(step)
-    assert v.numpy() == -5
 
 
 @pytest.mark.parametrize(("bad", "expected"), [(None, [-3.0, -3.0]), (1, [0, 0])])

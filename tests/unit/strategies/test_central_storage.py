@@ -99,7 +99,6 @@ def test_custom_loop_equals_plain_keras(strategy):
     indirect=["strategy"],
 )
 def test_fit_with_optimizers(strategy, optimizer):
-    """Every optimizer updates as it does in plain Keras."""
     model, _ = parts(strategy)
     with strategy.scope():
         model.compile(optimizer(), "mse", steps_per_execution=2)

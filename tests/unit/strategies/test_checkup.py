@@ -46,5 +46,4 @@ def test_all_is_well():
     ids=["versions", "missing package", "clocks", "shared folder", "sum"],
 )
 def test_what_fails_is_named(check, said):
-    """Each check names the rank and what to do."""
     assert str(check).startswith(said)

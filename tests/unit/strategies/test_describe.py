@@ -57,19 +57,11 @@ def test_variables_that_live_elsewhere():
     assert lines[-1] == "cpu:0 12 kB"
 
 
-def test_default_strategy_places_nothing():
-    """It places nothing."""
+def test_objects_without_variables_are_refused(monkeypatch):
+    """A typed error, and one for what is not installed. The default strategy places nothing."""
     assert printed(phalanx.get_strategy())[0] == "1 replica, where JAX puts it"
-
-
-def test_objects_without_variables_are_refused():
-    """A typed error for what has none."""
     with pytest.raises(InvalidArgumentError, match=r"describe\(5\): .* is not a variable.*\nHINT: describe\(model\)"):
         phalanx.describe(strategy_of(), 5)
-
-
-def test_missing_rich_names_the_package(monkeypatch):
-    """The error says how to get it."""
     monkeypatch.setitem(sys.modules, "rich", None)
     with pytest.raises(
         MissingDependencyError,

@@ -89,7 +89,6 @@ def test_reduce_to_of_what_all_replicas_share(strategy):
 
 @pytest.mark.parametrize("destinations", [None, [], ("cpu:0",)])
 def test_reduce_to_nowhere(strategy, destinations):
-    """A value, a variable or a device name."""
     with pytest.raises(InvalidArgumentError, match="destinations=.*: must be a value, a variable or a device name"):
         strategy.extended.reduce_to("SUM", per_replica(strategy, 1.0, 2.0), destinations)
 

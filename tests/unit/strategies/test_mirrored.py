@@ -7,7 +7,6 @@ from phalanx.errors import DeviceError
 
 
 def test_number_of_devices():
-    """The first two."""
     assert repr(phalanx.MirroredStrategy(2)) == "MirroredStrategy(['cpu:0', 'cpu:1'])"
 
 
@@ -26,6 +25,5 @@ def test_number_of_devices():
     ],
 )
 def test_bad_devices_are_refused(devices, match):
-    """None of them stands for all devices."""
     with pytest.raises(DeviceError, match=match):
         phalanx.MirroredStrategy(devices)

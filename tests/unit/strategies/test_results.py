@@ -45,7 +45,6 @@ def test_reduce_weighs_real_rows_alike(strategy, op, components, axis, expected,
 
 
 def test_reduce_of_nests(strategy):
-    """Leaf by leaf."""
     value = {"a": [per_replica(strategy, 1.0, 2.0)], "b": (per_replica(strategy, [1], [5]), None)}
     result = strategy.reduce(ReduceOp.SUM, value, axis=None)
     assert (float(result["a"][0]), result["b"][0].tolist(), result["b"][1]) == (3.0, [6], None)
@@ -111,7 +110,6 @@ def test_reduce_of_what_all_replicas_share(strategy):
     ],
 )
 def test_gather_concatenates_real_rows_in_order(strategy, components, axis, expected):
-    """In replica order, without padded rows."""
     assert strategy.gather(per_replica(strategy, *components), axis).tolist() == expected
 
 

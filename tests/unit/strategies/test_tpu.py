@@ -73,7 +73,6 @@ def test_assigned_value_is_sent(topology):
 
 
 def test_split_shows_in_the_program(topology):
-    """Each logical device computes its part."""
     strategy = strategy_of(topology, [1, 2, 2], 2)
     weights = jnp.ones((4, 16))
 
@@ -180,7 +179,6 @@ def test_dynamic_shapes_are_refused(topology):
 
 
 def test_machine_without_tpus():
-    """The error says so, and how to try without."""
     phalanx.tpu.experimental.shutdown_tpu_system()
     for make in (phalanx.TPUStrategy, phalanx.tpu.experimental.initialize_tpu_system):
         with pytest.raises(DeviceError, match=r"(?s)no TPU, only cpu.*\nHINT: .*virtual_topology\(\(2, 2, 2\)\)"):
