@@ -175,8 +175,7 @@ def _addresses(count):
 
 @given(
     counts=st.fixed_dictionaries(
-        {"worker": st.integers(1, 5)},
-        optional={"chief": st.just(1), "ps": st.integers(1, 3), "evaluator": st.just(1)},
+        {"worker": st.integers(1, 5)}, optional={"chief": st.just(1), "ps": st.integers(1, 3), "evaluator": st.just(1)}
     ),
     gap=st.integers(0, 3),
     data=st.data(),

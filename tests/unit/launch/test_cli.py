@@ -22,13 +22,7 @@ from phalanx.launch.plan import free_ports
 
 pytestmark = pytest.mark.slow
 
-# A shell without job control starts what stands in the background with SIGINT ignored.
-START = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from phalanx.launch.cli import main
-main(prog_name="phalanx")
-"""
+START = "from phalanx.launch.cli import main; main(prog_name='phalanx')"
 FOREIGN = ["jax", "jaxlib", "keras", "numpy", "ray", "tensorflow"]
 
 

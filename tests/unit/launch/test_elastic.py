@@ -1,6 +1,5 @@
 """Elastic groups of real processes, which meet without JAX: what is reported when some are lost, and when the group is."""
 
-import functools
 import os
 import sys
 
@@ -33,30 +32,31 @@ meet(0)
 
 @pytest.fixture
 def run(tmp_path, no_service):
-    return functools.partial(_run, tmp_path)
+    """Runs processes to the end of the group, and returns its outcome and what was said. They may wait for that."""
 
+    def run(script, *, least, workers, patience):
+        environment = {**os.environ, TOKEN: new_token(), "SAID": f"{tmp_path}/said"}
+        environment.pop("TF_CONFIG", None)
+        specs = [
+            ProcessSpec(Task("worker", i), (sys.executable, "-c", MEETS + script), environment) for i in range(workers)
+        ]
+        said = []
 
-def _run(folder, script, *, least, workers, patience):
-    environment = {**os.environ, TOKEN: new_token(), "SAID": f"{folder}/said"}
-    environment.pop("TF_CONFIG", None)
-    specs = [
-        ProcessSpec(Task("worker", i), (sys.executable, "-c", MEETS + script), environment) for i in range(workers)
-    ]
-    said = []
+        def say(text):
+            said.append(text)
+            (tmp_path / f"said{len(said)}").touch()
 
-    def say(text):
-        said.append(text)
-        (folder / f"said{len(said)}").touch()
+        with Signals() as signals, open(os.devnull, "wb", buffering=0) as nowhere:
+            relay = Relay(signals, Sink(nowhere.fileno()))
+            group = ElasticGroup(specs, least, relay, patience=patience, say=say)
+            try:
+                group.start()
+                group.run()
+            finally:
+                group.end(5.0)
+        return Outcome(group.endings()), said
 
-    with Signals() as signals, open(os.devnull, "wb", buffering=0) as nowhere:
-        relay = Relay(signals, Sink(nowhere.fileno()))
-        group = ElasticGroup(specs, least, relay, patience=patience, say=say)
-        try:
-            group.start()
-            group.run()
-        finally:
-            group.end(5.0)
-    return Outcome(group.endings()), said
+    return run
 
 
 def test_report_names_the_loss_that_ended_the_group(run):

@@ -120,8 +120,7 @@ def test_stopped_worker_is_named(launch, needs_proc):
 
 def test_worker_that_ignores_sigterm_is_killed(launch):
     launched = launch(
-        f"if rank == 0:\n    {IGNORES_SIGTERM}    note('ready')\n    {SLEEP}wait_for('ready')\nsys.exit(3)",
-        grace_s=0.3,
+        f"if rank == 0:\n    {IGNORES_SIGTERM}    note('ready')\n    {SLEEP}wait_for('ready')\nsys.exit(3)", grace_s=0.3
     )
     assert launched.outcome.exit_code == 3
     assert "worker 0 was ended by the launcher (SIGKILL)" in launched.reports[0]

@@ -70,11 +70,7 @@ def test_arguments_replace_variables():
 @pytest.mark.parametrize(
     ("environ", "changes", "message"),
     [
-        (
-            JOB,
-            {"PHALANX_SERVICE": ""},
-            "PHALANX_SERVICE: is not set; the pod template must name the headless service",
-        ),
+        (JOB, {"PHALANX_SERVICE": ""}, "PHALANX_SERVICE: is not set; the pod template must name the headless service"),
         (
             JOB,
             {"PHALANX_NUM_PODS": "x"},
@@ -91,11 +87,7 @@ def test_arguments_replace_variables():
             {"JOB_COMPLETION_INDEX": ""},
             "JOB_COMPLETION_INDEX: is not set; Kubernetes sets it for the pods of an indexed",
         ),
-        (
-            JOBSET,
-            {"REPLICATED_JOB_NAME": ""},
-            "REPLICATED_JOB_NAME: is not set; the pod template must take it from",
-        ),
+        (JOBSET, {"REPLICATED_JOB_NAME": ""}, "REPLICATED_JOB_NAME: is not set; the pod template must take it from"),
         (JOBSET, {"PHALANX_NUM_PODS": "3"}, "JOB_COMPLETION_INDEX is 3: there are 3, numbered from 0"),
         (JOBSET, {"REPLICATED_JOB_REPLICAS": "2"}, "JOB_INDEX: is not set"),
         (JOBSET, {"REPLICATED_JOB_REPLICAS": "2", "JOB_INDEX": "2"}, "JOB_INDEX is 2: there are 2, numbered from 0"),
@@ -117,8 +109,7 @@ class Api:
     def list_pod_for_all_namespaces(self, label_selector):
         found = [
             SimpleNamespace(
-                metadata=SimpleNamespace(name=name),
-                status=SimpleNamespace(phase=phase, pod_ip=pod_ip, host_ip=host_ip),
+                metadata=SimpleNamespace(name=name), status=SimpleNamespace(phase=phase, pod_ip=pod_ip, host_ip=host_ip)
             )
             for selector, name, phase, pod_ip, host_ip in self.pods
             if selector == label_selector

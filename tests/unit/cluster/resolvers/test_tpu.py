@@ -107,10 +107,7 @@ def test_metadata_without_the_attribute(metadata):
         ),
         ({**GKE, "TPU_WORKER_ID": "4"}, "TPU_WORKER_ID=4: the slice has 4 hosts"),
         ({**GKE, "TPU_WORKER_ID": ""}, "TPU_WORKER_ID: is not set; GKE sets it for each host of a slice"),
-        (
-            {**GKE, "MEGASCALE_NUM_SLICES": "2"},
-            "MEGASCALE_NUM_SLICES=2: a host only knows the hosts of its own slice",
-        ),
+        ({**GKE, "MEGASCALE_NUM_SLICES": "2"}, "MEGASCALE_NUM_SLICES=2: a host only knows the hosts of its own slice"),
     ],
 )
 def test_refusal_says_what_is_missing(environ, message):
