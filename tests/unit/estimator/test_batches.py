@@ -3,8 +3,8 @@
 import itertools
 
 import numpy as np
-import pytest
-from one_weight import X, Y, refused
+from one_weight import X, Y
+from refusals import refusals, refused
 
 from phalanx import feature_column
 from phalanx.errors import InputError, InvalidArgumentError
@@ -12,23 +12,17 @@ from phalanx.estimator import batches
 
 
 def read(dataset, columns=(), labels_fn=None):
-    """All batches of a dataset."""
     return list(batches.Batches(dataset, columns, labels_fn))
 
 
-@pytest.mark.parametrize(
-    ("input_fn", "words"),
-    [
-        (lambda: None, ["returns None", "no data"]),
-        (lambda: 3, ["returns 3", "it is no dataset"]),
-        (lambda: "text", ["returns 'text'", "it is no dataset"]),
-        (lambda batch_size: [], ["the parameters ['batch_size']", "'batch_size' has no value", "functools.partial"]),
-    ],
+test_input_functions_that_are_refused = refusals(
+    InputError,
+    (lambda: None, ["returns None", "no data"]),
+    (lambda: 3, ["returns 3", "it is no dataset"]),
+    (lambda: "text", ["returns 'text'", "it is no dataset"]),
+    (lambda batch_size: [], ["the parameters ['batch_size']", "'batch_size' has no value", "functools.partial"]),
+    call=lambda input_fn: batches.dataset_of(input_fn, {"params": {}, "mode": "train"}, (), None),
 )
-def test_input_functions_that_are_refused(input_fn, words):
-    """They return no dataset, or have a parameter without a value."""
-    with refused(InputError, words):
-        batches.dataset_of(input_fn, {"params": {}, "mode": "train"}, (), None)
 
 
 def test_input_function_gets_what_it_asks_for():
@@ -44,49 +38,37 @@ def test_input_function_gets_what_it_asks_for():
         batches.check_input_fn(3)
 
 
-@pytest.mark.parametrize(
-    ("batches", "words"),
-    [
-        ([(X, Y, Y)], ["a batch of 3 parts", "(features, labels)"]),
-        ([({"x": np.array(["a"])}, Y)], ["features['x'] of <U1", "text cannot be computed with", "feature_columns"]),
-        ([(X, np.array(["a", "b"]))], ["labels of <U1", "text cannot be computed with"]),
-        ([({3: Y}, Y)], ["features of the names [3]", "names must be texts"]),
-        ([({"x": Y, 3: Y}, Y)], ["features of the names ['x', 3]", "names must be texts"]),
-        (
-            [(X, Y), ({"y": Y}, Y)],
-            ["a batch with no features['x']", "the first batch has floats of shape (rows,) as features['x']"],
-        ),
-        (
-            [(X, Y), (X, Y.astype(int))],
-            ["a batch with integers of shape (rows,) as labels", "the first batch has floats"],
-        ),
-        (
-            [(X, Y), ({"x": np.ones((2, 3))}, Y)],
-            ["a batch with floats of shape (rows, 3) as features['x']", "the first batch has floats of shape (rows,)"],
-        ),
-        ([(X, Y), X], ["a batch with no labels", "the first batch has floats of shape (rows,) as labels"]),
-    ],
+test_batches_that_are_refused = refusals(
+    InputError,
+    ([(X, Y, Y)], ["a batch of 3 parts", "(features, labels)"]),
+    ([({"x": np.array(["a"])}, Y)], ["features['x'] of <U1", "text cannot be computed with", "feature_columns"]),
+    ([(X, np.array(["a", "b"]))], ["labels of <U1", "text cannot be computed with"]),
+    ([({3: Y}, Y)], ["features of the names [3]", "names must be texts"]),
+    ([({"x": Y, 3: Y}, Y)], ["features of the names ['x', 3]", "names must be texts"]),
+    (
+        [(X, Y), ({"y": Y}, Y)],
+        ["a batch with no features['x']", "the first batch has floats of shape (rows,) as features['x']"],
+    ),
+    ([(X, Y), (X, Y.astype(int))], ["a batch with integers of shape (rows,) as labels", "the first batch has floats"]),
+    (
+        [(X, Y), ({"x": np.ones((2, 3))}, Y)],
+        ["a batch with floats of shape (rows, 3) as features['x']", "the first batch has floats of shape (rows,)"],
+    ),
+    ([(X, Y), X], ["a batch with no labels", "the first batch has floats of shape (rows,) as labels"]),
+    call=read,
 )
-def test_batches_that_are_refused(batches, words):
-    """They have other parts than pairs, text without a column, or differ from the first."""
-    with refused(InputError, words):
-        read(batches)
 
 
 def test_batches_with_and_without_labels():
     """A batch is a pair, or features; one batch instead of a dataset is repeated."""
-    assert read([X])[0][1] is None
-    assert read([(X,)])[0][1] is None
+    assert read([X])[0][1] is read([(X,)])[0][1] is None
     for batch in ((X, Y), X, Y):
         first, second = itertools.islice(batches.Batches(batch, (), None), 2)
         np.testing.assert_array_equal(np.ravel(first[0]["x"] if isinstance(first[0], dict) else first[0])[0] > 0, True)
         assert first[0] is not second[0] or first[0] is Y
     ((_, labels),) = read([(X, Y)], labels_fn=lambda labels: labels * 2)
     np.testing.assert_array_equal(labels, Y * 2)
-
-
-def test_last_batch_may_be_short():
-    """The number of rows does not count."""
+    # The last batch may be short.
     assert len(read([(Y, Y), (Y[:1], Y[:1])])) == 2
 
 
@@ -99,9 +81,8 @@ def test_columns_replace_categories():
     assert all(np.asarray(x).dtype.kind in "iuf" for x in features.values())
 
 
-@pytest.mark.parametrize("steps", [0, -1, 1.5, "a", True])
-def test_numbers_of_steps_that_are_refused(steps):
-    """They are positive integers, or None."""
+def test_numbers_of_steps_are_positive_integers():
     batches.require_steps("steps", None)
-    with refused(InvalidArgumentError, [f"steps={steps!r}", "positive"]):
-        batches.require_steps("steps", steps)
+    for steps in (0, -1, 1.5, "a", True):
+        with refused(InvalidArgumentError, [f"steps={steps!r}", "positive"]):
+            batches.require_steps("steps", steps)

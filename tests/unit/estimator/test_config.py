@@ -3,41 +3,37 @@
 import json
 
 import pytest
-from one_weight import refused
+from refusals import refusals, refused
 
 import phalanx
 import phalanx.estimator as estimator
 from phalanx.errors import InvalidArgumentError
 
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"save_checkpoints_steps": 5, "save_checkpoints_secs": 5}, ["save_checkpoints_steps=5 and", "only one"]),
-        ({"save_checkpoints_steps": 0}, ["save_checkpoints_steps=0", "at least 1"]),
-        ({"save_checkpoints_secs": "a"}, ["save_checkpoints_secs='a'", "more than 0"]),
-        ({"keep_checkpoint_max": -1}, ["keep_checkpoint_max=-1", "at least 0"]),
-        ({"keep_checkpoint_every_n_hours": 0}, ["keep_checkpoint_every_n_hours=0", "more than 0"]),
-        ({"save_summary_steps": 2.5}, ["save_summary_steps=2.5", "an integer"]),
-        ({"log_step_count_steps": True}, ["log_step_count_steps=True", "an integer"]),
-        ({"tf_random_seed": -1}, ["tf_random_seed=-1", "at least 0"]),
-        ({"model_dir": 3}, ["model_dir=3", "must be a path"]),
-        ({"model_dir": ""}, ["model_dir=''", "the name of a folder"]),
-        ({"train_distribute": 3}, ["train_distribute=3", "must be a strategy"]),
-        ({"eval_distribute": "mirrored"}, ["eval_distribute='mirrored'", "must be a strategy"]),
-        ({"session_config": 3}, ["session_config=3", "no session"]),
-        ({"device_fn": print}, ["device_fn=", "the strategy places variables"]),
-        ({"protocol": "grpc"}, ["protocol='grpc'", "Phalanx chooses"]),
-        ({"experimental_distribute": 3}, ["experimental_distribute=3", "both strategies have an option"]),
-        ({"checkpoint_save_graph_def": False}, ["checkpoint_save_graph_def=False", "no graph is saved"]),
-    ],
+OPTIONS = [
+    ({"save_checkpoints_steps": 5, "save_checkpoints_secs": 5}, ["save_checkpoints_steps=5 and", "only one"]),
+    ({"save_checkpoints_steps": 0}, ["save_checkpoints_steps=0", "at least 1"]),
+    ({"save_checkpoints_secs": "a"}, ["save_checkpoints_secs='a'", "more than 0"]),
+    ({"keep_checkpoint_max": -1}, ["keep_checkpoint_max=-1", "at least 0"]),
+    ({"keep_checkpoint_every_n_hours": 0}, ["keep_checkpoint_every_n_hours=0", "more than 0"]),
+    ({"save_summary_steps": 2.5}, ["save_summary_steps=2.5", "an integer"]),
+    ({"log_step_count_steps": True}, ["log_step_count_steps=True", "an integer"]),
+    ({"tf_random_seed": -1}, ["tf_random_seed=-1", "at least 0"]),
+    ({"model_dir": 3}, ["model_dir=3", "must be a path"]),
+    ({"model_dir": ""}, ["model_dir=''", "the name of a folder"]),
+    ({"train_distribute": 3}, ["train_distribute=3", "must be a strategy"]),
+    ({"eval_distribute": "mirrored"}, ["eval_distribute='mirrored'", "must be a strategy"]),
+    ({"session_config": 3}, ["session_config=3", "no session"]),
+    ({"device_fn": print}, ["device_fn=", "the strategy places variables"]),
+    ({"protocol": "grpc"}, ["protocol='grpc'", "Phalanx chooses"]),
+    ({"experimental_distribute": 3}, ["experimental_distribute=3", "both strategies have an option"]),
+    ({"checkpoint_save_graph_def": False}, ["checkpoint_save_graph_def=False", "no graph is saved"]),
+]
+test_options_that_are_refused = refusals(
+    InvalidArgumentError, *OPTIONS, call=lambda options: estimator.RunConfig(**options)
 )
-def test_options_that_are_refused(options, words):
-    """Each has a typed error, in the constructor and in `replace`."""
-    with refused(InvalidArgumentError, words):
-        estimator.RunConfig(**options)
-    with refused(InvalidArgumentError, words):
-        estimator.RunConfig().replace(**options)
+test_replacements_that_are_refused = refusals(
+    InvalidArgumentError, *OPTIONS, call=lambda options: estimator.RunConfig().replace(**options)
+)
 
 
 def test_replace_gives_another_config():
@@ -48,6 +44,8 @@ def test_replace_gives_another_config():
     assert (other.save_checkpoints_steps, other.save_checkpoints_secs, other.model_dir) == (None, 9, "model")
     assert other.replace(save_checkpoints_steps=3).save_checkpoints_secs is None
     assert estimator.RunConfig().save_checkpoints_secs == 600
+    strategy = phalanx.OneDeviceStrategy("cpu:1")
+    assert estimator.RunConfig(train_distribute=strategy).train_distribute is strategy
     assert config == estimator.RunConfig("model", save_checkpoints_steps=7)
     with refused(InvalidArgumentError, ["replace(other=...)", "no such option"]):
         config.replace(other=3)
@@ -74,11 +72,5 @@ def test_tasks_of_a_cluster(cluster, task_type, index, wanted, monkeypatch):
         config = estimator.RunConfig()
         assert (config.is_chief, config.num_worker_replicas, config.num_ps_replicas) == wanted
         assert (config.task_type, config.task_id) == (task_type, index)
+        assert config.task_type == getattr(estimator.TaskType, task_type.upper())
         assert bool(config.cluster_spec.jobs) == (task_type != "evaluator")
-
-
-def test_strategies_of_a_config():
-    """It keeps the strategies that it was given."""
-    strategy = phalanx.OneDeviceStrategy("cpu:1")
-    assert estimator.RunConfig(train_distribute=strategy).train_distribute is strategy
-    assert estimator.TaskType.PS == "ps"

@@ -2,36 +2,23 @@
 
 import jax
 import numpy as np
-import pytest
-from one_weight import X, refused
+from one_weight import X
+from refusals import refusals
 
 from phalanx.errors import InvalidArgumentError
 from phalanx.estimator import export
 
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: export.ServingInputReceiver(3), ["features=3", "arrays with rows"]),
-        (lambda: export.ServingInputReceiver({}), ["features={}", "arrays with rows"]),
-        (
-            lambda: export.ServingInputReceiver(X, None, 3),
-            ["receiver_tensors_alternatives=3", "the features themselves"],
-        ),
-        (lambda: export.ServingInputReceiver(X, 3), ["receiver_tensors=3", "the features themselves"]),
-        (lambda: export.build_raw_serving_input_receiver_fn(3), ["features=3", "a dict of arrays"]),
-        (lambda: export.build_raw_serving_input_receiver_fn({})(), ["features={}", "arrays with rows"]),
-        (lambda: export.build_parsing_serving_input_receiver_fn(3), ["feature_spec=3", "shapes and dtypes"]),
-        (
-            lambda: export.build_parsing_serving_input_receiver_fn({"x": 3}),
-            ["feature_spec={'x': 3}", "shapes and dtypes"],
-        ),
-    ],
+test_receivers_that_are_refused = refusals(
+    InvalidArgumentError,
+    (lambda: export.ServingInputReceiver(3), ["features=3", "arrays with rows"]),
+    (lambda: export.ServingInputReceiver({}), ["features={}", "arrays with rows"]),
+    (lambda: export.ServingInputReceiver(X, None, 3), ["receiver_tensors_alternatives=3", "the features themselves"]),
+    (lambda: export.ServingInputReceiver(X, 3), ["receiver_tensors=3", "the features themselves"]),
+    (lambda: export.build_raw_serving_input_receiver_fn(3), ["features=3", "a dict of arrays"]),
+    (lambda: export.build_raw_serving_input_receiver_fn({})(), ["features={}", "arrays with rows"]),
+    (lambda: export.build_parsing_serving_input_receiver_fn(3), ["feature_spec=3", "shapes and dtypes"]),
+    (lambda: export.build_parsing_serving_input_receiver_fn({"x": 3}), ["feature_spec={'x': 3}", "shapes and dtypes"]),
 )
-def test_receivers_that_are_refused(call, words):
-    """Each wrong argument has a typed error."""
-    with refused(InvalidArgumentError, words):
-        call()
 
 
 def test_receivers_from_arrays_and_specifications():

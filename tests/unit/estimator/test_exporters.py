@@ -3,7 +3,8 @@
 import shutil
 
 import pytest
-from one_weight import X, made, refused, rows
+from one_weight import X, made, rows
+from refusals import refusals
 
 import phalanx.estimator as estimator
 from phalanx.errors import InvalidArgumentError
@@ -11,29 +12,22 @@ from phalanx.errors import InvalidArgumentError
 RECEIVE = estimator.export.build_raw_serving_input_receiver_fn(X)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: estimator.LatestExporter("", RECEIVE), ["name=''", "not empty"]),
-        (lambda: estimator.FinalExporter(None, RECEIVE), ["name=None", "must be a str"]),
-        (lambda: estimator.LatestExporter("a", 3), ["serving_input_receiver_fn=3", "not callable"]),
-        (lambda: estimator.BestExporter(), ["serving_input_receiver_fn=None", "not callable"]),
-        (lambda: estimator.LatestExporter("a", RECEIVE, exports_to_keep=0), ["exports_to_keep=0", "positive"]),
-        (lambda: estimator.BestExporter("a", RECEIVE, compare_fn=3), ["compare_fn=3", "best_eval_result and"]),
-        (lambda: estimator.BestExporter("a", RECEIVE, compare_fn=int), ["compare_fn=", "best_eval_result and"]),
-        (lambda: estimator.BestExporter("a", RECEIVE, compare_fn=lambda a, b: True), ["compare_fn=", "def compare_fn"]),
-        (lambda: estimator.BestExporter("a", RECEIVE, 3), ["event_file_pattern=3", "must be a path"]),
-    ],
+test_arguments_that_are_refused = refusals(
+    InvalidArgumentError,
+    (lambda: estimator.LatestExporter("", RECEIVE), ["name=''", "not empty"]),
+    (lambda: estimator.FinalExporter(None, RECEIVE), ["name=None", "must be a str"]),
+    (lambda: estimator.LatestExporter("a", 3), ["serving_input_receiver_fn=3", "not callable"]),
+    (lambda: estimator.BestExporter(), ["serving_input_receiver_fn=None", "not callable"]),
+    (lambda: estimator.LatestExporter("a", RECEIVE, exports_to_keep=0), ["exports_to_keep=0", "positive"]),
+    (lambda: estimator.BestExporter("a", RECEIVE, compare_fn=3), ["compare_fn=3", "best_eval_result and"]),
+    (lambda: estimator.BestExporter("a", RECEIVE, compare_fn=int), ["compare_fn=", "best_eval_result and"]),
+    (lambda: estimator.BestExporter("a", RECEIVE, compare_fn=lambda a, b: True), ["compare_fn=", "def compare_fn"]),
+    (lambda: estimator.BestExporter("a", RECEIVE, 3), ["event_file_pattern=3", "must be a path"]),
 )
-def test_arguments_that_are_refused(make, words):
-    """Each has a typed error."""
-    with refused(InvalidArgumentError, words):
-        make()
 
 
 @pytest.fixture
 def model(tmp_path):
-    """An Estimator after one step."""
     return made(tmp_path).train(rows(1))
 
 
@@ -51,16 +45,17 @@ def test_old_exports_are_deleted(model, tmp_path):
     assert sorted(str(path) for path in folder.iterdir()) == sorted(made_paths)[-2:]
 
 
-def test_final_exporter_exports_at_the_end(model):
-    """Not before."""
-    exporter = estimator.FinalExporter("final", RECEIVE)
-    assert [exported(exporter, model, 1.0, is_final) for is_final in (False, True)] == [False, True]
-
-
-def test_best_exporter_compares_losses(model):
-    """The first evaluation and each with a smaller loss are exported."""
-    exporter = estimator.BestExporter("best", RECEIVE)
-    assert [exported(exporter, model, loss) for loss in (3.0, 3.0, 2.0, 2.5, 1.0)] == [True, False, True, False, True]
+def test_evaluations_that_are_exported(model):
+    """The last one; the first and each with a smaller loss; or those that a function of the user prefers."""
+    final, best = estimator.FinalExporter("final", RECEIVE), estimator.BestExporter("best", RECEIVE)
+    assert [exported(final, model, 1.0, is_final) for is_final in (False, True)] == [False, True]
+    assert [exported(best, model, loss) for loss in (3.0, 3.0, 2.0, 2.5, 1.0)] == [True, False, True, False, True]
+    greatest = estimator.BestExporter(
+        serving_input_receiver_fn=RECEIVE,
+        compare_fn=lambda best_eval_result, current_eval_result: current_eval_result["loss"] > best_eval_result["loss"],
+    )
+    assert greatest.name == "best_exporter"
+    assert [exported(greatest, model, loss) for loss in (3.0, 2.0, 4.0)] == [True, False, True]
 
 
 def test_best_exporter_reads_earlier_evaluations(model, tmp_path):
@@ -72,13 +67,3 @@ def test_best_exporter_reads_earlier_evaluations(model, tmp_path):
     assert exported(estimator.BestExporter("best", RECEIVE, event_file_pattern=None), model, 0.7)
     shutil.rmtree(tmp_path / "export")
     assert exported(estimator.BestExporter("best", RECEIVE), model, 0.7)
-
-
-def test_comparison_of_the_user(model):
-    """It gets both results by name."""
-    exporter = estimator.BestExporter(
-        serving_input_receiver_fn=RECEIVE,
-        compare_fn=lambda best_eval_result, current_eval_result: current_eval_result["loss"] > best_eval_result["loss"],
-    )
-    assert exporter.name == "best_exporter"
-    assert [exported(exporter, model, loss) for loss in (3.0, 2.0, 4.0)] == [True, False, True]

@@ -2,27 +2,21 @@
 
 import keras
 import numpy as np
-import pytest
-from one_weight import X, Y, made, model_fn, refused, rows
+from one_weight import X, Y, made, model_fn, rows
+from refusals import refusals
 
 import phalanx.estimator as estimator
 from phalanx.errors import InvalidArgumentError
 
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda e: estimator.add_metrics(3, lambda: {}), ["estimator=3", "must be an Estimator"]),
-        (lambda e: estimator.add_metrics(e, 3), ["metric_fn=3", "not callable"]),
-        (lambda e: estimator.add_metrics(e, lambda wrong: {}), ["the parameters ['wrong']", "def metric_fn"]),
-        (lambda e: estimator.add_metrics(e, lambda: 3).evaluate(rows()), ["returns 3", "must return a dict"]),
-        (lambda e: estimator.add_metrics(e, lambda: {"a": 3}).evaluate(rows()), ["{'a': 3}", "Keras metrics"]),
-    ],
+test_arguments_that_are_refused = refusals(
+    InvalidArgumentError,
+    (lambda e: estimator.add_metrics(3, lambda: {}), ["estimator=3", "must be an Estimator"]),
+    (lambda e: estimator.add_metrics(e, 3), ["metric_fn=3", "not callable"]),
+    (lambda e: estimator.add_metrics(e, lambda wrong: {}), ["the parameters ['wrong']", "def metric_fn"]),
+    (lambda e: estimator.add_metrics(e, lambda: 3).evaluate(rows()), ["returns 3", "must return a dict"]),
+    (lambda e: estimator.add_metrics(e, lambda: {"a": 3}).evaluate(rows()), ["{'a': 3}", "Keras metrics"]),
+    call=lambda call: call(made("model")),
 )
-def test_arguments_that_are_refused(call, words, tmp_path):
-    """Each has a typed error."""
-    with refused(InvalidArgumentError, words):
-        call(made(tmp_path))
 
 
 def test_metrics_are_added(tmp_path):

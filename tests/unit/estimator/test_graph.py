@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import keras
 import numpy as np
-import pytest
-from one_weight import WEIGHT_AFTER, Fetch, X, Y, made, model_fn, refused, rows
+from one_weight import WEIGHT_AFTER, Fetch, X, Y, made, model_fn, rows
+from refusals import refusals, refused
 
 import phalanx.estimator as estimator
 from phalanx.errors import ContextError, InvalidArgumentError, TraceError, VariableError
@@ -13,24 +13,18 @@ from phalanx.estimator.strategies import local_strategy
 
 
 def graph_of(fn, mode="train", seed=0):
-    """A graph on one device."""
     return Graph(lambda features, labels: fn(features, labels, mode), mode, local_strategy(), seed)
 
 
-@pytest.mark.parametrize(
-    ("fn", "words"),
-    [
-        (lambda features, labels, mode: 3, ["a model_fn that returns 3", "must return an EstimatorSpec"]),
-        (
-            lambda features, labels, mode: estimator.EstimatorSpec("eval", loss=jnp.float32(1)),
-            ["EstimatorSpec(mode='eval')", "called with mode='train'"],
-        ),
-    ],
+test_model_functions_that_are_refused = refusals(
+    InvalidArgumentError,
+    (lambda features, labels, mode: 3, ["a model_fn that returns 3", "must return an EstimatorSpec"]),
+    (
+        lambda features, labels, mode: estimator.EstimatorSpec("eval", loss=jnp.float32(1)),
+        ["EstimatorSpec(mode='eval')", "called with mode='train'"],
+    ),
+    call=lambda fn: graph_of(fn).prepare((X, Y)),
 )
-def test_model_functions_that_are_refused(fn, words):
-    """They return something else, or another mode."""
-    with refused(InvalidArgumentError, words):
-        graph_of(fn).prepare((X, Y))
 
 
 def test_variables_have_their_names():
@@ -67,8 +61,6 @@ def test_seed_gives_the_same_values():
 
 
 def test_other_shape_of_a_known_variable():
-    """Features of another width in a later batch are an error that names the variable."""
-
     def dense_fn(features, labels, mode):
         return estimator.EstimatorSpec(mode, loss=keras.layers.Dense(1, name="output")(features).mean())
 
@@ -108,17 +100,23 @@ def test_model_function_that_counts_itself(tmp_path):
 
 
 def test_updates_outside_of_a_training_are_undone(tmp_path):
-    """A model function may change weights and the step in each mode, but only a training keeps that."""
+    """A model function may change weights and the step in each mode, but only a training keeps that.
+
+    Of a value and its update as a metric, the mean over all batches is returned.
+    """
 
     def eager_fn(features, labels, mode):
         step, weight = estimator.get_global_step(), keras.Variable(1.0, name="weight")
         predictions = {"before": weight.value * features["x"]}
         update = [weight.assign_add(1), step.assign_add(1)]
-        return estimator.EstimatorSpec(mode, predictions, weight.value * 1, update)
+        metrics = {"a/b": (features["x"].mean(), None)}
+        return estimator.EstimatorSpec(mode, predictions, weight.value * 1, update, metrics)
 
     model = made(tmp_path, eager_fn).train(rows(2))
     assert model.get_variable_value("weight") == 3
-    assert model.evaluate(rows(2))["global_step"] == 2
+    data = [({"x": np.float32([value])}, Y[:1]) for value in (1, 2, 6)]
+    found = model.evaluate(lambda: data)
+    assert (found["global_step"], found["a/b"]) == (2, 3)
     assert [float(row["before"]) for row in model.predict(rows(2))] == [3, 6, 3, 6]
 
 
@@ -137,17 +135,6 @@ def test_named_arrays_and_variables_are_fetched(tmp_path):
     np.testing.assert_array_equal(named["a"], X["x"] * 2)
     np.testing.assert_allclose(named["b"], WEIGHT_AFTER[2])
     assert (named["c"], named["d"]) == (7, None)
-
-
-def test_pair_as_a_metric(tmp_path):
-    """Of a value and its update, the mean over all batches is returned."""
-
-    def pair_fn(features, labels, mode):
-        value = features["x"].mean()
-        return estimator.EstimatorSpec(mode, loss=value, eval_metric_ops={"a/b": (value, None)})
-
-    data = [({"x": np.float32([value])}, Y[:1]) for value in (1, 2, 6)]
-    assert made(tmp_path, pair_fn).evaluate(lambda: data)["a/b"] == 3
 
 
 def test_hooks_hold_arrays_of_the_model_function(tmp_path, caplog):

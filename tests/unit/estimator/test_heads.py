@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import keras
 import numpy as np
-import pytest
-from one_weight import made, refused
+from one_weight import made
+from refusals import refusals, refused
 
 import phalanx.estimator as estimator
 from phalanx import feature_column
@@ -25,15 +25,10 @@ def evaluated(head, folder, labels, logits=LOGITS, weights=WEIGHTS):
     return made(folder, fn).evaluate(lambda: data)
 
 
-def sigmoid(x):
-    """The logistic function."""
-    return 1 / (1 + np.exp(-x))
-
-
 def test_binary_head_against_numpy(tmp_path):
     """Losses, weights, thresholds and names of metrics."""
     head = estimator.BinaryClassHead("w", thresholds=[0.7], loss_reduction="sum", name="h")
-    y, p = np.array([1, 1, 0]), sigmoid(LOGITS[:, 0])
+    y, p = np.array([1, 1, 0]), 1 / (1 + np.exp(-LOGITS[:, 0]))
     found = evaluated(head, tmp_path, y)
     losses = -(y * np.log(p) + (1 - y) * np.log(1 - p))
     np.testing.assert_allclose(found["loss"], (losses * WEIGHTS).sum(), rtol=1e-5)
@@ -80,49 +75,38 @@ def test_loss_function_of_the_user(tmp_path):
         evaluated(head, tmp_path, np.array([1, 0, 1]))
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: estimator.BinaryClassHead(thresholds=[2]), ["thresholds=[2]", "between 0 and 1"]),
-        (lambda: estimator.BinaryClassHead(thresholds=["a"]), ["thresholds=['a']", "between 0 and 1"]),
-        (lambda: estimator.BinaryClassHead(thresholds=0.5), ["thresholds=0.5", "between 0 and 1"]),
-        (lambda: estimator.BinaryClassHead(loss_fn=3), ["loss_fn=3", "not callable"]),
-        (lambda: estimator.BinaryClassHead(weight_column=3), ["weight_column=3", "a name or a numeric column"]),
-        (lambda: estimator.BinaryClassHead(loss_reduction="mean"), ["loss_reduction='mean'", "must be one of"]),
-        (lambda: estimator.BinaryClassHead(label_vocabulary=["a"]), ["label_vocabulary=['a']", "the 2 classes"]),
-        (lambda: estimator.BinaryClassHead(label_vocabulary="ab"), ["label_vocabulary='ab'", "the 2 classes"]),
-        (lambda: estimator.BinaryClassHead(label_vocabulary=["a", "a"]), ["['a', 'a']", "there twice"]),
-        (lambda: estimator.MultiClassHead(2), ["n_classes=2", "more than 2", "BinaryClassHead()"]),
-        (lambda: estimator.RegressionHead(0), ["label_dimension=0", "positive"]),
-        (lambda: estimator.RegressionHead(inverse_link_fn=3), ["inverse_link_fn=3", "not callable"]),
-    ],
+test_options_that_are_refused = refusals(
+    InvalidArgumentError,
+    (lambda: estimator.BinaryClassHead(thresholds=[2]), ["thresholds=[2]", "between 0 and 1"]),
+    (lambda: estimator.BinaryClassHead(thresholds=["a"]), ["thresholds=['a']", "between 0 and 1"]),
+    (lambda: estimator.BinaryClassHead(thresholds=0.5), ["thresholds=0.5", "between 0 and 1"]),
+    (lambda: estimator.BinaryClassHead(loss_fn=3), ["loss_fn=3", "not callable"]),
+    (lambda: estimator.BinaryClassHead(weight_column=3), ["weight_column=3", "a name or a numeric column"]),
+    (lambda: estimator.BinaryClassHead(loss_reduction="mean"), ["loss_reduction='mean'", "must be one of"]),
+    (lambda: estimator.BinaryClassHead(label_vocabulary=["a"]), ["label_vocabulary=['a']", "the 2 classes"]),
+    (lambda: estimator.BinaryClassHead(label_vocabulary="ab"), ["label_vocabulary='ab'", "the 2 classes"]),
+    (lambda: estimator.BinaryClassHead(label_vocabulary=["a", "a"]), ["['a', 'a']", "there twice"]),
+    (lambda: estimator.MultiClassHead(2), ["n_classes=2", "more than 2", "BinaryClassHead()"]),
+    (lambda: estimator.RegressionHead(0), ["label_dimension=0", "positive"]),
+    (lambda: estimator.RegressionHead(inverse_link_fn=3), ["inverse_link_fn=3", "not callable"]),
 )
-def test_options_that_are_refused(make, words):
-    """Each has a typed error."""
-    with refused(InvalidArgumentError, words):
-        make()
 
 
-@pytest.mark.parametrize(
-    ("head", "labels", "words"),
-    [
-        (estimator.BinaryClassHead(), [0, 2], ["the label 2", "integers from 0 to 1", "label_vocabulary"]),
-        (estimator.BinaryClassHead(), [-1, 0], ["the label -1", "integers from 0 to 1"]),
-        (estimator.BinaryClassHead(), [0.5, 1], ["the label 0.5", "integers from 0 to 1"]),
-        (estimator.MultiClassHead(3), [np.nan, 1], ["the label nan", "integers from 0 to 2"]),
-        (estimator.MultiClassHead(3), ["a", "b"], ["labels of <U1", "classes are numbers", "label_vocabulary"]),
-        (estimator.MultiClassHead(3), [[0, 1], [1, 2]], ["labels of the shape (2, 2)", "one class"]),
-        (estimator.BinaryClassHead(label_vocabulary=["a", "b"]), ["a", "c"], ["the label 'c'", "['a', 'b']"]),
-        (estimator.BinaryClassHead(label_vocabulary=["a", "b"]), [0, 1], ["the label '0'", "['a', 'b']"]),
-        (estimator.RegressionHead(), [[1, 2]], ["labels of int64[1, 2]", "a row has 1", "label_dimension=2"]),
-        (estimator.RegressionHead(2), ["a"], ["labels of <U1[1]", "a row has 2"]),
-        (estimator.RegressionHead(), {"a": 1}, ["labels of object", "a row has 1"]),
-    ],
+test_labels_that_are_refused = refusals(
+    InputError,
+    ((estimator.BinaryClassHead(), [0, 2]), ["the label 2", "integers from 0 to 1", "label_vocabulary"]),
+    ((estimator.BinaryClassHead(), [-1, 0]), ["the label -1", "integers from 0 to 1"]),
+    ((estimator.BinaryClassHead(), [0.5, 1]), ["the label 0.5", "integers from 0 to 1"]),
+    ((estimator.MultiClassHead(3), [np.nan, 1]), ["the label nan", "integers from 0 to 2"]),
+    ((estimator.MultiClassHead(3), ["a", "b"]), ["labels of <U1", "classes are numbers", "label_vocabulary"]),
+    ((estimator.MultiClassHead(3), [[0, 1], [1, 2]]), ["labels of the shape (2, 2)", "one class"]),
+    ((estimator.BinaryClassHead(label_vocabulary=["a", "b"]), ["a", "c"]), ["the label 'c'", "['a', 'b']"]),
+    ((estimator.BinaryClassHead(label_vocabulary=["a", "b"]), [0, 1]), ["the label '0'", "['a', 'b']"]),
+    ((estimator.RegressionHead(), [[1, 2]]), ["labels of int64[1, 2]", "a row has 1", "label_dimension=2"]),
+    ((estimator.RegressionHead(2), ["a"]), ["labels of <U1[1]", "a row has 2"]),
+    ((estimator.RegressionHead(), {"a": 1}), ["labels of object", "a row has 1"]),
+    call=lambda case: case[0].host_labels(np.asarray(case[1])),
 )
-def test_labels_that_are_refused(head, labels, words):
-    """They are out of range, unknown, of text, or of another shape."""
-    with refused(InputError, words):
-        head.host_labels(np.asarray(labels))
 
 
 def test_labels_with_and_without_a_dim():
@@ -134,18 +118,13 @@ def test_labels_with_and_without_a_dim():
         assert found.shape == np.shape(labels)
 
 
-@pytest.mark.parametrize(
-    ("features", "words"),
-    [
-        ({"x": LOGITS}, ["weight_column='w'", "the features are ['x']"]),
-        (LOGITS, ["weight_column='w'", "the features are an array"]),
-        ({"w": THREE}, ["the feature 'w' of the shape (3, 3)", "one weight"]),
-    ],
+test_weights_that_are_refused = refusals(
+    InputError,
+    ({"x": LOGITS}, ["weight_column='w'", "the features are ['x']"]),
+    (LOGITS, ["weight_column='w'", "the features are an array"]),
+    ({"w": THREE}, ["the feature 'w' of the shape (3, 3)", "one weight"]),
+    call=lambda features: estimator.BinaryClassHead("w").loss(np.array([1, 0, 1]), LOGITS, features),
 )
-def test_weights_that_are_refused(features, words):
-    """The feature is missing, or has several numbers per row."""
-    with refused(InputError, words):
-        estimator.BinaryClassHead("w").loss(np.array([1, 0, 1]), LOGITS, features)
 
 
 def test_specifications_that_are_refused():

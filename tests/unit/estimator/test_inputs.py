@@ -3,8 +3,7 @@
 import itertools
 
 import numpy as np
-import pytest
-from one_weight import refused
+from refusals import refusals, refused
 
 from phalanx.errors import InvalidArgumentError
 from phalanx.estimator import inputs
@@ -18,45 +17,35 @@ def batches(count=None, **options):
 
 def test_batches_go_on_across_epochs():
     """Only the last batch is short, as TensorFlow documents it."""
-    assert batches(batch_size=2, num_epochs=2, shuffle=False) == [
-        ([0, 1], [0, 10]),
-        ([2, 3], [20, 30]),
-        ([4, 0], [40, 0]),
-        ([1, 2], [10, 20]),
-        ([3, 4], [30, 40]),
-    ]
+    found = batches(batch_size=2, num_epochs=2, shuffle=False)
+    assert found == [([a, b], [10 * a, 10 * b]) for a, b in ((0, 1), (2, 3), (4, 0), (1, 2), (3, 4))]
     assert batches(batch_size=3, shuffle=False)[-1] == ([3, 4], [30, 40])
-
-
-def test_shuffled_rows_keep_their_labels():
-    """Each epoch has all rows."""
+    # Each epoch has all rows, and shuffled rows keep their labels.
     (epoch,) = batches(batch_size=5, shuffle=True)
     assert sorted(epoch[0]) == [0, 1, 2, 3, 4]
     assert epoch[1] == [10 * x for x in epoch[0]]
-
-
-def test_repetition_without_end():
-    """`num_epochs=None` has no limit; without labels, batches are features."""
+    # `num_epochs=None` has no limit; without labels, batches are features.
     assert batches(7, batch_size=5, num_epochs=None, shuffle=False)[6] == ([0, 1, 2, 3, 4], [0, 10, 20, 30, 40])
     (features,) = inputs.numpy_input_fn(np.arange(2), shuffle=False)()
     assert features.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "words"),
-    [
-        ((np.arange(2),), {}, ["shuffle=None", "must be a bool"]),
-        ((np.arange(2),), {"shuffle": False, "batch_size": 0}, ["batch_size=0", "positive"]),
-        ((np.arange(2),), {"shuffle": False, "num_epochs": 0}, ["num_epochs=0", "positive"]),
-        ((np.arange(2), np.arange(3)), {"shuffle": False}, ["x and y with [2, 3] rows", "the same number"]),
-        ((3,), {"shuffle": False}, ["x=3 and y=None", "arrays with rows"]),
-        ((np.zeros((0, 2)),), {"shuffle": False}, ["x and y with [0] rows", "the same number"]),
-    ],
+ROWS = np.arange(2)
+# No rows would be no batch, forever.
+test_arguments_that_are_refused = refusals(
+    InvalidArgumentError,
+    (lambda: inputs.numpy_input_fn(ROWS), ["shuffle=None", "must be a bool"]),
+    (lambda: inputs.numpy_input_fn(ROWS, shuffle=False, batch_size=0), ["batch_size=0", "positive"]),
+    (lambda: inputs.numpy_input_fn(ROWS, shuffle=False, num_epochs=0), ["num_epochs=0", "positive"]),
+    (lambda: inputs.numpy_input_fn(ROWS, np.arange(3), shuffle=False), ["x and y with [2, 3] rows", "the same number"]),
+    (lambda: inputs.numpy_input_fn(3, shuffle=False), ["x=3 and y=None", "arrays with rows"]),
+    (lambda: inputs.numpy_input_fn(np.zeros((0, 2)), shuffle=False), ["x and y with [0] rows", "the same number"]),
 )
-def test_arguments_that_are_refused(arguments, options, words):
-    """Each has a typed error; no rows would be no batch, forever."""
-    with refused(InvalidArgumentError, words):
-        inputs.numpy_input_fn(*arguments, **options)
+
+
+class Column:
+    def to_numpy(self):
+        return np.arange(3)
 
 
 class Table(dict):
@@ -66,14 +55,6 @@ class Table(dict):
 
     def __getitem__(self, name):
         return Column()
-
-
-class Column:
-    """A column of a table."""
-
-    def to_numpy(self):
-        """Returns its values."""
-        return np.arange(3)
 
 
 def test_columns_of_a_table_are_features():

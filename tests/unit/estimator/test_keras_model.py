@@ -2,13 +2,10 @@
 
 import keras
 import numpy as np
-import pytest
-from one_weight import refused
+from refusals import refusals, refused
 
 import phalanx.estimator as estimator
 from phalanx.errors import InputError, InvalidArgumentError
-
-QUIET = {"save_summary_steps": None, "log_step_count_steps": None}
 
 
 def sequential(compiled=True):
@@ -20,51 +17,36 @@ def sequential(compiled=True):
 
 
 class Subclassed(keras.Model):
-    """A model without a configuration."""
+    """A compiled model that cannot be copied: it has no configuration."""
 
     def __init__(self, part):
         super().__init__()
-        self.part = part
+        self.compile("sgd", "mse")
 
     def call(self, x):
-        """Returns the input."""
         return x
 
 
-def subclassed():
-    """A compiled model that cannot be copied."""
-    model = Subclassed(object())
-    model.compile("sgd", "mse")
-    return model
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: estimator.model_to_estimator(), ["exactly one of them"]),
-        (lambda: estimator.model_to_estimator(sequential(), "a"), ["exactly one of them"]),
-        (lambda: estimator.model_to_estimator(3), ["keras_model=3", "must be a Model"]),
-        (lambda: estimator.model_to_estimator(keras_model_path=3), ["keras_model_path=3", "must be a path"]),
-        (lambda: estimator.model_to_estimator(keras_model_path="/a"), ["keras_model_path='/a'", "cannot load it"]),
-        (lambda: estimator.model_to_estimator(keras_model_path="/a.keras"), ["'/a.keras'", "cannot load it"]),
-        (lambda: estimator.model_to_estimator(sequential(False)), ["the model is not compiled", "model.compile"]),
-        (lambda: estimator.model_to_estimator(subclassed()), ["no configuration", "cannot be copied"]),
-        (lambda: estimator.model_to_estimator(sequential(), export_outputs=3), ["export_outputs=3", "all outputs"]),
-        (lambda: estimator.model_to_estimator(sequential(), metric_names_map=3), ["metric_names_map=3", "a dict"]),
-    ],
+test_models_that_are_refused = refusals(
+    InvalidArgumentError,
+    (lambda: estimator.model_to_estimator(), ["exactly one of them"]),
+    (lambda: estimator.model_to_estimator(sequential(), "a"), ["exactly one of them"]),
+    (lambda: estimator.model_to_estimator(3), ["keras_model=3", "must be a Model"]),
+    (lambda: estimator.model_to_estimator(keras_model_path=3), ["keras_model_path=3", "must be a path"]),
+    (lambda: estimator.model_to_estimator(keras_model_path="/a"), ["keras_model_path='/a'", "cannot load it"]),
+    (lambda: estimator.model_to_estimator(keras_model_path="/a.keras"), ["'/a.keras'", "cannot load it"]),
+    (lambda: estimator.model_to_estimator(sequential(False)), ["the model is not compiled", "model.compile"]),
+    (lambda: estimator.model_to_estimator(Subclassed(object())), ["no configuration", "cannot be copied"]),
+    (lambda: estimator.model_to_estimator(sequential(), export_outputs=3), ["export_outputs=3", "all outputs"]),
+    (lambda: estimator.model_to_estimator(sequential(), metric_names_map=3), ["metric_names_map=3", "a dict"]),
 )
-def test_models_that_are_refused(call, words):
-    """Each wrong argument has a typed error."""
-    with refused(InvalidArgumentError, words):
-        call()
 
 
 X, Y = np.array([[1, 2], [3, 4]], "float32"), np.array([[1], [2]], "float32")
 
 
 def config(folder):
-    """Quiet options."""
-    return estimator.RunConfig(str(folder), **QUIET)
+    return estimator.RunConfig(str(folder), save_summary_steps=None, log_step_count_steps=None)
 
 
 def test_training_equals_that_of_keras(tmp_path):
@@ -86,36 +68,24 @@ def test_training_equals_that_of_keras(tmp_path):
 
 
 def test_model_from_a_file(tmp_path):
-    """The file of `model.save` is read."""
+    """The file of `model.save` is read. A dict of `features` and `sample_weights` weights the losses."""
     sequential().save(tmp_path / "model.keras")
     model = estimator.model_to_estimator(keras_model_path=tmp_path / "model.keras", config=config(tmp_path / "m"))
     assert model.evaluate(lambda: [(X, Y)])["mae"] == 3.5
+    weights = np.array([0, 2], "float32")
+    found = model.evaluate(lambda: [({"features": X, "sample_weights": weights}, Y)])
+    np.testing.assert_allclose(found["loss"], (weights * [4, 25]).mean())
 
 
-@pytest.fixture(scope="module")
-def functional():
-    """A model of two inputs and two outputs."""
+def test_several_inputs_and_outputs(tmp_path):
+    """Features and predictions have the names of layers, and features may have weights of rows."""
     a, b = keras.Input((2,), name="a"), keras.Input((2,), name="b")
     outputs = [keras.layers.Dense(1, name="sum")(a + b), keras.layers.Dense(1, name="difference")(a - b)]
-    model = keras.Model([a, b], outputs)
-    model.compile("sgd", ["mse", "mse"])
-    return model
-
-
-def test_several_inputs_and_outputs(functional, tmp_path):
-    """Features and predictions have the names of layers, and features may have weights of rows."""
+    functional = keras.Model([a, b], outputs)
+    functional.compile("sgd", ["mse", "mse"])
     model = estimator.model_to_estimator(functional, config=config(tmp_path))
-    features = {"a": X, "b": X}
-    rows = list(model.predict(lambda: [features]))
+    rows = list(model.predict(lambda: [{"a": X, "b": X}]))
     assert set(rows[0]) == {"sum", "difference"}
     np.testing.assert_allclose([row["difference"] for row in rows], np.zeros((2, 1)))
     with refused(InputError, ["features of the names ['a', 'c']", "['a', 'b']"]):
         list(model.predict(lambda: [{"a": X, "c": X}]))
-
-
-def test_weights_of_rows(tmp_path):
-    """A dict of `features` and `sample_weights` weights the losses."""
-    model = estimator.model_to_estimator(sequential(), config=config(tmp_path))
-    weights = np.array([0, 2], "float32")
-    found = model.evaluate(lambda: [({"features": X, "sample_weights": weights}, Y)])
-    np.testing.assert_allclose(found["loss"], (weights * [4, 25]).mean())

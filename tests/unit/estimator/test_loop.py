@@ -3,7 +3,8 @@
 import keras
 import numpy as np
 import pytest
-from one_weight import WEIGHT_AFTER, Fetch, X, Y, made, model_fn, refused, rows
+from one_weight import WEIGHT_AFTER, Fetch, X, Y, made, model_fn, rows
+from refusals import refused
 
 import phalanx
 import phalanx.estimator as estimator
@@ -15,7 +16,6 @@ from phalanx.estimator.strategies import local_strategy
 
 @pytest.fixture
 def session():
-    """A session of three steps."""
     graph = Graph(lambda features, labels: model_fn(features, labels, "train"), "train", local_strategy(), 0)
     with graph.as_default():
         session = GraphSession(graph, SynchronousSteps(graph, iter([(X, Y)] * 3)))
@@ -25,22 +25,19 @@ def session():
 
 
 def test_loop_ends_with_the_data(session):
-    """It yields what each step returns, and counts the steps."""
-    losses = [float(outputs[0]) for outputs in run_loop(session, [])]
-    np.testing.assert_allclose(losses, [2.5 * (2 - w) ** 2 for w in WEIGHT_AFTER[:3]], rtol=1e-6)
+    """It yields what each step returns, and counts the steps. After a number of steps, the rest of the data stays."""
+    losses = [[float(outputs[0]) for outputs in run_loop(session, [], most=most)] for most in (2, None)]
+    assert [len(part) for part in losses] == [2, 1]
+    np.testing.assert_allclose(sum(losses, []), [2.5 * (2 - w) ** 2 for w in WEIGHT_AFTER[:3]], rtol=1e-6)
     assert session.step == int(session.graph.global_step) == 3
 
 
-def test_loop_ends_after_a_number_of_steps(session):
-    """The rest of the data stays."""
-    assert len(list(run_loop(session, [], most=2))) == 2
-    assert len(list(run_loop(session, []))) == 1
-
-
 def test_fetches_between_steps(session):
-    """Variables always have a value, and what a step computes only after one."""
+    """Variables and arrays from outside always have a value, and what a step computes only after one."""
     assert session.run({"a": "weight", "b": session.graph.global_step}) == {"a": 1, "b": 0}
     assert session.run([np.float32(3), 4]) == [3, 4]
+    array = keras.ops.ones(2)
+    assert session.run(array) is array
     with refused(InvalidArgumentError, ["fetches='loss'", "no step has run yet"]):
         session.run("loss")
     session.advance()
@@ -51,12 +48,6 @@ def test_fetches_between_steps(session):
         session.run("nothing")
     with refused(InvalidArgumentError, ["feed_dict=3"]):
         session.run("loss", feed_dict=3)
-
-
-def test_arrays_outside_the_model_function_are_constants(session):
-    """An array with a value is fetched as it is."""
-    array = keras.ops.ones(2)
-    assert session.run(array) is array
 
 
 def test_hook_that_returns_something_else(tmp_path):
@@ -70,10 +61,9 @@ def test_hook_that_returns_something_else(tmp_path):
         made(tmp_path).train(rows(), [Wrong()])
 
 
-@pytest.mark.parametrize("strategy", [None, ["cpu:0", "cpu:1"]])
-def test_empty_dataset_is_an_error(strategy, tmp_path):
-    """For a training and an evaluation, with and without replicas. A prediction yields nothing."""
-    strategy = strategy and phalanx.MirroredStrategy(strategy)
+def test_empty_dataset_is_an_error(tmp_path):
+    """For a training and an evaluation with replicas. A prediction yields nothing."""
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
     model = made(tmp_path, train_distribute=strategy, eval_distribute=strategy)
     for call in (model.train, model.evaluate):
         with refused(InputError, ["without a batch", "the dataset is empty"]):
@@ -81,33 +71,23 @@ def test_empty_dataset_is_an_error(strategy, tmp_path):
     assert list(model.predict(lambda: [])) == []
 
 
+class Stop(Fetch):
+    ended = False
+
+    def after_run(self, run_context, run_values):
+        run_context.request_stop()
+
+    def end(self, session):
+        self.ended = True
+
+
 def test_hook_stops_the_loop(tmp_path):
-    """After the step in which it asks; `end` is called."""
-
-    class Stop(Fetch):
-        ended = False
-
-        def after_run(self, run_context, run_values):
-            run_context.request_stop()
-
-        def end(self, session):
-            self.ended = True
-
-    hook = Stop("loss")
-    assert made(tmp_path).train(rows(5), [hook]).get_variable_value("global_step") == 1
-    assert hook.ended
-
-
-def test_hook_of_an_evaluation_stops_it(tmp_path):
-    """The metrics are those of the batches so far."""
-
-    class Stop(estimator.SessionRunHook):
-        def after_run(self, run_context, run_values):
-            run_context.request_stop()
-
-    data = [(X, Y), (X, Y * 0)]
-    assert made(tmp_path).evaluate(lambda: data, hooks=[Stop()])["loss"] == 2.5
-    assert made(tmp_path).evaluate(lambda: data)["loss"] == 2.5
+    """After the step in which it asks; `end` is called. The metrics of an evaluation are those of the batches so far."""
+    training, evaluation, model = Stop("loss"), Stop("loss"), made(tmp_path)
+    losses = [model.evaluate(lambda: [(X, Y), (X, Y * 3)], hooks=hooks)["loss"] for hooks in ([evaluation], [])]
+    assert losses == [2.5, 32.5]
+    assert model.train(rows(5), [training]).get_variable_value("global_step") == 1
+    assert (training.ended, evaluation.ended) == (True, True)
 
 
 def test_error_of_a_hook_reaches_the_caller(tmp_path):

@@ -1,9 +1,11 @@
 """Ready-made models: their arguments, and what they do with features."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
-from one_weight import refused
+from refusals import refusals
 
 import phalanx.estimator as estimator
 from phalanx import feature_column
@@ -13,49 +15,40 @@ from phalanx.estimator.premade import creator_of
 
 X = feature_column.numeric_column("x")
 WORD = feature_column.categorical_column_with_vocabulary_list("s", ["a", "b"])
-DATA = [({"x": np.array([1, 2], "float32")}, np.array([0, 1]))]
+LABELS = np.array([0, 1])
+DATA = [({"x": np.array([1, 2], "float32")}, LABELS)]
+X_MODEL = functools.partial(estimator.LinearClassifier, [X])
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: estimator.LinearClassifier([]), ["feature_columns with []", "a list of columns, not empty"]),
-        (lambda: estimator.LinearClassifier(3), ["feature_columns=3", "a list of columns"]),
-        (lambda: estimator.LinearClassifier([3]), ["feature_columns with 3", "a list of columns"]),
-        (lambda: estimator.LinearClassifier([X], n_classes=1), ["n_classes=1", "2 or more"]),
-        (lambda: estimator.LinearClassifier([X], n_classes="a"), ["n_classes='a'", "2 or more"]),
-        (lambda: estimator.DNNClassifier(3, [X]), ["hidden_units=3", "a list of numbers"]),
-        (lambda: estimator.DNNClassifier([0], [X]), ["hidden_units=[0]", "a list of numbers"]),
-        (lambda: estimator.DNNClassifier([2], [X], dropout=2), ["dropout=2", "from 0 to less than 1"]),
-        (lambda: estimator.DNNClassifier([2], [X], dropout="a"), ["dropout='a'", "from 0 to less than 1"]),
-        (lambda: estimator.DNNClassifier([2], [X], activation_fn="no"), ["activation_fn='no'", "no such activation"]),
-        (lambda: estimator.DNNClassifier([2], [X], activation_fn=3), ["activation_fn=3", "no such activation"]),
-        (lambda: estimator.DNNClassifier([2], [X], batch_norm=3), ["batch_norm=3", "True or False"]),
-        (lambda: estimator.DNNEstimator(3, [2], [X]), ["head=3", "must be a head"]),
-        (lambda: estimator.LinearEstimator(3, [X]), ["head=3", "must be a head"]),
-        (lambda: estimator.BaselineEstimator(None), ["head=None", "must be a head"]),
-        (lambda: estimator.DNNLinearCombinedClassifier(), ["linear_feature_columns=None", "no features"]),
-        (lambda: estimator.DNNLinearCombinedClassifier(dnn_feature_columns=[X]), ["hidden_units=None", "a list"]),
-    ],
+test_arguments_that_are_refused = refusals(
+    InvalidArgumentError,
+    (lambda: estimator.LinearClassifier([]), ["feature_columns with []", "a list of columns, not empty"]),
+    (lambda: estimator.LinearClassifier(3), ["feature_columns=3", "a list of columns"]),
+    (lambda: estimator.LinearClassifier([3]), ["feature_columns with 3", "a list of columns"]),
+    (lambda: estimator.LinearClassifier([X], n_classes=1), ["n_classes=1", "2 or more"]),
+    (lambda: estimator.LinearClassifier([X], n_classes="a"), ["n_classes='a'", "2 or more"]),
+    (lambda: estimator.DNNClassifier(3, [X]), ["hidden_units=3", "a list of numbers"]),
+    (lambda: estimator.DNNClassifier([0], [X]), ["hidden_units=[0]", "a list of numbers"]),
+    (lambda: estimator.DNNClassifier([2], [X], dropout=2), ["dropout=2", "from 0 to less than 1"]),
+    (lambda: estimator.DNNClassifier([2], [X], dropout="a"), ["dropout='a'", "from 0 to less than 1"]),
+    (lambda: estimator.DNNClassifier([2], [X], activation_fn="no"), ["activation_fn='no'", "no such activation"]),
+    (lambda: estimator.DNNClassifier([2], [X], activation_fn=3), ["activation_fn=3", "no such activation"]),
+    (lambda: estimator.DNNClassifier([2], [X], batch_norm=3), ["batch_norm=3", "True or False"]),
+    (lambda: estimator.DNNEstimator(3, [2], [X]), ["head=3", "must be a head"]),
+    (lambda: estimator.LinearEstimator(3, [X]), ["head=3", "must be a head"]),
+    (lambda: estimator.BaselineEstimator(None), ["head=None", "must be a head"]),
+    (lambda: estimator.DNNLinearCombinedClassifier(), ["linear_feature_columns=None", "no features"]),
+    (lambda: estimator.DNNLinearCombinedClassifier(dnn_feature_columns=[X]), ["hidden_units=None", "a list"]),
 )
-def test_arguments_that_are_refused(make, words):
-    """Each has a typed error at once."""
-    with refused(InvalidArgumentError, words):
-        make()
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "words"),
-    [
-        ("unknown", ["optimizer='unknown'", "must be an optimizer of Keras"]),
-        (3, ["optimizer=3", "must be an optimizer of Keras"]),
-        (lambda: 3, ["optimizer=", "must be an optimizer of Keras"]),
-    ],
+test_optimizers_that_are_refused = refusals(
+    InvalidArgumentError,
+    ("unknown", ["optimizer='unknown'", "must be an optimizer of Keras"]),
+    (3, ["optimizer=3", "must be an optimizer of Keras"]),
+    (lambda: 3, ["optimizer=", "must be an optimizer of Keras"]),
+    call=lambda optimizer: creator_of(optimizer)(),
 )
-def test_optimizers_that_are_refused(optimizer, words):
-    """They are no names, no optimizers and no functions that create one."""
-    with refused(InvalidArgumentError, words):
-        creator_of(optimizer)()
 
 
 def test_optimizers_of_all_kinds():
@@ -71,51 +64,28 @@ def test_optimizers_of_all_kinds():
     assert isinstance(creator_of(lambda: tf1.train.AdamOptimizer(0.5))(), keras.optimizers.Adam)
 
 
-@pytest.mark.parametrize(
-    ("make", "data", "error", "words"),
-    [
-        (
-            lambda folder: estimator.LinearClassifier([X], folder),
-            [(np.ones(2, "float32"), np.array([0, 1]))],
-            InputError,
-            ["features=", "must be a dict"],
-        ),
-        (
-            lambda folder: estimator.LinearClassifier([X], folder),
-            [DATA[0][0]],
-            InputError,
-            ["labels=None in mode 'train'", "a loss needs labels"],
-        ),
-        (
-            lambda folder: estimator.LinearClassifier([X], folder, sparse_combiner="other"),
-            DATA,
-            InvalidArgumentError,
-            ["sparse_combiner='other'", "must be"],
-        ),
-        (
-            lambda folder: estimator.DNNClassifier([2], [WORD], folder),
-            [({"s": np.array(["a", "b"])}, np.array([0, 1]))],
-            InvalidArgumentError,
-            ["is not dense", "indicator_column"],
-        ),
-        (
-            lambda folder: estimator.BaselineClassifier(folder),
-            [({}, np.array([0, 1]))],
-            InputError,
-            ["features={}", "no number of rows"],
-        ),
-        (
-            lambda folder: estimator.LinearClassifier([X], folder),
-            [({"y": np.ones(2)}, np.array([0, 1]))],
-            InvalidArgumentError,
-            ["the feature 'x' of a column", "the features are ['y']"],
-        ),
-    ],
+def trained(case):
+    """Trains a model with a batch."""
+    case[0](model_dir="model").train(lambda: [case[1]])
+
+
+test_data_that_does_not_fit = refusals(
+    InputError,
+    ((X_MODEL, (np.ones(2, "float32"), LABELS)), ["features=", "must be a dict"]),
+    ((X_MODEL, DATA[0][0]), ["labels=None in mode 'train'", "a loss needs labels"]),
+    ((estimator.BaselineClassifier, ({}, LABELS)), ["features={}", "no number of rows"]),
+    call=trained,
 )
-def test_data_that_does_not_fit(make, data, error, words, tmp_path):
-    """The error of a training says what is missing."""
-    with refused(error, words):
-        make(str(tmp_path)).train(lambda: data)
+test_columns_that_do_not_fit = refusals(
+    InvalidArgumentError,
+    ((functools.partial(X_MODEL, sparse_combiner="other"), DATA[0]), ["sparse_combiner='other'", "must be"]),
+    (
+        (functools.partial(estimator.DNNClassifier, [2], [WORD]), ({"s": np.array(["a", "b"])}, LABELS)),
+        ["is not dense", "indicator_column"],
+    ),
+    ((X_MODEL, ({"y": np.ones(2)}, LABELS)), ["the feature 'x' of a column", "the features are ['y']"]),
+    call=trained,
+)
 
 
 def test_dropout_and_normalization_in_training_alone(tmp_path):
@@ -126,16 +96,6 @@ def test_dropout_and_normalization_in_training_alone(tmp_path):
     model.train(lambda: DATA * 2)
     assert model.evaluate(lambda: DATA)["loss"] == model.evaluate(lambda: DATA)["loss"]
     assert any("batchnorm_0/moving_mean" in name for name in model.get_variable_names())
-
-
-def test_baseline_predicts_the_share(tmp_path):
-    """After many steps, the constant is the share of the labels, whatever the features."""
-    config = estimator.RunConfig(str(tmp_path), save_summary_steps=None, log_step_count_steps=None)
-    features, labels = {"x": np.arange(4.0)}, np.array([1, 1, 1, 0])
-    model = estimator.BaselineClassifier(config=config, optimizer=lambda: keras.optimizers.SGD(1.0))
-    model.train(lambda: [(features, labels)] * 100)
-    found = [row["probabilities"][1] for row in model.predict(lambda: [features])]
-    np.testing.assert_allclose(found, [0.75] * 4, atol=1e-3)
 
 
 @pytest.mark.parametrize("rate", [0.1, keras.optimizers.schedules.ExponentialDecay(0.1, 10, 1.0)])

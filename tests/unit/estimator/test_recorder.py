@@ -4,12 +4,10 @@ import numpy as np
 from event_files import written
 from one_weight import made, model_fn, rows
 
-import phalanx.estimator as estimator
 from phalanx import summary
 
 
 def summing_fn(features, labels, mode):
-    """The model, with a summary."""
     spec = model_fn(features, labels, mode)
     summary.scalar("mine", spec.loss)
     return spec
@@ -33,4 +31,3 @@ def test_no_summaries_of_the_model_function(tmp_path):
         assert not list((tmp_path / str(steps)).glob("events*"))
     model.evaluate(rows(1))
     assert set(written(tmp_path / "None/eval")) == {"loss", "checkpoint_path"}
-    assert isinstance(model, estimator.Estimator)

@@ -6,7 +6,8 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from one_weight import WEIGHT_AFTER, X, Y, made, refused, rows
+from one_weight import WEIGHT_AFTER, X, Y, made, rows
+from refusals import refused
 
 import phalanx.estimator as estimator
 from phalanx import feature_column
@@ -18,31 +19,20 @@ RECEIVE = estimator.export.build_raw_serving_input_receiver_fn({"x": X["x"]})
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """An Estimator after two steps."""
     return made(tmp_path_factory.mktemp("model")).train(rows(2))
 
 
 @pytest.fixture(scope="module")
 def folder(model):
-    """Its export."""
     return model.export_saved_model(Path(model.model_dir) / "export", RECEIVE)
 
 
-@pytest.fixture(scope="module")
-def loaded(folder):
-    """The loaded export."""
-    return estimator.load_saved_model(folder)
-
-
-def test_any_number_of_rows(loaded):
-    """The export predicts as the model does, for arrays and lists."""
+def test_any_number_of_rows(folder):
+    """The export predicts as the model does, for arrays and lists, and refuses other names, shapes and types."""
+    loaded = estimator.load_saved_model(folder)
     for x in (X["x"], [1.0, 2.0, 5.0], np.array([3])):
         np.testing.assert_allclose(loaded.predict({"x": x})["output"], np.multiply(x, WEIGHT_AFTER[2]), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("features", "words"),
-    [
+    for features, words in (
         ({"y": Y}, ["features of the names ['y']", "the model takes ['x']"]),
         (Y, ["features of the names ['']", "the model takes ['x']"]),
         (None, ["features of the names ['']", "the model takes ['x']"]),
@@ -51,28 +41,24 @@ def test_any_number_of_rows(loaded):
         ({"x": np.ones(0)}, ["the feature 'x' of the shape (0,)", "one row per example"]),
         ({"x": ["a", "b"]}, ["the feature 'x'", "no array of float32"]),
         ({"x": [[1.0], [2.0, 3.0]]}, ["the feature 'x'", "no array of float32"]),
-    ],
-)
-def test_features_that_are_refused(features, words, loaded):
-    """They have other names, shapes or types than those of the export."""
-    with refused(InputError, words):
-        loaded.predict(features)
+    ):
+        with refused(InputError, words):
+            loaded.predict(features)
 
 
-@pytest.mark.parametrize("name", ["program.bin", "signature.json", "variables.safetensors"])
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"abc"])
-def test_incomplete_exports_are_refused(name, content, folder, tmp_path):
+def test_incomplete_exports_are_refused(content, folder, tmp_path):
     """A file that is missing or damaged is an error that names the folder."""
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    (copy / name).unlink()
-    if content is not None:
-        (copy / name).write_bytes(content)
-    with refused(CheckpointError, ["load_saved_model(", "no exported model, or an incomplete one", "has returned"]):
-        estimator.load_saved_model(copy)
+    for name in ("program.bin", "signature.json", "variables.safetensors"):
+        copy = shutil.copytree(folder, tmp_path / name)
+        (copy / name).unlink()
+        if content is not None:
+            (copy / name).write_bytes(content)
+        with refused(CheckpointError, ["load_saved_model(", "no exported model, or an incomplete one", "has returned"]):
+            estimator.load_saved_model(copy)
 
 
 def test_folders_without_an_export(tmp_path):
-    """Folders and paths that are none."""
     for path in (tmp_path, tmp_path / "nothing"):
         with refused(CheckpointError, ["no exported model"]):
             estimator.load_saved_model(path)
@@ -80,26 +66,19 @@ def test_folders_without_an_export(tmp_path):
         estimator.load_saved_model(3)
 
 
-@pytest.mark.parametrize(
-    ("receive", "assets", "words"),
-    [
+def test_failed_export_leaves_nothing(model, tmp_path):
+    """Each wrong argument has a typed error, and the next export works."""
+    for receive, assets, words in (
         (lambda: 3, None, ["the result of serving_input_receiver_fn=3", "ServingInputReceiver"]),
         (RECEIVE, 3, ["assets_extra=3", "a dict from paths to paths"]),
         (RECEIVE, {"a": 3}, ["assets_extra=3", "must be a path"]),
         (RECEIVE, {"a": "/nowhere"}, ["assets_extra={'a': '/nowhere'}", "cannot be copied"]),
         (RECEIVE, {"../a": __file__}, ["assets_extra={'../a'", "out of the export"]),
         (RECEIVE, {"/a": __file__}, ["assets_extra={'/a'", "out of the export"]),
-    ],
-)
-def test_failed_export_leaves_nothing(receive, assets, words, model, tmp_path):
-    """Each wrong argument has a typed error, and the next export works."""
-    with refused(InvalidArgumentError, words):
-        model.export_saved_model(tmp_path, receive, assets)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_folder_that_cannot_be_written(model):
-    """It is named."""
+    ):
+        with refused(InvalidArgumentError, words):
+            model.export_saved_model(tmp_path, receive, assets)
+        assert list(tmp_path.iterdir()) == []
     with refused(CheckpointError, ["export_dir_base='/proc/nowhere'", "cannot be written"]):
         model.export_saved_model("/proc/nowhere", RECEIVE)
 
@@ -144,8 +123,7 @@ def test_text_features_and_classes(tmp_path):
     model = estimator.LinearClassifier([word], config=config, label_vocabulary=["no", "yes"])
     features = {"s": np.array(["a", "b", "b"])}
     model.train(lambda: [(features, np.array(["no", "yes", "yes"]))] * 5)
-    spec = {"s": np.empty((), object)}
-    receive = estimator.export.build_parsing_serving_input_receiver_fn(spec)
+    receive = estimator.export.build_parsing_serving_input_receiver_fn({"s": np.empty((), object)})
     wanted = [row["classes"].tolist() for row in model.predict(lambda: [features])]
     for exported in (model, estimator.add_metrics(model, lambda: {})):
         path = exported.export_saved_model(tmp_path / "export", receive)
@@ -154,22 +132,15 @@ def test_text_features_and_classes(tmp_path):
 
 
 def test_library_that_is_missing(monkeypatch, folder):
-    """The error names it."""
     with monkeypatch.context() as patch:
         patch.setattr(saved_model.importlib.util, "find_spec", lambda name: None)
         with refused(MissingDependencyError, ["an exported model", "the library flatbuffers"]):
             estimator.load_saved_model(folder)
 
 
-def scaled(x):
-    """A normalizer that no other program knows."""
-    return (x - 2) / 3
-
-
-@pytest.mark.parametrize("normalizer_fn", [lambda x: (x - 2) / 3, scaled])
-def test_normalizers_are_in_the_program(tmp_path, normalizer_fn):
+def test_normalizers_are_in_the_program(tmp_path):
     """An export loads without the functions that normalize its numbers, also those of buckets."""
-    number = feature_column.numeric_column("x", normalizer_fn=normalizer_fn)
+    number = feature_column.numeric_column("x", normalizer_fn=lambda x: (x - 2) / 3)
     buckets = feature_column.bucketized_column(number, [-0.5, 0.5])
     columns = [number, buckets, feature_column.embedding_column(buckets, 2)]
     model = estimator.DNNRegressor([4], columns, tmp_path / "model")

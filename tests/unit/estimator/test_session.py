@@ -1,23 +1,18 @@
 """Hooks, and what they see of a step."""
 
-import pytest
-from one_weight import refused
+from refusals import refused
 
 import phalanx.estimator as estimator
 from phalanx.errors import InvalidArgumentError
 from phalanx.estimator.session import checked_hooks
 
 
-def test_steps_have_no_placeholders():
-    """`feed_dict` is refused."""
-    assert estimator.SessionRunArgs({"a": "loss"}).fetches == {"a": "loss"}
+def test_requests_to_stop_are_remembered():
+    """A context knows whether a hook wants to stop, and what the loop fetches; there is no `feed_dict`."""
+    args = estimator.SessionRunArgs({"a": "loss"})
+    assert args.fetches == {"a": "loss"}
     with refused(InvalidArgumentError, ["feed_dict={'x': 3}", "no placeholders"]):
         estimator.SessionRunArgs("loss", feed_dict={"x": 3})
-
-
-def test_requests_to_stop_are_remembered():
-    """A context knows whether a hook wants to stop, and what the loop fetches."""
-    args = estimator.SessionRunArgs("loss")
     context = estimator.SessionRunContext(args, session=None)
     assert not context.stop_requested
     context.request_stop()
@@ -26,16 +21,12 @@ def test_requests_to_stop_are_remembered():
     assert estimator.SessionRunValues([1]).results == [1]
 
 
-def test_base_hook_does_nothing():
-    """Every method may be left out."""
+def test_hooks_of_another_class():
+    """They are refused, and None is no hooks. Every method of a hook may be left out."""
     hook = estimator.SessionRunHook()
     assert hook.begin() is hook.after_create_session(None, None) is hook.before_run(None) is None
     assert hook.after_run(None, None) is hook.end(None) is None
-
-
-@pytest.mark.parametrize("hooks", [3, [3], [estimator.SessionRunHook(), "a"]])
-def test_hooks_of_another_class(hooks):
-    """They are refused, and None is no hooks."""
     assert checked_hooks("hooks", None) == ()
-    with refused(InvalidArgumentError, ["hooks=", "is not a SessionRunHook"]):
-        checked_hooks("hooks", hooks)
+    for hooks in (3, [3], [estimator.SessionRunHook(), "a"]):
+        with refused(InvalidArgumentError, ["hooks=", "is not a SessionRunHook"]):
+            checked_hooks("hooks", hooks)

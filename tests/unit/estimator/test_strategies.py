@@ -18,7 +18,7 @@ def test_tasks_that_do_not_train_have_no_strategy(monkeypatch):
     """Neither the evaluator, nor a worker of a chief with parameter servers."""
     cluster = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
     for task_type in ("evaluator", "worker", "ps"):
+        config = {"cluster": cluster, "task": {"type": task_type, "index": 0}}
         with monkeypatch.context() as patch:
-            config = {"cluster": cluster, "task": {"type": task_type, "index": 0}}
             patch.setenv("TF_CONFIG", json.dumps(config))
             assert default_strategy(estimator.RunConfig()) is None

@@ -3,15 +3,14 @@
 import keras
 import numpy as np
 import pytest
-from one_weight import WEIGHT_AFTER, X, Y, model_fn, refused
+from one_weight import WEIGHT_AFTER, X, Y, model_fn
+from refusals import refusals, refused
 
 import phalanx
 import phalanx.testing
 from phalanx.errors import InvalidArgumentError
 from phalanx.estimator import ModeKeys, Scaffold, StopAtStepHook, TaskType, tf1, tpu
 from phalanx.estimator.config import RunConfig
-
-QUIET = {"save_summary_steps": None, "log_step_count_steps": None}
 
 
 @pytest.fixture
@@ -24,71 +23,60 @@ def resolver():
 
 def made(folder, resolver, fn=model_fn, **options):
     """A quiet TPUEstimator for 16 rows."""
-    config = tpu.RunConfig(cluster=resolver, **QUIET)
+    config = tpu.RunConfig(cluster=resolver, save_summary_steps=None, log_step_count_steps=None)
     return tpu.TPUEstimator(fn, str(folder), config, **{"train_batch_size": 16, **options})
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"iterations_per_loop": 0}, ["iterations_per_loop=0", "positive"]),
-        ({"iterations_per_loop": "10s"}, ["iterations_per_loop='10s'", "integer"]),
-        ({"num_shards": 0}, ["num_shards=0", "positive"]),
-        ({"num_cores_per_replica": 2}, ["num_cores_per_replica=2", "a device assignment"]),
-        ({"per_host_input_for_training": False}, ["per_host_input_for_training=False", "a host calls"]),
-        ({"per_host_input_for_training": 4}, ["per_host_input_for_training=4", "a host calls"]),
-        ({"tpu_job_name": "worker"}, ["tpu_job_name='worker'", "the resolver"]),
-        ({"initial_infeed_sleep_secs": 3}, ["initial_infeed_sleep_secs=3", "batches wait"]),
-        ({"input_partition_dims": [[1, 2]]}, ["input_partition_dims=[[1, 2]]", "splits its arrays itself"]),
-        ({"eval_training_input_configuration": 5}, ["eval_training_input_configuration=5", "batches of its own"]),
-        ({"experimental_host_call_every_n_steps": 2}, ["experimental_host_call_every_n_steps=2", "no host calls"]),
-        ({"experimental_allow_per_host_v2_parallel_get_next": True}, ["parallel_get_next=True", "in order"]),
-        ({"experimental_feed_hook": print}, ["experimental_feed_hook=", "the strategy feeds"]),
-    ],
+test_tpu_options_that_are_refused = refusals(
+    InvalidArgumentError,
+    ({"iterations_per_loop": 0}, ["iterations_per_loop=0", "positive"]),
+    ({"iterations_per_loop": "10s"}, ["iterations_per_loop='10s'", "integer"]),
+    ({"num_shards": 0}, ["num_shards=0", "positive"]),
+    ({"num_cores_per_replica": 2}, ["num_cores_per_replica=2", "a device assignment"]),
+    ({"per_host_input_for_training": False}, ["per_host_input_for_training=False", "a host calls"]),
+    ({"per_host_input_for_training": 4}, ["per_host_input_for_training=4", "a host calls"]),
+    ({"tpu_job_name": "worker"}, ["tpu_job_name='worker'", "the resolver"]),
+    ({"initial_infeed_sleep_secs": 3}, ["initial_infeed_sleep_secs=3", "batches wait"]),
+    ({"input_partition_dims": [[1, 2]]}, ["input_partition_dims=[[1, 2]]", "splits its arrays itself"]),
+    ({"eval_training_input_configuration": 5}, ["eval_training_input_configuration=5", "batches of its own"]),
+    ({"experimental_host_call_every_n_steps": 2}, ["experimental_host_call_every_n_steps=2", "no host calls"]),
+    ({"experimental_allow_per_host_v2_parallel_get_next": True}, ["parallel_get_next=True", "in order"]),
+    ({"experimental_feed_hook": print}, ["experimental_feed_hook=", "the strategy feeds"]),
+    call=lambda options: tpu.TPUConfig(**options),
 )
-def test_tpu_options_that_are_refused(options, words):
-    """Each has a typed error."""
-    with refused(InvalidArgumentError, words):
-        tpu.TPUConfig(**options)
 
 
-def test_kinds_of_input_that_are_alike():
-    """A host calls the input function once, whatever the name for it."""
-    for kind in (True, tpu.InputPipelineConfig.PER_HOST_V1, tpu.InputPipelineConfig.PER_HOST_V2):
-        assert tpu.TPUConfig(per_host_input_for_training=kind).per_host_input_for_training == kind
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"tpu_config": 3}, ["tpu_config=3", "must be a TPUConfig"]),
-        ({"master": "grpc://a:1"}, ["master='grpc://a:1'", "a resolver"]),
-        ({"evaluation_master": "grpc://a:1"}, ["evaluation_master=", "where the training does"]),
-        ({"cluster": "local"}, ["cluster='local'", "must be a ClusterResolver"]),
-        ({"session_config": 3}, ["session_config=3", "no session"]),
-    ],
+RUN_OPTIONS = [
+    ({"tpu_config": 3}, ["tpu_config=3", "must be a TPUConfig"]),
+    ({"master": "grpc://a:1"}, ["master='grpc://a:1'", "a resolver"]),
+    ({"evaluation_master": "grpc://a:1"}, ["evaluation_master=", "where the training does"]),
+    ({"cluster": "local"}, ["cluster='local'", "must be a ClusterResolver"]),
+    ({"session_config": 3}, ["session_config=3", "no session"]),
+]
+test_run_options_that_are_refused = refusals(
+    InvalidArgumentError, *RUN_OPTIONS, call=lambda options: tpu.RunConfig(**options)
 )
-def test_run_options_that_are_refused(options, words):
-    """Each has a typed error, in the constructor and in `replace`."""
-    with refused(InvalidArgumentError, words):
-        tpu.RunConfig(**options)
-    with refused(InvalidArgumentError, words):
-        tpu.RunConfig().replace(**options)
+test_replacements_that_are_refused = refusals(
+    InvalidArgumentError, *RUN_OPTIONS, call=lambda options: tpu.RunConfig().replace(**options)
+)
 
 
 def test_run_config_is_one_of_an_estimator():
     """It has the options of `RunConfig`, and keeps its own in `replace`."""
     config = tpu.RunConfig(model_dir="model", tpu_config=tpu.TPUConfig(7), save_checkpoints_steps=None)
     assert isinstance(config, RunConfig)
+    # A host calls the input function once, whatever the name for it.
+    for kind in (True, tpu.InputPipelineConfig.PER_HOST_V1, tpu.InputPipelineConfig.PER_HOST_V2):
+        assert tpu.TPUConfig(per_host_input_for_training=kind).per_host_input_for_training == kind
     other = config.replace(save_checkpoints_steps=3)
     assert isinstance(other, tpu.RunConfig)
     assert (other.model_dir, other.save_checkpoints_steps, other.tpu_config.iterations_per_loop) == ("model", 3, 7)
     assert other.task_type == TaskType.WORKER
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_arguments_that_are_refused(resolver, tmp_path):
+    given = {"model_fn": model_fn, "model_dir": str(tmp_path), "config": tpu.RunConfig(cluster=resolver)}
+    for options, words in (
         ({"batch_axis": (0, 0)}, ["batch_axis=(0, 0)", "only None"]),
         ({"export_to_tpu": False}, ["export_to_tpu=False", "only True"]),
         ({"export_to_cpu": False}, ["export_to_cpu=False", "only True"]),
@@ -101,14 +89,14 @@ def test_run_config_is_one_of_an_estimator():
         ({"train_batch_size": 12}, ["train_batch_size=12", "8 replicas", "train_batch_size=16"]),
         ({"eval_batch_size": 0}, ["eval_batch_size=0", "positive"]),
         ({"config": tpu.RunConfig(tpu_config=tpu.TPUConfig(num_shards=4))}, ["num_shards=4", "8 replicas"]),
-    ],
-)
-def test_arguments_that_are_refused(options, words, resolver, tmp_path):
-    """Each has a typed error."""
-    with refused(InvalidArgumentError, words):
-        tpu.TPUEstimator(
-            **{"model_fn": model_fn, "model_dir": str(tmp_path), "config": tpu.RunConfig(cluster=resolver), **options}
-        )
+    ):
+        with refused(InvalidArgumentError, words):
+            tpu.TPUEstimator(**{**given, **options})
+    # The mode that needs a batch size says so.
+    model = made(tmp_path, resolver, train_batch_size=None)
+    for mode, call in (("train", model.train), ("eval", model.evaluate), ("predict", lambda fn: [*model.predict(fn)])):
+        with refused(InvalidArgumentError, [f"{mode}_batch_size=None", "the input_fn needs it"]):
+            call(lambda: [(X, Y)])
 
 
 def test_batch_sizes_of_the_modes(resolver, tmp_path):
@@ -136,15 +124,6 @@ def test_batch_sizes_of_the_modes(resolver, tmp_path):
     assert model.params == {"other": 1}
 
 
-@pytest.mark.parametrize("mode", ["eval", "predict", "train"])
-def test_batch_size_that_is_missing(mode, resolver, tmp_path):
-    """The mode that needs it raises an error."""
-    model = made(tmp_path, resolver, train_batch_size=None)
-    calls = {"train": model.train, "eval": model.evaluate, "predict": lambda fn: next(model.predict(fn))}
-    with refused(InvalidArgumentError, [f"{mode}_batch_size=None", "the input_fn needs it"]):
-        calls[mode](lambda: [(X, Y)])
-
-
 def test_devices_of_the_modes(resolver, tmp_path):
     """With `use_tpu=False` the first device trains; with `eval_on_tpu=False` it evaluates."""
     model = made(tmp_path, resolver, eval_on_tpu=False, eval_batch_size=4)
@@ -167,30 +146,18 @@ def test_metrics_and_scaffold_of_a_spec():
         assert spec.metrics["sum"].name == "1_2"
     scaffold, hook = Scaffold(), StopAtStepHook(3)
     spec = tpu.TPUEstimatorSpec(
-        ModeKeys.TRAIN,
-        loss=loss,
-        train_op=print,
-        eval_metrics=(metric_fn, [1, 2]),
-        scaffold_fn=lambda: scaffold,
-        training_hooks=[hook],
+        ModeKeys.TRAIN, None, loss, print, (metric_fn, [1, 2]), scaffold_fn=lambda: scaffold, training_hooks=[hook]
     )
-    assert spec.metrics == {}
-    assert spec.scaffold is scaffold
-    assert spec.training_hooks == (hook,)
+    assert (spec.metrics, spec.scaffold, spec.training_hooks) == ({}, scaffold, (hook,))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"host_call": (print, [])}, ["host_call=", "does not call the host"]),
-        ({"eval_metrics": print}, ["eval_metrics=", "must be a pair"]),
-        ({"eval_metrics": (print, 3)}, ["eval_metrics=", "must be a pair"]),
-    ],
+test_spec_options_that_are_refused = refusals(
+    InvalidArgumentError,
+    ({"host_call": (print, [])}, ["host_call=", "does not call the host"]),
+    ({"eval_metrics": print}, ["eval_metrics=", "must be a pair"]),
+    ({"eval_metrics": (print, 3)}, ["eval_metrics=", "must be a pair"]),
+    call=lambda options: tpu.TPUEstimatorSpec(ModeKeys.EVAL, loss=keras.ops.convert_to_tensor(1.0), **options),
 )
-def test_spec_options_that_are_refused(options, words):
-    """Each has a typed error."""
-    with refused(InvalidArgumentError, words):
-        tpu.TPUEstimatorSpec(ModeKeys.EVAL, loss=keras.ops.convert_to_tensor(1.0), **options)
 
 
 def test_cross_shard_optimizer_is_the_optimizer():

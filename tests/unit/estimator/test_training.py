@@ -1,10 +1,10 @@
 """`train_and_evaluate`: its arguments, and the evaluator."""
 
 import json
-import threading
 
 import pytest
-from one_weight import made, refused, rows
+from one_weight import made, rows
+from refusals import refusals
 
 import phalanx.estimator as estimator
 from phalanx.errors import InvalidArgumentError
@@ -14,16 +14,12 @@ from phalanx.estimator import training
 class Named(estimator.Exporter):
     """Notes its calls."""
 
-    def __init__(self, name):
-        self._name, self.calls = name, []
+    name = None
 
-    @property
-    def name(self):
-        """The name."""
-        return self._name
+    def __init__(self, name):
+        self.name, self.calls = name, []
 
     def export(self, estimator, export_path, checkpoint_path, eval_result, is_the_final_export):
-        """Notes the call."""
         self.calls.append((export_path, checkpoint_path, int(eval_result["global_step"]), is_the_final_export))
         return len(self.calls)
 
@@ -31,40 +27,33 @@ class Named(estimator.Exporter):
 TRAIN, EVAL = estimator.TrainSpec(rows(9), 3), estimator.EvalSpec(rows(2))
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda e: estimator.TrainSpec(None), ["input_fn=None", "not callable"]),
-        (lambda e: estimator.TrainSpec(rows(), 0), ["max_steps=0", "positive"]),
-        (lambda e: estimator.TrainSpec(rows(), hooks=[3]), ["hooks=[3]", "not a SessionRunHook"]),
-        (lambda e: estimator.TrainSpec(rows(), saving_listeners=3), ["a saving listener=3", "CheckpointSaverListener"]),
-        (lambda e: estimator.EvalSpec(3), ["input_fn=3", "not callable"]),
-        (lambda e: estimator.EvalSpec(rows(), 0), ["steps=0", "positive"]),
-        (lambda e: estimator.EvalSpec(rows(), name=3), ["name=3", "must be a str"]),
-        (lambda e: estimator.EvalSpec(rows(), hooks=3), ["hooks=3", "not a SessionRunHook"]),
-        (lambda e: estimator.EvalSpec(rows(), exporters=3), ["exporters=3", "3 is not an exporter"]),
-        (lambda e: estimator.EvalSpec(rows(), exporters=[Named("a"), 3]), ["exporters=", "3 is not an exporter"]),
-        (
-            lambda e: estimator.EvalSpec(rows(), exporters=[Named("a"), Named("a")]),
-            ["exporters of the names ['a', 'a']", "a name of its own"],
-        ),
-        (lambda e: estimator.EvalSpec(rows(), throttle_secs=-1), ["throttle_secs=-1", "more than 0"]),
-        (lambda e: estimator.EvalSpec(rows(), throttle_secs=None), ["throttle_secs=None", "a number of seconds"]),
-        (lambda e: estimator.EvalSpec(rows(), start_delay_secs="a"), ["start_delay_secs='a'", "more than 0"]),
-        (lambda e: estimator.train_and_evaluate(3, TRAIN, EVAL), ["estimator=3", "must be an Estimator"]),
-        (lambda e: estimator.train_and_evaluate(e, 3, EVAL), ["train_spec=3", "must be a TrainSpec"]),
-        (lambda e: estimator.train_and_evaluate(e, TRAIN, 3), ["eval_spec=3", "must be an EvalSpec"]),
-    ],
+test_arguments_that_are_refused = refusals(
+    InvalidArgumentError,
+    (lambda e: estimator.TrainSpec(None), ["input_fn=None", "not callable"]),
+    (lambda e: estimator.TrainSpec(rows(), 0), ["max_steps=0", "positive"]),
+    (lambda e: estimator.TrainSpec(rows(), hooks=[3]), ["hooks=[3]", "not a SessionRunHook"]),
+    (lambda e: estimator.TrainSpec(rows(), saving_listeners=3), ["a saving listener=3", "CheckpointSaverListener"]),
+    (lambda e: estimator.EvalSpec(3), ["input_fn=3", "not callable"]),
+    (lambda e: estimator.EvalSpec(rows(), 0), ["steps=0", "positive"]),
+    (lambda e: estimator.EvalSpec(rows(), name=3), ["name=3", "must be a str"]),
+    (lambda e: estimator.EvalSpec(rows(), hooks=3), ["hooks=3", "not a SessionRunHook"]),
+    (lambda e: estimator.EvalSpec(rows(), exporters=3), ["exporters=3", "3 is not an exporter"]),
+    (lambda e: estimator.EvalSpec(rows(), exporters=[Named("a"), 3]), ["exporters=", "3 is not an exporter"]),
+    (
+        lambda e: estimator.EvalSpec(rows(), exporters=[Named("a"), Named("a")]),
+        ["exporters of the names ['a', 'a']", "a name of its own"],
+    ),
+    (lambda e: estimator.EvalSpec(rows(), throttle_secs=-1), ["throttle_secs=-1", "more than 0"]),
+    (lambda e: estimator.EvalSpec(rows(), throttle_secs=None), ["throttle_secs=None", "a number of seconds"]),
+    (lambda e: estimator.EvalSpec(rows(), start_delay_secs="a"), ["start_delay_secs='a'", "more than 0"]),
+    (lambda e: estimator.train_and_evaluate(3, TRAIN, EVAL), ["estimator=3", "must be an Estimator"]),
+    (lambda e: estimator.train_and_evaluate(e, 3, EVAL), ["train_spec=3", "must be a TrainSpec"]),
+    (lambda e: estimator.train_and_evaluate(e, TRAIN, 3), ["eval_spec=3", "must be an EvalSpec"]),
+    call=lambda call: call(made("model")),
 )
-def test_arguments_that_are_refused(call, words, tmp_path):
-    """Each has a typed error."""
-    with refused(InvalidArgumentError, words):
-        call(made(tmp_path))
 
 
 def test_error_of_an_exporter_reaches_the_caller(tmp_path):
-    """It ends the training."""
-
     class Fails(Named):
         def export(self, *args, **kwargs):
             raise OSError("no space")
@@ -88,34 +77,22 @@ def test_listeners_of_the_training_are_called(tmp_path):
         model, spec, estimator.EvalSpec(rows(2), throttle_secs=0, exporters=exporter)
     )
     assert calls == [0, 2, 3]
-    paths = [str(tmp_path / f"model.ckpt-{step}") for step in (2, 3)]
-    folder = str(tmp_path / "export/one")
-    assert exporter.calls == [(folder, paths[0], 2, False), (folder, paths[1], 3, True)]
+    assert exporter.calls == [
+        (f"{tmp_path}/export/one", f"{tmp_path}/model.ckpt-{step}", step, step == 3) for step in (2, 3)
+    ]
     assert (metrics["global_step"], results) == (3, [2])
 
 
-def evaluator_of(monkeypatch, tmp_path, exporter, max_steps):
-    """Runs the evaluator of a cluster on checkpoints that exist, with a deadline."""
+@pytest.mark.parametrize(("max_steps", "has_ended"), [(3, False), (99, True)])
+def test_evaluator_ends_with_the_training(max_steps, has_ended, monkeypatch, tmp_path):
+    """If the latest checkpoint has `max_steps`, or the training says that it has ended, its evaluation is the last one."""
     config = {"cluster": {"chief": ["localhost:1"]}, "task": {"type": "evaluator", "index": 0}}
-    model = made(tmp_path).train(rows(9), steps=3)
+    model, exporter = made(tmp_path).train(rows(9), steps=3), Named("a")
     with monkeypatch.context() as patch:
         patch.setenv("TF_CONFIG", json.dumps(config))
         patch.setattr(training, "_POLL_S", 0.01)
+        if has_ended:
+            patch.setattr(training.cluster_training, "has_ended", lambda: True)
         spec = estimator.EvalSpec(rows(2), exporters=exporter, start_delay_secs=0, throttle_secs=0)
-        return estimator.train_and_evaluate(model, estimator.TrainSpec(rows(9), max_steps), spec)
-
-
-def test_evaluator_ends_with_the_last_step(monkeypatch, tmp_path):
-    """If the latest checkpoint has `max_steps`, its evaluation is the last one."""
-    exporter = Named("a")
-    assert evaluator_of(monkeypatch, tmp_path, exporter, 3) is None
-    assert [call[2:] for call in exporter.calls] == [(3, True)]
-
-
-def test_evaluator_ends_with_the_training(monkeypatch, tmp_path):
-    """If the training says that it has ended, the latest checkpoint is the last one, too."""
-    exporter, ended = Named("a"), threading.Event()
-    ended.set()
-    monkeypatch.setattr(training.cluster_training, "has_ended", ended.is_set)
-    assert evaluator_of(monkeypatch, tmp_path, exporter, 99) is None
+        assert estimator.train_and_evaluate(model, estimator.TrainSpec(rows(9), max_steps), spec) is None
     assert [call[2:] for call in exporter.calls] == [(3, True)]

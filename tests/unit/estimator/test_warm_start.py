@@ -3,7 +3,8 @@
 import keras
 import numpy as np
 import pytest
-from one_weight import WEIGHT_AFTER, made, model_fn, refused, rows
+from one_weight import WEIGHT_AFTER, made, model_fn, rows
+from refusals import refusals, refused
 
 import phalanx.estimator as estimator
 from phalanx.errors import CheckpointError, CheckpointMismatchError, InvalidArgumentError
@@ -12,7 +13,6 @@ from phalanx.train import load_checkpoint
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder of a model after two steps."""
     return made(tmp_path_factory.mktemp("model")).train(rows(2)).model_dir
 
 
@@ -45,10 +45,7 @@ def test_folder_gives_all_trainable_variables(folder, tmp_path):
         ({"vars_to_warm_start": "weight"}, {"weight": 1.75, "new": 5}),
         ({"vars_to_warm_start": ["weight"]}, {"weight": 1.75, "new": 5}),
         ({"vars_to_warm_start": "nothing"}, {"weight": 1, "new": 5}),
-        (
-            {"vars_to_warm_start": "new", "var_name_to_prev_var_name": {"new": "weight"}},
-            {"weight": 1, "new": 1.75},
-        ),
+        ({"vars_to_warm_start": "new", "var_name_to_prev_var_name": {"new": "weight"}}, {"weight": 1, "new": 1.75}),
     ],
 )
 def test_variables_that_are_asked_for(options, wanted, folder, tmp_path):
@@ -57,41 +54,27 @@ def test_variables_that_are_asked_for(options, wanted, folder, tmp_path):
     np.testing.assert_allclose([found[name] for name in wanted], list(wanted.values()), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_variables_that_do_not_fit(folder, tmp_path):
+    """The error names the variable, and what the checkpoint has. A checkpoint that does not exist is missed, too."""
+    renamed = {"vars_to_warm_start": "wide", "var_name_to_prev_var_name": {"wide": "weight"}}
+    for options, words in (
         ({}, ["a warm start of 'new'", "is not there", "'weight'", "vars_to_warm_start"]),
-        (
-            {"vars_to_warm_start": "wide", "var_name_to_prev_var_name": {"wide": "weight"}},
-            ["a warm start of 'wide'", "has the shape []", "the shape [3]"],
-        ),
-    ],
-)
-def test_variables_that_do_not_fit(options, words, folder, tmp_path):
-    """The error names the variable, and what the checkpoint has."""
-    with refused(CheckpointMismatchError, words):
-        made(tmp_path, larger_fn, warm_start_from=estimator.WarmStartSettings(folder, **options)).train(rows())
-
-
-def test_checkpoint_that_does_not_exist(tmp_path):
-    """It is missed when the training begins."""
+        (renamed, ["a warm start of 'wide'", "has the shape []", "the shape [3]"]),
+    ):
+        with refused(CheckpointMismatchError, words):
+            made(tmp_path, larger_fn, warm_start_from=estimator.WarmStartSettings(folder, **options)).train(rows())
     with refused(CheckpointError, ["nowhere", "no such file"]):
         made(tmp_path, warm_start_from="/nowhere/model").train(rows())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((3,), ["ckpt_to_initialize_from=3", "must be a path"]),
-        (("a", "("), ["vars_to_warm_start='('", "not a regular expression"]),
-        (("a", 3), ["vars_to_warm_start=3", "not a regular expression"]),
-        (("a", None), ["vars_to_warm_start=None", "not a regular expression"]),
-        (("a", ["b", 3]), ["vars_to_warm_start=3", "not a regular expression"]),
-        (("a", ".*", {"b": 3}), ["var_name_to_vocab_info={'b': 3}", "are not mapped"]),
-        (("a", ".*", None, 3), ["var_name_to_prev_var_name=3", "a dict from names to names"]),
-    ],
+test_settings_that_are_refused = refusals(
+    InvalidArgumentError,
+    ((3,), ["ckpt_to_initialize_from=3", "must be a path"]),
+    (("a", "("), ["vars_to_warm_start='('", "not a regular expression"]),
+    (("a", 3), ["vars_to_warm_start=3", "not a regular expression"]),
+    (("a", None), ["vars_to_warm_start=None", "not a regular expression"]),
+    (("a", ["b", 3]), ["vars_to_warm_start=3", "not a regular expression"]),
+    (("a", ".*", {"b": 3}), ["var_name_to_vocab_info={'b': 3}", "are not mapped"]),
+    (("a", ".*", None, 3), ["var_name_to_prev_var_name=3", "a dict from names to names"]),
+    call=lambda arguments: estimator.WarmStartSettings(*arguments),
 )
-def test_settings_that_are_refused(arguments, words):
-    """Each has a typed error."""
-    with refused(InvalidArgumentError, words):
-        estimator.WarmStartSettings(*arguments)

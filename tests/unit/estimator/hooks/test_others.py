@@ -1,33 +1,26 @@
 """Hooks that profile, wait, and compute something at the end."""
 
-import threading
-import time
+import types
 
 import jax
 import pytest
-from one_weight import made, refused, rows
+from one_weight import made, rows
+from refusals import refusals, refused
 
 import phalanx.estimator as estimator
 from phalanx.errors import InvalidArgumentError
 from phalanx.estimator.hooks import others
 
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: estimator.ProfilerHook(), ["every_secs=None and", "exactly one"]),
-        (lambda: estimator.ProfilerHook(1, output_dir=3), ["output_dir=3", "must be a path"]),
-        (lambda: estimator.ProfilerHook(1, show_dataflow=3), ["show_dataflow=3", "True or False"]),
-        (lambda: estimator.ProfilerHook(1, show_memory=3), ["show_memory=3", "True or False"]),
-        (lambda: estimator.GlobalStepWaiterHook("a"), ["wait_until_step='a'", "0 or more"]),
-        (lambda: estimator.GlobalStepWaiterHook(-1), ["wait_until_step=-1", "0 or more"]),
-        (lambda: estimator.FinalOpsHook("loss", 3), ["feed_dict=3", "no placeholders"]),
-    ],
+test_arguments_that_are_refused = refusals(
+    InvalidArgumentError,
+    (lambda: estimator.ProfilerHook(), ["every_secs=None and", "exactly one"]),
+    (lambda: estimator.ProfilerHook(1, output_dir=3), ["output_dir=3", "must be a path"]),
+    (lambda: estimator.ProfilerHook(1, show_dataflow=3), ["show_dataflow=3", "True or False"]),
+    (lambda: estimator.ProfilerHook(1, show_memory=3), ["show_memory=3", "True or False"]),
+    (lambda: estimator.GlobalStepWaiterHook("a"), ["wait_until_step='a'", "0 or more"]),
+    (lambda: estimator.GlobalStepWaiterHook(-1), ["wait_until_step=-1", "0 or more"]),
+    (lambda: estimator.FinalOpsHook("loss", 3), ["feed_dict=3", "no placeholders"]),
 )
-def test_arguments_that_are_refused(make, words):
-    """Each has a typed error."""
-    with refused(InvalidArgumentError, words):
-        make()
 
 
 @pytest.mark.slow
@@ -58,34 +51,29 @@ def test_step_that_fails_ends_its_profile(tmp_path):
         pass
 
 
-def test_waiting_for_another_process(tmp_path, monkeypatch, caplog):
-    """The first step waits until the number of steps is there; another thread stands for the other process."""
-    caplog.set_level("INFO", "phalanx")
-    monkeypatch.setattr(others, "_POLL_S", 0.01)
-    threads = []
+def test_waiting_for_another_process(tmp_path, monkeypatch):
+    """The first step waits until the number of steps is there. Here it comes once the hook says that it waits."""
+    steps, logged = [], []
 
     class Other(estimator.SessionRunHook):
-        """Assigns the number of steps a little later."""
-
         def after_create_session(self, session, coord):
-            def assign():
-                time.sleep(0.1)
-                session.graph.global_step.assign(5)
+            steps.append(session.graph.global_step)
 
-            threads.append(threading.Thread(target=assign))
-            threads[0].start()
+    def info(*message):
+        logged.append(message)
+        steps[0].assign(5)
 
+    monkeypatch.setattr(others, "_POLL_S", 0.01)
+    monkeypatch.setattr(others, "_log", types.SimpleNamespace(info=info))
     model = made(tmp_path).train(rows(1), [Other(), estimator.GlobalStepWaiterHook(5)])
-    threads[0].join(30)
     assert model.get_variable_value("global_step") == 6
-    assert "Waiting for step 5." in caplog.messages
+    assert logged == [("Waiting for step %d.", 5)]
 
 
 def test_values_at_the_end(tmp_path):
-    """Before, there are none."""
-    hook = estimator.FinalOpsHook({"loss": "loss", "weight": "weight"})
+    hook = estimator.FinalOpsHook({"loss": "loss", "weight": "weight", "step": "global_step"})
     assert hook.final_ops_values is None
     made(tmp_path).train(rows(2), [hook])
-    assert {name: float(value) for name, value in hook.final_ops_values.items()} == {"loss": 0.625, "weight": 1.75}
+    assert hook.final_ops_values == {"loss": 0.625, "weight": 1.75, "step": 2}
     with refused(InvalidArgumentError, ["fetches='nothing'"]):
         made(tmp_path).train(rows(1), [estimator.FinalOpsHook("nothing")])

@@ -5,49 +5,32 @@ import threading
 import numpy as np
 import pytest
 from event_files import written
-from one_weight import made, refused, rows
+from one_weight import made, rows, saved
+from refusals import refusals, refused
 
 import phalanx.estimator as estimator
 from phalanx import summary
 from phalanx.errors import InvalidArgumentError
 
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: estimator.CheckpointSaverHook(3, 1), ["checkpoint_dir=3", "must be a path"]),
-        (lambda: estimator.CheckpointSaverHook("a"), ["every_secs=None and", "exactly one"]),
-        (lambda: estimator.CheckpointSaverHook("a", 1, 1), ["every_secs=1 and", "exactly one"]),
-        (lambda: estimator.CheckpointSaverHook("a", 1, saver=3), ["saver=3", "must be a Saver"]),
-        (lambda: estimator.CheckpointSaverHook("a", 1, checkpoint_basename=3), ["checkpoint_basename=3", "a path"]),
-        (lambda: estimator.CheckpointSaverHook("a", 1, scaffold=3), ["scaffold=3", "what the graph has"]),
-        (lambda: estimator.CheckpointSaverHook("a", 1, listeners=3), ["a saving listener=3", "must be a"]),
-        (lambda: estimator.CheckpointSaverHook("a", 1, listeners=["b"]), ["a saving listener='b'", "must be a"]),
-        (lambda: estimator.SummarySaverHook(1), ["summary_op=None", "a dict from tags"]),
-        (lambda: estimator.SummarySaverHook(1, summary_op={"a": "b"}), ["without a writer", "no folder"]),
-        (
-            lambda: estimator.SummarySaverHook(1, output_dir=3, summary_op={"a": "b"}),
-            ["output_dir=3", "must be a path"],
-        ),
-        (
-            lambda: estimator.SummarySaverHook(1, output_dir="a", summary_op={"a": "b"}, scaffold=3),
-            ["scaffold=3", "has no summaries"],
-        ),
-        (
-            lambda: estimator.SummarySaverHook(output_dir="a", summary_op={"a": "b"}),
-            ["every_secs=None and", "exactly one"],
-        ),
-    ],
+test_arguments_that_are_refused = refusals(
+    InvalidArgumentError,
+    (lambda: estimator.CheckpointSaverHook(3, 1), ["checkpoint_dir=3", "must be a path"]),
+    (lambda: estimator.CheckpointSaverHook("a"), ["every_secs=None and", "exactly one"]),
+    (lambda: estimator.CheckpointSaverHook("a", 1, 1), ["every_secs=1 and", "exactly one"]),
+    (lambda: estimator.CheckpointSaverHook("a", 1, saver=3), ["saver=3", "must be a Saver"]),
+    (lambda: estimator.CheckpointSaverHook("a", 1, checkpoint_basename=3), ["checkpoint_basename=3", "a path"]),
+    (lambda: estimator.CheckpointSaverHook("a", 1, scaffold=3), ["scaffold=3", "what the graph has"]),
+    (lambda: estimator.CheckpointSaverHook("a", 1, listeners=3), ["a saving listener=3", "must be a"]),
+    (lambda: estimator.CheckpointSaverHook("a", 1, listeners=["b"]), ["a saving listener='b'", "must be a"]),
+    (lambda: estimator.SummarySaverHook(1), ["summary_op=None", "a dict from tags"]),
+    (lambda: estimator.SummarySaverHook(1, summary_op={"a": "b"}), ["without a writer", "no folder"]),
+    (lambda: estimator.SummarySaverHook(1, output_dir=3, summary_op={"a": "b"}), ["output_dir=3", "must be a path"]),
+    (
+        lambda: estimator.SummarySaverHook(1, output_dir="a", summary_op={"a": "b"}, scaffold=3),
+        ["scaffold=3", "has no summaries"],
+    ),
+    (lambda: estimator.SummarySaverHook(output_dir="a", summary_op={"a": "b"}), ["every_secs=None and", "exactly one"]),
 )
-def test_arguments_that_are_refused(make, words):
-    """Each has a typed error."""
-    with refused(InvalidArgumentError, words):
-        make()
-
-
-def saved(folder, name="model.ckpt"):
-    """The steps of the checkpoints in a folder."""
-    return sorted(int(path.stem.rpartition("-")[2]) for path in folder.glob(f"{name}-*.safetensors"))
 
 
 def test_hook_of_the_user_saves_alone(tmp_path):
@@ -58,18 +41,19 @@ def test_hook_of_the_user_saves_alone(tmp_path):
     assert saved(tmp_path / "model") == []
 
 
-def test_seconds_between_checkpoints(tmp_path):
-    """A long time saves at the beginning and at the end alone."""
-    made(tmp_path, save_checkpoints_secs=1000).train(rows(3))
-    assert saved(tmp_path) == [0, 3]
-
-
-def test_number_of_checkpoints(tmp_path):
-    """`keep_checkpoint_max` checkpoints are left; None keeps all."""
-    for most, wanted in ((2, [3, 4]), (None, [0, 1, 2, 3, 4]), (0, [0, 1, 2, 3, 4])):
-        folder = tmp_path / str(most)
-        made(folder, save_checkpoints_steps=1, keep_checkpoint_max=most).train(rows(4))
-        assert saved(folder) == wanted
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"save_checkpoints_secs": 1000}, [0, 4]),
+        ({"save_checkpoints_steps": 1, "keep_checkpoint_max": 2}, [3, 4]),
+        ({"save_checkpoints_steps": 1, "keep_checkpoint_max": None}, [0, 1, 2, 3, 4]),
+        ({"save_checkpoints_steps": 1, "keep_checkpoint_max": 0}, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_checkpoints_that_are_left(options, wanted, tmp_path):
+    """A long time saves at the beginning and at the end alone. None or 0 keeps all checkpoints."""
+    made(tmp_path, **options).train(rows(4))
+    assert saved(tmp_path) == wanted
 
 
 def test_listener_ends_the_training(tmp_path):
@@ -86,7 +70,7 @@ def test_listener_ends_the_training(tmp_path):
 
 
 def test_summaries_go_to_a_writer(tmp_path):
-    """The writer of the user is used, and the values are those of the steps."""
+    """The writer of the user is used, and the values are those of the steps. A fetch that is not known is an error."""
     writer = summary.create_file_writer(str(tmp_path / "own"))
     hook = estimator.SummarySaverHook(save_secs=0, summary_writer=writer, summary_op={"a": "loss", "b": "weight"})
     made(tmp_path / "model").train(rows(2), [hook])
@@ -94,10 +78,6 @@ def test_summaries_go_to_a_writer(tmp_path):
     np.testing.assert_allclose([value for _, value in found["a"]], [2.5, 0.625], rtol=1e-6)
     np.testing.assert_allclose([value for _, value in found["b"]], [1.5, 1.75], rtol=1e-6)
     writer.close()
-
-
-def test_fetch_of_a_summary_that_is_not_known(tmp_path):
-    """It is an error of the first step."""
     hook = estimator.SummarySaverHook(1, output_dir=str(tmp_path / "own"), summary_op={"a": "nothing"})
     with refused(InvalidArgumentError, ["fetches='nothing'"]):
         made(tmp_path / "model").train(rows(1), [hook])

@@ -1,7 +1,7 @@
 """Hooks that end a training early. Their steps are in tests/estimator/test_hooks.py."""
 
-import pytest
-from one_weight import made, refused, rows
+from one_weight import made, rows
+from refusals import refusals, refused
 
 import phalanx.estimator as estimator
 from phalanx import summary
@@ -10,28 +10,23 @@ from phalanx.errors import InvalidArgumentError
 HOOKS = estimator.experimental
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda e: HOOKS.make_early_stopping_hook(3, print), ["estimator=3", "must be an Estimator"]),
-        (lambda e: HOOKS.make_early_stopping_hook(e, 3), ["should_stop_fn=3", "not callable"]),
-        (lambda e: HOOKS.make_early_stopping_hook(e, print, None), ["every_secs=None and", "exactly one"]),
-        (lambda e: HOOKS.make_early_stopping_hook(e, print, 1, 1), ["every_secs=1 and", "exactly one"]),
-        (lambda e: HOOKS.stop_if_higher_hook(3, "loss", 1), ["estimator=3", "must be an Estimator"]),
-        (lambda e: HOOKS.stop_if_higher_hook(e, 3, 1), ["metric_name=3", "must be a str"]),
-        (lambda e: HOOKS.stop_if_higher_hook(e, "loss", "a"), ["threshold='a'", "must be a number"]),
-        (lambda e: HOOKS.stop_if_lower_hook(e, "loss", None), ["threshold=None", "must be a number"]),
-        (lambda e: HOOKS.stop_if_lower_hook(e, "loss", 1, min_steps=-1), ["min_steps=-1", "0 or more"]),
-        (lambda e: HOOKS.stop_if_lower_hook(e, "loss", 1, eval_dir=3), ["eval_dir=3", "must be a path"]),
-        (lambda e: HOOKS.stop_if_no_increase_hook(e, "loss", 0), ["max_steps_without_increase=0", "positive"]),
-        (lambda e: HOOKS.stop_if_no_decrease_hook(e, "loss", "a"), ["max_steps_without_decrease='a'", "positive"]),
-        (lambda e: HOOKS.read_eval_metrics(3), ["eval_dir=3", "must be a path"]),
-    ],
+test_arguments_that_are_refused = refusals(
+    InvalidArgumentError,
+    (lambda e: HOOKS.make_early_stopping_hook(3, print), ["estimator=3", "must be an Estimator"]),
+    (lambda e: HOOKS.make_early_stopping_hook(e, 3), ["should_stop_fn=3", "not callable"]),
+    (lambda e: HOOKS.make_early_stopping_hook(e, print, None), ["every_secs=None and", "exactly one"]),
+    (lambda e: HOOKS.make_early_stopping_hook(e, print, 1, 1), ["every_secs=1 and", "exactly one"]),
+    (lambda e: HOOKS.stop_if_higher_hook(3, "loss", 1), ["estimator=3", "must be an Estimator"]),
+    (lambda e: HOOKS.stop_if_higher_hook(e, 3, 1), ["metric_name=3", "must be a str"]),
+    (lambda e: HOOKS.stop_if_higher_hook(e, "loss", "a"), ["threshold='a'", "must be a number"]),
+    (lambda e: HOOKS.stop_if_lower_hook(e, "loss", None), ["threshold=None", "must be a number"]),
+    (lambda e: HOOKS.stop_if_lower_hook(e, "loss", 1, min_steps=-1), ["min_steps=-1", "0 or more"]),
+    (lambda e: HOOKS.stop_if_lower_hook(e, "loss", 1, eval_dir=3), ["eval_dir=3", "must be a path"]),
+    (lambda e: HOOKS.stop_if_no_increase_hook(e, "loss", 0), ["max_steps_without_increase=0", "positive"]),
+    (lambda e: HOOKS.stop_if_no_decrease_hook(e, "loss", "a"), ["max_steps_without_decrease='a'", "positive"]),
+    (lambda e: HOOKS.read_eval_metrics(3), ["eval_dir=3", "must be a path"]),
+    call=lambda call: call(made("model")),
 )
-def test_arguments_that_are_refused(call, words, tmp_path):
-    """Each has a typed error."""
-    with refused(InvalidArgumentError, words):
-        call(made(tmp_path))
 
 
 def test_function_of_the_user_ends_the_training(tmp_path, caplog):

@@ -1,28 +1,21 @@
 """When a hook acts. The steps of TensorFlow are in tests/estimator/recorded.json."""
 
-import pytest
-from one_weight import refused
+from refusals import refusals, refused
 from tests.estimator.recorded import RECORDED
 
 import phalanx.estimator as estimator
 from phalanx.errors import ContextError, InvalidArgumentError
 from phalanx.estimator.hooks import timer
 
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), ["every_secs=None and every_steps=None", "exactly one"]),
-        ((1, 1), ["every_secs=1 and every_steps=1", "exactly one"]),
-        ((-1,), ["every_secs=-1", "more than 0"]),
-        (("a",), ["every_secs='a'", "more than 0"]),
-        ((None, 0), ["every_steps=0", "positive"]),
-    ],
+test_intervals_that_are_refused = refusals(
+    InvalidArgumentError,
+    ((), ["every_secs=None and every_steps=None", "exactly one"]),
+    ((1, 1), ["every_secs=1 and every_steps=1", "exactly one"]),
+    ((-1,), ["every_secs=-1", "more than 0"]),
+    (("a",), ["every_secs='a'", "more than 0"]),
+    ((None, 0), ["every_steps=0", "positive"]),
+    call=lambda arguments: estimator.SecondOrStepTimer(*arguments),
 )
-def test_intervals_that_are_refused(arguments, words):
-    """Both, none, or no positive number."""
-    with refused(InvalidArgumentError, words):
-        estimator.SecondOrStepTimer(*arguments)
 
 
 def test_steps_equal_those_of_tensorflow():

@@ -1,8 +1,7 @@
 """Losses of `tf.compat.v1.losses`, against NumPy."""
 
 import numpy as np
-import pytest
-from one_weight import refused
+from refusals import refusals
 
 from phalanx.errors import InvalidArgumentError
 from phalanx.estimator.tf1 import losses
@@ -26,28 +25,19 @@ def test_means_against_numpy():
         np.testing.assert_allclose(losses.sparse_softmax_cross_entropy(ids, P), wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["MEAN", "SUM_OVER_BATCH_SIZE", "SUM_BY_NONZERO_WEIGHTS"])
-def test_reductions_to_a_mean(name):
-    """With equal weights, they are one."""
-    reduction = getattr(losses.Reduction, name)
-    np.testing.assert_allclose(losses.mean_squared_error(Y, P, reduction=reduction), np.square(Y - P).mean(), rtol=1e-6)
-
-
-def test_reduction_to_a_sum():
-    """Of all elements."""
+def test_reductions_to_a_mean_and_a_sum():
+    """With equal weights, three reductions are one."""
+    for name in ("MEAN", "SUM_OVER_BATCH_SIZE", "SUM_BY_NONZERO_WEIGHTS"):
+        found = losses.mean_squared_error(Y, P, reduction=getattr(losses.Reduction, name))
+        np.testing.assert_allclose(found, np.square(Y - P).mean(), rtol=1e-6)
     found = losses.mean_squared_error(Y, P, reduction=losses.Reduction.SUM)
     np.testing.assert_allclose(found, np.square(Y - P).sum(), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"weights": np.ones(4)}, ["weights=", "only a number", "sample_weight"]),
-        ({"reduction": "none"}, ["reduction='none'", "must be one of"]),
-        ({"reduction": ["a"]}, ["reduction=['a']", "must be one of"]),
-    ],
+test_options_that_are_refused = refusals(
+    InvalidArgumentError,
+    ({"weights": np.ones(4)}, ["weights=", "only a number", "sample_weight"]),
+    ({"reduction": "none"}, ["reduction='none'", "must be one of"]),
+    ({"reduction": ["a"]}, ["reduction=['a']", "must be one of"]),
+    call=lambda options: losses.mean_squared_error(Y, P, **options),
 )
-def test_options_that_are_refused(options, words):
-    """Each has a typed error."""
-    with refused(InvalidArgumentError, words):
-        losses.mean_squared_error(Y, P, **options)

@@ -25,13 +25,9 @@ def test_errors_against_numpy(weights):
 
 
 def test_pairs_of_values():
-    """Both parts are the value of the rows so far, whatever a program of TensorFlow 1 does with them."""
+    """Both parts are the value of the rows so far, whatever a program of TensorFlow 1 does with them. A short batch counts by its rows."""
     value, update_op = metrics.accuracy(YES, GUESS)
     assert float(value) == float(update_op) == pytest.approx(4 / 6)
-
-
-def test_every_row_counts_once():
-    """A short batch counts by its rows."""
     metric = metrics.mean_absolute_error(Y[:4], P[:4])
     again = metrics._updated(metric.metric, Y[4:], P[4:], None)
     np.testing.assert_allclose(again[0], np.abs(Y - P).mean(), rtol=1e-6)

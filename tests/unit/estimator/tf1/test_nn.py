@@ -10,7 +10,6 @@ LOG_SHARES = X - np.log(np.exp(X).sum(axis=1, keepdims=True))
 
 
 def test_losses_per_row_against_numpy():
-    """One loss per row, or per logit."""
     one_hot = np.eye(3, dtype="float32")[IDS]
     wanted = -LOG_SHARES[range(4), IDS]
     np.testing.assert_allclose(nn.softmax_cross_entropy_with_logits(labels=one_hot, logits=X), wanted, rtol=1e-5)

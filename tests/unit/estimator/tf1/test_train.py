@@ -1,10 +1,13 @@
 """Optimizers and learning rates of `tf.compat.v1.train`, against formulas by hand."""
 
+import functools
+
 import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from one_weight import made, refused, rows
+from one_weight import made, rows
+from refusals import refused
 
 import phalanx.estimator as estimator
 from phalanx.errors import ContextError, InvalidArgumentError
@@ -24,37 +27,29 @@ def training(make, update=None):
     return fn
 
 
-def adagrad(steps, rate, total=0.1):
-    """The weight after so many steps of Adagrad, whose gradients are 1."""
-    return 1 - sum(rate / np.sqrt(total + step + 1) for step in range(steps))
+RATE, THREE = 0.1, np.arange(1, 4)
+DESCENT = functools.partial(tf1.train.GradientDescentOptimizer, RATE)
+# Ftrl without regularization, and with a weight of 1.
+LINEAR_TERM = 1 - (np.sqrt(1.1) - np.sqrt(0.1)) / RATE
 
 
 @pytest.mark.parametrize(
-    ("make", "wanted"),
+    ("make", "steps", "wanted"),
     [
-        (lambda: tf1.train.GradientDescentOptimizer(0.1), 0.7),
-        (lambda: tf1.train.GradientDescentOptimizer(lambda: 0.1), 0.7),
-        (lambda: tf1.train.MomentumOptimizer(0.1, 0.5), 1 - 0.1 * (1 + 1.5 + 1.75)),
-        (lambda: tf1.train.MomentumOptimizer(0.1, 0.5, use_nesterov=True), 1 - 0.1 * (1.5 + 1.75 + 1.875)),
-        (lambda: tf1.train.AdamOptimizer(0.1), 0.7),
-        (lambda: tf1.train.AdagradOptimizer(0.1), adagrad(3, 0.1)),
-        (
-            lambda: tf1.train.RMSPropOptimizer(0.1),
-            1 - sum(0.1 / np.sqrt(1 - 0.9**step) for step in (1, 2, 3)),
-        ),
+        (DESCENT, 3, 0.7),
+        (lambda: tf1.train.GradientDescentOptimizer(lambda: RATE), 3, 0.7),
+        (lambda: tf1.train.MomentumOptimizer(RATE, 0.5), 3, 1 - RATE * (1 + 1.5 + 1.75)),
+        (lambda: tf1.train.MomentumOptimizer(RATE, 0.5, use_nesterov=True), 3, 1 - RATE * (1.5 + 1.75 + 1.875)),
+        (lambda: tf1.train.AdamOptimizer(RATE), 3, 0.7),
+        (lambda: tf1.train.AdagradOptimizer(RATE), 3, 1 - np.sum(RATE / np.sqrt(0.1 + THREE))),
+        (lambda: tf1.train.RMSPropOptimizer(RATE), 3, 1 - np.sum(RATE / np.sqrt(1 - 0.9**THREE))),
+        (lambda: tf1.train.FtrlOptimizer(RATE), 1, -LINEAR_TERM * RATE / np.sqrt(1.1)),
     ],
 )
-def test_three_steps_by_hand(make, wanted, tmp_path):
+def test_optimizers_by_hand(make, steps, wanted, tmp_path):
     """With a gradient of 1, the formulas of the optimizers give the weight."""
-    model = made(tmp_path, training(make)).train(rows(3))
+    model = made(tmp_path, training(make)).train(rows(steps))
     np.testing.assert_allclose(model.get_variable_value("weight"), wanted, rtol=1e-5)
-
-
-def test_first_step_of_ftrl(tmp_path):
-    """Without regularization, and with a weight of 1: the linear term is 1 - (sqrt(1.1) - sqrt(0.1)) / rate."""
-    model = made(tmp_path, training(lambda: tf1.train.FtrlOptimizer(0.1))).train(rows(1))
-    linear = 1 - (np.sqrt(1.1) - np.sqrt(0.1)) / 0.1
-    np.testing.assert_allclose(model.get_variable_value("weight"), -linear * 0.1 / np.sqrt(1.1), rtol=1e-5)
 
 
 def test_gradients_in_two_parts(tmp_path):
@@ -64,7 +59,7 @@ def test_gradients_in_two_parts(tmp_path):
         pairs = optimizer.compute_gradients(loss)
         return optimizer.apply_gradients([(g / 2, v) for g, v in pairs], tf1.train.get_global_step())
 
-    model = made(tmp_path, training(lambda: tf1.train.GradientDescentOptimizer(0.1), halved)).train(rows(2))
+    model = made(tmp_path, training(DESCENT, halved)).train(rows(2))
     np.testing.assert_allclose(model.get_variable_value("weight"), 0.9, rtol=1e-6)
 
 
@@ -95,20 +90,13 @@ def test_calls_that_are_refused(tmp_path):
         tf1.train.GradientDescentOptimizer(0.1).apply_gradients([])
     with refused(ContextError, ["optimizer.minimize outside a model function"]):
         tf1.train.GradientDescentOptimizer(0.1).compute_gradients(jnp.float32(1))
-
-    def empty(optimizer, loss):
-        return optimizer.apply_gradients([])
-
     with refused(InvalidArgumentError, ["apply_gradients([])", "no gradients"]):
-        made(tmp_path, training(lambda: tf1.train.GradientDescentOptimizer(0.1), empty)).train(rows(1))
+        made(tmp_path, training(DESCENT, lambda optimizer, loss: optimizer.apply_gradients([]))).train(rows(1))
 
 
 def test_update_of_several_variables(tmp_path):
-    """`tf1.group` runs all updates."""
-    other = lambda: keras.Variable(0.0, name="other", trainable=False)  # noqa: E731
-
     def fn(features, labels, mode):
-        spec, second = training(lambda: tf1.train.GradientDescentOptimizer(0.1))(features, labels, mode), other()
+        spec, second = training(DESCENT)(features, labels, mode), keras.Variable(0.0, name="other", trainable=False)
         update = tf1.group(spec.train_op, tf1.group(lambda: second.assign_add(1.0)))
         return estimator.EstimatorSpec(mode, loss=spec.loss, train_op=update)
 
