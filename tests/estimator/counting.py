@@ -4,26 +4,22 @@ import itertools
 
 import jax.numpy as jnp
 import keras
-import numpy as np
+from one_weight import X, Y
 
 import phalanx.estimator as estimator
 from phalanx.estimator import tf1
 
-FEATURES, LABELS = {"x": np.array([1, 2], "float32")}, np.array([2, 4], "float32")
-
 
 def rows(count=None):
     """An input function of `count` batches of two rows, or of batches without end."""
-    return lambda: itertools.repeat((FEATURES, LABELS)) if count is None else [(FEATURES, LABELS)] * count
+    return lambda: itertools.repeat((X, Y)) if count is None else [(X, Y)] * count
 
 
 def unlabelled(count=None):
-    """An input function of features alone."""
-    return lambda: itertools.repeat(FEATURES) if count is None else [FEATURES] * count
+    return lambda: itertools.repeat(X) if count is None else [X] * count
 
 
 def model_fn(features, labels, mode, params):
-    """A model of one variable."""
     weight = keras.Variable(1.0, name="weight")
     output = features["x"] * weight.value
     if mode == estimator.ModeKeys.PREDICT:
@@ -52,6 +48,5 @@ def counting_model_fn(features, labels, mode, params):
 
 
 def counting(folder, params=None, **options):
-    """An Estimator of the counting model."""
     config = estimator.RunConfig(**{"save_summary_steps": 0, "log_step_count_steps": None, **options})
     return estimator.Estimator(counting_model_fn, str(folder), config, params or {})

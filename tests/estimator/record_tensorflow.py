@@ -7,7 +7,8 @@ It runs only in an environment of its own, with Python 3.11, which the tests do 
     tf215/bin/python tests/estimator/record_tensorflow.py              # every item
     tf215/bin/python tests/estimator/record_tensorflow.py dnn hooks    # these items; the others stay as they are
 
-It writes `recorded_columns.json` and `recorded.json`, beside it. Each says in "about" what its entries are.
+It answers `recorded_columns.json` and `recorded.json`, beside it: an entry has the description of a case, which stays, and
+TensorFlow's answers, which are replaced. A new case is a new entry, with a description alone. "about" says what entries are.
 """
 
 import importlib
@@ -20,11 +21,10 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 ITEMS = {
     "columns": "columns.record",
-    "data": "data.record",
     "defaults": "premade.defaults",
-    "dnn": "premade.dnn",
-    "linear": "premade.linear_classifier",
-    "others": "premade.others",
+    "dnn": "premade.record",
+    "linear": "premade.record",
+    "others": "premade.record",
     "custom": "custom.record",
     "semantics": "semantics.record",
     "files": "files.record",
@@ -36,7 +36,6 @@ VERSIONS = {"tensorflow-estimator": "2.15.0", "keras": "2.15.0"}
 
 
 def main(items):
-    """Records the items, each in the file in which it belongs."""
     os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "TF_ENABLE_ONEDNN_OPTS": "0"}
     versions = {name: importlib.metadata.version(name) for name in VERSIONS}
     if versions != VERSIONS:
@@ -44,7 +43,11 @@ def main(items):
     two_devices()
     for item in items or ITEMS:
         module, function = ITEMS[item].split(".")
-        save(item, getattr(importlib.import_module(f"recorders.{module}"), function)())
+        path = FOLDER / ("recorded_columns.json" if item == "columns" else "recorded.json")
+        records = json.loads(path.read_text(encoding="utf-8"))
+        answer = getattr(importlib.import_module(f"recorders.{module}"), function)
+        records |= answer(records) if item == "columns" else {item: records[item] | answer(records[item])}
+        path.write_text(lines(records) + "\n", encoding="utf-8")
         print("recorded", item)
 
 
@@ -54,17 +57,6 @@ def two_devices():
 
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-
-
-def save(item, record):
-    """Replaces the record of an item; columns have a file of their own."""
-    if item == "columns":
-        (FOLDER / "recorded_columns.json").write_text(lines(record) + "\n", encoding="utf-8")
-        return
-    path = FOLDER / "recorded.json"
-    records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    records[item] = record
-    path.write_text(lines({name: records[name] for name in ITEMS if name in records}) + "\n", encoding="utf-8")
 
 
 def lines(record, depth=2):

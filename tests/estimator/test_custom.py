@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tests.estimator.recorded import RECORDED, Watch, array, batches, column
+from tests.estimator.recorded import RECORDED, Watch, array, batches, made
 
 import phalanx.estimator as estimator
 from phalanx.estimator import tf1
@@ -15,12 +15,10 @@ COVER = (
     "AdamOptimizer, sum, no strategy",
     "AdamOptimizer, sum, 2 replicas",
 )
-STEPS = 20
 REDUCTIONS = {"mean": tf1.losses.Reduction.SUM_BY_NONZERO_WEIGHTS, "sum": tf1.losses.Reduction.SUM}
 
 
 def model_fn(features, labels, mode, params):
-    """A hidden layer, as in the recorder."""
     hidden = tf1.layers.Dense(4, tf1.nn.relu, name="hidden")(features["z"])
     output = tf1.layers.Dense(1, name="output")(hidden)[:, 0]
     if mode == estimator.ModeKeys.PREDICT:
@@ -33,27 +31,26 @@ def model_fn(features, labels, mode, params):
     return estimator.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss, tf1.train.get_global_step()))
 
 
-def configuration(case, folder):
-    """The options of a case."""
+def options(case):
     strategy = tf1.distribute.MirroredStrategy(["cpu:0", "cpu:1"]) if case["replicas"] else None
-    return estimator.RunConfig(
-        str(folder),
-        train_distribute=strategy,
-        eval_distribute=strategy,
-        save_summary_steps=None,
-        log_step_count_steps=5,
-    )
+    return {"train_distribute": strategy, "save_summary_steps": None, "log_step_count_steps": 5}
+
+
+def own_model(case, folder):
+    given = options(case)
+    config = estimator.RunConfig(str(folder), **given, eval_distribute=given["train_distribute"])
+    return estimator.Estimator(model_fn, config=config, params=case)
 
 
 def trained(model, case, data):
     """Trains from the recorded values, and compares the losses and the variables. Returns the losses."""
     watch = Watch(case)
-    model.train(lambda: (data * 8)[: STEPS * (case["replicas"] or 1)], hooks=[watch])
+    model.train(lambda: (data * 8)[: 20 * (case["replicas"] or 1)], hooks=[watch])
     for name, value in case["final"].items():
         if name.removesuffix(":0") in model.get_variable_names():
             found = model.get_variable_value(name.removesuffix(":0"))
             np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-5, err_msg=name)
-    return watch.losses
+    return watch.results
 
 
 @pytest.mark.cover(("name",), COVER)
@@ -66,7 +63,7 @@ def test_model_function_equals_tensorflow(name, tmp_path, caplog):
     caplog.set_level("INFO", "phalanx")
     case = CUSTOM[name]
     data = batches({"features": ["z"], "labels": "number"}, case["batch"])
-    model = estimator.Estimator(model_fn, config=configuration(case, tmp_path), params=case)
+    model = own_model(case, tmp_path)
     np.testing.assert_allclose(trained(model, case, data), case["losses"], rtol=1e-5)
     logged = [m.partition(" (")[0] for m in caplog.messages if m.startswith("loss")]
     assert [text.partition("step")[2] for text in logged] == [f" = {step}" for step in (1, 6, 11, 16)]
@@ -86,12 +83,9 @@ def test_ready_made_model_on_two_replicas(name, tmp_path):
     """
     case = CUSTOM[name]
     data = batches(case, case["batch"])
-    arguments = {name: column(value) for name, value in case["arguments"].items()}
-    config = configuration(case, tmp_path).replace(eval_distribute=None)
-    model = getattr(estimator, case["estimator"])(config=config, **arguments)
-    scale = 1 if "by sum" in name else case["replicas"]
-    losses = trained(model, case, data)
-    np.testing.assert_allclose(np.multiply(losses, scale), case["losses"], rtol=1e-5)
+    model = made(case, tmp_path, **options(case))
+    losses = np.multiply(trained(model, case, data), 1 if "by sum" in name else case["replicas"])
+    np.testing.assert_allclose(losses, case["losses"], rtol=1e-5)
     found = model.evaluate(lambda: data)
     for metric, entry in case["evaluate"].items():
         np.testing.assert_allclose(found[metric], array(entry), rtol=1e-5, atol=1e-6, err_msg=metric)
@@ -100,9 +94,8 @@ def test_ready_made_model_on_two_replicas(name, tmp_path):
 @pytest.mark.parametrize("loss", ["mean", "sum"])
 def test_evaluation_of_rows_that_do_not_fill_the_replicas(loss, tmp_path):
     """Every batch counts once in the loss, and every row in the metrics, as NumPy computes them."""
-    config = configuration({"replicas": 2}, tmp_path)
     data = batches({"features": ["z"], "labels": "number"}, 4)
-    model = estimator.Estimator(model_fn, config=config, params={"loss": loss, "optimizer": "AdamOptimizer"})
+    model = own_model({"replicas": 2, "loss": loss, "optimizer": "AdamOptimizer"}, tmp_path)
     model.train(lambda: data[:2])
     found = model.evaluate(lambda: data)
     output = np.array([row["output"] for row in model.predict(lambda: data)])

@@ -1,95 +1,47 @@
 """The order of calls, and ready-made hooks, against the recorded answers of tensorflow-estimator 2.15."""
 
 import re
+import shutil
 
-import numpy as np
 import pytest
 from event_files import written
+from one_weight import saved
+from tests.estimator import shared
 from tests.estimator.counting import counting, rows
 from tests.estimator.recorded import RECORDED
 
 import phalanx.estimator as estimator
 from phalanx import summary
-from phalanx.errors import InvalidArgumentError, NanLossDuringTrainingError
+from phalanx.errors import NanLossDuringTrainingError
+from phalanx.estimator import tf1
 
 HOOKS = RECORDED["hooks"]
 ORDER, READY, SAVERS, EARLY = HOOKS["order"], HOOKS["hooks"], HOOKS["savers"], HOOKS["early_stopping"]
 
 
-class Calls(estimator.SessionRunHook):
-    """Notes the calls of every method."""
-
-    def __init__(self, calls, name="", stop_at=None):
-        self.calls, self.name, self.stop_at = calls, name, stop_at
-
-    def note(self, method, *sessions):
-        """Notes one call."""
-        steps = [int(session.run(estimator.get_global_step())) for session in sessions]
-        self.calls.append([f"{self.name}{method}", *steps])
-
-    def begin(self):
-        """Notes the call."""
-        self.note("begin")
-
-    def after_create_session(self, session, coord):
-        """Notes the call."""
-        self.note("after_create_session", session)
-
-    def before_run(self, run_context):
-        """Notes the call, and asks for the number of steps."""
-        self.note("before_run", run_context.session)
-        return estimator.SessionRunArgs(estimator.get_global_step())
-
-    def after_run(self, run_context, run_values):
-        """Notes the call, and stops at a step."""
-        self.note("after_run", run_context.session)
-        if int(run_values.results) == self.stop_at:
-            run_context.request_stop()
-
-    def end(self, session):
-        """Notes the call."""
-        self.note("end", session)
+class Calls(shared.Calls, estimator.SessionRunHook):
+    library = tf1
 
 
-class Listener(estimator.CheckpointSaverListener):
-    """Notes the calls of every method."""
-
-    def __init__(self, calls):
-        self.calls = calls
-
-    def begin(self):
-        """Notes the call."""
-        self.calls.append(["begin"])
-
-    def before_save(self, session, global_step_value):
-        """Notes the call."""
-        self.calls.append(["before_save", global_step_value])
-
-    def after_save(self, session, global_step_value):
-        """Notes the call."""
-        self.calls.append(["after_save", global_step_value])
-
-    def end(self, session, global_step_value):
-        """Notes the call."""
-        self.calls.append(["end", global_step_value])
+class Listener(shared.Saved, estimator.CheckpointSaverListener):
+    pass
 
 
-def saved(folder):
-    """The steps of the checkpoints."""
-    return sorted(int(path.stem.rpartition("-")[2]) for path in folder.glob("model.ckpt-*.safetensors"))
-
-
-@pytest.mark.parametrize("name", [name for name in ORDER if name.startswith("train")])
-def test_order_of_calls_in_a_training(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "hooks", "of_specification", "stop_at"),
+    [
+        ("train of 3 steps", [""], [], None),
+        ("train of 5 steps, stopped after 2", [""], [], 2),
+        ("train of 1 step with two hooks", ["first ", "second "], [], None),
+        ("train of 1 step with a hook of the specification", ["argument "], ["spec "], None),
+    ],
+)
+def test_order_of_calls_in_a_training(name, hooks, of_specification, stop_at, tmp_path):
     """Hooks are called in the order of TensorFlow, with the numbers of steps that they see there."""
     calls, wanted = [], ORDER[name]
-    stop_at = 2 if "stopped" in name else None
-    own = {"two hooks": ("first ", "second "), "specification": ("argument ",)}
-    names = next((names for key, names in own.items() if name.endswith(key)), ("",))
-    params = {"training_hooks": [lambda: Calls(calls, "spec ")]} if name.endswith("specification") else {}
-    steps = int(re.search(r"\d+", name)[0])
+    params = {"training_hooks": [lambda name=name: Calls(calls, name) for name in of_specification]}
     model = counting(tmp_path, params)
-    model.train(rows(), [Calls(calls, name, stop_at) for name in names], steps=steps)
+    model.train(rows(), [Calls(calls, name, stop_at) for name in hooks], steps=int(re.search(r"\d+", name)[0]))
     assert calls == wanted["calls"]
     assert saved(tmp_path) == wanted["checkpoints"]
     assert model.get_variable_value("global_step") == wanted["global_step"]
@@ -123,52 +75,33 @@ def test_calls_around_checkpoints(name, steps, before, every, tmp_path):
     assert saved(tmp_path) == SAVERS[name]["checkpoints"]
 
 
-LOGGING = {
-    "LoggingTensorHook(['value'], every_n_iter=2)": (["value"], {"every_n_iter": 2}),
-    "LoggingTensorHook({'a': 'value', 'b': 'steps'}, every_n_iter=2)": (
-        {"a": "value", "b": "steps"},
-        {"every_n_iter": 2},
-    ),
-    "LoggingTensorHook(['value'], every_n_iter=2, at_end=True)": (["value"], {"every_n_iter": 2, "at_end": True}),
-    "LoggingTensorHook(['value'], at_end=True)": (["value"], {"at_end": True}),
-    "LoggingTensorHook with a formatter": (
-        ["value"],
-        {"every_n_iter": 2, "formatter": lambda values: f"it is {values['value']}"},
-    ),
-}
-
-
 def test_logged_lines_of_logging_hooks(tmp_path, caplog):
     """The lines of `LoggingTensorHook` are those of TensorFlow.
 
     Deliberate difference: the last line has the value of the last step, because nothing is computed after it.
     """
     caplog.set_level("INFO", "phalanx")
-    for number, (name, (tensors, options)) in enumerate(LOGGING.items()):
-        caplog.clear()
-        counting(tmp_path / str(number)).train(rows(), [estimator.LoggingTensorHook(tensors, **options)], steps=5)
-        found = [
-            re.sub(r"[\d.]+ sec", "SECONDS sec", m) for m in caplog.messages if m.startswith(("value", "a =", "it"))
-        ]
-        wanted = list(READY[name]["logged"])
-        if options.get("at_end"):
-            wanted[-1] = wanted[-1].replace("6.0", "5.0")
-        assert found == wanted, name
+    formatted = {"every_n_iter": 2, "formatter": lambda values: f"it is {values['value']}"}
+    for number, (name, entry) in enumerate(READY.items()):
+        if name.startswith("LoggingTensorHook") and "exception" not in entry:
+            is_code = name.endswith(")")
+            hook = eval(f"estimator.{name}") if is_code else estimator.LoggingTensorHook(["value"], **formatted)
+            caplog.clear()
+            counting(tmp_path / str(number)).train(rows(), [hook], steps=5)
+            lines = [m for m in caplog.messages if m.startswith(("value", "a =", "it"))]
+            wanted = list(entry["logged"])
+            if "at_end" in name:
+                wanted[-1] = wanted[-1].replace("6.0", "5.0")
+            assert [re.sub(r"[\d.]+ sec", "SECONDS sec", line) for line in lines] == wanted, name
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("StopAtStepHook(num_steps=4) after 3 steps", {"num_steps": 4}),
-        ("StopAtStepHook(last_step=5) after 3 steps", {"last_step": 5}),
-        ("StopAtStepHook(last_step=2) after 3 steps", {"last_step": 2}),
-    ],
-)
-def test_steps_at_which_a_training_stops(name, options, tmp_path):
+@pytest.mark.parametrize("options", [{"num_steps": 4}, {"last_step": 5}, {"last_step": 2}])
+def test_steps_at_which_a_training_stops(options, tmp_path):
     """`StopAtStepHook` stops where that of TensorFlow does: after one step, if the last one is past."""
     model = counting(tmp_path).train(rows(), steps=3)
     model.train(rows(), [estimator.StopAtStepHook(**options)])
-    assert saved(tmp_path) == READY[name]["checkpoints"]
+    ((option, value),) = options.items()
+    assert saved(tmp_path) == READY[f"StopAtStepHook({option}={value}) after 3 steps"]["checkpoints"]
 
 
 def test_loss_that_is_not_a_number(tmp_path):
@@ -191,52 +124,26 @@ def test_summaries_of_ready_made_hooks(tmp_path):
             for value in event.get("values", []):
                 wanted.setdefault(value["tag"], []).append((event["step"], value.get("value")))
         found = written(tmp_path / folder)
-        assert {tag: [step for step, _ in values] for tag, values in found.items()} == {
-            tag: [step for step, _ in values] for tag, values in wanted.items()
-        }
+        steps = lambda tags: {tag: [step for step, _ in values] for tag, values in tags.items()}  # noqa: E731
+        assert steps(found) == steps(wanted)
         if folder == "values":
             assert [float(x) for _, x in found["hooked"]] == [x for _, x in wanted["hooked"]]
 
 
-@pytest.fixture
-def evaluations(tmp_path):
-    """A folder with the losses of recorded evaluations."""
+def test_early_stopping_equals_tensorflow(tmp_path):
+    """Each hook ends the training after the same number of steps, from the same evaluations."""
     writer = summary.create_file_writer(str(tmp_path / "eval"))
     for step, loss in EARLY["metrics"]["loss"].items():
         with writer.as_default(int(step)):
             summary.scalar("loss", loss)
     writer.close()
-    return tmp_path
-
-
-def test_early_stopping_equals_tensorflow(evaluations):
-    """Each hook ends the training after the same number of steps, from the same evaluations."""
-    found = estimator.experimental.read_eval_metrics(str(evaluations / "eval"))
+    found = estimator.experimental.read_eval_metrics(str(tmp_path / "eval"))
     assert {str(step): metrics for step, metrics in found.items()} == EARLY["read_eval_metrics"]
-    names = {name: getattr(estimator.experimental, name) for name in dir(estimator.experimental)}
-    for code, entry in EARLY["hooks"].items():
-        model = counting(evaluations)
-        if not code.startswith("stop_if") or "exception" in entry:
-            continue
-        hook = eval(code.removesuffix(")") + ", run_every_secs=None, run_every_steps=1)", names | {"e": model})
-        model.train(rows(), [hook], max_steps=20)
-        assert model.get_variable_value("global_step") == entry["global_step"], code
-        for path in evaluations.glob("model.ckpt*"):
-            path.unlink()
-        (evaluations / "checkpoint").unlink(missing_ok=True)
-
-
-def test_fetch_that_is_not_known(tmp_path):
-    """A name that the model function did not give is an error, as in TensorFlow."""
-    with pytest.raises(InvalidArgumentError, match="fetches='nothing'.*\nHINT: estimator.identity"):
-        counting(tmp_path).train(rows(), [estimator.LoggingTensorHook(["nothing"], 1)], steps=1)
-
-
-def test_values_after_the_last_step(tmp_path):
-    """`FinalOpsHook` fetches variables as they are at the end."""
-    hook = estimator.FinalOpsHook({"step": "global_step", "weight": "weight"})
-    assert hook.final_ops_values is None
-    counting(tmp_path).train(rows(), [hook], steps=3)
-    wanted = READY["FinalOpsHook"]["final_ops_values"]
-    assert hook.final_ops_values["step"] == wanted["step"]
-    np.testing.assert_equal(hook.final_ops_values["weight"], 4.0)
+    for number, (code, entry) in enumerate(EARLY["hooks"].items()):
+        if code.startswith("stop_if") and "exception" not in entry:
+            folder = shutil.copytree(tmp_path / "eval", tmp_path / str(number) / "eval").parent
+            model = counting(folder)
+            code = f"{code[:-1]}, run_every_secs=None, run_every_steps=1)"
+            hook = eval(f"estimator.experimental.{code}", {"estimator": estimator, "e": model})
+            model.train(rows(), [hook], max_steps=20)
+            assert model.get_variable_value("global_step") == entry["global_step"], code

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from one_weight import Fetch
 from tests.estimator.recorded import RECORDED, array, batches
 
 import phalanx.estimator as estimator
@@ -10,29 +11,9 @@ import phalanx.estimator as estimator
 CASES = {name: case for name, case in RECORDED["keras"].items() if isinstance(case, dict) and "losses" in case}
 
 
-class Losses(estimator.SessionRunHook):
-    """Notes the losses."""
-
-    def __init__(self):
-        self.losses = []
-
-    def before_run(self, run_context):
-        """Asks for the loss."""
-        return estimator.SessionRunArgs("loss")
-
-    def after_run(self, run_context, run_values):
-        """Notes it."""
-        self.losses.append(float(run_values.results))
-
-
 def model_of(case):
-    """The compiled model of a case, with the recorded weights."""
-    layers = [
-        keras.Input((3,), name="z"),
-        keras.layers.Dense(4, "relu", name="hidden"),
-        keras.layers.Dense(case.get("units", 1), case["activation"], name="output"),
-    ]
-    model = keras.Sequential(layers)
+    output = keras.layers.Dense(case.get("units", 1), case["activation"], name="output")
+    model = keras.Sequential([keras.Input((3,), name="z"), keras.layers.Dense(4, "relu", name="hidden"), output])
     model.set_weights([np.array(weight, "float32") for weight in case["weights"]])
     model.compile(keras.optimizers.Adam(0.01), **case["compile"])
     return model
@@ -48,9 +29,9 @@ def test_model_equals_tensorflow(name, tmp_path):
     case = CASES[name]
     data = batches({"features": ["z"], "labels": case["labels"]})
     config = estimator.RunConfig(str(tmp_path), save_summary_steps=None, log_step_count_steps=None)
-    model, hook = estimator.model_to_estimator(model_of(case), config=config), Losses()
+    model, hook = estimator.model_to_estimator(model_of(case), config=config), Fetch("loss")
     model.train(lambda: (data * 7)[:20], hooks=[hook])
-    np.testing.assert_allclose(hook.losses, case["losses"], rtol=2e-5)
+    np.testing.assert_allclose(hook.results, case["losses"], rtol=2e-5)
     for key, value in case["final"].items():
         if not key.startswith(("training/", "global_step")):
             found = model.get_variable_value(key.removesuffix(":0"))

@@ -1,19 +1,17 @@
 """Feature columns make of features what TensorFlow 2.15 makes of them, in each recorded case."""
 
-import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.estimator.recorded import built
 
 from phalanx import errors, feature_column
 from phalanx.feature_column.fingerprint import fingerprint64
 
 RECORDED = json.loads(Path(__file__).with_name("recorded_columns.json").read_text(encoding="utf-8"))
 CASES = RECORDED["cases"]
-MOST_BUCKETS = 2**31 - 1  # Ids are int32. TensorFlow's are int64.
-
 NOT_THE_SAME = {
     "numeric with a default": "no examples are parsed, so absent features have no default",
     "numeric with a default per place": "as above",
@@ -31,71 +29,18 @@ NOT_THE_SAME = {
     "weighted indicator with other weights": "as above",
     "linear sums of a cross": "there are no sparse features, whose missing values are not crossed",
 }
-WEIGHT_KEY = "w"
 
 
-def built(description, folder):
-    """Returns the column, or the argument of one, that a description stands for."""
-    if isinstance(description, list):
-        return [built(item, folder) for item in description]
-    if not isinstance(description, dict):
-        return description
-    if "column" in description:
-        named = {name: built(item, folder) for name, item in description.items() if name != "column"}
-        size = named.get("hash_bucket_size", 0)
-        column = getattr(feature_column, description["column"])(
-            **named | ({"hash_bucket_size": MOST_BUCKETS} if size > MOST_BUCKETS else {})
-        )
-        return dataclasses.replace(column, hash_bucket_size=size) if size > MOST_BUCKETS else column
-    if "dtype" in description:
-        return description["dtype"]
-    if "function" in description:
-        return eval(description["function"])
-    if "constant" in description:
-        return lambda shape, dtype=None: np.array(description["constant"], np.float32)
-    path = folder / "vocabulary.txt"
-    path.write_text(description["file"], encoding="utf-8")
-    return path
-
-
-def array_of(feature, key):
+def array_of(key, feature):
     """Returns the array of a described feature. Sparse ones are padded with missing values."""
     dtype = str if feature["dtype"] == "string" else feature["dtype"]
     if "indices" not in feature:
         return np.array(feature["values"], dtype)
-    padding = 0 if key == WEIGHT_KEY else "" if dtype is str else -1
+    padding = 0 if key == "w" else "" if dtype is str else -1
     dense = np.full(feature["dense_shape"], padding, object)
     for index, value in zip(feature["indices"], feature["values"], strict=True):
         dense[tuple(index)] = value
     return dense.astype(dtype)
-
-
-def features_of(case):
-    """Returns the features of a case."""
-    return {key: array_of(feature, key) for key, feature in case["features"].items()}
-
-
-def cases(kind):
-    """Returns the names of the cases with a result of a kind that Phalanx is to have too."""
-    return [name for name, case in CASES.items() if f"{kind}_result" in case and name not in NOT_THE_SAME]
-
-
-def is_valid(case):
-    """Returns whether TensorFlow raised no error."""
-    return "exception" not in case["about_columns"] and all(
-        "exception" not in case[f"{kind}_result"] for kind in case["want"]
-    )
-
-
-def compare(kind, name, compute, folder):
-    """Compares a result with the recorded one; if TensorFlow raises an error, so must Phalanx."""
-    case = CASES[name]
-    expected = case[f"{kind}_result"]
-    if "exception" in expected:
-        with pytest.raises(errors.InvalidArgumentError, match="HINT: "):
-            compute(built(case["columns"], folder), features_of(case), case)
-        return
-    compute(built(case["columns"], folder), features_of(case), expected | {"linear": case.get("linear")})
 
 
 def check_ids(columns, features, expected):
@@ -132,31 +77,26 @@ def check_sums(columns, features, expected):
     np.testing.assert_allclose(layer(features), expected["sums"]["values"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", cases("ids"))
-def test_ids_are_those_of_tensorflow(name, tmp_path):
-    """Each categorical column has TensorFlow's ids, or raises an error if TensorFlow does."""
-    compare("ids", name, check_ids, tmp_path)
+CHECKS = {"ids": check_ids, "dense": check_rows, "linear": check_sums}
 
 
-@pytest.mark.parametrize("name", cases("dense"))
-def test_rows_are_those_of_tensorflow(name, tmp_path):
-    """`DenseFeatures` returns TensorFlow's rows, or raises an error if TensorFlow does."""
-    compare("dense", name, check_rows, tmp_path)
-
-
-@pytest.mark.parametrize("name", cases("linear"))
-def test_linear_sums_are_those_of_tensorflow(name, tmp_path):
-    """`LinearFeatures` has TensorFlow's variables and outputs, or raises an error if TensorFlow does."""
-    compare("linear", name, check_sums, tmp_path)
-
-
-@pytest.mark.parametrize("name", [name for name in cases("ids") + cases("dense") if is_valid(CASES[name])])
-def test_columns_have_the_names_of_tensorflow(name, tmp_path):
-    """The names and the numbers of ids are TensorFlow's."""
-    case = CASES[name]
-    for column, expected in zip(built(case["columns"], tmp_path), case["about_columns"], strict=True):
-        assert column.name == expected["name"]
-        assert getattr(column, "num_buckets", None) == expected.get("num_buckets")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in CHECKS for name in CASES if f"{kind}_result" in CASES[name] and name not in NOT_THE_SAME],
+)
+def test_columns_compute_what_tensorflow_does(kind, name, tmp_path):
+    """Ids, dense rows and linear sums, names of columns and numbers of ids; what is an error in TensorFlow is one here."""
+    case = CASES[name] | CASES[name][f"{kind}_result"]
+    features = {key: array_of(key, feature) for key, feature in case["features"].items()}
+    if "exception" in case:
+        with pytest.raises(errors.InvalidArgumentError, match="HINT: "):
+            CHECKS[kind](built(case["columns"], tmp_path), features, case)
+        return
+    columns = built(case["columns"], tmp_path)
+    CHECKS[kind](columns, features, case)
+    for column, about in zip(columns, case["about_columns"], strict=True):
+        assert column.name == about["name"]
+        assert getattr(column, "num_buckets", None) == about.get("num_buckets")
 
 
 def test_hashes_are_those_of_tensorflow():
@@ -168,5 +108,4 @@ def test_hashes_are_those_of_tensorflow():
 
 
 def test_every_difference_is_a_recorded_case():
-    """The table of differences names only cases that exist."""
     assert {*NOT_THE_SAME} <= {*CASES}

@@ -1,10 +1,12 @@
 """Steps, calls one after the other, and wrong arguments, against the recorded answers of tensorflow-estimator 2.15."""
 
+import contextlib
 import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.estimator import shared
 from tests.estimator.counting import model_fn, rows, unlabelled
 from tests.estimator.recorded import RECORDED, array
 
@@ -40,15 +42,8 @@ OTHER = {"Spec(MODES.EVAL, loss=tf.constant([1.0]))._asdict()['loss'].shape.as_l
 """A specification of Phalanx is no named tuple; see tests/unit/estimator/test_spec.py."""
 
 
-class Count(estimator.SessionRunHook):
-    """Counts steps."""
-
-    def __init__(self):
-        self.steps = 0
-
-    def after_run(self, run_context, run_values):
-        """Counts one step."""
-        self.steps += 1
+class Count(shared.Count, estimator.SessionRunHook):
+    pass
 
 
 def new(folder, function=model_fn, **arguments):
@@ -56,20 +51,16 @@ def new(folder, function=model_fn, **arguments):
     return estimator.Estimator(function, config=estimator.RunConfig(f"{folder}/model"), **arguments)
 
 
-TENSORFLOW = types.SimpleNamespace(
-    constant=lambda x: jnp.asarray(x, "float32"),
-    no_op=lambda: lambda: None,
-    estimator=estimator,
-    feature_column=feature_column,
-)
 NAMES = {
     "MODES": estimator.ModeKeys,
     "Spec": estimator.EstimatorSpec,
-    "model_fn": model_fn,
-    "new": new,
-    "rows": rows,
-    "tf": TENSORFLOW,
-    "unlabelled": unlabelled,
+    "tf": types.SimpleNamespace(
+        constant=lambda x: jnp.asarray(x, "float32"),
+        no_op=lambda: lambda: None,
+        estimator=estimator,
+        feature_column=feature_column,
+    ),
+    **{function.__name__: function for function in (model_fn, new, rows, unlabelled)},
 }
 
 
@@ -129,15 +120,11 @@ def test_calls_one_after_the_other(name, tmp_path):
 def test_wrong_arguments_are_typed_errors(entry, tmp_path):
     """What is an error in TensorFlow is one here, with a hint; what works there works here."""
     is_error = ("exception" in entry or entry["code"] in STRICTER) and entry["code"] not in MILDER
-    if is_error:
-        with pytest.raises(PhalanxError, match="\nHINT: "):
-            eval(entry["code"], NAMES | {"folder": tmp_path})
-    else:
+    with pytest.raises(PhalanxError, match="\nHINT: ") if is_error else contextlib.nullcontext():
         eval(entry["code"], NAMES | {"folder": tmp_path})
 
 
 def test_differences_are_in_the_record():
-    """Each code of a difference is one that was recorded."""
     codes = {entry["code"] for entry in ERRORS}
     assert set(STRICTER) | set(MILDER) | OTHER <= codes
     assert {entry["call"] for entries in SEQUENCES.values() for entry in entries} >= EMPTY

@@ -1,15 +1,14 @@
 """Item 11: feature columns, from features to ids, dense rows and linear sums."""
 
-import os
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.feature_column import feature_column_v2 as internal
 from tensorflow_estimator.python.estimator.canned.linear import LinearModel
 
-from recorders import column_cases
-from recorders.plain import array, failure, plain
+from recorders.plain import array, attempt, described, failure, plain
 
 
 def build(description, folder):
@@ -27,10 +26,9 @@ def build(description, folder):
         return eval(description["function"])
     if "constant" in description:
         return tf.compat.v1.constant_initializer(np.array(description["constant"], np.float32))
-    path = os.path.join(folder, "vocabulary.txt")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(description["file"])
-    return path
+    path = Path(folder, "vocabulary.txt")
+    path.write_text(description["file"], encoding="utf-8")
+    return str(path)
 
 
 def tensor(feature):
@@ -88,14 +86,12 @@ def weights_of(variable):
 
 
 def spec_of(case):
-    """Returns the specification for tf.io.parse_example, as text."""
     with tempfile.TemporaryDirectory() as folder, tf.Graph().as_default():
         specification = tf.feature_column.make_parse_example_spec(build(case["columns"], folder))
         return {name: repr(item) for name, item in sorted(specification.items())}
 
 
 def about(case):
-    """Returns names, sizes and shapes of the columns of a case."""
     with tempfile.TemporaryDirectory() as folder, tf.Graph().as_default():
         return [
             {
@@ -107,16 +103,7 @@ def about(case):
         ]
 
 
-def attempt(action):
-    """Returns what an action returns, or the record of its exception."""
-    try:
-        return action()
-    except Exception as error:  # whatever TensorFlow raises is the record
-        return failure(error)
-
-
 def readable(result):
-    """Returns the outcome of a run as plain data."""
     if isinstance(result, Exception):
         return failure(result)
     if isinstance(result, dict):
@@ -127,33 +114,19 @@ def readable(result):
 
 
 def record_case(case):
-    """Returns a case with what TensorFlow makes of it."""
-    record = dict(case)
-    record["about_columns"] = attempt(lambda: about(case))
-    wanted = case["want"]
+    case = described(case, "columns", "features", "want", "about", "linear")
     computations = {"ids": ids_of, "dense": dense_of, "linear": linear_of}
-    for name in wanted:
-        record[f"{name}_result"] = readable(run(computations[name], case))
-    record["parse_example_spec"] = attempt(lambda: spec_of(case))
-    return record
+    results = {f"{name}_result": readable(run(computations[name], case)) for name in case["want"]}
+    specification = {"parse_example_spec": attempt(lambda: spec_of(case))}
+    return case | {"about_columns": attempt(lambda: about(case))} | results | specification
 
 
-def record():
-    """Returns every case of feature columns, and hashes of strings of many lengths."""
-    cases = {name: record_case(case) for name, case in column_cases.cases().items()}
-    return {"about": column_cases.ABOUT, "hashes": hashes(), "cases": cases}
-
-
-def hashes():
-    """Returns what the two hashes of strings are, for strings of many lengths."""
-    strings = column_cases.strings()
-    fast = tf.strings.to_hash_bucket_fast(strings, 2**62)
-    key = 0xDECAFCAFFE
+def record(records):
+    hashes = records["hashes"]
+    fast = tf.strings.to_hash_bucket_fast(hashes["strings"], hashes["num_buckets"])
+    rows = tf.fingerprint(hashes["strings"]).numpy()
+    fingerprints = [str(int.from_bytes(bytes(row), "little")) for row in rows]
     return {
-        "about": "to_hash_bucket_fast is Fingerprint64 modulo num_buckets; fingerprint is all 64 bits, as text",
-        "strings": strings,
-        "num_buckets": 2**62,
-        "to_hash_bucket_fast": plain(fast.numpy()),
-        "fingerprint64": [str(int.from_bytes(bytes(row), "little")) for row in tf.fingerprint(strings).numpy()],
-        "cross_hash_key": key,
+        "hashes": hashes | {"to_hash_bucket_fast": plain(fast.numpy()), "fingerprint64": fingerprints},
+        "cases": {name: record_case(case) for name, case in records["cases"].items()},
     }

@@ -8,28 +8,10 @@ import tempfile
 import tensorflow as tf
 
 from recorders import data, premade
-from recorders.plain import arrays, plain
-from recorders.training import STEPS, Watch, attempt, configuration, predictions
+from recorders.plain import arrays, attempt, described, plain
+from recorders.training import STEPS, Watch, configuration, predictions, record_estimator
 
 tf1 = tf.compat.v1
-ABOUT = [
-    "model_fn: hidden = relu(x @ hidden/kernel + hidden/bias), 4 units; output = hidden @ output/kernel + output/bias.",
-    "features are 'z' and labels 'number' of 'data'; the input repeats batches of `batch` rows, in order, for 20 steps.",
-    "loss 'mean' is tf1.losses.mean_squared_error; 'sum' is the same with Reduction.SUM.",
-    "optimizer: GradientDescentOptimizer(0.01) or AdamOptimizer(0.01), and minimize(loss, global_step).",
-    "losses: the loss that train() sees in each step, and that it logs. logged: the lines that it logs.",
-    "What these numbers say: with 'mean', gradients and reported losses are means over the replicas; with 'sum', sums."
-    " Premade estimators apply the mean of the gradients, and report the sum of the losses.",
-    "evaluate reads the first four batches: in 4 steps, or in 2 steps of 2 replicas. With five batches on 2 replicas,"
-    " which rows count differs from run to run. The premade estimators evaluate without eval_distribute, all five.",
-    "replicas 2: MirroredStrategy(['/cpu:0', '/cpu:1'], ReductionToOneDevice()) as train_distribute and eval_distribute;"
-    " with its default reduction, a collective, 2.15 hangs on two logical CPUs."
-    " per_replica: per step and replica, the labels that the replica got and the loss that its model_fn returned.",
-]
-OPTIMIZERS = {
-    "GradientDescentOptimizer": lambda: tf1.train.GradientDescentOptimizer(0.01),
-    "AdamOptimizer": lambda: tf1.train.AdamOptimizer(0.01),
-}
 REDUCTIONS = {"mean": tf1.losses.Reduction.SUM_BY_NONZERO_WEIGHTS, "sum": tf1.losses.Reduction.SUM}
 
 
@@ -41,7 +23,6 @@ class Log(logging.Handler):
         self.lines = []
 
     def emit(self, record):
-        """Keeps one message."""
         if re.match("Using config|It seems that global step|.*deprecated", record.getMessage()):
             return
         text = re.sub(r"\(?\d+(\.\d+)?(e-\d+)? sec\)?", "(SECONDS sec)", record.getMessage())
@@ -60,7 +41,6 @@ class Log(logging.Handler):
 
 
 def model_fn(features, labels, mode, params):
-    """Returns the specification of the model of one hidden layer."""
     hidden = tf1.layers.Dense(4, tf.nn.relu, name="hidden")(features["z"])
     output = tf1.layers.Dense(1, name="output")(hidden)[:, 0]
     if mode == tf.estimator.ModeKeys.PREDICT:
@@ -69,14 +49,10 @@ def model_fn(features, labels, mode, params):
     if mode == tf.estimator.ModeKeys.EVAL:
         metrics = {"error": tf1.metrics.mean_absolute_error(labels, output)}
         return tf.estimator.EstimatorSpec(mode, loss=loss, eval_metric_ops=metrics)
-    seen = tf1.numpy_function(params["see"], [replica(), labels, loss], [])
-    train = OPTIMIZERS[params["optimizer"]]().minimize(loss, tf1.train.get_global_step())
+    replica = tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
+    seen = tf1.numpy_function(params["see"], [replica, labels, loss], [])
+    train = getattr(tf1.train, params["optimizer"])(0.01).minimize(loss, tf1.train.get_global_step())
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=tf.group(train, seen))
-
-
-def replica():
-    """Returns the number of the replica."""
-    return tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
 
 
 def strategy_of(replicas):
@@ -87,7 +63,6 @@ def strategy_of(replicas):
 
 
 def record_custom(optimizer, loss, replicas, batch):
-    """Returns what 20 steps of one case do."""
     tf.keras.utils.set_random_seed(3)
     seen = collections.defaultdict(list)
 
@@ -111,37 +86,21 @@ def record_custom(optimizer, loss, replicas, batch):
     return case | watch.record() | {"logged": logged, "evaluate": metrics, "predict": predicted, "per_replica": few}
 
 
-def record_premade(description, replicas=2):
-    """Returns what a premade estimator does on replicas, with batches of 4 rows, or its exception."""
-    strategy = strategy_of(replicas)
+def record_premade(case):
+    """Returns what a premade estimator does on replicas, or its exception."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = configuration(f"{folder}/model", train_distribute=strategy)
-        estimator = premade.construct(description, folder, config=settings)
-        watch = Watch()
-        read = data.input_fn(description["features"], description["labels"], 4, repeat=True)
-        estimator.train(read, hooks=[watch], steps=STEPS)
-        metrics = estimator.evaluate(data.input_fn(description["features"], description["labels"], 4))
-        return watch.record() | {"evaluate": arrays(metrics)}
+        settings = configuration(f"{folder}/model", train_distribute=strategy_of(case["replicas"]))
+        estimator = premade.construct(case, folder, config=settings)
+        answers = record_estimator(estimator, case["features"], case["labels"], case["batch"])
+        return described(answers, "losses", "initial", "final", "evaluate")
 
 
-def record():
-    """Returns every case of item 4."""
-    cases = {
-        f"{optimizer}, {loss}, {replicas} replicas" if replicas else f"{optimizer}, {loss}, no strategy": attempt(
-            lambda: record_custom(optimizer, loss, replicas, 4)
-        )
-        for optimizer in OPTIMIZERS
-        for loss in REDUCTIONS
-        for replicas in (0, 2)
-    }
-    chosen = {
-        "DNNClassifier": premade.dnn_cases()["two classes"],
-        "DNNClassifier by sum": premade.dnn_cases()["two classes by sum"],
-        "LinearClassifier": premade.linear_cases()["two classes"],
-        "LinearClassifier of numbers": premade.linear_cases()["two classes of numbers"],
-        "BaselineClassifier": premade.other_cases()["BaselineClassifier of two classes"],
-    }
-    for name, description in chosen.items():
-        case = description | {"replicas": 2, "batch": 4}
-        cases[f"{name}, 2 replicas"] = case | attempt(lambda: record_premade(description))
-    return {"about": ABOUT, **cases}
+def record(cases):
+    own, ready = ("optimizer", "loss", "replicas", "batch"), (*premade.DESCRIPTION, "replicas", "batch")
+    answers = {}
+    for name, case in cases.items():
+        if "optimizer" in case:
+            answers[name] = attempt(lambda: record_custom(**described(case, *own)))
+        elif name != "about":
+            answers[name] = described(case, *ready) | attempt(lambda: record_premade(case))
+    return answers

@@ -12,13 +12,6 @@ from recorders.plain import plain, shortened
 from recorders.training import configuration
 
 tf1 = tf.compat.v1
-ABOUT = [
-    "Each case trains for 20 steps with save_checkpoints_steps=5, save_summary_steps=5 and log_step_count_steps=5,",
-    "then evaluates, evaluates with name='x', and predicts. 'after train' has the files of model_dir; the next ones have those that were added.",
-    "checkpoint: the text of the file of that name. TIME stands for a time and HOST for the rest of an events file's name.",
-    "events: per folder, the events in order: step, and kind (file_version, graph_def, ...) or values: tag, plugin, value.",
-    "A value is a number if it is a scalar, else its type.",
-]
 SETTINGS = {"save_checkpoints_steps": 5, "save_summary_steps": 5, "log_step_count_steps": 5}
 
 
@@ -49,19 +42,16 @@ def names_in(folder):
 
 
 def timeless(name):
-    """Returns a name without its time and its host."""
     name = re.sub(r"events\.out\.tfevents\.\d+\.[^/]*?(\.v2)?$", r"events.out.tfevents.TIME.HOST\1", name)
     return re.sub(r"(?<=/)\d{10}(?=/|$)", "TIME", name)
 
 
 def events_in(folder):
-    """Returns the events of a folder's events files, in order."""
     paths = sorted(Path(folder).glob("events*"), key=lambda path: path.name)
     return [event for path in paths for event in map(described, tf1.train.summary_iterator(str(path)))]
 
 
 def described(event):
-    """Returns one event as plain data."""
     kind = event.WhichOneof("what")
     record = {"step": event.step}
     if kind != "summary":
@@ -85,7 +75,6 @@ def value_of(value):
 
 
 def record_files(make, names, labels, **settings):
-    """Returns the files and events of one Estimator."""
     tf.keras.utils.set_random_seed(3)
     with tempfile.TemporaryDirectory() as folder:
         estimator = make(f"{folder}/model", SETTINGS | settings)
@@ -110,30 +99,19 @@ def added(estimator, record):
 
 
 def custom(folder, settings):
-    """Returns the Estimator of `summary_model_fn`."""
     return tf.estimator.Estimator(summary_model_fn, config=configuration(folder, **settings))
 
 
 def classifier(folder, settings):
-    """Returns the DNNClassifier of item 1."""
-    description = premade.dnn_cases()["two classes"]
-    return premade.construct(description, folder, config=configuration(folder, **settings))
+    return premade.construct(data.RECORDED["dnn"]["two classes"], folder, config=configuration(folder, **settings))
 
 
-def record():
-    """Returns item 6."""
-    few = record_files(custom, ["z"], "number", keep_checkpoint_max=2, save_summary_steps=0)
+def record(cases):
+    config, few = tf.estimator.RunConfig(), {"keep_checkpoint_max": 2, "save_summary_steps": 0}
+    names = [name for name in dir(config) if not name.startswith("_") and not callable(getattr(config, name))]
     return {
-        "about": ABOUT,
         "a model_fn with summaries": record_files(custom, ["z"], "number"),
         "DNNClassifier": record_files(classifier, ["x", "z"], "binary"),
-        "keep_checkpoint_max=2, save_summary_steps=0": few,
-        "RunConfig()": default_configuration(),
+        "keep_checkpoint_max=2, save_summary_steps=0": record_files(custom, ["z"], "number", **few),
+        "RunConfig()": {name: shortened(repr(getattr(config, name))) for name in names},
     }
-
-
-def default_configuration():
-    """Returns the properties of a RunConfig without arguments."""
-    config = tf.estimator.RunConfig()
-    names = [name for name in dir(config) if not name.startswith("_") and not callable(getattr(config, name))]
-    return {name: shortened(repr(getattr(config, name))) for name in names}

@@ -4,32 +4,11 @@ import tempfile
 
 import tensorflow as tf
 
-from recorders import data
-from recorders.plain import arrays, plain
-from recorders.training import STEPS, Watch, attempt, configuration, predictions
-
-ABOUT = [
-    "model: Input(3, name='z'), Dense(4, relu, name='hidden'), Dense(units, name='output'), compiled with Adam(0.01).",
-    "features 'z' of 'data', read as in the other cases; labels as named. weights: initial weights, by get_weights().",
-]
-CASES = {
-    "classification": {
-        "labels": "binary",
-        "activation": "sigmoid",
-        "compile": {"loss": "binary_crossentropy", "metrics": ["accuracy"]},
-    },
-    "regression": {"labels": "number", "activation": None, "compile": {"loss": "mse", "metrics": ["mae"]}},
-    "three classes": {
-        "labels": "three",
-        "units": 3,
-        "activation": "softmax",
-        "compile": {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]},
-    },
-}
+from recorders.plain import attempt, described, plain
+from recorders.training import configuration, record_estimator
 
 
 def model_of(case):
-    """Returns the compiled model of a case."""
     tf.keras.utils.set_random_seed(5)
     model = tf.keras.Sequential(
         [
@@ -43,24 +22,11 @@ def model_of(case):
 
 
 def record_case(case):
-    """Returns a case with what the Estimator of its model does."""
     with tempfile.TemporaryDirectory() as folder:
         model = model_of(case)
         weights = [plain(weight) for weight in model.get_weights()]
         estimator = tf.keras.estimator.model_to_estimator(model, config=configuration(f"{folder}/model"))
-        watch = Watch()
-        estimator.train(data.input_fn(["z"], case["labels"], repeat=True), hooks=[watch], steps=STEPS)
-        metrics = estimator.evaluate(data.input_fn(["z"], case["labels"]))
-        return (
-            case
-            | {"weights": weights}
-            | watch.record()
-            | {
-                "evaluate": arrays(metrics),
-                "predict": predictions(estimator, data.first_rows(["z"])),
-                "variable_names": estimator.get_variable_names(),
-            }
-        )
+        return case | {"weights": weights} | record_estimator(estimator, ["z"], case["labels"])
 
 
 def rejected():
@@ -78,7 +44,8 @@ def rejected():
     }
 
 
-def record():
-    """Returns item 10."""
-    cases = {name: case | attempt(lambda: record_case(case)) for name, case in CASES.items()}
-    return {"about": ABOUT, **cases, "rejected": rejected()}
+def record(records):
+    names = ("labels", "activation", "units", "compile")
+    cases = {name: described(case, *names) for name, case in records.items() if "labels" in case}
+    answers = {name: case | attempt(lambda: record_case(case)) for name, case in cases.items()}
+    return {**answers, "rejected": rejected()}

@@ -3,23 +3,12 @@
 import re
 
 import numpy as np
-import tensorflow as tf
 
 
 def plain(value):
     """Returns a value as numbers, strings, lists and dictionaries; a float32 is written with its shortest digits."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, tf.SparseTensor):
-        return {
-            "sparse": {
-                "indices": plain(value.indices),
-                "values": array(value.values),
-                "dense_shape": plain(value.dense_shape),
-            }
-        }
-    if isinstance(value, tf.compat.v1.SparseTensorValue):
-        return {"indices": plain(value.indices), "values": plain(value.values), "dense_shape": plain(value.dense_shape)}
     if isinstance(value, np.ndarray):
         return scalar(value[()]) if value.ndim == 0 else [plain(item) for item in value]
     if isinstance(value, (list, tuple)):
@@ -28,7 +17,6 @@ def plain(value):
 
 
 def scalar(value):
-    """Returns one value as a Python scalar."""
     if isinstance(value, (np.float32, np.float64)):
         return float(str(value))
     if isinstance(value, np.generic):
@@ -37,14 +25,12 @@ def scalar(value):
 
 
 def array(value):
-    """Returns an array with its dtype and its shape."""
     value = np.asarray(value)
     dtype = "string" if value.dtype.kind in "OSU" else value.dtype.name
     return {"dtype": dtype, "shape": list(value.shape), "values": plain(value)}
 
 
 def arrays(values):
-    """Returns a dictionary of arrays."""
     return {name: array(value) for name, value in values.items()}
 
 
@@ -66,9 +52,14 @@ def shortened(text):
     return re.sub(r"0x[0-9a-f]{6,}", "ADDRESS", re.sub(r"/tmp/\w+", "FOLDER", text))
 
 
-def outcome(action):
-    """Returns what an action returns, or its exception."""
+def described(case, *names):
+    """Returns the description of a case: the entries that are not TensorFlow's answers."""
+    return {name: value for name, value in case.items() if name in names}
+
+
+def attempt(action):
+    """Returns what an action returns, or the record of its exception."""
     try:
-        return {"returned": action()}
+        return action()
     except Exception as error:  # whatever TensorFlow raises is the record
         return failure(error)

@@ -1,3 +1,0 @@
-"""Imports what changes the environment, before a test looks at it."""
-
-import tensorboardX.event_file_writer  # noqa: F401
