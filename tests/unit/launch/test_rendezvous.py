@@ -2,6 +2,7 @@
 
 import os
 import queue
+import socket
 import threading
 import time
 from types import MappingProxyType
@@ -343,6 +344,8 @@ def test_first_generation_waits_for_all_machines(second_machine):
     assert not found.report().is_hopeless
     assert not found.report().members
     assert post.report(Report((1,), 1)).gone is None
+    # Its kernel notices a machine that disappears.
+    assert post._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     other = Membership(found.rendezvous.address, 1)
     (generation,) = found.meet([other])
     assert (waiting().rank, generation.rank, generation.size) == (0, 1, 2)
