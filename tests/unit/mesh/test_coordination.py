@@ -40,9 +40,12 @@ print(jax.process_count(), len(jax.devices()), flush=True)
 
 
 SERVER = """
-from phalanx.mesh import coordination
-coordination._REGISTER_S = 100
-coordination._serve()
+import runpy
+from jax._src import lib
+service = lib._jax.get_distributed_runtime_service
+# As `python -m phalanx.mesh.coordination`, but processes of a busy machine have more time to register.
+lib._jax.get_distributed_runtime_service = lambda *given, **kwargs: service(*given, **kwargs | {"cluster_register_timeout": 100})
+runpy.run_module("phalanx.mesh.coordination", run_name="__main__")
 """
 
 ALONE = """
