@@ -94,30 +94,6 @@ def same_fit(strategy, make, *args, **kwargs):
     return ours, theirs
 
 
-class Recorder(keras.callbacks.Callback):
-    """Writes down which callbacks were called with which step and which names of metrics."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.logs = [], []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.calls.append(("begin", batch))
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.calls.append(("end", batch))
-        self.logs.append({k: float(v) for k, v in logs.items()})
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.calls.append(("epoch", epoch, *sorted(logs)))
-
-    def on_test_batch_end(self, batch, logs=None):
-        self.calls.append(("test", batch))
-
-    def on_predict_batch_end(self, batch, logs=None):
-        self.calls.append(("predict", batch, len(logs["outputs"])))
-
-
 class Raising(keras.callbacks.Callback):
     """Raises after a step of `kind`, and remembers the state of the model then."""
 
