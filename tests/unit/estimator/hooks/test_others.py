@@ -51,23 +51,25 @@ def test_step_that_fails_ends_its_profile(tmp_path):
         pass
 
 
-def test_waiting_for_another_process(tmp_path, monkeypatch):
-    """The first step waits until the number of steps is there. Here it comes once the hook says that it waits."""
-    steps, logged = [], []
+def test_waiting_for_another_process(tmp_path, monkeypatch, caplog):
+    """The first step waits until the number of steps is there, which here comes with the third look. It is told once."""
+    caplog.set_level("INFO", "phalanx")
+    steps, waits = [], []
 
     class Other(estimator.SessionRunHook):
         def after_create_session(self, session, coord):
             steps.append(session.graph.global_step)
 
-    def info(*message):
-        logged.append(message)
-        steps[0].assign(5)
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            steps[0].assign(5)
 
-    monkeypatch.setattr(others, "_POLL_S", 0.01)
-    monkeypatch.setattr(others, "_log", types.SimpleNamespace(info=info))
+    monkeypatch.setattr(others, "time", types.SimpleNamespace(monotonic=lambda: 100.0, sleep=sleep))
     model = made(tmp_path).train(rows(1), [Other(), estimator.GlobalStepWaiterHook(5)])
     assert model.get_variable_value("global_step") == 6
-    assert logged == [("Waiting for step %d.", 5)]
+    assert len(waits) == 3
+    assert caplog.messages.count("Waiting for step 5.") == 1
 
 
 def test_values_at_the_end(tmp_path):
