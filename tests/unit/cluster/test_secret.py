@@ -52,6 +52,8 @@ def test_no_token_for_several_machines():
     for environment in ({}, {"PHALANX_TOKEN": ""}):
         with pytest.raises(StartupError, match="2 processes at host0:1, host1:1: PHALANX_TOKEN is not set") as raised:
             secret_of(ELSEWHERE, environment)
+    with pytest.raises(StartupError, match="2 processes at 127.0.0.1:1, host1:1: PHALANX_TOKEN is not set"):
+        secret_of([HERE[0], ELSEWHERE[1]], {})
     assert 'HINT: export PHALANX_TOKEN=$(python -c "' in str(raised.value)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import phalanx
 from phalanx.elastic import copies
-from phalanx.elastic.copies import Copier, fingerprint, kinds_of, others
+from phalanx.elastic.copies import Copier, fingerprint, kinds_of, others, taken_over
 
 
 @pytest.fixture
@@ -116,6 +116,16 @@ def test_fingerprint_does_not_depend_on_the_order():
     assert [kind.number for kind in kinds] == [0, 1, 0]
     assert fingerprint(kinds) == fingerprint(kinds[::-1])
     assert fingerprint(kinds) != fingerprint([*kinds[:2], kinds[2]._replace(shape=(1,))])
+
+
+def test_values_are_taken_over_by_kind():
+    """In any order. A variable that the other process does not have keeps its value."""
+    v, same, own = keras.Variable([4.0], name="v"), keras.Variable([5.0], name="v"), keras.Variable([1.0], name="own")
+    values = [(x, np.asarray(x.value)) for x in (v, same, own)]
+    first, second, _ = kinds_of(values)
+    found = taken_over(values, [second, first], [np.float32([7]), np.float32([6])])
+    assert [variable is x for (variable, _), x in zip(found, (v, same, own), strict=True)] == [True] * 3
+    assert [float(value[0]) for _, value in found] == [6, 7, 1]
 
 
 def test_accumulated_gradients_that_were_read_can_be_copied(strategy):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import phalanx
+from phalanx.elastic.steps import _Loop
 from phalanx.errors import ContextError, InvalidArgumentError
 
 
@@ -74,6 +75,16 @@ def test_checkpoint_restores_the_position(strategy, tmp_path):
     phalanx.train.Checkpoint(loop=second).restore(path)
     assert second.epoch == 1
     assert firsts + list(second) == firsts + list(first) == [0, 4, 8, 0, 4, 8, 0, 4]
+
+
+def test_step_that_is_undone_is_taken_again(strategy):
+    """Its batch is read again, and it is not counted twice."""
+    dataset = strategy.experimental_distribute_dataset(np.arange(10), batch_size=4)
+    loop, other = (_Loop(dataset, epochs=None, max_steps=3) for _ in range(2))
+    before = [int(loop.next()[0].values[0][0]) for _ in range(2)]
+    other.set_position(loop.get_position(undone=True))
+    after = [int(batch.values[0][0]) for (batch,) in iter(other.next, None)]
+    assert (before, after) == ([0, 4], [4, 8])
 
 
 def test_position_of_a_loop_that_has_begun(strategy):
