@@ -15,7 +15,6 @@ one survives, and 2 if an entry does not fit the sources or a test fails without
 
 import argparse
 import ast
-import functools
 import json
 import os
 import queue
@@ -55,7 +54,7 @@ def faulty_source(sources: Path, fault: Fault) -> tuple[Path, str]:
     """
     module, name = fault.function.split(":")
     times, found = 0, (sources, "")
-    for path in _modules(sources, module):
+    for path in [*sources.rglob(f"{module}.py"), *sources.rglob(f"{module}/__init__.py")]:
         lines = path.read_text().splitlines(keepends=True)
         for node in _definitions("".join(lines), name):
             definition = "".join(lines[node.lineno - 1 : node.end_lineno])
@@ -70,11 +69,6 @@ def faulty_source(sources: Path, fault: Fault) -> tuple[Path, str]:
     except SyntaxError as error:
         raise DoesNotFitError(f"{fault.name}: the result cannot be parsed: {error}") from error
     return found
-
-
-@functools.cache
-def _modules(sources: Path, name: str) -> list[Path]:
-    return [*sources.rglob(f"{name}.py"), *sources.rglob(f"{name}/__init__.py")]
 
 
 def _definitions(text: str, name: str) -> list[ast.FunctionDef | ast.ClassDef]:
@@ -195,17 +189,18 @@ def main() -> int:
     parser.add_argument("--all-tests", action="store_true", help="run all tests on faults that survive their own")
     parser.add_argument("--suite", type=Path, default=ROOT, help="the checkout whose tests run")
     parser.add_argument("--jobs", type=int, default=2, help="how many faults run at a time")
-    parser.add_argument("--bound", type=float, default=900, help="seconds until the tests of a fault are ended")
+    parser.add_argument("--bound", type=float, default=300, help="seconds until the tests of a fault are ended")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     options = parser.parse_args()
     faults = [fault for fault in FAULTS if options.only in str(fault)]
+    if not faults:
+        parser.error(f"no entry has the word {options.only!r}")
     if options.sample is not None:
         faults = random.Random(options.seed).sample(faults, min(options.sample, len(faults)))
     try:
         outcomes = measure(faults, options)
     except DoesNotFitError as error:
-        print(error, file=sys.stderr)
-        return 2
+        parser.exit(2, f"{error}\n")
     if options.json:
         options.json.write_text(json.dumps(outcomes, indent=1))
     survivors = [outcome["name"] for outcome in outcomes if not outcome["noticed_by"]]

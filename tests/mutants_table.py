@@ -119,13 +119,6 @@ FAULTS = [
         "unit/cluster/test_secret.py",
     ),
     Fault(
-        "a process of the first group is left when the launcher dies",
-        "guard:_main",
-        "for group in groups:",
-        "for group in groups[1:]:",
-        "unit/cluster/test_guard.py",
-    ),
-    Fault(
         "workers agree on a step that is over",
         "sync_point:SyncPoint._settle",
         "max([self._passed, *self._counts.values()]) + 1",
