@@ -27,11 +27,12 @@ def environment(**variables):
 
 
 @contextmanager
-def started(*words, merged=False, **variables):
-    """A Python process, which is killed at the end. `merged`: its errors go to its output."""
+def started(*words, merged=False, folder=None, **variables):
+    """A Python process in a folder, which is killed at the end. `merged`: its errors go to its output."""
     process = forks.Popen(
         [sys.executable, *map(str, words)],
         env=environment(**variables),
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT if merged else subprocess.PIPE,
         text=True,

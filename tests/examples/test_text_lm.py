@@ -1,22 +1,19 @@
 """`examples/text_lm.py` with a tiny model, run as a user runs it."""
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from event_files import written
+from launching import run, started, wait_until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_lm.py"
 # Three replicas cannot share a batch of 32 windows without padding.
 TINY = ("--devices", 1, 3, "--steps", 8, "--batch", 32, "--width", 32, "--layers", 1, "--learning-rate", 1e-2)
 WINDOW = 64
-DEADLINE_S = 200
 
 
 @pytest.fixture(scope="module")
@@ -87,26 +84,16 @@ def test_evaluates_every_window_once(trainings, text_lm):
 
 def test_goes_on_where_it_was_killed(tmp_path, trainings):
     """The losses of the steps, and on the held-out files, are those of a run that nobody disturbs."""
-    command = [sys.executable, str(EXAMPLE), "--devices", "1", *map(str, TINY[3:]), "--resume", "--save-every", "2"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("NPROC", "PYTHONPATH")}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as killed:
-        killer = threading.Timer(DEADLINE_S, killed.kill)
-        killer.start()
-        try:
-            next(line for line in killed.stdout if line.startswith("step     4"))
-            while not list(tmp_path.glob("out/checkpoints_1/ckpt-2*")):
-                assert killed.poll() is None
-        finally:
-            killer.cancel()
-            killed.kill()
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    restored = int(re.search(r"^restored step (\d+) from out/checkpoints_1/", done.stdout, re.M)[1])
+    command = [EXAMPLE, "--devices", "1", *TINY[3:], "--resume", "--save-every", "2"]
+    with started(*command, merged=True, folder=tmp_path) as killed:
+        next(line for line in killed.stdout if line.startswith("step     4"))
+        wait_until(lambda: list(tmp_path.glob("out/checkpoints_1/ckpt-2*")), killed)
+    code, output, _ = run(*command, merged=True, folder=tmp_path)
+    assert code == 0, output
+    restored = int(re.search(r"^restored step (\d+) from out/checkpoints_1/", output, re.M)[1])
     assert restored in (4, 6, 8)
-    assert losses(done.stdout) == losses(trainings[0])[restored:]
-    assert held_out(done.stdout) == held_out(trainings[0])
+    assert losses(output) == losses(trainings[0])[restored:]
+    assert held_out(output) == held_out(trainings[0])
     assert not (tmp_path / "out" / "checkpoints_1").exists()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 import phalanx
 
-ROWS, FEATURES, CLASSES = 200, 6, 5
+ROWS, FEATURES, CLASSES = 1000, 6, 5
 BATCH = 48
 
 _random = np.random.default_rng(11)
