@@ -132,7 +132,7 @@ class Copy:
             raise DoesNotFitError(f"{' '.join(command)}:\n{text[-2000:]}")
         if code in (0, 1, 2):
             return re.findall(r"^(?:FAILED|ERROR) (\S+?\.py.*?)(?: - .*)?$", text, re.MULTILINE) if code else []
-        started = re.findall(r"^(\S+\.py::.*?)(?: (?:PASSED|SKIPPED).*)?$", text, re.MULTILINE)
+        started = re.findall(r"^(\S+\.py::.*?)(?: (?:PASSED|SKIPPED|FAILED|ERROR).*)?$", text, re.MULTILINE)
         return [f"{'hang' if code is None else f'exit code {code}'} in {(started or arguments)[-1]}"]
 
 

@@ -458,13 +458,6 @@ FAULTS = [
         "pass",
         "unit/keras/test_model_checkpoint.py",
     ),
-    Fault(
-        "all ranks write the files of callbacks",
-        "training:ModelTrainer._calling",
-        "given, verbose = [c for c in given if not isinstance(c, _WRITERS)], 0",
-        "verbose = 0",
-        "cluster/test_multi_worker.py",
-    ),
     # mesh
     Fault(
         "integers of 64 bits are narrowed silently",
