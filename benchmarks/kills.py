@@ -39,12 +39,14 @@ class Job:
     Args:
       workers: how many processes it has.
       folder: for its checkpoints and its log.
+      popen: starts a process, as `subprocess.Popen` does.
       starts: how many there were.
       faults: what was not as it should be.
     """
 
     workers: int
     folder: Path
+    popen: type[subprocess.Popen] = subprocess.Popen
     starts: int = 0
     faults: list[str] = field(default_factory=list)
 
@@ -96,9 +98,9 @@ class Job:
 
     def _start(self, until: int | None) -> subprocess.Popen[str]:
         target = ["-m", "benchmarks.kills_script", str(self.folder), str(self.starts), str(until or 0)]
-        launcher = ["-c", "from phalanx.launch.cli import main; main()", "run", "--workers", str(self.workers)]
+        launcher = ["-m", "phalanx", "run", "--workers", str(self.workers)]
         environment = {k: v for k, v in os.environ.items() if k not in _OF_THE_PARENT} | {"JAX_PLATFORMS": "cpu"}
-        return subprocess.Popen(
+        return self.popen(
             [sys.executable, *([] if self.workers == 1 else launcher), *target],
             cwd=ROOT,
             env=environment,
@@ -136,11 +138,11 @@ class Played:
     faults: list[str]
 
 
-def play(workers: int, kills: int, seed: int) -> Played:
+def play(workers: int, kills: int, seed: int, popen: type[subprocess.Popen] = subprocess.Popen) -> Played:
     """Kills a job so many times, ends it, trains another one as far without a kill, and compares them."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
-        job, other = Job(workers, Path(name, "killed")), Job(workers, Path(name, "undisturbed"))
+        job, other = (Job(workers, Path(name, kind), popen) for kind in ("killed", "undisturbed"))
         for each in (job, other):
             each.folder.mkdir()
         for _ in range(kills):

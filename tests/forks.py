@@ -239,7 +239,8 @@ def _prepare_launcher():
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGHUP):  # They may be ignored here: under nohup, or in the background of a shell.
+    # They may be ignored here: under nohup, or in the background of a shell.
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     warnings.filterwarnings("ignore", message=".*fork.*")
     for name in ("phalanx", "keras", "jax", "numpy", "phalanx.api", "phalanx.launch.cli"):

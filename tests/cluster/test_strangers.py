@@ -69,7 +69,7 @@ def ports_of(process):
 def disturb(address, crowd):
     """Sends all kinds of garbage to an address, then keeps a crowd of silent connections open for a while."""
     for said in GARBAGE:
-        with socket.create_connection(address, timeout=5) as stranger, suppress(OSError):
+        with socket.create_connection(address, timeout=60) as stranger, suppress(OSError):
             stranger.sendall(said)
             stranger.settimeout(0.1)
             stranger.recv(100)

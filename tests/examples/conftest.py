@@ -25,7 +25,8 @@ def run_example(tmp_path_factory):
         result = forks.run(
             [sys.executable, *map(str, [*started_by, EXAMPLES / name, *arguments])],
             cwd=folder or tmp_path_factory.mktemp("run"),
-            env={**environment, "PYTHONIOENCODING": "utf-8"},
+            # They compute for longer than they compile.
+            env={**environment, "JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "PYTHONIOENCODING": "utf-8"},
             capture_output=True,
             encoding="utf-8",
             timeout=DEADLINE_S,

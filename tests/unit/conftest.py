@@ -15,7 +15,7 @@ def run_python():
         removed = {"XLA_FLAGS", "NPROC", "PHALANX_CPU_DEVICES", "KERAS_BACKEND"}
         env = {k: v for k, v in os.environ.items() if k not in removed} | {"JAX_PLATFORMS": "cpu"} | environment
         done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=False
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False
         )
         return done.stdout + done.stderr
 

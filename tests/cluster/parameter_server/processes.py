@@ -132,7 +132,7 @@ def said(one):
     line = one.stdout.readline()
     if not line.startswith(("{", '"')):
         try:
-            rest, _ = one.communicate(timeout=60)
+            rest, _ = one.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             rest = "(and goes on)"
         raise AssertionError(f"it ended with {one.returncode}: {line}{rest}{errors_of(one)[-6000:]}")

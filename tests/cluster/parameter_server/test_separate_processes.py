@@ -39,7 +39,7 @@ def test_a_lost_worker_is_one_line():
         tell(coordinator, "close")
         assert said(coordinator) == "closed"
         wait_until(lambda: not any(map(is_there, {*family} - {coordinator.pid})))
-        output, _ = coordinator.communicate(timeout=60)
+        output, _ = coordinator.communicate(timeout=300)
         assert output == ""
         lines = [line for line in errors_of(coordinator).splitlines() if "waiting for" not in line]
         assert lines == ["worker:0 was lost. A new worker starts in its place and runs its steps again."]

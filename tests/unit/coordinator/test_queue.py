@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from phalanx.coordinator.queue import CAPACITY, Closure, ClosureQueue, PendingValue
 from phalanx.errors import CancelledError, InvalidArgumentError
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 A_WHILE_S = 0.05
 BY_ANOTHER = "a scheduled step: it was cancelled because another step failed first: StepError: 1\nHINT: call coordinator.schedule"
 BY_STOP = "the coordinator was stopped, which cancels all unfinished steps.\nHINT: call coordinator.join"
