@@ -127,6 +127,7 @@ if importlib.util.find_spec("xdist"):
                 return nodeid
             return next((name for start, name in SHARED.items() if file.startswith(start)), file)
 
+    @pytest.hookimpl(optionalhook=True)  # xdist may be installed and switched off.
     def pytest_xdist_make_scheduler(config, log):
         """Replaces `--dist loadscope`."""
         config.option.loadscopereorder = False

@@ -9,6 +9,15 @@ import sys
 import pytest
 from tests import forks
 
+
+@pytest.fixture(autouse=True)
+def heard_interrupts():
+    """This process hears SIGINT, even if it was started in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 KINDS = pytest.mark.parametrize("popen", [subprocess.Popen, forks.Popen], ids=["interpreter", "fork"])
 ABOUT = """
 import json, os, sys, signal
