@@ -29,7 +29,7 @@ demo-ps: $(INSTALLED) ## train a click model with two workers and two parameter 
 test-fast: $(INSTALLED) ## run the unit tests that start no process and train no model
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope tests/unit -m "not slow"
 
-test: $(INSTALLED) ## run the tests, in at most ten minutes on two cores
+test: $(INSTALLED) ## run the tests
 	$(BIN)/python -m pytest -q -n 3 --dist loadscope
 
 test-all: $(INSTALLED) ## run every cell of every table, on optimized programs, in new interpreters and with nothing compiled before
