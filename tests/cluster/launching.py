@@ -3,15 +3,12 @@
 import os
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 
 import pytest
 from tests import forks
+from tests.waiting import DEADLINE_S
 
-DEADLINE_S = 300
-"""Bound on a hang. Everything ends much sooner."""
-POLL_S = 0.01
 RUN = ("-m", "phalanx", "run", "--workers")
 
 
@@ -66,12 +63,3 @@ def script(folder, source):
     path = folder / "train.py"
     path.write_text(source)
     return path
-
-
-def wait_until(is_so, process=None):
-    """Waits for something that must come true while a process runs."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert process is None or process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(POLL_S)

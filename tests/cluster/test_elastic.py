@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.elastic import Job
-from launching import DEADLINE_S, RUN, end_of, environment, script, started, wait_until
+from launching import RUN, end_of, environment, script, started
 from tests import forks
+from tests.waiting import DEADLINE_S, wait_until
 
 from phalanx.cluster.secret import TOKEN, new_token
 from phalanx.errors import StartupError

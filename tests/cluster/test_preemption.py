@@ -6,8 +6,9 @@ import signal
 
 import numpy as np
 import pytest
-from launching import RUN, end_of, script, started, wait_until
+from launching import RUN, end_of, script, started
 from launching import run as run_to_its_end
+from tests.waiting import wait_until
 
 STEPS, BATCH = 40, 6
 SCRIPT = f"""

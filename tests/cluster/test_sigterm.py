@@ -5,7 +5,8 @@ import re
 import signal
 
 import pytest
-from launching import RUN, end_of, script, started, wait_until
+from launching import RUN, end_of, script, started
+from tests.waiting import wait_until
 
 COMMON = """
 import os, signal, sys, time

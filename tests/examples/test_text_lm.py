@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from event_files import written
-from launching import run, started, wait_until
+from launching import run, started
+from tests.waiting import wait_until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_lm.py"
 # Three replicas cannot share a batch of 32 windows without padding.

@@ -8,6 +8,7 @@ import time
 import uuid
 
 import pytest
+from tests.waiting import wait_until
 
 from phalanx.cluster.guard import end_marked, marked
 
@@ -36,13 +37,6 @@ def started(command, mark, **options):
     )
     assert process.stdout.readline()
     return process
-
-
-def until(condition):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_children_in_other_sessions_are_found(mark):
@@ -90,9 +84,9 @@ def test_a_killed_process_takes_all_along(mark, tmp_path):
             assert owner.stdout.readline()
             assert marked(mark)
             owner.kill()
-        until(lambda: not marked(mark))
+        wait_until(lambda: not marked(mark))
         assert group.wait(DEADLINE_S) == -signal.SIGKILL
-        until(lambda: not folder.exists())
+        wait_until(lambda: not folder.exists())
 
 
 def test_a_released_guard_ends_nothing(mark):

@@ -10,9 +10,9 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
+from tests.waiting import wait_until
 
 from phalanx.cluster import watch as watch_module
 from phalanx.cluster.door import Line, encoded
@@ -200,7 +200,7 @@ class Group:
             answered.wait = lambda _, own=answered, waits=waits: waits.set() or threading.Event.wait(own, 0.01)
             threads.append(threading.Thread(target=ask, args=(rank,), daemon=True))
             threads[-1].start()
-            until(lambda waits=waits, rank=rank: waits.is_set() or rank in answers)
+            wait_until(lambda waits=waits, rank=rank: waits.is_set() or rank in answers)
         while not all(self.watches[rank]._is_answered.is_set() or rank in self.statuses for rank in programs):
             self.wait(0.5)
         for thread in threads:
@@ -210,13 +210,6 @@ class Group:
 
 def place(rank):
     return f"rank {rank} (127.0.0.1:400{rank})"
-
-
-def until(condition):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -295,7 +288,7 @@ def test_held_process_counts_as_waiting(group):
     reasons = []
     thread = threading.Thread(target=lambda: reasons.append(first.sync_point.is_reached()))
     thread.start()
-    until(lambda: first._depth)
+    wait_until(lambda: first._depth)
     assert (first.place, first._progress()["is_inside"], first.steps) == (place(0), True, 0)
     two.look()
     thread.join(DEADLINE_S)

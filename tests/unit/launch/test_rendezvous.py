@@ -4,10 +4,10 @@ import os
 import queue
 import socket
 import threading
-import time
 from types import MappingProxyType
 
 import pytest
+from tests.waiting import wait_until
 
 from phalanx.cluster.membership import MEMBER, MOST, RENDEZVOUS, Membership
 from phalanx.cluster.secret import TOKEN, new_token
@@ -55,10 +55,10 @@ class Hall:
         return [each() for each in met]
 
     def until_ready(self, number):
-        until(lambda: self.rendezvous._members[number].ready)
+        wait_until(lambda: self.rendezvous._members[number].ready)
 
     def until_gone(self, number):
-        until(lambda: number not in self.rendezvous._members)
+        wait_until(lambda: number not in self.rendezvous._members)
 
 
 def meeting(member, progress=(0,), call=0, variables=""):
@@ -77,13 +77,6 @@ def meeting(member, progress=(0,), call=0, variables=""):
 
 def hang_up(member):
     member._connection.shutdown(2)
-
-
-def until(condition):
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -114,7 +107,7 @@ def test_first_generation_with_a_real_service(hall, monkeypatch):
     assert all(address.startswith("127.0.0.1:") for address in (first, second))
     found.rendezvous._service._process.kill()
     lost = meeting(member)
-    until(lambda: found.killed)
+    wait_until(lambda: found.killed)
     assert "JAX's coordination service does not start" in found.killed[0][1] or "Broken pipe" in found.killed[0][1]
     found.rendezvous._is_over = True
     assert "phalanx run has ended." in str(lost())
@@ -140,7 +133,7 @@ def test_others_form_the_next_generation(hall):
     generations = found.meet([second, third], {1: [7, 0, 0], 2: [8, 0, 0]})
     assert [(g.number, g.rank, g.size, g.source) for g in generations] == [(2, 0, 2, 1), (2, 1, 2, 1)]
     assert found.rendezvous.steps == 8
-    until(lambda: found.said == ["Generation 2: workers 1, 2 go on."])
+    wait_until(lambda: found.said == ["Generation 2: workers 1, 2 go on."])
 
 
 def test_too_few_wait_for_another(hall):
@@ -153,7 +146,7 @@ def test_too_few_wait_for_another(hall):
     (newcomer,) = found.members(1)
     assert newcomer.is_late
     waiting = meeting(first, [5, 0, 0])
-    until(lambda: found.said == ["Too few workers are left: 1 of at least 2. They wait for others."])
+    wait_until(lambda: found.said == ["Too few workers are left: 1 of at least 2. They wait for others."])
     generations = [*found.meet([newcomer], {1: [-1]}), waiting()]
     assert [(g.number, g.rank, g.source) for g in generations] == [(2, 1, 0), (2, 0, 0)]
 
@@ -168,10 +161,10 @@ def test_newcomer_is_announced_to_the_chief(hall):
         member.changed = heard.append
     (newcomer,) = found.members(2)
     joining = meeting(newcomer, [-1])
-    until(lambda: news[0])
+    wait_until(lambda: news[0])
     assert news == [["worker 2 joins"], []]
     found.now_s += 1.0
-    until(lambda: len(news[0]) > 1)
+    wait_until(lambda: len(news[0]) > 1)
     assert news == [["worker 2 joins"] * 2, []]
     assert [g.size for g in found.meet(members)] == [3, 3]
     assert joining().rank == 2
@@ -204,7 +197,7 @@ def test_survivor_at_the_end_of_an_earlier_training(hall):
     assert meeting(second, [9, 0, 0])() is None
     assert second.is_late
     assert [(g.rank, g.size) for g in found.meet([first], {0: [0, 0, 0]}, call=1)] == [(0, 1)]
-    until(lambda: found.said == ["Generation 2: worker 0 goes on."])
+    wait_until(lambda: found.said == ["Generation 2: worker 0 goes on."])
 
 
 def test_accused_process_is_killed(hall):
@@ -214,7 +207,7 @@ def test_accused_process_is_killed(hall):
     found.meet(members)
     first._say({"accuses": [0], "generation": 9, "why": "none"})
     first.accuse([1], "it stands still")
-    until(lambda: found.killed)
+    wait_until(lambda: found.killed)
     assert found.killed == [(5, "it stands still")]
 
 
@@ -226,12 +219,12 @@ def test_silent_process_is_killed(hall):
     found.now_s += 100.0
     second._say = lambda message: None
     meeting(first, [1])
-    until(lambda: found.rendezvous._pending_s)
+    wait_until(lambda: found.rendezvous._pending_s)
     found.now_s += 10.0
     found.rendezvous.join(0.5)
     assert not found.killed
     found.now_s += 1.0
-    until(lambda: found.killed)
+    wait_until(lambda: found.killed)
     assert found.killed[0] == (1, "has said nothing for 11 s, while the others wait for it")
 
 
@@ -245,7 +238,7 @@ def test_state_of_the_training(hall):
     found.until_gone(0)
     assert found.report().gone is None
     hang_up(second)
-    until(lambda: found.report().gone == (0, 1))
+    wait_until(lambda: found.report().gone == (0, 1))
     found.report((0,))
     assert found.report().gone == (0,)
     assert not found.report().is_hopeless
@@ -277,7 +270,7 @@ def test_nobody_has_the_variables(hall):
     found.meet(members)
     hang_up(first)
     meeting(second, [-1, 0, 0])
-    until(lambda: found.killed)
+    wait_until(lambda: found.killed)
     assert found.killed[0] == (1, "nobody who has the variables of the training is left")
 
 
@@ -287,7 +280,7 @@ def test_message_that_cannot_be_understood(hall):
     (first,) = members = found.members(0)
     found.meet(members)
     first._say({"ready": 3})
-    until(lambda: found.killed)
+    wait_until(lambda: found.killed)
     assert found.killed[0][1].startswith("the rendezvous has failed: TypeError(")
 
 
@@ -340,7 +333,7 @@ def test_first_generation_waits_for_all_machines(second_machine):
     (first,) = found.members(0)
     waiting = meeting(first)
     found.until_ready(0)
-    until(lambda: found.said == ["Waiting for phalanx run on the machines of these tasks: 1."])
+    wait_until(lambda: found.said == ["Waiting for phalanx run on the machines of these tasks: 1."])
     assert not found.report().is_hopeless
     assert not found.report().members
     assert post.report(Report((1,), 1)).gone is None
@@ -349,23 +342,23 @@ def test_first_generation_waits_for_all_machines(second_machine):
     other = Membership(found.rendezvous.address, 1)
     (generation,) = found.meet([other])
     assert (waiting().rank, generation.rank, generation.size) == (0, 1, 2)
-    until(lambda: found.report().is_needed)
-    until(lambda: post.report(Report((1,), 1)).members == (0, 1))
+    wait_until(lambda: found.report().is_needed)
+    wait_until(lambda: post.report(Report((1,), 1)).members == (0, 1))
     first.accuse([1], "it stands still")
-    until(lambda: killed == [(1, "it stands still")])
+    wait_until(lambda: killed == [(1, "it stands still")])
     assert not found.killed
     post.report(Report((), 0, has_finished=True))
-    until(lambda: post.report(Report((), 0, has_finished=True)).has_finished)
-    until(lambda: not found.report().is_needed)
+    wait_until(lambda: post.report(Report((), 0, has_finished=True)).has_finished)
+    wait_until(lambda: not found.report().is_needed)
 
 
 def test_machine_that_is_lost_may_come_back(second_machine):
     """For a while; then those that are left count."""
     found, post, _ = second_machine
     post.report(Report((1,), 1))
-    until(lambda: found.report(()).is_needed)
+    wait_until(lambda: found.report(()).is_needed)
     post.end()
-    until(lambda: not found.report(()).is_needed)
+    wait_until(lambda: not found.report(()).is_needed)
     found.now_s += float(os.environ["PHALANX_START_TIMEOUT_S"]) - 1.0
     assert not found.report(()).is_hopeless
     found.now_s += 2.0
@@ -377,7 +370,7 @@ def test_first_machine_is_lost(second_machine):
     found, post, _ = second_machine
     assert not post.report(Report((1,), 1)).is_hopeless
     found.rendezvous.end()
-    until(lambda: post.report(Report((1,), 1)).is_hopeless)
+    wait_until(lambda: post.report(Report((1,), 1)).is_hopeless)
     assert post.report(Report((1,), 1)).gone == ()
     found.rendezvous.end = lambda: None
 
