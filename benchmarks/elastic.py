@@ -234,7 +234,7 @@ class Job(Training):
         super().__init__([*launcher, *script], int(workers.rpartition(":")[2]), environment, popen)
 
     def hurry(self) -> None:
-        """Lets the processes train without pauses from now on."""
+        """Ends the pauses of the processes."""
         (self.folder / "hurry").touch()
 
     def lose(self, victims: Iterable[int], kind: str) -> float:
