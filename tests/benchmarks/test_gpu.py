@@ -37,6 +37,7 @@ def parts_of(out):
     return {part["name"]: part for part in json.loads(out.with_suffix(".json").read_text())["parts"]}
 
 
+@pytest.mark.exhaustive("test_interrupted_run_keeps_its_report")
 def test_report_has_every_part(tmp_path):
     """On one CPU device: facts of the machine, rows that ran and rows that do not fit, and a table per benchmark."""
     out = tmp_path / "report.md"
@@ -135,6 +136,7 @@ def test_processes_of_benchmarks_see_their_gpus():
     assert done.stdout == f"{variables} [1, 2] 2\n"
 
 
+@pytest.mark.exhaustive("test_end_of_a_part_is_named")
 def test_row_that_fails_does_not_end_its_benchmark(tmp_path):
     """The errors of all rows are in the file of the benchmark, and the exit status tells."""
     variables = {"PHALANX_BENCHMARK_RESULTS": str(tmp_path), "PHALANX_BENCHMARK_ROWS": "2", "JAX_PLATFORMS": "nonsense"}

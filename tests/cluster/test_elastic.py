@@ -80,6 +80,7 @@ CASES = {
 }
 
 
+@pytest.mark.cover(["case"], {"chief is killed in a loop", "two are killed at once in fit"})
 @pytest.mark.parametrize("case", CASES)
 @again_if_a_message_is_lost
 def test_others_go_on(case, undisturbed):
@@ -119,6 +120,7 @@ def limited_memory(pid):
         group.rmdir()
 
 
+@pytest.mark.exhaustive("test_others_go_on: SIGKILL by the test instead of by the kernel")
 @again_if_a_message_is_lost
 def test_memory_of_one_runs_out(undisturbed):
     """The kernel kills it, the others go on, and the reason is named."""
@@ -134,6 +136,7 @@ def test_memory_of_one_runs_out(undisturbed):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive("test_others_go_on, and tests/unit/cluster/test_watch.py for what a group leaves")
 @again_if_a_message_is_lost
 def test_survivor_does_not_grow():
     """What belongs to groups that it has left is gone: threads, and connections."""
@@ -263,6 +266,7 @@ print("losses", losses[-1], "leap", max(after / before for before, after in zip(
 """
 
 
+@pytest.mark.cover(["accumulation", "options"], {("2", "")})
 @pytest.mark.parametrize(
     ("options", "accumulation"),
     [
@@ -302,6 +306,7 @@ print("losses", losses[0], losses[-1], flush=True)
 """
 
 
+@pytest.mark.cover(["options"], {'communication_options=CommunicationOptions(compression="int8")'})
 @pytest.mark.parametrize(
     "options",
     ['communication_options=CommunicationOptions(compression="int8")', "local_updates=DiLoCo(every=4, fragments=2)"],
@@ -337,6 +342,7 @@ def test_what_needs_a_number_of_replicas_is_refused(tmp_path, options, message):
     assert message in output, output
 
 
+@pytest.mark.cover(["donate"], {True})
 @pytest.mark.parametrize("donate", [True, False])
 def test_every_row_counts_once_per_epoch(disturbed, donate):
     """Whatever is repeated, also if only processes are left that have joined later. The loop hears of each step once, in order."""
@@ -347,6 +353,7 @@ def test_every_row_counts_once_per_epoch(disturbed, donate):
     assert output.count("was killed by SIGKILL") == 2
 
 
+@pytest.mark.cover(["data"], {"np.arange(24), batch_size=6"})
 @pytest.mark.parametrize("data", ["np.arange(24), batch_size=6", "[*np.arange(24).reshape(4, 6)]"])
 def test_batch_that_follows_the_number_of_processes(disturbed, data):
     """One of two processes makes steps with half of the rows, and each row still counts once per epoch."""
@@ -384,6 +391,7 @@ print("alone", steps[0] > 0, "rows", int(steps @ [4, 8]), "rates", np.round(rate
 """
 
 
+@pytest.mark.exhaustive("test_batch_that_follows_the_number_of_processes")
 def test_learning_rate_that_follows_the_group(disturbed):
     """A schedule follows the number of replicas in repeated steps too, and `fit` sees each row once."""
     code, output = disturbed(RATES, 0)
@@ -437,6 +445,7 @@ print("seen", sorted(set(np.asarray(seen.value).tolist())), flush=True)
 """
 
 
+@pytest.mark.exhaustive("test_callbacks_go_on_after_the_chief, and test_kills.py")
 def test_loss_during_a_save_and_an_evaluation(tmp_path):
     """The save is left out, the evaluation goes on; the next save, and a process that joins, agree on when it is due."""
     for at in (11, 16, 24):
@@ -674,6 +683,7 @@ IMPATIENT = (
 )
 
 
+@pytest.mark.exhaustive("test_group_of_several_machines: a machine that closes its connections")
 def test_machine_that_disappears(tmp_path):
     """It closes no connection. The others go on when it has been silent for long, and its workers join again later."""
     with ExitStack() as stack:

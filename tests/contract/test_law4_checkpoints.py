@@ -25,6 +25,10 @@ def saved(tmp_path_factory):
     training.cache_clear()
 
 
+# A star: what each one saves, the last one loads, and the other way round.
+@pytest.mark.cover(
+    ["saved_under", "loaded"], {pair for s in STRATEGIES for pair in ((s, s), (s, STRATEGIES[-1]), (STRATEGIES[-1], s))}
+)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("loaded", STRATEGIES)
 @pytest.mark.parametrize("saved_under", STRATEGIES)

@@ -140,6 +140,7 @@ def test_frozen_layer_stays_until_thawed(model):
     return fitted
 
 
+@pytest.mark.cover(["how"], [{"run_eagerly": True}])
 @pytest.mark.parametrize("how", [{"jit_compile": False}, {"run_eagerly": True}], ids=["not_compiled", "eager"])
 def test_training_without_compilation(strategy, how):
     """For debugging, the same numbers. One short batch, for it is slow."""

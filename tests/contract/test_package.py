@@ -60,6 +60,7 @@ def test_wheel_has_the_command_line(python):
     assert "doctor" in output_of(python, "-m", "phalanx", "--help")
 
 
+@pytest.mark.exhaustive("make check, which checks types of the whole package")
 def test_type_checker_sees_the_strategy(python, tmp_path):
     """mypy knows the types of a user's script, for the package has the marker `py.typed`."""
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -57,17 +57,20 @@ def objects_of(site):
     return {name for name, kind, *_ in map(str.split, lines) if kind.startswith("py:")}
 
 
+@pytest.mark.exhaustive("make docs")
 def test_every_public_name_is_in_the_reference(site):
     """Each name of each public `__all__`, and each of `phalanx.nn`, `testing` and `errors`, has an entry of its own."""
     assert not sorted({*NAMES} - objects_of(site))
 
 
+@pytest.mark.exhaustive("make docs")
 def test_every_page_is_in_the_site(site):
     """Each Markdown page below docs has become a page. (That it is in a table of contents is what the build checks.)"""
     pages = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")}
     assert pages <= {page.relative_to(site) for page in site.rglob("*.html")}
 
 
+@pytest.mark.exhaustive("make docs")
 def test_nothing_is_loaded_from_elsewhere(site):
     """Scripts, styles, fonts and images are files of the site."""
     loaded = re.compile(

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("sklearn")
 
 
+@pytest.mark.exhaustive("tests/guide/test_estimator_guide.py")
 def test_irises_on_one_device_and_two(run_example):
     """The classifier finds the species of the three flowers, and two devices print the same as one."""
     one, two = (run_example("estimator_iris.py", "--devices", devices) for devices in (1, 2))
@@ -22,6 +23,7 @@ def test_custom_head_finds_the_quantile(run_example):
     assert 0.86 < float(share) < 0.94
 
 
+@pytest.mark.exhaustive("tests/cluster/test_train_and_evaluate.py")
 def test_evaluator_follows_two_workers(run_example, tmp_path):
     """Both workers train to the end, and the evaluator prints the accuracy of the last step."""
     launcher = ("run", "--workers", "2", "--evaluator")

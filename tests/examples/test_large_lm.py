@@ -17,6 +17,7 @@ def test_trains_a_tiny_model(run_example, options):
     assert float(re.findall(r"loss: ([\d.]+)", printed)[-1]) == pytest.approx(10.4, abs=0.2)
 
 
+@pytest.mark.exhaustive("tests/unit/forecast/test___main__.py")
 def test_its_first_step_is_predicted(run_example, tmp_path):
     """Two replicas exchange the gradients of all parameters."""
     path = tmp_path / "estimate.json"

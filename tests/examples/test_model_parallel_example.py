@@ -6,6 +6,8 @@ import pytest
 
 TINY = ("--steps", 6, "--batch", 32, "--width", 64, "--layers", 1)
 
+pytestmark = pytest.mark.exhaustive("tests/contract/test_law1_equals_one_device.py: the transformer on meshes")
+
 
 @pytest.fixture(scope="module")
 def parts(run_example):

@@ -83,6 +83,7 @@ def test_evaluates_every_window_once(trainings, text_lm):
     assert held_out(trainings[1])[1] == sum(max(0, n - 1) // WINDOW for n in tokens)
 
 
+@pytest.mark.exhaustive("tests/cluster/test_kills.py")
 def test_goes_on_where_it_was_killed(tmp_path, trainings):
     """The losses of the steps, and on the held-out files, are those of a run that nobody disturbs."""
     command = [EXAMPLE, "--devices", "1", *TINY[3:], "--resume", "--save-every", "2"]

@@ -95,7 +95,12 @@ class TestGrain(PositionLaws):
             lambda _: records().to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)).batch(BATCH)
         ),
         "filtered_iter_dataset": rows(
-            lambda _: grain.MapDataset.range(2 * ROWS).filter(lambda i: i < ROWS).map(row).to_iter_dataset()
+            lambda _: (
+                grain.MapDataset.range(ROWS * 11 // 10)
+                .filter(lambda i: i % 11 < 10)
+                .map(lambda i: row(i - i // 11))
+                .to_iter_dataset()
+            )
         ),
         "data_loader": batches(lambda _: data_loader()),
         "array_record_files": rows(lambda f: phalanx.data.from_files(array_records(f), read_array_record)),

@@ -129,6 +129,7 @@ def test_a_server_is_lost_for_good(tmp_path):
     assert [path.read_bytes() for path in paths] == before
 
 
+@pytest.mark.cover(["bound"], [{}])
 @pytest.mark.parametrize("bound", [{}, {"max_staleness": 0}], ids=["asynchronous", "synchronous"])
 def test_servers_that_are_restarted(strategy_of, bound, monkeypatch):
     """With snapshots training goes on from the last one. One server is killed; the first one stands still, and is ended."""

@@ -60,6 +60,7 @@ def after(updates):
     return {"updates": updates, "count": updates, "weights": values, "rows": values}
 
 
+@pytest.mark.cover(["options"], {"synchronous"})
 @pytest.mark.parametrize(("options", "restarts", "servers"), [("sharded", 2, 2), ("synchronous", 1, 1)])
 def test_no_update_is_lost(options, restarts, servers):
     """The coordinator is killed, once after the loss of a server: the next one goes on with values, slots and number of updates."""
@@ -83,6 +84,7 @@ def test_no_update_is_lost(options, restarts, servers):
     assert log.count(f"{servers} parameter servers were found again, with 7 variables.") == restarts
 
 
+@pytest.mark.exhaustive("test_no_update_is_lost")
 def test_starts_with_one_server():
     """An exit code keeps the server, and an exception in the last start ends it."""
     code, starts, log = ended("one_server", 4)
@@ -100,6 +102,7 @@ def test_starts_with_one_server():
     assert "ValueError: no more clicks" in log
 
 
+@pytest.mark.exhaustive("test_no_update_is_lost")
 def test_starts_with_two_servers():
     """If one is lost, all begin with their first values, as without a launcher, and the log tells why."""
     code, starts, log = ended("two_servers", 2)

@@ -62,6 +62,7 @@ def test_all_processes_end_with_a_killed_coordinator():
         wait_until(lambda: not folder.exists())
 
 
+@pytest.mark.cover(["status"], {143})
 @pytest.mark.parametrize(
     ("handler", "status"),
     [("", 128 + signal.SIGTERM), ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))", 3)],
@@ -83,6 +84,7 @@ def test_sigterm_of_a_coordinator(handler, status):
         assert "SIGTERM" not in errors_of(coordinator)
 
 
+@pytest.mark.exhaustive("test_tasks_that_are_missing")
 def test_a_start_that_takes_too_long():
     """Ray's processes stand still the first time; they are ended, and it is started again."""
     code = (
@@ -108,6 +110,7 @@ def test_a_start_that_takes_too_long():
         assert names.count("raylet") == 1
 
 
+@pytest.mark.exhaustive("test_servers_from_tf_config")
 def test_an_address_that_is_taken():
     """The chief cannot listen there: a typed error, and not Ray's."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -176,6 +179,7 @@ def test_ray_was_imported_before():
         assert 'HINT: os.environ["RAY_AUTH_MODE"] = "token" before `import ray`' in errors_of(coordinator)
 
 
+@pytest.mark.exhaustive("test_a_lost_worker_is_one_line")
 def test_ray_ends_what_needs_too_much_memory():
     """As its monitor does with everything at this threshold; the error is one of Phalanx."""
     code = "import phalanx; phalanx.ParameterServerStrategy(workers=1, ps=1)"
@@ -237,6 +241,7 @@ def test_tasks_that_are_missing(spec):
         assert re.search(rf"these tasks have not joined within \d+ s: {re.escape(missing)}", errors_of(chief))
 
 
+@pytest.mark.exhaustive("test_servers_from_tf_config")
 def test_two_processes_with_one_index(spec):
     """The chief says which task has come twice."""
     with servers(spec, "worker", "worker"), chief_of(spec) as chief:

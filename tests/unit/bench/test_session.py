@@ -93,6 +93,7 @@ model.fit(rows(), steps_per_epoch=30, epochs=50, verbose=0)
     assert found.results[0].parts["input"] > 0.1
 
 
+@pytest.mark.exhaustive("test_slow_input_is_named, test_slow_link_is_named")
 def test_slow_code_and_slow_rank_are_named(measured, tmp_path):
     """A callback that sleeps if it is alone, else before each step of rank 1. The parts add up to the steps that it sees."""
     slow = f"""
@@ -145,6 +146,7 @@ def test_comparison_of_two_measurements(capsys):
     assert "differ" not in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive("test_fit_on_devices_and_processes")
 def test_arguments_for_the_number_of_devices(measured):
     """A custom loop whose script takes the number; another script that ignores the devices is measured once."""
     found = measured(LOOP, ["{devices}"])
