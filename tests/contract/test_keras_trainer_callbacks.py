@@ -7,6 +7,7 @@ Every test compares a model of the strategy with its twin in Keras's hands, or w
 """
 
 import csv
+import time
 
 import keras
 import numpy as np
@@ -119,6 +120,22 @@ def test_callbacks_may_write_variables(strategy):
         return fitted, tested, model.predict(X, **EVALUATE, callbacks=[Adding()])
 
     agree(strategy, compiled(), act)
+
+
+def test_hooks_that_are_safe_in_a_thread_keep_their_order(strategy):
+    """Keras calls them beside the steps, in several threads, of which the later one may be the faster."""
+
+    class Slow(callbacks.Callback):
+        async_safe = True
+        batches = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            time.sleep(0.05 * (2 - batch))
+            self.batches.append(batch)
+
+    model = made(compiled(), strategy)
+    model.fit(X[:21], Y[:21], batch_size=7, verbose=0, callbacks=[Slow()])
+    assert Slow.batches == [0, 1, 2]
 
 
 @agreeing(compiled())

@@ -3,6 +3,7 @@
 import dis
 import functools
 import signal
+import subprocess
 import sys
 import threading
 
@@ -262,3 +263,23 @@ def test_program_in_a_host_callback_is_refused(strategy):
     assert not thread.is_alive()
     assert "called in a host callback" in failed[0]
     assert float(strategy.reduce("SUM", strategy.run(lambda x: x, args=(np.float32(1),)), axis=None)) >= 1
+
+
+ENDS = """
+import sys, types
+early = sys.modules["early"] = types.ModuleType("early")
+import phalanx.programs.interrupts as interrupts
+class Late:
+    def __del__(self):
+        raise ValueError("late")
+early.late = Late()
+sys.keeps = [early, interrupts]
+del early, interrupts
+"""
+
+
+def test_error_while_the_interpreter_ends_is_shown():
+    """After it has set the names of our module to None."""
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=600, check=True)
+    assert "ValueError: late" in ended.stderr
+    assert "TypeError" not in ended.stderr

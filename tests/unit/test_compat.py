@@ -563,6 +563,20 @@ def test_batch_hooks_are_recognized():
     assert compat.batch_hooks(ear, "test")[1] is nothing
 
 
+def test_callbacks_have_one_executor():
+    """`_executor` of a list is None until a method begins, and that of its own is of several threads."""
+    ours, theirs = keras.callbacks.CallbackList(), keras.callbacks.CallbackList()
+    compat.call_in_order(ours)
+    pool = ours._executor
+    for callbacks in (ours, theirs):
+        callbacks.on_train_begin()
+    assert ours._executor is pool
+    assert (ours._executor._max_workers, theirs._executor._max_workers > 1) == (1, True)
+    for callbacks in (ours, theirs):
+        callbacks.on_train_end()
+        assert callbacks._executor is None
+
+
 def test_function_of_a_metric():
     """`_fn` and `_fn_kwargs`: whether it makes one number of a batch."""
     given = {"y_true": jnp.zeros((4, 2)), "y_pred": jnp.zeros((4, 2))}

@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import jax
@@ -232,6 +233,16 @@ def better(model: keras.Model, name: str) -> str | None:
 
 def _nothing(batch: int, logs: PyTree = None) -> None:
     """Replaces a hook that no callback overrides."""
+
+
+def call_in_order(callbacks: keras.callbacks.CallbackList) -> None:
+    """Makes the thread pool of a callback list one thread.
+
+    Keras calls batch hooks in a pool of several threads, so that the hook of the last batch can run before that of the one
+    before it: the progress bar then prints 2/2 after three steps.
+    """
+    if callbacks._executor is None:
+        callbacks._executor = ThreadPoolExecutor(1)
 
 
 def stop_callbacks(callbacks: keras.callbacks.CallbackList) -> None:

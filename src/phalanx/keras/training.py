@@ -464,6 +464,7 @@ class ModelTrainer:
                 steps=data.num_batches,
                 model=self._model,
             )
+        compat.call_in_order(hooks)
         try:
             with writing(hooks.callbacks):
                 yield hooks

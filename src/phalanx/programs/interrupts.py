@@ -134,11 +134,15 @@ def raise_what_is_ignored() -> None:
     there would have no effect. JAX registers such a callback, which runs at every collection.
     Source: https://docs.python.org/3/library/sys.html#sys.unraisablehook
     """
-    show = sys.unraisablehook
+    # As the interpreter ends, it sets the names of modules to None, and calls the hook after that.
+    show, is_finalizing = sys.unraisablehook, sys.is_finalizing
 
     def raise_later(ignored: "sys.UnraisableHookArgs") -> None:
+        if is_finalizing() or threading.current_thread() is not threading.main_thread():
+            show(ignored)
+            return
         number = _signal_of(ignored.exc_value, ignored.exc_traceback)
-        if number is None or sys.is_finalizing() or threading.current_thread() is not threading.main_thread():
+        if number is None:
             show(ignored)
             return
         handler, error = signal.getsignal(number), ignored.exc_value

@@ -42,7 +42,6 @@ class SynchronousStrategy(Strategy):
         local_updates: LocalUpdates | None = None,
         replica_weights: Sequence[float] | str | None = None,
     ) -> None:
-        super().__init__()
         if options is not None:
             arguments.instance(
                 "communication_options",
@@ -62,6 +61,8 @@ class SynchronousStrategy(Strategy):
             _require_local_updates(local_updates, topology, cross_device_ops, options)
         if replica_weights is not None:
             _set_shares(topology.shares, replica_weights, topology.num_replicas)
+        # Last: a strategy that was refused, which the traceback of the error refers to, is not among the living ones.
+        super().__init__()
 
     @property
     @override
