@@ -103,8 +103,9 @@ SHARED = {
 }
 """The files whose tests share processes for the whole session, and so run in one process of pytest."""
 
-FIRST = ("tests/cluster/", "tests/guide/", "tests/examples/", "tests/docs/", "tests/contract/")
-"""The files that take longest begin first, so that all cores are busy to the end."""
+WAITING = ("tests/cluster/", "tests/guide/", "tests/examples/", "tests/docs/")
+COMPUTING = ("tests/contract/", "tests/sources/", "tests/estimator/")
+"""Files that wait for processes, and files that keep a core busy, take turns, and begin first: all cores are busy to the end."""
 
 
 def pytest_collection_modifyitems(config, items):
@@ -113,14 +114,22 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if not _is_covering(item)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    items.sort(key=lambda item: next((i for i, start in enumerate(FIRST) if item.nodeid.startswith(start)), len(FIRST)))
+    files = dict.fromkeys(map(_file_of, items))
+    turns = {
+        file: turn for kind in (WAITING, COMPUTING) for turn, file in enumerate(f for f in files if f.startswith(kind))
+    }
+    items.sort(key=lambda item: turns.get(_file_of(item), len(files)))
+
+
+def _file_of(item):
+    return item.nodeid.partition("::")[0]
 
 
 if importlib.util.find_spec("xdist"):
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
-        """Tests of one file run in one process, in the order of `FIRST`. An elastic group shares nothing with another."""
+        """Tests of one file run in one process, in the order of the collection. An elastic group shares nothing with another."""
 
         def _split_scope(self, nodeid):
             file = nodeid.partition("::")[0]

@@ -80,7 +80,7 @@ CASES = {
 }
 
 
-@pytest.mark.cover(["case"], {"chief is killed in a loop", "two are killed at once in fit"})
+@pytest.mark.cover(["case"], {"two are killed at once in fit"})
 @pytest.mark.parametrize("case", CASES)
 @again_if_a_message_is_lost
 def test_others_go_on(case, undisturbed):
@@ -306,7 +306,7 @@ print("losses", losses[0], losses[-1], flush=True)
 """
 
 
-@pytest.mark.cover(["options"], {'communication_options=CommunicationOptions(compression="int8")'})
+@pytest.mark.exhaustive("test_what_was_not_sent_survives, test_others_go_on")
 @pytest.mark.parametrize(
     "options",
     ['communication_options=CommunicationOptions(compression="int8")', "local_updates=DiLoCo(every=4, fragments=2)"],

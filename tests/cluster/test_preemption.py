@@ -99,7 +99,7 @@ def undisturbed(tmp_path_factory):
     return get
 
 
-@pytest.mark.cover(["mode", "victims"], [("loop", [0]), ("fit", [1])])
+@pytest.mark.cover(["mode", "victims"], [("loop", [0])])
 @pytest.mark.parametrize(
     ("victims", "mode", "workers"),
     [([0], "loop", 2), ([1], "loop", 2), ([0, 1], "loop", 2), ([2], "loop", 3), ([1], "fit", 2), ([1], "grace", 2)],

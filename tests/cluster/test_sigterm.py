@@ -73,6 +73,7 @@ def run(folder, source, handler, whom):
         return end_of(process)
 
 
+@pytest.mark.cover(["whom"], {"1", "launcher"})
 @pytest.mark.parametrize("source", [LOOP, FIT], ids=["loop", "fit"])
 @pytest.mark.parametrize("whom", ["0", "1", "all", "launcher"])
 def test_finally_blocks_run(tmp_path, source, whom):

@@ -26,6 +26,7 @@ print("rank", strategy.topology.worker_index, len(phalanx.experimental.step_time
 """
 
 
+@pytest.mark.cover(["workers"], {"3"})
 @pytest.mark.parametrize("workers", ["3", "2:3"])
 def test_slow_process_is_named(tmp_path, workers):
     """The others wait for it at about half of the steps, in a fixed group and in an elastic one. Only the chief knows."""

@@ -88,6 +88,7 @@ def family_of(process):
     return [process, *map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
 
 
+@pytest.mark.cover(["workers"], {"2:2"})
 @pytest.mark.parametrize(("workers", "ports"), [("2", 3), ("2:2", 4)])
 def test_strangers_at_every_port(tmp_path, workers, ports):
     """Garbage, and 10,000 silent connections to each: no worker is lost. An elastic group has the rendezvous too."""

@@ -112,6 +112,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.cover(["how", "k"], [(EMA, 2), *list(OPTIONS.values())[3:5], OPTIONS["warm_cosine"]])
 @pytest.mark.parametrize(("how", "k"), OPTIONS.values(), ids=OPTIONS)
 def test_options_of_optimizers(strategy, how, k):
     agree(strategy, of_kinds(optimizer=functools.partial(momentum, **how)), fit(), k=k)

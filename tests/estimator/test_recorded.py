@@ -13,12 +13,9 @@ PREMADE = {
 # Of each class one case, and of each option of a head; --full trains the others too.
 COVER = (
     "dnn: two classes with Adam",
-    "dnn: two classes with RMSProp",
-    "dnn: three words",
     "dnn: three classes with weights",
     "dnn: two classes by sum",
     "linear: two words",
-    "linear: three classes",
     "others: DNNRegressor of two numbers",
     "others: LinearRegressor",
     "others: BaselineClassifier of three classes",

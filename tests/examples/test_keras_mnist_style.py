@@ -40,7 +40,7 @@ def test_writes_logs_and_a_picture(run):
     assert (run[1] / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.cover(["strategy"], {"none"})
+@pytest.mark.exhaustive("test_learns_the_digits, tests/contract/test_law_fit_equals_keras.py")
 @pytest.mark.parametrize("strategy", ["one-device", "none"])
 def test_other_strategies_train_the_same(run_example, strategy):
     """The flag changes where it trains and nothing else."""

@@ -9,6 +9,7 @@ TINY = ("--width", 64, "--blocks", 1, "--length", 16)
 PARAMETERS = 2 * 32_768 * 64 + 16 * 64 + 4 * 64 * 64 + 4 * 64 + 2 * 64 * 256 + 256 + 64 + 6 * 64
 
 
+@pytest.mark.cover(["options"], {("--remat", "--sharded")})
 @pytest.mark.parametrize("options", [(), ("--remat", "--sharded")])
 def test_trains_a_tiny_model(run_example, options):
     """The loss of random words is that of guessing one of 32,768."""

@@ -84,7 +84,7 @@ def test_sigterm_of_a_coordinator(handler, status):
         assert "SIGTERM" not in errors_of(coordinator)
 
 
-@pytest.mark.exhaustive("test_tasks_that_are_missing")
+@pytest.mark.exhaustive("tests/unit/servers and coordinator: limits with a clock of the test")
 def test_a_start_that_takes_too_long():
     """Ray's processes stand still the first time; they are ended, and it is started again."""
     code = (
@@ -123,6 +123,7 @@ def test_an_address_that_is_taken():
     assert "HINT: " in text
 
 
+@pytest.mark.exhaustive("test_a_folder_named_ray_without_ray")
 def test_a_folder_named_ray(tmp_path):
     """It does no harm where Ray is installed. The token that is missing in the home of the user is made for nobody else."""
     (tmp_path / "ray").mkdir()
@@ -230,6 +231,7 @@ def test_servers_from_tf_config(spec):
             assert task.wait(120) == 0
 
 
+@pytest.mark.exhaustive("test_servers_from_tf_config")
 def test_tasks_that_are_missing(spec):
     """The chief names them, with their addresses."""
     code = (

@@ -118,6 +118,7 @@ def test_models_that_cannot_be_described_are_saved(tmp_path, capsys):
         COMMANDS["export"](path, str(tmp_path / "m.keras"), "")
 
 
+@pytest.mark.exhaustive("the other tests of this file, without processes")
 @pytest.mark.slow
 def test_commands_as_a_user_runs_them(folder, tmp_path):
     """With their exit codes."""
