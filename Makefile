@@ -30,10 +30,10 @@ test-fast: $(INSTALLED) ## run the unit tests that start no process and train no
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope tests/unit -m "not slow"
 
 test: $(INSTALLED) ## run the tests
-	$(BIN)/python -m pytest -q -n 4 --dist loadscope
+	$(BIN)/python -m pytest -q -n 5 --dist loadscope
 
 test-all: $(INSTALLED) ## run every cell of every table, on optimized programs, in new interpreters and with nothing compiled before
-	PHALANX_TEST_ALL=1 $(BIN)/python -m pytest -q -n 4 --dist loadscope
+	PHALANX_TEST_ALL=1 $(BIN)/python -m pytest -q -n 5 --dist loadscope
 
 draws: $(INSTALLED) ## run the property tests with hundreds of random cases each
 	PHALANX_TEST_DRAWS=1 $(BIN)/python -m pytest -q -n 3 --dist loadscope -m hypothesis tests

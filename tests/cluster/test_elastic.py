@@ -572,6 +572,7 @@ if number == 0:
 """
 
 
+@pytest.mark.exhaustive("tests/unit/launch/test_rendezvous.py: what members say at the end")
 def test_failure_after_the_training(disturbed):
     """A PyDataset goes on within its epoch; what fails after the end of the training is not a loss, and is the exit code."""
     code, output = disturbed(DATA, 0)

@@ -72,6 +72,7 @@ def launch(folder, mode):
     return run(*RUN, 2, "--evaluator", script(folder, SCRIPT), mode)
 
 
+@pytest.mark.cover(["mode"], {"kill"})
 @pytest.mark.parametrize("mode", ["all", "kill"])
 def test_evaluator_evaluates_to_the_end(tmp_path, mode):
     """Every checkpoint is evaluated in one process of its own, the last also by one that was killed and started again."""

@@ -127,6 +127,7 @@ def test_training_goes_on_after_sigterm(tmp_path, undisturbed, victims, mode, wo
         assert sorted(rows) == list(range(STEPS * BATCH))
 
 
+@pytest.mark.exhaustive("test_training_goes_on_after_sigterm, test_sigterm.py")
 def test_launcher_that_is_ended_lets_the_workers_save(tmp_path, undisturbed):
     """As a scheduler does: SIGTERM to the launcher, which passes it on; and the whole job starts again later."""
     folder = tmp_path / "job"

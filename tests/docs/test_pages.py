@@ -64,6 +64,9 @@ def run(program, path, **environment):
     return result
 
 
+@pytest.mark.cover(
+    ["page"], {page for page in PAGES if page == "README.md" or Path(page).stem.startswith(("start", "from_"))}
+)
 @pytest.mark.parametrize("page", PAGES)
 def test_page_runs_and_prints_what_it_says(page, tmp_path):
     """The program ends without an error or a warning, and prints the page's `text` blocks in their order."""

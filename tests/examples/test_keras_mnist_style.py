@@ -8,6 +8,8 @@ import pytest
 
 EPOCHS = 8
 
+pytestmark = pytest.mark.exhaustive("test_digits.py")
+
 
 @pytest.fixture(scope="module")
 def run(run_example, tmp_path_factory):
@@ -40,7 +42,6 @@ def test_writes_logs_and_a_picture(run):
     assert (run[1] / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.exhaustive("test_learns_the_digits, tests/contract/test_law_fit_equals_keras.py")
 @pytest.mark.parametrize("strategy", ["one-device", "none"])
 def test_other_strategies_train_the_same(run_example, strategy):
     """The flag changes where it trains and nothing else."""

@@ -5,11 +5,12 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.exhaustive("tests/unit/forecast, tests/contract/test_law1_equals_one_device.py")
+
 TINY = ("--width", 64, "--blocks", 1, "--length", 16)
 PARAMETERS = 2 * 32_768 * 64 + 16 * 64 + 4 * 64 * 64 + 4 * 64 + 2 * 64 * 256 + 256 + 64 + 6 * 64
 
 
-@pytest.mark.cover(["options"], {("--remat", "--sharded")})
 @pytest.mark.parametrize("options", [(), ("--remat", "--sharded")])
 def test_trains_a_tiny_model(run_example, options):
     """The loss of random words is that of guessing one of 32,768."""
@@ -18,7 +19,6 @@ def test_trains_a_tiny_model(run_example, options):
     assert float(re.findall(r"loss: ([\d.]+)", printed)[-1]) == pytest.approx(10.4, abs=0.2)
 
 
-@pytest.mark.exhaustive("tests/unit/forecast/test___main__.py")
 def test_its_first_step_is_predicted(run_example, tmp_path):
     """Two replicas exchange the gradients of all parameters."""
     path = tmp_path / "estimate.json"

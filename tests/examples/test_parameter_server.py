@@ -12,6 +12,7 @@ USERS, ITEMS, WIDTH = 300, 100, 4
 SMALL = ("--users", USERS, "--items", ITEMS, "--width", WIDTH, "--batch", 256)
 
 
+@pytest.mark.exhaustive("tests/guide/test_parameter_server_guide.py")
 def test_learns_who_clicks(run_example, tmp_path):
     """The AUC on held-out rows goes up, not above that of the model that the clicks are drawn from."""
     printed = run_example("parameter_server.py", *SMALL, "--epochs", 3, "--steps", 100, folder=tmp_path)

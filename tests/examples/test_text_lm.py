@@ -57,6 +57,7 @@ def held_out(output):
     return float(loss), int(windows)
 
 
+@pytest.mark.exhaustive("test_digits.py, tests/contract/test_law1_equals_one_device.py: the transformer")
 def test_loss_falls_in_both(trainings):
     """An untrained model knows no word of 1,024 (6.9 nats); eight steps teach it which are frequent."""
     for training in trainings:
@@ -65,6 +66,7 @@ def test_loss_falls_in_both(trainings):
         assert losses(training)[-1] < losses(training)[0] - 0.5
 
 
+@pytest.mark.exhaustive("test_digits.py, tests/contract/test_law1_equals_one_device.py: the transformer")
 def test_three_devices_learn_what_one_learns(trainings, printed):
     """Padded batches of three replicas end where one device ends, and the program says by how much they differ."""
     one, three = trainings
@@ -76,6 +78,7 @@ def test_three_devices_learn_what_one_learns(trainings, printed):
     assert 0 < difference < 1e-4
 
 
+@pytest.mark.exhaustive("test_digits.py, tests/contract/test_law1_equals_one_device.py: the transformer")
 def test_evaluates_every_window_once(trainings, text_lm):
     """All windows of the held-out files are counted, and no padding."""
     _, files = text_lm.source_files()
@@ -100,6 +103,7 @@ def test_goes_on_where_it_was_killed(tmp_path, trainings):
     assert not (tmp_path / "out" / "checkpoints_1").exists()
 
 
+@pytest.mark.exhaustive("test_digits.py, tests/contract/test_law1_equals_one_device.py: the transformer")
 def test_saves_the_curves_and_the_sample(printed, folder, text_lm):
     """The loss curves are a PNG, and the sample continues the prompt."""
     assert (folder / "out" / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
@@ -108,6 +112,7 @@ def test_saves_the_curves_and_the_sample(printed, folder, text_lm):
     assert sample in printed
 
 
+@pytest.mark.exhaustive("test_digits.py, tests/contract/test_law1_equals_one_device.py: the transformer")
 def test_writes_summaries_of_both_trainings(trainings, folder):
     """The losses are those that are printed, and the weights of each layer have a histogram under the same name in both."""
     one, three = (written(folder / "out" / "logs" / name) for name in ("1_device", "3_devices"))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+import pytest
 from estimator_data import digits, irises, network, passengers
 from sklearn.metrics import log_loss, roc_auc_score
 
@@ -48,6 +49,7 @@ def test_premade_estimators_tutorial(tmp_path):
     np.testing.assert_allclose([pred_dict["probabilities"] for pred_dict in predictions], probabilities, rtol=1e-4)
 
 
+@pytest.mark.exhaustive("tests/estimator/test_recorded.py")
 def test_linear_model_tutorial(tmp_path):
     """Metrics with and without a cross of ages and sexes are those of the probabilities, computed by scikit-learn."""
     (dftrain, y_train), (dfeval, y_eval), fc = passengers(600, 1), passengers(300, 2), tf1.feature_column

@@ -119,6 +119,7 @@ def test_starts_with_two_servers():
     )
 
 
+@pytest.mark.exhaustive("test_no_update_is_lost")
 def test_fit_goes_on():
     """The weights are those of the last start, and metrics begin again. All processes end with a killed launcher, and their files."""
     with launched("fits", 3) as (launcher, left):

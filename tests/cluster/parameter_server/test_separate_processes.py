@@ -214,6 +214,7 @@ def spec():
     return {job: [f"127.0.0.1:{port}"] for job, port in zip(("chief", "ps", "worker"), free_ports(3), strict=True)}
 
 
+@pytest.mark.exhaustive("tests/guide/test_parameter_server_guide.py: the same by a cluster of TF_CONFIG")
 def test_servers_from_tf_config(spec):
     """A worker and a server wait for the chief, work for it, and end with it; a task without its token is not let in."""
     with servers(spec, "worker", "ps") as tasks, chief_of(spec) as chief:

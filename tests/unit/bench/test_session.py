@@ -186,6 +186,7 @@ def test_failures_with_some_devices_are_noted(measured, tmp_path):
     assert found.notes[0].endswith("ValueError: not with 1")
 
 
+@pytest.mark.exhaustive("test_bad_files_are_refused")
 def test_scripts_that_cannot_be_measured(measured):
     for source, limit_s, message in (
         ("import phalanx", 600, r"it has not made 15 training steps(.|\n)*ended after 0 of 15 steps"),

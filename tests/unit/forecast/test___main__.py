@@ -57,6 +57,7 @@ def test_step_of_a_script_is_predicted(estimate, tmp_path):
     assert (one["rows_per_replica"], two["rows_per_replica"]) == (16, 16)
 
 
+@pytest.mark.exhaustive("tests/unit/errors/test_frames.py")
 @pytest.mark.slow
 def test_exception_of_a_script_is_shown(estimate):
     """Its traceback ends the command, with Python's exit code."""

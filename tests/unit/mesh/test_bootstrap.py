@@ -107,6 +107,7 @@ model.fit(np.ones((64, 2)), np.ones((64, 1)), batch_size=4, epochs=2)
 """
 
 
+@pytest.mark.exhaustive("tests/contract/test_keras_trainer.py: test_verbose_controls_what_is_printed")
 def test_fit_writes_a_line_per_epoch_to_a_log(tmp_path):
     """Without a terminal there is no bar, whose states would be as many lines of the log."""
     (tmp_path / "train.py").write_text(FIT)

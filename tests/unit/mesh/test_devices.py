@@ -107,6 +107,7 @@ def test_too_few_threads(monkeypatch):
         phalanx.MirroredStrategy(["cpu:0"])
 
 
+@pytest.mark.exhaustive("the eight of all tests")
 @pytest.mark.slow
 def test_sixty_four_virtual_replicas(run_python):
     """PHALANX_CPU_DEVICES=64 gives 64 replicas, which all-reduce: the canary of the thread pool rule."""

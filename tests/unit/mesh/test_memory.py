@@ -44,6 +44,7 @@ def page_faults(rounds, **environment):
     return float(done.stdout)
 
 
+@pytest.mark.exhaustive("python -m benchmarks soak")
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is the C library of Linux")
 def test_steps_get_no_new_pages():

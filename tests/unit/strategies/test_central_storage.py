@@ -1,5 +1,7 @@
 """`CentralStorageStrategy`: where variables live, when they change, and what a step must not do."""
 
+import gc
+
 import jax
 import keras
 import numpy as np
@@ -137,6 +139,7 @@ def test_slots_are_nowhere_else():
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1000), keras.layers.Dense(1)])
         optimizer = keras.optimizers.Adam()
     (batch,) = strategy.experimental_distribute_dataset([(X, Y)])
+    gc.collect()  # What other tests have left.
     strategy.run(stepper(model, optimizer), args=(batch,))
     shards = [shard for array in jax.live_arrays() for shard in array.addressable_shards]
     assert max((shard.data.nbytes for shard in shards if shard.device.id in (2, 3)), default=0) < 4000
