@@ -187,6 +187,7 @@ def clean_slate():
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-    """Compiled programs of one module do not crowd the memory of the next."""
+    """Compiled programs of one module do not crowd the memory of the next, which finds no virtual TPU either."""
     yield
+    phalanx.tpu.experimental.shutdown_tpu_system()
     jax.clear_caches()
