@@ -63,7 +63,7 @@ test-newest: .venv-newest/.installed ## run them with the highest versions, as a
 	touch $@
 
 # The rooms without JAX have a test for every branch; nobody needs a GPU or a cluster to run it.
-NO_JAX := */phalanx/cluster/*,*/phalanx/cluster_resolver.py,*/phalanx/errors/*,*/phalanx/launch/*,*/phalanx/options.py
+NO_JAX := */_src/cluster/*,*/phalanx/cluster_resolver.py,*/phalanx/errors/*,*/_src/launch/*,*/_src/options.py
 
 # Without the tests that interrupt every line of a step: they interrupt coverage too, which can then wait for itself for ever.
 coverage: $(INSTALLED) ## run nearly all tests, and fail if they run less than 95% of the lines and branches
@@ -77,7 +77,7 @@ coverage-no-jax: $(INSTALLED) ## run the tests of the rooms without JAX, and fai
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest -q -n 2 --dist loadscope tests/unit/cluster tests/unit/errors tests/unit/launch \
 		tests/unit/test_cluster_resolver.py tests/unit/test_errors.py tests/unit/test_options.py \
-		src/phalanx/cluster src/phalanx/cluster_resolver.py src/phalanx/errors src/phalanx/launch src/phalanx/options.py
+		src/phalanx/_src/cluster src/phalanx/cluster_resolver.py src/phalanx/errors src/phalanx/_src/launch src/phalanx/_src/options.py
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --include="$(NO_JAX)" --fail-under=100
 

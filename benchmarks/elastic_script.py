@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from benchmarks.elastic_job import BATCH, LEARNING_RATE, MOMENTUM, WIDTHS, StepFile, rows
-from phalanx.cluster import membership
+from phalanx._src.cluster.watch import membership
 
 
 class Record:

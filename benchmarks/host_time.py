@@ -58,7 +58,7 @@ def _with_phalanx(count: int) -> Callable[[], Callable[[], Any]]:
     import keras
 
     import phalanx
-    from phalanx.compat import raw_value
+    from phalanx._src.compat import raw_value
 
     strategy = phalanx.MirroredStrategy()
     with strategy.scope():

@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 
 from benchmarks.gpu_report import MEMORY
-from phalanx.mesh import environment
-from phalanx.mesh.devices import device_name
+from phalanx._src.mesh.devices import device_name
+from phalanx._src.tools import env as environment
 
 _SMI = ("nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader")
 

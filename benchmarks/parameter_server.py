@@ -14,7 +14,7 @@ from benchmarks.models import MLP
 from benchmarks.parent import Child
 from benchmarks.report import Report, all_rounds, verdict
 from benchmarks.workers import require_same
-from phalanx.launch.plan import free_ports
+from phalanx._src.launch.plan import free_ports
 
 _WORKERS = 2
 _OURS, _THEIRS = "benchmarks.servers_phalanx", "benchmarks.servers_tensorflow"

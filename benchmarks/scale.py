@@ -53,9 +53,9 @@ def run(*, quick: bool = False) -> Report:
 def plan_s(num_ranks: int) -> float:
     """In a child: the time in which the chief plans what each worker reads of an array, and says it."""
     import phalanx
-    from phalanx.input.shard import InputWorker
-    from phalanx.input.sharding import plan
-    from phalanx.input.sources.adapt import source_of
+    from phalanx._src.input.shard import InputWorker
+    from phalanx._src.input.sharding import plan
+    from phalanx._src.input.sources.adapt import source_of
 
     rows = np.zeros((64 * num_ranks, 1), "float32")
     began_s = time.perf_counter()

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.parent import ROOT, Child
-from phalanx.cluster.rollcall import call_roll
-from phalanx.cluster.secret import Secret
-from phalanx.cluster.spec import ClusterSpec
-from phalanx.cluster.watch import Watch
+from phalanx._src.cluster.connections.rollcall import call_roll
+from phalanx._src.cluster.connections.secret import Secret
+from phalanx._src.cluster.spec import ClusterSpec
+from phalanx._src.cluster.watch.watch import Watch
+from phalanx._src.launch.plan import free_ports
 from phalanx.errors import StartupError
-from phalanx.launch.plan import free_ports
 
 _HERE = "benchmarks.scale_cluster"
 _SECRET = Secret("the secret of this benchmark")
@@ -215,7 +215,7 @@ def _at_once(call: Callable[[int], None], ranks: Sequence[int]) -> float:
 
 
 def _about(addresses: Sequence[str]) -> str:
-    """Returns what `phalanx.mesh.bootstrap` passes to the roll call."""
+    """Returns what `phalanx._src.runtime.bootstrap` passes to the roll call."""
     return f"{ClusterSpec({'worker': list(addresses)}).as_dict()}"
 
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
-from phalanx.coordinator.scheduler import Scheduler
-from phalanx.servers.calls import Calls, Sign
-from phalanx.servers.ray import load_ray
-from phalanx.servers.remote.plans import Report as StepReport
-from phalanx.servers.remote.plans import StepCall
+from phalanx._src.parameter_server.processes.calls import Calls, Sign
+from phalanx._src.parameter_server.processes.ray import load_ray
+from phalanx._src.parameter_server.remote.plans import Report as StepReport
+from phalanx._src.parameter_server.remote.plans import StepCall
+from phalanx._src.parameter_server.scheduling.scheduler import Scheduler
 
 
 def measure(workers: int, closures: int, rounds: int, fetches: int, step_s: float) -> dict[str, float]:

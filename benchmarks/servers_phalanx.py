@@ -11,9 +11,9 @@ import numpy as np
 import phalanx
 from benchmarks import timing
 from benchmarks.models import COMPARED_STEPS, LEARNING_RATE, MLP, sizes
-from phalanx.servers.ray import load_ray
-from phalanx.servers.remote.plans import Push, Pusher
-from phalanx.servers.remote.shared_memory import Line
+from phalanx._src.parameter_server.processes.ray import load_ray
+from phalanx._src.parameter_server.remote.plans import Push, Pusher
+from phalanx._src.parameter_server.remote.shared_memory import Line
 
 _coordinators: list[phalanx.coordinator.ClusterCoordinator] = []
 _measures: dict[str, Callable[[int], float]] = {}

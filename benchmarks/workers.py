@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, Self
 
 from benchmarks.parent import Child, ChildError
-from phalanx.launch.plan import Machine, Request, free_ports, plan
+from phalanx._src.launch.plan import Machine, Request, free_ports, plan
 
 _SETTINGS = {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "2"}
 _PREPARE_S, _TURN_LIMIT_S = 300, 120

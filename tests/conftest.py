@@ -77,7 +77,7 @@ for name in ("matplotlib", "sklearn"):
     if name in sys.modules and sys.modules[name] is None:
         del sys.modules[name]
 
-from phalanx.tracing import context
+from phalanx._src.tracing import context
 
 # `make gpu` needs no hypothesis.
 if importlib.util.find_spec("hypothesis"):

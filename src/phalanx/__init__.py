@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 def _apply_environment() -> None:
     """Chooses Keras's backend and the number of CPU devices, which cannot change once Keras and JAX are imported."""
     if "keras" in sys.modules:
-        importlib.import_module("phalanx.compat")  # It checks the backend.
+        importlib.import_module("phalanx._src.compat")  # It checks the backend.
     else:
         os.environ["KERAS_BACKEND"] = "jax"
     devices = os.environ.get("PHALANX_CPU_DEVICES")
     if not devices or not _is_count(devices):
         return
     if "jax" in sys.modules:
-        importlib.import_module("phalanx.mesh.devices").set_virtual_cpu_devices(int(devices))
+        importlib.import_module("phalanx._src.mesh.devices").set_virtual_cpu_devices(int(devices))
         return
     os.environ["JAX_NUM_CPU_DEVICES"] = devices
     if int(devices) > 1:

@@ -5,19 +5,21 @@ from typing import final
 
 import phalanx.keras  # noqa: F401  (Patches `fit`. A script may import its strategies only from this module.)
 from phalanx import coordinator
-from phalanx.cluster.pace import StepTimes
-from phalanx.cluster.resolvers.base import ClusterResolver
-from phalanx.cluster.watch import step_times
-from phalanx.input.placement import ValueContext
-from phalanx.mesh.device_assignment import DeviceAssignment
-from phalanx.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions, PowerSGD, TopK
-from phalanx.servers import partitioners
-from phalanx.servers.sharded import ShardedVariable
-from phalanx.strategies import multi_worker, tpu
-from phalanx.strategies.central_storage import CentralStorageStrategy
-from phalanx.strategies.parameter_server import ParameterServerStrategy
-from phalanx.tracing.local_updates import DiLoCo, LocalSGD
-from phalanx.train.preemption import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
+from phalanx._src.checkpoint.preemption import PreemptionCheckpointHandler, PreemptionWatcher, TerminationConfig
+from phalanx._src.cluster.processes.training import has_ended as has_training_ended
+from phalanx._src.cluster.resolvers.base import ClusterResolver
+from phalanx._src.cluster.watch.pace import StepTimes
+from phalanx._src.cluster.watch.watch import step_times
+from phalanx._src.collectives.local_updates import DiLoCo, LocalSGD
+from phalanx._src.input.placement import ValueContext
+from phalanx._src.mesh.device_assignment import DeviceAssignment
+from phalanx._src.mesh.topology import Topology
+from phalanx._src.options import AutoShardPolicy, CommunicationImplementation, CommunicationOptions, PowerSGD, TopK
+from phalanx._src.parameter_server.variables import partitioners
+from phalanx._src.parameter_server.variables.sharded import ShardedVariable
+from phalanx._src.strategies import multi_worker, tpu
+from phalanx._src.strategies.central_storage import CentralStorageStrategy
+from phalanx._src.strategies.parameter_server import ParameterServerStrategy
 
 CollectiveCommunication = CommunicationImplementation
 CollectiveHints = CommunicationOptions
@@ -100,8 +102,10 @@ __all__ = [
     "TPUStrategy",
     "TerminationConfig",
     "TopK",
+    "Topology",
     "ValueContext",
     "coordinator",
+    "has_training_ended",
     "partitioners",
     "step_times",
 ]

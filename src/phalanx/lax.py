@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Control flow of `jax.lax` whose bodies may assign variables, and rematerialization. All names are at the root too."""
 
-from phalanx.tracing.control_flow import cond, remat, scan, while_loop
+from phalanx._src.tracing.control_flow import cond, remat, scan, while_loop
 
 __all__ = ["cond", "remat", "scan", "while_loop"]

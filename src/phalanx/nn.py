@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from phalanx.collectives import primitives
+from phalanx._src.collectives import primitives
+from phalanx._src.mesh.arrays import over_rows
+from phalanx._src.tracing import context
 from phalanx.errors import ContextError, InvalidArgumentError, shown
-from phalanx.mesh.arrays import over_rows
-from phalanx.tracing import context
 from phalanx.typing import PyTree
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple, Self, final
 import jax
 import numpy as np
 
-from phalanx import compat
-from phalanx.compat import Variable, raw_value
+from phalanx._src import compat
+from phalanx._src.compat import Variable, raw_value
+from phalanx._src.input.distributed import DistributedDataset
+from phalanx._src.input.iterator import DistributedIterator
+from phalanx._src.input.state import from_text, to_text
+from phalanx._src.mesh import device_assignment, tpu_system
+from phalanx._src.mesh.topology import Topology
+from phalanx._src.mesh.values import is_distributed
+from phalanx._src.programs.slots import slot_of
+from phalanx._src.tools.describe import variables_of
 from phalanx.errors import DivergenceError, InvalidArgumentError, StartupError, arguments, shown
-from phalanx.input.distributed import DistributedDataset
-from phalanx.input.iterator import DistributedIterator
-from phalanx.input.state import from_text, to_text
-from phalanx.mesh import device_assignment, tpu_system
-from phalanx.mesh.topology import Topology
-from phalanx.mesh.values import is_distributed
-from phalanx.programs.slots import slot_of
-from phalanx.strategies.describe import variables_of
 from phalanx.typing import PyTree
 
 __all__ = ["VirtualNetwork", "assert_in_sync", "assert_restores_everywhere", "virtual_topology"]

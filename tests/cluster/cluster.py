@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from tests import forks
 
-from phalanx.launch.plan import free_ports
+from phalanx._src.launch.plan import free_ports
 
 _HERE = Path(__file__).resolve().parent
 _OF_THIS_PROCESS = ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS")

@@ -18,9 +18,9 @@ from launching import RUN, end_of, environment, script, started
 from tests import forks
 from tests.waiting import DEADLINE_S, wait_until
 
-from phalanx.cluster.secret import TOKEN, new_token
+from phalanx._src.cluster.connections.secret import TOKEN, new_token
+from phalanx._src.launch.plan import free_ports
 from phalanx.errors import StartupError
-from phalanx.launch.plan import free_ports
 from phalanx.testing import VirtualNetwork
 
 pytestmark = pytest.mark.slow
@@ -136,7 +136,7 @@ def test_memory_of_one_runs_out(undisturbed):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.exhaustive("test_others_go_on, and tests/unit/cluster/test_watch.py for what a group leaves")
+@pytest.mark.exhaustive("test_others_go_on, and tests/unit/cluster/watch/test_watch.py for what a group leaves")
 @again_if_a_message_is_lost
 def test_survivor_does_not_grow():
     """What belongs to groups that it has left is gone: threads, and connections."""
@@ -170,7 +170,7 @@ def pause():
     if not (here / "hurry").exists():
         time.sleep(0.01 * (1 + made / 10))
 def pace():
-    (here / str(os.getpid())).write_text(f"{made + 1} {phalanx.cluster.membership.own().number}")
+    (here / str(os.getpid())).write_text(f"{made + 1} {phalanx._src.cluster.watch.membership.own().number}")
     pause()
 class Pace(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
@@ -437,7 +437,7 @@ for epoch in range(60):
     for value in phalanx.elastic.steps(evaluation_step, dataset):
         die(16)
         time.sleep(0.01)
-    if phalanx.cluster.membership.own().generation:
+    if phalanx._src.cluster.watch.membership.own().generation:
         assert float(checked.value) == 276.0, float(checked.value)
     die(24)
 manager.sync()
@@ -563,7 +563,7 @@ with strategy.scope():
     model.compile("sgd", "mse")
 model.fit(Rows(), epochs=12, verbose=0, callbacks=[Pace()])
 print("steps", int(model.optimizer.iterations.value), flush=True)
-number = phalanx.cluster.membership.own().number
+number = phalanx._src.cluster.watch.membership.own().number
 if number == 0:
     (other,) = {file.name for file in here.iterdir() if file.name.isdigit()} - {str(os.getpid())}
     while os.path.exists(f"/proc/{other}"):
@@ -572,7 +572,7 @@ if number == 0:
 """
 
 
-@pytest.mark.exhaustive("tests/unit/launch/test_rendezvous.py: what members say at the end")
+@pytest.mark.exhaustive("tests/unit/launch/elastic/test_rendezvous.py: what members say at the end")
 def test_failure_after_the_training(disturbed):
     """A PyDataset goes on within its epoch; what fails after the end of the training is not a loss, and is the exit code."""
     code, output = disturbed(DATA, 0)
@@ -593,10 +593,10 @@ def step(batch):
     return keras.ops.sum(seen.value)
 dataset = strategy.experimental_distribute_dataset(np.arange(24), batch_size=12)
 for total in phalanx.elastic.steps(step, dataset, epochs=250):
-    generation = phalanx.cluster.membership.own().generation
-    (here / str(phalanx.cluster.membership.own().number)).write_text(f"{os.getpid()} {generation.size}")
+    generation = phalanx._src.cluster.watch.membership.own().generation
+    (here / str(phalanx._src.cluster.watch.membership.own().number)).write_text(f"{os.getpid()} {generation.size}")
     pause()
-print("seen", len(set(np.asarray(seen.value).tolist())), phalanx.cluster.membership.own().number, flush=True)
+print("seen", len(set(np.asarray(seen.value).tolist())), phalanx._src.cluster.watch.membership.own().number, flush=True)
 """
 
 
@@ -680,7 +680,7 @@ def test_group_of_several_machines(tmp_path):
 
 IMPATIENT = (
     "-c",
-    "from phalanx.cluster import door; door.ANSWER_S, door._PROBE_S = 8, 1; from phalanx.__main__ import main; main()",
+    "from phalanx._src.cluster import door; door.ANSWER_S, door._PROBE_S = 8, 1; from phalanx.__main__ import main; main()",
 )
 
 
@@ -720,7 +720,7 @@ def step():
 for number in range(1000):
     step()
     time.sleep(0.02)
-    if number == 20 and phalanx.cluster.membership.own().number == 1:
+    if number == 20 and phalanx._src.cluster.watch.membership.own().number == 1:
         sys.exit(7)
 """
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 from launching import end_of, started
 
-from phalanx.launch.plan import free_ports
+from phalanx._src.launch.plan import free_ports
 
 MAKE = "import phalanx\nstrategy = phalanx.MultiWorkerMirroredStrategy()\nprint('started', strategy.num_replicas_in_sync)\n"
 LATE = "import jax, jax.numpy as jnp\njnp.ones(1).block_until_ready()\n" + MAKE

@@ -16,8 +16,8 @@ from reference_training import MODELS, OPTIMIZERS, batches, per_example
 import phalanx
 import phalanx.testing
 from phalanx import estimator
+from phalanx._src.mesh.topology import Topology
 from phalanx.errors import InvalidArgumentError
-from phalanx.mesh.topology import Topology
 
 ROWS, BATCH, WIDTH, CLASSES = 1003, 64, 6, 3
 RANDOM = np.random.RandomState(11)

@@ -8,7 +8,7 @@ import numpy as np
 from bad_values import Case
 
 import phalanx
-from phalanx.forecast.estimate import Estimates
+from phalanx._src.tools.estimate.api import Estimates
 
 
 def train():

@@ -14,9 +14,9 @@ import bad_summaries
 import bad_verbs
 
 import phalanx
-from phalanx.input.iterator import Optional
-from phalanx.input.sources.records import NumpyDataset
-from phalanx.programs.function import Function
+from phalanx._src.input.iterator import Optional
+from phalanx._src.input.sources.records import NumpyDataset
+from phalanx._src.programs.function import Function
 
 GROUPS = {
     **bad_cases.GROUPS,
@@ -29,7 +29,11 @@ GROUPS = {
     **bad_forecasts.GROUPS,
 }
 
-ROOMS = ["phalanx", *(f"phalanx.{room}" for room in phalanx._ROOMS), "phalanx.servers.partitioners"]
+ROOMS = [
+    "phalanx",
+    *(f"phalanx.{room}" for room in phalanx._ROOMS),
+    "phalanx._src.parameter_server.variables.partitioners",
+]
 
 
 REASONS = {
@@ -43,6 +47,10 @@ REASONS = {
         DistributedValues.first_steps DistributedValues.stacked DistributedIterator.advance
         DistributedIterator.look DistributedIterator.next_alike DistributedIterator.next_steps
         ClusterCoordinator.spec_of""",
+    "a strategy of one's own has one, and Phalanx calls its methods; MirroredStrategy takes the same devices": """
+        Topology Topology.devices_of Topology.dispatching Topology.divided_dim Topology.exchange Topology.from_chief
+        Topology.from_source Topology.join_per_replica Topology.of Topology.put_per_replica Topology.put_replicated
+        Topology.put_variable Topology.sharding_of Topology.take_back Topology.whole""",
     "Phalanx makes it, and users get it": """
         StepTimes Steps CheckpointReader DistributedDataset DistributedIterator Estimate Estimates Optional
         PerWorkerDataset PerWorkerValues Status Status.line TPUSystemMetadata WorkerShard CheckpointStatus""",

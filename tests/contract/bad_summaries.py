@@ -27,7 +27,7 @@ def restoring(call):
 
     @functools.wraps(call)
     def run(**kwargs):
-        thread_defaults = phalanx.tracing.records.defaults
+        thread_defaults = phalanx._src.tracing.records.defaults
         try:
             return call(**kwargs)
         finally:

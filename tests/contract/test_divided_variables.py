@@ -12,7 +12,7 @@ from strategy_table import DEVICES, devices
 
 import phalanx
 import phalanx.testing
-from phalanx import compat
+from phalanx._src import compat
 from phalanx.errors import DivergenceError, InvalidArgumentError, VariableError
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")

@@ -14,8 +14,8 @@ import pytest
 from strategy_table import on
 
 import phalanx
-from phalanx.programs import program, state
-from phalanx.programs.interrupts import raise_what_is_ignored
+from phalanx._src.programs import program, state
+from phalanx._src.programs.interrupts import raise_what_is_ignored
 
 FILES = (program.__file__, state.__file__)
 ONE_PROGRAM = on("default", "one_device", "mirrored_x2", "sharded_x2")
@@ -268,7 +268,7 @@ def test_program_in_a_host_callback_is_refused(strategy):
 ENDS = """
 import sys, types
 early = sys.modules["early"] = types.ModuleType("early")
-import phalanx.programs.interrupts as interrupts
+import phalanx._src.programs.interrupts as interrupts
 class Late:
     def __del__(self):
         raise ValueError("late")

@@ -1,8 +1,10 @@
 """What a user installs: the wheel has everything, tells its types, and has the command line."""
 
+import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 from pathlib import Path
 
@@ -72,8 +74,23 @@ def test_type_checker_sees_the_strategy(python, tmp_path):
         line.partition('Revealed type is "')[2].rstrip('"') for line in found.stdout.splitlines() if "Revealed" in line
     ]
     assert revealed == [
-        "phalanx.strategies.mirrored.MirroredStrategy",
-        "phalanx.strategies.mirrored.MirroredStrategy",
-        "phalanx.strategies.base.Strategy",
-        "phalanx.input.iterator.DistributedIterator",
+        "phalanx._src.strategies.mirrored.MirroredStrategy",
+        "phalanx._src.strategies.mirrored.MirroredStrategy",
+        "phalanx._src.strategies.base.Strategy",
+        "phalanx._src.input.iterator.DistributedIterator",
     ], found.stdout
+
+
+def test_design_names_the_rooms():
+    """All of them, in the order in which they import each other."""
+    text = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
+    table = re.findall(
+        r"^\| `(\w+)` \|", text[text.index("| room |") : text.index("## State of the process")], re.MULTILINE
+    )
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    (layers,) = [c["layers"] for c in contracts if c.get("containers") == ["phalanx._src"]]
+    rooms = {path.parent.name for path in (ROOT / "src/phalanx/_src").glob("*/__init__.py")}
+    assert table == [layer for layer in layers if layer in rooms]
+    assert set(table) == rooms

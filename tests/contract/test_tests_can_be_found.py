@@ -11,10 +11,13 @@ UNIT_TESTS = sorted((TESTS / "unit").rglob("test_*.py"))
 
 
 def module_of(path):
-    """Returns the module or package that a file of unit tests is about."""
+    """Returns the module or package that a file of unit tests is about: of the engine, or of what stands on it."""
     relative = path.relative_to(TESTS / "unit")
-    module = SOURCES / relative.with_name(relative.name.removeprefix("test_"))
-    return module if module.is_file() else module.with_suffix("") / "__init__.py"
+    modules = [
+        folder / relative.with_name(relative.name.removeprefix("test_")) for folder in (SOURCES / "_src", SOURCES)
+    ]
+    files = [file for module in modules for file in (module, module.with_suffix("") / "__init__.py")]
+    return next((file for file in files if file.is_file()), files[0])
 
 
 def names_of_tests(path):
@@ -27,7 +30,7 @@ def names_of_tests(path):
 
 
 def test_unit_tests_mirror_the_modules():
-    """`tests/unit/<room>/test_<module>.py` has its `src/phalanx/<room>/<module>.py`."""
+    """`tests/unit/<room>/test_<module>.py` has its `<room>/<module>.py` in `src/phalanx/_src`, or in `src/phalanx`."""
     assert [str(path) for path in UNIT_TESTS if not module_of(path).is_file()] == []
 
 

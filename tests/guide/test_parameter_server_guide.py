@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from test_guide import GUIDE_LOSSES, custom_loop, ones
 
-from phalanx.launch.plan import free_ports
+from phalanx._src.launch.plan import free_ports
 
 DEADLINE_S = 900  # On a busy machine; alone, the cluster takes a small part of it.
 STEPS = len(GUIDE_LOSSES)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.forecast import targets
-from phalanx.forecast.step import at_first_step, compiled
+from phalanx._src.tools.estimate import targets
+from phalanx._src.tools.estimate.step import at_first_step, compiled
 
 pytest.importorskip("libtpu", reason="make test-topologies")
 pytest.importorskip("jax_cuda12_plugin", reason="make test-topologies")

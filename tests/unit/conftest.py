@@ -6,6 +6,13 @@ import sys
 
 import pytest
 
+import phalanx
+
+
+@pytest.fixture
+def strategy():
+    return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+
 
 @pytest.fixture
 def run_python():

@@ -16,6 +16,6 @@ def test_public_names_are_sorted_and_exist():
 @pytest.mark.slow
 def test_resolvers_import_no_jax():
     """Neither JAX nor Keras nor NumPy is needed to look at a cluster."""
-    code = "import sys, phalanx.cluster_resolver, phalanx.cluster.resolvers.environment; print(*sys.modules)"
+    code = "import sys, phalanx.cluster_resolver, phalanx._src.cluster.resolvers.environment; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"jax", "keras", "numpy", "click"} & {*done.stdout.split()}

@@ -16,9 +16,9 @@ from keras.src.backend.common import global_state, name_scope
 from keras.src.utils import naming
 
 import phalanx
-from phalanx import compat
+from phalanx._src import compat
+from phalanx._src.mesh.topology import Topology
 from phalanx.errors import ContextError
-from phalanx.mesh.topology import Topology
 
 
 class Recording(compat.AbstractLiftScope):

@@ -9,6 +9,7 @@ import pytest
 
 import phalanx
 from phalanx import ReduceOp, RunOptions
+from phalanx._src.options import InputOptions, InputReplicationMode
 from phalanx.errors import InvalidArgumentError, ReduceOpError
 from phalanx.experimental import (
     CollectiveCommunication,
@@ -16,7 +17,6 @@ from phalanx.experimental import (
     CommunicationImplementation,
     CommunicationOptions,
 )
-from phalanx.options import InputOptions, InputReplicationMode
 from phalanx.tpu import XLAOptions
 
 ON_DEVICE = {

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from phalanx._src.input.sources.functions import InputContext
 from phalanx.errors import NanLossDuringTrainingError  # noqa: F401  (its home is `phalanx.errors`)
 from phalanx.estimator import experimental, export, inputs, tpu
 from phalanx.estimator.baselines import BaselineClassifier, BaselineEstimator, BaselineRegressor
@@ -32,7 +33,6 @@ from phalanx.estimator.wide_and_deep import (
     DNNLinearCombinedEstimator,
     DNNLinearCombinedRegressor,
 )
-from phalanx.input.sources.functions import InputContext
 
 __all__ = [
     "BaselineClassifier",

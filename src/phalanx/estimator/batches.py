@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from phalanx import feature_column
+from phalanx._src.mesh.arrays import is_array
 from phalanx.errors import InputError, arguments, shown
 from phalanx.feature_column.base import AbstractColumn
-from phalanx.mesh.arrays import is_array
 from phalanx.typing import PyTree
 
 InputFn = Callable[..., Any]

@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from types import NoneType
 from typing import Any, Self, final
 
-from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
-from phalanx.cluster.spec import ClusterSpec
+from phalanx._src.cluster.resolvers.tf_config import TFConfigClusterResolver
+from phalanx._src.cluster.spec import ClusterSpec
+from phalanx._src.strategies.base import Strategy
+from phalanx._src.strategies.parameter_server import ParameterServerStrategy
 from phalanx.errors import InvalidArgumentError, arguments, shown
-from phalanx.strategies.base import Strategy
-from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 
 @final

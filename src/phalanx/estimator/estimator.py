@@ -12,6 +12,9 @@ import jax
 import numpy as np
 
 from phalanx import summary
+from phalanx._src.input.sources.functions import InputContext
+from phalanx._src.strategies.base import Strategy
+from phalanx._src.strategies.parameter_server import ParameterServerStrategy
 from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, shown
 from phalanx.estimator import batches
 from phalanx.estimator.checks import model_dir_of, parameters_of, settings_of
@@ -29,9 +32,6 @@ from phalanx.estimator.session import SessionRunHook, checked_hooks
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys
 from phalanx.estimator.strategies import default_strategy, local_strategy
 from phalanx.estimator.warm_start import WarmStartSettings
-from phalanx.input.sources.functions import InputContext
-from phalanx.strategies.base import Strategy
-from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.summary import SummaryWriter
 from phalanx.train import latest_checkpoint, load_checkpoint
 from phalanx.typing import PyTree

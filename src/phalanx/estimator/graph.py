@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from phalanx import compat
+from phalanx._src import compat
+from phalanx._src.programs.function import Function
+from phalanx._src.strategies.base import Strategy
+from phalanx._src.tracing import context
+from phalanx._src.tracing.scope import innermost
+from phalanx._src.tracing.tape import GradientTape
 from phalanx.errors import ContextError, InvalidArgumentError, TraceError, shown
 from phalanx.estimator.session import SessionRunHook
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys, UpdatedMetric
-from phalanx.programs.function import Function
-from phalanx.strategies.base import Strategy
-from phalanx.tracing import context
-from phalanx.tracing.scope import innermost
-from phalanx.tracing.tape import GradientTape
 from phalanx.typing import PyTree
 
 GLOBAL_STEP = "global_step"

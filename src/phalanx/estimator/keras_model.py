@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from phalanx import compat
+from phalanx._src import compat
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
 from phalanx.estimator.config import RunConfig
 from phalanx.estimator.estimator import Estimator

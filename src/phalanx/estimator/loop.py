@@ -14,14 +14,14 @@ import keras
 import numpy as np
 from typing_extensions import override
 
+from phalanx._src.input.sources.functions import InputContext
+from phalanx._src.strategies.parameter_server import ParameterServerStrategy
+from phalanx._src.typed_jax import block_until_ready
 from phalanx.coordinator import ClusterCoordinator, RemoteValue, experimental_get_current_worker_index
 from phalanx.errors import CancelledError, InputError, InvalidArgumentError, OutOfRangeError, shown
 from phalanx.estimator.graph import Graph
 from phalanx.estimator.recorder import Recorder
 from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
-from phalanx.input.sources.functions import InputContext
-from phalanx.mesh.annotated import block_until_ready
-from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx")

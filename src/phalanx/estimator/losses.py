@@ -7,9 +7,9 @@ from typing import Any, final
 import keras
 from typing_extensions import override
 
+from phalanx._src.tracing import context
 from phalanx.estimator.graph import current_graph
 from phalanx.estimator.spec import ModeKeys
-from phalanx.tracing import context
 
 
 def reduced(fn: Callable[[Any, Any], Any], labels: Any, outputs: Any, reduction: str, weights: Any = None) -> Any:

@@ -8,11 +8,11 @@ from typing import Any, final
 import jax.numpy as jnp
 import keras
 
-from phalanx import compat
+from phalanx._src import compat
+from phalanx._src.mesh.arrays import is_array
+from phalanx._src.tracing import context
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.estimator.graph import require_graph
-from phalanx.mesh.arrays import is_array
-from phalanx.tracing import context
 
 
 @final

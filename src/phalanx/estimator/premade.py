@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from phalanx import compat, feature_column, summary
+from phalanx import feature_column, summary
+from phalanx._src import compat
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
 from phalanx.estimator.class_heads import BinaryClassHead, MultiClassHead
 from phalanx.estimator.config import RunConfig

@@ -6,9 +6,9 @@ from contextlib import contextmanager, nullcontext
 from typing import final
 
 from phalanx import summary
+from phalanx._src.tracing.records import defaults, restored
 from phalanx.estimator.graph import Graph
 from phalanx.summary import SummaryWriter
-from phalanx.tracing.records import defaults, restored
 
 
 @final

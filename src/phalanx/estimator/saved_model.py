@@ -19,12 +19,12 @@ import keras
 import numpy as np
 
 from phalanx import feature_column
+from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, MissingDependencyError, arguments, shown
 from phalanx.estimator.class_heads import with_classes
 from phalanx.estimator.export import ServingInputReceiver, is_text
 from phalanx.estimator.graph import Graph
 from phalanx.feature_column.preparation import on_host_only
-from phalanx.mesh.annotated import shape_dtype
 from phalanx.typing import PyTree
 
 _PROGRAM, _VARIABLES, _SIGNATURE, _TEXT = "program.bin", "variables.safetensors", "signature.json", "program.txt"

@@ -5,10 +5,10 @@ import logging
 import os
 from typing import final
 
+from phalanx._src.checkpoint.checkpoint import of_chief
 from phalanx.errors import CheckpointMismatchError
 from phalanx.estimator.graph import Graph
 from phalanx.train import Checkpoint, CheckpointManager, load_checkpoint
-from phalanx.train.checkpoint import of_chief
 
 NAME = "model.ckpt"
 _log = logging.getLogger("phalanx")

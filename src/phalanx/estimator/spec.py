@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from phalanx.collectives import primitives
+from phalanx._src.collectives import primitives
+from phalanx._src.mesh.arrays import is_array
 from phalanx.errors import InvalidArgumentError, ReduceOpError, arguments, shown
 from phalanx.estimator.session import SessionRunHook, checked_hooks
-from phalanx.mesh.arrays import is_array
 from phalanx.train import Checkpoint
 
 

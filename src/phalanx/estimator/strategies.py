@@ -3,12 +3,12 @@
 
 import jax
 
-from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
+from phalanx._src.cluster.resolvers.tf_config import TFConfigClusterResolver
+from phalanx._src.strategies.base import Strategy
+from phalanx._src.strategies.multi_worker import MultiWorkerMirroredStrategy
+from phalanx._src.strategies.parameter_server import ParameterServerStrategy
+from phalanx._src.strategies.single import OneDeviceStrategy
 from phalanx.estimator.config import RunConfig, TaskType
-from phalanx.strategies.base import Strategy
-from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
-from phalanx.strategies.parameter_server import ParameterServerStrategy
-from phalanx.strategies.single import OneDeviceStrategy
 
 
 def default_strategy(config: RunConfig) -> Strategy | None:

@@ -8,15 +8,15 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx._src.cluster.resolvers.base import ClusterResolver
+from phalanx._src.strategies.base import Strategy
+from phalanx._src.strategies.tpu import TPUStrategy
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.estimator import config as estimator_config
 from phalanx.estimator.estimator import Estimator
 from phalanx.estimator.session import SessionRunHook
 from phalanx.estimator.spec import EstimatorSpec, ModeKeys, Scaffold
 from phalanx.estimator.warm_start import WarmStartSettings
-from phalanx.strategies.base import Strategy
-from phalanx.strategies.tpu import TPUStrategy
 
 __all__ = ["InputPipelineConfig", "RunConfig", "TPUConfig", "TPUEstimator", "TPUEstimatorSpec"]
 

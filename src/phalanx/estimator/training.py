@@ -10,7 +10,8 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx.cluster import training as cluster_training
+from phalanx._src.cluster.processes import training as cluster_training
+from phalanx._src.parameter_server.processes.ray import Server
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.estimator import batches
 from phalanx.estimator.config import TaskType
@@ -20,7 +21,6 @@ from phalanx.estimator.graph import GLOBAL_STEP
 from phalanx.estimator.hooks.saving import CheckpointSaverListener, checked_listeners
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
 from phalanx.estimator.session import SessionRunHook, checked_hooks
-from phalanx.servers.ray import Server
 
 _log = logging.getLogger("phalanx")
 _POLL_S = 1.0

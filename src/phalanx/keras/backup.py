@@ -11,13 +11,13 @@ import keras
 import numpy as np
 from typing_extensions import override
 
+from phalanx._src.checkpoint.preemption import PreemptionCheckpointHandler, TerminationConfig
+from phalanx._src.input.sources.base import State
+from phalanx._src.mesh.topology import Topology
 from phalanx.errors import ContextError, InputError, InvalidArgumentError, arguments, shown
-from phalanx.input.sources.base import State
 from phalanx.keras.callbacks import BatchCounter
 from phalanx.keras.data import numpy_state
-from phalanx.mesh.topology import Topology
 from phalanx.train import Checkpoint, CheckpointManager
-from phalanx.train.preemption import PreemptionCheckpointHandler, TerminationConfig
 from phalanx.typing import PyTree
 
 

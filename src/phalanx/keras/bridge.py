@@ -9,17 +9,17 @@ from typing import Any
 
 import keras
 
-from phalanx import compat
+from phalanx._src import compat
+from phalanx._src.input.distributed import DistributedDataset
+from phalanx._src.programs.identity import IdentityMap
+from phalanx._src.strategies.base import Strategy, living_strategies, strategy_on
+from phalanx._src.strategies.current import get_strategy
+from phalanx._src.strategies.parameter_server import ParameterServerStrategy
+from phalanx._src.tracing import context
 from phalanx.errors import ContextError, MixedStrategyError, warn_of_slip
-from phalanx.input.distributed import DistributedDataset
 from phalanx.keras import steps
 from phalanx.keras.scheduled import ScheduledTrainer
 from phalanx.keras.training import ModelTrainer
-from phalanx.programs.identity import IdentityMap
-from phalanx.strategies.base import Strategy, living_strategies, strategy_on
-from phalanx.strategies.current import get_strategy
-from phalanx.strategies.parameter_server import ParameterServerStrategy
-from phalanx.tracing import context
 from phalanx.typing import PyTree
 
 _KINDS = {

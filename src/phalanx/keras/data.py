@@ -10,16 +10,16 @@ import jax
 import keras
 import numpy as np
 
-from phalanx import compat
+from phalanx._src import compat
+from phalanx._src.input.distributed import DistributedDataset
+from phalanx._src.input.iterator import DistributedIterator
+from phalanx._src.input.sources.base import UNKNOWN, AbstractRows, Facts, State
+from phalanx._src.input.sources.batches import BatchStream
+from phalanx._src.input.sources.functions import InputContext
+from phalanx._src.options import InputOptions
+from phalanx._src.strategies.base import Strategy
+from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError, arguments, shown, warn_of_slip
-from phalanx.input.distributed import DistributedDataset
-from phalanx.input.iterator import DistributedIterator
-from phalanx.input.sources.base import UNKNOWN, AbstractRows, Facts, State
-from phalanx.input.sources.batches import BatchStream
-from phalanx.input.sources.functions import InputContext
-from phalanx.mesh.annotated import shape_dtype
-from phalanx.options import InputOptions
-from phalanx.strategies.base import Strategy
 from phalanx.typing import PyTree
 
 

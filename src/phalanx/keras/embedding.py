@@ -6,13 +6,13 @@ import keras
 import numpy as np
 from typing_extensions import override
 
-from phalanx import compat
+from phalanx._src import compat
+from phalanx._src.parameter_server.variables.homes import Homes
+from phalanx._src.strategies.parameter_server import ParameterServerStrategy
+from phalanx._src.tracing import context
+from phalanx._src.tracing.scope import innermost
+from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import InvalidArgumentError, arguments, shown
-from phalanx.mesh.annotated import shape_dtype
-from phalanx.servers.homes import Homes
-from phalanx.strategies.parameter_server import ParameterServerStrategy
-from phalanx.tracing import context
-from phalanx.tracing.scope import innermost
 from phalanx.typing import PyTree
 
 

@@ -10,12 +10,12 @@ import keras
 import numpy as np
 from keras.callbacks import Callback, CallbackList
 
-from phalanx.elastic.training import Training
-from phalanx.input.wire import exchange_bytes
+from phalanx._src.checkpoint import text
+from phalanx._src.elastic.training import Training
+from phalanx._src.input.wire import exchange_bytes
+from phalanx._src.mesh.topology import Topology
 from phalanx.keras.backup import Progress
 from phalanx.keras.data import EpochData
-from phalanx.mesh.topology import Topology
-from phalanx.train import text
 
 _OF_PROCESS = ("_model", "append", "append_header", "model", "params")
 """Attributes of a callback that belong to its own process."""

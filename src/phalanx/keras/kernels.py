@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces poolings, convolutions and GELU of Keras by those of `phalanx.kernels` in steps for CPUs, where they are faster."""
+"""Replaces poolings, convolutions and GELU of Keras by those of `phalanx._src.kernels` in steps for CPUs, where they are faster."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from phalanx import compat
+from phalanx._src import compat
+from phalanx._src.kernels import activation, convolution, platforms, pooling
+from phalanx._src.kernels.windows import Windows
+from phalanx._src.tracing import context
+from phalanx._src.typed_jax import optimization_barrier
 from phalanx.errors import arguments
-from phalanx.kernels import activation, convolution, platforms, pooling
-from phalanx.kernels.windows import Windows
-from phalanx.mesh.annotated import optimization_barrier
-from phalanx.tracing import context
 from phalanx.typing import PyTree
 
 _MOST_PLACES = 128

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx import compat
+from phalanx._src import compat
+from phalanx._src.programs.identity import IdentityMap
 from phalanx.errors import InvalidArgumentError, shown
-from phalanx.programs.identity import IdentityMap
 from phalanx.typing import PyTree
 
 

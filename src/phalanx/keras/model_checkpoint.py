@@ -7,12 +7,12 @@ from typing import final
 
 from typing_extensions import override
 
-from phalanx import compat
+from phalanx._src import compat
+from phalanx._src.checkpoint.checkpoint import of_chief
+from phalanx._src.checkpoint.manager import number_of
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.keras.callbacks import BatchCounter
 from phalanx.train import Checkpoint, CheckpointManager, load_checkpoint
-from phalanx.train.checkpoint import of_chief
-from phalanx.train.manager import number_of
 from phalanx.typing import PyTree
 
 

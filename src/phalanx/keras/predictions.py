@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from phalanx.mesh.values import differs, is_distributed
+from phalanx._src.mesh.values import differs, is_distributed
 from phalanx.typing import PyTree
 
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from phalanx._src.options import RunOptions
+from phalanx._src.programs.function import Function
+from phalanx._src.programs.replicas import trace_run
+from phalanx._src.strategies.base import Strategy
+from phalanx._src.tracing.scope import innermost
+from phalanx._src.tracing.strategy import Updates
 from phalanx.keras import predictions, steps
-from phalanx.options import RunOptions
-from phalanx.programs.function import Function
-from phalanx.programs.replicas import trace_run
-from phalanx.strategies.base import Strategy
-from phalanx.tracing.scope import innermost
-from phalanx.tracing.strategy import Updates
 from phalanx.typing import PyTree
 
 ReplicaStep = Callable[[keras.Model, Any], Any]

@@ -11,18 +11,23 @@ import keras
 from keras.callbacks import CallbackList
 from typing_extensions import override
 
-from phalanx import compat
-from phalanx.coordinator import ClusterCoordinator, PerWorkerDataset, RemoteValue, experimental_get_current_worker_index
+from phalanx._src import compat
+from phalanx._src.input.sources.base import State
+from phalanx._src.input.sources.functions import InputContext
+from phalanx._src.programs.interrupts import Interrupts
+from phalanx._src.strategies.parameter_server import ParameterServerStrategy
+from phalanx.coordinator import (
+    ClusterCoordinator,
+    PerWorkerDataset,
+    RemoteValue,
+    experimental_get_current_worker_index,
+)
 from phalanx.errors import InvalidArgumentError
-from phalanx.input.sources.base import State
-from phalanx.input.sources.functions import InputContext
 from phalanx.keras import steps
 from phalanx.keras.backup import refuse_position
 from phalanx.keras.data import DatasetCreator, steps_in
 from phalanx.keras.programs import ReplicaStep
 from phalanx.keras.training import ModelTrainer
-from phalanx.programs.interrupts import Interrupts
-from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.typing import PyTree
 
 _AHEAD = 16

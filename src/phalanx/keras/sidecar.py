@@ -12,13 +12,13 @@ from typing import final
 
 import keras
 
-from phalanx import compat
-from phalanx.cluster import training
+from phalanx._src import compat
+from phalanx._src.checkpoint.restoration import Restoration
+from phalanx._src.checkpoint.store import SUFFIX, Stored
+from phalanx._src.cluster.processes import training
 from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, arguments
 from phalanx.keras.callbacks import Callbacks
 from phalanx.train import Checkpoint
-from phalanx.train.restoration import Restoration
-from phalanx.train.store import SUFFIX, Stored
 from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx")

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from phalanx import compat
+from phalanx._src import compat
+from phalanx._src.tracing import context
+from phalanx._src.tracing.scope import program_scope
+from phalanx._src.tracing.tape import value_and_grad
 from phalanx.errors import TraceError
-from phalanx.tracing import context
-from phalanx.tracing.scope import program_scope
-from phalanx.tracing.tape import value_and_grad
 from phalanx.typing import PyTree
 
 

@@ -12,15 +12,15 @@ import numpy as np
 from typing_extensions import override
 
 from phalanx import summary
+from phalanx._src.programs.slots import slot_of
+from phalanx._src.programs.values import to_host
+from phalanx._src.runtime.bootstrap import is_this_chief
+from phalanx._src.tracing.records import defaults, restored
+from phalanx._src.typed_jax import block_until_ready
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.keras import projector
 from phalanx.keras.tracking import ScalarCallback
-from phalanx.mesh.annotated import block_until_ready
-from phalanx.mesh.bootstrap import is_this_chief
-from phalanx.programs.slots import slot_of
-from phalanx.programs.values import to_host
 from phalanx.summary.traces import CalledPrograms
-from phalanx.tracing.records import defaults, restored
 from phalanx.typing import PyTree
 
 

@@ -10,11 +10,11 @@ import keras
 import numpy as np
 from typing_extensions import override
 
-from phalanx.cluster.watch import step_times
+from phalanx._src.cluster.watch.watch import step_times
+from phalanx._src.tracing.records import Record
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.keras.callbacks import BatchCounter
 from phalanx.summary import SummaryWriter
-from phalanx.tracing.records import Record
 from phalanx.typing import PyTree
 
 

@@ -14,9 +14,18 @@ import keras
 import numpy as np
 from keras.callbacks import CallbackList
 
-from phalanx import compat
-from phalanx.cluster import membership
-from phalanx.elastic.training import GroupChange, Training, training_of
+from phalanx._src import compat
+from phalanx._src.checkpoint import background
+from phalanx._src.cluster.watch import membership
+from phalanx._src.collectives.local_updates import DiLoCo
+from phalanx._src.elastic.training import GroupChange, Training, training_of
+from phalanx._src.mesh.topology import Topology
+from phalanx._src.programs.interrupts import Interrupts
+from phalanx._src.programs.program import without_collections
+from phalanx._src.programs.values import combine_on_demand
+from phalanx._src.strategies.base import Strategy
+from phalanx._src.tracing import context
+from phalanx._src.tracing.policy import policy_of
 from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError, PeerLostError, warn_of_slip
 from phalanx.keras import predictions, steps
 from phalanx.keras.backup import BackupAndRestore, Progress, informed
@@ -25,15 +34,6 @@ from phalanx.keras.data import EpochData, steps_in
 from phalanx.keras.handover import Run
 from phalanx.keras.programs import ReplicaStep, StepProgram, is_single
 from phalanx.keras.tensorboard import writing
-from phalanx.mesh.topology import Topology
-from phalanx.programs.interrupts import Interrupts
-from phalanx.programs.program import without_collections
-from phalanx.programs.values import combine_on_demand
-from phalanx.strategies.base import Strategy
-from phalanx.tracing import context
-from phalanx.tracing.local_updates import DiLoCo
-from phalanx.tracing.policy import policy_of
-from phalanx.train import background
 from phalanx.typing import PyTree
 
 _WRITERS = (

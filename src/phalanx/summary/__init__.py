@@ -2,24 +2,9 @@
 """The public names of `tf.summary`: records values of a training, also inside compiled steps."""
 
 from phalanx.summary import experimental, trackers
-from phalanx.summary.ops import (
-    audio,
-    histogram,
-    image,
-    record_if,
-    scalar,
-    should_record_summaries,
-    text,
-    write,
-)
+from phalanx.summary.ops import audio, histogram, image, record_if, scalar, should_record_summaries, text, write
 from phalanx.summary.traces import graph, trace_export, trace_off, trace_on
-from phalanx.summary.writer import (
-    SummaryWriter,
-    create_file_writer,
-    create_noop_writer,
-    create_tracker_writer,
-    flush,
-)
+from phalanx.summary.writer import SummaryWriter, create_file_writer, create_noop_writer, create_tracker_writer, flush
 
 __all__ = [
     "SummaryWriter",

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from phalanx.tracing.records import Record
+from phalanx._src.tracing.records import Record
 
 _TYPES = {"float32": 1, "float64": 2, "int32": 3, "uint8": 4, "int16": 5, "int8": 6, "int64": 9, "bool": 10}
 """Numbers of `tensorflow/core/framework/types.proto`. Other types are written as float32."""

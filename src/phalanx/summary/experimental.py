@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
+from phalanx._src.tracing.records import defaults
 from phalanx.errors import InvalidArgumentError
 from phalanx.summary.steps import checked_step
-from phalanx.tracing.records import defaults
 
 __all__ = ["get_step", "set_step"]
 

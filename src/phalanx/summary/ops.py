@@ -15,17 +15,17 @@ import keras
 import numpy as np
 from jax import lax
 
-from phalanx import compat
-from phalanx.collectives import primitives
+from phalanx._src import compat
+from phalanx._src.collectives import primitives
+from phalanx._src.mesh.layout import REPLICA_AXIS
+from phalanx._src.options import ReduceOp
+from phalanx._src.tracing import context
+from phalanx._src.tracing.control_flow import BodyScope
+from phalanx._src.tracing.records import Record, defaults, deliver
+from phalanx._src.tracing.scope import LiftScope
+from phalanx._src.typed_jax import pmax, pmin, psum
 from phalanx.errors import InvalidArgumentError, NestedWriteError, ReduceOpError, arguments, shown
-from phalanx.mesh.annotated import pmax, pmin, psum
-from phalanx.mesh.layout import REPLICA_AXIS
-from phalanx.options import ReduceOp
 from phalanx.summary.steps import checked_step
-from phalanx.tracing import context
-from phalanx.tracing.control_flow import BodyScope
-from phalanx.tracing.records import Record, defaults, deliver
-from phalanx.tracing.scope import LiftScope
 
 _BUCKETS, _MOST_BUCKETS = 30, 10_000
 _KIND_OF_BUCKETS = f"an integer from 1 to {_MOST_BUCKETS}"

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from phalanx import compat
+from phalanx._src import compat
+from phalanx._src.programs.before_steps import watchers
+from phalanx._src.programs.program import Call
+from phalanx._src.runtime.bootstrap import is_this_chief
+from phalanx._src.typed_jax import stop_profile
 from phalanx.errors import ContextError, InvalidArgumentError, arguments, shown
-from phalanx.mesh.annotated import stop_profile
-from phalanx.mesh.bootstrap import is_this_chief
-from phalanx.programs.before_steps import watchers
-from phalanx.programs.program import Call
 from phalanx.summary.ops import text
 
 

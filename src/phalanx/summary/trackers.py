@@ -11,9 +11,9 @@ from typing import Any, TextIO
 
 from typing_extensions import override
 
+from phalanx._src.tracing.records import Record
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
 from phalanx.summary.events import computed, is_installed
-from phalanx.tracing.records import Record
 
 __all__ = ["CSVTracker", "MLflowTracker", "Tracker", "WandbTracker"]
 

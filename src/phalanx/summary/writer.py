@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 from typing_extensions import override
 
-from phalanx import compat
+from phalanx._src import compat
+from phalanx._src.runtime.bootstrap import is_this_chief
+from phalanx._src.tracing.records import AbstractWriter, Record, defaults
 from phalanx.errors import (
     ContextError,
     InvalidArgumentError,
@@ -23,11 +25,9 @@ from phalanx.errors import (
     arguments,
     shown,
 )
-from phalanx.mesh.bootstrap import is_this_chief
 from phalanx.summary import events
 from phalanx.summary.steps import checked_step
 from phalanx.summary.trackers import Tracker, Trackers
-from phalanx.tracing.records import AbstractWriter, Record, defaults
 
 _CLOSE, _FLUSH_MILLIS, _MAX_QUEUE = None, 120_000, 10
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TPU systems: the names of `tf.tpu` that strategies need."""
 
-from phalanx.options import XLAOptions
+from phalanx._src.options import XLAOptions
 from phalanx.tpu import experimental
 
 __all__ = ["XLAOptions", "experimental"]

@@ -8,8 +8,8 @@ import pytest
 from processes import wait_until
 
 import phalanx
+from phalanx._src.parameter_server.processes.ray import load_ray
 from phalanx.coordinator import ClusterCoordinator
-from phalanx.servers.ray import load_ray
 
 # It changes the environment, which tests must not.
 load_ray()

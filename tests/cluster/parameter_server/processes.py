@@ -78,7 +78,7 @@ def clock_of_a_worker():
     def advance(seconds):
         import types
 
-        from phalanx.servers import calls
+        from phalanx._src.parameter_server.processes import calls
 
         now = calls.time.monotonic
         calls.time = types.SimpleNamespace(monotonic=lambda: now() + seconds)

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 from processes import kill, pid_of, servers_of
 
-from phalanx.servers.ray import RayCluster
+from phalanx._src.parameter_server.processes.ray import RayCluster
 
 RESTART = int(os.environ.get("PHALANX_RESTART", "0"))
 

@@ -11,8 +11,8 @@ from processes import wait_until
 from server_training import BATCHES, assert_same, by_keras, do, mlp, new_counter, parts, training
 
 import phalanx
+from phalanx._src.parameter_server.variables import client
 from phalanx.coordinator import ClusterCoordinator
-from phalanx.servers import client
 
 OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9),

@@ -437,7 +437,7 @@ def test_failed_save_is_raised_by_the_next_call(coordinator, tmp_path, call):
     """Scheduled steps run elsewhere, so the coordinator raises it."""
     (tmp_path / "file").write_text("no folder")
     phalanx.train.Checkpoint(x=1).save(tmp_path / "file" / "c")
-    phalanx.train.background._writing.join()
+    phalanx._src.checkpoint.background._writing.join()
     with pytest.raises(CheckpointError, match="file/c-1.safetensors"):
         call(coordinator)
     assert coordinator.schedule(lambda: 1).fetch() == 1

@@ -15,11 +15,13 @@ from processes import clock_of_a_worker, pid_of, stop, wait_until
 from server_training import do, new_counter, parts
 
 import phalanx
-from phalanx.cluster.resolvers.simple import SimpleClusterResolver
-from phalanx.cluster.spec import ClusterSpec
-from phalanx.coordinator import ClusterCoordinator, scheduler, supervisor
+from phalanx._src.cluster.resolvers.simple import SimpleClusterResolver
+from phalanx._src.cluster.spec import ClusterSpec
+from phalanx._src.parameter_server.processes import calls
+from phalanx._src.parameter_server.scheduling import scheduler, supervisor
+from phalanx._src.parameter_server.variables import client
+from phalanx.coordinator import ClusterCoordinator
 from phalanx.errors import ContextError, ServerLostError, StartupError, WorkerLostError
-from phalanx.servers import calls, client
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from processes import is_there, kill, listening, process, wait_until
 
-from phalanx.cluster.guard import marked
+from phalanx._src.cluster.processes.guard import marked
 
 
 @contextmanager

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from processes import errors_of, family_of, is_there, kill, listening, process, said, tell, wait_until
 
-from phalanx.cluster.resolvers.simple import SimpleClusterResolver
-from phalanx.cluster.spec import ClusterSpec
+from phalanx._src.cluster.resolvers.simple import SimpleClusterResolver
+from phalanx._src.cluster.spec import ClusterSpec
+from phalanx._src.launch.plan import free_ports
+from phalanx._src.parameter_server.processes.ray import Server
+from phalanx._src.parameter_server.processes.session import make_token
+from phalanx._src.strategies.parameter_server import ParameterServerStrategy
 from phalanx.errors import ClusterError, StartupError
-from phalanx.launch.plan import free_ports
-from phalanx.servers.ray import Server
-from phalanx.servers.session import make_token
-from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 TOKEN = "a" * 64
 
@@ -84,7 +84,7 @@ def test_sigterm_of_a_coordinator(handler, status):
         assert "SIGTERM" not in errors_of(coordinator)
 
 
-@pytest.mark.exhaustive("tests/unit/servers and coordinator: limits with a clock of the test")
+@pytest.mark.exhaustive("tests/unit/parameter_server: limits with a clock of the test")
 def test_a_start_that_takes_too_long():
     """Ray's processes stand still the first time; they are ended, and it is started again."""
     code = (
@@ -235,9 +235,7 @@ def test_servers_from_tf_config(spec):
 @pytest.mark.exhaustive("test_servers_from_tf_config")
 def test_tasks_that_are_missing(spec):
     """The chief names them, with their addresses."""
-    code = (
-        "import phalanx.strategies.parameter_server as p; p._START_S = 0.5; import coordinating; coordinating.main({})"
-    )
+    code = "import phalanx._src.strategies.parameter_server as p; p._START_S = 0.5; import coordinating; coordinating.main({})"
     with chief_of(spec, "-c", code) as chief:
         assert chief.wait(120) == 1
         missing = f"worker:0 ({spec['worker'][0]}), ps:0 ({spec['ps'][0]})"

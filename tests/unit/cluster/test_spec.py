@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cluster.spec import (
+from phalanx._src.cluster.spec import (
     ClusterSpec,
     Task,
     addresses_of_workers,

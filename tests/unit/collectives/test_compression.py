@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.collectives.codes import Int8, Rounded, coded_sum
-from phalanx.collectives.compression import LargestSum, LowRankSum, compression_of
+from phalanx._src.collectives.codes import Int8, Rounded, coded_sum
+from phalanx._src.collectives.compression import LargestSum, LowRankSum, compression_of
+from phalanx._src.tools.estimate.hlo import Program
 from phalanx.errors import InvalidArgumentError
 from phalanx.experimental import CommunicationOptions, PowerSGD, TopK
-from phalanx.forecast.hlo import Program
 
 CHOICES = ["bfloat16", "int8", PowerSGD(2), TopK(0.05)]
 REPLICAS = 4

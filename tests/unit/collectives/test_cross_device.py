@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 import phalanx
 from phalanx import HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
+from phalanx._src.mesh.topology import Topology
 from phalanx.errors import ContextError, InputError, InvalidArgumentError, ReduceOpError
 from phalanx.experimental import CommunicationOptions
-from phalanx.mesh.topology import Topology
 
 SHAPES = [(3,), (), (2, 2), (5,), (1, 4)]
 DTYPES = ["float32", "float32", "int32", "float32", "float32"]

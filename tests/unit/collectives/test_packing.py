@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.collectives.packing import ARRAYS_IN_A_BUFFER, by_bytes, by_count, no_longer_than, small_together
+from phalanx._src.collectives.packing import ARRAYS_IN_A_BUFFER, by_bytes, by_count, no_longer_than, small_together
 
 ARRAYS = st.lists(st.tuples(st.sampled_from(["f4", "i4", "f2"]), st.integers(0, 100)), max_size=30)
 

@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import pytest
 
-from phalanx import compat
-from phalanx.compat import reuse
+from phalanx._src import compat
+from phalanx._src.compat import reuse
 from phalanx.errors import VariableError
 
 

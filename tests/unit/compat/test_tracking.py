@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from phalanx import compat
+from phalanx._src import compat
 
 
 def test_attributes_of_users_are_parts():

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.elastic import copies
-from phalanx.elastic.copies import Copier, fingerprint, kinds_of, others, taken_over
+from phalanx._src.elastic import copies
+from phalanx._src.elastic.copies import Copier, fingerprint, kinds_of, others, taken_over
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.elastic.steps import _Loop
+from phalanx._src.elastic.steps import _Loop
 from phalanx.errors import ContextError, InvalidArgumentError
 
 

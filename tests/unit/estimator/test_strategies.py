@@ -3,8 +3,8 @@
 import json
 
 import phalanx.estimator as estimator
+from phalanx._src.strategies.single import OneDeviceStrategy
 from phalanx.estimator.strategies import default_strategy, local_strategy
-from phalanx.strategies.single import OneDeviceStrategy
 
 
 def test_one_device_without_a_cluster():

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 import phalanx
-from phalanx.input import state as positions
-from phalanx.input.shard import InputWorker, shares, split
-from phalanx.options import AutoShardPolicy
+from phalanx._src.input import state as positions
+from phalanx._src.input.shard import InputWorker, shares, split
+from phalanx._src.options import AutoShardPolicy
 
 DATA, FILE = AutoShardPolicy.DATA, AutoShardPolicy.FILE
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from simulation import prefetching
 
-from phalanx.input.feed import Form, ReadAhead
-from phalanx.input.sources.base import AbstractReader, Facts, Piece
+from phalanx._src.input.feed import Form, ReadAhead
+from phalanx._src.input.sources.base import AbstractReader, Facts, Piece
 
 
 class Rows(AbstractReader):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from simulation import prefetching, rows, together
 
+from phalanx._src.input.feed import Form
+from phalanx._src.input.lockstep import AHEAD, Lockstep, require_same_data
+from phalanx._src.input.shard import InputWorker
+from phalanx._src.input.sources.base import AbstractReader, Facts, Piece
 from phalanx.errors import InputError
-from phalanx.input.feed import Form
-from phalanx.input.lockstep import AHEAD, Lockstep, require_same_data
-from phalanx.input.shard import InputWorker
-from phalanx.input.sources.base import AbstractReader, Facts, Piece
 
 REPLICAS = 2
 Row = collections.namedtuple("Row", ["x"])

@@ -7,14 +7,14 @@ import pytest
 from simulation import content, mirrored, workers
 
 import phalanx
+from phalanx._src.input.feed import Feed, Step
+from phalanx._src.input.placement import Placement
+from phalanx._src.input.sources.adapt import source_of
+from phalanx._src.input.sources.base import Facts, Piece
+from phalanx._src.mesh.topology import Topology
+from phalanx._src.options import AutoShardPolicy
 from phalanx.errors import InvalidArgumentError
 from phalanx.experimental import ValueContext
-from phalanx.input.feed import Feed, Step
-from phalanx.input.placement import Placement
-from phalanx.input.sources.adapt import source_of
-from phalanx.input.sources.base import Facts, Piece
-from phalanx.mesh.topology import Topology
-from phalanx.options import AutoShardPolicy
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 from simulation import DEADLINE_S, prefetching, wait_for
 
 import phalanx
-from phalanx.input.prefetch import readings
-from phalanx.tracing.context import get_strategy
+from phalanx._src.input.prefetch import readings
+from phalanx._src.tracing.context import get_strategy
 
 
 @pytest.fixture(autouse=True)

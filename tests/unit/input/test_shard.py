@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import SHAPES, batch_sizes, workers
 
-from phalanx.input.shard import InputWorker, shares, split
+from phalanx._src.input.shard import InputWorker, shares, split
 
 ROWS, FEW = st.integers(0, 10_000), st.integers(1, 40)
 

@@ -9,11 +9,11 @@ import pytest
 from simulation import DATA, FILE, MOVES, open_all, rows, rows_of, take, workers
 
 import phalanx
+from phalanx._src.input.shard import InputWorker
+from phalanx._src.input.sharding import CutBatches, plan
+from phalanx._src.input.sources.adapt import source_of
+from phalanx._src.options import AutoShardPolicy
 from phalanx.errors import InputError
-from phalanx.input.shard import InputWorker
-from phalanx.input.sharding import CutBatches, plan
-from phalanx.input.sources.adapt import source_of
-from phalanx.options import AutoShardPolicy
 
 AUTO, OFF, HINT = AutoShardPolicy.AUTO, AutoShardPolicy.OFF, AutoShardPolicy.HINT
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulation import combined, together
 
+from phalanx._src.input.state import from_text, load, of_all_workers, of_worker, save, to_text
 from phalanx.errors import InputError
-from phalanx.input.state import from_text, load, of_all_workers, of_worker, save, to_text
 
 LEAVES = st.one_of(st.integers(), st.text(), st.binary(), st.none(), st.booleans(), st.floats(allow_nan=False))
 KEYS = st.sampled_from(["records", "source", "", "é"])

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from phalanx._src.input.wire import packed, unpacked
 from phalanx.errors import InputError
-from phalanx.input.wire import packed, unpacked
 
 Pair = collections.namedtuple("Pair", ["x", "y"])
 

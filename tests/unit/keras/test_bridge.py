@@ -12,8 +12,8 @@ import pytest
 from twins import CLASSES, FIT, X, Y, alone, compiled, replicas, same, twins, under
 
 import phalanx
+from phalanx._src.strategies import base
 from phalanx.errors import ContextError, MissingDependencyError, MixedStrategyError, SlipWarning
-from phalanx.strategies import base
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import phalanx
+from phalanx._src.kernels.platforms import compiled_for
 from phalanx.errors import InvalidArgumentError
-from phalanx.kernels.platforms import compiled_for
 
 L = keras.layers
 X2 = np.random.default_rng(0).normal(size=(4, 9, 8, 4)).astype("float32")

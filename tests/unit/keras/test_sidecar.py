@@ -7,7 +7,7 @@ import pytest
 from twins import FIT, X, Y, alone, compiled, mlp, replicas, same, under
 
 import phalanx
-from phalanx.cluster import training
+from phalanx._src.cluster.processes import training
 from phalanx.errors import InputError, InvalidArgumentError
 
 pytestmark = pytest.mark.slow

@@ -16,9 +16,9 @@ from twins import FIT, Raising, X, Y, compiled, mlp, replicas, same, under
 
 import phalanx
 from phalanx import summary
+from phalanx._src.tracing.records import defaults
 from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError
 from phalanx.keras.tensorboard import _as_images, _batches
-from phalanx.tracing.records import defaults
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.kernels import activation
+from phalanx._src.kernels import activation
 
 X = np.concatenate([np.linspace(-12, 12, 4801), [0.0, -0.0, 1e-30, -1e-30, 100.0, -100.0]]).astype("float32")
 

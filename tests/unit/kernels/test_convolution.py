@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from phalanx.kernels import convolution
-from phalanx.kernels.windows import Windows
+from phalanx._src.kernels import convolution
+from phalanx._src.kernels.windows import Windows
 
 NUMBERS = {3: ("NWC", "WIO", "NWC"), 4: ("NHWC", "HWIO", "NHWC"), 5: ("NDHWC", "DHWIO", "NDHWC")}
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from phalanx.kernels import pooling
-from phalanx.kernels.windows import Windows
+from phalanx._src.kernels import pooling
+from phalanx._src.kernels.windows import Windows
 
 
 @st.composite

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch import rendezvous
-from phalanx.launch.outcome import Outcome
-from phalanx.launch.output import Sink
-from phalanx.launch.plan import Machine, Request, free_ports, plan
-from phalanx.launch.supervise import run_group
+from phalanx._src.launch.elastic import rendezvous
+from phalanx._src.launch.outcome import Outcome
+from phalanx._src.launch.output import Sink
+from phalanx._src.launch.plan import Machine, Request, free_ports, plan
+from phalanx._src.launch.supervise import run_group
 
 # Of this process, whose pytest has set them for JAX.
 _OF_THIS_PROCESS = ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS", "TF_CONFIG", "CUDA_VISIBLE_DEVICES")

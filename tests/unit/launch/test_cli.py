@@ -16,13 +16,13 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from phalanx.launch import cli
-from phalanx.launch.cli import main
-from phalanx.launch.plan import free_ports
+from phalanx._src.launch import cli
+from phalanx._src.launch.cli import main
+from phalanx._src.launch.plan import free_ports
 
 pytestmark = pytest.mark.slow
 
-START = "from phalanx.launch.cli import main; main(prog_name='phalanx')"
+START = "from phalanx._src.launch.cli import main; main(prog_name='phalanx')"
 FOREIGN = ["jax", "jaxlib", "keras", "numpy", "ray", "tensorflow"]
 
 
@@ -362,7 +362,7 @@ def test_version_is_that_of_package(phalanx):
 
 def test_launcher_imports_no_jax(environment):
     """The launcher imports neither JAX nor Keras, nor rich before it prints a table."""
-    code = f"import sys, phalanx.launch.cli; print([m for m in {[*FOREIGN, 'rich']} if m in sys.modules])"
+    code = f"import sys, phalanx._src.launch.cli; print([m for m in {[*FOREIGN, 'rich']} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=500)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
@@ -370,7 +370,7 @@ def test_launcher_imports_no_jax(environment):
 def test_missing_click_names_the_package(environment, tmp_path):
     (tmp_path / "click.py").write_text("raise ImportError")
     environ = {**environment, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    code = "from phalanx.launch.cli import main"
+    code = "from phalanx._src.launch.cli import main"
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1
     assert (

@@ -5,17 +5,17 @@ import sys
 
 import pytest
 
-from phalanx.cluster.spec import ClusterSpec, Task, tf_config
-from phalanx.launch.evaluator import Patience
-from phalanx.launch.plan import ProcessSpec
-from phalanx.launch.supervise import run_group
+from phalanx._src.cluster.spec import ClusterSpec, Task, tf_config
+from phalanx._src.launch.evaluator import Patience
+from phalanx._src.launch.plan import ProcessSpec
+from phalanx._src.launch.supervise import run_group
 
 pytestmark = pytest.mark.slow
 
 QUICK = Patience(first_pause_s=0.01, max_restarts=3)
 # Ends once the launcher says that the training has ended.
 FOLLOWS = """
-from phalanx.cluster.training import has_ended
+from phalanx._src.cluster.processes.training import has_ended
 def follow():
     while not has_ended():
         time.sleep(0.01)

@@ -5,8 +5,8 @@ import traceback
 
 import pytest
 
-from phalanx.launch.outcome import Ending, Outcome, in_words, report, stack_of
-from phalanx.launch.output import KeptLine
+from phalanx._src.launch.outcome import Ending, Outcome, in_words, report, stack_of
+from phalanx._src.launch.output import KeptLine
 
 
 def lines(text, *, is_error=True):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch.output import Lines, Sink, Stream, kept_lines, wait
+from phalanx._src.launch.output import Lines, Sink, Stream, kept_lines, wait
 
 CHUNKS = st.lists(st.binary(max_size=5) | st.sampled_from([b"\r", b"\n", b"\r\n", b"a\r", b"\nb"]), max_size=20)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx._src.launch.plan import Machine, Request, free_ports, plan, thread_pool
 from phalanx.errors import InvalidArgumentError
-from phalanx.launch.plan import Machine, Request, free_ports, plan, thread_pool
 
 PORTS = [4001, 4002, 4003, 4004]
 

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from phalanx.cluster.spec import Task
+from phalanx._src.cluster.spec import Task
+from phalanx._src.launch.output import Sink
+from phalanx._src.launch.plan import ProcessSpec
+from phalanx._src.launch.supervise import run_group
 from phalanx.errors import PhalanxError, StartupError
-from phalanx.launch.output import Sink
-from phalanx.launch.plan import ProcessSpec
-from phalanx.launch.supervise import run_group
 
 pytestmark = pytest.mark.slow
 
@@ -413,8 +413,8 @@ def test_command_that_cannot_be_started(environment, tmp_path, mode):
 
 LAUNCHER = """
 import os, sys
-from phalanx.launch.plan import Machine, Request, free_ports, plan
-from phalanx.launch.supervise import run_group
+from phalanx._src.launch.plan import Machine, Request, free_ports, plan
+from phalanx._src.launch.supervise import run_group
 request = Request(sys.argv[1], workers=2, evaluator=True)
 run_group(lambda _: plan(request, Machine(2), os.environ, free_ports(2)))
 """

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from phalanx.cluster.resolvers.environment import resolver_of_environment
-from phalanx.cluster.spec import Task, tf_config
-from phalanx.launch.plan import Machine, Machines, Request, plan
-from phalanx.launch.templates import TEMPLATES, kubeflow, kubernetes, slurm
+from phalanx._src.cluster.resolvers.environment import resolver_of_environment
+from phalanx._src.cluster.spec import Task, tf_config
+from phalanx._src.launch.plan import Machine, Machines, Request, plan
+from phalanx._src.launch.templates import TEMPLATES, kubeflow, kubernetes, slurm
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the templates for Kubernetes")
 
@@ -37,7 +37,7 @@ for rank in range(tasks):
 
 TELL = """\
 import json, os, sys
-from phalanx.cluster.resolvers.environment import resolver_of_environment
+from phalanx._src.cluster.resolvers.environment import resolver_of_environment
 resolver = resolver_of_environment()
 print(json.dumps([resolver.task_type, resolver.task_id, os.environ["PHALANX_RESTART"], sys.argv[1:]]))
 sys.exit(int(os.environ["PHALANX_RESTART"]) < {failures})

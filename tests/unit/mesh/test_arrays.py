@@ -8,8 +8,8 @@ import pytest
 from jax.experimental import sparse
 
 import phalanx
+from phalanx._src.mesh import arrays
 from phalanx.errors import InputError
-from phalanx.mesh import arrays
 
 WIDE = {
     "id": 2**40,

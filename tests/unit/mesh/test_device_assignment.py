@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx._src.mesh.device_assignment import DeviceAssignment, DeviceOrderMode
+from phalanx._src.mesh.device_assignment import TPUTopology as Topology
 from phalanx.errors import InvalidArgumentError
-from phalanx.mesh.device_assignment import DeviceAssignment, DeviceOrderMode
-from phalanx.mesh.device_assignment import TPUTopology as Topology
 
 
 def topology_of(*shape, tasks=1):

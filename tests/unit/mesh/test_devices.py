@@ -6,8 +6,8 @@ import jax
 import pytest
 
 import phalanx
+from phalanx._src.mesh.devices import device_name, parse_device
 from phalanx.errors import DeviceError, InvalidArgumentError, StartupError
-from phalanx.mesh.devices import device_name, parse_device
 
 
 @pytest.mark.parametrize(

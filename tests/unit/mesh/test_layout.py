@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import phalanx
+from phalanx._src.mesh.layout import FullySharded, layout_of
 from phalanx.errors import InvalidArgumentError
-from phalanx.mesh.layout import FullySharded, layout_of
 
 SIZES = {"replica": 2, "model": 2, "expert": 3}
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from phalanx.mesh import shares as module
-from phalanx.mesh.shares import Shares
+from phalanx._src.mesh import shares as module
+from phalanx._src.mesh.shares import Shares
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import phalanx
+from phalanx._src.mesh.topology import Topology
 from phalanx.errors import DeviceError, InvalidArgumentError
-from phalanx.mesh.topology import Topology
 
 
 def test_mesh_keeps_order_of_devices():

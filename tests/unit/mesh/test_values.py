@@ -10,8 +10,8 @@ import pytest
 
 import phalanx
 from phalanx import Mirrored, PerReplica
+from phalanx._src.mesh.values import ReplicaLocal, RowMask, is_distributed, map_leaves
 from phalanx.errors import ContextError
-from phalanx.mesh.values import ReplicaLocal, RowMask, is_distributed, map_leaves
 
 
 @pytest.fixture

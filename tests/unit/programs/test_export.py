@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import phalanx
+from phalanx._src.programs.export import export
+from phalanx._src.tracing import context
 from phalanx.errors import TraceError
-from phalanx.programs.export import export
-from phalanx.tracing import context
 
 
 @pytest.fixture(params=["one device", "storage"])

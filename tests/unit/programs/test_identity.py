@@ -2,7 +2,7 @@
 
 import keras
 
-from phalanx.programs.identity import IdentityMap
+from phalanx._src.programs.identity import IdentityMap
 
 
 def test_identity_map_forgets_the_dead():

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from phalanx.programs.interrupts import Interrupts, deferred
+from phalanx._src.programs.interrupts import Interrupts, deferred
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +162,7 @@ Fails()
     [
         pytest.param(IGNORED.format(rounds=1), ["ignored"] * 4, id="python"),
         pytest.param(
-            "import phalanx.programs.interrupts" + IGNORED.format(rounds=6000),
+            "import phalanx._src.programs.interrupts" + IGNORED.format(rounds=6000),
             ["heard True"] * 2 + ["heard now True"] * 2,
             id="phalanx",
         ),

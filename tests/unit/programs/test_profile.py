@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.cluster.profiles import PROFILE, Span
-from phalanx.programs import profile
-from phalanx.programs.before_steps import watchers
+from phalanx._src.cluster.watch.profiles import PROFILE, Span
+from phalanx._src.programs import profile
+from phalanx._src.programs.before_steps import watchers
 
 pytestmark = pytest.mark.slow
 

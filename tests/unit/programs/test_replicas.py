@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import phalanx
+from phalanx._src.options import InputOptions
 from phalanx.errors import ContextError, InvalidArgumentError, OutOfRangeError
-from phalanx.options import InputOptions
 
 pytestmark = pytest.mark.slow
 

@@ -9,11 +9,11 @@ import pytest
 from steps import variable
 
 import phalanx
-from phalanx.compat import raw_value
+from phalanx._src.compat import raw_value
+from phalanx._src.programs.slots import slot_of
+from phalanx._src.programs.state import State
+from phalanx._src.programs.values import put_values
 from phalanx.errors import StateLostError
-from phalanx.programs.slots import slot_of
-from phalanx.programs.state import State
-from phalanx.programs.values import put_values
 
 
 def test_held_values_stay_alive(strategy):

@@ -13,9 +13,9 @@ from replica_values import per_replica, replica_id
 
 import phalanx
 from phalanx import Mirrored, PerReplica, RunOptions
+from phalanx._src.strategies.base import living_strategies
+from phalanx._src.tracing.strategy import Updates
 from phalanx.errors import ContextError, InvalidArgumentError
-from phalanx.strategies.base import living_strategies
-from phalanx.tracing.strategy import Updates
 
 
 @pytest.mark.parametrize("args", [1, "ab", {"x": 1}, np.ones(2), None])
@@ -380,7 +380,7 @@ def test_a_topology_that_is_made_anew():
     class Own(phalanx.Strategy):
         @property
         def topology(self):
-            return phalanx.mesh.topology.Topology.of(["cpu:1"])
+            return phalanx._src.mesh.topology.Topology.of(["cpu:1"])
 
     strategy = Own()
     with strategy.scope():

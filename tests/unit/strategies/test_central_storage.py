@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import phalanx
+from phalanx._src.tracing.strategy import Updates
 from phalanx.errors import DeviceError, InvalidArgumentError, NestedWriteError, VariableError
-from phalanx.tracing.strategy import Updates
 
 pytestmark = pytest.mark.slow
 

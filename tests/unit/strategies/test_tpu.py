@@ -12,9 +12,9 @@ import pytest
 
 import phalanx
 import phalanx.testing
+from phalanx._src.mesh import tpu_system
+from phalanx._src.mesh.device_assignment import DeviceAssignment, TPUTopology
 from phalanx.errors import ContextError, DeviceError, InvalidArgumentError, TraceError
-from phalanx.mesh import tpu_system
-from phalanx.mesh.device_assignment import DeviceAssignment, TPUTopology
 
 X = np.random.default_rng(0).random((8, 4), "float32")
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import phalanx
+from phalanx._src.tracing import context
 from phalanx.errors import ContextError, InputError, InvalidArgumentError, MixedStrategyError, ReduceOpError
 from phalanx.experimental import CommunicationOptions
-from phalanx.tracing import context
 
 REPLICA, DEFAULT = phalanx.get_replica_context, phalanx.get_strategy()
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import phalanx
+from phalanx._src.programs.slots import components_of
+from phalanx._src.tracing.policy import Combine, Policy, Write, describe, policy_of
 from phalanx.errors import AggregationError, ContextError, NestedWriteError, VariableError
-from phalanx.programs.slots import components_of
-from phalanx.tracing.policy import Combine, Policy, Write, describe, policy_of
 
 
 def replica_id():

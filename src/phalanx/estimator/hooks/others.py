@@ -7,10 +7,10 @@ from typing import Any, final
 
 from typing_extensions import override
 
+from phalanx._src.runtime.bootstrap import is_this_chief
 from phalanx.errors import arguments
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
 from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook
-from phalanx.mesh.bootstrap import is_this_chief
 
 _log = logging.getLogger("phalanx")
 

@@ -7,9 +7,9 @@ from typing import final
 
 import jax
 
+from phalanx._src.input.wire import exchange_bytes
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.estimator.graph import require_graph
-from phalanx.input.wire import exchange_bytes
 
 _AGREE_EVERY = 10
 """Number of steps between two times at which several processes look at the clock of the chief."""

@@ -2,8 +2,8 @@
 
 import pytest
 
-from phalanx.cluster.resolvers.environment import resolver_of_environment
-from phalanx.cluster.spec import Task, tf_config
+from phalanx._src.cluster.resolvers.environment import resolver_of_environment
+from phalanx._src.cluster.spec import Task, tf_config
 from phalanx.cluster_resolver import (
     ClusterSpec,
     KubernetesClusterResolver,

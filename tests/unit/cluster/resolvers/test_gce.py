@@ -4,11 +4,11 @@ import sys
 
 import pytest
 
-from phalanx.cluster.resolvers.base import google_service
-from phalanx.cluster.resolvers.gce import later_notice, termination_notice
+from phalanx._src.cluster.resolvers.base import google_service
+from phalanx._src.cluster.resolvers.gce import later_notice, termination_notice
+from phalanx._src.launch.plan import free_ports
 from phalanx.cluster_resolver import ClusterSpec, GCEClusterResolver
 from phalanx.errors import ClusterSourceError, MissingDependencyError
-from phalanx.launch.plan import free_ports
 
 
 class ComputeEngine:

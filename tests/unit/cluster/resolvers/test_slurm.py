@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cluster.resolvers.slurm import SlurmClusterResolver, expand_counts, expand_hosts
-from phalanx.cluster.spec import ClusterSpec
+from phalanx._src.cluster.resolvers.slurm import SlurmClusterResolver, expand_counts, expand_hosts
+from phalanx._src.cluster.spec import ClusterSpec
 from phalanx.errors import ClusterSourceError
 
 # What `srun --nodes=2 --ntasks=7 env` of Slurm 23.11 sets for its fifth task; names and formats as in "OUTPUT ENVIRONMENT

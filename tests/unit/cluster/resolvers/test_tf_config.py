@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from phalanx.cluster.spec import Task, tf_config
+from phalanx._src.cluster.spec import Task, tf_config
 from phalanx.cluster_resolver import ClusterSpec, TFConfigClusterResolver
 from phalanx.errors import ClusterError
 

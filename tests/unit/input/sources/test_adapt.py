@@ -6,8 +6,8 @@ import pytest
 from simulation import mirrored, prefetching
 
 import phalanx
+from phalanx._src.options import AutoShardPolicy, InputOptions, InputReplicationMode
 from phalanx.errors import ContextError, InputError, InvalidArgumentError
-from phalanx.options import AutoShardPolicy, InputOptions, InputReplicationMode
 
 PER_REPLICA = InputReplicationMode.PER_REPLICA
 

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import DATA, MOVES, SHAPES, assert_goes_on, assert_shared, batch_sizes, open_all, rows_of, take
 
+from phalanx._src.input.shard import InputWorker
+from phalanx._src.input.sources.adapt import source_of
+from phalanx._src.input.sources.base import Facts
+from phalanx._src.input.sources.batches import BatchSequence, BatchStream, OneShot, batched, sizes
 from phalanx.errors import InputError
-from phalanx.input.shard import InputWorker
-from phalanx.input.sources.adapt import source_of
-from phalanx.input.sources.base import Facts
-from phalanx.input.sources.batches import BatchSequence, BatchStream, OneShot, batched, sizes
 
 
 def cut(batch_rows):

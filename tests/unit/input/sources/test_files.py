@@ -26,10 +26,10 @@ from simulation import (
 )
 
 import phalanx
+from phalanx._src.input.shard import InputWorker
+from phalanx._src.input.sources.files import FileRecords
 from phalanx.data import from_files
 from phalanx.errors import InputError, InvalidArgumentError
-from phalanx.input.shard import InputWorker
-from phalanx.input.sources.files import FileRecords
 
 LAYOUTS = ([0], [5], [3, 4], [1, 0, 7], [4, 4, 4, 4], [9, 1, 1, 0, 2, 6], [0, 0, 3, 0, 5])
 """How many records are in each file."""

@@ -7,10 +7,10 @@ import pytest
 from simulation import DATA, content, mirrored
 
 import phalanx
+from phalanx._src.input.shard import InputWorker
+from phalanx._src.input.sources.functions import FunctionSource
+from phalanx._src.options import InputOptions, InputReplicationMode
 from phalanx.errors import InputError, InvalidArgumentError
-from phalanx.input.shard import InputWorker
-from phalanx.input.sources.functions import FunctionSource
-from phalanx.options import InputOptions, InputReplicationMode
 
 PER_REPLICA = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)
 ON_DEVICE = InputOptions(

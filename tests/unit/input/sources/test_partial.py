@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from simulation import DATA, FILE, open_all, rows, rows_of, take, through_text
 
 import phalanx
+from phalanx._src.input.shard import InputWorker
+from phalanx._src.input.sources.adapt import source_of
+from phalanx._src.input.sources.partial import partial_source
+from phalanx._src.input.sources.records import NumpyDataset
 from phalanx.errors import InputError
-from phalanx.input.shard import InputWorker
-from phalanx.input.sources.adapt import source_of
-from phalanx.input.sources.partial import partial_source
-from phalanx.input.sources.records import NumpyDataset
 
 ROWS, BATCH = 45, 8
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import DATA, MOVES, SHAPES, assert_goes_on, assert_shared, batch_sizes, open_all, rows_of, take
 
+from phalanx._src.input.shard import InputWorker
+from phalanx._src.input.sources.records import ArrayRecords, NumpyDataset, SequenceRecords
 from phalanx.errors import InputError, InvalidArgumentError
-from phalanx.input.shard import InputWorker
-from phalanx.input.sources.records import ArrayRecords, NumpyDataset, SequenceRecords
 
 KINDS = {
     "arrays": lambda n, b, **kwargs: ArrayRecords(np.arange(n), b, **kwargs),

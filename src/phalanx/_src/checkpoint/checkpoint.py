@@ -1,0 +1,497 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Checkpoint`: saves and restores the objects of a training."""
+
+import functools
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar, final
+
+import jax
+import keras
+from typing_extensions import override
+
+from phalanx._src.checkpoint import background
+from phalanx._src.checkpoint.objects import Snapshot
+from phalanx._src.checkpoint.restoration import Holder, Restoration, capture, with_nearest
+from phalanx._src.checkpoint.store import Stored, file_of, refuse_existing, write
+from phalanx._src.cluster.watch import membership
+from phalanx._src.compat import is_lifting
+from phalanx._src.input.wire import exchange_bytes
+from phalanx._src.mesh.topology import Topology
+from phalanx._src.strategies.base import living_strategies
+from phalanx._src.strategies.current import get_strategy
+from phalanx._src.tracing import context
+from phalanx._src.tracing.context import has_strategy
+from phalanx.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    ContextError,
+    InvalidArgumentError,
+    PeerLostError,
+    PhalanxError,
+    arguments,
+    shown,
+)
+
+T = TypeVar("T")
+
+_log = logging.getLogger("phalanx")
+
+_busy = threading.Lock()
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@final
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Options of `Checkpoint.save` and `Checkpoint.write`. May be created in any context.
+
+    Args:
+      enable_async: whether a background thread writes the file, while training goes on.
+
+    Raises:
+      InvalidArgumentError: `enable_async` is not a bool.
+
+    Source: tf.train.CheckpointOptions. Unlike there, saving is asynchronous by default.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.train.CheckpointOptions(enable_async=False).enable_async
+      False
+    """
+
+    enable_async: bool = True
+
+    def __post_init__(self) -> None:
+        arguments.flag("enable_async", self.enable_async)
+
+
+class CheckpointStatus:
+    """The result of `Checkpoint.restore` and `Checkpoint.read`: what was restored, and what is still missing.
+
+    Source: the status objects of tf.train.Checkpoint.restore.
+
+    Example:
+      >>> import keras, os, phalanx, tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = phalanx.train.Checkpoint(step=keras.Variable(3)).write(os.path.join(folder, "first"))
+      ...     status = phalanx.train.Checkpoint(step=keras.Variable(0)).read(path)
+      ...     _ = status.assert_consumed()
+    """
+
+    def __init__(self, restoration: Restoration | None, objects: Holder) -> None:
+        # The restoration itself does not keep the objects alive.
+        self._restoration, self._objects = restoration, objects
+
+    def assert_consumed(self) -> Self:
+        """Checks that everything in the checkpoint was restored, and that every object of the program was in it.
+
+        May be called in cross-replica context.
+
+        Returns:
+          This object.
+
+        Raises:
+          CheckpointMismatchError: something in the checkpoint or in the program has no counterpart. The message names it.
+        """
+        restoration = self._complete("assert_consumed")
+        if unused := restoration.unused():
+            raise self._refuse("assert_consumed", "contains objects that the program does not have", unused, [])
+        return self
+
+    def assert_existing_objects_matched(self) -> Self:
+        """Checks that every object that the program has so far was restored. May be called in cross-replica context.
+
+        Returns:
+          This object.
+
+        Raises:
+          CheckpointMismatchError: an object was not in the checkpoint. The message names it.
+        """
+        self._complete("assert_existing_objects_matched")
+        return self
+
+    def assert_nontrivial_match(self) -> Self:
+        """Checks that something besides the counter of saves was restored. May be called in cross-replica context.
+
+        Returns:
+          This object.
+
+        Raises:
+          CheckpointMismatchError: nothing was restored.
+        """
+        restoration = self._of_file("assert_nontrivial_match")
+        if not restoration.matched:
+            raise self._refuse(
+                "assert_nontrivial_match",
+                "contains nothing that the program has; it contains",
+                restoration.unused(),
+                restoration.missing(),
+            )
+        return self
+
+    def expect_partial(self) -> Self:
+        """Declares that only a part of the checkpoint is meant to be restored. May be called in any context.
+
+        Phalanx does not warn about the rest, so that this only tells the readers of the program.
+
+        Returns:
+          This object.
+        """
+        return self
+
+    def _complete(self, method: str) -> Restoration:
+        """Returns the restoration, after checking that every object of the program was restored."""
+        restoration = self._of_file(method)
+        if missing := restoration.missing():
+            found = "does not contain these objects of the program"
+            raise self._refuse(method, found, missing, restoration.unused())
+        return restoration
+
+    def _of_file(self, method: str) -> Restoration:
+        """Returns the restoration, with what became possible since the last call."""
+        if self._restoration is None:
+            raise CheckpointMismatchError(
+                f"{method}() after restore(None)",
+                "there was no checkpoint to restore.",
+                "if path: checkpoint.restore(path)",
+            )
+        self._restoration.resume()
+        return self._restoration
+
+    def _refuse(self, method: str, found: str, names: list[str], others: list[str]) -> CheckpointMismatchError:
+        assert self._restoration is not None
+        return CheckpointMismatchError(
+            f"{method}() of the checkpoint {self._restoration.stored.file}",
+            f"it {found}: {with_nearest(names, others)}.",
+            "create the objects as in the program that saved it; or call expect_partial() and no assertion",
+        )
+
+
+@final
+class Checkpoint(Holder):
+    """Saves objects to a file and restores them, under any strategy. May be created outside replica functions.
+
+    The objects become attributes, and attributes that are set later are saved too. A checkpoint contains the values of all of
+    them. It can be restored under another strategy, with another number of devices and processes.
+
+    Restoring changes variables, models, optimizers, metrics, iterators, generators, NumPy arrays, lists and dicts in place. It
+    replaces numbers, text, tuples, JAX arrays and pytrees, as attributes of this object. Variables that do not exist yet receive
+    their values when they are created.
+
+    With several processes, all must call the methods, and one writes the file, in a folder that all can read.
+
+    Args:
+      root: an object whose parts are saved without a prefix. None for none.
+      **objects: Keras models, layers, optimizers, metrics and variables; iterators of distributed datasets; arrays, numbers and
+        text; NumPy generators; objects with `get_state()` and `set_state(state)`; and containers and pytrees of these.
+
+    Raises:
+      InvalidArgumentError: the name of an object is that of a method.
+
+    Source: tf.train.Checkpoint.
+
+    Example:
+      >>> import keras, os, phalanx, tempfile
+      >>> step = keras.Variable(0)
+      >>> checkpoint = phalanx.train.Checkpoint(step=step)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = checkpoint.save(os.path.join(folder, "ckpt"))
+      ...     step.assign(7)
+      ...     _ = checkpoint.restore(path)
+      Array(7, dtype=int32)
+      >>> int(step)
+      0
+    """
+
+    def __init__(self, root: Any = None, **objects: Any) -> None:
+        taken = sorted(name for name in objects if hasattr(type(self), name))
+        if taken:
+            raise InvalidArgumentError(
+                f"Checkpoint({taken[0]}=...)",
+                "is the name of a method or attribute of Checkpoint.",
+                f"Checkpoint(my_{taken[0]}=...)",
+            )
+        self._root = root
+        self._counter: keras.Variable | None = None
+        self._path: str | None = None  # Of the last save or restoration.
+        for name, value in objects.items():
+            setattr(self, name, value)
+
+    @property
+    def save_counter(self) -> keras.Variable:
+        """The number of saves so far: a variable that is saved and restored too. May be called outside replica functions."""
+        if self._counter is None:
+            self._counter = keras.Variable(0, dtype="int32", trainable=False, name="save_counter")
+        return self._counter
+
+    @override
+    def _names(self) -> list[str]:
+        return [*super()._names(), *(["save_counter"] if self._counter is not None else [])]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The objects are attributes."""
+
+    def save(self, file_prefix: str | os.PathLike[str], options: CheckpointOptions | None = None) -> str:
+        """Saves the objects as `<file_prefix>-<number>`. Call it outside replica functions, in all processes.
+
+        The number is that of this save: `save_counter`, which is saved and restored too. The call returns when the values are
+        copied to this process. A thread writes the file. If that fails, the next step or call raises the error.
+
+        Args:
+          file_prefix: the folder and the beginning of the name.
+          options: None for the default.
+
+        Returns:
+          The path of the checkpoint, for `restore`.
+
+        Raises:
+          CheckpointError: an object cannot be saved, the file exists already, or an earlier save has failed.
+          ContextError: called in a replica function or a traced function.
+          InvalidArgumentError: an argument has the wrong type.
+        """
+        prefix = arguments.path("file_prefix", file_prefix)
+        return self._save(f"Checkpoint.save({prefix!r})", lambda number: f"{prefix}-{number}", options)
+
+    def write(self, file_prefix: str | os.PathLike[str], options: CheckpointOptions | None = None) -> str:
+        """Saves the objects as `file_prefix`, without a number. See `save`.
+
+        Args:
+          file_prefix: the folder and the name.
+          options: None for the default.
+
+        Returns:
+          `file_prefix`.
+
+        Raises:
+          CheckpointError, ContextError, InvalidArgumentError: see `save`.
+        """
+        path = arguments.path("file_prefix", file_prefix)
+        return self._write(f"Checkpoint.write({path!r})", path, options)
+
+    def restore(
+        self, save_path: str | os.PathLike[str] | None, options: CheckpointOptions | None = None
+    ) -> CheckpointStatus:
+        """Restores the objects from a checkpoint. Call it outside replica functions, in all processes.
+
+        What the checkpoint does not contain stays as it is.
+
+        Args:
+          save_path: what `save` returned, or `latest_checkpoint`. None does nothing.
+          options: has no effect; for programs of tf.train.
+
+        Returns:
+          An object that can check what was restored.
+
+        Raises:
+          CheckpointError: there is no such checkpoint, or it is incomplete.
+          CheckpointMismatchError: a value has another shape or dtype. Nothing was restored.
+          ContextError: called in a replica function or a traced function.
+          InvalidArgumentError: an argument has the wrong type.
+        """
+        return self._read("restore", save_path, options)
+
+    def read(self, save_path: str | os.PathLike[str], options: CheckpointOptions | None = None) -> CheckpointStatus:
+        """Restores the objects from what `write` has written. See `restore`.
+
+        Args:
+          save_path: what `write` returned.
+          options: has no effect; for programs of tf.train.
+
+        Returns:
+          An object that can check what was restored.
+
+        Raises:
+          CheckpointError, CheckpointMismatchError, ContextError, InvalidArgumentError: see `restore`.
+        """
+        return self._read("read", save_path, options)
+
+    def sync(self) -> None:
+        """Waits until the file of the last save is on the disk. May be called in any context.
+
+        Raises:
+          CheckpointError: a save has failed.
+        """
+        background.wait()
+
+    def _save(
+        self,
+        call: str,
+        name: Callable[[int], str],
+        options: CheckpointOptions | None,
+        before: Callable[[Path], None] = _nothing,
+        after: Callable[[], None] = _nothing,
+    ) -> str:
+        """Saves the objects, with one more save in the counter.
+
+        Args:
+          call: the call of the user, for messages.
+          name: returns the path for the number of this save.
+          options: see `save`.
+          before: called on the chief with the new file, before anything is saved.
+          after: called in the background when the file is on the disk.
+        """
+        require_between_steps(call)
+        number = int(self.save_counter) + 1
+        self.save_counter.assign(number)
+        try:
+            return self._write(call, name(number), options, before, after)
+        except BaseException:
+            self.save_counter.assign(number - 1)
+            raise
+
+    def _write(
+        self,
+        call: str,
+        path: str,
+        options: CheckpointOptions | None,
+        before: Callable[[Path], None] = _nothing,
+        after: Callable[[], None] = _nothing,
+    ) -> str:
+        _check_options(options)
+        file, topology = file_of(path), _topology()
+        is_chief = topology.is_chief
+
+        def prepare() -> None:
+            if is_chief:
+                background.wait()
+                before(file)
+                refuse_existing(file)
+
+        try:
+            with _Call(call):
+                _together(topology, call, path, prepare)
+                snapshot = Snapshot(topology)
+                capture(self, snapshot)
+                if is_chief:
+                    background.submit(functools.partial(_finish, file, snapshot, after))
+                    if options is not None and not options.enable_async:
+                        background.wait()
+        except PeerLostError as e:
+            if not membership.outlives_losses():
+                raise
+            # In all processes, the next save has another number: the chief may have written this one.
+            _log.warning("%s is left out. %s", call, str(e).partition("\n")[0])
+        self._path = path
+        return path
+
+    def _read(self, method: str, path: Any, options: CheckpointOptions | None) -> CheckpointStatus:
+        _check_options(options)
+        if path is None and method == "restore":
+            return CheckpointStatus(None, self)
+        path = arguments.path("save_path", path)
+        call = f"Checkpoint.{method}({path!r})"
+        with _Call(call):
+            background.wait()
+            if method == "restore":
+                _ = self.save_counter  # Created, so that it is restored.
+            stored = _together(_topology(), call, path, lambda: Stored(path))
+            status = CheckpointStatus(Restoration(self, stored), self)
+            self._path = path
+            return status
+
+
+def _finish(file: Path, snapshot: Snapshot, after: Callable[[], None]) -> None:
+    write(file, snapshot.arrays, snapshot.notes())
+    after()
+
+
+def _check_options(options: object) -> None:
+    if options is not None and not isinstance(options, CheckpointOptions):
+        raise InvalidArgumentError(
+            f"options={shown(options)}",
+            "must be CheckpointOptions or None.",
+            "options=CheckpointOptions(enable_async=False)",
+        )
+
+
+def require_between_steps(call: str) -> None:
+    """Checks that no function is being traced.
+
+    Args:
+      call: the method and its arguments, for the message.
+
+    Raises:
+      ContextError: a replica function or another function is being traced.
+    """
+    if is_lifting() or (context.depth() and context.current().replica is not None):
+        raise ContextError(
+            f"{call} in a replica function or a traced function",
+            "the function is traced once and then runs without Python, so nothing would be saved or restored.",
+            "call it between two steps, outside strategy.run and phalanx.function",
+        )
+
+
+class _Call:
+    """Checks where a method is called, and that no other one runs."""
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+
+    def __enter__(self) -> None:
+        require_between_steps(self._call)
+        if not _busy.acquire(blocking=False):
+            raise CheckpointError(
+                f"{self._call} while another checkpoint is saved or restored",
+                "the values would be those of different moments.",
+                "call it after the other call has returned, and not in get_state or set_state of an object",
+            )
+
+    def __exit__(self, *exception: object) -> None:
+        _busy.release()
+
+
+def _topology() -> Topology:
+    """Returns the devices of the current strategy; outside all scopes, of the strategy with the most processes."""
+    own = get_strategy().topology
+    if jax.process_count() == 1 or has_strategy():
+        return own
+    return max([own, *(s.topology for s in living_strategies())], key=lambda topology: topology.num_workers)
+
+
+def of_chief(text: str) -> str:
+    """Returns the text that the chief passed. All workers must call it."""
+    return exchange_bytes(text.encode(), _topology().exchange)[0].decode()
+
+
+def _together(topology: Topology, call: str, path: str, prepare: Callable[[], T]) -> T:
+    """Calls `prepare` on all workers. The watch names a worker that does not come.
+
+    Returns:
+      What `prepare` returned on this worker.
+
+    Raises:
+      CheckpointError: the workers made different calls, or `prepare` failed on one of them.
+    """
+    if topology.num_workers == 1:
+        return prepare()
+    result, error = None, None
+    try:
+        result = prepare()
+    except PhalanxError as e:
+        error = e
+    own = json.dumps([call, path, "" if error is None else str(error)])
+    given = [json.loads(text) for text in exchange_bytes(own.encode(), topology.exchange)]
+    if error is not None:
+        raise error
+    different = [f"rank {rank}: {asked}" for rank, (asked, _, _) in enumerate(given) if asked != given[0][0]]
+    if different:
+        raise CheckpointError(
+            f"{call} in rank {topology.worker_index} of {topology.num_workers} processes",
+            f"the processes made different calls: rank 0: {given[0][0]}; {'; '.join(different)}.",
+            "the same call with the same path in all processes",
+        )
+    failed = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(given) if text]
+    if failed:
+        raise CheckpointError(call, f"failed in other processes. {' '.join(failed)}")
+    return result  # type: ignore[return-value]

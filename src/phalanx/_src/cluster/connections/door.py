@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A port that only processes with the secret of the cluster get through.
+
+The host, who listens, sends a nonce. The guest answers with a nonce of its own, its hello, and a proof that it knows the secret. The
+host then proves the same. Both proofs contain both nonces, so that neither can be used again. All messages are lines of JSON. Uses
+the standard library only.
+"""
+
+import contextlib
+import json
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, final
+
+from phalanx._src.cluster.connections.secret import TOKEN, Secret
+from phalanx._src.cluster.spec import host_and_port
+from phalanx.errors import StartupError
+
+_HELLO_S = 5.0
+_MIN_BACKLOG = 128
+_MOST_STRANGERS = 256
+_AT_ONCE = 32
+_LONGEST_LINE = 1 << 16
+_CONNECT_S = 2.0
+ANSWER_S = 30
+"""Time that another machine may be silent, in seconds. See `expect_answers`."""
+_PROBE_S, _PROBES = 5, 4
+_FIRST_RETRY_S = 0.005
+RETRY_S = 0.1
+"""Time between two attempts to connect, in seconds. It grows to this, because processes that meet again are there at once."""
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A process that has proved that it knows the secret.
+
+    Attributes:
+      connection: the connection to it, which blocks.
+      hello: what it said.
+    """
+
+    connection: socket.socket
+    hello: dict[str, Any]
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        """Sends it a message."""
+        send(self.connection, message)
+
+
+@dataclass
+class _Stranger:
+    """A process that has connected and proved nothing yet."""
+
+    connection: socket.socket
+    nonce: str
+    until_s: float
+    text: bytes = field(default=b"", init=False)
+
+
+@dataclass
+class Line:
+    """An open connection that carries messages as lines of JSON."""
+
+    connection: socket.socket
+    _read: bytes = field(default=b"", init=False)
+
+    def __post_init__(self) -> None:
+        self.connection.setblocking(False)
+        # A closing socket with unread data drops what Nagle's algorithm still holds back: a process that had just said
+        # that it leaves would count as killed (RFC 896; RFC 1122, section 4.2.2.13).
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, data: bytes) -> None:
+        """Sends a message that is encoded already."""
+        # `hear` notices a closed connection. A stalled process accepts no more data.
+        with contextlib.suppress(OSError):
+            self.connection.send(data)
+
+    def hear(self) -> tuple[list[Any], bool]:
+        """Returns the messages that have arrived, and whether the connection is still open."""
+        try:
+            new = self.connection.recv(1 << 16)
+        except OSError:
+            new = b""
+        *whole, self._read = (self._read + new).split(b"\n")
+        try:
+            return [json.loads(line) for line in whole], bool(new)
+        except ValueError:  # A process of the cluster sends JSON only.
+            return [], False
+
+    def hang_up(self) -> None:
+        """Sends nothing more."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+
+
+@final
+class Door:
+    """Listens at an address, and lets in who knows the secret.
+
+    Nobody else can hold it up: it waits for all connections at once, and closes those that say nothing in time, or too much.
+
+    Args:
+      address: `host:port` to listen at.
+      secret: the secret of the cluster.
+      size: number of guests that may come at the same time.
+
+    Attributes:
+      refused: number of connections whose proof was wrong.
+
+    Raises:
+      OSError: this process cannot listen there.
+    """
+
+    def __init__(self, address: str, secret: Secret, size: int) -> None:
+        # If the backlog is full, the kernel drops connections, and the other processes repeat them only after 1 s or more.
+        self._server = listen(address, max(_MIN_BACKLOG, size))
+        self._server.setblocking(False)
+        self._secret, self.refused = secret, 0
+        self._most = max(_MOST_STRANGERS, 2 * size)
+        self._strangers: dict[int, _Stranger] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stranger in list(self._strangers.values()):
+            self._drop(stranger)
+        self._selector.close()
+        self._server.close()
+
+    @property
+    def fileno(self) -> int:
+        """A file descriptor that is ready when `guests` has something to do."""
+        return self._selector.fileno()
+
+    def guests(self, timeout_s: float) -> list[Guest]:
+        """Returns those who have proved that they know the secret. Waits up to `timeout_s` seconds for the next event."""
+        now_s = time.monotonic()
+        while (oldest := self._oldest()) and oldest.until_s <= now_s:
+            self._drop(oldest)
+        if oldest:
+            timeout_s = min(timeout_s, oldest.until_s - now_s)
+        ready = [key.data for key, _ in self._selector.select(max(0.0, timeout_s))]
+        # In a flood of connections, those that have spoken must not make room for new ones.
+        found = [guest for stranger in ready if stranger for guest in self._hear(stranger)]
+        if None in ready:
+            self._open()
+        return found
+
+    def _open(self) -> None:
+        """Accepts some of the connections that wait, and closes the oldest ones if there are too many."""
+        for _ in range(_AT_ONCE):
+            try:
+                connection, _ = self._server.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # No file descriptor is left, or the other end has gone already.
+                self._make_room()
+                continue
+            if len(self._strangers) >= self._most:
+                self._make_room()
+            stranger = _Stranger(connection, secrets.token_hex(16), time.monotonic() + _HELLO_S)
+            connection.setblocking(False)
+            self._strangers[connection.fileno()] = stranger
+            self._selector.register(connection, selectors.EVENT_READ, stranger)
+            send(connection, {"nonce": stranger.nonce})
+
+    def _make_room(self) -> None:
+        if oldest := self._oldest():
+            self._drop(oldest)
+
+    def _oldest(self) -> _Stranger | None:
+        """Returns the stranger who has waited longest, who is the first one of the dict."""
+        return next(iter(self._strangers.values()), None)
+
+    def _hear(self, stranger: _Stranger) -> list[Guest]:
+        """Returns the guest that a stranger has proved to be, if it has."""
+        try:
+            new = stranger.connection.recv(_LONGEST_LINE)
+        except BlockingIOError:
+            return []
+        except OSError:
+            new = b""
+        stranger.text += new
+        if new and b"\n" not in stranger.text and len(stranger.text) < _LONGEST_LINE:
+            return []
+        # A guest says nothing more until it is let in, so no byte after the line is lost.
+        message = parsed(stranger.text)
+        own, text = message.get("nonce"), message.get("hello")
+        if not isinstance(own, str) or not isinstance(text, str):
+            self._drop(stranger)
+            return []
+        nonces = stranger.nonce, own
+        if not self._secret.proves(message.get("proof"), "guest", *nonces, text):
+            self.refused += 1
+            send(stranger.connection, {"refused": True})
+            self._drop(stranger)
+            return []
+        self._forget(stranger)
+        stranger.connection.setblocking(True)
+        send(stranger.connection, {"proof": self._secret.proof("host", *nonces)})
+        return [Guest(stranger.connection, parsed(text.encode()))]
+
+    def _drop(self, stranger: _Stranger) -> None:
+        self._forget(stranger)
+        stranger.connection.close()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        self._selector.unregister(stranger.connection)
+        del self._strangers[stranger.connection.fileno()]
+
+
+def knock(connection: socket.socket, secret: Secret, hello: Mapping[str, Any], timeout_s: float) -> bytes | None:
+    """Asks a host to let this process in.
+
+    Args:
+      connection: a new connection to the host.
+      secret: the secret of the cluster.
+      hello: what the host must know of this process.
+      timeout_s: time to wait for the host, in seconds.
+
+    Returns:
+      None if both ends have proved that they know the secret. Otherwise the bytes that the host sent instead. There are none if it closed
+      the connection or was silent, and another program sends bytes of its own.
+
+    Raises:
+      StartupError: only one of the two ends knows the secret.
+    """
+    peer, deadline_s = _peer(connection), time.monotonic() + timeout_s
+    line = read_line(connection, deadline_s)
+    nonce, own, text = parsed(line).get("nonce"), secrets.token_hex(16), json.dumps(hello)
+    if not isinstance(nonce, str):
+        return line
+    send(connection, {"nonce": own, "hello": text, "proof": secret.proof("guest", nonce, own, text)})
+    line = read_line(connection, deadline_s)
+    answer = parsed(line)
+    if secret.proves(answer.get("proof"), "host", nonce, own):
+        return None
+    if answer:
+        raise StartupError(
+            secret.origin,
+            f"the process that it connected to, {peer}, has another secret.",
+            f"set the same {TOKEN} for all processes of the cluster",
+        )
+    return line
+
+
+def reach(address: str, deadline_s: float) -> socket.socket | None:
+    """Connects with a process that may start later. Tries until the deadline of `time.monotonic`.
+
+    Returns:
+      The connection. None if the deadline has passed already.
+
+    Raises:
+      OSError: no attempt has succeeded.
+    """
+    cause: OSError | None = None
+    pause_s = _FIRST_RETRY_S
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        try:
+            # The kernel repeats a dropped attempt after 1 s, 2 s, 4 s and so on. A new one is sooner.
+            return socket.create_connection(split(address), timeout=min(left_s, _CONNECT_S))
+        except OSError as e:
+            cause = e
+            time.sleep(max(0.0, min(pause_s, deadline_s - time.monotonic())))
+            pause_s = min(2 * pause_s, RETRY_S)
+    if cause is not None:
+        raise cause
+    return None
+
+
+def listen(address: str, backlog: int | None = None) -> socket.socket:
+    """Returns a socket that listens at an address `host:port`.
+
+    Raises:
+      OSError: this process cannot listen there.
+    """
+    host, port = split(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog)
+
+
+def split(address: str) -> tuple[str, int]:
+    """Returns the host and the port at which the processes of a cluster meet."""
+    host, port = host_and_port(address)
+    # The name may lead to two addresses. Another user could listen at the one that this cluster does not use.
+    return "127.0.0.1" if host == "localhost" else host, port
+
+
+def expect_answers(connection: socket.socket) -> None:
+    """Makes the kernel end a connection whose other machine has not answered for `ANSWER_S` seconds.
+
+    A machine that disappears does not close its connections. One of its processes may be stopped: its kernel answers. See RFC 1122,
+    section 4.2.3.6, and RFC 5482.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": ANSWER_S - _PROBES * _PROBE_S,
+        "TCP_KEEPALIVE": ANSWER_S - _PROBES * _PROBE_S,  # The name of the same on macOS.
+        "TCP_KEEPINTVL": _PROBE_S,
+        "TCP_KEEPCNT": _PROBES,
+        "TCP_USER_TIMEOUT": 1000 * ANSWER_S,
+    }
+    for name, value in options.items():
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def encoded(message: Mapping[str, Any]) -> bytes:
+    """Returns a message as it is sent: a line of JSON."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    """Sends a message. A process that has ended needs none."""
+    with contextlib.suppress(OSError):
+        connection.sendall(encoded(message))
+
+
+def read_line(connection: socket.socket, deadline_s: float) -> bytes:
+    """Returns the bytes up to the end of the first line. The bytes after it belong to another reader and stay unread.
+
+    Returns what has arrived if the other end closes the connection, has not finished the line at the deadline of `time.monotonic`, or
+    sends something else than JSON, because then there may be no line.
+    """
+    line = b""
+    with contextlib.suppress(OSError):
+        while not line.endswith(b"\n") and len(line) < _LONGEST_LINE and line[:1] in (b"", b"{"):
+            connection.settimeout(max(0.0, deadline_s - time.monotonic()))
+            waiting = connection.recv(_LONGEST_LINE - len(line), socket.MSG_PEEK)
+            if not waiting:
+                break
+            line += connection.recv(waiting.find(b"\n") + 1 or len(waiting))
+    return line
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """Returns one message, or an empty dict if the text is none."""
+    try:
+        message = json.loads(text)
+        json.dumps(message, ensure_ascii=False).encode()  # Half a surrogate pair is a string of JSON, and no text.
+    except (ValueError, RecursionError):
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
+def _peer(connection: socket.socket) -> str:
+    try:
+        host, port = connection.getpeername()[:2]
+    except OSError:  # It has gone already.
+        return "which has gone"
+    return f"{host}:{port}"

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The roll call: the processes of a cluster meet before JAX connects them, and report which ones are missing.
+
+JAX's own start ends the process if another one is missing. Uses the standard library only.
+
+Rank 0 listens on its address. Every other process connects, proves that it knows the secret of the cluster, sends its rank and its view
+of the cluster, and waits for a reply: `go` once all processes are present, otherwise an error. The connections stay open for
+`phalanx._src.cluster.watch.watch`.
+"""
+
+import hashlib
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx._src.cluster.connections.door import RETRY_S, Door, Guest, knock, parsed, reach, read_line
+from phalanx._src.cluster.connections.secret import TOKEN, Secret
+from phalanx.errors import StartupError, listed
+
+_LONGEST_VIEW = 1000
+_SETTINGS = b"\x04"
+"""The type of the first frame of a server of gRPC, in its byte 3 (RFC 9113, sections 3.4 and 4.1)."""
+
+
+def call_roll(
+    addresses: Sequence[str], rank: int, *, about: str, secret: Secret, timeout_s: float
+) -> dict[int, socket.socket]:
+    """Waits until the processes of all ranks have called this function.
+
+    Args:
+      addresses: `host:port` of each rank. The processes meet at the address of rank 0.
+      rank: rank of this process.
+      about: this process's view of the cluster, which must be equal in all processes.
+      secret: the secret of the cluster.
+      timeout_s: time to wait for the others, in seconds.
+
+    Returns:
+      Open connections by rank: on rank 0 to all other ranks, and on any other rank to rank 0.
+
+    Raises:
+      StartupError: a rank is missing at the deadline, was started twice or belongs to another cluster, or the address of
+        rank 0 is taken, does not belong to this machine or does not answer.
+    """
+    call = _Call(addresses, _shortened(about), secret, timeout_s)
+    return _Chief(call).wait() if rank == 0 else {0: _Other(call, rank).wait()}
+
+
+class _Call:
+    """The facts about a roll call that all ranks have. The arguments are those of `call_roll`."""
+
+    def __init__(self, addresses: Sequence[str], about: str, secret: Secret, timeout_s: float) -> None:
+        self.addresses, self.about, self.secret, self.timeout_s = addresses, about, secret, timeout_s
+        self.deadline_s = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Time until the deadline, in seconds."""
+        return max(0.0, self.deadline_s - time.monotonic())
+
+    def place(self, rank: int) -> str:
+        """Returns rank and address of a process."""
+        return f"rank {rank} ({self.addresses[rank]})"
+
+    def twice(self, rank: int) -> StartupError:
+        """Returns the error of a process whose rank has come before."""
+        return StartupError(
+            self.place(rank),
+            "a process with this rank has connected already.",
+            "start one process per task of the cluster",
+        )
+
+
+class _Chief:
+    """Rank 0, to which the other ranks connect."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call, self._refused = call, 0
+        self._present: dict[int, Guest] = {}
+
+    def wait(self) -> dict[int, socket.socket]:
+        try:
+            with self._listening() as door:
+                while not self._is_complete and self._call.left_s:
+                    self._meet(door.guests(self._call.left_s))
+                self._refused = door.refused
+                if not self._is_complete:
+                    raise self._error()
+                # Those that are at the door already and come too late are told.
+                self._meet(door.guests(0))
+        except StartupError as e:
+            self._tell({"error": [e.asked, e.found, e.hint]})
+            for guest in self._present.values():
+                guest.connection.close()
+            raise
+        self._tell({"go": True})
+        return {rank: guest.connection for rank, guest in self._present.items()}
+
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._present) == len(self._call.addresses) - 1
+
+    def _listening(self) -> Door:
+        address = self._call.addresses[0]
+        try:
+            return Door(address, self._call.secret, len(self._call.addresses))
+        except OSError as e:
+            raise StartupError(
+                f"rank 0 at {address}",
+                f"it cannot listen there ({e.strerror or e}): another process has the port, perhaps a second rank 0, or the address "
+                "does not belong to this machine.",
+                "use a free port and this machine's name in the address of the first worker",
+            ) from e
+
+    def _error(self) -> StartupError:
+        ranks = range(1, len(self._call.addresses))
+        missing = listed([self._call.place(rank) for rank in ranks if rank not in self._present])
+        found = f"after {self._call.timeout_s:g} s {missing} had not connected to {self._call.place(0)}."
+        hint = "look at the output of the missing processes, or use a longer CommunicationOptions(timeout_seconds=...)"
+        if self._refused:
+            found += f" Connections with another secret than {self._call.secret.origin}: {self._refused}."
+            hint = f"set the same {TOKEN} for all processes of the cluster"
+        return StartupError(f"a cluster of {len(self._call.addresses)} processes", found, hint)
+
+    def _meet(self, guests: Sequence[Guest]) -> None:
+        for guest in guests:
+            rank = guest.hello.get("rank")
+            if type(rank) is not int or not 0 < rank < len(self._call.addresses):
+                guest.connection.close()
+            elif rank in self._present:
+                twice = self._call.twice(rank)
+                guest.say({"error": [twice.asked, twice.found, twice.hint]})
+                guest.connection.close()
+            else:
+                self._present[rank] = guest
+                self._require_same(rank, guest.hello.get("about"))
+
+    def _require_same(self, rank: int, about: object) -> None:
+        if about != self._call.about:
+            raise StartupError(
+                self._call.place(rank),
+                f"it was started for another cluster, {about}, than rank 0, {self._call.about}.",
+                "set the same cluster in TF_CONFIG of all processes, and a different task in each",
+            )
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for guest in self._present.values():
+            guest.say(message)
+
+
+class _Other:
+    """A rank above 0, which connects to rank 0."""
+
+    def __init__(self, call: _Call, rank: int) -> None:
+        self._call, self._rank = call, rank
+
+    def wait(self) -> socket.socket:
+        while True:
+            connection = self._connected()
+            try:
+                said = self._ask(connection)
+            except BaseException:
+                connection.close()
+                raise
+            if said is None:
+                return connection
+            connection.close()
+            if said[3:4] == _SETTINGS:
+                # JAX's service answered. Rank 0 starts it on this port once all ranks are present.
+                raise self._call.twice(self._rank)
+            if said:
+                raise StartupError(
+                    f"rank 0 ({self._call.addresses[0]})",
+                    f"another program answers there: {said[:40]!r}.",
+                    "use a free port in the address of the first worker",
+                )
+            # Rank 0 closes connections that it has no room for.
+            if not self._call.left_s:
+                raise self._nothing_said()
+            time.sleep(min(RETRY_S, self._call.left_s))
+
+    def _ask(self, connection: socket.socket) -> bytes | None:
+        """Returns None if all ranks have come, and otherwise what rank 0 said instead of a message."""
+        said = knock(connection, self._call.secret, {"rank": self._rank, "about": self._call.about}, self._call.left_s)
+        if said is not None:
+            return said
+        # Rank 0 waits as long, but may have started later.
+        answer = parsed(read_line(connection, self._call.deadline_s + self._call.timeout_s))
+        if "error" in answer:
+            raise StartupError(*answer["error"])
+        if "go" not in answer:
+            raise self._nothing_said()
+        return None
+
+    def _connected(self) -> socket.socket:
+        try:
+            connection = reach(self._call.addresses[0], self._call.deadline_s)
+        except OSError as e:
+            raise StartupError(
+                f"rank 0 ({self._call.addresses[0]})",
+                f"rank {self._rank} could not reach it for {self._call.timeout_s:g} s ({e}).",
+                "start rank 0, and check whether this machine can reach its address",
+            ) from e
+        if connection is None:
+            raise self._nothing_said()
+        return connection
+
+    def _nothing_said(self) -> StartupError:
+        return StartupError(
+            f"rank 0 ({self._call.addresses[0]})",
+            f"it closed the connection, or did not reply, while rank {self._rank} waited for the other ranks.",
+            f"look at the output of rank 0, and check whether rank {self._rank} was started twice",
+        )
+
+
+def _shortened(about: str) -> str:
+    """Returns a view of the cluster that fits into one message: a hash stands for the rest of a long text."""
+    if len(about) <= _LONGEST_VIEW:
+        return about
+    hash_of_all = hashlib.sha256(about.encode()).hexdigest()[:16]
+    return f"{about[:_LONGEST_VIEW]}... ({len(about)} characters, SHA-256 {hash_of_all})"

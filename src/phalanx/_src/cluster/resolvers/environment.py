@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the resolver that matches the environment of a process."""
+
+import os
+from collections.abc import Mapping
+
+from phalanx._src.cluster.resolvers.base import ClusterResolver
+from phalanx._src.cluster.resolvers.kubernetes import KubernetesClusterResolver
+from phalanx._src.cluster.resolvers.sagemaker import SageMakerClusterResolver
+from phalanx._src.cluster.resolvers.slurm import SlurmClusterResolver
+from phalanx._src.cluster.resolvers.tf_config import TFConfigClusterResolver
+from phalanx._src.cluster.resolvers.tpu import TPUClusterResolver
+from phalanx._src.cluster.watch.membership import RENDEZVOUS
+
+_SLURM_STEP = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
+
+
+def resolver_of_environment(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
+    """Returns the resolver that matches the environment, or None if there is no cluster. May be used in any context.
+
+    The first match wins. Explicit settings come before automatic ones, and inner systems before the systems they run in:
+
+    1. TF_CONFIG, and PHALANX_RENDEZVOUS: a process of an elastic group finds its present generation in TF_CONFIG.
+    2. A Slurm job step: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE.
+    3. Kubernetes: PHALANX_NUM_PODS.
+    4. SageMaker: SM_HOSTS and SM_CURRENT_HOST.
+    5. TPU: several hosts in TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES. The metadata server is not queried.
+
+    Args:
+      environ: environment variables to read; by default those of this process.
+
+    Example:
+      >>> type(resolver_of_environment({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"})).__name__
+      'SageMakerClusterResolver'
+      >>> resolver_of_environment({}) is None
+      True
+    """
+    found = os.environ if environ is None else environ
+    if "TF_CONFIG" in found or RENDEZVOUS in found:
+        return TFConfigClusterResolver(environ=environ)
+    if all(found.get(name) for name in _SLURM_STEP):
+        return SlurmClusterResolver(environ=environ)
+    if "PHALANX_NUM_PODS" in found:
+        return KubernetesClusterResolver(environ=environ)
+    if found.get("SM_HOSTS") and found.get("SM_CURRENT_HOST"):
+        return SageMakerClusterResolver(environ=environ)
+    if "," in (found.get("TPU_PROCESS_ADDRESSES") or found.get("TPU_WORKER_HOSTNAMES", "")):
+        return TPUClusterResolver(environ=environ)
+    return None

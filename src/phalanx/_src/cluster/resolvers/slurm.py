@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resolver for the tasks of a Slurm job step, which `srun` started."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import final
+
+from typing_extensions import override
+
+from phalanx._src.cluster.resolvers.base import ClusterResolver, check_port, number, variable
+from phalanx._src.cluster.spec import ClusterSpec, Task
+from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, shown
+
+_MEANING = "srun sets it for each task of a job step"
+_HINT = "srun --ntasks=2 python train.py"
+_MOST = 1 << 16
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Returns the hosts of a Slurm host list, in order.
+
+    Args:
+      text: names separated by commas. In a name, `[8-10,12]` stands for numbers. A range with leading zeros keeps its width.
+
+    Raises:
+      ClusterSourceError: the text is not a valid host list.
+
+    Example:
+      >>> expand_hosts("login,gpu[08-10,12]")
+      ['login', 'gpu08', 'gpu09', 'gpu10', 'gpu12']
+    """
+    return [host for item in _items(text) for host in _hosts_of(item, text)]
+
+
+def expand_counts(text: str) -> list[int]:
+    """Returns the counts per node of a Slurm list of counts.
+
+    Args:
+      text: numbers separated by commas. `4(x2)` stands for `4,4`.
+
+    Raises:
+      ClusterSourceError: the text is not a valid list of counts.
+
+    Example:
+      >>> expand_counts("4(x2),3")
+      [4, 4, 3]
+    """
+    counts = []
+    for item in text.split(","):
+        if not (match := _COUNT.fullmatch(item.strip())):
+            raise ClusterSourceError(f"tasks per node {text!r}", f"{item!r} is not a number of tasks.", "4(x2),3")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _items(text: str) -> list[str]:
+    """Splits at the commas outside brackets."""
+    items = re.split(r",(?![^\[\]]*\])", text)
+    for item in items:
+        plain = re.sub(r"\[[^\[\]]*\]", "", item)
+        if not item or set(plain) & set("[] \t"):
+            raise _bad_list(text, f"{item!r} is not a host name, or has unbalanced brackets")
+    return items
+
+
+def _hosts_of(item: str, text: str) -> Iterator[str]:
+    before, bracket, rest = item.partition("[")
+    if not bracket:
+        yield before
+        return
+    numbers, _, after = rest.partition("]")
+    for part in numbers.split(","):
+        for value in _values(part, text):
+            for end in _hosts_of(after, text):
+                yield before + value + end
+
+
+def _values(part: str, text: str) -> Iterator[str]:
+    match = _RANGE.fullmatch(part)
+    if not match or int(match[2] or match[1]) < int(match[1]):
+        raise _bad_list(text, f"{part!r} is neither a number nor a range of ascending numbers")
+    first, last = match[1], match[2] or match[1]
+    return (f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1))
+
+
+def _bad_list(text: str, found: str) -> ClusterSourceError:
+    return ClusterSourceError(f"host list {shown(text, 80)}", f"{found}.", "host[01-04,07]")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The place of a rank: the index of its node, and its index among the tasks of that node."""
+
+    node: int
+    local: int
+
+
+def _placed(counts: list[int], distribution: str) -> list[_Place]:
+    """Returns the place of each rank."""
+    places = [_Place(node, local) for node, count in enumerate(counts) for local in range(count)]
+    kind = distribution.partition(":")[0].lower()
+    if kind.startswith("cyclic"):
+        return sorted(places, key=lambda p: (p.local, p.node))
+    if kind in ("", "*") or kind.startswith(("block", "pack", "nopack")):
+        return places
+    raise ClusterSourceError(
+        f"SLURM_DISTRIBUTION={distribution!r}",
+        "it does not determine the node of a rank. Only block and cyclic do.",
+        "srun --distribution=block ...",
+    )
+
+
+@final
+class SlurmClusterResolver(ClusterResolver):
+    """Resolves the tasks of a Slurm job step, which `srun` started. May be used in any context.
+
+    Ranks are assigned to jobs in alphabetical order of the job names. The tasks of a node listen on consecutive ports, from
+    `port_base`.
+
+    Args:
+      jobs: dict from job to number of tasks; by default all tasks are workers.
+      port_base: port of the first task of each node.
+      gpus_per_node: number of GPUs per node; by default the number that Slurm reports.
+      gpus_per_task: number of GPUs per task; by default the GPUs of a node are shared evenly.
+      tasks_per_node: number of tasks per node, for all nodes or as a dict by host; by default the numbers that Slurm reports.
+      auto_set_gpu: whether `cluster_spec()` sets CUDA_VISIBLE_DEVICES to this task's share of the GPUs of its node. It does so
+        only if the number of GPUs is known.
+      rpc_layer: prefix of the addresses in `master()`.
+      environ: environment variables to read; by default those of this process.
+
+    Source: tf.distribute.cluster_resolver.SlurmClusterResolver.
+
+    Example:
+      >>> environ = {
+      ...     "SLURM_PROCID": "2",
+      ...     "SLURM_STEP_NUM_TASKS": "3",
+      ...     "SLURM_STEP_NODELIST": "gpu[08-09]",
+      ...     "SLURM_STEP_TASKS_PER_NODE": "2,1",
+      ... }
+      >>> resolver = SlurmClusterResolver(environ=environ)
+      >>> resolver.cluster_spec()
+      ClusterSpec({'worker': ['gpu08:8888', 'gpu08:8889', 'gpu09:8888']})
+      >>> resolver.get_task_info()
+      ('worker', 2)
+    """
+
+    @arguments.typed(ClusterTypeError)
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str = "grpc",
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._jobs, self._port_base, self._tasks_per_node = jobs, check_port(port_base, "port_base"), tasks_per_node
+        for name, count, least in (
+            ("gpus_per_node", gpus_per_node, 0),
+            ("gpus_per_task", gpus_per_task, 0),
+            ("tasks_per_node", tasks_per_node, 1),
+        ):
+            if isinstance(count, int):
+                arguments.integer(name, count, least=least, most=_MOST, kind=f"a number from {least} to {_MOST}")
+        self._gpus_per_node, self._gpus_per_task, self._sets_gpus = gpus_per_node, gpus_per_task, auto_set_gpu
+        self._rpc_layer, self._given_environ = rpc_layer, environ
+
+    @override
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the addresses of all tasks.
+
+        Raises:
+          ClusterSourceError: this process is not part of a job step, the variables contradict each other or the arguments, or
+            a node has too few GPUs for its tasks.
+        """
+        hosts, places = self._layout()
+        addresses = [f"{hosts[p.node]}:{self._port_base + p.local}" for p in places]
+        cluster: dict[str, list[str]] = {}
+        for job, count in self._counts_of_jobs(len(places)):
+            cluster[job], addresses = addresses[:count], addresses[count:]
+        environ = os.environ if self._given_environ is None else self._given_environ
+        if self._sets_gpus and isinstance(environ, MutableMapping) and (gpus := self._own_gpus(places)):
+            environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        return ClusterSpec(cluster)
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """Returns the job of this process, and its index in that job."""
+        return self.task_type, self.task_id
+
+    @override
+    @arguments.typed(ClusterTypeError)
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
+    ) -> dict[str, int]:
+        count = self._gpus_of_task(self._layout()[1])
+        return {"GPU": count} if count else {}
+
+    @override
+    def _find_task(self) -> Task:
+        places = self._layout()[1]
+        tasks = [Task(job, i) for job, count in self._counts_of_jobs(len(places)) for i in range(count)]
+        return tasks[self._rank(places)]
+
+    def _layout(self) -> tuple[list[str], list[_Place]]:
+        """Returns the hosts, and the place of each rank."""
+        hosts = expand_hosts(self._variable("SLURM_STEP_NODELIST"))
+        counts = self._counts_of_nodes(hosts)
+        if len(counts) != len(hosts):
+            found = f"this is {len(counts)} nodes, but SLURM_STEP_NODELIST={self._variable('SLURM_STEP_NODELIST')} has {len(hosts)}."
+            raise ClusterSourceError(f"tasks per node {counts}", found, _HINT)
+        places = _placed(counts, self._environ.get("SLURM_DISTRIBUTION", ""))
+        self._check_own_place(places)
+        return hosts, places
+
+    def _counts_of_nodes(self, hosts: list[str]) -> list[int]:
+        given = self._tasks_per_node
+        if given is None:
+            return expand_counts(self._variable("SLURM_STEP_TASKS_PER_NODE"))
+        if isinstance(given, int):
+            return [given] * len(hosts)
+        if missing := [host for host in hosts if host not in given]:
+            raise ClusterSourceError(
+                f"tasks_per_node={dict(given)}", f"host {missing[0]!r} of the job step is missing.", _HINT
+            )
+        return [given[host] for host in hosts]
+
+    def _counts_of_jobs(self, num_tasks: int) -> list[tuple[str, int]]:
+        jobs = sorted((self._jobs or {"worker": self._number("SLURM_STEP_NUM_TASKS")}).items())
+        if (asked := sum(count for _, count in jobs)) != num_tasks:
+            found = f"{asked} tasks were requested, but {num_tasks} were assigned."
+            raise ClusterSourceError(f"jobs={dict(jobs)}", found, f"srun --ntasks={asked} python train.py")
+        return jobs
+
+    def _rank(self, places: list[_Place]) -> int:
+        rank = self._number("SLURM_PROCID")
+        if rank >= len(places):
+            raise ClusterSourceError(f"SLURM_PROCID={rank}", f"the job step has {len(places)} tasks.", _HINT)
+        return rank
+
+    def _check_own_place(self, places: list[_Place]) -> None:
+        rank = self._rank(places)
+        place = places[rank]
+        for name, computed in (("SLURM_NODEID", place.node), ("SLURM_LOCALID", place.local)):
+            # Slurm reports only the task's own place. It may contradict the places that the counts imply.
+            if self._environ.get(name) and self._number(name) != computed:
+                found = f"rank {rank} would have {computed} if the tasks were placed as SLURM_STEP_TASKS_PER_NODE says."
+                raise ClusterSourceError(f"{name}={self._number(name)}", found, "srun --distribution=block ...")
+
+    def _visible_gpus(self) -> list[str]:
+        return [d.strip() for d in self._environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d.strip()]
+
+    def _gpus_on_node(self) -> int | None:
+        """Returns the number of GPUs of this node, or None if it is unknown."""
+        if self._gpus_per_node is not None:
+            return self._gpus_per_node
+        return self._number("SLURM_GPUS_ON_NODE", default=len(self._visible_gpus())) or None
+
+    def _gpus_of_task(self, places: list[_Place]) -> int:
+        most = max(p.local for p in places) + 1
+        available = self._gpus_on_node()
+        count = (available or 0) // most if self._gpus_per_task is None else self._gpus_per_task
+        if available is not None and count * most > available:
+            found = f"{most} tasks on one node need {count * most} GPUs, but it has {available}."
+            raise ClusterSourceError(f"gpus_per_task={count}", found, f"gpus_per_task={available // most}")
+        return count
+
+    def _own_gpus(self, places: list[_Place]) -> list[str]:
+        count, local = self._gpus_of_task(places), places[self._rank(places)].local
+        visible = self._visible_gpus()
+        # If Slurm binds GPUs to tasks, the task already sees only its own.
+        if len(visible) == count:
+            return visible
+        names = visible if len(visible) >= (local + 1) * count else [str(i) for i in range((local + 1) * count)]
+        return names[local * count : (local + 1) * count]
+
+    def _variable(self, name: str) -> str:
+        return variable(self._environ, name, _MEANING, _HINT)
+
+    def _number(self, name: str, default: int | None = None) -> int:
+        return number(self._environ, name, _MEANING, _HINT, default)

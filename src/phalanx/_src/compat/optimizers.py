@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keras optimizers: their variables, and the methods through which gradients reach them."""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import jax
+import keras
+from keras import Variable
+
+from phalanx._src.compat.hooks import extend
+from phalanx._src.compat.layouts import layout_path
+from phalanx._src.compat.scope import lift_scope, surrounding_scope
+from phalanx._src.compat.tables import initializer_of, make_table
+from phalanx._src.compat.variables import make_on_demand, transaction
+from phalanx.errors import InvalidArgumentError
+from phalanx.typing import PyTree
+
+_R = TypeVar("_R")
+
+
+def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> object:
+    """Returns the object that determines the learning rate: a variable, a schedule or a function."""
+    inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+    return inner._learning_rate
+
+
+def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int | None:
+    """Returns the number of steps over which gradients are accumulated; None if every step applies them.
+
+    None for a loss-scaling optimizer too, because it must check at every step whether the gradients are finite.
+    """
+    is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return None if is_scaling else optimizer.gradient_accumulation_steps
+
+
+def accumulators(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable] | None) -> list[Variable]:
+    """Returns the variables that hold the accumulated gradients of `variables`."""
+    build_optimizer(optimizer, variables)
+    trained = optimizer._trainable_variables if variables is None else variables
+    return [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in trained]
+
+
+def unsent(shape: tuple[int, ...]) -> Variable:
+    """Returns a variable for what the replicas have not sent of a gradient. It is added up only when it is read."""
+    variable = Variable(initializer="zeros", shape=shape, dtype="float32", trainable=False, name="unsent")
+    make_on_demand([variable], "sum")
+    variable._phalanx_is_unsent = True
+    return variable
+
+
+def is_unsent(variable: Variable) -> bool:
+    """Whether a variable holds what the replicas have not sent. A training goes on without the part of a process that is lost."""
+    return "_phalanx_is_unsent" in vars(variable)
+
+
+def is_last_accumulated(optimizer: keras.optimizers.Optimizer) -> jax.Array:
+    """Returns whether this step applies the accumulated gradients: a bool scalar, traced inside a program."""
+    is_last: jax.Array = (optimizer._iterations.value + 1) % optimizer.gradient_accumulation_steps == 0
+    return is_last
+
+
+def is_due(optimizer: keras.optimizers.Optimizer, every: int, offset: int = 0) -> jax.Array:
+    """Returns whether the updates that an optimizer has made, less `offset`, are a multiple of `every`: a bool scalar."""
+    steps = optimizer.gradient_accumulation_steps or 1
+    due: jax.Array = (optimizer._iterations.value - offset * steps) % (every * steps) == 0
+    return due
+
+
+def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Any) -> None:
+    """Creates the variables of an optimizer if they do not exist yet."""
+    if not optimizer.built:
+        # As Keras does in `apply`, so that the slots get the same names.
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(list(variables))
+
+
+@contextmanager
+def restricted(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable]) -> Iterator[None]:
+    """Restricts an optimizer to some of its variables inside the context.
+
+    The slots of all other variables are hidden. Slots without a variable, such as `iterations`, stay.
+    """
+    one = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+    kept = set(map(id, variables))
+    is_kept = [id(v) in kept for v in one._trainable_variables]
+    parts = {
+        "_trainable_variables": itertools.compress(one._trainable_variables, is_kept),
+        "_variables": [s for s in one._variables if reference_of(s) is None or id(reference_of(s)) in kept],
+    }
+    if one.use_ema:
+        parts["_model_variables_moving_average"] = itertools.compress(one._model_variables_moving_average, is_kept)
+    own = vars(one).copy()
+    # Through `vars`, because `Optimizer.__setattr__` of Keras would track the new lists as new variables.
+    vars(one).update({name: list(part) for name, part in parts.items()})
+    try:
+        yield
+    finally:
+        vars(one).update({name: own[name] for name in parts})
+
+
+def clipped(optimizer: keras.optimizers.Optimizer, grads: Sequence[Any]) -> Sequence[Any]:
+    """Returns gradients clipped as the optimizer would clip them, so that clipping them once more changes nothing."""
+    # Clipping applies to the unscaled gradients, but `apply` expects them scaled by the loss scale.
+    scale = optimizer.loss_scale_factor or 1.0
+    clip: Sequence[Any] = optimizer._clip_gradients([g / scale for g in grads])
+    return [g * scale for g in clip]
+
+
+def reference_of(slot: Variable) -> Variable | None:
+    """Returns the variable that `slot` belongs to; None for a slot of the whole optimizer, such as `iterations`."""
+    reference = vars(slot).get("_phalanx_reference")
+    return None if reference is None else reference()
+
+
+def trained_by(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable] | None) -> tuple[Variable, ...]:
+    """Returns the variables that `optimizer.apply(grads, variables)` updates. None stands for all that it was built with."""
+    return tuple(optimizer._trainable_variables if variables is None else variables)
+
+
+def apply_stateless(
+    optimizer: keras.optimizers.LossScaleOptimizer, grads: Sequence[Any], variables: Sequence[Variable] | None
+) -> None:
+    """Applies a loss-scaling optimizer through `stateless_apply`.
+
+    Its `apply` assigns variables inside the branches of `ops.cond`, which JAX does not allow. The stateless form exists for
+    this reason: https://github.com/keras-team/keras-core/pull/851.
+    """
+    build_optimizer(optimizer, variables)
+    trained = trained_by(optimizer, variables)
+    own = optimizer.variables
+    new_trained, new_own = optimizer.stateless_apply([v.value for v in own], list(grads), [v.value for v in trained])
+    for variable, value in zip([*trained, *own], [*new_trained, *new_own], strict=True):
+        variable.assign(value)
+
+
+def _apply(
+    original: Callable[..., None],
+    self: keras.optimizers.Optimizer,
+    grads: Sequence[Any],
+    trainable_variables: Sequence[Variable] | None = None,
+) -> None:
+    scope = lift_scope()
+    if scope is None:
+        with transaction():
+            return original(self, grads, trainable_variables)
+    grads = list(grads)
+    if grads and all(g is None for g in grads):
+        raise InvalidArgumentError(
+            f"{type(self).__name__} with no gradients for any variable",
+            f"all {len(grads)} gradients are None. Either the loss does not depend on the variables, or it was computed "
+            "outside the tape.",
+            "with phalanx.GradientTape() as tape: around the call of the model and the loss",
+        )
+    return scope.apply_gradients(self, functools.partial(original, self), grads, trainable_variables)
+
+
+def _apply_gradients(
+    original: Callable[..., _R],
+    self: keras.optimizers.Optimizer,
+    grads_and_vars: Iterable[Any],
+    skip_gradients_aggregation: bool = False,
+) -> _R:
+    scope = lift_scope()
+    if scope is None:
+        return original(self, grads_and_vars)
+    if not isinstance(skip_gradients_aggregation, bool):
+        raise _no_pairs(self, "gradients and variables as two arguments")
+    pairs = list(grads_and_vars)
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], Variable):
+            is_swapped = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], Variable)
+            kind = "array" if isinstance(pair, jax.Array) else type(pair).__name__
+            raise _no_pairs(self, "pairs (variable, gradient)" if is_swapped else f"a list whose elements are {kind}s")
+    with scope.updating() if skip_gradients_aggregation else nullcontext():
+        return original(self, pairs)
+
+
+def _no_pairs(optimizer: keras.optimizers.Optimizer, found: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{type(optimizer).__name__}.apply_gradients of {found}",
+        "the argument must be one list of pairs (gradient, variable).",
+        "optimizer.apply_gradients(zip(gradients, variables))",
+    )
+
+
+def _stateless_apply(
+    original: Callable[..., _R],
+    self: keras.optimizers.Optimizer,
+    optimizer_variables: Sequence[PyTree],
+    grads: Sequence[Any],
+    trainable_variables: Sequence[PyTree],
+) -> _R:
+    scope = surrounding_scope()
+    if scope is not None:
+        scope.check_stateless_apply()
+    # In a replica function, users who call a stateless method aggregate the gradients themselves. In a `train_step` of
+    # `fit`, they expect that the trainer does it, because Keras's guide to custom steps on JAX calls this method.
+    if scope is None or not scope.is_averaging:
+        return original(self, optimizer_variables, grads, trainable_variables)
+    grads = scope.aggregated(grads)
+    with scope.updating():
+        return original(self, optimizer_variables, grads, trainable_variables)
+
+
+def _add_variable_from_reference(
+    original: Callable[..., Variable],
+    self: keras.optimizers.Optimizer,
+    reference_variable: Variable,
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> Variable:
+    make = functools.partial(original, self, reference_variable, *args, **kwargs)
+    is_table = isinstance(reference_variable, Variable) and initializer_of(reference_variable) is not None
+    slot = make_table(make) if is_table else make()
+    if isinstance(reference_variable, Variable):
+        # Weak, so that a slot does not keep a dropped model alive.
+        slot._phalanx_reference = weakref.ref(reference_variable)
+    return slot
+
+
+BaseOptimizer = next(c for c in keras.optimizers.Optimizer.__mro__ if "apply_gradients" in vars(c))
+
+extend(BaseOptimizer, "add_variable_from_reference")(_add_variable_from_reference)
+
+extend(BaseOptimizer, "apply")(_apply)
+
+extend(BaseOptimizer, "apply_gradients")(_apply_gradients)
+
+extend(BaseOptimizer, "stateless_apply")(_stateless_apply)
+
+
+@extend(BaseOptimizer, "add_variable_from_reference")
+def _add_slot(
+    original: Callable[..., Variable],
+    self: keras.optimizers.Optimizer,
+    reference_variable: Variable,
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> Variable:
+    slot = original(self, reference_variable, *args, **kwargs)
+    # The path of a slot contains the path of its variable with other separators, so it cannot be looked up by path.
+    slot._phalanx_follows = layout_path(reference_variable)
+    return slot
+
+
+extend(keras.optimizers.LossScaleOptimizer, "apply")(_apply)
+
+extend(keras.optimizers.LossScaleOptimizer, "stateless_apply")(_stateless_apply)

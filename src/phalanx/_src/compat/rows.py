@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes metrics, losses and BatchNormalization of Keras ignore the padded rows of a batch.
+
+A short batch is padded so that every replica has the same number of rows, and carries a mask of the real rows. Code that counts
+rows or averages over them must use the mask, or the results would depend on the number of replicas.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import keras
+from keras.src import backend
+from keras.src.backend.common import global_state
+from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
+
+from phalanx._src.compat.hooks import extend
+from phalanx._src.compat.scope import surrounding_scope
+from phalanx._src.mesh.arrays import over_rows
+from phalanx._src.mesh.values import AS_ARRAY
+from phalanx.errors import ContextError, InputError, warn_of_slip
+from phalanx.typing import PyTree
+
+_Moments = tuple[jax.Array, jax.Array]
+_R = TypeVar("_R")
+
+
+def _is_number(metric: keras.metrics.Metric, given: dict[str, Any]) -> bool:
+    """Whether a metric is a function that returns one number per batch instead of one value per row."""
+    if not isinstance(metric, keras.metrics.MeanMetricWrapper) or not {"y_true", "y_pred"} <= given.keys():
+        return False
+    # Keras's metric functions reduce the last dim. They would return a scalar for rank 1 too, so test them with columns.
+    columns = [x[:, None] if jnp.ndim(x) == 1 else x for x in (given["y_true"], given["y_pred"])]
+    return jnp.ndim(jax.eval_shape(functools.partial(metric._fn, **metric._fn_kwargs), *columns)) == 0
+
+
+def _warn_of_padding(what: str) -> None:
+    warn_of_slip(
+        f"{what} is one number per batch, so it includes the rows that pad the batch.",
+        "return one value per row; Phalanx averages them without the padding",
+    )
+
+
+_CONTAINERS = (CompileMetrics, MetricsList)
+
+
+def _update_state(original: Callable[..., _R], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree) -> _R:
+    """Updates a metric with the real rows of a batch.
+
+    Raises:
+      ContextError: an argument has one component per replica, but no replica function runs.
+    """
+    try:
+        return _update_with_real_rows(original, self, *args, **kwargs)
+    except ContextError as e:
+        if e.asked != AS_ARRAY:
+            raise
+        raise ContextError(
+            f"{AS_ARRAY} by update_state of the metric {self.name!r}",
+            e.found,
+            "call metric.update_state(y, y_pred) inside the function passed to strategy.run, and metric.result() outside",
+        ) from None
+
+
+def _update_with_real_rows(
+    original: Callable[..., _R], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree
+) -> _R:
+    """Gives the padded rows of a batch the sample weight 0."""
+    scope, weighed = surrounding_scope(), global_state.get_global_attribute("phalanx_weighed")
+    # The containers of compiled metrics only forward to metrics, which are wrapped too.
+    if scope is None or weighed or isinstance(self, _CONTAINERS):
+        return original(self, *args, **kwargs)
+    call = inspect.signature(original)
+    if "sample_weight" not in call.parameters:
+        return original(self, *args, **kwargs)
+    mask = scope.example_mask()
+    rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args) if x is not None}
+    given = call.bind(self, *args, **kwargs).arguments
+    if rows != {()} and _is_number(self, given):
+        rows = {()}
+        if mask is not None:
+            _warn_of_padding(f"The metric {self.name!r}")
+    if scope.is_averaging and rows == {()}:
+        given["sample_weight"] = scope.weight_of_mean(given.get("sample_weight"))
+        return original(**given)
+    if mask is None or rows == {()}:
+        return original(self, *args, **kwargs)
+    if rows != {mask.shape}:
+        if given.get("sample_weight") is None:
+            raise InputError(
+                f"{self.name}.update_state of {sorted(rows)} rows",
+                f"the batch is padded to {mask.shape[0]} rows, so its mask does not fit these arrays.",
+                "arrays whose dim 0 is the rows of the batch, or a sample_weight that is 0 for padding",
+            )
+        return original(self, *args, **kwargs)
+    weight = given.get("sample_weight")
+    arrays = [jnp.asarray(x) for x in args]
+    if isinstance(self, keras.metrics.MeanMetricWrapper) and weight is None and all(x.ndim == 1 for x in arrays):
+        # Keras would reduce the only dim and count the batch as one value, to which no weights per row apply. Reshape the
+        # arrays to columns, and give the rows weights that add up to the same count.
+        given.update(zip(list(given)[1:], (x[:, None] for x in arrays), strict=False))
+        weight = jnp.full(mask.shape, scope.count_of_a_row())
+    dtype = keras.backend.standardize_dtype(self.dtype)
+    weight = jnp.ones((), dtype) if weight is None else jnp.asarray(weight)
+    given["sample_weight"] = jnp.where(mask.reshape(mask.shape + (1,) * max(0, weight.ndim - 1)), weight, 0)
+    # Metrics that this metric updates inside `update_state` receive these weights, and must not apply the mask again.
+    global_state.set_global_attribute("phalanx_weighed", True)
+    try:
+        return original(**given)
+    finally:
+        global_state.set_global_attribute("phalanx_weighed", False)
+
+
+@extend(keras.losses.Loss, "__call__")
+def _loss(
+    original: Callable[..., jax.Array],
+    self: keras.losses.Loss,
+    y_true: PyTree,
+    y_pred: PyTree,
+    sample_weight: PyTree = None,
+) -> jax.Array:
+    """Reduces a loss over the real rows. Rejects a mean over the rows of one of several replicas.
+
+    Gradients are summed over the replicas, so a mean per replica would be counted once per replica. In `fit` the trainer
+    scales it instead (`is_averaging`).
+    """
+    scope, reduction = surrounding_scope(), self.reduction
+    if scope is None or reduction in ("none", None) or isinstance(self, CompileLoss):
+        return original(self, y_true, y_pred, sample_weight)
+    if not scope.is_averaging and reduction != "sum":
+        scope.check_loss(self.name, reduction)
+    if not scope.is_averaging and (reduction != "sum" or scope.example_mask() is None):
+        return original(self, y_true, y_pred, sample_weight)
+    # Compute one value per row, and reduce it in the scope, which knows the mask and the other replicas.
+    self.reduction = "none"
+    try:
+        values = jnp.asarray(original(self, y_true, y_pred, sample_weight))
+    finally:
+        self.reduction = reduction
+    if values.ndim == 0 and scope.example_mask() is not None:
+        _warn_of_padding(f"The loss {self.name!r}")
+    counts = jnp.ones((), values.dtype)
+    mask = backend.get_keras_mask(y_pred)
+    if mask is not None:
+        counts = _like(jnp.asarray(mask, values.dtype), values)
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        counts = counts * _like(jnp.asarray(sample_weight, values.dtype), values)
+    return scope.reduce_rows(values, counts, reduction)
+
+
+def _like(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Reshapes weights (rows, ...) so that they broadcast to `values`."""
+    return over_rows(weights.reshape(weights.shape[: values.ndim]), values)
+
+
+@extend(keras.layers.BatchNormalization, "__init__")
+def _init_batch_normalization(
+    original: Callable[..., None],
+    self: keras.layers.BatchNormalization,
+    *args: PyTree,
+    synchronized: bool = False,
+    **kwargs: PyTree,
+) -> None:
+    # Keras 3 raises for `synchronized=True` on every backend but TensorFlow: https://github.com/keras-team/keras/pull/18671.
+    original(self, *args, **kwargs)
+    self.synchronized = synchronized
+
+
+@extend(keras.layers.BatchNormalization, "_moments")
+def _moments(
+    original: Callable[..., _Moments], self: keras.layers.BatchNormalization, inputs: jax.Array, mask: jax.Array | None
+) -> _Moments:
+    """Computes the statistics of BatchNormalization without padded rows, and over all replicas if `synchronized`."""
+    scope = surrounding_scope()
+    if scope is not None:
+        scope.note_averages([self.moving_mean, self.moving_variance])
+    rows = None if scope is None else scope.example_mask()
+    if scope is None or (rows is None and not self.synchronized):
+        return _moments_here(original, self, inputs, mask)
+    if rows is None:
+        rows = jnp.ones(inputs.shape[:1], bool)
+    if inputs.shape[0] % rows.shape[0]:
+        raise InputError(
+            f"{self.name} of inputs {inputs.shape}",
+            f"the batch is padded to {rows.shape[0]} rows, so its mask does not fit these inputs.",
+            "inputs whose dim 0 is the rows of the batch",
+        )
+    # A layer such as TimeDistributed folds another dim into the rows, so one row of the batch may be several of the inputs.
+    counts = over_rows(jnp.repeat(rows, inputs.shape[0] // rows.shape[0]), inputs)
+    if mask is not None:
+        counts = counts & jnp.asarray(mask, bool)[..., None]
+    return scope.moments(
+        inputs, jnp.broadcast_to(counts, inputs.shape), self._reduction_axes, everywhere=self.synchronized
+    )
+
+
+def _moments_here(
+    original: Callable[..., _Moments], layer: keras.layers.BatchNormalization, inputs: jax.Array, mask: jax.Array | None
+) -> _Moments:
+    """Returns the statistics that Keras computes on one device. With `synchronized` it would call TensorFlow."""
+    synchronized, layer.synchronized = layer.synchronized, False
+    try:
+        return original(layer, inputs, mask)
+    finally:
+        layer.synchronized = synchronized
+
+
+def _extend_metric(metric: type) -> None:
+    """Wraps `update_state` of a metric class and of all its subclasses that exist already."""
+    if "update_state" in vars(metric):
+        extend(metric, "update_state")(_update_state)
+    others: list[type] = metric.__subclasses__()
+    for other in others:
+        _extend_metric(other)
+
+
+_extend_metric(keras.metrics.Metric)
+
+
+def _init_subclass(cls: type, **kwargs: PyTree) -> None:
+    """Wraps `update_state` of a metric class that the user defines later."""
+    super(keras.metrics.Metric, cls).__init_subclass__(**kwargs)
+    _extend_metric(cls)
+
+
+keras.metrics.Metric.__init_subclass__ = classmethod(_init_subclass)  # type: ignore[arg-type]

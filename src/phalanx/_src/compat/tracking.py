@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objects that layers, models, metrics and optimizers consist of, and hooks that run when such an object gets variables."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import keras
+from keras import Variable
+from keras.src.models.functional import Functional
+
+from phalanx._src.compat.hooks import extend
+from phalanx._src.compat.optimizers import BaseOptimizer
+from phalanx._src.compat.scope import active_scope
+from phalanx._src.compat.variables import is_new
+from phalanx.typing import PyTree
+
+Owner: TypeAlias = (
+    keras.layers.Layer
+    | keras.losses.Loss
+    | keras.metrics.Metric
+    | keras.optimizers.Optimizer
+    | keras.random.SeedGenerator
+)
+"""An object of Keras that has variables of its own, or consists of such objects."""
+
+OWNERS = (keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, BaseOptimizer, keras.random.SeedGenerator)
+
+
+def own_variables(owner: Owner) -> list[Variable]:
+    """Returns the variables of an object, in the order of their creation, without those of the objects that it consists of."""
+    if isinstance(owner, keras.layers.Layer):
+        return [*owner._trainable_variables, *owner._non_trainable_variables]
+    if isinstance(owner, keras.random.SeedGenerator):
+        return [owner.state]
+    return [] if isinstance(owner, keras.losses.Loss) else list(owner._variables)
+
+
+def parts_of(owner: Owner) -> Iterator[tuple[str, Any]]:
+    """Yields the objects that an object consists of, and those containers among its attributes that may hold such objects.
+
+    The names depend only on the code of the object, and not on the names that Keras generates.
+    """
+    if isinstance(owner, (keras.Sequential, Functional)):
+        yield "layers", owner.layers
+    if isinstance(owner, keras.Model):
+        yield "optimizer", getattr(owner, "optimizer", None)
+        yield "metrics", owner.metrics
+    elif isinstance(owner, keras.metrics.Metric):
+        yield "metrics", owner._metrics
+    hidden = _hidden(keras.Model if isinstance(owner, keras.Model) else keras.layers.Layer)
+    for name, value in sorted(vars(owner).items()):
+        if name not in hidden and isinstance(value, (*OWNERS, Variable, list, tuple, dict)):
+            yield name, value
+    # Sublayers that no attribute leads to.
+    if isinstance(owner, keras.layers.Layer) and not isinstance(owner, (keras.Sequential, Functional)):
+        yield "sublayers", owner._layers
+
+
+@functools.cache
+def _hidden(kind: type[keras.layers.Layer]) -> frozenset[str]:
+    """Returns the attributes that Keras itself uses to keep track of the parts of an object."""
+    heard, _growth[:] = _growth[:], []  # Nobody waits for the objects that are made here.
+    try:
+        return frozenset(name for base in _bare_objects(kind) for name in vars(base))
+    finally:
+        _growth[:] = heard
+
+
+def _bare_objects(kind: type[keras.layers.Layer]) -> list[Any]:
+    """Returns objects of Keras without parts. They have names, so that the names that Keras generates for others do not change."""
+    bare = [keras.layers.Layer(name="_"), keras.metrics.Metric(name="_"), BaseOptimizer(learning_rate=0.0, name="_")]
+    if kind is keras.layers.Layer:
+        return bare
+    compiled = keras.Sequential(name="_")
+    compiled.compile(keras.optimizers.SGD(name="_"))
+    return [*bare, keras.Sequential(name="_"), compiled]
+
+
+_growth: list[Callable[[Owner], None]] = []
+
+
+def on_growth(hear: Callable[[Owner], None]) -> None:
+    """Registers a function that is called with a layer after it was built, or an optimizer or metric that has a new variable."""
+    _growth.append(hear)
+
+
+def beside(
+    optimizer: keras.optimizers.Optimizer,
+    kind: str,
+    variables: Sequence[Variable],
+    make: Callable[[Variable], Variable],
+) -> list[Variable]:
+    """Returns a variable for each of some variables that an optimizer trains. They are made when they are first asked for.
+
+    They do not belong to `optimizer.variables`, so files of Keras do not contain them, and checkpoints of Phalanx do.
+
+    Args:
+      optimizer: the optimizer.
+      kind: the purpose of the variables.
+      variables: the trained variables.
+      make: makes the variable for one of them.
+    """
+    kept = _kept(optimizer, kind)
+    indices = [str(optimizer._get_variable_index(v)) for v in variables]
+    new = {index: make(variable) for index, variable in zip(indices, variables, strict=True) if index not in kept}
+    kept.update(new)
+    if new:
+        _tell(optimizer)
+    return [kept[index] for index in indices]
+
+
+def optimizer_beside(
+    optimizer: keras.optimizers.Optimizer, number: int, make: Callable[[], keras.optimizers.Optimizer]
+) -> keras.optimizers.Optimizer:
+    """Returns an optimizer that belongs to another one, and is made when it is first asked for. Its variables are kept as in `beside`.
+
+    Args:
+      optimizer: the other optimizer.
+      number: the number of the optimizer among those of the other one.
+      make: makes it.
+    """
+    kept = _kept(optimizer, "optimizers")
+    if str(number) not in kept:
+        kept[str(number)] = make()
+        _tell(optimizer)
+    return kept[str(number)]
+
+
+def _kept(optimizer: keras.optimizers.Optimizer, kind: str) -> dict[str, Any]:
+    # Through `vars`, because Keras tracks what is set as an attribute.
+    kept: dict[str, Any] = vars(optimizer).setdefault("phalanx_kept", {}).setdefault(kind, {})
+    return kept
+
+
+def _after(original: Callable[..., None], self: Owner, *args: PyTree) -> None:
+    original(self, *args)
+    _tell(self)
+
+
+def _tell(owner: Owner) -> None:
+    for hear in _growth:
+        hear(owner)
+
+
+extend(keras.layers.Layer, "_post_build")(_after)
+
+extend(BaseOptimizer, "_track_variable")(_after)
+
+
+def set_first_value(variable: Variable, value: Any) -> bool:
+    """Sets the value that a variable begins with, or assigns it. Returns False if a step is traced that has already read it."""
+    if is_new(variable):
+        variable._initializer = lambda shape, dtype: keras.ops.convert_to_tensor(value, dtype=dtype)
+        return True
+    if active_scope() is not None:
+        return False
+    variable.assign(value)
+    return True

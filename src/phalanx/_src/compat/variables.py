@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stored arrays of Keras variables, and hooks that run when variables are created, read and assigned."""
+
+import functools
+import math
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.typing import ArrayLike
+from keras import Variable as Variable  # noqa: PLC0414  (exported)
+from keras.src.backend.common import global_state
+
+from phalanx._src.compat.hooks import extend
+from phalanx._src.compat.layouts import layout_of
+from phalanx._src.compat.scope import active_scope, lift_scope
+from phalanx._src.mesh.arrays import copied, require_fits
+from phalanx.errors import PhalanxError, VariableError, shown
+from phalanx.errors.frames import Place, user_place
+from phalanx.typing import PyTree
+
+
+def is_new(variable: Variable) -> bool:
+    """Whether `variable` has no value yet because the scope in which it was created is still open."""
+    return variable._initializer is not None
+
+
+def raw_value(variable: Variable) -> PyTree:
+    """Returns the stored array of `variable`, even if a scope is open; None before its initialization."""
+    return variable._value
+
+
+def raw_values(variables: Sequence[Variable]) -> list[Any]:
+    """Returns the stored arrays of many variables."""
+    return list(map(value_of, variables))
+
+
+RAW_VALUE = "_value"
+"""The attribute of a variable in which Keras stores its array."""
+
+value_of = attrgetter(RAW_VALUE)
+"""Returns the stored array of a variable, without a call of Python."""
+
+
+def set_raw_values(variables: Sequence[Variable], values: Sequence[Any]) -> None:
+    """Stores arrays in variables without converting or moving them."""
+    for variable, value in zip(variables, values, strict=True):
+        variable._value = value
+
+
+reference_counts: Callable[[Iterable[Any]], Iterator[int]] = functools.partial(map, sys.getrefcount)
+"""Returns how often each array of a list is held, without a call of Python. See `UNSHARED`."""
+
+
+def dtype_of(variable: Variable) -> str:
+    """Returns the dtype of the stored array, without the casts of mixed precision."""
+    dtype: str = variable._dtype
+    return dtype
+
+
+class _Holder:
+    """Stands in for a variable, to measure the reference count of an array."""
+
+    def __init__(self) -> None:
+        self._value = object()
+
+
+def _count_of_unshared() -> int:
+    holder: Any = _Holder()
+    return next(reference_counts([holder._value]))
+
+
+UNSHARED = _count_of_unshared()
+"""The reference count of an array that only a variable and a list hold. With a higher one, it must not be donated.
+
+It depends on the version of Python.
+"""
+
+
+@dataclass
+class _Changes:
+    """Counts changes that may invalidate compiled programs."""
+
+    trainable: int = 0
+
+
+changes = _Changes()
+"""The changes so far: `trainable` counts assignments to the attribute of that name, of any variable."""
+
+_listeners: list[Callable[[Variable], None]] = []
+
+
+def on_assign(hear: Callable[[Variable], None]) -> None:
+    """Registers a function that is called with the variable after every eager assignment."""
+    _listeners.append(hear)
+
+
+_readers: list[Callable[[Variable], bool]] = []
+
+
+def on_first_read(fill: Callable[[Variable], bool]) -> None:
+    """Registers a function that is called before a variable without a stored array is read.
+
+    Args:
+      fill: stores an array in the variable if it can. Returns whether the array is only for this read, and is then removed.
+    """
+    _readers.append(fill)
+
+
+@contextmanager
+def undo_log() -> Iterator[Callable[[], None]]:
+    """Yields a function that undoes every eager assignment made since the context was entered."""
+    log: list[tuple[Variable, Any]] = []
+    previous = global_state.get_global_attribute("phalanx_undo_log")
+    global_state.set_global_attribute("phalanx_undo_log", log)
+
+    def rollback() -> None:
+        # One call of C code, so that no signal handler can interrupt it halfway: Python runs handlers between bytecodes.
+        variables, values = zip(*reversed(log), strict=True) if log else ((), ())
+        deque(map(setattr, variables, repeat(RAW_VALUE), values), maxlen=0)
+
+    try:
+        yield rollback
+    finally:
+        global_state.set_global_attribute("phalanx_undo_log", previous)
+        # An outer log must be able to undo these assignments too.
+        if previous is not None:
+            previous.extend(log)
+
+
+@contextmanager
+def transaction() -> Iterator[None]:
+    """Undoes every eager assignment in the context if an exception leaves it, including one from a signal handler."""
+    with undo_log() as rollback:
+        try:
+            yield
+        except BaseException:
+            rollback()
+            raise
+
+
+def is_undoable() -> bool:
+    """Whether an `undo_log` is open and no Keras scope is."""
+    return global_state.get_global_attribute("phalanx_undo_log") is not None and active_scope() is None
+
+
+_FEW = 1 << 20
+"""Number of elements up to which copying zeros to a device is faster than compiling and running a program for them."""
+
+
+@extend(keras.initializers.Zeros, "__call__")
+def _zeros(
+    original: Callable[..., jax.Array], self: keras.initializers.Zeros, shape: Sequence[int], dtype: str | None = None
+) -> jax.Array:
+    """Returns zeros without compiling a program. An optimizer's slots have many shapes, and each would compile its own."""
+    if math.prod(shape) > _FEW:
+        return original(self, shape, dtype)
+    zeros: jax.Array = jax.device_put(np.zeros(shape, jnp.dtype(keras.backend.standardize_dtype(dtype))))
+    return zeros
+
+
+def _set_trainable(variable: Variable, value: bool) -> None:
+    changes.trainable += 1
+    _trainable.fset(variable, value)
+
+
+_trainable: Any = next(vars(c)["trainable"] for c in Variable.__mro__ if "trainable" in vars(c))
+
+Variable.trainable = property(_trainable.fget, _set_trainable, doc=_trainable.__doc__)
+
+# Held while a variable without a stored array is filled, read and emptied again.
+_reading = threading.RLock()
+
+_observers: list[Callable[[Variable], None]] = []
+
+
+def on_read(observe: Callable[[Variable], None]) -> None:
+    """Registers a function that is called with the variable whenever a read returns the stored array itself."""
+    _observers.append(observe)
+
+
+def _read(variable: Variable) -> PyTree:
+    stored = variable._value
+    if stored is not None:
+        value = _value.fget(variable)
+        if value is stored:
+            for observe in _observers:
+                observe(variable)
+        return value
+    with _reading:
+        is_lent = [fill(variable) for fill in _readers]
+        try:
+            return _value.fget(variable)
+        finally:
+            if any(is_lent):
+                variable._value = None
+
+
+_value: Any = next(vars(c)["value"] for c in Variable.__mro__ if "value" in vars(c))
+
+Variable.value = property(_read, doc=_value.__doc__)
+
+_makers: list[Callable[[Variable], None]] = []
+
+
+def on_variable(hear: Callable[[Variable], None]) -> None:
+    """Registers a function that is called with every variable after its creation."""
+    _makers.append(hear)
+
+
+def set_maker(variable: Variable, number: int) -> None:
+    """Records the number of the strategy in whose scope a variable was created."""
+    variable._phalanx_maker = number
+
+
+def maker_of(variable: Variable) -> int | None:
+    """Returns the number of the strategy in whose scope a variable was created; None outside all scopes."""
+    number: int | None = vars(variable).get("_phalanx_maker")
+    return number
+
+
+@extend(keras.metrics.Metric, "add_variable")
+def _add_to_metric(
+    original: Callable[..., Variable], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree
+) -> Variable:
+    variable = original(self, *args, **kwargs)
+    variable._phalanx_is_of_metric = True
+    return variable
+
+
+def is_of_metric(variable: Variable) -> bool:
+    """Whether a metric has created `variable`."""
+    return "_phalanx_is_of_metric" in vars(variable)
+
+
+def place_of_creation(variable: Variable) -> Place | None:
+    """Returns the line of user code that created a variable while a function was traced; None for other variables."""
+    place: Place | None = vars(variable).get("_phalanx_place")
+    return place
+
+
+def make_on_demand(variables: Sequence[Variable], aggregation: str) -> None:
+    """Makes variables local to the replicas. They are combined when they are read outside, and not at the end of each program."""
+    for variable in variables:
+        variable._synchronization, variable._aggregation = "on_demand", aggregation
+
+
+def keep_equal(variables: Sequence[Variable]) -> None:
+    """Makes variables equal on all replicas, as those without a synchronization and an aggregation of their own are."""
+    for variable in variables:
+        if variable.synchronization == "on_demand":
+            variable._synchronization, variable._aggregation = "auto", "none"
+
+
+def set_outer(variable: Variable, outer: Variable) -> None:
+    """Makes `outer` the value of a replica-local variable for all who read it outside the replicas."""
+    variable._phalanx_outer = outer
+
+
+def outer_of(variable: Variable) -> Variable | None:
+    """Returns the variable whose value is read outside the replicas instead of the mean of theirs; None if there is none."""
+    outer: Variable | None = vars(variable).get("_phalanx_outer")
+    return outer
+
+
+def take_outer(variables: Sequence[Variable]) -> None:
+    """Makes replica-local variables begin with their outer ones, which nobody reads any more."""
+    for variable in variables:
+        outer: Variable | None = vars(variable).pop("_phalanx_outer", None)
+        if outer is not None and variable._value is None:
+            variable._value = outer._value
+
+
+_checkers: list[Callable[[Variable, Any], None]] = []
+
+
+def on_index(check: Callable[[Variable, Any], None]) -> None:
+    """Registers a function that is called with `(variable, index)` before `variable[index]`, and may raise."""
+    _checkers.append(check)
+
+
+@extend(Variable, "__getitem__")
+def _getitem(original: Callable[..., jax.Array], self: Variable, idx: object) -> jax.Array:
+    for check in _checkers:
+        check(self, idx)
+    return original(self, idx)
+
+
+@extend(Variable, "__init__")
+def _init(original: Callable[..., Any], self: Variable, initializer: object, *args: PyTree, **kwargs: PyTree) -> None:
+    _make(original, self, initializer, *args, **kwargs)
+    if lift_scope() is not None:
+        self._phalanx_place = user_place()
+    for hear in _makers:
+        hear(self)
+
+
+def _make(original: Callable[..., Any], self: Variable, initializer: object, *args: PyTree, **kwargs: PyTree) -> None:
+    # On CPU, JAX may share the memory of the array, which the user may change later: jax-ml/jax#37830.
+    initializer = copied(initializer)
+    # Keras rejects a concrete initial value inside a stateless scope, but accepts a function that returns it.
+    if lift_scope() is None or callable(initializer) or isinstance(initializer, str):
+        original(self, initializer, *args, **kwargs)
+        return
+    given = dict(zip(("shape", "dtype", "trainable"), args[:3], strict=False)) | kwargs
+    value = np.asarray(initializer)
+    given |= {
+        "shape": value.shape,
+        "dtype": given.get("dtype") or keras.backend.standardize_dtype(jnp.asarray(value).dtype),
+    }
+    original(self, lambda shape, dtype: keras.ops.convert_to_tensor(value, dtype=dtype), *args[3:], **given)
+
+
+_smallest: list[int] = []
+"""The number of bytes from which a new variable gets no array. Empty if all variables get arrays."""
+
+
+@contextmanager
+def without_large_values(num_bytes: int) -> Iterator[None]:
+    """Creates variables of at least `num_bytes` bytes without a value inside the context. Reading such a variable gives zeros."""
+    _smallest.append(num_bytes)
+    try:
+        yield
+    finally:
+        _smallest.pop()
+
+
+def is_hollow(variable: Variable) -> bool:
+    """Whether `variable` was created without a value, and has got none since."""
+    return variable._value is None and "_phalanx_hollow" in vars(variable)
+
+
+@extend(Variable, "_initialize_with_initializer")
+def _initialize(original: Callable[..., Any], self: Variable, initializer: Callable[..., Any]) -> None:
+    if not _smallest or math.prod(self._shape) * jnp.dtype(self._dtype).itemsize < _smallest[-1]:
+        original(self, initializer)
+        return
+    self._initialize_layout()
+    self._phalanx_hollow, self._value = True, None
+
+
+def _read_zeros(variable: Variable) -> bool:
+    if not is_hollow(variable):
+        return False
+    variable._value = jnp.zeros(variable._shape, variable._dtype)
+    return True
+
+
+on_first_read(_read_zeros)
+
+
+@extend(Variable, "assign")
+def _assign(original: Callable[..., jax.Array], self: Variable, value: ArrayLike) -> jax.Array:
+    if isinstance(value, (np.ndarray, np.generic, int, float)) and layout_of(self) is not None:
+        require_fits(value, f"{self.path}.assign")
+    try:
+        _require_numbers(self, value)
+        # Keras returns its argument. In a step the value of the variable may differ, because it aggregates the replicas.
+        result, scope = original(self, copied(value)), lift_scope()
+    except (TypeError, ValueError, OverflowError, RuntimeError) as e:
+        _explain_refusal(self, "assign", value, e)
+        raise
+    return result if scope is None else scope.get_current_value(self)
+
+
+@extend(Variable, "assign_add")
+def _assign_add(original: Callable[..., jax.Array], self: Variable, value: ArrayLike) -> jax.Array:
+    # Keras calls `assign(self + value)`. With aggregation SUM, that would add the old value once per replica.
+    return _add(original, self, value, "assign_add")
+
+
+@extend(Variable, "assign_sub")
+def _assign_sub(original: Callable[..., jax.Array], self: Variable, value: ArrayLike) -> jax.Array:
+    return _add(original, self, value, "assign_sub")
+
+
+def _add(original: Callable[..., jax.Array], self: Variable, value: Any, method: str) -> jax.Array:
+    if isinstance(value, (int, float)) and layout_of(self) is not None:
+        require_fits(value, f"{self.path}.{method}")
+    scope = lift_scope()
+    try:
+        _require_numbers(self, value)
+        if scope is not None:
+            return scope.add_delta(self, value, negative=method == "assign_sub")
+        return original(self, value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as e:
+        _explain_refusal(self, method, value, e)
+        raise
+
+
+def _require_numbers(variable: Variable, value: object) -> None:
+    """Rejects values that JAX would silently convert: dates, and complex numbers for a real variable.
+
+    Raises:
+      TypeError: `value` is one of these.
+    """
+    if isinstance(value, np.ndarray) and value.dtype.kind in "mM":
+        raise TypeError("dates are not numbers.")
+    if isinstance(value, complex) and not variable.dtype.startswith("complex"):
+        raise TypeError(f"a complex number does not fit into {variable.dtype}.")
+
+
+def _explain_refusal(variable: Variable, method: str, value: object, error: Exception) -> None:
+    """Replaces an error of Keras or JAX by one that explains it, for variables of a strategy.
+
+    Returns without raising if the variable belongs to no strategy, so that its users see the original error.
+
+    Raises:
+      VariableError: `value` is not an array of numbers that fits the shape of the variable.
+    """
+    is_of_strategy = lift_scope() is not None or layout_of(variable) is not None or maker_of(variable) is not None
+    is_explained = isinstance(error, (PhalanxError, jax.errors.JAXTypeError, jax.errors.UnexpectedTracerError))
+    is_alive = isinstance(value, jax.Array) and (isinstance(value, jax.core.Tracer) or not value.is_deleted())
+    if not is_of_strategy or is_explained or (isinstance(error, RuntimeError) and is_alive):
+        return
+    raise VariableError(
+        f"{method}({shown(value)}) of variable '{variable.path}'",
+        f"{str(error).partition(chr(10))[0][:200]}",
+        f"an array of numbers of shape {tuple(variable.shape)}",
+    ) from error
+
+
+@extend(Variable, "_direct_assign")
+def _direct_assign(original: Callable[..., Any], self: Variable, value: object) -> None:
+    log = global_state.get_global_attribute("phalanx_undo_log")
+    # In `__init__` there is no earlier value to restore.
+    if log is not None and "_value" in vars(self):
+        log.append((self, self.value))
+    original(self, value)
+    for hear in _listeners:
+        hear(self)

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training of a process whose group may change: it keeps copies, leaves groups and enters them, and goes on."""
+
+import gc
+import itertools
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, final
+
+import numpy as np
+
+from phalanx._src.checkpoint import text
+from phalanx._src.cluster.processes.notices import Notices
+from phalanx._src.cluster.watch import membership, watch
+from phalanx._src.elastic.copies import Copier, Copy, Kind, fingerprint, kinds_of, others, put_shares, taken_over
+from phalanx._src.mesh.topology import Topology
+from phalanx._src.programs.identity import IdentityMap
+from phalanx._src.programs.interrupts import handler_of
+from phalanx._src.programs.program import forget_all
+from phalanx._src.programs.values import put_values
+from phalanx._src.runtime import bootstrap, coordination
+from phalanx._src.strategies.base import Strategy
+from phalanx._src.strategies.multi_worker import MultiWorkerMirroredStrategy
+from phalanx.errors import PeerLostError, StartupError, StateLostError, listed
+
+_SHARE = 0.01
+"""The share of the time that copies may take."""
+_FIRST_EVERY = 8
+_AGREED_EVERY = 16
+_MOST_EVERY = 4096
+_ATTEMPTS = 10
+_AGREE_AFTER = 3
+"""Binary digits of the number of steps after which processes first agree on how often to copy: 8 steps."""
+_COLLECT_AFTER = 3
+"""Steps of a new group after which what is left of the last one is collected."""
+
+_calls = itertools.count()
+
+
+class GroupChange(Exception):  # noqa: N818  (It is no error.)
+    """Raised between two steps on all processes, to form another group."""
+
+
+class Progress(Protocol):
+    """How far a training has come, apart from the variables."""
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all processes must ask for the state at the same time."""
+
+    @property
+    def stage(self) -> list[int]:
+        """The epoch, and what is done in it besides steps: a list that grows while the number of steps stays."""
+
+    def get_position(self, *, undone: bool) -> dict[str, Any]:
+        """Returns the position. With `undone`, that before the present step."""
+
+    def set_position(self, position: dict[str, Any]) -> None:
+        """Goes to a position."""
+
+    def move(self, topology: Topology) -> None:
+        """Goes on with the devices of another group. `set_position` follows."""
+
+
+def training_of(strategy: Strategy, progress: Progress) -> "Training | None":
+    """Returns the training that begins now. None if the group of this process never changes."""
+    if membership.own() is None or not isinstance(strategy, MultiWorkerMirroredStrategy):
+        return None
+    return Training(strategy, progress)
+
+
+@final
+class Training:
+    """One call of `fit` or of `steps` in an elastic group.
+
+    Args:
+      strategy: the strategy.
+      progress: how far the training has come.
+
+    Attributes:
+      step: number of steps that it has made.
+      told: the epoch, and the number of its steps, of which the user's code has heard. Steps that are repeated say nothing.
+      has_changed: whether this process is in a new group, which the caller has not taken note of yet.
+    """
+
+    def __init__(self, strategy: MultiWorkerMirroredStrategy, progress: Progress) -> None:
+        member = membership.own()
+        assert member is not None
+        self._member, self._strategy, self._progress = member, strategy, progress
+        self._copier = Copier()
+        self._copy: Copy | None = None
+        # What this process had when it left its last group, until it has what the next group has.
+        self._brought: Copy | None = None
+        self.step, self._due, self._every = 0, 0, strategy.elastic.copy_every or _FIRST_EVERY
+        # How often to copy according to the measurements of this process, and the binary digits of the step of the last agreement.
+        self._wanted, self._agreed = self._every, 0
+        self.told, self.has_changed = [-1, 0], True
+        self._end = [-1, 0]
+        self._is_inside, self._steps_to_collect, self._clean = False, 0, 0
+        self._began_s, self._step_s = 0.0, float("inf")
+        self._call = next(_calls)
+        self.is_over = member.begin(self._call) > self._call and member.is_late
+        """Whether the others have finished this training before this process joined them."""
+
+    def enter(self, make_variables: Callable[[], object]) -> None:
+        """Joins the others, if this process has started later than they.
+
+        Args:
+          make_variables: makes or traces a step alone, so that this process has all variables that it takes over from the others.
+        """
+        if self._member.is_late:
+            self._member.is_trying = True
+            try:
+                make_variables()
+            finally:
+                self._member.is_trying = False
+            self._change(Copy(-1, [0, 0], {}, IdentityMap()))
+
+    @contextmanager
+    def leaving_when_told(self) -> Iterator[None]:
+        """Returns a context in which SIGTERM makes this process leave the group between two steps, so that no step fails.
+
+        A handler of the user stays. Threads other than the main one cannot handle signals.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or not bootstrap.ends_by(handler_of(signal.SIGTERM)):
+            yield
+            return
+        notices = Notices("a training in an elastic group", self._note)
+        try:
+            yield
+        finally:
+            notices.close()
+
+    def _note(self, notice: str) -> None:
+        self._member.is_leaving = True
+        if own := watch.own():
+            own.change_point.request(f"rank {own.rank} {notice}")
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Returns a context for the user's code between two steps, in which the loss of a process must raise no error."""
+        self._member.is_between_steps = True
+        try:
+            yield
+        finally:
+            self._member.is_between_steps = False
+
+    def finish(self) -> None:
+        """Waits for the other processes at the end, so that none of them goes on with a group that another one has to leave.
+
+        Raises:
+          PeerLostError: one of them was lost.
+        """
+        self._strategy.topology.exchange(np.zeros(1))
+
+    def keep(self) -> None:
+        """Copies the variables, so that the steps so far cannot be lost."""
+        began_s = time.perf_counter()
+        position = self._progress.get_position(undone=self._is_inside)
+        copy = self._copier.copy(self.step, self._progress.stage, position, self._strategy.topology)
+        self._copy = copy or self._copy
+        cost_s = time.perf_counter() - began_s
+        if self._step_s < float("inf"):
+            self._wanted = math.ceil(min(_MOST_EVERY, max(1.0, cost_s / (_SHARE * self._step_s))))
+        self._due = self.step + 1 if copy is None else self._next_due
+
+    def begin_steps(self, end: int) -> bool:
+        """Notes that one or more steps begin. Call it when their batches have been read.
+
+        Args:
+          end: number of steps of the epoch when they are done.
+
+        Returns:
+          Whether the user's code has not heard of them yet.
+
+        Raises:
+          GroupChange: all processes meet here to form another group.
+        """
+        self._is_inside = True
+        own = watch.own()
+        assert own is not None
+        self._clean = own.steps
+        if reason := own.change_point.is_reached():
+            raise GroupChange(reason)
+        self._agree_on_copies()
+        if self._is_due():
+            self.keep()
+        self._began_s = time.perf_counter()
+        self._end = [self._progress.stage[0], end]
+        return self._end > self.told
+
+    @property
+    def _next_due(self) -> int:
+        return (self.step // self._every + 1) * self._every
+
+    def _agree_on_copies(self) -> None:
+        """Decides with the others how often to copy, so that after a loss all go on from a copy of the same step.
+
+        They measure different times. Each time the number of steps has doubled, they take the longest interval.
+        """
+        if self._progress.is_agreed:
+            self._every = _AGREED_EVERY
+        elif self._strategy.elastic.copy_every is None and self._agreed < self.step.bit_length() > _AGREE_AFTER:
+            self._every = int(self._strategy.topology.exchange(np.array([self._wanted])).max())
+            self._due = min(self._due, self._next_due)
+        self._agreed = self.step.bit_length()
+
+    def _is_due(self) -> bool:
+        """Whether to copy now. If all processes must ask for the position at the same time, they decide together."""
+        is_due = self.step >= self._due or self._copier.has_missed
+        if not self._progress.is_agreed:
+            return is_due
+        # One process alone may have assigned a variable, for example the chief one of a metric that it prints.
+        return bool(self._strategy.topology.exchange(np.array([is_due])).any())
+
+    def end_steps(self, count: int = 1) -> None:
+        """Notes that the steps have ended, and that the user's code hears of them now."""
+        self._is_inside = False
+        self.told = max(self.told, self._end)
+        self.step += count
+        if self._steps_to_collect:
+            self._steps_to_collect -= 1
+            if not self._steps_to_collect:
+                # The devices of the last group end with the last object that refers to them, and exceptions make cycles.
+                gc.collect()
+        self._step_s = min(self._step_s, (time.perf_counter() - self._began_s) / count)
+
+    def survive(self, cause: BaseException) -> None:
+        """Leaves the group and goes on in the next one, with the newest variables that a process of it has.
+
+        Args:
+          cause: a `GroupChange` or the loss of a process.
+
+        Raises:
+          PeerLostError: nobody can go on, because this process has no variables left.
+          InputError: the data cannot be read again from an earlier position, or not by another number of processes.
+          SystemExit: this process was told to end.
+        """
+        if self._member.is_leaving:
+            bootstrap.leave()
+            self._member.close()
+            raise SystemExit(128 + signal.SIGTERM)
+        offer = self._offer(cause)
+        if offer is None:
+            raise cause
+        self._change(offer)
+
+    def _offer(self, cause: BaseException) -> Copy | None:
+        """Returns what this process can go on with: its variables as they are, or else the last copy."""
+        if self._brought is not None:
+            return self._brought
+        own, are_here = watch.own(), isinstance(cause, GroupChange)
+        is_whole = are_here or not self._is_inside or own is None or own.steps == self._clean
+        if not is_whole or (self._progress.is_agreed and not are_here):
+            return self._copy
+        try:
+            position = self._progress.get_position(undone=self._is_inside)
+        except PeerLostError:  # The others were there when the step ended, and one of them has died since.
+            return self._copy
+        # A validation that has failed has lost its metrics, which it resets before it begins again.
+        is_lenient, stage = self._progress.stage[1] > 0, self._progress.stage
+        found = self._copier.copy(self.step, stage, position, self._strategy.topology, is_lenient=is_lenient)
+        return found or self._copy
+
+    def _change(self, offer: Copy) -> None:
+        rest, lost = others(offer)
+        if lost:
+            raise StateLostError(
+                f"a training of {len(rest) + len(lost)} variables whose group has lost a process",
+                f"the values of {listed(sorted(lost)[:3])} were made in the step that failed, and are lost.",
+                "create all variables before the first step: optimizer.build(model.trainable_variables)",
+            )
+        self._brought, values = offer, [*offer.values.items(), *rest]
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._try_to_change(offer, values)
+            except (StartupError, PeerLostError):
+                # Another process has died while the group was formed.
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+            else:
+                return
+
+    def _try_to_change(self, offer: Copy, values: list[Any]) -> None:
+        bootstrap.leave()
+        forget_all()
+        kinds = kinds_of(values)
+        generation = self._member.meet(
+            call=self._call, progress=[offer.step, *offer.stage], variables=fingerprint(kinds)
+        )
+        if generation is None:
+            self._strategy.move(0)
+            put_values(values)
+            put_shares(offer, self._strategy.topology)
+            self.is_over = True
+            return
+        bootstrap.enter(generation, self._strategy.stall_timeout_s)
+        self._strategy.move(generation.source)
+        topology = self._strategy.topology
+        has_it = topology.worker_index == generation.source
+        with bootstrap.without_lines_of_gloo():
+            own = text.packed([offer.step, self.told, offer.position, kinds, self._every]) if has_it else None
+            with topology.dispatching(is_step=False):
+                # Not by a collective, which would be a program to trace.
+                told = coordination.share(own)
+            step, theirs, position, kinds, self._every = text.unpacked(told)
+            if not generation.is_even:
+                arrays = [np.zeros(kind.shape, kind.dtype) for kind in map(Kind._make, kinds)]
+                given = [value for _, value in values] if has_it else arrays
+                values = taken_over(values, kinds, topology.from_source(given))
+        put_values(values, topology if generation.is_alike else None)
+        put_shares(offer, topology)
+        self._progress.move(topology)
+        self._progress.set_position(position)
+        self.step, self._brought = step, None
+        self.told = max(self.told, theirs) if self.told[0] == theirs[0] else theirs
+        self._is_inside, self._due, self.has_changed = False, self.step, True
+        self._agreed = self.step.bit_length()
+        # Not after the first step, which the others wait for.
+        self._steps_to_collect = _COLLECT_AFTER
+
+    def begin_epoch(self, epoch: int) -> bool:
+        """Notes that an epoch begins. Returns whether the user's code has not heard of it yet."""
+        is_new = [epoch, 0] > self.told
+        self.told = max(self.told, [epoch, 0])
+        return is_new

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the steps that a reader yields into batches: single ones, or several steps stacked.
+
+    AbstractReader ── Feed ── ReadAhead ── DistributedIterator
+                      (background thread)  (thread of the user)
+
+Several workers that read different rows use `Lockstep` instead of `ReadAhead`. The consumer may change its request from
+batch to batch, so everything that was read ahead in another form goes back to the `Feed` as steps and is never lost.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import jax
+from typing_extensions import override
+
+from phalanx._src.input.prefetch import AbstractReadings, readings
+from phalanx._src.input.sources.base import AbstractReader, Facts, Piece, State
+from phalanx._src.mesh.arrays import copied
+from phalanx._src.typed_jax import block_until_ready
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form in which the consumer wants its next batch.
+
+    Args:
+      steps: number of steps to stack. None for single batches.
+      places: number of steps that the stack has room for, so that a short stack keeps the shape of a full one. None for
+        the number of steps it holds.
+      alike: whether a stack ends before the first batch of another size.
+    """
+
+    steps: int | None = None
+    places: int | None = None
+    alike: bool = False
+
+    def room(self, count: int) -> int | None:
+        """Returns the number of steps that a stack of `count` steps has room for; None for a single batch."""
+        return None if self.steps is None else self.places or count
+
+
+class Step(NamedTuple):
+    """One worker's rows for one step.
+
+    Args:
+      piece: rows of this worker.
+      rows: rows of the global batch, that is, of all workers together.
+      widest: the largest number of rows that one replica of any worker has.
+      state: position of the reader after this step. None if the position has not moved.
+    """
+
+    piece: Piece
+    rows: int
+    widest: int
+    state: State | None
+
+
+def split(steps: list[Step], form: Form) -> tuple[list[Step], list[Step]]:
+    """Returns the steps that make the next batch, and the remaining steps."""
+    others = (i for i, step in enumerate(steps) if step.rows != steps[0].rows or step.widest != steps[0].widest)
+    end = next(others, len(steps)) if form.alike else len(steps)
+    return steps[:end], steps[end:]
+
+
+class Batch(NamedTuple):
+    """A placed batch: one step, or several steps stacked.
+
+    Args:
+      value: pytree that the user gets.
+      steps: steps that the batch consists of, which `put_back` returns to the feed.
+    """
+
+    value: Any
+    steps: Sequence[Step]
+
+    @property
+    def state(self) -> State | None:
+        """The position of the reader after this batch; None if it has not moved."""
+        for step in reversed(self.steps):
+            if step.state is not None:
+                state: State = step.state
+                return state
+        return None
+
+
+Place = Callable[[Sequence[Step], int | None], Any]
+"""Makes the value of a batch from its steps and the room of the stack, which is None for a single step."""
+
+
+class AbstractBatches(ABC):
+    """The batches of one iteration over a dataset."""
+
+    @abstractmethod
+    def get(self, form: Form) -> Batch | None:
+        """Returns the next batch, or None at the end."""
+
+    @abstractmethod
+    def put_back(self, batch: Batch) -> None:
+        """Takes back the batch that `get` returned last, so that the next `get` reads its steps again."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Stops reading ahead. Steps that were read are kept for the next `get`."""
+
+
+class Feed:
+    """Reads steps, usually in the background thread.
+
+    It holds no reference to the iterator, so that an iterator that the user drops is collected while the thread reads.
+    One thread uses it at a time: the consumer calls `put_back` only after it has stopped the thread.
+
+    Args:
+      reader: reads pieces.
+      copies: whether to copy each piece, because its owner may change the arrays after the read.
+    """
+
+    def __init__(self, reader: AbstractReader, *, copies: bool = False) -> None:
+        self._reader, self._copies = reader, copies
+        self._first: deque[Step] = deque()
+        self._failure: BaseException | None = None
+
+    def put_back(self, steps: Sequence[Step], failure: BaseException | None = None) -> None:
+        """Makes `steps` the next steps to read, and `failure` the error to raise after them."""
+        self._first.extendleft(reversed(steps))
+        self._failure = failure or self._failure
+
+    def read(self, count: int) -> list[Step]:
+        """Returns the next `count` steps. Returns fewer at the end or before a failure, which the next call raises."""
+        steps: list[Step] = []
+        while len(steps) < count:
+            try:
+                step = self._read()
+            except Exception as e:
+                # The steps before the failure are good. The user gets them first, in the order of the data.
+                if not steps:
+                    raise
+                self._failure = e
+                break
+            if step is None:
+                break
+            steps.append(step)
+        return steps
+
+    def _read(self) -> Step | None:
+        if self._first:
+            return self._first.popleft()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        piece = self._reader.read()
+        if piece is None:
+            return None
+        if self._copies:
+            piece = piece._replace(parts=jax.tree.map(copied, list(piece.parts)))
+        return Step(piece, piece.rows or 0, max(piece.counts, default=0), self._reader.get_state())
+
+
+@final
+class ReadAhead(AbstractBatches):
+    """Batches that are read and placed on the devices before the user asks for them.
+
+    Args:
+      reader: reads pieces.
+      place: makes the value of a batch.
+      ahead: number of batches to read in advance.
+      facts: what is known about the dataset.
+      waits: whether the consumer waits for each step, so that only another thread can read meanwhile.
+    """
+
+    def __init__(self, reader: AbstractReader, place: Place, ahead: int, facts: Facts, *, waits: bool) -> None:
+        # Data in memory otherwise needs no thread: handing an item from thread to thread takes longer than slicing it.
+        self._in_thread = waits or not facts.is_in_memory
+        self._feed = Feed(reader, copies=facts.is_borrowed and self._in_thread)
+        self._place, self._ahead, self._waits = place, ahead, facts.is_borrowed and not self._in_thread
+        self._form: Form | None = None
+        self._readings: AbstractReadings[Batch] | None = None
+
+    @override
+    def get(self, form: Form) -> Batch | None:
+        if self._readings is None or (form is not self._form and form != self._form):
+            # What was read ahead has the wrong form. `stop` returns its steps to the feed.
+            self.stop()
+            self._form = form
+            self._readings = readings(_reads(self._feed, self._place, form), self._ahead, in_thread=self._in_thread)
+        batch = self._readings.get()
+        if self._waits and batch is not None:
+            # The transfer reads the user's arrays. Once it is done, the user may write into them.
+            block_until_ready(batch.value)
+        return batch
+
+    @override
+    def put_back(self, batch: Batch) -> None:
+        self.stop()
+        self._feed.put_back(batch.steps)
+
+    @override
+    def stop(self) -> None:
+        if self._readings is None:
+            return
+        unused, failure = self._readings.stop()
+        self._readings = None
+        self._feed.put_back([step for batch in unused for step in batch.steps], failure)
+
+
+def _reads(feed: Feed, place: Place, form: Form) -> Callable[[], Batch | None]:
+    def read() -> Batch | None:
+        steps = feed.read(form.steps or 1)
+        if len(steps) > 1:
+            steps, left = split(steps, form)
+            feed.put_back(left)
+        return Batch(place(steps, form.room(len(steps))), steps) if steps else None
+
+    return read

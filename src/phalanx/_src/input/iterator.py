@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The iterator of a distributed dataset, which places batches on the devices and can save its position."""
+
+import dataclasses
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar, final
+
+import jax
+import numpy as np
+from typing_extensions import override
+
+from phalanx._src import compat
+from phalanx._src.input import state as positions
+from phalanx._src.input.feed import AbstractBatches, Batch, Form, Place, ReadAhead, Step
+from phalanx._src.input.lockstep import Lockstep
+from phalanx._src.input.placement import Placement
+from phalanx._src.input.shard import InputWorker
+from phalanx._src.input.sharding import Plan
+from phalanx._src.input.sources.base import State, stack
+from phalanx._src.mesh.topology import Topology
+from phalanx._src.mesh.values import is_distributed, spec_of
+from phalanx._src.options import InputOptions
+from phalanx._src.tracing.draws import AbstractIterator
+from phalanx._src.tracing.scope import innermost, program_scope
+from phalanx.errors import ContextError, InputError, OutOfRangeError, arguments
+from phalanx.errors.frames import user_place
+from phalanx.typing import PyTree
+
+T = TypeVar("T")
+
+_MOST_STEPS = 2**31 - 1
+
+waits: list[Callable[[float, float], None]] = []
+"""Functions that are called after each wait for a batch, of the times at which it began and ended (`time.monotonic`)."""
+
+_unused: set[int] = set()
+
+
+@contextmanager
+def not_yet_used(values: PyTree) -> Iterator[None]:
+    """Returns a context in which iterators give the position before their last batch, if that batch is among `values`."""
+    _unused.update(_ids(values))
+    try:
+        yield
+    finally:
+        _unused.clear()
+
+
+@final
+class Optional(Generic[T]):
+    """A batch that may be missing, as `DistributedIterator.get_next_as_optional` returns it. May be used in any context.
+
+    Args:
+      value: a tuple that holds the batch, or an empty tuple if there is none.
+
+    Source: tf.experimental.Optional.
+
+    Example:
+      >>> Optional((1,)).has_value(), Optional(()).has_value()
+      (True, False)
+    """
+
+    def __init__(self, value: tuple[T] | tuple[()]) -> None:
+        self._value = value
+
+    def has_value(self) -> bool:
+        """Returns whether there is a batch."""
+        return bool(self._value)
+
+    def get_value(self) -> T:
+        """Returns the batch.
+
+        Raises:
+          OutOfRangeError: there is no batch.
+        """
+        if not self._value:
+            raise OutOfRangeError("Optional.get_value()", "the optional has no value.", "if optional.has_value():")
+        return self._value[0]
+
+
+@final
+class DistributedIterator(AbstractIterator):
+    """One iteration over a `DistributedDataset`. `iter(dataset)` creates it.
+
+    A background thread reads ahead until the iterator is exhausted or dropped.
+
+    May be used outside traced steps, with the batch as an argument of the step, or inside a `phalanx.function`. Each call
+    of such a function takes as many batches as the function took when it was traced. A call that raises, for example
+    because too few batches are left, takes none.
+
+    Args:
+      plan: which worker reads which rows.
+      topology: devices of the replicas. If it has no devices, batches are not placed.
+      options: how the dataset is read.
+      steps: number of global batches that are stacked into one. None for no stacking.
+
+    Example:
+      >>> import numpy as np, phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> iterator = iter(strategy.experimental_distribute_dataset(np.arange(8), batch_size=4))
+      >>> _ = next(iterator)
+      >>> iterator.get_state()
+      {'records': 4, 'data': {'rows': 8}}
+    """
+
+    def __init__(self, plan: Plan, topology: Topology, options: InputOptions, *, steps: int | None) -> None:
+        self._plan, self._topology, self._options, self._form = plan, topology, options, Form(steps)
+        topology.shares.adapt(topology.local_replicas, topology.exchange)
+        self._worker = worker_of(topology)
+        self._state: State
+        self._batches: AbstractBatches
+        # Batches in the form `self._form` that `look` has read and no call has returned yet.
+        self._seen: deque[Batch] = deque()
+        # The last batch that the user took, with the position before it. See `not_yet_used`.
+        self._last: tuple[PyTree, State] | None = None
+        self._open(None)
+
+    def __iter__(self) -> "DistributedIterator":
+        require_outside_programs("a loop over an iterator")
+        return self
+
+    def __next__(self) -> PyTree:
+        """Returns the next batch.
+
+        Raises:
+          StopIteration: there is no further batch.
+          OutOfRangeError: there is no further batch, in a `phalanx.function`.
+          ContextError: called in a replica function, or in the body of a loop.
+          InputError: the data cannot be split.
+        """
+        if compat.lift_scope() is not None:
+            return self._drawn(is_optional=False)[0]
+        batch = self._next(self._form)
+        if batch is None:
+            raise StopIteration
+        return batch.value
+
+    def get_next(self) -> PyTree:
+        """Returns the next batch, like `next(iterator)`.
+
+        Raises:
+          OutOfRangeError: there is no further batch.
+        """
+        try:
+            return next(self)
+        except StopIteration:
+            raise _at_end("iterator.get_next()") from None
+
+    def get_next_as_optional(self) -> Optional[Any]:
+        """Returns the next batch as an `Optional`, which has no value at the end of the data.
+
+        In a `phalanx.function`, `has_value()` is a Python bool, because the call that finds no batch is traced separately.
+        """
+        if compat.lift_scope() is not None:
+            return Optional(self._drawn(is_optional=True))
+        batch = self._next(self._form)
+        return Optional(() if batch is None else (batch.value,))
+
+    def next_steps(self, steps: int, *, room: int | None = None) -> tuple[Any, int]:
+        """Returns the next batches, stacked. `Strategy.run_steps` calls it.
+
+        Args:
+          steps: largest number of batches to stack.
+          room: number of steps that the stack has room for, full or not. None for `steps`.
+
+        Returns:
+          The stack, and the number of batches in it. The number is less than `steps` at the end of the data, or before a
+          batch of another size.
+
+        Raises:
+          OutOfRangeError: there is no further batch.
+        """
+        require_outside_programs("Strategy.run_steps")
+        batch = self._next(Form(steps, room or steps, alike=not self._plan.source.facts.one_layout))
+        if batch is None:
+            raise _at_end("the next steps of an iterator")
+        return batch.value, len(batch.steps)
+
+    def next_alike(self, steps: int) -> list[Any]:
+        """Returns up to `steps` batches as a list, which ends before a batch of another size.
+
+        `Strategy.run_steps` calls it if the steps cannot be compiled into one program.
+
+        Raises:
+          OutOfRangeError: there is no further batch.
+        """
+        require_outside_programs("Strategy.run_steps")
+        batches: list[Any] = []
+        while len(batches) < steps and (batch := self._read(Form())) is not None:
+            if batches and _shapes(batch.value) != _shapes(batches[0]):
+                self._put_back(batch, Form())
+                break
+            batches.append(batch.value)
+            # The position moves only past batches that are returned, not past the one that was put back.
+            self._state = batch.state or self._state
+        if not batches:
+            raise _at_end("the next steps of an iterator")
+        return batches
+
+    @property
+    def element_spec(self) -> PyTree:
+        """Shapes and dtypes of one replica's part of a batch: a pytree of `jax.ShapeDtypeStruct`.
+
+        Looks at the next batch, which stays the next one.
+
+        Raises:
+          InputError: there is no further batch.
+        """
+        batch = self.look(0)
+        if batch is None:
+            raise InputError("element_spec", "the dataset has no further batch.", "use a dataset that is not empty")
+        return jax.tree.map(spec_of, batch[0], is_leaf=is_distributed)
+
+    @override
+    def look(self, index: int) -> tuple[Any] | None:
+        while len(self._seen) <= index:
+            batch = self._get(self._form)
+            if batch is None:
+                return None
+            self._seen.append(batch)
+        return (self._seen[index].value,)
+
+    @override
+    def advance(self, count: int) -> None:
+        for _ in range(count):
+            self._next(self._form)
+
+    def get_state(self) -> State:
+        """Returns the position after the last batch that the user took. All workers must call it.
+
+        Batches that were only read ahead do not count. The position belongs to the dataset, not to the devices: with
+        AutoShardPolicy DATA or FILE, another number of workers and replicas can continue from it.
+
+        Returns:
+          A dict of numbers, strings, lists and dicts.
+        """
+        state = self._state
+        if _unused and self._last is not None and _unused & _ids(self._last[0]):
+            state = self._last[1]
+        return self.state_at(state)
+
+    @property
+    def position(self) -> State:
+        """The position after the last batch that the user took, as this worker alone knows it, for `state_at`."""
+        return self._state
+
+    def state_at(self, position: State) -> State:
+        """Returns what `get_state` returned when `position` was the position. All workers must call it."""
+        state = positions.marked(position, self._plan.source.facts)
+        return positions.of_all_workers(state, self._topology.exchange) if self._plan.agreed else state
+
+    def set_state(self, state: State) -> None:
+        """Moves to a position. All workers must call it.
+
+        Args:
+          state: result of `get_state` of this iterator, or of another iterator over the same data.
+
+        Raises:
+          InputError: `state` is not a position, or belongs to other data: another kind of dataset or number of rows.
+        """
+        state = positions.of_worker(state, self._worker.index, self._worker.count)
+        state = positions.unmarked(state, self._plan.source.facts)
+        self._plan = self._plan.at(state)
+        self._batches.stop()
+        self._open(state)
+        self._seen.clear()
+        self._last = None
+
+    def stop_reading(self) -> None:
+        """Stops reading ahead until the next batch is requested. Batches that were read are not lost."""
+        self._batches.stop()
+
+    def save_state(self, path: str | os.PathLike[str]) -> None:
+        """Saves `get_state()` to a file. All workers must call it; the chief writes the file.
+
+        Args:
+          path: name of the file, which is replaced atomically.
+
+        Raises:
+          InvalidArgumentError: `path` is not a path.
+        """
+        arguments.path("path", path)
+        state = self.get_state()
+        if self._worker.is_chief:
+            positions.save(state, path)
+
+    def load_state(self, path: str | os.PathLike[str]) -> None:
+        """Moves to the position that `save_state` wrote. All workers must call it.
+
+        Args:
+          path: name of a file that every worker can read.
+
+        Raises:
+          InputError: the file does not hold a position, or the position belongs to other data.
+          InvalidArgumentError: `path` is not a path.
+        """
+        self.set_state(positions.load(arguments.path("path", path)))
+
+    def _open(self, state: State | None) -> None:
+        reader = self._plan.source.open(self._worker, self._plan.policy, state)
+        self._state = reader.get_state()
+        place, ahead = self._placing(), self._options.experimental_per_replica_buffer_size
+        facts = self._plan.source.facts
+        if self._worker.count > 1 and not facts.is_in_memory:
+            # Also under DATA, although all workers then end at the same step: if the data of one worker fails, the
+            # others must be told before they wait for that worker in a collective.
+            exchange = self._topology.exchange
+            self._batches = Lockstep(reader, place, self._worker, exchange, ahead=ahead > 0, copies=facts.is_borrowed)
+        else:
+            # The default strategy places nothing, and a dataset that runs on the device is not prefetched to it.
+            here = not self._topology.has_devices or self._options.experimental_place_dataset_on_device
+            # The default strategy yields the user's own arrays without copying them.
+            facts = dataclasses.replace(facts, is_borrowed=facts.is_borrowed and self._topology.has_devices)
+            waits = self._topology.num_workers > 1  # See `Turn`: the steps of several processes run one at a time.
+            self._batches = ReadAhead(reader, place, 0 if here else ahead, facts, waits=waits)
+
+    def _placing(self) -> Place:
+        if not self._topology.has_devices:
+            return _unplaced
+        facts, fetches = self._plan.source.facts, self._options.fetches_to_device
+        return Placement(self._topology, self._worker, facts, fetches=fetches, agreed=self._plan.agreed).place
+
+    def _next(self, form: Form) -> Batch | None:
+        batch = self._read(form)
+        if batch is not None:
+            self._last = (batch.value, self._state) if form is self._form else None
+            self._state = batch.state or self._state
+        return batch
+
+    def _read(self, form: Form) -> Batch | None:
+        if self._seen:
+            if form == self._form:
+                return self._seen.popleft()
+            # Another form is wanted, for example by `run_steps`. The last batch goes back first, to keep the order.
+            while self._seen:
+                self._batches.put_back(self._seen.pop())
+        return self._get(form)
+
+    def _get(self, form: Form) -> Batch | None:
+        if not waits:
+            return self._batches.get(form)
+        began_s = time.monotonic()
+        batch = self._batches.get(form)
+        for hear in waits:
+            hear(began_s, time.monotonic())
+        return batch
+
+    def _put_back(self, batch: Batch, form: Form) -> None:
+        """Takes back the batch that `_read` returned last, in the form `form`."""
+        if form == self._form:
+            self._seen.appendleft(batch)
+        else:
+            self._batches.put_back(batch)
+
+    def _drawn(self, *, is_optional: bool) -> PyTree:
+        """Returns a tuple with the next batch as an input of the program being traced, or an empty tuple at the end."""
+        return program_scope().draw(self, is_optional=is_optional) or ()
+
+
+def check_steps(steps: object) -> int:
+    """Returns `steps`, a number of steps.
+
+    Raises:
+      InvalidArgumentError: `steps` is not a positive integer below 2**31.
+    """
+    return arguments.integer("steps", steps, most=_MOST_STEPS, kind="an integer of at least 1", hint="steps=16")
+
+
+def worker_of(topology: Topology) -> InputWorker:
+    """Returns the position of this process among the workers."""
+    replicas = len(topology.local_replicas)
+    return InputWorker(topology.worker_index, topology.num_workers, replicas, tuple(topology.shares.weights))
+
+
+def _unplaced(steps: Sequence[Step], room: int | None) -> PyTree:
+    """Returns the batch without placing it, for the default strategy."""
+    wholes = [step.piece.parts[0] for step in steps]
+    return wholes[0] if room is None else stack(wholes, len(wholes))
+
+
+def require_outside_programs(asked: str) -> None:
+    """Checks that no step is being traced.
+
+    Args:
+      asked: what the user called, for the message.
+
+    Raises:
+      ContextError: a step is being traced.
+    """
+    if innermost() is not None:
+        raise ContextError(
+            f"{asked} in a traced step",
+            f"the loop at {user_place()} would be unrolled: every call would run as many iterations as the trace did.",
+            "loop around the step: `for batch in dataset: step(batch)`; or strategy.run_steps(fn, iterator, steps)",
+        )
+
+
+def _ids(values: PyTree) -> set[int]:
+    return set(map(id, jax.tree.leaves(values, is_leaf=is_distributed)))
+
+
+def _shapes(batch: PyTree) -> list[tuple[int, ...]]:
+    return list(map(np.shape, jax.tree.leaves(batch)))
+
+
+def _at_end(asked: str) -> OutOfRangeError:
+    return OutOfRangeError(asked, "the dataset has no further batch.", "get_next_as_optional(), or a for loop")

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources of global batches. Every worker reads whole batches and keeps its own rows."""
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, final
+
+import jax
+from typing_extensions import override
+
+from phalanx._src.input.shard import InputWorker
+from phalanx._src.input.sources.base import (
+    UNKNOWN,
+    AbstractReader,
+    AbstractSource,
+    Batching,
+    Facts,
+    Piece,
+    State,
+    check_count,
+    num_rows,
+    rows_of,
+    stack,
+    state_entry,
+    to_host,
+)
+from phalanx._src.mesh.arrays import copied
+from phalanx._src.options import AutoShardPolicy
+from phalanx.errors import InputError, shown
+from phalanx.typing import PyTree
+
+
+@final
+class BatchSequence(AbstractSource):
+    """Batches that can be read in any order.
+
+    Args:
+      batches: an object with `len` and `[]`, for example a list or a Keras `PyDataset`.
+      facts: what is known about the batches.
+      drop_remainder: whether to drop batches that are shorter than an earlier one.
+      at_end: called at the end of a pass.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[Any],
+        facts: Facts,
+        *,
+        drop_remainder: bool = False,
+        at_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._batches, self._drop, self._at_end = batches, drop_remainder, at_end
+        self._facts = dataclasses.replace(facts, is_borrowed=True)
+
+    @property
+    @override
+    def facts(self) -> Facts:
+        return self._facts
+
+    @override
+    def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
+        start = check_count(state_entry(state, "batches", 0), "batch", len(self._batches))
+        return _BatchReader(_Counted(self._batches, self._at_end, start), worker, start, drop_remainder=self._drop)
+
+
+class _Counted(Iterator[Any]):
+    """Iterates over the batches from `start`, and calls `at_end` after the last."""
+
+    def __init__(self, batches: Sequence[Any], at_end: Callable[[], object], start: int) -> None:
+        self._batches, self._at_end, self._next = batches, at_end, start
+
+    @override
+    def __next__(self) -> PyTree:
+        if self._next >= len(self._batches):
+            at_end, self._at_end = self._at_end, lambda: None
+            at_end()
+            raise StopIteration
+        batch = self._batches[self._next]
+        self._next += 1
+        return batch
+
+
+@final
+class BatchStream(AbstractSource):
+    """Batches that can be read only in order.
+
+    Args:
+      make: opens an iterator at the first batch.
+      facts: what is known about the batches.
+      drop_remainder: whether to drop batches that are shorter than an earlier one.
+      copies: whether to copy each batch, because the iterator may write the next one into the same arrays.
+      get_state: returns the position of such an iterator. None if iterators have no position.
+      set_state: moves a new iterator to such a position. None to skip batches by reading them.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Iterator[Any]],
+        facts: Facts,
+        *,
+        drop_remainder: bool = False,
+        copies: bool = False,
+        get_state: Callable[[Any], Any] | None = None,
+        set_state: Callable[[Any, Any], object] | None = None,
+    ) -> None:
+        self._make, self._facts, self._drop, self._copies = make, facts, drop_remainder, copies
+        self._get_state, self._set_state = get_state, set_state
+
+    @property
+    @override
+    def facts(self) -> Facts:
+        return self._facts
+
+    @override
+    def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
+        most = self._facts.num_batches if self._facts.num_batches >= 0 else sys.maxsize
+        beside = () if self._set_state is None else ("source",)
+        start = check_count(state_entry(state, "batches", 0, beside=beside), "batch", most)
+        batches = iter(self._make())
+        if start and self._set_state is not None:
+            self._restore(batches, state_entry(state, "source", None, beside=("batches",)))
+        else:
+            skipped = sum(1 for _ in itertools.islice(batches, start))
+            check_count(start, "batch", skipped)
+        get_state = None if self._get_state is None else lambda: self._get_state(batches)  # type: ignore[misc]
+        return _BatchReader(batches, worker, start, drop_remainder=self._drop, copies=self._copies, get_state=get_state)
+
+    def _restore(self, batches: PyTree, position: Any) -> None:
+        assert self._set_state is not None
+        try:
+            self._set_state(batches, position)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
+            raise InputError(
+                f"set_state({shown(position, 100)})",
+                f"the dataset rejected the position: {e}",
+                "a state that get_state of the same data returned",
+            ) from e
+
+
+class _BatchReader(AbstractReader):
+    """Reads global batches and keeps the rows of one worker. See `BatchStream` for the arguments."""
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        worker: InputWorker,
+        position: int,
+        *,
+        drop_remainder: bool,
+        copies: bool = False,
+        get_state: Callable[[], Any] | None = None,
+    ) -> None:
+        self._batches, self._worker, self._position = batches, worker, position
+        self._drop, self._copies, self._get_state = drop_remainder, copies, get_state
+        self._longest = 0
+
+    @override
+    def read(self) -> Piece | None:
+        for batch in self._batches:
+            self._position += 1
+            host = to_host(batch)
+            rows = num_rows(host)
+            self._longest = max(rows, self._longest)
+            if self._drop and rows < self._longest:
+                continue
+            own = rows_of(host, self._worker.rows(rows), rows)
+            return Piece([jax.tree.map(copied, own) if self._copies else own], self._worker.shares(rows), rows)
+        return None
+
+    @override
+    def get_state(self) -> State:
+        state = {"batches": self._position}
+        return state if self._get_state is None else {**state, "source": self._get_state()}
+
+
+class OneShot:
+    """Returns an iterator once. A second call raises, because a second pass would silently be empty.
+
+    Args:
+      iterator: for example a generator.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator: Iterator[Any] | None = iterator
+
+    def __call__(self) -> Iterator[Any]:
+        """Returns the iterator.
+
+        Raises:
+          InputError: the iterator was returned before.
+        """
+        if self._iterator is None:
+            raise InputError(
+                "a second pass over an iterator",
+                "an iterator can be read only once.",
+                "pass the generator function instead of its result: function, not function()",
+            )
+        iterator, self._iterator = self._iterator, None
+        return iterator
+
+
+def stream_of_records(dataset: Any, batching: Batching) -> BatchStream:
+    """Returns the source of single rows that can be read only in order.
+
+    Args:
+      dataset: an iterable of records, an iterator, or a function that returns an iterator.
+      batching: the batch size, and whether to drop a short last batch.
+
+    Raises:
+      InputError: `batching` has no batch size.
+    """
+    size, opens = batching.require_size(dataset), opener(dataset)
+    facts = Facts(batch_size=size, is_full=batching.drop_remainder)
+    return BatchStream(lambda: batched(opens(), size), facts, drop_remainder=batching.drop_remainder)
+
+
+def opener(dataset: Any) -> Callable[[], Iterator[Any]]:
+    """Returns a function that opens an iterator over `dataset` from its beginning."""
+    if isinstance(dataset, Iterator):
+        return OneShot(dataset)
+    return lambda: iter(dataset if isinstance(dataset, Iterable) else dataset())
+
+
+def length_of(dataset: Any) -> int:
+    """Returns the number of batches of `dataset`, or UNKNOWN."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return UNKNOWN
+
+
+def batched(records: Iterable[Any], batch_size: int) -> Iterator[Any]:
+    """Yields batches of `batch_size` records. The last one may be shorter."""
+    iterator = iter(records)
+    while (batch := stack(iterator, batch_size)) is not None:
+        yield batch
+
+
+def sizes(batches: Sequence[Any]) -> Facts:
+    """Returns the facts about batches in memory, whose sizes are all known."""
+    rows = [num_rows(to_host(batch)) for batch in batches]
+    largest = max(rows, default=None)
+    return Facts(
+        batch_size=largest,
+        is_full=len(set(rows)) <= 1,
+        num_batches=len(rows),
+        num_records=sum(rows),
+    )

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group of processes that goes on when some of them die, and in which others take their places."""
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import final
+
+from typing_extensions import override
+
+from phalanx._src.cluster.spec import Task
+from phalanx._src.launch.elastic.messages import AbstractRendezvous, Report, Standing, environment_of
+from phalanx._src.launch.elastic.outpost import Outpost
+from phalanx._src.launch.elastic.rendezvous import Rendezvous
+from phalanx._src.launch.evaluator import Patience
+from phalanx._src.launch.group import Group
+from phalanx._src.launch.outcome import Ending, in_words
+from phalanx._src.launch.plan import ALONE, JOB, Machines, ProcessSpec
+from phalanx._src.launch.processes import WorkerProcess
+from phalanx._src.launch.relay import Relay
+
+
+@dataclass
+class _Place:
+    """A place in the group, which one process takes after the other.
+
+    Args:
+      spec: how to start a process.
+      process: the process that took it last.
+      failures: how many processes have failed here one after the other, while the training made no step.
+      due_s: time at which the next one starts. None if none is to start.
+      is_lost: whether the last process was lost while the others trained.
+    """
+
+    spec: ProcessSpec
+    process: WorkerProcess
+    failures: int = 0
+    due_s: float | None = None
+    is_lost: bool = False
+
+
+@final
+class ElasticGroup(Group):
+    """Processes that train together, of which some may be lost.
+
+    Args:
+      specs: the processes to start.
+      least: number of processes without which the group cannot go on.
+      relay: forwards their output.
+      patience: when to start a process in the place of one that has failed, and how often without a step in between.
+      say: receives reports.
+      machines: the machines on which the group has such processes.
+      beside: see `Group`.
+
+    Raises:
+      StartupError: the first of these machines cannot be reached, or cannot listen at its address.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        least: int,
+        relay: Relay,
+        *,
+        patience: Patience,
+        say: Callable[[str], None],
+        machines: Machines = ALONE,
+        beside: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(specs, relay, beside)
+        self._patience, self._tell_user = patience, say
+        self._places: list[_Place] = []
+        self._is_ending = False
+        self._standing, self._has_finished, self._steps = Standing(), False, -1
+        self._compiled = tempfile.TemporaryDirectory(prefix="phalanx-compiled-", ignore_cleanup_errors=True)
+        environment = specs[0].environment
+        self._rendezvous: AbstractRendezvous = (
+            Outpost(environment, self._kill, machines)
+            if machines.index
+            else Rendezvous(least, environment, self._kill, say, machines)
+        )
+        self._first, self._most = machines.index * len(specs), machines.count * len(specs)
+        self._report = Report(tuple(range(self._first, self._first + len(specs))), len(specs))
+
+    @property
+    @override
+    def is_alive(self) -> bool:
+        is_due = any(place.due_s is not None for place in self._places)
+        return super().is_alive or is_due or (not self._first and self._standing.is_needed)
+
+    @property
+    @override
+    def has_failed(self) -> bool:
+        """Whether nobody is left who trains: the training has ended, or is lost, or has too few processes for good."""
+        if not self._standing.members and super().has_failed:
+            return True
+        if self._standing.gone is not None:
+            # Those whose connections are closed may still be on the way out.
+            return not any(p.process.is_alive and p.spec.task.index in self._standing.gone for p in self._places)
+        return self._standing.is_hopeless
+
+    @override
+    def start(self) -> None:
+        self._rendezvous.start()
+        self._specs = [self._elastic(spec) for spec in self._specs]
+        super().start()
+        self._places = [_Place(spec, process) for spec, process in zip(self._specs, self._workers, strict=True)]
+        self._tend()
+
+    @override
+    def end(self, grace_s: float, word_s: float = 0.0) -> None:
+        self._is_ending = True
+        super().end(grace_s, word_s)
+        self._rendezvous.end()
+        self._compiled.cleanup()
+
+    def _elastic(self, spec: ProcessSpec) -> ProcessSpec:
+        """Returns a process with its number among those of all machines, which finds the rendezvous."""
+        number = self._first + spec.task.index
+        environment = environment_of(self._rendezvous.address, number, self._most, spec.environment)
+        return replace(spec, task=Task(JOB, number), environment={**self._cache(), **environment})
+
+    def _cache(self) -> dict[str, str]:
+        """Returns the environment in which a group of a size that has been there before does not compile its programs again."""
+        return {
+            "JAX_COMPILATION_CACHE_DIR": self._compiled.name,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+
+    @override
+    def endings(self) -> tuple[Ending, ...]:
+        """Returns how the processes ended, by rank in the last generation, and then those that were not in it."""
+        ranks = {number: rank for rank, number in enumerate(self._standing.members)}
+        places = sorted(self._places, key=lambda place: ranks.get(place.spec.task.index, len(ranks)))
+        fatal = self._fatal()
+        return tuple(
+            replace(place.process.ending(), is_survived=place.is_lost and place not in fatal) for place in places
+        )
+
+    def _fatal(self) -> list[_Place]:
+        """Returns the places whose loss has ended the training."""
+        if self._standing.has_finished:
+            return []
+        lost = [place for place in self._places if place.is_lost]
+        if self._standing.gone is not None:
+            return [place for place in lost if place.spec.task.index in self._standing.gone]
+        return sorted(lost, key=lambda place: place.process.ending().after_s)[-1:]
+
+    @override
+    def _turn(self, timeout_s: float) -> None:
+        due = [place.due_s for place in self._places if place.due_s is not None]
+        super()._turn(max(0.0, min([timeout_s, *(due_s - time.monotonic() for due_s in due)])))
+        if not self._is_ending:
+            self._tend()
+
+    def _tend(self) -> None:
+        """Looks which processes have failed, and starts others in their places when it is time."""
+        # A process that has failed just now may have been in a generation.
+        self._standing = self._rendezvous.report(self._report)
+        if self._standing.steps > self._steps:
+            self._steps = self._standing.steps
+            for place in self._places:
+                place.failures = 0
+        for index, place in enumerate(self._places):
+            if place.due_s is None and not place.is_lost and not place.process.is_alive:
+                if not place.process.has_failed:
+                    self._has_finished = True
+                elif self._standing.members and not self._standing.has_finished:
+                    self._plan_start(place)
+            if place.due_s is not None and time.monotonic() >= place.due_s and not self._standing.has_finished:
+                place.due_s, place.is_lost = None, False
+                self._tell_user(f"{place.spec.name} starts again.")
+                place.process = self._workers[index] = self._started(place.spec)
+        running = tuple(place.spec.task.index for place in self._places if place.process.is_alive)
+        hopeful = sum(place.due_s is not None or place.process.is_alive for place in self._places)
+        self._report = Report(running, hopeful, self._has_finished)
+        self._standing = self._rendezvous.report(self._report)
+
+    def _plan_start(self, place: _Place) -> None:
+        place.is_lost = True
+        how = f"{place.spec.name} {in_words(place.process.ending().code)}."
+        if place.failures == self._patience.max_restarts:
+            times = place.failures + 1
+            self._tell_user(f"{how} It has failed {times} times without a step of the group, so its place stays empty.")
+            return
+        self._tell_user(how)
+        place.failures += 1
+        place.due_s = time.monotonic() + self._patience.pause_s(place.failures)
+
+    def _kill(self, number: int, why: str) -> None:
+        for place in self._places:
+            if place.spec.task.index == number and place.process.is_alive:
+                self._tell_user(f"{place.spec.name} is ended: {why}.")
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(place.process.pid, signal.SIGKILL)

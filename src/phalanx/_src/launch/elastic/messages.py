@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages between the launchers of an elastic group and its rendezvous."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from phalanx._src.cluster.watch.membership import MEMBER, MOST, RENDEZVOUS
+
+
+@dataclass(frozen=True)
+class Report:
+    """The state of the processes of one launcher, for the rendezvous.
+
+    Args:
+      running: numbers of those that run.
+      hopeful: number of those that run, or will be started.
+      has_finished: whether the program of one of them has come to its end.
+    """
+
+    running: tuple[int, ...] = ()
+    hopeful: int = 0
+    has_finished: bool = False
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The state of the training, for the launchers.
+
+    Args:
+      steps: the most steps that a process has reported.
+      members: numbers of the processes of the last generation, by rank. Empty before the first. A process that fails before that
+        has an error in its program.
+      gone: those of them in whose places no other process runs yet, if all are gone. None if one trains, or no generation was formed.
+      is_hopeless: whether there will never be enough processes again.
+      has_finished: whether the program of a process has come to its end, so that no process joins any more.
+      is_needed: whether processes of other machines still run, which need this rendezvous.
+    """
+
+    steps: int = -1
+    members: tuple[int, ...] = ()
+    gone: tuple[int, ...] | None = None
+    is_hopeless: bool = False
+    has_finished: bool = False
+    is_needed: bool = False
+
+
+class AbstractRendezvous(Protocol):
+    """The rendezvous of an elastic group, on this machine or on another one."""
+
+    address: str
+
+    def start(self) -> None:
+        """Begins to work."""
+
+    def end(self) -> None:
+        """Ends it."""
+
+    def report(self, report: Report) -> Standing:
+        """Reports the processes of this machine, and returns the state of the training."""
+
+
+def environment_of(address: str, number: int, most: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a process, with which it finds the rendezvous instead of a fixed cluster.
+
+    Args:
+      address: address of the rendezvous.
+      number: number of the process.
+      most: number of processes if none is missing.
+      environment: the rest.
+    """
+    rest = {name: value for name, value in environment.items() if name != "TF_CONFIG"}
+    return {**rest, RENDEZVOUS: address, MEMBER: str(number), MOST: str(most)}

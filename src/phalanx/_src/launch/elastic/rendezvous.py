@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rendezvous of an elastic group: decides which processes form the next generation, and tells them.
+
+All processes that train keep a connection with it. If one dies, the kernel closes its connection; the others leave their generation and
+say that they are ready for the next. A process that has started later says so too, and is let in at the next step on which the others agree.
+The launchers of other machines keep a connection too: see `phalanx._src.launch.elastic.outpost`.
+"""
+
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
+
+from typing_extensions import override
+
+from phalanx._src.cluster.connections.door import Door, Guest, Line, expect_answers
+from phalanx._src.cluster.connections.secret import secret_of
+from phalanx._src.cluster.resolvers.base import start_timeout_s
+from phalanx._src.launch.elastic.messages import Report, Standing
+from phalanx._src.launch.plan import ALONE, LOOPBACK, Machines, free_ports
+from phalanx.errors import StartupError
+
+_TICK_S = 0.2
+_SILENCE_S = 10.0
+_ASK_S = 1.0
+"""Time between two invitations. A process that is only just entering its generation does not hear the first."""
+_NO_RANK = 1 << 30
+_PORTS_TO_TRY = 3
+_MOST = 128
+"""Number of processes that may connect at the same time."""
+
+
+@dataclass
+class _Launcher:
+    """The launcher of a machine.
+
+    Args:
+      guest: its connection. None on this machine.
+      report: its last report. None if it has not connected yet, or was lost.
+      told: what it was told last.
+      until_s: time of `time.monotonic` until which others wait for it if it has not connected, or was lost.
+    """
+
+    until_s: float
+    guest: Guest | None = None
+    report: Report | None = None
+    told: Standing = Standing()
+    line: Line | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.line = Line(self.guest.connection) if self.guest else None
+
+
+@dataclass
+class _Member:
+    """A process that keeps a connection with the rendezvous.
+
+    Args:
+      number: its number.
+      guest: its connection.
+      heard_s: time of its last message.
+      generation: the last generation that it was in. 0 before the first.
+      rank: its rank there.
+      ready: what it has said about itself, if it waits for a generation.
+      call: number of the training that its program is in.
+    """
+
+    number: int
+    guest: Guest
+    heard_s: float
+    generation: int = 0
+    rank: int = _NO_RANK
+    ready: dict[str, Any] | None = None
+    call: int = 0
+    line: Line = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.line = Line(self.guest.connection)
+
+
+@final
+class Rendezvous(threading.Thread):
+    """Forms the generations of a training.
+
+    Args:
+      least: number of processes without which no generation is formed.
+      environment: environment of the processes, with the secret.
+      kill: called with the number of a process of this machine that keeps the others from going on, and the reason.
+      say: receives reports.
+      machines: the machines of the group, of which this one is the first.
+      clock: returns the time in seconds. All limits are measured by it.
+
+    Raises:
+      InvalidArgumentError: PHALANX_START_TIMEOUT_S is not a number of seconds.
+      StartupError: it cannot listen at the address of the first machine.
+    """
+
+    def __init__(
+        self,
+        least: int,
+        environment: Mapping[str, str],
+        kill: Callable[[int, str], None],
+        say: Callable[[str], None],
+        machines: Machines = ALONE,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(name="phalanx-rendezvous", daemon=True)
+        self._clock = clock
+        self._least, self._kill_here, self._say = least, kill, say
+        self._patience_s = start_timeout_s(environment)
+        self.address = machines.address or f"{LOOPBACK}:{free_ports(1)[0]}"
+        secret = secret_of([self.address], environment)
+        try:
+            self._door = Door(self.address, secret, _MOST)
+        except OSError as e:
+            raise StartupError(
+                f"the rendezvous at {self.address}",
+                f"this machine cannot listen there: {e.strerror or e}.",
+                "use a free port and the name of this machine in the address of the first task",
+            ) from e
+        self._service = _Service(environment, self.address.rpartition(":")[0])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._door.fileno, selectors.EVENT_READ, None)
+        self._members: dict[int, _Member] = {}
+        self._launchers = [_Launcher(self._until_s) for _ in range(machines.count)]
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._pending_s: float | None = None
+        self._said = ""
+        self._ask_s = 0.0
+        self._numbers: tuple[int, ...] = ()
+        self._gone: set[int] = set()
+        self._has_finished = False
+        self.generation, self.steps = 0, -1
+        """The number of the present generation, and the most steps that a process has reported."""
+
+    def end(self) -> None:
+        """Ends the rendezvous."""
+        self._is_over = True
+        self.join()
+        self._service.end()
+
+    def report(self, report: Report) -> Standing:
+        """See `AbstractRendezvous`."""
+        with self._lock:
+            self._note(self._launchers[0], report)
+            return self._standing()
+
+    def _note(self, launcher: _Launcher, report: Report) -> None:
+        # A process that takes the place of another one is not gone.
+        before = launcher.report.running if launcher.report else ()
+        self._gone -= set(report.running) - set(before)
+        launcher.report = report
+        self._has_finished = self._has_finished or report.has_finished
+
+    def _standing(self) -> Standing:
+        hopeful = sum(each.report.hopeful for each in self._launchers if each.report)
+        return Standing(
+            self.steps,
+            self._numbers,
+            None if not self.generation or self._survivors() else tuple(sorted(self._gone)),
+            not self._has_finished and not self._awaits_machine and hopeful < self._least,
+            self._has_finished,
+            any(each.report and each.report.running for each in self._launchers[1:]),
+        )
+
+    @property
+    def _until_s(self) -> float:
+        """Until when to wait for a machine from now on."""
+        return self._clock() + self._patience_s
+
+    @property
+    def _awaits_machine(self) -> bool:
+        """Whether a machine has not come yet or may come back, so that nobody knows how many processes it will have."""
+        now_s = self._clock()
+        return any(each.report is None and now_s < each.until_s for each in self._launchers)
+
+    @property
+    def _running(self) -> set[int]:
+        return {number for each in self._launchers if each.report for number in each.report.running}
+
+    @override
+    def run(self) -> None:
+        with self._door, self._selector:
+            while not self._is_over:
+                ready = self._selector.select(_TICK_S)
+                with self._lock:
+                    try:
+                        for guest in self._door.guests(0):
+                            self._admit(guest)
+                        for key, _ in ready:
+                            if isinstance(key.data, _Member):
+                                self._hear(key.data)
+                            elif isinstance(key.data, _Launcher):
+                                self._hear_launcher(key.data)
+                        self._settle()
+                        self._tell_launchers()
+                    except Exception as e:  # Nobody would notice the end of this thread, and all would wait for it.
+                        self._end_all(f"the rendezvous has failed: {e!r}")
+            for guest in [m.guest for m in self._members.values()] + [x.guest for x in self._launchers if x.guest]:
+                guest.connection.close()
+
+    def _admit(self, guest: Guest) -> None:
+        expect_answers(guest.connection)
+        number, machine = guest.hello.get("member"), guest.hello.get("machine")
+        if type(machine) is int and 0 < machine < len(self._launchers):
+            self._lose(self._launchers[machine])
+            launcher = self._launchers[machine] = _Launcher(self._until_s, guest)
+            self._selector.register(guest.connection, selectors.EVENT_READ, launcher)
+            return
+        if type(number) is not int:
+            guest.connection.close()
+            return
+        if number in self._members:
+            self._forget(self._members[number])
+        member = self._members[number] = _Member(number, guest, self._clock())
+        self._selector.register(guest.connection, selectors.EVENT_READ, member)
+        guest.say({"is_late": self.generation > 0})
+
+    def _hear_launcher(self, launcher: _Launcher) -> None:
+        assert launcher.line
+        messages, is_open = launcher.line.hear()
+        for message in messages:
+            self._note(launcher, Report(tuple(message["running"]), message["hopeful"], message["has_finished"]))
+        if not is_open:
+            self._lose(launcher)
+
+    def _lose(self, launcher: _Launcher) -> None:
+        """Goes on without a machine, which may come back."""
+        if launcher.guest:
+            self._selector.unregister(launcher.guest.connection)
+            launcher.guest.connection.close()
+            launcher.guest = launcher.report = None
+            launcher.until_s = self._until_s
+
+    def _tell_launchers(self) -> None:
+        standing = self._standing()
+        for launcher in self._launchers:
+            if launcher.guest and launcher.told != standing:
+                launcher.told = standing
+                launcher.guest.say(asdict(standing))
+
+    def _kill(self, number: int, why: str) -> None:
+        for launcher in self._launchers:
+            if launcher.guest and launcher.report and number in launcher.report.running:
+                launcher.guest.say({"kill": number, "why": why})
+                return
+        self._kill_here(number, why)
+
+    def _hear(self, member: _Member) -> None:
+        if self._members.get(member.number) is not member:
+            return
+        messages, is_open = member.line.hear()
+        if not is_open:
+            self._forget(member)
+            return
+        member.heard_s = self._clock()
+        for message in messages:
+            if "ready" in message:
+                member.ready = message["ready"]
+                member.call = member.ready["call"]
+                self.steps = max(self.steps, member.ready["progress"][0])
+            elif "begins" in message:
+                member.call = message["begins"]
+                member.guest.say({"call": self._call_of_others(member)})
+            elif "accuses" in message and message["generation"] == self.generation:
+                for other in self._survivors():
+                    if other.rank in message["accuses"]:
+                        self._kill(other.number, message["why"])
+
+    def _forget(self, member: _Member) -> None:
+        self._selector.unregister(member.guest.connection)
+        member.guest.connection.close()
+        del self._members[member.number]
+        if member.generation:
+            self._gone.add(member.number)
+
+    def _survivors(self) -> list[_Member]:
+        """Returns the processes of the present generation that are left, by rank."""
+        found = [m for m in self._members.values() if m.generation == self.generation and self.generation]
+        return sorted(found, key=lambda m: m.rank)
+
+    def _dismiss_behind(self) -> None:
+        """Tells processes that wait in an earlier training that it is over. They join the next one as newcomers.
+
+        They have come too late; or they were at its end, and did not hear of another one that it had got there too.
+        """
+        call = max((m.call for m in self._survivors()), default=0)
+        for member in self._members.values():
+            if member.ready and member.call < call:
+                member.ready, member.generation = None, 0
+                member.guest.say({"missed": "the others have finished this training"})
+
+    def _call_of_others(self, member: _Member) -> int:
+        calls = [m.call for m in self._survivors() if m is not member]
+        return max(calls, default=member.call)
+
+    def _settle(self) -> None:
+        """Forms the next generation if its processes have come."""
+        self._dismiss_behind()
+        survivors, now_s = self._survivors(), self._clock()
+        newcomers = [m for m in self._members.values() if m.ready and m.generation == 0]
+        if not self.generation:
+            others = enumerate(self._launchers[1:], start=1)
+            if awaited := [f"{index}" for index, launcher in others if launcher.report is None]:
+                self._say_once(f"Waiting for phalanx run on the machines of these tasks: {', '.join(awaited)}.")
+            are_all_there = self._running <= {m.number for m in newcomers} and not self._awaits_machine
+            if are_all_there and len(newcomers) >= self._least:
+                self._form([], sorted(newcomers, key=lambda m: m.number))
+            return
+        came = [m for m in survivors if m.ready]
+        call = max((m.call for m in survivors), default=0)
+        newcomers = [m for m in newcomers if m.call == call]
+        if not came:
+            self._pending_s = None
+            if survivors and newcomers and now_s >= self._ask_s:
+                self._ask_s = now_s + _ASK_S
+                self._invite(survivors[0], newcomers)
+            return
+        self._pending_s = self._pending_s or now_s
+        if missing := [m for m in survivors if not m.ready]:
+            self._wake(missing, now_s)
+        elif all(m.ready["progress"][0] < 0 for m in came if m.ready):
+            self._end_all("nobody who has the variables of the training is left")
+        elif len(came) + len(newcomers) >= self._least or self._has_finished:
+            self._form(came, sorted(newcomers, key=lambda m: m.number))
+        elif not self._standing().is_hopeless:
+            self._say_once(f"Too few workers are left: {len(came)} of at least {self._least}. They wait for others.")
+
+    def _say_once(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self._say(text)
+
+    def _invite(self, first: _Member, newcomers: list[_Member]) -> None:
+        """Asks the present generation to meet newcomers after one of its next steps."""
+        names = ", ".join(f"worker {member.number}" for member in newcomers)
+        first.guest.say({"change": f"{names} joins" if len(newcomers) == 1 else f"{names} join"})
+
+    def _wake(self, missing: list[_Member], now_s: float) -> None:
+        """Ends processes that answer nothing, while others wait for them: they are stopped, or their machine is."""
+        assert self._pending_s is not None
+        for member in missing:
+            silent_s = now_s - max(member.heard_s, self._pending_s)
+            if silent_s > _SILENCE_S:
+                self._kill(member.number, f"has said nothing for {silent_s:.0f} s, while the others wait for it")
+            else:
+                member.guest.say({"ping": True})
+
+    def _form(self, survivors: list[_Member], newcomers: list[_Member]) -> None:
+        members = survivors + newcomers
+        try:
+            service = self._service.start(len(members))
+        except OSError as e:
+            self._end_all(f"{e}")
+            return
+        self.generation += 1
+        readies = [m.ready or {} for m in members]
+        progress = [ready["progress"] for ready in readies[: len(survivors)]]
+        source = progress.index(max(progress)) if progress else 0
+        call = members[0].call
+        for rank, member in enumerate(members):
+            member.ready, member.generation, member.rank, member.call = None, self.generation, rank, call
+            member.guest.say(
+                {
+                    "generation": self.generation,
+                    "service": service,
+                    "addresses": [ready["address"] for ready in readies],
+                    "rank": rank,
+                    "source": source,
+                    **{
+                        name: all(ready[of] == readies[source][of] for ready in readies)
+                        for name, of in (("is_even", "progress"), ("is_alike", "variables"))
+                    },
+                }
+            )
+        self._pending_s = None
+        self._numbers = tuple(m.number for m in members)
+        self._gone.clear()
+        if self.generation > 1:
+            numbers = ", ".join(map(str, self._numbers))
+            who = f"worker {numbers} goes on" if len(members) == 1 else f"workers {numbers} go on"
+            self._say_once(f"Generation {self.generation}: {who}.")
+
+    def _end_all(self, why: str) -> None:
+        for number in list(self._members):
+            self._kill(number, why)
+
+
+class _Service:
+    """A process that runs JAX's coordination services, because the launcher does not import JAX.
+
+    Args:
+      environment: its environment.
+      host: the address of this machine that the processes of the group can reach.
+    """
+
+    def __init__(self, environment: Mapping[str, str], host: str) -> None:
+        self._host = host
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx._src.runtime.coordination"],
+            env={**environment, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def start(self, size: int) -> str:
+        """Starts the service for a group of `size` processes, and returns its address.
+
+        Raises:
+          OSError: it cannot be started.
+        """
+        assert self._process.stdin
+        assert self._process.stdout
+        said = ""
+        for _ in range(_PORTS_TO_TRY):  # Another program may take a port between the choice and its use.
+            address = f"{self._host}:{free_ports(1)[0]}"
+            self._process.stdin.write(f"{address} {size}\n")
+            self._process.stdin.flush()
+            said = self._process.stdout.readline()
+            if said == "started\n":
+                return address
+        raise OSError(f"JAX's coordination service does not start: {said or 'its process has ended'}")
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        with suppress(OSError):
+            self._process.communicate()

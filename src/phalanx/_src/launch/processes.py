@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the processes of a group, and signals them and all processes that they have started."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import final
+
+from phalanx._src.cluster.processes.guard import Guard, marked
+from phalanx._src.launch.outcome import Ending
+from phalanx._src.launch.output import Stream, kept_lines
+from phalanx._src.launch.plan import ProcessSpec
+
+MARK = "PHALANX_LAUNCH"
+"""The variable that marks the processes of a group, which end with it."""
+
+
+@final
+class WorkerProcess:
+    """A process in a session of its own, so that signals reach its child processes too."""
+
+    def __init__(self, spec: ProcessSpec, mark: str, started_s: float) -> None:
+        self.spec, self._started_s = spec, started_s
+        self._process = subprocess.Popen(
+            spec.argv,
+            env={**spec.environment, MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert self._process.stdout
+        assert self._process.stderr
+        prefix, self._kept = f"[{spec.name}] ", kept_lines()
+        # Two pipes: with a shared one, lines of the two streams could be mixed.
+        self.streams = [
+            Stream(self._process.stdout, prefix, self._kept, is_error=False),
+            Stream(self._process.stderr, prefix, self._kept, is_error=True),
+        ]
+        self._after_s: float | None = None
+        self._is_told = self._is_stopped = False
+
+    @property
+    def pid(self) -> int:
+        """The id of the process and of its process group."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is running. Records its exit code and end time once it has ended."""
+        if self._after_s is None and self._process.poll() is not None:
+            self._after_s = time.monotonic() - self._started_s
+        return self._after_s is None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the process has ended with an exit code other than 0."""
+        return bool(self._process.returncode)
+
+    def tell(self, number: int) -> None:
+        """Sends a signal to the process and its group."""
+        if not self._is_told:
+            self._is_told, self._is_stopped = True, _is_stopped(self.pid)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def ending(self) -> Ending:
+        """Returns how the process ended."""
+        return Ending(
+            self.spec.name,
+            self._process.returncode,
+            self._after_s or 0.0,
+            is_told=self._is_told,
+            is_stopped=self._is_stopped,
+            last=tuple(self._kept),
+        )
+
+
+def guard(workers: Sequence[WorkerProcess], mark: str) -> Guard:
+    """Starts a guard that kills the workers and all processes that they have started, if the launcher is killed."""
+    return Guard(f"{MARK}={mark}", groups=[worker.pid for worker in workers])
+
+
+def strays(mark: str, workers: Sequence[WorkerProcess]) -> list[int]:
+    """Returns the running processes that workers with this mark have started, in any session."""
+    known = {worker.pid for worker in workers}
+    return [pid for pid in marked(f"{MARK}={mark}") if pid not in known]
+
+
+def tell_all(number: int, mark: str, workers: Sequence[WorkerProcess]) -> None:
+    """Sends a signal to the running workers, and to all processes that workers with this mark have started."""
+    alive = [worker for worker in workers if worker.is_alive]
+    for worker in alive:
+        worker.tell(number)
+    groups = {worker.pid for worker in alive}
+    for pid in strays(mark, workers):
+        # The process may have ended. Members of a worker's group have received the signal already.
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(pid) not in groups:
+                os.kill(pid, number)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Returns whether a child process is stopped by SIGSTOP."""
+    if sys.platform != "linux":
+        return False
+    return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None

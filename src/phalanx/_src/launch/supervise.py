@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the processes of a plan, ends all of them when one fails, and starts them again."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from phalanx._src.launch.elastic.group import ElasticGroup
+from phalanx._src.launch.evaluator import Evaluator, Patience
+from phalanx._src.launch.group import Group
+from phalanx._src.launch.kept import KeptProcesses
+from phalanx._src.launch.outcome import Outcome, in_words, report
+from phalanx._src.launch.output import Sink
+from phalanx._src.launch.plan import ALONE, Machines, ProcessSpec
+from phalanx._src.launch.relay import Relay
+from phalanx._src.launch.signals import Signals
+
+_WORD_S = 2.0
+_IN_PLACE_OF_THE_LOST = Patience(first_pause_s=2.0)
+"""When others start in an elastic group. Not sooner, because they use the cores on which the group compiles its next step."""
+
+
+def run_group(
+    plan: Callable[[int], Sequence[ProcessSpec]],
+    *,
+    max_restarts: int = 0,
+    least_workers: int | None = None,
+    machines: Machines = ALONE,
+    grace_s: float = 5.0,
+    word_s: float = _WORD_S,
+    patience: Patience | None = None,
+    sink: Sink | None = None,
+    say: Callable[[str], None] = print,
+) -> Outcome:
+    """Runs a group of processes to its end, and restarts it if one of them fails.
+
+    An evaluator in the plan is not part of the group: it restarts alone, and continues while the group restarts. If the group is
+    one process, its parameter servers outlive it until the last start has ended.
+
+    Args:
+      plan: function from the number of earlier starts to the processes to start.
+      max_restarts: how often to restart the group.
+      least_workers: number of processes without which the group cannot go on. None if it ends with the first that fails.
+      machines: the machines on which the group has processes, if it may lose some.
+      grace_s: time that processes have to end after SIGTERM, in seconds.
+      word_s: time that the others have before SIGTERM to report which process they miss, in seconds. At most `grace_s`.
+      patience: the limits of the evaluator. None means `Patience()`.
+      sink: receives the output of the processes. None means the standard output.
+      say: receives the reports.
+
+    Returns:
+      The outcome of the last run.
+
+    Raises:
+      StartupError: a process that trains cannot be started.
+      PhalanxError: the output of the processes cannot be written.
+    """
+    with Signals() as signals:
+        relay = Relay(signals, sink or Sink(1))
+        with Evaluator(relay, grace_s, patience or Patience(), say) as evaluator:
+            with KeptProcesses(is_wanted=max_restarts > 0 and least_workers is None) as kept:
+                for restart in range(max_restarts + 1):
+                    specs = kept.announce_to(evaluator.split_off(plan(restart)))
+                    if least_workers is None:
+                        group = Group(specs, relay, evaluator.tend)
+                    else:
+                        group = ElasticGroup(
+                            specs,
+                            least_workers,
+                            relay,
+                            patience=_IN_PLACE_OF_THE_LOST,
+                            say=say,
+                            machines=machines,
+                            beside=evaluator.tend,
+                        )
+                    outcome = _run_once(group, relay, grace_s, word_s)
+                    if text := report(outcome):
+                        say(text)
+                    if outcome.culprit is None or outcome.signal is not None or restart == max_restarts:
+                        break
+                    say(f"The group starts again: {restart + 1} of {max_restarts}.")
+            evaluator.finish(is_success=outcome.exit_code == 0)
+            outcome = replace(outcome, signal=relay.ending_signal(), evaluator=evaluator.ending)
+    if outcome.culprit is None and (failed := outcome.failed_evaluator):
+        say(f"The workers have succeeded, but {failed.name} {in_words(failed.code)}.")
+    return outcome
+
+
+def _run_once(group: Group, relay: Relay, grace_s: float, word_s: float) -> Outcome:
+    """Runs a group of processes once, until all of them have ended.
+
+    Args:
+      group: the processes.
+      relay: forwards their output.
+      grace_s: time that processes have to end after SIGTERM, in seconds.
+      word_s: see `run_group`.
+
+    Returns:
+      The outcome of the group.
+
+    Raises:
+      StartupError: a process cannot be started. The others have been ended.
+      PhalanxError: the output of the processes cannot be written.
+    """
+    try:
+        group.start()
+        group.run()
+    finally:
+        # If a process has failed, the others first get time to report which one they miss.
+        group.end(grace_s, min(word_s, grace_s))
+    return Outcome(group.endings(), relay.ending_signal())

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of devices, virtual CPU devices, and the threads that several CPU devices need."""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+from phalanx._src.typed_jax import set_config
+from phalanx.errors import DeviceError, StartupError, arguments, shown
+
+_DEVICE_NAME = re.compile(
+    r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d+)$", re.IGNORECASE
+)
+
+
+def set_virtual_cpu_devices(count: int) -> None:
+    """Gives this process `count` CPU devices, to try strategies without accelerators.
+
+    Call it outside all scopes, before any code uses JAX devices. The environment variable `PHALANX_CPU_DEVICES` has the
+    same effect when Phalanx is imported.
+
+    Args:
+      count: number of CPU devices, at least 1.
+
+    Raises:
+      InvalidArgumentError: `count` is not a positive integer.
+      StartupError: JAX has already initialized its devices.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.set_virtual_cpu_devices(2)  # doctest: +SKIP
+    """
+    count = arguments.integer(
+        "count",
+        count,
+        kind="a number of devices; a process has at least one CPU device",
+        hint="set_virtual_cpu_devices(2)",
+    )
+    try:
+        set_config("jax_num_cpu_devices", count)
+    except RuntimeError:
+        raise StartupError(
+            f"set_virtual_cpu_devices({count})",
+            "JAX has already initialized its devices, so their number cannot change.",
+            "call it before the first array is created, or set PHALANX_CPU_DEVICES in the environment",
+        ) from None
+    if count > 1:
+        # XLA reads NPROC as the size of its CPU thread pool. With fewer than two threads per device, the all-reduce
+        # deadlocks (observed with 2, 3, 4 and 8 devices). More than two threads per device only cost speed.
+        os.environ["NPROC"] = str(2 * count)
+
+
+@dataclass(frozen=True)
+class Held:
+    """The part of an array that one device or task holds.
+
+    Args:
+      place: name of a device, or of a task of the cluster.
+      index: the part of the array: one slice per dim.
+      num_bytes: size of the part, in bytes.
+    """
+
+    place: str
+    index: tuple[slice, ...]
+    num_bytes: int
+
+
+def device_name(device: jax.Device) -> str:
+    """Returns the canonical name of a device, for example `"cpu:1"`."""
+    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+    return f"{platform}:{device.id}"
+
+
+def parse_device(name: str | jax.Device) -> jax.Device:
+    """Returns the local device of that name.
+
+    Args:
+      name: `"/gpu:0"`, `"gpu:0"`, `"/device:GPU:0"`, `"cpu:1"`, or a `jax.Device`.
+
+    Raises:
+      DeviceError: `name` is not a device name, or this process has no such device.
+    """
+    if isinstance(name, jax.Device):
+        return name
+    match = _DEVICE_NAME.match(name) if isinstance(name, str) else None
+    if match is None:
+        raise DeviceError(f"device={shown(name)}", "is not a device name.", 'a name such as "/gpu:0" or "cpu:1"')
+    platform, index = match.group(1).lower(), int(match.group(2))
+    try:
+        devices = jax.local_devices(backend=platform)
+    except RuntimeError:
+        devices = []
+    if index >= len(devices):
+        have = ", ".join(map(device_name, jax.local_devices()))
+        hint = (
+            f"phalanx.set_virtual_cpu_devices({index + 1}) before JAX starts"
+            if platform == "cpu"
+            else "use one of these names"
+        )
+        raise DeviceError(f"device={shown(name)}", f"this process has only {have}.", hint)
+    return devices[index]
+
+
+def default_devices() -> list[jax.Device]:
+    """Returns all local accelerators, or all local CPU devices if there are no accelerators."""
+    return list(jax.local_devices())
+
+
+def first_devices(count: int) -> tuple[jax.Device, ...]:
+    """Returns the first `count` local devices.
+
+    Raises:
+      DeviceError: this process has fewer devices, or `count` is less than 1.
+    """
+    found = default_devices()
+    if not 0 < count <= len(found):
+        platform = found[0].platform
+        raise DeviceError(
+            f"devices={count}",
+            f"this process has {', '.join(map(device_name, found))}.",
+            f"phalanx.set_virtual_cpu_devices({count}) before JAX starts"
+            if platform == "cpu" and len(found) < count < 1 << 16
+            else f"devices={len(found)}",
+        )
+    return tuple(found[:count])
+
+
+def _schedulable_cpus() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def require_one_platform(devices: Sequence[jax.Device]) -> None:
+    """Checks that all devices belong to one platform.
+
+    Raises:
+      DeviceError: the devices belong to several platforms.
+    """
+    platforms = sorted({d.platform for d in devices})
+    if len(platforms) > 1:
+        raise DeviceError(
+            f"devices={list(map(device_name, devices))}",
+            f"the devices belong to the platforms {' and '.join(platforms)}, but a program runs on one platform.",
+            f"devices={[device_name(d) for d in devices if d.platform == devices[0].platform]}",
+        )
+
+
+def require_threads(devices: Sequence[jax.Device]) -> None:
+    """Checks that XLA has enough threads for an all-reduce over several CPU devices.
+
+    Raises:
+      StartupError: XLA has fewer than two threads per device.
+    """
+    own = [d for d in devices if d.process_index == jax.process_index()]
+    if len(own) <= 1 or own[0].platform != "cpu":
+        return
+    needed = 2 * len(jax.local_devices(backend="cpu"))
+    text = os.environ.get("NPROC", "")
+    threads = int(text) if text.isdigit() else _schedulable_cpus()
+    if threads < needed:
+        raise StartupError(
+            f"a strategy over {len(devices)} CPU devices",
+            f"the XLA thread pool has {threads} threads; with fewer than {needed}, the first all-reduce deadlocks.",
+            f"phalanx.set_virtual_cpu_devices({needed // 2}) before JAX starts, or NPROC={needed} in the environment",
+        )

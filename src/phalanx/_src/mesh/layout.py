@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: rules that shard the dims of variables over mesh axes."""
+
+import difflib
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+from jax.sharding import PartitionSpec
+from typing_extensions import override
+
+from phalanx._src.typed_jax import partition_spec
+from phalanx.errors import InvalidArgumentError, arguments, shown
+
+REPLICA_AXIS = "replica"
+"""The mesh axis over which `Strategy.run` maps its replica function."""
+
+MODEL_AXIS = "model"
+"""The usual name of the mesh axis over which XLA partitions a replica."""
+
+Sizes = Mapping[str, int]
+"""The number of devices along each mesh axis."""
+
+_RULES = 'layout={".*dense.*kernel": (None, "model")}'
+
+
+class AbstractLayout(ABC):
+    """Shards variables over mesh axes. Every device holds a variable whole unless the layout shards it."""
+
+    @property
+    @abstractmethod
+    def axes(self) -> frozenset[str]:
+        """The mesh axes that the layout names."""
+
+    @abstractmethod
+    def spec(self, path: str, shape: tuple[int, ...], sizes: Sizes) -> PartitionSpec:
+        """Returns the mesh axes of each dim of a variable.
+
+        Args:
+          path: path of the variable.
+          shape: shape of the variable.
+          sizes: the number of devices along each mesh axis.
+
+        Raises:
+          InvalidArgumentError: the layout does not fit the shape of the variable.
+        """
+
+    @abstractmethod
+    def require_used(self) -> None:
+        """Checks that each rule of the layout has matched a variable. Called when all variables exist.
+
+        Raises:
+          InvalidArgumentError: a rule has not matched any variable.
+        """
+
+    @final
+    def require_axes(self, sizes: Sizes) -> None:
+        """Checks that a mesh has all axes of the layout.
+
+        Args:
+          sizes: the number of devices along each mesh axis.
+
+        Raises:
+          InvalidArgumentError: the layout names an axis that the mesh does not have.
+        """
+        for axis in sorted(self.axes - set(sizes)):
+            near = difflib.get_close_matches(axis, sizes, n=1)
+            names = ", ".join(f"{name!r} of {n}" for name, n in sizes.items())
+            raise InvalidArgumentError(
+                f"layout={self!r}",
+                f"the mesh has no axis {axis!r}; its axes are {names}.",
+                f'"{near[0]}"' if near else f'MirroredStrategy(model_axis=("{axis}", 2), layout=...)',
+            )
+
+
+LayoutLike: TypeAlias = AbstractLayout | Mapping[str, Any] | None
+"""The argument `layout` of a strategy: a layout, a mapping from patterns of paths to rules, or None."""
+
+
+@arguments.typed()
+@final
+@dataclass(frozen=True)
+class FullySharded(AbstractLayout):
+    """Shards every large variable over one mesh axis, along the first dim that the axis divides. See `fully_sharded`.
+
+    Args:
+      axis: name of the mesh axis.
+      min_size: the smallest number of elements for which a variable is sharded.
+
+    Raises:
+      InvalidArgumentError: `axis` is not a name, or `min_size` is not a positive integer.
+    """
+
+    axis: str = REPLICA_AXIS
+    min_size: int = 4096
+
+    def __post_init__(self) -> None:
+        arguments.integer("min_size", self.min_size, hint="fully_sharded(min_size=4096)")
+        if not self.axis:
+            raise InvalidArgumentError(
+                f"axis={self.axis!r}", "must be the name of a mesh axis.", 'fully_sharded("replica")'
+            )
+
+    @property
+    @override
+    def axes(self) -> frozenset[str]:
+        return frozenset({self.axis})
+
+    @override
+    def spec(self, path: str, shape: tuple[int, ...], sizes: Sizes) -> PartitionSpec:
+        count, elements = sizes[self.axis], math.prod(shape)
+        dim = next((i for i, n in enumerate(shape) if n and n % count == 0), None)
+        if count == 1 or elements < self.min_size or dim is None:
+            return partition_spec()
+        return partition_spec(*(None,) * dim, self.axis)
+
+    @override
+    def require_used(self) -> None:
+        """Does nothing: a model may have only small variables, which are not sharded."""
+
+
+def fully_sharded(axis: str = REPLICA_AXIS, min_size: int = 4096) -> FullySharded:
+    """Returns a layout that shards every large variable and its optimizer slots over one axis.
+
+    May be called in any context. With the axis "replica", each replica holds and updates one shard of the variables and
+    slots. A step all-gathers the variables and reduce-scatters the gradients.
+
+    Args:
+      axis: "replica", or the name of the model axis of a strategy.
+      min_size: the smallest number of elements for which a variable is sharded. A variable without a dim that the axis
+        divides is not sharded either.
+
+    Returns:
+      A layout for the argument `layout` of a strategy.
+
+    Raises:
+      InvalidArgumentError: `axis` is not a name, or `min_size` is not a positive integer.
+
+    Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+
+    Example:
+      >>> import keras, phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"], layout=phalanx.fully_sharded())
+      >>> with strategy.scope():
+      ...     v = keras.Variable(keras.ops.zeros((64, 64)))
+      >>> v.value.addressable_shards[0].data.shape
+      (32, 64)
+    """
+    return FullySharded(axis, min_size)
+
+
+@final
+class PathRules(AbstractLayout):
+    """Shards each variable by the rule whose pattern matches its path, like `keras.distribution.LayoutMap`.
+
+    Args:
+      rules: a dict from a pattern, which must match the whole path, to a tuple with one axis or None per dim.
+
+    Raises:
+      InvalidArgumentError: a rule does not name axes.
+    """
+
+    def __init__(self, rules: Mapping[str, Any]) -> None:
+        self._rules = {pattern: _axes(pattern, rule) for pattern, rule in rules.items()}
+        self._unused, self._seen = set(self._rules), set[str]()
+
+    @property
+    @override
+    def axes(self) -> frozenset[str]:
+        return frozenset(name for rule in self._rules.values() for dim in rule for name in dim)
+
+    @override
+    def spec(self, path: str, shape: tuple[int, ...], sizes: Sizes) -> PartitionSpec:
+        self._seen.add(path)
+        patterns = [path] if path in self._rules else [p for p in self._rules if re.fullmatch(p, path)]
+        if len(patterns) > 1:
+            raise InvalidArgumentError(
+                f"layout={self!r}",
+                f"variable {path!r} matches several patterns: {patterns}.",
+                "change the patterns so that only one matches each variable",
+            )
+        self._unused.difference_update(patterns)
+        rule = self._rules[patterns[0]] if patterns else ()
+        self._require_fit(path, shape, rule, sizes)
+        while rule and not rule[-1]:
+            rule = rule[:-1]
+        return partition_spec(*(None if not names else names[0] if len(names) == 1 else names for names in rule))
+
+    @override
+    def require_used(self) -> None:
+        for pattern in sorted(self._unused):
+            words = re.sub(r"[^\w/]+", "", pattern)
+            near = difflib.get_close_matches(words, sorted(self._seen), n=1, cutoff=0.0)
+            raise InvalidArgumentError(
+                f"the rule {shown(pattern)} of a layout",
+                "the pattern matches no variable; it must match the whole path, and the nearest path is "
+                f"{near[0] if near else ''!r}.",
+                # The hint replaces the first part of the path by ".*", because Keras numbers models: the name of the
+                # next model of this class is different.
+                f'layout={{"{re.sub("^[^/]*/", ".*/", near[0])}": {self._shown(pattern)}}}'
+                if near
+                else "remove the rule",
+            )
+
+    def _require_fit(self, path: str, shape: tuple[int, ...], rule: Sequence[tuple[str, ...]], sizes: Sizes) -> None:
+        if len(rule) > len(shape):
+            raise InvalidArgumentError(
+                f"the rule for variable {path!r} {shape} of a layout",
+                f"the rule has {len(rule)} dims, but the variable has {len(shape)}.",
+                f"one axis or None for each of the {len(shape)} dims",
+            )
+        for dim, names in enumerate(rule):
+            if shape[dim] % (count := math.prod(sizes[name] for name in names)):
+                raise InvalidArgumentError(
+                    f"the rule for variable {path!r} {shape} of a layout",
+                    f"the {count} devices of {' x '.join(names)} do not divide dim {dim}, which has size {shape[dim]}.",
+                    f"None for dim {dim}, or a size of the dim that {count} divides",
+                )
+
+    def _shown(self, pattern: str) -> tuple[Any, ...]:
+        return tuple(None if not names else names[0] if len(names) == 1 else names for names in self._rules[pattern])
+
+    def __repr__(self) -> str:
+        return f"{{{', '.join(f'{p!r}: {self._shown(p)}' for p in self._rules)}}}"
+
+
+def layout_of(layout: LayoutLike) -> AbstractLayout | None:
+    """Converts the argument `layout` of a strategy to a layout.
+
+    Raises:
+      InvalidArgumentError: `layout` is not None, a layout or a mapping.
+    """
+    if layout is None or isinstance(layout, AbstractLayout):
+        return layout
+    if not isinstance(layout, Mapping):
+        raise InvalidArgumentError(
+            f"layout={shown(layout)}",
+            "must be a keras.distribution.LayoutMap, a dict, or fully_sharded().",
+            "layout=phalanx.fully_sharded()" if layout is fully_sharded else _RULES,
+        )
+    return PathRules(layout)
+
+
+def _axes(pattern: str, rule: object) -> tuple[tuple[str, ...], ...]:
+    """Returns the axes of each dim. A rule is a tuple, or a Keras `TensorLayout`, whose mesh is ignored.
+
+    Raises:
+      InvalidArgumentError: `pattern` is not a regular expression, or `rule` does not name axes.
+    """
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as e:
+        raise InvalidArgumentError(
+            f"the pattern {shown(pattern)} of a layout", f"is not a regular expression: {e}.", _RULES
+        ) from e
+    given: Any = getattr(rule, "axes", rule)
+    dims = (
+        [() if d is None else (d,) if isinstance(d, str) else d for d in given] if isinstance(given, tuple) else [given]
+    )
+    names = [name for d in dims for name in (d if isinstance(d, tuple) else (None,))]
+    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise InvalidArgumentError(
+            f"the rule {shown(pattern)}: {shown(rule)}",
+            "must have one axis or None per dim, and must not repeat an axis.",
+            _RULES,
+        )
+    return tuple(dims)

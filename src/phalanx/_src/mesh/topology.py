@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mesh that maps replicas to devices, and the placement of values on it."""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, final
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.typing import ArrayLike
+from typing_extensions import override
+
+from phalanx._src.cluster.watch import membership, watch
+from phalanx._src.mesh.devices import (
+    default_devices,
+    device_name,
+    first_devices,
+    parse_device,
+    require_one_platform,
+    require_threads,
+)
+from phalanx._src.mesh.layout import REPLICA_AXIS, AbstractLayout
+from phalanx._src.mesh.shares import Shares
+from phalanx._src.runtime.dispatch import Turn, process_dispatching
+from phalanx._src.runtime.memory import keep_freed_memory
+from phalanx._src.typed_jax import partition_spec
+from phalanx.errors import DeviceError, InvalidArgumentError, arguments, shown
+from phalanx.typing import PyTree
+
+_MODEL_AXIS = 'model_axis=("model", 2)'
+
+
+def axes_of(model_axis: tuple[str, int] | None) -> tuple[tuple[str, int], ...]:
+    """Converts the argument `model_axis` of a strategy to mesh axes.
+
+    Raises:
+      InvalidArgumentError: `model_axis` is not a pair.
+    """
+    if model_axis is None:
+        return ()
+    is_pair = isinstance(model_axis, (tuple, list)) and len(model_axis) == 2
+    if not is_pair or isinstance(model_axis[0], (list, tuple)) or isinstance(model_axis[1], (list, tuple)):
+        raise InvalidArgumentError(
+            f"model_axis={shown(model_axis)}", "must be a pair of a name and a size.", _MODEL_AXIS
+        )
+    return ((model_axis[0], model_axis[1]),)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Maps replicas to devices and places values on them.
+
+    Args:
+      devices: the devices of the first replica, then those of the second replica, and so on.
+      axes: names and sizes of the mesh axes over which XLA partitions a replica. Empty if a replica has one device.
+      layout: the layout that shards variables over mesh axes. None if every device holds all variables whole.
+      source: index of the worker from which the others take the values of variables that are not on these devices yet.
+      shares: the replicas' shares of a global batch.
+
+    Raises:
+      DeviceError: there is no device, a device is listed twice, the devices belong to several platforms, or a replica
+        spans several processes.
+      InvalidArgumentError: an axis is invalid, the axes do not divide the number of devices, the mesh lacks an axis of
+        the layout, or a layout is used with several processes.
+      StartupError: XLA has fewer threads than several CPU devices need.
+
+    Example:
+      >>> Topology.of(["cpu:0", "cpu:1"], axes=(("model", 2),)).num_replicas
+      1
+    """
+
+    devices: tuple[jax.Device, ...]
+    axes: tuple[tuple[str, int], ...] = ()
+    layout: AbstractLayout | None = None
+    source: int = 0
+    shares: Shares = field(default_factory=Shares, compare=False, repr=False)
+    has_devices: ClassVar[bool] = True
+    """Whether the topology places values on its own devices."""
+    mesh: Mesh = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        names = [device_name(d) for d in self.devices]
+        if not names:
+            raise DeviceError("devices=[]", "a strategy needs at least one device.", 'devices=["cpu:0"]')
+        if len(set(names)) != len(names):
+            twice = next(n for n in names if names.count(n) > 1)
+            raise DeviceError(
+                f"devices={names}",
+                f"{twice} is listed twice, but each replica needs its own device.",
+                f"devices={sorted(set(names))}",
+            )
+        require_one_platform(self.devices)
+        _require_axes(self.axes, len(names))
+        self._require_one_process()
+        require_threads(self.devices)
+        if self.devices[0].platform == "cpu":
+            keep_freed_memory()
+        axis_names, sizes = (REPLICA_AXIS, *(n for n, _ in self.axes)), (self.num_replicas, *(n for _, n in self.axes))
+        # `shard_map` in `run` handles the replica axis manually. XLA partitions the program over the other axes.
+        mesh = Mesh(np.array(self.devices).reshape(sizes), axis_names, axis_types=(AxisType.Auto,) * len(sizes))
+        object.__setattr__(self, "mesh", mesh)
+        if self.layout is not None:
+            self.layout.require_axes(dict(mesh.shape))
+            self._require_readable()
+
+    @classmethod
+    def of(
+        cls,
+        devices: Sequence[str | jax.Device] | int | None,
+        *,
+        axes: tuple[tuple[str, int], ...] = (),
+        layout: AbstractLayout | None = None,
+    ) -> "Topology":
+        """Returns a topology over the given devices.
+
+        Args:
+          devices: a list of devices or names, or a number of local devices. None takes all local devices.
+          axes: see `Topology`.
+          layout: see `Topology`.
+
+        Raises:
+          DeviceError: `devices` is neither a list nor a number, or a device does not exist.
+        """
+        if devices is None:
+            return cls(tuple(default_devices()), axes, layout)
+        if arguments.is_integer(devices):
+            return cls(first_devices(devices), axes, layout)
+        if not isinstance(devices, (list, tuple)):
+            hint = 'devices=["cpu:0", "cpu:1"]'
+            if isinstance(devices, str) and devices.isdecimal():
+                hint = f"devices={devices}"
+            elif isinstance(devices, (str, jax.Device)):
+                hint = f"devices=[{shown(devices)}, ...], one list with all devices"
+            raise DeviceError(f"devices={shown(devices)}", "must be a list of devices or a number of devices.", hint)
+        return cls(tuple(map(parse_device, devices)), axes, layout)
+
+    @cached_property
+    def num_replicas(self) -> int:
+        """The number of replicas."""
+        return len(self.devices) // self.devices_per_replica
+
+    @cached_property
+    def devices_per_replica(self) -> int:
+        """The number of logical devices per replica."""
+        return math.prod(n for _, n in self.axes)
+
+    @cached_property
+    def is_single(self) -> bool:
+        """Whether there is only one device."""
+        return len(self.devices) == 1
+
+    @property
+    def first_devices(self) -> tuple[jax.Device, ...]:
+        """The first device of each replica, in replica order."""
+        return self.devices[:: self.devices_per_replica]
+
+    def devices_of(self, replica: int) -> tuple[jax.Device, ...]:
+        """Returns the logical devices of a replica."""
+        count = self.devices_per_replica
+        return self.devices[replica * count : (replica + 1) * count]
+
+    @cached_property
+    def workers(self) -> tuple[int, ...]:
+        """The indices of the processes that run replicas, ascending."""
+        return tuple(sorted({d.process_index for d in self.devices}))
+
+    @cached_property
+    def num_workers(self) -> int:
+        """The number of processes that run replicas."""
+        return len(self.workers)
+
+    @cached_property
+    def worker_index(self) -> int:
+        """The index of this process among the processes that run replicas."""
+        return self.workers.index(jax.process_index())
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes the files of all workers. One that waits to join running workers does not."""
+        return self.worker_index == 0 and not membership.is_late()
+
+    @cached_property
+    def local_devices(self) -> tuple[jax.Device, ...]:
+        """The first device of each replica of this process, in replica order."""
+        return tuple(d for d in self.first_devices if d.process_index == self.workers[self.worker_index])
+
+    @cached_property
+    def local_names(self) -> tuple[str, ...]:
+        """The names of `local_devices`, as `parse_device` of this process reads them."""
+        own = jax.local_devices(backend=self.devices[0].platform)
+        # With several processes, the id of a device is global, but `parse_device` needs its index in this process.
+        return tuple(f"{device_name(d).partition(':')[0]}:{own.index(d)}" for d in self.local_devices)
+
+    @cached_property
+    def local_replicas(self) -> range:
+        """The indices of the replicas of this process."""
+        first = self.first_devices.index(self.local_devices[0])
+        return range(first, first + len(self.local_devices))
+
+    def dispatching(self, *, is_step: bool) -> AbstractContextManager[Any]:
+        """Returns the context manager to hold while a program on these devices is dispatched.
+
+        Args:
+          is_step: whether the program is a training step, whose number the watch reports.
+
+        Raises:
+          PeerLostError: another process died, before or during the dispatch.
+        """
+        own = None if self.num_workers == 1 else watch.own()
+        if own is None:
+            return process_dispatching()
+        return Turn(own, is_step)
+
+    def default_device(self) -> AbstractContextManager[Any]:
+        """Returns a context manager that runs JAX operations on the first device."""
+        device: AbstractContextManager[Any] = jax.default_device(self.devices[0])
+        return device
+
+    def put_per_replica(self, local: list[Any]) -> list[jax.Array]:
+        """Shards arrays `(local_replicas, ...)` over the replicas. May be called in a background thread.
+
+        Returns:
+          The global arrays `(num_replicas, ...)`.
+        """
+        return list(map(self._spread_from_here, local))
+
+    def _spread_from_here(self, local: jax.Array | np.ndarray) -> jax.Array:
+        if self.num_workers == 1 and isinstance(local, jax.Array):
+            placed: jax.Array = jax.device_put(local, self.per_replica)
+            return placed
+        first = self.local_replicas.start
+
+        def own(index: Any) -> jax.Array | np.ndarray:
+            start, stop, _ = index[0].indices(self.num_replicas)
+            return local[start - first : stop - first]
+
+        # Takes half the time of device_put and of make_array_from_process_local_data, which derive what is known here.
+        return jax.make_array_from_callback((self.num_replicas, *local.shape[1:]), self.per_replica, own)
+
+    def put_replicated(self, tree: PyTree) -> PyTree:
+        """Replicates a pytree of arrays on all devices. All processes must pass the same values."""
+        if self.num_workers == 1:
+            return jax.device_put(tree, self.replicated)
+        return jax.tree.map(self._put_on_local_devices, tree)
+
+    def take_back(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Replicates arrays, which other devices hold whole, on these devices. Reuses copies that are already here."""
+        at_home = set(self.devices)
+        nearest = [min(x.addressable_shards, key=lambda s: s.device not in at_home).data for x in values]
+        taken: list[jax.Array] = jax.device_put(nearest, self.replicated)
+        return taken
+
+    def _put_on_local_devices(self, value: ArrayLike) -> jax.Array:
+        # `device_put` would communicate with the other processes, to compare the values.
+        if isinstance(value, jax.Array) and value.sharding == self.replicated:
+            return value
+        parts = [jax.device_put(value, device) for i in self.local_replicas for device in self.devices_of(i)]
+        return jax.make_array_from_single_device_arrays(np.shape(value), self.replicated, parts)
+
+    def from_chief(self, values: list[Any]) -> list[Any]:
+        """Broadcasts arrays from the first worker to all workers. All workers must call it, in their main threads."""
+        return self._broadcast(values, 0)
+
+    def from_source(self, values: list[Any]) -> list[Any]:
+        """Broadcasts the values of variables from the worker `source`. All workers must call it, in their main threads."""
+        return self._broadcast(values, self.source)
+
+    def _broadcast(self, values: list[Any], worker: int) -> list[Any]:
+        # Not `multihost_utils.broadcast_one_to_all`: JAX 0.10.2 keeps the mesh that it sets, and with it the devices of a
+        # group that this process has left.
+        if self.num_workers == 1:
+            return list(map(np.asarray, values))
+        rows = []
+        for value in map(np.asarray, values):
+            own = np.zeros((len(self.local_replicas), *value.shape), value.dtype)
+            if self.worker_index == worker:
+                own[0] = value
+            rows.append(own)
+        with self.dispatching(is_step=False):
+            sums = jax.jit(_sums_of_rows, out_shardings=self.replicated)(self.put_per_replica(rows))
+            return list(map(np.asarray, sums))
+
+    def join_per_replica(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """Joins one array per local replica into an array `(num_replicas, ...)`. Copies arrays only if necessary."""
+        own = zip(parts, self.local_replicas, strict=True)
+        placed = [jax.device_put(x, d)[None] for x, i in own for d in self.devices_of(i)]
+        return jax.make_array_from_single_device_arrays((self.num_replicas, *parts[0].shape), self.per_replica, placed)
+
+    def exchange(self, values: np.ndarray) -> np.ndarray:
+        """All-gathers an array over the workers. All workers must call it, in their main threads, with equal shapes.
+
+        Returns:
+          The arrays of all workers, `(num_workers, ...)`.
+        """
+        if self.num_workers == 1:
+            return values[None]
+        with self.dispatching(is_step=False):
+            return np.asarray(multihost_utils.process_allgather(values))
+
+    def whole(self, array: jax.Array) -> np.ndarray:
+        """Returns an array that is divided over the workers. All workers must call it, in their main threads."""
+        with self.dispatching(is_step=False):
+            return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+    @cached_property
+    def replicated(self) -> NamedSharding:
+        """The sharding of a value that every replica holds whole."""
+        return NamedSharding(self.mesh, partition_spec())
+
+    @property
+    def of_new_variables(self) -> "Topology | None":
+        """The topology on which new variables are placed when they are created.
+
+        None with several processes: variables are then placed when a program first needs them, with the values of the
+          chief.
+        """
+        return self if self.num_workers == 1 else None
+
+    def sharding_of(self, path: str, shape: Sequence[int]) -> NamedSharding:
+        """Returns the sharding of a variable.
+
+        Args:
+          path: path of the variable.
+          shape: shape of the variable.
+        """
+        if self.layout is None:
+            return self.replicated
+        spec = self.layout.spec(path, tuple(shape), dict(self.mesh.shape))
+        return self.replicated if spec == partition_spec() else NamedSharding(self.mesh, spec)
+
+    @property
+    def divides_over_replicas(self) -> bool:
+        """Whether variables are sharded over the replicas."""
+        return self.layout is not None and REPLICA_AXIS in self.layout.axes and self.num_replicas > 1
+
+    def divided_dim(self, path: str, shape: Sequence[int]) -> int | None:
+        """Returns the dim along which a variable is sharded over the replicas, or None."""
+        if not self.divides_over_replicas:
+            return None
+        spec = self.sharding_of(path, shape).spec
+        dims = (names if isinstance(names, tuple) else (names,) for names in spec)
+        return next((dim for dim, names in enumerate(dims) if REPLICA_AXIS in names), None)
+
+    def put_variable(self, value: ArrayLike, path: str) -> jax.Array:
+        """Places the value of a variable on the devices, with the sharding of the variable."""
+        if self.layout is None:
+            placed: jax.Array = self.put_replicated(value)
+        else:
+            placed = jax.device_put(value, self.sharding_of(path, np.shape(value)))
+        return placed
+
+    @cached_property
+    def per_replica(self) -> NamedSharding:
+        """The sharding of an array whose leading dim is the replica."""
+        return NamedSharding(self.mesh, partition_spec(REPLICA_AXIS))
+
+    def _require_one_process(self) -> None:
+        for i in range(self.num_replicas):
+            processes = sorted({d.process_index for d in self.devices_of(i)})
+            if len(processes) > 1:
+                raise DeviceError(
+                    f"replica {i} on {list(map(device_name, self.devices_of(i)))}",
+                    f"its devices belong to the processes {processes}, but a replica must belong to one process.",
+                    "use fewer logical devices per replica",
+                )
+
+    def _require_readable(self) -> None:
+        if self.num_workers > 1:
+            raise InvalidArgumentError(
+                f"layout={self.layout!r} on {self.num_workers} processes",
+                "a process can read only the shards on its own devices.",
+                "use a layout in one process, or no layout with several processes",
+            )
+
+
+def _sums_of_rows(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [x.sum(0, dtype=x.dtype) for x in arrays]
+
+
+@final
+class AbsentTopology(Topology):
+    """A topology of devices that need not exist, for programs that are compiled and do not run here."""
+
+    @override
+    def _require_readable(self) -> None:
+        """Does nothing, because nothing is read."""
+
+
+@final
+class Nowhere(Topology):
+    """The topology of the default strategy: one replica without devices of its own. Values stay where they are."""
+
+    has_devices: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        # A null object. It skips the constructor of `Topology`, which needs devices and derives everything from them.
+        vars(self).update(
+            devices=(),
+            axes=(),
+            layout=None,
+            source=0,
+            shares=Shares(),
+            num_replicas=1,
+            is_single=True,
+            num_workers=1,
+            worker_index=0,
+            local_devices=(),
+            local_replicas=range(1),
+        )
+
+    @override
+    def default_device(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @override
+    def put_replicated(self, tree: PyTree) -> PyTree:
+        return tree
+
+    @override
+    def put_variable(self, value: ArrayLike, path: str) -> PyTree:
+        return value
+
+
+NOWHERE = Nowhere()
+"""The only instance, because topologies of variables are compared by identity."""
+
+
+def _require_axes(axes: Sequence[tuple[str, int]], num_devices: int) -> None:
+    if not all(isinstance(name, str) and name for name, _ in axes):
+        raise InvalidArgumentError(f"axes={shown(axes)}", "names of axes must be strings.", _MODEL_AXIS)
+    names, sizes = [name for name, _ in axes], [size for _, size in axes]
+    if len({REPLICA_AXIS, *names}) <= len(names):
+        raise InvalidArgumentError(
+            f"axes={shown(axes)}", f"names of axes must be unique, and {REPLICA_AXIS!r} is reserved.", _MODEL_AXIS
+        )
+    if not all(arguments.is_integer(n, least=1) for n in sizes):
+        raise InvalidArgumentError(f"axes={shown(axes)}", "sizes of axes must be positive integers.", _MODEL_AXIS)
+    if num_devices % math.prod(sizes):
+        raise InvalidArgumentError(
+            f"axes={shown(axes)}",
+            f"{num_devices} devices cannot be divided into replicas of {math.prod(sizes)} devices.",
+            f"a size that divides {num_devices}",
+        )

@@ -1,0 +1,479 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributed values: values that differ between replicas, or that are known to be equal. All are pytrees."""
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from numpy.typing import DTypeLike
+from typing_extensions import override
+
+from phalanx._src.typed_jax import shape_dtype
+from phalanx.errors import ContextError, InvalidArgumentError
+from phalanx.typing import PyTree
+
+
+@dataclass(frozen=True, eq=False)
+class RowMask:
+    """The padding mask of a batch. Masks are compared by identity, because the leaves of a batch share one mask.
+
+    Args:
+      mask: bool array (num_replicas, per_replica_batch), or (num_replicas, steps, per_replica_batch) for several steps.
+        True for real rows.
+      count: number of real rows in the global batch: a scalar, or an array (steps,) for several steps.
+      each: number of rows of a value per row of the batch.
+      sizes: if replicas have unequal shares, the numbers of rows of a full batch that some have, except for the largest, in ascending
+        order.
+    """
+
+    mask: jax.Array
+    count: Any
+    each: int = 1
+    sizes: tuple[int, ...] = ()
+
+    def repeated(self, each: int) -> "RowMask":
+        """Returns the mask of values that have `each` rows per row of this mask."""
+        if each == 1:
+            return self
+        if each not in self._repeated:
+            self._repeated[each] = RowMask(jnp.repeat(self.mask, each, axis=-1), self.count * each, each)
+        return self._repeated[each]
+
+    @cached_property
+    def _repeated(self) -> "dict[int, RowMask]":
+        return {}
+
+    @staticmethod
+    def stacked(masks: "Sequence[RowMask]") -> "RowMask":
+        """Returns the masks of several steps as one."""
+        return RowMask(jnp.stack([m.mask for m in masks], axis=1), jnp.stack([m.count for m in masks]))
+
+    @property
+    def row_dim(self) -> int:
+        """The dim of a component that holds the rows: 1 if dim 0 holds the steps, else 0."""
+        return len(self.mask.shape) - 2
+
+    @property
+    def has_rows(self) -> jax.Array:
+        """Whether this replica has a real row. Only inside a replica function, as a traced bool."""
+        return self.mask.any()
+
+    @cached_property
+    def per_replica_counts(self) -> np.ndarray:
+        """The number of real rows of each local replica, an int array (local_replicas,). Real rows come first."""
+        if isinstance(self.mask, jax.core.Tracer):
+            raise ContextError(
+                "the real rows of a padded batch in phalanx.function",
+                "their number is unknown while the program is traced.",
+                "strategy.run(fn, args=(batch,)), or strategy.reduce(op, value, axis=0)",
+            )
+        # Uses NumPy, because a jax.numpy call would become part of a program that is being traced.
+        return np.array([int(m.sum()) for shard in _local_shards(self.mask) for m in np.asarray(shard)])
+
+
+class _ActsAsArray:
+    """Forwards operators, conversions and methods to the array that `__jax_array__` returns, or raises its error."""
+
+    __slots__ = ()
+
+    # NumPy then leaves `array + self` to this class, as it does for JAX arrays.
+    __array_priority__ = 100
+    # By identity, although `==` compares element by element, so that a distributed value can be a dict key.
+    __hash__ = object.__hash__
+
+    def __jax_array__(self) -> jax.Array:
+        raise NotImplementedError
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.__jax_array__(), dtype=dtype, copy=copy)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OF_ARRAYS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(self.__jax_array__(), name)
+
+    def numpy(self) -> np.ndarray:
+        """Returns the array as a NumPy array, like `numpy` of a TensorFlow tensor."""
+        return np.asarray(self)
+
+    def __eq__(self, other: object) -> Any:
+        return self.__jax_array__() == other
+
+    def __ne__(self, other: object) -> Any:
+        return self.__jax_array__() != other
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.__jax_array__())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.__jax_array__(), spec) if spec else str(self)
+
+
+# Names of array methods. `jax.Array` lacks those in the second set, which only concrete arrays have.
+_OF_ARRAYS = {name for name in dir(jax.Array) if not name.startswith("_")} | {
+    "block_until_ready",
+    "devices",
+    "is_deleted",
+    "is_ready",
+    "tolist",
+}
+
+
+def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: function(self.__jax_array__(), *others)
+
+
+def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: function(other, self.__jax_array__())
+
+
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and_ or_ xor lshift rshift"
+for _name in _BINARY.split():
+    _function = divmod if _name == "divmod" else getattr(operator, _name)
+    setattr(_ActsAsArray, f"__{_name.rstrip('_')}__", _forward(_function))
+    setattr(_ActsAsArray, f"__r{_name.rstrip('_')}__", _reflected(_function))
+for _name in ("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "index", "getitem", "contains"):
+    setattr(_ActsAsArray, f"__{_name}__", _forward(getattr(operator, _name)))
+for _function in (int, float, complex, bool, len, round):
+    setattr(_ActsAsArray, f"__{_function.__name__}__", _forward(_function))
+
+
+class DistributedValues(_ActsAsArray):
+    """A value with one component per replica: `PerReplica` or `Mirrored`. May be created in any context.
+
+    With one replica, or if all components are equal, it acts as an array in operators, methods and `jnp` functions.
+    Otherwise all of these raise ContextError.
+
+    Source: tf.distribute.DistributedValues.
+
+    Example:
+      >>> import phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> value = strategy.run(lambda: phalanx.get_replica_context().replica_id_in_sync_group)
+      >>> isinstance(value, phalanx.DistributedValues), len(value.values)
+      (True, 2)
+    """
+
+    if TYPE_CHECKING:  # The loops above define these methods at run time.
+
+        def __add__(self, other: object) -> jax.Array: ...
+        def __sub__(self, other: object) -> jax.Array: ...
+        def __mul__(self, other: object) -> jax.Array: ...
+        def __truediv__(self, other: object) -> jax.Array: ...
+        def __getitem__(self, index: object) -> jax.Array: ...
+        def __len__(self) -> int: ...
+        def __float__(self) -> float: ...
+        def __int__(self) -> int: ...
+
+    __slots__ = ()
+
+    differs: ClassVar[bool] = True
+    """Whether the components may differ."""
+
+    rows: RowMask | None = None
+    """The padding mask of the components. None if they do not belong to a padded batch."""
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components of this process's replicas, in replica order."""
+        raise NotImplementedError
+
+    @property
+    def spec(self) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of one component."""
+        raise NotImplementedError
+
+    def stacked(self, others: Sequence[Any]) -> "DistributedValues":
+        """Returns this value and the values of later steps as one value, stacked like the results of `run_steps`."""
+        raise NotImplementedError
+
+    def first_steps(self, count: int) -> "DistributedValues":
+        """Returns the first `count` steps of a stacked value."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        lines = "".join(f"  {i}: {v!r},\n" for i, v in enumerate(self.values))
+        return f"{type(self).__name__}:{{\n{lines}}}"
+
+
+AS_ARRAY = "a PerReplica used as an array"
+"""The first part of the error message for a value with several components."""
+
+
+@final
+class PerReplica(DistributedValues):
+    """A value with one component per replica. The components may differ. May be created in any context.
+
+    `Strategy.run`, distributed datasets and `experimental_distribute_values_from_function` return it. `Strategy.run`,
+    `reduce`, `gather` and `experimental_local_results` accept it. With one replica it acts as the array of that
+    replica. With several replicas, using it as an array outside a replica function raises ContextError.
+
+    Args:
+      data: a global array `(num_replicas, ...)`, or a tuple with one Python object per replica.
+      rows: the padding mask of the value. None if it is not padded.
+      batch: the padding mask of the batch from which the value was computed.
+
+    Example:
+      >>> import phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> strategy.run(lambda: phalanx.get_replica_context().replica_id_in_sync_group + 1).values
+      (Array(1, dtype=int32), Array(2, dtype=int32))
+    """
+
+    __slots__ = ("batch", "data", "rows")
+
+    def __init__(self, data: PyTree, rows: RowMask | None = None, batch: RowMask | None = None) -> None:
+        self.data, self.rows, self.batch = data, rows, batch or rows
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components of this process's replicas, without padded rows."""
+        if isinstance(self.data, tuple):
+            return self.data
+        if isinstance(self.data, jax.core.Tracer):
+            parts = [self.data[i] for i in range(self.data.shape[0])]
+        else:
+            parts = _local_components(self.data)
+        if self.rows is None or self.rows.row_dim:
+            return tuple(parts)
+        return tuple(p[:n] for p, n in zip(parts, self.rows.per_replica_counts, strict=True))
+
+    def __jax_array__(self) -> jax.Array:
+        if len(self.data) > 1:
+            raise ContextError(
+                AS_ARRAY,
+                "outside a replica function it has one component per replica, not a single value.",
+                'float(strategy.reduce("SUM", value, axis=None)), np.asarray(strategy.gather(value, axis=0)), or '
+                "strategy.experimental_local_results(value)",
+            )
+        value: jax.Array = self.values[0]
+        return value
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the component, if there is only one replica."""
+        return np.shape(self.__jax_array__())
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the components."""
+        dtype: np.dtype = self.data.dtype
+        return dtype
+
+    @property
+    @override
+    def spec(self) -> jax.ShapeDtypeStruct:
+        return shape_dtype(self.data.shape[1:], self.data.dtype)
+
+    @override
+    def stacked(self, others: Sequence["PerReplica"]) -> "PerReplica":
+        steps = [self, *others]
+        batch = self.batch and RowMask.stacked([s.batch for s in steps if s.batch])
+        return PerReplica(jnp.stack([s.data for s in steps], axis=1), batch if self.rows else None, batch)
+
+    @override
+    def first_steps(self, count: int) -> "PerReplica":
+        batch = self.batch and RowMask(self.batch.mask[:, :count], self.batch.count[:count])
+        return PerReplica(self.data[:, :count], batch if self.rows else None, batch)
+
+
+@final
+class Mirrored(DistributedValues):
+    """A value that is equal on all replicas. May be created in any context.
+
+    A replica function that returns `Mirrored(tree)` states that all replicas computed the same tree. `Strategy.run`
+    then returns one `Mirrored` instead of one `PerReplica` per leaf. As an argument of `Strategy.run` it is unwrapped.
+
+    Args:
+      value: a pytree of arrays.
+
+    Example:
+      >>> import jax, phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> strategy.run(lambda: phalanx.Mirrored({"w": jax.numpy.float32(1)})).value
+      {'w': Array(1., dtype=float32)}
+    """
+
+    __slots__ = ("value",)
+
+    differs = False
+
+    def __init__(self, value: PyTree) -> None:
+        self.value = value
+
+    @property
+    @override
+    def spec(self) -> jax.ShapeDtypeStruct:
+        return shape_dtype(np.shape(self.value), self.value.dtype)
+
+    @override
+    def stacked(self, others: Sequence["Mirrored"]) -> "Mirrored":
+        return Mirrored(jax.tree.map(lambda *xs: jnp.stack(xs), self.value, *(o.value for o in others)))
+
+    @override
+    def first_steps(self, count: int) -> "Mirrored":
+        return Mirrored(jax.tree.map(lambda x: x[:count], self.value))
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The equal components of this process's replicas."""
+        leaves, tree = flatten(self.value)
+        parts = [_copies(leaf) for leaf in leaves]
+        return tuple(tree.unflatten(p) for p in zip(*parts, strict=True)) if parts else (self.value,)
+
+    def __jax_array__(self) -> jax.Array:
+        if not jax.tree_util.all_leaves([self.value]):
+            raise ContextError(
+                f"a Mirrored {type(self.value).__name__} used as an array",
+                "it is a pytree of values, not an array.",
+                "mirrored.value, which is the pytree",
+            )
+        return jnp.asarray(self.value)
+
+
+@final
+class ReplicaLocal(DistributedValues):
+    """A value inside `merge_call`. Each replica of the running program holds its own component.
+
+    Args:
+      value: the component of this replica, a traced array.
+      rows: the padding mask of the component, `(per_replica_batch,)`. None if it does not belong to a padded batch.
+    """
+
+    __slots__ = ("rows", "value")
+
+    def __init__(self, value: PyTree, rows: RowMask | None = None) -> None:
+        self.value, self.rows = value, rows
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Not available: each replica sees only its own component inside `merge_call`."""
+        raise ContextError(
+            "the components of a value inside merge_call",
+            "each replica sees only its own component there.",
+            "strategy.reduce(op, value, axis=None), "
+            "or get_replica_context().all_gather(value, axis=0) before merge_call",
+        )
+
+    def __jax_array__(self) -> jax.Array:
+        raise ContextError(
+            "a value inside merge_call used as an array",
+            "each replica holds its own component of it.",
+            "strategy.reduce(op, value, axis=None), or strategy.extended.reduce_to(op, value, variable)",
+        )
+
+    def __repr__(self) -> str:
+        return f"ReplicaLocal({self.value!r})"
+
+
+def check_size(value: PerReplica, num_replicas: int) -> None:
+    """Checks that a value has one component per replica of a strategy.
+
+    Raises:
+      InvalidArgumentError: the number of components differs from `num_replicas`.
+    """
+    size = len(value.data)
+    if size != num_replicas:
+        raise InvalidArgumentError(
+            f"a PerReplica of {size} components",
+            f"the strategy that uses it has {num_replicas} replicas.",
+            "create the value with the strategy that uses it",
+        )
+
+
+is_distributed: Callable[[object], bool] = DistributedValues.__instancecheck__
+"""Returns whether a value is distributed. Not written in Python: each step calls it on every node of its arguments."""
+
+
+def differs(value: object) -> bool:
+    """Returns whether a value has components that may differ between replicas."""
+    return isinstance(value, DistributedValues) and value.differs
+
+
+def is_equal_everywhere(value: object) -> TypeGuard["Mirrored"]:
+    """Returns whether a value is distributed and equal on all replicas."""
+    return isinstance(value, DistributedValues) and not value.differs
+
+
+def unwrapped(value: PyTree) -> PyTree:
+    """Returns the content of a `Mirrored`, and other values unchanged."""
+    return value.value if is_equal_everywhere(value) else value
+
+
+def spec_of(leaf: DistributedValues | jax.Array | np.ndarray) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of the component of one replica."""
+    return leaf.spec if isinstance(leaf, DistributedValues) else shape_dtype(np.shape(leaf), leaf.dtype)
+
+
+def stacked(first: DistributedValues | jax.Array, *others: Any) -> PyTree:
+    """Stacks the results of several steps, like `run_steps`."""
+    return first.stacked(others) if isinstance(first, DistributedValues) else jnp.stack([first, *others])
+
+
+def first_steps(value: object, count: int) -> PyTree:
+    """Returns the first `count` steps of a stacked result. Values that are not arrays are returned unchanged."""
+    if isinstance(value, DistributedValues):
+        return value.first_steps(count)
+    return value[:count] if isinstance(value, jax.Array) else value
+
+
+def flatten(tree: PyTree) -> tuple[list[Any], Any]:
+    """Calls `jax.tree.flatten` with distributed values as leaves."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_distributed)
+    return leaves, structure
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """Calls `jax.tree.map` with distributed values as leaves."""
+    return jax.tree.map(fn, tree, is_leaf=is_distributed)
+
+
+def _local_components(array: jax.Array | np.ndarray) -> list[Any]:
+    if isinstance(array, np.ndarray):
+        return list(array)
+    shards = _local_shards(array)
+    if shards[0].shape == (1, *array.shape[1:]):
+        return [shard[0] for shard in shards]
+    return [array[i] for i in range(array.shape[0])]
+
+
+def _local_shards(array: jax.Array | np.ndarray) -> list[Any]:
+    """Returns the shards `(replicas, ...)` of the replicas of this process, in replica order."""
+    if isinstance(array, np.ndarray):
+        return [array]
+    # Keeps one shard per replica, because all devices of a replica hold the same shard.
+    first = {s.index[0].start or 0: s.data for s in reversed(array.addressable_shards)}
+    return [first[start] for start in sorted(first)]
+
+
+def _copies(array: object) -> list[Any]:
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        if not isinstance(array.sharding, NamedSharding):
+            return [s.data for s in array.addressable_shards]
+        # Keeps the copy on the first device of each replica.
+        mesh = array.sharding.mesh.devices
+        order = {device: i for i, device in enumerate(mesh.reshape(len(mesh), -1)[:, 0])}
+        first = sorted((s for s in array.addressable_shards if s.device in order), key=lambda s: order[s.device])
+        return [s.data for s in first] if array.is_fully_replicated else [array] * len(first)
+    return [array]
+
+
+def _flatten_per_replica(value: PerReplica) -> tuple[tuple[Any, ...], Any]:
+    if isinstance(value.data, tuple):
+        return (), (value.data, value.rows, value.batch)
+    return (value.data,), (None, value.rows, value.batch)
+
+
+jax.tree_util.register_pytree_node(
+    PerReplica, _flatten_per_replica, lambda aux, children: PerReplica(children[0] if children else aux[0], *aux[1:])
+)
+jax.tree_util.register_pytree_node(Mirrored, lambda m: ((m.value,), None), lambda _, c: Mirrored(c[0]))
+jax.tree_util.register_pytree_node(
+    ReplicaLocal, lambda m: ((m.value,), m.rows), lambda rows, c: ReplicaLocal(c[0], rows)
+)

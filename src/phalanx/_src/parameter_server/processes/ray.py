@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the processes of workers and parameter servers, as actors of Ray."""
+
+import functools
+import importlib
+import itertools
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from phalanx._src.cluster.processes.owned import SERVERS_FOLDER, OwnedProcesses
+from phalanx._src.cluster.spec import ClusterSpec, Task, leader
+from phalanx._src.parameter_server.processes.handles import Ray
+from phalanx._src.parameter_server.processes.session import (
+    AbstractSession,
+    KeptSession,
+    Session,
+    environment,
+    listens,
+    make_token,
+    ray_command,
+)
+from phalanx.errors import (
+    ClusterError,
+    ClusterTypeError,
+    ContextError,
+    MissingDependencyError,
+    StartupError,
+    arguments,
+    shown,
+)
+from phalanx.typing import PyTree
+
+_log = logging.getLogger("phalanx")
+
+_QUIET = {
+    # Ray sends usage statistics to its makers by default.
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Only clients with the token may connect. Without this, anyone who reaches a port can run code.
+    "RAY_AUTH_MODE": "token",
+    # By default, any call after `ray.shutdown()` starts a new Ray session.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+    # Ray would hide the accelerators from actors with `num_gpus=0`, which is the default.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray lowers the priority of its workers (nice 15) in favour of its own processes.
+    "RAY_worker_niceness": "0",
+    # If several calls to a lost process fail, Phalanx raises at most one error. Ray would print all others.
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    # The coordinator reports a lost worker in one line. Ray would add a paragraph, and a C++ stack if a machine is lost.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": r"A worker died or was killed while executing a task|Raylet is terminated|\(raylet\) "
+    r"|StackTrace Information|/raylet/raylet\(|/libc\.so",
+    # On a busy machine, Ray's processes take longer to start than its default timeouts.
+    "RAY_agent_register_timeout_ms": "120000",
+    "RAY_gcs_server_port_wait_time_s": "120",
+}
+# Makes the processes of a cluster on this machine listen on the loopback interface only. Ray does so by default on Windows and
+# macOS, and reads this variable when it is imported.
+_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+_LOOPBACK = "127.0.0.1"
+_POLL_S = 0.2
+_GRACE_S = 5.0
+_TRIES = 3
+
+
+def load_ray() -> Ray:
+    """Imports Ray with token authentication and without its usual output.
+
+    Returns:
+      The module `ray`.
+
+    Raises:
+      MissingDependencyError: Ray is not installed.
+      StartupError: Ray was imported earlier, without token authentication.
+    """
+    if "ray" not in sys.modules:
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError as e:
+        raise _missing("is not installed.") from e
+    if not hasattr(ray, "__version__"):
+        # Python takes any folder named `ray` on its path for a namespace package.
+        found = next(iter(getattr(ray, "__path__", ())), ray.__name__)
+        del sys.modules["ray"]
+        raise _missing(f"is not installed: `import ray` finds {found}.")
+    if "RAY_AUTH_MODE" not in os.environ and not ray.is_initialized():
+        raise StartupError(
+            "parameter servers after `import ray`",
+            "Ray reads its settings when it is imported, and without RAY_AUTH_MODE it accepts any client.",
+            'os.environ["RAY_AUTH_MODE"] = "token" before `import ray`',
+        )
+    module: Ray = ray
+    return module
+
+
+def _missing(found: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        "parameter servers",
+        f"their processes are Ray actors, and Ray {found}",
+        'pip install ".[ps]" in a clone of Phalanx',
+    )
+
+
+class RayCluster:
+    """The processes of the workers and parameter servers of one strategy.
+
+    Args:
+      spec: the cluster, whose tasks join with `Server`. None to start all processes on this machine.
+      workers: number of workers.
+      ps: number of parameter servers.
+      timeout_s: seconds to wait for the tasks of `spec`.
+      dashboard: whether to start Ray's dashboard.
+
+    Attributes:
+      actors: the actors that were started and not ended.
+      outlives: whether actors with a name outlive this process.
+
+    Raises:
+      StartupError: Ray did not start, or tasks are missing.
+      ClusterError: two processes have joined as the same task.
+      ContextError: another strategy of this process is open, and one of the two uses a cluster.
+    """
+
+    def __init__(self, spec: ClusterSpec | None, workers: int, ps: int, timeout_s: float, *, dashboard: bool) -> None:
+        with environment(_ALONE if spec is None else {}):
+            self._ray, self._spec = load_ray(), spec
+        self.workers, self.ps = workers, ps
+        self.actors: list[Any] = []
+        _require_alone(spec)
+        if not self._ray.is_initialized():
+            _sessions.append(self._started(dashboard=dashboard))
+        _open.append(self)
+        self.outlives = spec is None and any(session.outlives for session in _sessions)
+        self._prefix = f"strategy {next(_numbers)}: "
+        if spec is not None:
+            self._await_tasks(spec, timeout_s)
+
+    def actor(self, kind: type, job: str, index: int, *args: PyTree, threads: int, name: str | None = None) -> Any:
+        """Starts the actor of a task without waiting for it.
+
+        Args:
+          kind: class of the actor.
+          job: "worker" or "ps".
+          index: index of the task.
+          *args: arguments of the class.
+          threads: number of calls that the actor runs at the same time.
+          name: name under which `kept_actors` returns the actor in the next start of this script. None if it ends with this process.
+        """
+        # In a cluster, a custom resource places the actor on the machine of its task.
+        resources = {} if self._spec is None else {_resource(Task(job, index)): 1.0}
+        # Processes on this machine share its cores. In a cluster, each task is assumed to have a machine to itself.
+        cores = max(1, (os.cpu_count() or 1) // (self.workers + self.ps)) if self._spec is None else None
+        options = {"num_cpus": 0, "max_concurrency": threads, "resources": resources}
+        if self.outlives and name is not None:
+            options |= {"name": self._prefix + name, "lifetime": "detached"}
+        self.actors.append(self._ray.remote(_started(kind)).options(**options).remote(cores, *args))
+        return self.actors[-1]
+
+    def kept_actors(self, names: Sequence[str]) -> list[Any]:
+        """Returns the actors that an earlier start of this script has left to this strategy, if they have exactly these names.
+
+        Otherwise it ends them, and returns none.
+        """
+        if not self.outlives:
+            return []
+        actors = {}
+        for name in self._ray.util.list_named_actors():
+            if name.startswith(self._prefix):
+                with suppress(ValueError):  # The actor has ended since.
+                    actors[name.removeprefix(self._prefix)] = self._ray.get_actor(name)
+        self.actors += actors.values()
+        if actors.keys() == set(names):
+            return [actors[name] for name in names]
+        if actors:
+            _log.warning(
+                "These parameter servers of the last start are there: %s. This start needs: %s. New ones take their place, "
+                "without their values.",
+                "; ".join(sorted(actors)),
+                "; ".join(names),
+            )
+        for actor in actors.values():
+            self.end(actor)
+        return []
+
+    def end(self, actor: object) -> None:
+        """Kills an actor, whatever it is doing."""
+        if actor in self.actors:
+            self.actors.remove(actor)
+            self._ray.kill(actor, no_restart=True)
+
+    def close(self) -> None:
+        """Ends all actors. Also ends Ray if this process started it and no other strategy uses it."""
+        if self not in _open:
+            return
+        _open.remove(self)
+        if self._ray.is_initialized():
+            for actor in list(self.actors):
+                self.end(actor)
+        if not _open and _sessions:
+            _sessions.pop().close()
+
+    def _started(self, *, dashboard: bool) -> AbstractSession:
+        """Starts Ray: on the loopback interface, or at the address of the chief."""
+        if self._spec is not None:
+            address, port = _split(self._spec.task_address("chief", 0))
+            return Session(self._ray, address, {"RAY_GCS_SERVER_PORT": str(port)}, dashboard=dashboard)
+        if folder := _folder_of_launcher():
+            return KeptSession(self._ray, folder, _LOOPBACK, _ALONE, dashboard=dashboard)
+        return Session(self._ray, _LOOPBACK, _ALONE, dashboard=dashboard)
+
+    def _await_tasks(self, spec: ClusterSpec, timeout_s: float) -> None:
+        tasks = [Task(job, i) for job in ("worker", "ps") for i in spec.task_indices(job)]
+        deadline = time.monotonic() + timeout_s
+        while missing := self._missing(tasks):
+            if time.monotonic() > deadline:
+                names = ", ".join(f"{t} ({spec.task_address(t.type, t.index)})" for t in missing)
+                self.close()
+                raise StartupError(
+                    f"ParameterServerStrategy over {len(tasks)} tasks",
+                    f"these tasks have not joined within {timeout_s:.0f} s: {names}.",
+                    "run phalanx.Server(cluster_spec, job_name, task_index).join() in each of them, with the same token",
+                )
+            time.sleep(_POLL_S)
+
+    def _missing(self, tasks: Sequence[Task]) -> list[Task]:
+        """Returns the tasks that have not joined.
+
+        Raises:
+          ClusterError: two processes have joined as the same task.
+        """
+        joined = self._ray.cluster_resources()
+        if twice := [str(t) for t in tasks if joined.get(_resource(t), 0) > 1]:
+            self.close()
+            raise ClusterError(
+                f"ParameterServerStrategy over {len(tasks)} tasks",
+                f"two processes have joined as {', '.join(twice)}.",
+                "phalanx.Server(cluster_spec, job_name, task_index) with another task_index in each process",
+            )
+        return [t for t in tasks if _resource(t) not in joined]
+
+
+class Server:
+    """A worker or a parameter server of a cluster. Must be created outside all scopes, in its own process.
+
+    It joins the Ray cluster of the chief, whose strategy then sends it work. Both need the same token: in `RAY_AUTH_TOKEN`, in
+    the file that `RAY_AUTH_TOKEN_PATH` names, or in `~/.ray/auth_token`, which is created for the processes of one user.
+
+    Args:
+      server_or_cluster_def: the cluster: a `ClusterSpec`, or a dict from job to addresses.
+      job_name: "worker" or "ps".
+      task_index: index of this task in its job. None for 0.
+      protocol: ignored. Accepted for code written for TensorFlow.
+
+    Raises:
+      ClusterTypeError: an argument has the wrong type.
+      ClusterError: the cluster does not have this task, or has no chief.
+
+    Source: tf.distribute.Server.
+
+    Example:
+      >>> spec = {"chief": ["localhost:12345"], "worker": ["localhost:12346"], "ps": ["localhost:12347"]}
+      >>> Server(spec, "worker", 0).target
+      'ray://localhost:12345'
+    """
+
+    @arguments.typed(ClusterTypeError)
+    def __init__(
+        self,
+        server_or_cluster_def: ClusterSpec | Mapping[str, Sequence[str]],
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+    ) -> None:
+        del protocol
+        self._spec = ClusterSpec(server_or_cluster_def)
+        if job_name not in ("worker", "ps") or job_name not in self._spec.jobs:
+            raise ClusterError(
+                f"job_name={shown(job_name)}",
+                f'a server is a "worker" or a "ps", and the cluster has the jobs {self._spec.jobs}.',
+                'job_name="worker" or job_name="ps"',
+            )
+        if leader(self._spec).type != "chief":
+            raise ClusterError(
+                f"a server of {self._spec!r}",
+                "the cluster has no chief for workers and parameter servers to join.",
+                'add a job "chief" with the address of the script that creates ParameterServerStrategy',
+            )
+        self._task = Task(job_name, 0 if task_index is None else task_index)
+        self._spec.task_address(self._task.type, self._task.index)
+
+    @property
+    def target(self) -> str:
+        """The address of the chief, as a URL."""
+        return f"ray://{self._chief}"
+
+    def join(self, timeout_s: float = 600.0) -> None:
+        """Works for the chief until the chief ends. Must be called outside all scopes.
+
+        Args:
+          timeout_s: seconds to wait until the chief accepts connections.
+
+        Raises:
+          StartupError: the chief did not appear, or it rejected this task.
+        """
+        load_ray()
+        deadline = time.monotonic() + timeout_s
+        while not listens(self._chief):
+            if time.monotonic() > deadline:
+                raise StartupError(
+                    f"Server({self._task}).join(timeout_s={timeout_s:.0f})",
+                    f"no process listens at the address of the chief, {self._chief}.",
+                    "start the script with ParameterServerStrategy on the chief",
+                )
+            time.sleep(_POLL_S)
+        host, _ = _split(self._spec.task_address(self._task.type, self._task.index))
+        make_token()
+        processes = OwnedProcesses()
+        try:
+            # Each task needs its own temporary folder: nodes that start together on one machine would choose the same
+            # names in a common one.
+            for tries_left in reversed(range(_TRIES)):
+                node = self._start(host, f"{processes.marked.folder}/ray", processes.marked.variables)
+                try:
+                    if self._stay(node, is_last=not tries_left):
+                        return
+                finally:
+                    _end(node)
+                    processes.marked.end()
+        finally:
+            processes.close(_GRACE_S)
+
+    @property
+    def _chief(self) -> str:
+        return self._spec.task_address("chief", 0)
+
+    def _start(self, host: str, folder: str, variables: Mapping[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [
+                ray_command(),
+                "start",
+                f"--address={self._chief}",
+                f"--node-ip-address={socket.gethostbyname(host)}",
+                f"--resources={json.dumps({_resource(self._task): 1})}",
+                f"--temp-dir={folder}",
+                "--block",
+                "--disable-usage-stats",
+            ],
+            # The chief accepts connections already, so a failure that lasts this long is permanent, such as a wrong token.
+            env={**os.environ, **variables, "RAY_gcs_server_port_wait_time_s": "20"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def _stay(self, node: subprocess.Popen[str], *, is_last: bool) -> bool:
+        """Waits until the chief ends.
+
+        Returns:
+          True if the chief has ended. False if Ray has ended first, and another try may help.
+
+        Raises:
+          StartupError: Ray has ended first, and another try would not help.
+        """
+        began = time.monotonic()
+        while listens(self._chief):
+            if node.poll() is not None:
+                # Ray may have ended because the chief did, whose port closes a moment later.
+                time.sleep(1.0)
+                if not listens(self._chief):
+                    return True
+                text = node.stdout.read() if node.stdout else ""
+                if not is_last and "exited unexpectedly" in text:
+                    return False
+                raise StartupError(
+                    f"Server({self._task}).join()",
+                    f"Ray ended after {time.monotonic() - began:.0f} s:\n{text.strip()[-2000:]}",
+                    "the same RAY_AUTH_TOKEN, and the same versions of Python and Ray, as the chief",
+                )
+            time.sleep(1.0)
+        return True
+
+
+def _started(kind: type) -> type:
+    """Returns an actor class that sets the number of XLA's threads before `kind` imports JAX.
+
+    XLA's CPU client reads `NPROC` at startup. Without it, every process would start one thread per core of the machine.
+    """
+
+    class Started(kind):
+        def __init__(self, cores: int | None, *args: PyTree) -> None:
+            if cores is not None:
+                os.environ["NPROC"] = str(cores)
+            super().__init__(*args)
+
+    Started.__name__ = Started.__qualname__ = kind.__name__
+    return Started
+
+
+def _resource(task: Task) -> str:
+    return f"phalanx_{task.type}_{task.index}"
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a process: with SIGTERM, and with SIGKILL after a grace period."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@functools.cache
+def _folder_of_launcher() -> str | None:
+    """Returns the folder of processes that outlive this one; None without a launcher that starts this script again.
+
+    Removes the variable, so that programs that this one starts do not take the processes for theirs.
+    """
+    return os.environ.pop(SERVERS_FOLDER, None)
+
+
+_sessions: list[AbstractSession] = []
+"""The Ray session that this process has started; at most one."""
+
+_numbers = itertools.count()
+"""The number of the next cluster: a script that starts again creates its strategies in the same order."""
+
+_open: list[RayCluster] = []
+"""The open clusters, which share one Ray session."""
+
+
+def _require_alone(spec: ClusterSpec | None) -> None:
+    """Checks that a strategy can be created beside those that are open.
+
+    Raises:
+      ContextError: an open strategy or the new one uses a cluster, whose tasks work for one strategy at a time.
+    """
+    if _open and (spec is not None or any(cluster._spec is not None for cluster in _open)):
+        raise ContextError(
+            "a second ParameterServerStrategy in this process",
+            "one of the two strategies uses the tasks of a cluster, which work for one strategy at a time.",
+            "call strategy.close() of the first strategy before",
+        )

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles some training steps of this process, if `phalanx run --profile` asks for it."""
+
+import atexit
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import final
+
+import jax
+
+from phalanx._src.cluster.watch.profiles import CLOCK, Span, write
+from phalanx._src.programs.before_steps import watchers
+from phalanx._src.programs.program import Call
+
+
+@final
+class Profile:
+    """Counts the training steps, and profiles some of them.
+
+    Args:
+      span: which steps.
+    """
+
+    def __init__(self, span: Span) -> None:
+        self._span, self._steps, self._rank = span, 0, 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._clock_s = 0.0
+
+    def watch(self, call: Call) -> None:
+        """Begins or ends the profile before a program runs."""
+        if not call.program.trains:
+            return
+        if self._folder is None and self._span.first <= self._steps < self._span.last:
+            self._rank = call.program.strategy.topology.worker_index
+            self._begin()
+        elif self._folder is not None and self._steps >= self._span.last:
+            self.end()
+        self._steps += call.program.num_steps or 1
+
+    def _begin(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        atexit.register(self.end)
+        jax.profiler.start_trace(self._folder.name, create_perfetto_trace=True)
+        with jax.profiler.TraceAnnotation(CLOCK):
+            self._clock_s = time.time()
+
+    def end(self) -> None:
+        """Ends the profile, and writes it."""
+        if self._folder is None:
+            return
+        for device in jax.local_devices():  # A device runs this after the steps that were called before.
+            (jax.device_put(1.0, device) + 1).block_until_ready()
+        stop: Callable[[], None] = jax.profiler.stop_trace
+        stop()
+        (trace,) = Path(self._folder.name).rglob("perfetto_trace.json.gz")
+        write(trace, self._rank, self._clock_s, self._span.folder)
+        self._folder.cleanup()
+        self._folder = None
+        watchers.remove(self.watch)
+        atexit.unregister(self.end)
+
+
+_followed: list[Span] = []
+
+
+def follow(environment: Mapping[str, str]) -> None:
+    """Profiles steps of this process, if the environment asks for it. Further calls do nothing."""
+    span = Span.of(environment)
+    if span is not None and not _followed:
+        _followed.append(span)
+        watchers.append(Profile(span).watch)

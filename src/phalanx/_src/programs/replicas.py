@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Strategy.run` inside a program: one `shard_map` for all replicas."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout
+from jax.sharding import PartitionSpec
+
+from phalanx._src.mesh.arrays import as_array, is_array
+from phalanx._src.mesh.layout import REPLICA_AXIS
+from phalanx._src.mesh.values import Mirrored, PerReplica, RowMask, check_size, differs, flatten, is_equal_everywhere
+from phalanx._src.programs import explain, own_rows
+from phalanx._src.programs.trace import executing_scope, trace, written_entries
+from phalanx._src.tracing import context, slips
+from phalanx._src.tracing.boundary import combine, first_component
+from phalanx._src.tracing.context import Mode, ReplicaContext
+from phalanx._src.tracing.discovery import Discovery, Entry
+from phalanx._src.tracing.policy import policy_of
+from phalanx._src.tracing.records import Record
+from phalanx._src.tracing.scope import LiftScope, program_scope
+from phalanx._src.tracing.strategy import AbstractStrategy, Updates
+from phalanx._src.tracing.structure import add_once
+from phalanx._src.typed_jax import partition_spec, shape_dtype, with_layout_constraint, with_sharding_constraint
+from phalanx.errors import InputError
+from phalanx.typing import PyTree
+
+
+def trace_run(
+    strategy: AbstractStrategy, fn: Callable[..., Any], args: PyTree, kwargs: PyTree, *, steps: jax.Array | None = None
+) -> PyTree:
+    """Traces `fn` for all replicas of `strategy` into the program that is being traced.
+
+    Args:
+      strategy: the strategy.
+      fn: the replica function.
+      args: positional arguments of `fn`.
+      kwargs: keyword arguments of `fn`.
+      steps: int32 array (). How often to call `fn`, with arguments that are stacked along a dim for steps. None to call it
+        once, with arguments that are not stacked.
+
+    Returns:
+      The nest that `fn` returns, with each array that replicas compute as a `PerReplica`. `Mirrored` values, constants and
+      Python objects are returned unchanged. With one replica, exactly what `fn` returns.
+    """
+    scope = program_scope()
+    scope.note_read()
+    add_once(strategy, scope.pass_.notes.strategies)
+    run = _Run(strategy, fn, (tuple(args), dict(kwargs)), steps)
+    return run.inline() if run.is_plain else run.mapped(scope)
+
+
+@jax.tree_util.register_static
+class _Nest:
+    """What a replica function returned, without its arrays. A pytree without leaves, so that a traced function can return it.
+
+    Args:
+      returned: the nest.
+    """
+
+    def __init__(self, returned: PyTree) -> None:
+        leaves, self._tree = flatten(returned)
+        self._leaves = [_RESULT if _is_traced(x) else _MIRRORED if is_equal_everywhere(x) else x for x in leaves]
+
+    def join(self, results: Iterable[Any], mirrored: Iterable[Any]) -> PyTree:
+        """Returns the nest with these arrays and trees."""
+        arrays, trees = iter(results), iter(mirrored)
+        pick = lambda x: next(arrays) if x is _RESULT else Mirrored(next(trees)) if x is _MIRRORED else x  # noqa: E731
+        return self._tree.unflatten(map(pick, self._leaves))
+
+
+_RESULT, _MIRRORED = object(), object()
+
+
+class _Returned(NamedTuple):
+    """What one call of a replica function returned.
+
+    Args:
+      results: its arrays that may differ between replicas, in order.
+      mirrored: the trees of its `Mirrored` values, in order.
+      nest: what the function returned, without its arrays.
+      padding: which rows of the replica are real. None if no batch is padded.
+    """
+
+    results: list[jax.Array]
+    mirrored: list[PyTree]
+    nest: _Nest
+    padding: RowMask | None
+
+
+class _ReplicaOutputs(NamedTuple):
+    """What the program of one replica returns: arrays, their shapes if the program was only traced, or their specs.
+
+    Args:
+      results: arrays that may differ between replicas, (1, ...) each.
+      mirrored: the trees of `Mirrored` values.
+      values: new values of the variables that the program writes, in order. None for variables that are combined on demand.
+      parts: new components of the on-read variables among them, (1, ...) each.
+      gradients: one list per update that is applied after the program.
+      records: what the function records for summaries, equal on all replicas.
+      nest: what the function returned, without its arrays.
+    """
+
+    results: Any
+    mirrored: Any
+    values: Any
+    parts: Any
+    gradients: Any
+    records: Any
+    nest: Any
+
+
+class _Run:
+    """One `Strategy.run` inside the trace of a program."""
+
+    def __init__(
+        self, strategy: AbstractStrategy, fn: Callable[..., Any], args: PyTree, steps: jax.Array | None
+    ) -> None:
+        self._strategy, self._fn, self._steps = strategy, fn, steps
+        leaves, self._tree = flatten(args)
+        self._leaves = [x if (array := as_array(x)) is None else array for x in leaves]
+        for value in self._of(differs):
+            check_size(value, strategy.num_replicas_in_sync)
+        self._rows = list({id(x.rows): x.rows for x in self._leaves if differs(x) and x.rows}.values())
+        if len(self._rows) > 1 and any(rows.sizes for rows in self._rows):
+            raise InputError(
+                f"{len(self._rows)} batches in one run under replica_weights",
+                "replicas with unequal shares have padding in every batch, and each batch has its own.",
+                "experimental_distribute_dataset((first, second)), and one batch with both",
+            )
+        # Per-replica arrays and masks are sharded inputs, other arrays are replicated inputs, and the rest stays in Python.
+        self._sharded = [x.data for x in self._of(differs)] + [r.mask for r in self._rows]
+        self._whole = (
+            [x.value for x in self._of(is_equal_everywhere)] + [r.count for r in self._rows] + self._of(is_array)
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the run is one call for one replica on one device, without padding, so that no `shard_map` is needed."""
+        topology = self._strategy.topology
+        return topology.is_single and not self._rows and self._steps is None and not own_rows.listeners
+
+    def inline(self) -> PyTree:
+        """Calls the function for the only replica, in the program's own scope."""
+        returned = self._call([x[0] for x in self._sharded], self._whole, jnp.int32(0))
+        return returned.nest.join(returned.results, returned.mirrored)
+
+    def mapped(self, scope: LiftScope) -> PyTree:
+        """Calls the function for all replicas, under `shard_map`."""
+        topology = self._strategy.topology
+        found = scope.pass_.next_run(self._trace)
+        entries = [scope.entry(v) for v in found.variables]
+        taken = [self._taken(scope, entry, written) for entry, written in zip(entries, found.written, strict=True)]
+        whole = self._whole if self._steps is None else [self._steps, *self._whole]
+        body = functools.partial(self._body, found)
+        outputs = self._shard_map(body, (False, True, True, False), _specs_of_outputs(found))(
+            [value for value, _ in taken], [parts for _, parts in taken], self._sharded, whole
+        )
+        results = outputs.results
+        if topology.axes:
+            # XLA may leave a result sharded over the devices of its replica. Users read results per replica, so gather them.
+            results = with_sharding_constraint(results, topology.per_replica)
+        kept = iter(outputs.parts)
+        scope.values_change()
+        for entry, value in zip(itertools.compress(entries, found.written), outputs.values, strict=True):
+            entry.written = True
+            entry.replace(value, next(kept) if entry.policy.on_read else None)
+        for update, of_update in zip(found.updates, outputs.gradients, strict=True):
+            left = dataclasses.replace(update, gradients=of_update)
+            if self._strategy.updates is Updates.AFTER_PROGRAM:
+                scope.defer_update(left)
+            else:
+                scope.apply_update(self._strategy, left)
+        assert scope.records is not None
+        scope.records.extend(outputs.records)
+        rows = self._rows[0] if self._rows else None
+        masks = [rows.repeated(each) if rows and each else None for each in found.rows_each]
+        wrapped = (self._wrapped(x, mask) for x, mask in zip(results, masks, strict=True))
+        return outputs.nest.join(wrapped, outputs.mirrored)
+
+    def _taken(self, scope: LiftScope, entry: Entry, written: bool) -> tuple[Any, Any]:
+        """Returns the value of a variable, and its components if the replicas use their own."""
+        if entry.policy.on_demand and not written:
+            return scope.value(entry.variable), None
+        return entry.value, scope.components(entry.variable, self._strategy.num_replicas_in_sync)
+
+    def _wrapped(self, array: jax.Array, rows: RowMask | None) -> PyTree:
+        """Returns a result as `Strategy.run` returns it: a PerReplica, or the array itself if there is one replica."""
+        if self._strategy.num_replicas_in_sync == 1 and rows is None and self._steps is None:
+            return array[0]
+        return PerReplica(array, rows, self._rows[0] if len(self._rows) == 1 else None)
+
+    def _trace(self) -> Discovery:
+        """Traces one call for one replica."""
+        inputs = self._one_step()
+        found = self._trace_replica(*inputs)
+        self._warn_of_slips(found)
+        rows_each = tuple(self._find_rows(found.outputs.results, *inputs))
+        shorter = tuple(self._trace_shorter(found, *inputs))
+        steps = None if self._steps is None else self._num_steps
+        return dataclasses.replace(found, rows_each=rows_each, shorter=shorter, steps=steps)
+
+    def _trace_shorter(self, found: Discovery, sharded: list[Any], whole: list[Any]) -> Iterable[tuple[int, Discovery]]:
+        """Traces the function for the shares of a batch that are smaller than the largest, if they are unequal."""
+        sizes = self._rows[0].sizes if len(self._rows) == 1 else ()
+        for size in filter(None, sizes):  # A replica without rows takes part with padding.
+            each = self._trace_replica(self._with_rows(sharded, size), whole)
+            if list(map(id, each.variables)) != list(map(id, found.variables)):
+                own_rows.warn_of_padding()
+                return
+            yield size, each
+
+    @property
+    def _is_padded(self) -> list[bool]:
+        """Whether each sharded argument has a row per place of the only padded batch. All False if there is none."""
+        if len(self._rows) != 1:
+            return [False] * len(self._sharded)
+        return [x.rows is self._rows[0] for x in self._of(differs)] + [True]
+
+    def _with_rows(self, sharded: list[Any], count: int) -> list[Any]:
+        """Returns the shapes of the arguments of one call with another number of rows per replica."""
+        return [
+            shape_dtype((x.shape[0], count, *x.shape[2:]), x.dtype) if is_padded else x
+            for x, is_padded in zip(sharded, self._is_padded, strict=True)
+        ]
+
+    def _evaluate(self, found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]) -> _ReplicaOutputs:
+        """Runs one call for one replica."""
+        outputs: _ReplicaOutputs
+        shares = self._strategy.topology.shares
+        is_heard = bool(found.optimizers) and (shares.is_measured or own_rows.listeners)
+        if found.shorter or is_heard:
+            outputs = own_rows.evaluate(found, own_rows.Inputs(own, sharded, whole), self._is_padded, shares)
+        else:
+            outputs = found.evaluate(own, [], sharded, whole)
+        return outputs
+
+    def _warn_of_slips(self, found: Discovery) -> None:
+        """Warns of mistakes that show in the trace of one replica."""
+        num_replicas, num_batches = self._strategy.num_replicas_in_sync, len(self._of(differs))
+        # Keras's trainer weights means correctly. Without an optimizer a mean over rows is not a mistake.
+        if num_replicas > 1 and not context.current().averaging and (found.optimizers or found.updates):
+            first = len(found.inputs)
+            slips.warn_of_whole_batch(found.jaxpr, num_replicas, self._sharded, self._whole)
+            slips.warn_of_mean(found.jaxpr, num_replicas, slice(first, first + num_batches))
+
+    @property
+    def _num_steps(self) -> int:
+        """The number of steps that the arguments are stacked for."""
+        return int(self._sharded[0].shape[1])
+
+    def _one_step(self) -> tuple[list[Any], list[Any]]:
+        """Returns the arguments of one call. Stacked arrays are replaced by the shape of one step."""
+        if self._steps is None:
+            return self._sharded, self._whole
+
+        def one(x: jax.Array, dim: int) -> jax.ShapeDtypeStruct:
+            return shape_dtype(x.shape[:dim] + x.shape[dim + 1 :], x.dtype)
+
+        return [one(x, 1) for x in self._sharded], [one(x, 0) for x in self._whole]
+
+    def _trace_replica(self, sharded: list[Any], whole: list[Any]) -> Discovery:
+        seen: list[Discovery] = []
+
+        def body(sharded: PyTree, whole: PyTree) -> PyTree:
+            seen.append(trace(self._replica, _first(sharded), whole, named=self._fn, mapped=True))
+            return jnp.zeros((1,))
+
+        jax.eval_shape(self._shard_map(body, (True, False), _along(0)), sharded, whole)
+        return seen[0]
+
+    def _find_rows(self, results: list[Any], sharded: list[Any], whole: list[Any]) -> list[int]:
+        """Returns how many rows each result has per row of a padded batch. 0 for results that do not grow with the batch.
+
+        A result whose size is a multiple of the batch may still be unrelated to it, so the function is traced once more with a
+        batch that has one more row.
+        """
+        if len(self._rows) != 1:
+            return [0] * len(results)
+        rows = self._rows[0]
+        places = rows.mask.shape[-1]
+        lengths = [x.shape[1] if len(x.shape) > 1 else -1 for x in results]
+        each = [n // places if n >= 0 and n % places == 0 else 0 for n in lengths]
+        if not any(each):
+            return each
+        try:
+            grown = self._trace_replica(self._with_rows(sharded, places + 1), whole).outputs.results
+        except Exception:  # The function works for this batch size only, so the shape must decide.
+            return [int(n == 1) for n in each]
+        grows = [len(g.shape) > 1 and g.shape[1] == n * (places + 1) for n, g in zip(each, grown, strict=True)]
+        return [n if g else 0 for n, g in zip(each, grows, strict=True)]
+
+    def _body(
+        self, found: Discovery, values: list[Any], parts: list[Any], sharded: PyTree, whole: PyTree
+    ) -> _ReplicaOutputs:
+        """Runs the program of one replica."""
+        own = [
+            first_component(policy_of(variable), value) if part is None else part[0]
+            for variable, value, part in zip(found.variables, values, parts, strict=True)
+        ]
+        sharded = _first(sharded)
+        if self._steps is not None:
+            return self._loop(found, own, sharded, whole)
+        if found.eager:
+            return self._replica(executing_scope(found, own, [], sharded, whole, mapped=True), sharded, whole)
+        return self._evaluate(found, own, sharded, whole)
+
+    def _loop(self, found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]) -> _ReplicaOutputs:
+        """Runs several steps. The results of the steps are stacked.
+
+        On-read variables are combined once, after the last step.
+        """
+        count, arguments = whole[0], (sharded, whole[1:])
+
+        def at(i: jax.Array) -> PyTree:
+            return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), arguments)
+
+        written = [v for v, w in zip(found.variables, found.written, strict=True) if w]
+
+        def body(i: jax.Array, carry: PyTree) -> PyTree:
+            own, stacked = carry
+            outputs = self._evaluate(found, own, *at(i))
+            put = lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, i, 0)  # noqa: E731
+            records = list(map(_always, outputs.records))
+            stacked = jax.tree.map(put, stacked, ([x[0] for x in outputs.results], outputs.mirrored, records))
+            mine = iter(outputs.parts)
+            pairs = zip(written, outputs.values, strict=True)
+            new = iter([next(mine)[0] if policy_of(v).on_read else x for v, x in pairs])
+            return [next(new) if w else x for w, x in zip(found.written, own, strict=True)], stacked
+
+        def room(x: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros((self._num_steps, *x.shape), x.dtype)
+
+        one: _ReplicaOutputs = found.outputs
+        stacked = (
+            [room(shape_dtype(x.shape[1:], x.dtype)) for x in one.results],
+            jax.tree.map(room, one.mirrored),
+            # The conditions of steps that do not run stay False, so they record nothing.
+            jax.tree.map(room, jax.eval_shape(lambda x: list(map(_always, x)), one.records)),
+        )
+        own, (results, mirrored, records) = lax.fori_loop(0, count, body, (own, stacked))
+        ends = [x for w, x in zip(found.written, own, strict=True) if w]
+        entries = [Entry(v, x, x) for v, x in zip(written, ends, strict=True)]
+        values = _combine_at_boundary(entries, self._padding_at(count - 1, sharded, whole))
+        parts = [e.value[None] for e in entries if e.policy.on_read]
+        return _ReplicaOutputs([x[None] for x in results], mirrored, values, parts, [], records, one.nest)
+
+    def _padding_at(self, step: jax.Array, sharded: list[Any], whole: list[Any]) -> RowMask | None:
+        """Returns which rows of this replica are real at step number `step`."""
+        if len(self._rows) != 1:
+            return None
+        count = whole[1 + len(self._of(is_equal_everywhere))]
+        at = functools.partial(lax.dynamic_index_in_dim, index=step, keepdims=False)
+        return RowMask(at(sharded[-1]), at(count), sizes=self._rows[0].sizes)
+
+    def _replica(self, scope: LiftScope, sharded: PyTree, whole: PyTree) -> _ReplicaOutputs:
+        """Calls the function for one replica, in `scope`, and combines the variables that it wrote."""
+        with scope:
+            returned = self._call(sharded, whole, lax.axis_index(REPLICA_AXIS))
+        written = written_entries(scope)
+        parts = [e.value[None] for e in written if e.policy.on_read]
+        # In a loop over steps, `_loop` combines on-read variables after the last step.
+        now = [e for e in written if self._steps is None or not e.policy.on_read]
+        combined = dict(zip(map(id, now), _combine_at_boundary(now, returned.padding), strict=True))
+        values = [combined.get(id(e)) for e in written]
+        gradients = [u.gradients for u in scope.updates]
+        results = [x[None] for x in returned.results]
+        return _ReplicaOutputs(results, returned.mirrored, values, parts, gradients, scope.records, returned.nest)
+
+    def _call(self, sharded: list[Any], whole: list[Any], replica_id: jax.Array) -> _Returned:
+        """Calls the user's function with the arguments of one replica."""
+        own, same = iter(sharded), iter(whole)
+        leaves = list(self._leaves)
+        self._fill(leaves, differs, own)
+        self._fill(leaves, is_equal_everywhere, same)
+        masks = tuple(RowMask(next(own), next(same), sizes=rows.sizes) for rows in self._rows)
+        self._fill(leaves, is_array, same)
+        args, kwargs = self._tree.unflatten(leaves)
+        replica = ReplicaContext(self._strategy, replica_id, masks)
+        with context.enter(Mode(self._strategy, replica)):
+            result = explain.call(self._fn, args, kwargs)
+        leaves = flatten(result)[0]
+        results = [x for x in leaves if _is_traced(x)]
+        mirrored = [x.value for x in leaves if is_equal_everywhere(x)]
+        return _Returned(results, mirrored, _Nest(result), replica.padding)
+
+    def _fill(self, leaves: list[Any], kind: Callable[[Any], bool], values: Iterable[Any]) -> None:
+        places = (i for i, x in enumerate(self._leaves) if kind(x))
+        for place, value in zip(places, values, strict=False):
+            leaves[place] = value
+
+    def _of(self, kind: Callable[[Any], bool]) -> list[Any]:
+        return [x for x in self._leaves if kind(x)]
+
+    def _shard_map(self, body: Callable[..., Any], ins: Sequence[bool], out_specs: Any) -> Callable[..., Any]:
+        """Maps `body` over the replicas.
+
+        Args:
+          body: the program of one replica.
+          ins: for each argument of `body`, whether its leading dim is the replica.
+          out_specs: the specs of what `body` returns.
+        """
+        return jax.shard_map(
+            body,
+            mesh=self._strategy.topology.mesh,
+            in_specs=tuple(_along(0) if sharded else partition_spec() for sharded in ins),
+            out_specs=out_specs,
+            # Other axes of the mesh stay automatic: XLA partitions each replica's program along them.
+            axis_names={REPLICA_AXIS},
+            # Without the check, gradients stay local to a replica, and a scan with a constant carry (Keras's LSTM) can be traced.
+            check_vma=False,
+        )
+
+
+def _specs_of_outputs(found: Discovery) -> _ReplicaOutputs:
+    """Returns the specs of the outputs of the replicas' programs."""
+    gradients = [[partition_spec() if d is None else _along(d) for d in u.dims] for u in found.updates]
+    each, same = _along(0), partition_spec()
+    return _ReplicaOutputs(each, same, same, each, gradients, records=same, nest=same)
+
+
+def _always(record: Record) -> Record:
+    """Returns a record with an explicit condition."""
+    return record if record.condition is not None else dataclasses.replace(record, condition=jnp.bool_(True))
+
+
+def _combine_at_boundary(entries: list[Entry], padding: RowMask | None) -> list[Any]:
+    """Returns the value of each variable for all replicas. None for variables that several replicas combine on demand."""
+    is_alone = lax.axis_size(REPLICA_AXIS) == 1
+    diverged = [e for e in entries if (e.diverged or e.policy.on_read) and not e.policy.on_demand]
+    combined = dict(zip(map(id, diverged), combine(diverged, padding) if diverged else (), strict=True))
+    return [None if e.policy.on_demand and not is_alone else combined.get(id(e), e.value) for e in entries]
+
+
+def _along(dim: int) -> PartitionSpec:
+    """Returns the spec of an array that is sharded over the replicas along `dim`."""
+    return partition_spec(*(None,) * dim, REPLICA_AXIS)
+
+
+def _first(tree: PyTree) -> PyTree:
+    """Returns one replica's components of arrays whose leading dim is the replica."""
+    return jax.tree.map(_first_of_array, tree)
+
+
+def _first_of_array(array: jax.Array) -> jax.Array:
+    own = lax.squeeze(array, (0,))
+    if own.ndim < 2 or jnp.issubdtype(own.dtype, jax.dtypes.extended):
+        return own
+    # This is the layout that the array has anyway. Stating it keeps XLA on CPUs from fusing the squeeze with a transpose that
+    # follows, which a recurrent layer begins with. Fused, they copy the batch once more; apart, they cost nothing.
+    return with_layout_constraint(own, Layout(tuple(range(own.ndim))))
+
+
+def _is_traced(leaf: object) -> bool:
+    return isinstance(leaf, jax.core.Tracer)

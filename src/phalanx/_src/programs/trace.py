@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces whole programs, and the functions in them, with their variables as inputs and outputs."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import keras
+
+from phalanx._src import compat
+from phalanx._src.tracing import markers, slips
+from phalanx._src.tracing.discovery import Discovery, DiscoveryMismatch, Entry, Executing, Tracing
+from phalanx._src.tracing.records import Record
+from phalanx._src.tracing.scope import LiftScope
+from phalanx._src.tracing.structure import Parts, Structure
+from phalanx.typing import PyTree
+
+
+def trace_program(
+    fn: Callable[[PyTree], Parts], inputs: PyTree, *, named: Callable[..., Any] | None = None, eager: bool = False
+) -> Discovery:
+    """Traces a whole program.
+
+    Args:
+      fn: the program. Returns a nest, split into `Parts`.
+      inputs: the argument of `fn`.
+      named: the user's function that `fn` calls. JAX names it if a value leaks.
+      eager: whether `fn` will be executed with real values.
+
+    Raises:
+      DiscoveryMismatch: `fn` creates another variable each time it is traced.
+    """
+    random_states = slips.random_states()
+    found, made = _traced_whole(fn, inputs, named)
+    if made or slips.random_states() != random_states:
+        # Creating a variable draws a seed, and the first random number creates the global generator. The second trace does neither.
+        random_states = slips.random_states()
+        found, made = _traced_whole(fn, inputs, named)
+    if made:
+        raise DiscoveryMismatch(made[0])
+    slips.warn_of_random_numbers(random_states)
+    slips.warn_of_constant_keys(found.jaxpr)
+    return replace(found, eager=eager, runs=[replace(run, eager=eager) for run in found.runs])
+
+
+def _traced_whole(
+    fn: Callable[[PyTree], Parts], inputs: PyTree, named: Callable[..., Any] | None
+) -> tuple[Discovery, list[keras.Variable]]:
+    """Traces a whole program. Returns the trace, and the variables that were created while tracing."""
+    # New variables get their first values when this outer scope closes, outside the trace.
+    with keras.StatelessScope():
+        found = trace(functools.partial(_program, fn), inputs, named=named)
+        return found, [v for v in found.variables if compat.is_new(v)]
+
+
+class ProgramOutputs(NamedTuple):
+    """What a whole program returns: arrays, or their shapes if the program was only traced.
+
+    Args:
+      result: the arrays that the function returns.
+      structure: what the function returns, without its arrays.
+      values: new values of the variables that the program writes, in order.
+      parts: the replicas' components of each of these variables. None for variables without components.
+      gradients: one list per update that is applied after the program.
+      increments: the sum of what was added to each written variable. None if the variable was assigned.
+      ids: the ids of the table rows that the program looks up, in order.
+      records: what the program records for summaries.
+    """
+
+    result: list[Any]
+    structure: Structure
+    values: list[Any]
+    parts: list[Any]
+    gradients: list[list[Any]]
+    increments: list[Any]
+    ids: list[Any]
+    records: list[Record]
+
+
+def execute_program(
+    fn: Callable[[PyTree], Parts], inputs: PyTree, found: Discovery, values: list[Any], parts: list[Any]
+) -> ProgramOutputs:
+    """Executes `fn(inputs)` with these values of the variables, and these components."""
+    return _program(fn, executing_scope(found, values, parts, inputs), inputs)
+
+
+def _program(fn: Callable[[PyTree], Parts], scope: LiftScope, inputs: PyTree) -> ProgramOutputs:
+    with scope:
+        returned = fn(inputs)
+    written = written_entries(scope)
+    gradients = [u.gradients for u in scope.updates]
+    values, parts = [e.value for e in written], [e.components for e in written]
+    ids = scope.pass_.ids if isinstance(scope.pass_, Tracing) else []
+    return ProgramOutputs(
+        returned.arrays,
+        returned.structure,
+        values,
+        parts,
+        gradients,
+        [e.increment for e in written],
+        ids,
+        scope.records or [],
+    )
+
+
+def trace(
+    fn: Callable[..., Any], *args: PyTree, named: Callable[..., Any] | None = None, mapped: bool = False
+) -> Discovery:
+    """Traces `fn(scope, *args)`.
+
+    Traces it a second time if a tape computes the gradient of a target that does not depend on the source.
+
+    Args:
+      fn: the function to trace.
+      *args: the arguments after the scope.
+      named: the user's function that `fn` calls. JAX names it if a value leaks.
+      mapped: whether `fn` is the program of one of several replicas.
+    """
+    found = _traced_once(fn, None, *args, named=named, mapped=mapped)
+    if all(map(all, found.connected)):
+        return found
+    return _traced_once(fn, found.connected, *args, named=named, mapped=mapped)
+
+
+def _traced_once(
+    fn: Callable[..., Any],
+    connected: Sequence[tuple[bool, ...]] | None,
+    *args: PyTree,
+    named: Callable[..., Any] | None,
+    mapped: bool,
+) -> Discovery:
+    passes: list[Tracing] = []
+    scopes: list[LiftScope] = []
+
+    def lifted(*args: PyTree) -> PyTree:
+        passes.append(Tracing(connected))
+        scopes.append(LiftScope(passes[0], mapped=mapped))
+        return fn(scopes[0], *args)
+
+    if named is not None:
+        functools.update_wrapper(lifted, named)
+    jaxpr, outputs = jax.make_jaxpr(lifted, return_shape=True)(*args)
+    return Discovery.of(passes[0], list(scopes[0].entries.values()), scopes[0].updates, jaxpr, outputs)
+
+
+def executing_scope(
+    found: Discovery, values: list[Any], parts: list[Any], *args: PyTree, mapped: bool = False
+) -> LiftScope:
+    """Returns a scope in which a function is executed with real values."""
+    gradients = markers.gradient_values(found.jaxpr, *found.flat(values, parts, *args)) if found.has_tapes else []
+    return LiftScope(Executing(found, values, parts, gradients), mapped=mapped)
+
+
+def written_entries(scope: LiftScope) -> list[Entry]:
+    """Returns the entries of the variables that are written, in the order of the program's outputs.
+
+    Raises:
+      DiscoveryMismatch: the function wrote a variable that it did not write when it was traced.
+    """
+    now = [e for e in scope.entries.values() if e.written]
+    if not isinstance(scope.pass_, Executing):
+        return now
+    found = scope.pass_.discovery
+    known = list(itertools.compress(found.variables, found.written))
+    for entry in now:
+        if not any(entry.variable is v for v in known):
+            raise DiscoveryMismatch(entry.variable)
+    return [scope.entry(v) for v in known]

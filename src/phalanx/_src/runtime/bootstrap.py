@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts this process as a member of a cluster, moves it from group to group if the cluster is elastic, and ends it."""
+
+import atexit
+import functools
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
+from typing import Any, final
+
+import jax
+
+from phalanx._src.cluster.connections.rollcall import call_roll
+from phalanx._src.cluster.connections.secret import is_loopback, secret_of
+from phalanx._src.cluster.resolvers.base import ClusterResolver, seconds_of, start_timeout_s
+from phalanx._src.cluster.resolvers.environment import resolver_of_environment
+from phalanx._src.cluster.spec import Task, addresses_of_workers, id_in_cluster, is_chief
+from phalanx._src.cluster.watch import membership, verdict, watch
+from phalanx._src.runtime import coordination
+from phalanx._src.typed_jax import set_config
+from phalanx.errors import ClusterError, StartupError, warn_of_slip
+from phalanx.typing import PyTree
+
+_A_DAY_S = 24 * 60 * 60
+_MEETING_S = 3.0
+"""Time in seconds that the processes of a new generation wait for each other. All of them were there when it was formed."""
+
+
+def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeout_s: float | None = None) -> None:
+    """Connects this process with the other processes of its cluster.
+
+    Does nothing if there are no others, or if they are connected already. An evaluator does not join: it reads what the
+    others save.
+
+    Args:
+      resolver: describes the cluster, and the task of this process.
+      timeout_s: time in seconds to wait for the other processes.
+      stall_timeout_s: time in seconds without progress after which the watch reports a stall, while a process waits.
+
+    Raises:
+      ClusterError: the cluster has no task for this process.
+      InvalidArgumentError: an environment variable holds an invalid time.
+      StartupError: a process is missing, or JAX has already used its devices.
+    """
+    member = membership.own()
+    if member is not None:
+        # A process that joins a running training stays alone until its training begins.
+        if not member.is_late and member.generation is None:
+            first = member.meet(call=0, progress=[-1])
+            assert first is not None
+            enter(first, stall_timeout_s)
+        return
+    spec = resolver.cluster_spec()
+    if not spec:
+        return
+    task = _own_task(resolver)
+    addresses = addresses_of_workers(spec)
+    rank = id_in_cluster(spec, task)
+    if task.type == "evaluator":
+        return
+    if jax.distributed.is_initialized():
+        _require_same(len(addresses), rank)
+        return
+    if len(addresses) == 1:
+        return
+    timeout_s = timeout_s or start_timeout_s(os.environ)
+    stall_timeout_s = stall_timeout_s or _stall_timeout_s()
+    secret = secret_of(addresses)
+    lines = call_roll(addresses, rank, about=f"{spec.as_dict()}", secret=secret, timeout_s=timeout_s)
+    watch.start(addresses, rank, lines, stall_timeout_s)
+    _initialize(addresses, rank, timeout_s)
+    _end_with_group()
+
+
+def enter(generation: membership.Generation, stall_timeout_s: float | None = None) -> None:
+    """Makes this process a member of a generation of an elastic group. JAX must not have used its devices since `leave`.
+
+    Args:
+      generation: the generation, which the rendezvous has formed.
+      stall_timeout_s: see `start`.
+
+    Raises:
+      StartupError: a process of it has not come.
+    """
+    member, rank, addresses = membership.own(), generation.rank, generation.addresses
+    assert member is not None
+    about = f"generation {generation.number} of {len(addresses)} processes"
+    lines = call_roll(addresses, rank, about=about, secret=secret_of(addresses), timeout_s=_MEETING_S)
+    own = watch.start(addresses, rank, lines, stall_timeout_s or _stall_timeout_s(), _outlive)
+    member.changed = own.change_point.request
+    _set_up_jax()
+    try:
+        # Not inside `own.waiting()`: if a process has died on the way here, JAX gives it up by itself, or the watch ends the connection.
+        coordination.connect(generation.service, rank, len(addresses), _MEETING_S)
+    except RuntimeError as e:
+        hint = "look at the output of the other processes"
+        raise StartupError(about, f"JAX cannot connect them: {e}", hint) from e
+    _end_with_group()
+
+
+def _outlive(still: Sequence[int], why: str) -> None:
+    """Gets this process out of a step that others cannot end, and asks that those of them that stand still be ended."""
+    member = membership.own()
+    if member is not None and still:
+        member.accuse(still, why)
+    coordination.break_off()
+
+
+def leave() -> None:
+    """Leaves the group, whose other processes may have died. All devices, programs and arrays of JAX are gone then."""
+    watch.end()
+    coordination.disconnect()
+    coordination.drop_devices()
+
+
+@functools.cache
+def _end_with_group() -> None:
+    """Makes sure that the other processes learn of the end of this one, however it ends."""
+    sys.excepthook = functools.partial(_end_at_once, sys.excepthook)
+    # Registered after the exit function of JAX, so that it runs first: JAX waits there for the other processes.
+    atexit.register(_Termination().leave)
+
+
+@contextmanager
+def without_lines_of_gloo() -> Iterator[None]:
+    """Removes the lines that gloo prints for each connection from the standard output of the block.
+
+    gloo writes to file descriptor 1 directly and has no option to be silent, so the block redirects the descriptor. See
+    https://github.com/jax-ml/jax/issues/32673.
+    """
+    sys.stdout.flush()
+    try:
+        stdout = os.dup(1)
+    except OSError:  # The standard output is closed.
+        yield
+        return
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(stdout, 1)
+            os.close(stdout)
+            file.seek(0)
+            with suppress(OSError):
+                os.write(1, b"".join(line for line in file if not line.startswith(b"[Gloo] ")))
+
+
+def print_on_chief(*args: PyTree, **kwargs: PyTree) -> None:
+    """Prints like `print`, but only in the chief of the cluster, which is worker 0 if no task has the type "chief".
+
+    May be called in any context, also before the strategy is created. A process without a cluster prints.
+
+    Args:
+      args: the values to print.
+      kwargs: the keyword arguments of `print`.
+
+    Example:
+      >>> import phalanx
+      >>> phalanx.print_on_chief("loss:", 0.25)
+      loss: 0.25
+    """
+    if is_this_chief():
+        print(*args, **kwargs)
+
+
+def is_this_chief() -> bool:
+    """Returns whether this process writes the files of its cluster: the chief, an evaluator, or a process without a cluster."""
+    if own := watch.own():
+        return own.rank == 0
+    if membership.is_elastic():
+        return membership.is_first()
+    resolver = resolver_of_environment()
+    task = _task_of(resolver)
+    return resolver is None or task is None or is_chief(resolver.cluster_spec(), task)
+
+
+def warn_if_alone(strategy: str) -> None:
+    """Warns if this process is one of several workers but creates a strategy for its own devices only.
+
+    Args:
+      strategy: class name of the strategy.
+    """
+    resolver = resolver_of_environment()
+    task = _task_of(resolver)
+    if watch.own() or resolver is None or task is None or task.type not in ("chief", "worker"):
+        return
+    spec = resolver.cluster_spec()
+    workers = addresses_of_workers(spec)
+    if len(workers) > 1 and "ps" not in spec.jobs:
+        warn_of_slip(
+            f"This process is worker {id_in_cluster(spec, task)} of a cluster with {len(workers)} workers, but "
+            f"{strategy} uses only the devices of this process, so each worker trains alone.",
+            "phalanx.MultiWorkerMirroredStrategy()",
+        )
+
+
+def _task_of(resolver: ClusterResolver | None) -> Task | None:
+    if resolver is None or not resolver.cluster_spec() or resolver.task_type is None or resolver.task_id is None:
+        return None
+    return Task(resolver.task_type, resolver.task_id)
+
+
+def _stall_timeout_s() -> float:
+    return seconds_of(os.environ, "PHALANX_STALL_TIMEOUT_S", watch.STALL_TIMEOUT_S)
+
+
+def _own_task(resolver: ClusterResolver) -> Task:
+    if resolver.task_type is None or resolver.task_id is None:
+        raise ClusterError(
+            f"a cluster of {resolver.cluster_spec().as_dict()}",
+            "neither TF_CONFIG nor the resolver says which task this process is.",
+            'set "task": {"type": "worker", "index": 0} in TF_CONFIG, or task_type and task_id of the resolver',
+        )
+    return Task(resolver.task_type, resolver.task_id)
+
+
+def _require_same(processes: int, rank: int) -> None:
+    if (jax.process_count(), jax.process_index()) != (processes, rank):
+        raise StartupError(
+            f"rank {rank} of {processes} processes",
+            f"this process is already rank {jax.process_index()} of {jax.process_count()}, which cannot change.",
+            "use the same cluster for all strategies of a process",
+        )
+
+
+def _initialize(addresses: list[str], rank: int, timeout_s: float) -> None:
+    # If all processes are on this machine, binds to the local address, so that no other machine can connect.
+    bind = addresses[0] if rank == 0 and is_loopback(addresses[0]) else None
+    _set_up_jax()
+    try:
+        jax.distributed.initialize(
+            addresses[0],
+            len(addresses),
+            rank,
+            cluster_detection_method="deactivate",
+            initialization_timeout=max(1, int(timeout_s)),
+            # A process that has finished waits for the others at shutdown. The watch detects processes that never come.
+            shutdown_timeout_seconds=_A_DAY_S,
+            coordinator_bind_address=bind,
+        )
+    except RuntimeError as e:
+        raise StartupError(
+            f"rank {rank} of {len(addresses)} processes",
+            f"JAX can no longer join the cluster: {e}",
+            "create the strategy at the top of the script, before the first array or optimizer: "
+            "DiLoCo(outer_optimizer=lambda: keras.optimizers.SGD(0.7))",
+        ) from e
+
+
+def _set_up_jax() -> None:
+    """Sets the options of JAX that several processes need."""
+    # With asynchronous dispatch, two independent programs run at the same time and gloo confuses their messages.
+    set_config("jax_cpu_enable_async_dispatch", False)
+    # This service replaces the SIGTERM handler: no Python handler would run, and the process would not end.
+    set_config("jax_enable_preemption_service", False)
+
+
+def ends_by(handler: object) -> bool:
+    """Whether a handler of SIGTERM ends this process: the one that Python begins with, or the one that `start` has installed."""
+    return handler is signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), _Termination)
+
+
+def _end_at_once(
+    show: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    where: TracebackType | None,
+) -> None:
+    """Exits immediately after an uncaught error. Other processes may wait for this one in the middle of a step."""
+    show(kind, error, where)
+    if own := watch.own():
+        own.fail(f"has ended by {kind.__name__}: {error}".partition("\n")[0])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
+
+
+@final
+class _Termination:
+    """Ends this process after SIGTERM, so that its `finally` blocks run and no other process waits for it.
+
+    A SIGTERM handler of the user stays installed. Without one, SIGTERM raises SystemExit(143) in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._is_ours = False
+        self._news = -1
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._news, wakeup = os.pipe()
+        for fd in (self._news, wakeup):
+            os.set_blocking(fd, False)
+        # Python writes the number of each handled signal to this pipe, including signals with a handler of the user.
+        if (others := signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)) != -1:
+            signal.set_wakeup_fd(others)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._raise)
+
+    def leave(self) -> None:
+        """Tells the watch that this process ends. Must be called at exit."""
+        own = watch.own()
+        if not self._is_ours:
+            if own:
+                own.leave(is_told=self._has_come())
+            if membership.is_elastic():
+                coordination.disconnect()
+            return
+        if own:
+            own.fail(verdict.SIGTERM)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + signal.SIGTERM)
+
+    def _raise(self, number: int, _: FrameType | None) -> None:
+        # Raises only once, and not after the loss of a peer: a second SystemExit would interrupt `finally` blocks.
+        own = watch.own()
+        if not self._is_ours and (own is None or own.loss() is None):
+            self._is_ours = True
+            raise SystemExit(128 + number)
+
+    def _has_come(self) -> bool:
+        try:
+            return self._news != -1 and signal.SIGTERM in os.read(self._news, 1 << 16)
+        except BlockingIOError:
+            return False

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JAX's coordination service outside all workers, and the clients that join one service after another.
+
+`jax.distributed.initialize` starts the service in the process of rank 0, so that nobody survives the end of that process. This file
+has all names that do not belong to JAX's public API. tests/unit/runtime/test_coordination.py checks that they exist, and what they do.
+
+As a module (`python -m phalanx._src.runtime.coordination`) it serves: each line of its input is `HOST:PORT SIZE` and starts a service for a
+group of that size, and each line of its output says that it has started, or that it has failed. It ends with its input.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.extend
+from jax._src import distributed, lib
+
+_jax: Any = lib._jax  # type: ignore[attr-defined]
+_HEARTBEAT_S = 100
+"""Time in seconds after which the service gives up a silent client. The watch notices it earlier."""
+_REGISTER_S = 3
+"""Time in seconds in which all processes of a group must come. They have met just before."""
+_SHUTDOWN_S = 5
+_SHARE_S = 600
+"""Time to wait for what another process shares, in seconds. If that one is lost, `break_off` ends the wait."""
+_KEPT_SERVICES = 2
+_ATTEMPTS = 5
+
+
+def connect(address: str, rank: int, size: int, timeout_s: float) -> None:
+    """Connects this process with the service of its group, and finds the devices of all. JAX must have none before.
+
+    Args:
+      address: `host:port` of the service.
+      rank: rank of this process.
+      size: number of processes in the group.
+      timeout_s: time to wait for the service, in seconds.
+
+    Raises:
+      RuntimeError: the service, or a process of the group, does not answer.
+    """
+    client = _jax.get_distributed_runtime_client(
+        address,
+        rank,
+        init_timeout=max(1, int(timeout_s)),
+        shutdown_timeout=_SHUTDOWN_S,
+        heartbeat_timeout=_HEARTBEAT_S,
+        # Without it, JAX ends this process if another one does not come. It cannot convert the status that it passes, so it raises.
+        missed_heartbeat_callback=lambda _: None,
+        shutdown_on_destruction=False,
+        use_compression=True,
+    )
+    client.connect()
+    state: Any = distributed.global_state
+    state.client, state.process_id, state.num_processes, state.coordinator_address = client, rank, size, address
+    before = _listening()
+    _find_devices()
+    # Only process 0 writes compiled programs into the cache, but on CPUs each rank has entries of its own, so that all others would
+    # compile again after each change of the group. JAX reads this number for nothing else once the devices are known.
+    state.process_id = 0
+    own = _listening() - before
+    client.key_value_set(f"phalanx/ports/{rank}", json.dumps(sorted(own)))
+    _ports.clear()
+    for other in range(size):
+        _ports.update(json.loads(client.blocking_key_value_get(f"phalanx/ports/{other}", int(1000 * timeout_s))))
+
+
+def _find_devices() -> None:
+    for attempt in range(_ATTEMPTS):
+        try:
+            if _broken.is_set():
+                raise RuntimeError("the group has lost a process before it was complete")
+            jax.devices()
+        except RuntimeError:
+            # gloo asks for the address of this machine's name. That fails at times while connections of an earlier group are closed.
+            if attempt + 1 == _ATTEMPTS or _broken.is_set():
+                raise
+        else:
+            return
+
+
+_broken = threading.Event()
+"""Set when the group has lost a process."""
+
+_ports: set[int] = set()
+"""The ports at which gloo listens in the processes of the group."""
+
+
+def break_off() -> None:
+    """Closes the connections of gloo, so that a collective that waits for other processes ends with an error. May be called in any thread.
+
+    A process that has died closes its own connections, but a third one may wait for a process that has left the group. Where gloo is not
+    connected yet, a process waits for what another one tells the service: for minutes, unless its own connection with the service ends.
+    """
+    _broken.set()
+    for connection in _sockets():
+        with connection, contextlib.suppress(OSError):
+            if {connection.getsockname()[1], connection.getpeername()[1]} & _ports:
+                connection.shutdown(socket.SHUT_RD)
+    _end_client()
+
+
+def share(own: bytes | None) -> bytes:
+    """Returns the bytes that one process of the group passes; the others pass None. They go by way of the service.
+
+    Raises:
+      RuntimeError: the group has lost a process.
+    """
+    client: Any = distributed.global_state.client
+    if own is not None:
+        client.key_value_set_bytes("phalanx/shared", own)
+    found: bytes = client.blocking_key_value_get_bytes("phalanx/shared", 1000 * _SHARE_S)
+    return found
+
+
+def _end_client() -> None:
+    client: Any = distributed.global_state.client
+    if client is not None:
+        # The service has noticed that others are missing, and says so here. Or the connection has ended already.
+        with contextlib.suppress(RuntimeError):
+            client.shutdown()
+
+
+def _listening() -> set[int]:
+    """Returns the ports at which this process listens."""
+    found = set()
+    for each in _sockets():
+        with each, contextlib.suppress(OSError):
+            if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add(each.getsockname()[1])
+    return found
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Yields copies of the TCP sockets of this process."""
+    for name in os.listdir("/dev/fd"):
+        # The descriptor may have been closed.
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            copy = socket.socket(fileno=os.dup(int(name)))
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                yield copy
+            else:
+                copy.close()
+
+
+def disconnect() -> None:
+    """Leaves the group, whose other processes may have died. The devices stay usable until `drop_devices`."""
+    state: Any = distributed.global_state
+    _end_client()
+    _broken.clear()
+    state.client, state.process_id, state.num_processes = None, 0, 1
+
+
+def drop_devices() -> None:
+    """Drops all devices, programs and arrays of JAX, so that the next call of JAX finds the devices of another group."""
+    clears: list[Any] = [jax.clear_caches, jax.extend.backend.clear_backends]
+    for clear in clears:
+        clear()
+
+
+def _serve() -> None:
+    # The clients of a group that has ended have left its service, but may be in the middle of a call.
+    services: deque[Any] = deque()
+    for line in sys.stdin:
+        address, size = line.split()
+        host, _, port = address.rpartition(":")
+        try:
+            # JAX 0.10.2 would end this process with a segmentation fault, more often than not, if the port is taken.
+            socket.create_server((host, int(port))).close()
+            service = _jax.get_distributed_runtime_service(
+                address,
+                int(size),
+                heartbeat_timeout=_HEARTBEAT_S,
+                cluster_register_timeout=_REGISTER_S,
+                shutdown_timeout=_SHUTDOWN_S,
+                recoverable=True,
+            )
+        except (OSError, RuntimeError) as e:
+            print(f"failed: {e}".partition("\n")[0], flush=True)
+            continue
+        services.append(service)
+        print("started", flush=True)
+        while len(services) > _KEPT_SERVICES:
+            services.popleft().shutdown()
+    os._exit(0)  # Without waiting for clients that have not left.
+
+
+if __name__ == "__main__":
+    _serve()

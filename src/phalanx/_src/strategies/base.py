@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Strategy`: the public methods, built on a few hooks that each strategy overrides."""
+
+import difflib
+import inspect
+import itertools
+import os
+from collections.abc import Callable, Hashable, Sequence
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NoReturn, Self, final
+from weakref import WeakSet
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from phalanx._src import compat
+from phalanx._src.cluster.resolvers.base import ClusterResolver
+from phalanx._src.collectives import primitives
+from phalanx._src.collectives.cross_device import CrossDeviceOps
+from phalanx._src.input.iterator import DistributedIterator, check_steps
+from phalanx._src.mesh.devices import Held, device_name
+from phalanx._src.mesh.layout import REPLICA_AXIS
+from phalanx._src.mesh.topology import Topology
+from phalanx._src.mesh.values import Mirrored, first_steps, is_distributed, map_leaves, stacked
+from phalanx._src.options import CommunicationOptions, ReduceOp, RunOptions
+from phalanx._src.programs.before_steps import hooks
+from phalanx._src.programs.profile import follow
+from phalanx._src.programs.program import Programs
+from phalanx._src.programs.replicas import trace_run
+from phalanx._src.programs.slots import components_of
+from phalanx._src.strategies.extended import StrategyExtended
+from phalanx._src.strategies.inputs import AbstractInputs
+from phalanx._src.strategies.results import AbstractResults
+from phalanx._src.strategies.scope import Scope
+from phalanx._src.tracing import context
+from phalanx._src.tracing.context import Mode
+from phalanx._src.tracing.policy import check_variable
+from phalanx._src.tracing.records import counting_from
+from phalanx._src.tracing.scope import innermost
+from phalanx._src.tracing.strategy import Update, Updates
+from phalanx._src.typed_jax import psum_scatter
+from phalanx.errors import ContextError, InvalidArgumentError, arguments, shown
+from phalanx.errors.frames import boundary, hide
+from phalanx.typing import PyTree
+
+_numbers = itertools.count()
+_living: "WeakSet[Strategy]" = WeakSet()
+
+_DEFAULT_OPTIONS = RunOptions()
+
+
+class Strategy(AbstractInputs, AbstractResults):
+    """Decides where variables live and runs replica functions. The base class of all strategies.
+
+    All strategies share the public methods. A custom strategy must override `topology`. It may also override
+    `cross_device_ops`, `communication_options`, `cluster_resolver`, `aggregate_gradients`, `execute`, and `storage`
+    together with `apply_update`.
+
+    May be created outside all scopes.
+
+    Source: tf.distribute.Strategy.
+
+    Example:
+      >>> import keras, phalanx
+      >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+      >>> with strategy.scope():
+      ...     scale = keras.Variable(3.0)
+      >>> products = strategy.run(lambda x: x * scale, args=(2.0,))
+      >>> float(strategy.reduce("SUM", products, axis=None))
+      12.0
+    """
+
+    def __init__(self) -> None:
+        follow(os.environ)
+        self._programs = Programs()
+        self._cross_replica = Mode(self, None)
+        self._number = next(_numbers)
+        _living.add(self)
+
+    @property
+    @final
+    def number(self) -> int:
+        """The number of this strategy in this process. May be called in any context.
+
+        Each variable records the number of the strategy in whose scope it was created.
+        """
+        return self._number
+
+    # Hooks.
+
+    @property
+    def storage(self) -> Topology:
+        """The devices that hold variables between programs. The default is the devices of the replicas."""
+        return self.topology
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps | None:
+        """The algorithm that reduces gradients across devices. None if there is one replica."""
+        return None
+
+    @property
+    def communication_options(self) -> CommunicationOptions | None:
+        """Hints for the all-reduce of gradients."""
+        return None
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The resolver that describes the cluster. None on one machine. May be called in any context."""
+        return None
+
+    @property
+    def requires_static_shapes(self) -> bool:
+        """The value of `extended.experimental_require_static_shapes`. May be called in any context."""
+        return False
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The cluster tasks that run steps or hold variables outside this process. May be called in any context."""
+        return ()
+
+    def held(self, variable: compat.Variable) -> list[Held]:
+        """Returns which devices or tasks hold which part of a variable. May be called in any context.
+
+        Only the parts that this process knows about are listed.
+
+        Raises:
+          InvalidArgumentError: `variable` is not a variable.
+        """
+        check_variable("variable", variable, "strategy.held(variable)")
+        value, parts = compat.raw_value(variable), components_of(variable)
+        # Each replica has a value of its own, whose first dim in the array of all is the replica.
+        array, first = (value, 0) if parts is None else (parts, 1)
+        shards = array.addressable_shards if isinstance(array, jax.Array) else []
+        return [
+            Held(device_name(s.device), s.index[first:], s.data.nbytes)
+            for s in sorted(shards, key=lambda s: s.device.id)
+        ]
+
+    def aggregate_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Sums gradients over the replicas. Called inside a program. None stays None."""
+        assert self.cross_device_ops is not None
+        given = [g for g in grads if g is not None]
+        pairs = [(g, g) for g in given]
+        summed = iter(self.cross_device_ops.batch_reduce(ReduceOp.SUM, pairs, self.communication_options))
+        return [None if g is None else next(summed) for g in grads]
+
+    @final
+    def divide_gradients(self, grads: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+        """Sums gradients over the replicas and gives each replica its shard. Called inside a program.
+
+        Args:
+          grads: one gradient per variable, or None.
+          dims: the dim along which each gradient is sharded. With None, every replica gets the whole sum.
+        """
+        if self._merging_ops is not None:
+            sums = self.aggregate_gradients(grads)
+            return [x if dim is None else self._part_of_replica(x, dim) for x, dim in zip(sums, dims, strict=True)]
+        whole = self.aggregate_gradients([g if dim is None else None for g, dim in zip(grads, dims, strict=True)])
+        return [
+            w if dim is None else psum_scatter(g, REPLICA_AXIS, scatter_dimension=dim, tiled=True)
+            for w, g, dim in zip(whole, grads, dims, strict=True)
+        ]
+
+    def _part_of_replica(self, value: jax.Array, dim: int) -> jax.Array:
+        parts = jnp.split(value, self.num_replicas_in_sync, dim)
+        return lax.select_n(lax.axis_index(REPLICA_AXIS), *parts)
+
+    def apply_update(self, update: Update) -> None:
+        """Applies an optimizer update that a program deferred because `storage` is not on its devices.
+
+        Called outside all programs, in any context.
+        """
+        raise NotImplementedError
+
+    def execute(self, fn: Callable[..., Any], args: PyTree, kwargs: dict[str, Any], options: RunOptions) -> PyTree:
+        """Runs a replica function outside all programs."""
+
+        def program(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            return trace_run(self, fn, args, kwargs or {})
+
+        if options.eager and self.topology.axes:
+            raise InvalidArgumentError(
+                "RunOptions(eager=True), or run_eagerly=True in Keras",
+                f"a replica has {self.topology.devices_per_replica} devices; XLA partitions only compiled programs.",
+                "phalanx.OneDeviceStrategy(...) to debug a step, or jax.debug.print(...) inside the step",
+            )
+        return context.call_in(self._cross_replica, self._programs.call, fn, program, args, kwargs, eager=options.eager)
+
+    # Public methods.
+
+    @property
+    @final
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas over which gradients are aggregated. May be called in any context."""
+        return self.topology.num_replicas
+
+    @property
+    @final
+    def updates(self) -> Updates:
+        """The stage of a step at which optimizer updates run. May be called in any context."""
+        # Compares the properties, not their values: a custom `topology` may return a new object at each access.
+        if type(self).storage is not Strategy.storage:
+            return Updates.AFTER_PROGRAM
+        return Updates.AFTER_REPLICAS if self.topology.divides_over_replicas else Updates.IN_REPLICAS
+
+    @property
+    @final
+    def extended(self) -> StrategyExtended:
+        """Further methods, with the names that they have in tf.distribute. May be called in any context."""
+        return StrategyExtended(self)
+
+    def scope(self) -> Scope[Self]:
+        """Returns a context manager that makes this strategy current, so that new Keras variables belong to it.
+
+        Must be called in cross-replica context or outside all scopes. Scopes of the same strategy may be nested.
+
+        Raises:
+          MixedStrategyError: another strategy is current.
+          ContextError: the scope is entered inside a replica function.
+
+        Example:
+          >>> import keras, phalanx
+          >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> with strategy.scope():
+          ...     v = keras.Variable(1.0)
+          >>> len(v.value.devices())
+          2
+        """
+        return Scope(self)
+
+    @final
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> PyTree:
+        """Runs `fn` once per replica, as one compiled program. Call it in cross-replica context or outside all scopes.
+
+        `fn` may read and assign Keras variables. A `PerReplica` among its arguments gives each replica its own
+        component. A `Mirrored` is unwrapped. Other arrays and numbers are the same on all replicas.
+
+        Args:
+          fn: the replica function.
+          args: positional arguments of `fn`: pytrees.
+          kwargs: keyword arguments of `fn`: pytrees.
+          options: how to execute `fn`.
+
+        Returns:
+          The return value of `fn`, with each array as a `PerReplica` and each `Mirrored` as a `Mirrored`. With one
+          replica, the return value of `fn` unchanged.
+
+        Raises:
+          InvalidArgumentError: `fn` is not callable, or another argument has the wrong type.
+          ContextError: called in replica context.
+
+        Example:
+          >>> import phalanx
+          >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> def fn(x):
+          ...     return x * phalanx.get_replica_context().replica_id_in_sync_group
+          >>> [float(x) for x in strategy.run(fn, args=(10.0,)).values]
+          [0.0, 10.0]
+        """
+        # Inlines `boundary` and the argument checks, because each Python call adds to the time of a step.
+        try:
+            if not isinstance(args, (list, tuple)) or kwargs is not None:
+                args, kwargs = arguments.of_call(args, kwargs)
+            if not callable(fn):
+                raise InvalidArgumentError(f"fn={shown(fn)}", "is not callable.", "strategy.run(step, args=(batch,))")
+            if not isinstance(options, (RunOptions, NoneType)):
+                raise InvalidArgumentError(
+                    f"options={shown(options)}", "must be RunOptions or None.", "options=RunOptions(eager=True)"
+                )
+            if context.depth():
+                context.require_cross_replica(
+                    "Strategy.run", self, "call fn(...) directly, because this code already runs in a replica"
+                )
+                context.require_not_running("Strategy.run", "strategy.reduce or strategy.extended.update")
+            if innermost() is None:
+                if hooks:
+                    hooks[-1]((args, kwargs))
+                return self.execute(fn, tuple(args), kwargs or {}, options or _DEFAULT_OPTIONS)
+            if options is not None and options.eager:
+                raise ContextError(
+                    "strategy.run(..., options=RunOptions(eager=True)) in phalanx.function",
+                    "phalanx.function compiles everything inside it.",
+                    "call strategy.run outside phalanx.function",
+                )
+            return trace_run(self, fn, args, kwargs or {})
+        except Exception as e:
+            hide(e)
+            raise
+
+    @final
+    @boundary
+    def run_steps(self, fn: Callable[..., Any], iterator: DistributedIterator, steps: int) -> PyTree:
+        """Runs `fn(batch)` for the next `steps` batches, as one compiled program.
+
+        Call it in cross-replica context or outside all scopes. The result is that of `steps` calls of `run`, but there
+        is only one dispatch. If fewer batches remain, the same program runs those. The default strategy, and strategies
+        whose updates run outside the replicas, call `run` once per batch and stop before a batch of another size.
+
+        Args:
+          fn: the replica function of one step. As in `run`, it may read and assign Keras variables.
+          iterator: an iterator of a dataset that this strategy distributed.
+          steps: number of steps, at least 1.
+
+        Returns:
+          The stacked return values of `fn`: for each array, a `PerReplica` with components `(steps, ...)`.
+
+        Raises:
+          OutOfRangeError: the iterator has no more batches.
+          InvalidArgumentError: `steps` is not a positive integer, or `iterator` is not a distributed iterator.
+          ContextError: called in replica context, or while a step is traced.
+
+        Example:
+          >>> import numpy as np, phalanx
+          >>> strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> iterator = iter(strategy.experimental_distribute_dataset(np.arange(8.0), batch_size=2))
+          >>> sums = strategy.run_steps(lambda batch: batch.sum(), iterator, 4)
+          >>> strategy.reduce("SUM", sums, axis=None).tolist()
+          [1.0, 5.0, 9.0, 13.0]
+        """
+        context.require_cross_replica("Strategy.run_steps", self, "phalanx.scan inside the replica function")
+        context.require_not_running("Strategy.run_steps", "strategy.run_steps outside merge_call")
+        if not isinstance(iterator, DistributedIterator):
+            raise InvalidArgumentError(
+                f"iterator={shown(iterator)}",
+                "must be an iterator of a distributed dataset.",
+                "iter(strategy.experimental_distribute_dataset(dataset))",
+            )
+        arguments.function("fn", fn, "strategy.run_steps(step, iterator, 16)")
+        check_steps(steps)
+        if not self.topology.has_devices or self.updates is not Updates.IN_REPLICAS:
+            results = []
+            for i, batch in enumerate(iterator.next_alike(steps)):
+                with counting_from(i):
+                    results.append(self.run(fn, args=(batch,)))
+            return jax.tree.map(stacked, *results, is_leaf=is_distributed)
+        if hooks:
+            hooks[-1](None)
+        batches, count = iterator.next_steps(steps)
+
+        def program(batches: PyTree, count: jax.Array) -> PyTree:
+            return trace_run(self, fn, (batches,), {}, steps=count)
+
+        results = context.call_in(
+            self._cross_replica, self._programs.call, fn, program, (batches, count), {}, key="run_steps"
+        )
+        return results if count == steps else map_leaves(lambda x: first_steps(x, count), results)
+
+    @final
+    def replicate(self, tree: PyTree) -> Mirrored:
+        """Places a pytree of arrays on all replicas, for step functions that take and return their state.
+
+        Call it in cross-replica context or outside all scopes.
+
+        Args:
+          tree: a pytree of arrays, for example parameters and an optax optimizer state.
+
+        Returns:
+          A `Mirrored` that holds the tree, to pass to `run`.
+
+        Raises:
+          ContextError: called in replica context.
+        """
+        context.require_cross_replica(
+            "Strategy.replicate", self, "return phalanx.Mirrored(tree) from the replica function"
+        )
+        context.require_not_running("Strategy.replicate", "place the tree outside the step")
+        tree = primitives.checked_arrays(tree)
+        return Mirrored(self.topology.put_replicated(tree))
+
+    def in_program(self, key: Hashable, fn: Callable[[Any], Any], value: PyTree) -> PyTree:
+        """Returns `fn(value)`, computed in the current trace or else in a separate program. In cross-replica context.
+
+        Args:
+          key: identifies the separate program in the cache. It must determine what `fn` computes.
+          fn: the function to compile.
+          value: the argument of `fn`: a pytree.
+        """
+
+        def on_all(argument: PyTree) -> PyTree:
+            return self.on_all_workers(fn(argument))
+
+        if innermost() is not None:
+            return on_all(value)
+        return context.call_in(self._cross_replica, self._programs.call, self._programs, on_all, (value,), {}, key=key)
+
+    if not TYPE_CHECKING:  # With `__getattr__`, type checkers would accept any name.
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):
+                # A property raised an AttributeError, which Python then drops. This raises it again.
+                return object.__getattribute__(self, name)
+            found = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_"):
+                names = [n for n in dir(type(self)) if not n.startswith("_")]
+                near = difflib.get_close_matches(name, names, n=1) or [n for n in names if len(name) > 3 and name in n]
+                if near:
+                    raise AttributeError(f"{found}. Did you mean: {near[0]!r}?")
+            raise AttributeError(found, name=name, obj=self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
+        """Returns a strategy over the same devices, with its own compiled programs."""
+        other = object.__new__(type(self))
+        other.__dict__.update(
+            self.__dict__, _programs=Programs(), _cross_replica=Mode(other, None), _number=next(_numbers)
+        )
+        return other
+
+    def __reduce__(self) -> NoReturn:
+        raise ContextError(
+            f"pickle.dumps({self!r})",
+            "a strategy holds devices of this process.",
+            "create the strategy in the process that uses it",
+        )
+
+    def __copy__(self) -> NoReturn:
+        raise ContextError(
+            f"copy.copy({self!r})", "two strategies would share the same programs.", "create another strategy"
+        )
+
+    def __repr__(self) -> str:
+        names = list(map(device_name, self.topology.devices))
+        return f"{type(self).__name__}({names})"
+
+
+# Python's own errors about arguments then name the class that users know.
+for _method in (*vars(AbstractInputs).values(), *vars(AbstractResults).values()):
+    if inspect.isfunction(_method):
+        inspect.unwrap(_method).__qualname__ = f"{Strategy.__name__}.{_method.__name__}"
+
+
+def living_strategies() -> tuple[Strategy, ...]:
+    """Returns all strategies of this process that are still referenced."""
+    return tuple(_living)
+
+
+def strategy_on(topology: Topology) -> Strategy | None:
+    """Returns the strategy that uses a topology. None if it no longer exists."""
+    return next((s for s in living_strategies() if s.topology.has_devices and s.topology is topology), None)

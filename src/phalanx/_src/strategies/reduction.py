@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The computation of `Strategy.reduce` and `Strategy.gather` for one leaf, inside a program."""
+
+import math
+from collections.abc import Sequence
+from functools import singledispatch
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from phalanx._src.collectives import primitives
+from phalanx._src.collectives.cross_device import CrossDeviceOps
+from phalanx._src.mesh.arrays import over_rows
+from phalanx._src.mesh.values import Mirrored, PerReplica, ReplicaLocal, RowMask, check_size, differs
+from phalanx._src.options import ReduceOp
+from phalanx.errors import InputError, ReduceOpError, arguments, shown
+from phalanx.typing import PyTree
+
+Axis = int | tuple[int, ...] | None
+
+
+@singledispatch
+def reduce_leaf(value: Any, op: ReduceOp, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> PyTree:
+    """Reduces one value over the replicas, and over the dims `axis` of each component.
+
+    Args:
+      value: a distributed value, or an array or number that is equal on all replicas.
+      op: SUM or MEAN.
+      axis: a dim or several dims of a component. None reduces over the replicas only.
+      num_replicas: number of replicas.
+      ops: the operations that reduce components inside a merge function. None is an all-reduce.
+
+    Returns:
+      The reduced array.
+
+    Raises:
+      ReduceOpError: `value` is not a per-replica value and `op` is SUM, a dim does not exist, or the dtype is bool.
+      InputError: the components have different numbers of rows, and `axis` does not include the rows.
+    """
+    if num_replicas == 1 and axis is None:
+        if not isinstance(value, jax.Array):
+            primitives.as_array(value)
+        return value
+    if num_replicas == 1:
+        return _reduce_dims(op, primitives.to_array(value), axis)
+    if axis is None:
+        if op is ReduceOp.SUM:
+            raise ReduceOpError(
+                f"reduce(SUM) of {_short(value)}",
+                "it is not a per-replica value, so it is unclear whether to count it once or once per replica.",
+                "ReduceOp.MEAN, or reduce an array that strategy.run returned",
+            )
+        return value
+    result = _reduce_dims(op, primitives.to_array(value), axis)
+    return result * num_replicas if op is ReduceOp.SUM else result
+
+
+@reduce_leaf.register
+def _(value: Mirrored, op: ReduceOp, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> PyTree:
+    return reduce_leaf(value.value, op, axis, num_replicas, ops)
+
+
+@reduce_leaf.register
+def _(value: PerReplica, op: ReduceOp, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> jax.Array:
+    check_size(value, num_replicas)
+    data = primitives.to_array(value.data)
+    if axis is None and op is ReduceOp.MEAN and value.rows is None and value.batch is not None:
+        return _mean_where_rows(data, value.batch)
+    return _reduce_global(op, data, axis, value.rows)
+
+
+@reduce_leaf.register
+def _(value: ReplicaLocal, op: ReduceOp, axis: Axis, num_replicas: int, ops: CrossDeviceOps | None = None) -> jax.Array:
+    data = primitives.to_array(value.value)
+    dims = _dims(axis, data.ndim)
+    # In a merge function only the shape suggests that a value has rows, and a gradient may have this shape by chance.
+    # So the mask applies only if the caller reduces the rows.
+    rows = value.rows if 0 in dims else None
+    if rows is not None:
+        data = jnp.where(over_rows(rows.mask, data), data, 0)
+    own = data.sum(axis=dims) if dims else data
+    total = (
+        primitives.all_reduce(ReduceOp.SUM, own, num_replicas) if ops is None else ops.reduce(ReduceOp.SUM, own, own)
+    )
+    if op is ReduceOp.SUM:
+        return total
+    others = math.prod(data.shape[d] for d in dims if d > 0)
+    count = rows.count if rows is not None else num_replicas * (data.shape[0] if 0 in dims else 1)
+    return total / (count * others)
+
+
+def check_axis(axis: object) -> None:
+    """Checks the `axis` argument of `Strategy.reduce`.
+
+    Raises:
+      ReduceOpError: `axis` is not None, an integer or a tuple of integers.
+    """
+    for dim in axis if isinstance(axis, tuple) else (axis,):
+        if dim is not None and not arguments.is_integer(dim):
+            raise ReduceOpError(f"axis={shown(axis)}", "must be an integer, a tuple of integers, or None.", "axis=0")
+
+
+def check_dim(axis: object) -> None:
+    """Checks the `axis` argument of `Strategy.gather`.
+
+    Raises:
+      ReduceOpError: `axis` is not an integer.
+    """
+    if not arguments.is_integer(axis):
+        raise ReduceOpError(f"axis={shown(axis)}", "must be an integer.", "axis=0")
+
+
+def check_components(leaves: Sequence[Any]) -> None:
+    """Checks that the components of per-replica values are arrays.
+
+    Raises:
+      ReduceOpError: a component is another Python object.
+    """
+    for leaf in leaves:
+        if differs(leaf) and isinstance(getattr(leaf, "data", None), tuple):
+            raise ReduceOpError(
+                f"reduce of PerReplica({shown(leaf.data)})",
+                "its components are not arrays of numbers.",
+                "strategy.experimental_local_results(value)",
+            )
+
+
+def check_mergeable(value: PerReplica, axis: Axis) -> None:
+    """Checks that a merge function can reduce a value over `axis`.
+
+    Raises:
+      InputError: `value` holds padded batches of several steps, and `axis` is not None.
+    """
+    if axis is not None and value.rows is not None and value.rows.row_dim:
+        raise InputError(
+            f"reduce(axis={shown(axis)}) of a result of run_steps, with cross-device operations that do not add",
+            "the replicas have different numbers of rows in each step.",
+            "call strategy.run once per step",
+        )
+
+
+@singledispatch
+def gather_leaf(value: object, axis: int, num_replicas: int) -> PyTree:
+    """Concatenates the components along dim `axis`, including padded rows. Returns other values unchanged."""
+    if num_replicas == 1 and isinstance(value, jax.Array):  # The only component.
+        primitives.canonical_dim(axis, value.ndim, "axis")
+    return value
+
+
+@gather_leaf.register
+def _(value: ReplicaLocal, axis: int, num_replicas: int) -> jax.Array:
+    gathered: jax.Array = primitives.all_gather(value.value, axis, num_replicas)
+    return gathered
+
+
+@gather_leaf.register
+def _(value: PerReplica, axis: int, num_replicas: int) -> jax.Array:
+    check_size(value, num_replicas)
+    data = jnp.asarray(value.data)
+    dim = primitives.canonical_dim(axis, data.ndim - 1, "axis")
+    if value.rows is not None and value.rows.row_dim:
+        raise InputError(
+            f"gather(axis={axis}) of a result of run_steps",
+            "the replicas have different numbers of rows in each step.",
+            "call strategy.run once per step, or strategy.reduce(op, value, axis=1)",
+        )
+    if value.rows is not None and dim != 0:
+        raise InputError(f"gather(axis={axis})", "the components have different numbers of rows.", "axis=0")
+    shape = data.shape[1:]
+    return jnp.moveaxis(data, 0, dim).reshape(*shape[:dim], num_replicas * shape[dim], *shape[dim + 1 :])
+
+
+def _reduce_global(op: ReduceOp, data: jax.Array, axis: Axis, rows: RowMask | None) -> jax.Array:
+    dims = _dims(axis, data.ndim - 1)
+    reduced = (0, *(d + 1 for d in dims))
+    if rows is None:
+        total = data.sum(axis=reduced)
+        return total if op is ReduceOp.SUM else total / math.prod(data.shape[d] for d in reduced)
+    if rows.row_dim not in dims:
+        raise InputError(
+            f"reduce(axis={shown(axis)})", "the components have different numbers of rows.", f"axis={rows.row_dim}"
+        )
+    mask = jnp.asarray(rows.mask)
+    others = math.prod(data.shape[d] for d in reduced if d >= mask.ndim)
+    mask = over_rows(mask, data)
+    total = jnp.where(mask, data, 0).sum(axis=reduced)
+    return total if op is ReduceOp.SUM else total / (mask.sum(axis=reduced) * others)
+
+
+def _mean_where_rows(data: jax.Array, rows: RowMask) -> jax.Array:
+    """Averages over the replicas that had a real row, separately per step if there are several steps."""
+    counts = over_rows(jnp.asarray(rows.mask).any(axis=-1), data)
+    return jnp.where(counts, data, 0).sum(axis=0) / jnp.maximum(counts.sum(axis=0), 1)
+
+
+def _reduce_dims(op: ReduceOp, array: jax.Array, axis: Axis) -> jax.Array:
+    dims = _dims(axis, array.ndim)
+    return array.sum(axis=dims) if op is ReduceOp.SUM else array.mean(axis=dims)
+
+
+def _dims(axis: Axis, ndim: int) -> tuple[int, ...]:
+    if axis is None:
+        return ()
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    return tuple(primitives.canonical_dim(a, ndim, "axis") for a in axes)
+
+
+def _short(value: object) -> str:
+    return f"an array {value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else shown(value)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The context manager that makes a strategy current."""
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from phalanx._src import compat
+from phalanx._src.tracing import context
+from phalanx._src.tracing.context import Mode
+from phalanx._src.tracing.strategy import AbstractStrategy
+from phalanx.errors import ContextError, MixedStrategyError
+
+S = TypeVar("S", bound=AbstractStrategy)
+
+
+class Scope(Generic[S]):
+    """The context manager that `Strategy.scope` returns."""
+
+    def __init__(self, strategy: S) -> None:
+        self._strategy = strategy
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> S:
+        _require_enterable(self._strategy)
+        with ExitStack() as stack:
+            if self._strategy.storage.has_devices:
+                stack.enter_context(context.enter(Mode(self._strategy, None)))
+                home = self._strategy.storage.of_new_variables
+                if home is not None:
+                    stack.enter_context(compat.variable_layout(home.sharding_of, home.mesh))
+            self._open.append(stack.pop_all())
+        return self._strategy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.pop().__exit__(kind, error, traceback)
+
+
+def _require_enterable(strategy: AbstractStrategy) -> None:
+    if not context.depth():
+        return
+    mode = context.current()
+    if mode.strategy is not strategy and not strategy.topology.has_devices:
+        raise ContextError(
+            "the scope of the default strategy was entered",
+            f"inside the scope of {mode.strategy!r}.",
+            "leave that scope first",
+        )
+    if mode.strategy is not strategy:
+        raise MixedStrategyError(
+            f"the scope of {strategy!r} was entered",
+            f"inside the scope of {mode.strategy!r}, but only one strategy can be current.",
+            "leave the other scope first",
+        )
+    if mode.replica is not None:
+        raise ContextError(
+            "Strategy.scope was entered in replica context",
+            "it works only in cross-replica context.",
+            "phalanx.get_replica_context().merge_call(fn)",
+        )

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base class of the strategies whose devices are known when they are created."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from typing_extensions import override
+
+from phalanx._src.collectives.compression import Compression, compression_of
+from phalanx._src.collectives.cross_device import CrossDeviceOps, NcclAllReduce
+from phalanx._src.collectives.local_updates import LocalUpdates, require_groups
+from phalanx._src.mesh.layout import AbstractLayout
+from phalanx._src.mesh.shares import Shares
+from phalanx._src.mesh.topology import Topology
+from phalanx._src.options import CommunicationOptions
+from phalanx._src.runtime import bootstrap
+from phalanx._src.strategies.base import Strategy
+from phalanx.errors import InvalidArgumentError, arguments, shown
+
+
+class SynchronousStrategy(Strategy):
+    """Runs the replicas of a topology in lockstep and reduces gradients if there are several replicas.
+
+    Args:
+      topology: the replicas and their devices.
+      cross_device_ops: the algorithm that reduces gradients over the replicas. None selects the fastest one.
+      options: options for the reduction of gradients.
+      local_updates: how replicas that update their own variables are synchronized. None keeps them equal at every step.
+      replica_weights: one number per replica, to which its share of a global batch is proportional, or "auto" to follow the speeds.
+        None divides batches evenly.
+
+    Raises:
+      InvalidArgumentError: `options`, `local_updates` or `replica_weights` has the wrong type, or does not go with the rest.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        cross_device_ops: CrossDeviceOps | None = None,
+        options: CommunicationOptions | None = None,
+        local_updates: LocalUpdates | None = None,
+        replica_weights: Sequence[float] | str | None = None,
+    ) -> None:
+        if options is not None:
+            arguments.instance(
+                "communication_options",
+                options,
+                CommunicationOptions,
+                'communication_options=phalanx.experimental.CommunicationOptions(compression="int8")',
+            )
+        if topology.num_workers == 1:
+            bootstrap.warn_if_alone(type(self).__name__)
+        self._topology, self._chosen_ops, self._options = topology, cross_device_ops, options
+        self._compression = compression_of(options) if options else None
+        self._local_updates = local_updates
+        if options and self._compression:
+            call = f"CommunicationOptions(compression={options.compression!r})"
+            _require_plain_sums(call, topology, cross_device_ops)
+        if local_updates is not None:
+            _require_local_updates(local_updates, topology, cross_device_ops, options)
+        if replica_weights is not None:
+            _set_shares(topology.shares, replica_weights, topology.num_replicas)
+        # Last: a strategy that was refused, which the traceback of the error refers to, is not among the living ones.
+        super().__init__()
+
+    @property
+    @override
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    def layout(self) -> AbstractLayout | None:
+        """The layout that shards variables over mesh axes, or None. May be called in any context."""
+        return self._topology.layout
+
+    @property
+    @override
+    def cross_device_ops(self) -> CrossDeviceOps | None:
+        if self.num_replicas_in_sync == 1:
+            return None
+        return self._chosen_ops or _fastest_ops(self.topology)
+
+    @property
+    @override
+    def communication_options(self) -> CommunicationOptions | None:
+        return self._options
+
+    @property
+    @override
+    def compression(self) -> Compression | None:
+        return self._compression
+
+    @property
+    @override
+    def local_updates(self) -> LocalUpdates | None:
+        return self._local_updates
+
+    @contextmanager
+    def placed_on(self, topology: Topology) -> Iterator[None]:
+        """Traces programs in the context for other devices. They may be absent, because nothing is placed on them."""
+        own, self._topology = self._topology, topology
+        try:
+            yield
+        finally:
+            self._topology = own
+
+
+def _set_shares(shares: Shares, weights: Sequence[float] | str, num_replicas: int) -> None:
+    """Sets the shares that replicas have of a batch.
+
+    Raises:
+      InvalidArgumentError: `weights` is neither "auto" nor one positive number per replica.
+    """
+    hint = f'replica_weights={[2, *[1] * (num_replicas - 1)]}, or replica_weights="auto"'
+    if isinstance(weights, str) and weights == "auto":
+        shares.is_measured = True
+        return
+    if not isinstance(weights, (list, tuple)) or not all(map(_is_positive, weights)):
+        raise InvalidArgumentError(
+            f"replica_weights={shown(weights)}", 'must be "auto", or a list of positive numbers, one per replica.', hint
+        )
+    if len(weights) != num_replicas:
+        raise InvalidArgumentError(
+            f"replica_weights={shown(weights)} with {num_replicas} replicas", "must have one number per replica.", hint
+        )
+    shares.weights = list(map(float, weights))
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and 0 < number < math.inf
+
+
+def _require_local_updates(
+    local: LocalUpdates, topology: Topology, ops: CrossDeviceOps | None, options: CommunicationOptions | None
+) -> None:
+    if not isinstance(local, LocalUpdates):
+        hint = "local_updates=phalanx.experimental.LocalSGD(every=8)"
+        raise InvalidArgumentError(f"local_updates={shown(local)}", "must be a LocalSGD or a DiLoCo.", hint)
+    require_groups(local, topology.num_replicas)
+    call = f"local_updates={type(local).__name__}"
+    _require_plain_sums(call, topology, ops)
+    if options is not None and (options.compression or options.wire_dtype):
+        raise InvalidArgumentError(
+            f"{call} with communication_options that round or compress gradients",
+            "the replicas send no gradients.",
+            'local_updates=phalanx.experimental.DiLoCo(compression="int8")',
+        )
+
+
+def _require_plain_sums(call: str, topology: Topology, ops: CrossDeviceOps | None) -> None:
+    """Checks that an option of the communication replaces nothing that the user has chosen."""
+    if ops is not None:
+        raise InvalidArgumentError(
+            f"{call} with cross_device_ops={type(ops).__name__}()",
+            "both say how gradients are sent.",
+            "leave one of them out",
+        )
+    if topology.axes or topology.layout is not None:
+        raise InvalidArgumentError(
+            f"{call} with a layout or a model axis",
+            "every replica must hold whole variables and gradients.",
+            "leave out layout and model_axis, or this option",
+        )
+
+
+def _fastest_ops(topology: Topology) -> CrossDeviceOps:
+    """Returns the fastest reduction of gradients on these devices."""
+    # With a model axis nothing is packed, because arrays that are sharded over the devices of a replica would have to be
+    # gathered first.
+    if topology.axes:
+        return NcclAllReduce(num_packs=0)
+    # Between processes of CPUs and between slices of TPUs, one buffer is faster than several: a message costs more than a copy
+    # into the buffer. Elsewhere XLA joins messages itself, and packing saves time only for small arrays.
+    are_cpus = all(d.platform == "cpu" for d in topology.devices)
+    slices = {getattr(d, "slice_index", 0) for d in topology.devices if d.platform == "tpu"}
+    is_slow = topology.num_workers > 1 and (are_cpus or len(slices) > 1)
+    return NcclAllReduce(num_packs=1 if is_slow else None)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notes the moments of the steps of a script, and ends the script when there are enough. `phalanx bench` starts it in each process."""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+import jax
+
+from phalanx._src.input import iterator
+from phalanx._src.input.placement import always_per_replica
+from phalanx._src.launch.script import run_as_main
+from phalanx._src.programs import own_rows
+from phalanx._src.programs.before_steps import watchers
+from phalanx._src.programs.program import Call
+from phalanx._src.tools.bench.session import TOO_FEW
+from phalanx._src.tools.bench.timeline import Moments
+from phalanx._src.tools.estimate.step import Step
+from phalanx.errors import PhalanxError
+
+
+class _Enough(BaseException):
+    """Ends a script. Not an `Exception`, so that the script does not handle it."""
+
+
+@final
+class Recorder:
+    """Hears of all training steps of this process.
+
+    Args:
+      steps: number of calls of the program to wait for.
+      path: file in which to write the moments.
+    """
+
+    def __init__(self, steps: int, path: Path) -> None:
+        self._steps, self._path = steps, path
+        self._calls: list[float] = []
+        self._waits: list[tuple[float, float]] = []
+        self._own: dict[str, list[float]] = {}
+        self._ends: dict[str, list[float]] = {}
+
+    @property
+    def num_calls(self) -> int:
+        """The number of calls so far."""
+        return len(self._calls)
+
+    def note_own_part(self, replica: int, rows: int) -> None:
+        """See `own_rows.Listener`."""
+        self._own.setdefault(str(replica), []).append(time.monotonic())
+
+    def note_end(self, replica: int) -> None:
+        """See `own_rows.Listener`."""
+        self._ends.setdefault(str(replica), []).append(time.monotonic())
+
+    def note_wait(self, began_s: float, ended_s: float) -> None:
+        """Notes that the process has waited for a batch."""
+        self._waits.append((began_s, ended_s))
+
+    def watch(self, call: Call) -> None:
+        """Notes that a program is called, and ends the script instead if it has made enough steps."""
+        if not call.program.trains:
+            return
+        if len(self._calls) == self._steps:
+            self._finish(call)
+        self._calls.append(time.monotonic())
+
+    def _finish(self, call: Call) -> NoReturn:
+        finish: Any = jax.effects_barrier
+        finish()
+        strategy: Any = call.program.strategy
+        topology = strategy.topology
+        each = Step(call, strategy).num_rows
+        rows = None if each is None else each * topology.num_replicas
+        moments = Moments(
+            topology.worker_index,
+            topology.num_replicas,
+            topology.num_workers,
+            rows,
+            self._calls,
+            self._waits,
+            self._own,
+            self._ends,
+        )
+        path = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        path.write_text(json.dumps(dataclasses.asdict(moments)))
+        topology.exchange(jax.numpy.zeros(1))  # All processes end together, so that no one misses another.
+        raise _Enough
+
+
+def main(steps: str, path: str, kind: str, target: str, *arguments: str) -> int:
+    """Runs a script until it has made some steps.
+
+    Args:
+      steps: number of calls of the training program.
+      path: file for the moments. A point and the number of the process are added to its name.
+      kind: "module" or "script".
+      target: the name of a module, or the path of a script.
+      *arguments: the arguments of the script.
+
+    Returns:
+      The exit code.
+    """
+    recorder = Recorder(int(steps), Path(path))
+    own_rows.listeners.append(recorder)
+    watchers.append(recorder.watch)
+    iterator.waits.append(recorder.note_wait)
+    try:
+        with always_per_replica():  # So that the rows of one replica can be told from other arrays.
+            run_as_main(kind, target, arguments)
+    except _Enough:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # Other processes may have ended, so JAX would wait for them in vain.
+    except PhalanxError as e:
+        print(f"phalanx: {e}", file=sys.stderr)
+        return 2
+    print(f"phalanx bench: the script has ended after {recorder.num_calls} of {steps} steps.", file=sys.stderr)
+    return TOO_FEW
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

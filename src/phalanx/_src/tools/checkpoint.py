@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Implements `phalanx checkpoint`, which runs `python -m phalanx._src.tools.checkpoint`."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import keras
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from phalanx._src.checkpoint.checkpoint import Checkpoint
+from phalanx._src.checkpoint.manager import latest_checkpoint, numbered
+from phalanx._src.checkpoint.reader import CheckpointReader, load_checkpoint
+from phalanx._src.checkpoint.store import export_arrays
+from phalanx.errors import CheckpointError, InvalidArgumentError, PhalanxError
+from phalanx.typing import PyTree
+
+_WIDTH = 60
+_KIND = {".npz": "arrays", ".safetensors": "arrays", ".keras": "model"}
+
+
+def ls(folder: str) -> int:
+    """Prints the checkpoints of a folder, oldest first. Returns the exit code."""
+    call, hint = f"phalanx checkpoint ls {folder}", "the folder of a CheckpointManager"
+    # Unlike the methods of `Path`, these functions accept a name that is too long.
+    if os.path.isfile(folder):
+        raise CheckpointError(call, "it is a file.", f"phalanx checkpoint show {folder}")
+    if not os.path.isdir(folder):
+        raise CheckpointError(call, "there is no such folder.", hint)
+    table = Table("checkpoint", "saved", "size", "arrays", box=None)
+    found = numbered(folder)
+    for _, file in found:
+        status = file.stat()
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.st_mtime))
+        try:
+            arrays = str(len(load_checkpoint(file).get_variable_to_shape_map()))
+        except CheckpointError:
+            arrays = "cannot be read"
+        table.add_row(str(file), saved, _size(status.st_size), arrays)
+    if not found:
+        raise CheckpointError(call, "the folder contains no checkpoint.", hint)
+    _print(table)
+    return 0
+
+
+def show(path: str) -> int:
+    """Prints the contents of a checkpoint. Returns the exit code."""
+    reader = load_checkpoint(path)
+    dtypes, total = reader.get_variable_to_dtype_map(), 0
+    table = Table("name", "shape", "dtype", "size", box=None)
+    for name, shape in sorted(reader.get_variable_to_shape_map().items(), key=lambda item: _order(item[0])):
+        size = int(np.prod(shape, dtype=np.int64)) * dtypes[name].itemsize
+        total += size
+        table.add_row(name, str(tuple(shape)), str(dtypes[name]), _size(size))
+    for name, value in reader.values.items():
+        table.add_row(name, "", type(value).__name__, _short(value))
+    _print(table)
+    print(f"{len(dtypes)} arrays, {_size(total)}")
+    return 0
+
+
+def diff(first: str, second: str) -> int:
+    """Prints how two checkpoints differ. Returns 1 if they do, else 0."""
+    sides = [_Side(load_checkpoint(path)) for path in (first, second)]
+    table = Table("name", first, second, "", box=None)
+    for name in sorted(set().union(*(side.names for side in sides)), key=_order):
+        if (row := _difference(*(side.value(name) for side in sides))) is not None:
+            table.add_row(name, *row)
+    if not table.row_count:
+        print("They are equal.")
+        return 0
+    _print(table)
+    return 1
+
+
+def export(path: str, output: str, name: str) -> int:
+    """Writes the arrays or the model of a checkpoint to a new file. Returns the exit code.
+
+    Args:
+      path: the checkpoint.
+      output: the file.
+      name: only what was saved under this name. Empty for everything.
+
+    Raises:
+      CheckpointError: the checkpoint does not contain what was asked for, or the file cannot be written.
+      InvalidArgumentError: the name of the file says no known format.
+    """
+    reader, file = load_checkpoint(path), Path(output)
+    call = f"phalanx checkpoint export {path} {output}"
+    if file.suffix not in _KIND:
+        raise InvalidArgumentError(
+            call, "the name must end with .npz, .safetensors or .keras.", str(file.with_suffix(".npz"))
+        )
+    if file.exists():
+        raise CheckpointError(call, "the file exists already.", "another name, or delete the file")
+    if not file.parent.is_dir():
+        raise CheckpointError(call, f"there is no folder {file.parent}.", f"mkdir -p {file.parent}")
+    if _KIND[file.suffix] == "model":
+        _export_model(call, path, reader, file, name)
+    else:
+        _export_arrays(call, reader, file, name)
+    print(f"{output}: {_size(file.stat().st_size)}")
+    return 0
+
+
+def _export_arrays(call: str, reader: CheckpointReader, file: Path, name: str) -> None:
+    names = [n for n in reader.get_variable_to_shape_map() if not name or n == name or n.startswith(f"{name}/")]
+    if not names:
+        known = sorted({n.partition("/")[0] for n in reader.get_variable_to_shape_map()})
+        raise CheckpointError(
+            f"{call} --object {name}", f"it contains only {', '.join(known)}.", f"--object {known[0]}"
+        )
+    export_arrays(file, {n: reader.get_tensor(n) for n in names})
+
+
+def _export_model(call: str, path: str, reader: CheckpointReader, file: Path, name: str) -> None:
+    models = reader.models
+    chosen = name or (next(iter(models)) if len(models) == 1 else "")
+    if chosen not in models:
+        raise CheckpointError(
+            f"{call}{f' --object {name}' if name else ''}",
+            f"the models whose architecture it contains are: {', '.join(models) or 'none'}.",
+            f"--object {next(iter(models))}"
+            if models
+            else "in your program: checkpoint.restore(path), model.save(file). A model is exported here if it has get_config()",
+        )
+    try:
+        model = keras.models.model_from_json(models[chosen])
+    except Exception as e:
+        raise CheckpointError(
+            call,
+            f"Keras cannot create the model {chosen!r} from its configuration: {e}",
+            "run it where the module of your layers can be imported; or in your program: checkpoint.restore(path), model.save(file)",
+        ) from e
+    Checkpoint(**{chosen: model}).read(latest_checkpoint(path) or path).assert_existing_objects_matched()
+    model.save(file)
+
+
+_MISSING = object()
+
+
+@final
+class _Side:
+    """One of two checkpoints that are compared. Its arrays are read one by one."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader, self._values = reader, reader.values
+        self.names = {*reader.get_variable_to_shape_map(), *self._values}
+
+    def value(self, name: str) -> Any:
+        """Returns an array or another value, or `_MISSING`."""
+        return self._reader.get_tensor(name) if self._reader.has_tensor(name) else self._values.get(name, _MISSING)
+
+
+def _difference(first: Any, second: Any) -> tuple[str, str, str] | None:
+    """Returns what stands in the columns of the two checkpoints, and how far apart they are. None if nothing differs."""
+    about = _about(first), _about(second)
+    if first is _MISSING or second is _MISSING:
+        return *about, "missing"
+    if not (isinstance(first, np.ndarray) and isinstance(second, np.ndarray)):
+        return None if repr(first) == repr(second) else (*about, "")
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return *about, "shape" if first.shape != second.shape else "dtype"
+    if first.tobytes() == second.tobytes():
+        return None
+    apart = np.abs(first.astype(np.float64) - second.astype(np.float64))
+    differ = int(np.count_nonzero(first != second))
+    return *about, f"{differ} of {first.size} values, by up to {np.max(apart):.3g}"
+
+
+def _order(name: str) -> list[tuple[int, str]]:
+    """Returns what names are sorted by: `variables/2` comes before `variables/10`."""
+    return [(int(part) if part.isdigit() else -1, part) for part in name.split("/")]
+
+
+def _about(value: PyTree) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape}"
+    return "" if value is _MISSING else _short(value)
+
+
+def _short(value: PyTree) -> str:
+    """Returns a value for a table."""
+    try:
+        shown = json.dumps(value)
+    except TypeError:
+        shown = repr(value)
+    return shown if len(shown) <= _WIDTH else f"{shown[: _WIDTH - 3]}..."
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def _print(table: Table) -> None:
+    # Whole names, also where the output is a pipe.
+    Console(width=None if sys.stdout.isatty() else 200, soft_wrap=True).print(table)
+
+
+COMMANDS: dict[str, Callable[..., int]] = {"ls": ls, "show": show, "diff": diff, "export": export}
+
+if __name__ == "__main__":
+    try:
+        sys.exit(COMMANDS[sys.argv[1]](*sys.argv[2:]))
+    except PhalanxError as error:
+        print(f"phalanx: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first training step of a script: catches it before it runs, and compiles it for other devices."""
+
+import re
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+from phalanx._src import compat
+from phalanx._src.input.placement import always_per_replica
+from phalanx._src.mesh.layout import AbstractLayout
+from phalanx._src.mesh.topology import AbsentTopology
+from phalanx._src.mesh.tpu_system import emulated
+from phalanx._src.programs.before_steps import watchers
+from phalanx._src.programs.program import Call
+from phalanx._src.strategies.synchronous import SynchronousStrategy
+from phalanx._src.tools.estimate import flops
+from phalanx._src.tools.estimate.hlo import Program
+from phalanx._src.tracing.structure import Arguments, converting
+from phalanx._src.typed_jax import shape_dtype
+from phalanx.errors import InvalidArgumentError, TraceError
+
+T = TypeVar("T")
+
+_LARGE_BYTES = 1 << 20
+"""Size in bytes from which a variable gets no value, so that a model that is too large for this machine can be created."""
+
+_OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED.*?(?:[Uu]sed |\()([\d.]+)([KMGT]?)\)? (?:of|exceeds)", re.DOTALL)
+_UNITS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}
+
+
+class Memory(NamedTuple):
+    """Bytes of one device.
+
+    Args:
+      arguments: variables and batch.
+      temporary: what the program needs besides arguments and results.
+      peak: the most that is in use at any time.
+      reused: bytes of arguments whose memory the results take over.
+    """
+
+    arguments: int
+    temporary: int
+    peak: int
+    reused: int
+
+
+class Lowered(NamedTuple):
+    """A step for certain devices, before it is compiled."""
+
+    stage: jax.stages.Lowered
+    devices: tuple[jax.Device, ...]
+    num_replicas: int
+    counted_flops: float
+
+
+class Compiled(NamedTuple):
+    """A step for certain devices, as their compiler made it.
+
+    Args:
+      memory: its memory. The peak alone is known if the program does not fit.
+      flops: multiplications and additions of one device.
+      num_bytes: bytes that one device reads and writes.
+      program: what the text of the program says. None if it does not fit.
+      seconds: the time that the compiler took.
+    """
+
+    memory: Memory
+    flops: float
+    num_bytes: float
+    program: Program | None
+    seconds: float
+
+
+class _Reached(BaseException):
+    """Ends a training before its first step. Not an `Exception`, so that the training does not handle it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The first step of a training, which has not run.
+
+    Args:
+      call: the call of its program.
+      strategy: the strategy that runs it.
+    """
+
+    call: Call
+    strategy: SynchronousStrategy
+
+    @property
+    def name(self) -> str:
+        """The name of its function."""
+        return self.call.name
+
+    @property
+    def num_rows(self) -> int | None:
+        """The number of rows that each replica gets. None if no argument is distributed."""
+        dim = self._dim_of_rows
+        sizes = Counter(x.shape[dim] for x in self._sharded() if len(x.shape) > dim)
+        return sizes.most_common(1)[0][0] if sizes else None
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps that one call of the program runs."""
+        return self.call.program.num_steps or 1
+
+    @property
+    def layout(self) -> AbstractLayout | None:
+        """The layout of the strategy."""
+        return self.strategy.topology.layout
+
+    def lower(
+        self, devices: Sequence[jax.Device], layout: AbstractLayout | None = None, num_rows: int | None = None
+    ) -> Lowered:
+        """Traces and lowers the step for other devices.
+
+        Args:
+          devices: the devices, which need not exist.
+          layout: the layout of the variables.
+          num_rows: rows of each replica. None for as many as the script has.
+        """
+        topology = AbsentTopology(tuple(devices), self.strategy.topology.axes, layout)
+        dim, own = self._dim_of_rows, self.num_rows
+
+        def convert(x: Any) -> jax.ShapeDtypeStruct:
+            shape = [topology.num_replicas, *x.shape[1:]]
+            if num_rows and len(shape) > dim and shape[dim] == own:
+                shape[dim] = num_rows
+            return shape_dtype(tuple(shape), x.dtype)
+
+        with self.strategy.placed_on(topology), converting(convert), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The script has said what it had to say when it was traced here.
+            traced = self.call.traced_again().trace()
+            counted = flops.count(traced.jaxpr.jaxpr) / topology.devices_per_replica
+            return Lowered(traced.lower(), topology.devices, topology.num_replicas, counted)
+
+    @property
+    def _dim_of_rows(self) -> int:
+        return 1 if self.call.program.num_steps is None else 2
+
+    def _sharded(self) -> list[Any]:
+        given: list[Arguments] = [self.call.arguments, *self.call.batches]
+        return [x for a in given for x, is_sharded in zip(a.arrays, a.sharded, strict=True) if is_sharded]
+
+
+def at_first_step(train: Callable[[], Any], use: Callable[[Step], T]) -> T:
+    """Calls `train`, stops it before its first training step, and returns `use(step)`.
+
+    Raises:
+      TraceError: `train` runs no training step.
+      InvalidArgumentError: the strategy of the step has no fixed devices.
+    """
+    results: list[T] = []
+
+    def watch(call: Call) -> None:
+        if not call.program.trains:
+            return
+        strategy = call.program.strategy
+        if not isinstance(strategy, SynchronousStrategy):
+            raise InvalidArgumentError(
+                f"phalanx.estimate of a step of {type(strategy).__name__}",
+                "only synchronous strategies have one program for all devices.",
+                "phalanx.MirroredStrategy()",
+            )
+        # Here and not after `train` has ended, when its model may be gone.
+        watchers.remove(watch)
+        results.append(use(Step(call, strategy)))
+        raise _Reached
+
+    watchers.append(watch)
+    try:
+        with (
+            compat.without_large_values(_LARGE_BYTES),
+            always_per_replica(),
+            emulated(),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", "MirroredStrategy.* has one replica")  # As intended.
+            # JAX writes programs for absent devices into its persistent cache, but cannot read them from it.
+            warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
+            train()
+    except _Reached:
+        pass
+    finally:
+        if watch in watchers:
+            watchers.remove(watch)
+    if not results:
+        raise TraceError(
+            "phalanx.estimate of a function that runs no training step",
+            "no model of a strategy was trained by fit or by a step that applies an optimizer.",
+            "with phalanx.MirroredStrategy(1).scope(): around the code that creates the model",
+        )
+    return results[0]
+
+
+def compiled(lowered: Lowered) -> Compiled:
+    """Compiles a step. May be called in any thread."""
+    start = time.perf_counter()
+    try:
+        found = lowered.stage.compile()
+    except jax.errors.JaxRuntimeError as e:
+        used = _OUT_OF_MEMORY.search(str(e))
+        if used is None:
+            raise
+        peak = int(float(used[1]) * _UNITS[used[2]])
+        return Compiled(Memory(0, 0, peak, 0), lowered.counted_flops, 0.0, None, time.perf_counter() - start)
+    program, memory = Program(found.as_text() or ""), found.memory_analysis()
+    assert memory is not None
+    # XLA counts the body of a loop once, however often it runs.
+    costs = {} if program.num_loops else found.cost_analysis() or {}
+    return Compiled(
+        Memory(
+            memory.argument_size_in_bytes,
+            memory.temp_size_in_bytes,
+            _peak(memory),
+            memory.alias_size_in_bytes,
+        ),
+        costs.get("flops", lowered.counted_flops),
+        costs.get("bytes accessed", float(program.num_bytes)),
+        program,
+        time.perf_counter() - start,
+    )
+
+
+def _peak(memory: Any) -> int:
+    """Returns the highest use of memory. Arguments stay where they are, and results take over what is reused."""
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    # Compilers for TPUs leave temporary memory out of the sum, and those for CPUs out of the peak.
+    return int(max(kept + memory.temp_size_in_bytes, memory.peak_memory_in_bytes))

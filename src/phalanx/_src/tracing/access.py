@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a traced function reads and writes Keras variables.
+
+A variable becomes an input of the trace when the function first uses it, and an output if the function writes it. So users need
+not list the variables of a function.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax import lax
+from typing_extensions import override
+
+from phalanx._src import compat
+from phalanx._src.collectives import primitives
+from phalanx._src.compat import Variable
+from phalanx._src.mesh.layout import REPLICA_AXIS
+from phalanx._src.options import ReduceOp
+from phalanx._src.tracing import context
+from phalanx._src.tracing.boundary import combine, combined, first_component
+from phalanx._src.tracing.discovery import AbstractPass, Entry
+from phalanx._src.tracing.policy import Combine, Write, describe, refuse_write
+from phalanx._src.typed_jax import get_opaque_trace_state, make_user_context
+from phalanx.errors import NestedWriteError, VariableError
+from phalanx.errors.frames import user_place
+
+# JAX caches traces of inner functions (under `jax.jit`, and bodies of `jax.lax` loops) by their input shapes and by this context.
+# Without the context, a function that closes over a variable would run with the tracers of an earlier program.
+# https://github.com/jax-ml/jax/pull/38473 describes the same problem for plain closures.
+_trace_key = make_user_context()
+
+# Keys that can be used again, because no inner trace under them has read a variable. A new key per program would fill JAX's
+# caches with a copy of every jnp function per model.
+_free_keys: list[object] = []
+
+
+class VariableScope(compat.AbstractLiftScope):
+    """Reads and writes the variables of a traced function.
+
+    Args:
+      current_pass: the pass that runs the function.
+      mapped: whether the function runs under `shard_map`, for one of several replicas.
+
+    Attributes:
+      pass_: the pass that runs the function.
+      mapped: whether the function runs under `shard_map`.
+      entries: the variables that were used so far, by id.
+      tapes: one function per gradient tape that records. It watches variables that are used for the first time.
+    """
+
+    def __init__(self, current_pass: AbstractPass, *, mapped: bool = False) -> None:
+        super().__init__(collect_losses=True)
+        self.pass_ = current_pass
+        self.mapped = mapped
+        self.entries: dict[int, Entry] = {}
+        self.tapes: list[Callable[[Sequence[Entry]], None]] = []
+        self._deferred: set[int] = set()
+        self._free_writes = 0
+        self._trace_state: Any = None
+        self._averages: set[int] = set()
+        self._key: object = None
+        self._key_context: Any = None
+        self._was_read_inside = False
+
+    @override
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._take_key()
+        self._trace_state = get_opaque_trace_state()
+        return self
+
+    @override
+    def __exit__(self, *exception: object) -> None:
+        self._drop_key()
+        super().__exit__(*exception)
+
+    def values_change(self) -> None:
+        """Invalidates cached inner traces that have read variables. Call it before the value of an entry changes."""
+        if self._was_read_inside:
+            self._drop_key()
+            self._take_key()
+
+    @override
+    def note_read(self) -> None:
+        if not self.is_innermost_trace:
+            self._was_read_inside = True
+
+    def _take_key(self) -> None:
+        """Enters a key under which JAX has no cached traces that depend on values of variables."""
+        # Not `if _free_keys`: another thread may take the last key between the test and `pop`.
+        try:
+            self._key = _free_keys.pop()
+        except IndexError:
+            self._key = object()
+        self._was_read_inside = False
+        self._key_context = _trace_key(self._key)
+        self._key_context.__enter__()
+
+    def _drop_key(self) -> None:
+        """Leaves the key. It can be used again unless an inner trace under it depends on values of variables."""
+        self._key_context.__exit__(None, None, None)
+        if not self._was_read_inside:
+            _free_keys.append(self._key)
+
+    @property
+    def is_innermost_trace(self) -> bool:
+        """Whether the current trace is the one in which the scope was entered, not a `jax.lax` body or another inner trace."""
+        return bool(self._trace_state == get_opaque_trace_state())
+
+    def entry(self, variable: Variable) -> Entry:
+        """Returns the entry of `variable`. The first use creates it."""
+        entry = self.entries.get(id(variable))
+        if entry is None:
+            initial = self.pass_.initial(variable)
+            entry = self.entries[id(variable)] = Entry(variable, initial, initial)
+            for watch in self.tapes:
+                watch([entry])
+        return entry
+
+    def components(self, variable: Variable, num_replicas: int) -> jax.Array | None:
+        """Returns the replicas' components of an on-read variable. None if its value determines them."""
+        entry = self.entry(variable)
+        # After a write, the components from the start of the function are stale.
+        if num_replicas > 1 and entry.components is None and entry.policy.on_read and not entry.written:
+            entry.components = self.pass_.components(variable, num_replicas)
+        return entry.components
+
+    def lookup(self, table: Variable, ids: jax.Array) -> jax.Array:
+        """Returns rows of a table on parameter servers. The program fetches only the rows that it looks up."""
+        self.note_read()
+        self._require_current(table)
+        positions = self.pass_.look_up(table, ids)
+        return self.entry(table).value[positions]
+
+    @override
+    def get_current_value(self, variable: Variable) -> jax.Array:
+        self.note_read()
+        return self.value(variable)
+
+    def value(self, variable: Variable) -> jax.Array:
+        """Returns the value of `variable`. Unlike `get_current_value` it does not record a read.
+
+        Control-flow bodies use it: they record one read when they start.
+        """
+        self._require_current(variable)
+        entry = self.entry(variable)
+        is_merging = self.mapped and context.in_cross_replica_context()
+        outer = compat.outer_of(variable)
+        if outer is not None and (is_merging or entry.value is None):
+            return self.value(outer)
+        # A merge function must see one value, although the replicas hold different ones.
+        if is_merging and (entry.diverged or entry.policy.on_read):
+            value: jax.Array = combine([entry], None)[0]
+        else:
+            value = combined(entry.policy.combine, entry.components) if entry.value is None else entry.value
+        return value
+
+    @override
+    def add_update(self, update: tuple[Variable, Any]) -> None:
+        variable, value = update
+        entry = self._writable(variable)
+        value = self._combined(entry, value)
+        # A moving average is sent to parameter servers as an increment, so that workers do not overwrite each other.
+        if id(variable) in self._averages:
+            entry.add(value, value - entry.value)
+        else:
+            entry.replace(value)
+        # An assignment in a merge function makes the variable equal on all replicas again.
+        if self.mapped and context.in_cross_replica_context():
+            entry.diverged = False
+        self._follow(entry)
+
+    @override
+    def add_delta(self, variable: Variable, delta: jax.Array, *, negative: bool = False) -> jax.Array:
+        entry = self._writable(variable)
+        delta = keras.ops.convert_to_tensor(delta, dtype=entry.value.dtype)
+        if jnp.broadcast_shapes(delta.shape, entry.value.shape) != entry.value.shape:
+            raise VariableError(
+                f"an increment of shape {delta.shape} to {describe(variable)}",
+                "the increment does not broadcast to the shape of the variable.",
+                f"use an increment of shape {tuple(variable.shape)}",
+            )
+        delta = self._combined(entry, delta)
+        # Add or subtract directly, as hand-written code does. XLA removes the increment if the program does not return it.
+        entry.add(*((entry.value - delta, -delta) if negative else (entry.value + delta, delta)))
+        self._follow(entry)
+        return entry.value
+
+    def _follow(self, entry: Entry) -> None:
+        """Makes replicas go on from a value that was assigned outside them, and not from the outer weights before."""
+        outer = compat.outer_of(entry.variable)
+        is_outside = not self.mapped or context.in_cross_replica_context()
+        if outer is not None and is_outside and not self._free_writes and num_replicas() == 1:
+            self.add_update((outer, entry.value))
+
+    def commit(self, other: Entry) -> None:
+        """Applies the change that a control-flow body, such as the one of `phalanx.scan`, made to a variable."""
+        entry = self._writable(other.variable)
+        if other.replaced:
+            entry.replace(other.value)
+        else:
+            entry.add(other.value, _difference(other.value, entry.value))
+        entry.diverged |= other.diverged
+
+    @override
+    def note_averages(self, variables: Sequence[Variable]) -> None:
+        self._averages.update(map(id, variables))
+
+    def _require_current(self, variable: Variable) -> None:
+        """Raises if a deferred update will change `variable`, because its new value does not exist yet."""
+        if id(variable) in self._deferred:
+            raise VariableError(
+                f"{describe(variable)} was used after optimizer.apply in the same step, at {user_place()}",
+                "the strategy updates it only after the step, so its new value does not exist yet.",
+                "use it before optimizer.apply, or in the next strategy.run",
+            )
+
+    @override
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        self._free_writes += 1
+        try:
+            yield
+        finally:
+            self._free_writes -= 1
+
+    def allow_free_writes(self) -> None:
+        """Makes the whole scope an update context, in which any assignment is allowed."""
+        self._free_writes += 1
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether this code runs in update context."""
+        return self._free_writes > 0
+
+    def _require_innermost(self, call: str, hint: str) -> None:
+        """Raises in an inner trace. A value computed there is a tracer of that trace, and would leak if it were stored."""
+        if not self.is_innermost_trace:
+            raise NestedWriteError(
+                f"{call} at {user_place()}",
+                "the call is inside the body of a jax.lax loop or branch, or inside another JAX transformation, and the new "
+                "value cannot leave it.",
+                hint,
+            )
+
+    def _writable(self, variable: Variable) -> Entry:
+        """Returns the entry of `variable` for a write, and marks it as written."""
+        self._require_innermost(
+            f"assign to {describe(variable)}",
+            "phalanx.scan, phalanx.cond, phalanx.while_loop or phalanx.remat instead of the JAX function; jax.jit is not "
+            "needed, because the step is compiled anyway",
+        )
+        self._require_current(variable)
+        entry = self.entry(variable)
+        if entry.value is None:
+            entry.value = self.value(variable)
+        entry.written = True
+        self.values_change()
+        return entry
+
+    def _combined(self, entry: Entry, value: jax.Array) -> jax.Array:
+        """Returns `value`, or an increment, as the policy table combines it over the replicas."""
+        if self.mapped and context.in_cross_replica_context():
+            # A merge function may have closed over a value that differs between replicas. The value of replica 0 is used, so
+            # that the variable stays equal on all of them.
+            value = value if self._free_writes else primitives.broadcast(value, lax.axis_size(REPLICA_AXIS))
+            return first_component(entry.policy, value)
+        count = 1 if self._free_writes else num_replicas()
+        if count == 1:
+            return value
+        if entry.policy.write is Write.REFUSED:
+            raise refuse_write(entry.variable)
+        if entry.policy.write is Write.AT_BOUNDARY:
+            entry.diverged = True
+            return self._of_rows(entry, value) if entry.policy.on_demand else value
+        if entry.policy.combine is Combine.FIRST:
+            return primitives.broadcast(value, count)
+        replica = context.require_replica()
+        if entry.policy.combine is Combine.SUM:
+            total: jax.Array = replica.all_reduce(ReduceOp.SUM, value)
+            return total
+        mean: jax.Array = replica.all_reduce(ReduceOp.MEAN, value).astype(value.dtype)
+        # A batch without a single real row changes nothing.
+        return mean if replica.padding is None else jnp.where(replica.padding.count > 0, mean, entry.value)
+
+    @staticmethod
+    def _of_rows(entry: Entry, value: jax.Array) -> jax.Array:
+        """Returns `value` if this replica has real rows, else the present value: a mean over no rows is none."""
+        padding = context.require_replica().padding
+        return value if padding is None else jnp.where(padding.has_rows, value, entry.value)
+
+
+def _difference(value: jax.Array, other: jax.Array) -> jax.Array | None:
+    """Returns the increment from `other` to `value`. None for bools, which JAX does not subtract."""
+    return None if value.dtype == jnp.bool_ else value - other
+
+
+def num_replicas() -> int:
+    """Returns the number of replicas over which a replica function communicates. 1 in cross-replica context."""
+    mode = context.current()
+    return 1 if mode.replica is None else mode.strategy.num_replicas_in_sync

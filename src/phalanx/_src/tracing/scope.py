@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scope of a traced function: its variables, gradients, means over rows, batches and records."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax import lax
+from typing_extensions import override
+
+from phalanx._src import compat
+from phalanx._src.collectives.compressed import CompressedSum
+from phalanx._src.collectives.compression import Compression
+from phalanx._src.collectives.local_updates import Applied, LocalUpdates, gradients_of, synchronizations
+from phalanx._src.compat import Variable
+from phalanx._src.mesh.layout import REPLICA_AXIS
+from phalanx._src.tracing import averages, context, draws
+from phalanx._src.tracing.access import VariableScope, num_replicas
+from phalanx._src.tracing.discovery import AbstractPass
+from phalanx._src.tracing.draws import AbstractIterator
+from phalanx._src.tracing.policy import describe, policy_of
+from phalanx._src.tracing.records import Record
+from phalanx._src.tracing.strategy import AbstractStrategy, Update, Updates
+from phalanx._src.tracing.structure import add_once
+from phalanx.errors import InvalidArgumentError, NestedWriteError, VariableError
+from phalanx.errors.frames import user_place
+from phalanx.typing import PyTree
+
+
+class LiftScope(VariableScope):
+    """The scope of a traced function: what it does besides reading and writing variables.
+
+    Args:
+      current_pass: the pass that runs the function.
+      mapped: whether the function runs under `shard_map`, for one of several replicas.
+
+    Attributes:
+      updates: optimizer updates that run after the program.
+      aggregations: number of times that gradients were aggregated.
+      records: what the function has recorded for summaries. None if records cannot leave it.
+    """
+
+    def __init__(self, current_pass: AbstractPass, *, mapped: bool = False) -> None:
+        super().__init__(current_pass, mapped=mapped)
+        self.updates: list[Update] = []
+        self.records: list[Record] | None = []
+        self.aggregations = 0
+
+    def draw(self, iterator: AbstractIterator, *, is_optional: bool = False) -> tuple[Any] | None:
+        """Returns the next batch of an iterator, in a 1-tuple, as inputs of the program. None if the iterator is at its end.
+
+        Raises:
+          ContextError: called in a replica function or in an inner trace.
+        """
+        in_replica = context.depth() > 0 and context.current().replica is not None
+        if self.mapped or in_replica or not self.is_innermost_trace:
+            raise draws.refuse_draw()
+        return self.pass_.draw(iterator, is_optional=is_optional)
+
+    @override
+    def fold_seed(self, seed: jax.Array, state: Variable) -> jax.Array:
+        add_once(state, self.pass_.notes.seeds)
+        # All replicas hold the same state, so each folds in its number to draw numbers of its own.
+        return seed if num_replicas() == 1 else jax.random.fold_in(seed, lax.axis_index(REPLICA_AXIS))
+
+    @override
+    def apply_gradients(
+        self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: Any
+    ) -> None:
+        strategy = context.get_strategy()
+        deferred = (Updates.AFTER_PROGRAM, Updates.AFTER_REPLICAS) if self.mapped else (Updates.AFTER_PROGRAM,)
+        if grads and strategy.updates in deferred:
+            self._defer_gradients(strategy, optimizer, grads, variables)
+            return
+        add_once(optimizer, self.pass_.notes.optimizers)
+        if strategy.local_updates is not None and not self._free_writes:
+            self._apply_locally(strategy.local_updates, optimizer, apply, grads, variables)
+            return
+        accumulates = compat.accumulation_steps(optimizer) and not self._free_writes
+        # With one replica too, because a process that joins a group begins alone.
+        accumulators = compat.accumulators(optimizer, variables) if accumulates else []
+        # Each replica adds up its own gradients, so that they are all-reduced once per update instead of once per step.
+        compat.make_on_demand(accumulators, "sum")
+        if accumulates and num_replicas() > 1:
+            grads = self._accumulate(optimizer, _weight(grads), variables, accumulators)
+        elif strategy.compression is not None and not self._free_writes:
+            grads = self._compress(strategy.compression, optimizer, grads, variables)
+        else:
+            grads = self.aggregated(grads)
+        with self.updating():
+            # The `apply` of a loss-scaling optimizer assigns variables inside `lax.cond`, which JAX does not allow.
+            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                compat.apply_stateless(optimizer, grads, variables)
+            else:
+                apply(grads, variables)
+
+    def _defer_gradients(
+        self,
+        strategy: AbstractStrategy,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[Any],
+        variables: Any,
+    ) -> None:
+        """Aggregates gradients, and defers the update of their variables."""
+        if compat.store() is not None:
+            # Slots that are found by name must exist while the store is open. The update runs later.
+            compat.build_optimizer(optimizer, variables)
+        trained = compat.trained_by(optimizer, variables)
+        if len(grads) != len(trained):
+            raise InvalidArgumentError(
+                f"{type(optimizer).__name__}.apply was called with len(grads)={len(grads)}",
+                f"the number of variables is {len(trained)}.",
+                "pass one gradient per variable",
+            )
+        # In update context, and with one replica, gradients are equal on all replicas and need not be scattered.
+        is_whole = self._free_writes > 0 or num_replicas() == 1
+        dims = tuple(
+            None if is_whole or g is None else _sharded_dim(strategy, v) for g, v in zip(grads, trained, strict=True)
+        )
+        self.defer_update(Update(optimizer, trained, list(self.aggregated(grads, dims)), dims))
+
+    def defer_update(self, update: Update) -> None:
+        """Defers an update until the program has ended. It then runs on the devices that hold the variables."""
+        self._require_innermost(
+            f"{type(update.optimizer).__name__}.apply was called", "call strategy.run once per step"
+        )
+        self.updates.append(update)
+        self._deferred.update(id(v) for v in (*update.variables, *update.optimizer.variables))
+
+    def record(self, record: Record) -> None:
+        """Adds a record to the outputs of the function.
+
+        Raises:
+          NestedWriteError: called in an inner trace, which the value cannot leave.
+        """
+        call, hint = f"phalanx.summary.{record.kind}({record.tag!r}, ...)", "return the value, and record it outside"
+        self._require_innermost(call, hint)
+        if self.records is None:
+            raise NestedWriteError(
+                f"{call} at {user_place()}",
+                "the call is inside a body of phalanx.scan, cond or while_loop, and a record cannot leave it.",
+                hint,
+            )
+        self.records.append(record)
+
+    def apply_update(self, strategy: AbstractStrategy, update: Update) -> None:
+        """Applies an update that the replicas have deferred, in the cross-replica part of the program."""
+        with context.enter(context.Mode(strategy, None)):
+            update.optimizer.apply(update.gradients, update.variables)
+
+    @override
+    def aggregated(self, grads: Sequence[Any], dims: Sequence[int | None] = ()) -> Sequence[Any]:
+        # In update context the gradients are aggregated already. A second sum would multiply them.
+        if self._free_writes:
+            return grads
+        self.aggregations += 1
+        grads = _weight(grads)
+        if num_replicas() == 1:
+            return grads
+        strategy = context.get_strategy()
+        if strategy.compression is not None:
+            raise _refuse_stateless_apply("compression")
+        if any(dim is not None for dim in dims):
+            return strategy.divide_gradients(grads, dims)
+        return strategy.aggregate_gradients(grads)
+
+    def _apply_locally(
+        self,
+        local: LocalUpdates,
+        optimizer: keras.optimizers.Optimizer,
+        apply: Callable[..., None],
+        grads: Sequence[Any],
+        variables: Any,
+    ) -> None:
+        """Updates the variables of this replica with its own gradients, and synchronizes what is due then."""
+        self.aggregations += 1
+        compat.build_optimizer(optimizer, variables)
+        trained = compat.trained_by(optimizer, variables)
+        _require_local(local, optimizer, trained)
+        with self.updating():
+            apply(gradients_of(local, _weight(grads), num_replicas()), variables)
+        written = [e.variable for e in self.entries.values() if e.written and e.policy.on_demand]
+        whole = context.get_strategy().aggregate_gradients
+        for each in synchronizations(local, Applied(optimizer, trained, written, whole, num_replicas())):
+            values = [self.get_current_value(v) for v in each.variables]
+            with self.updating():
+                values = each.run(values)
+            self._update(each.variables, values)
+
+    def _compress(
+        self, compression: Compression, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any
+    ) -> Sequence[Any]:
+        self.aggregations += 1
+        compressed = self._compressed(compression, optimizer, grads, variables)
+        sums, kept = compressed.sum(_weight(grads), [self.get_current_value(v) for v in compressed.variables])
+        self._update(compressed.variables, kept)
+        return sums
+
+    def _compressed(
+        self, compression: Compression, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any
+    ) -> CompressedSum:
+        compat.build_optimizer(optimizer, variables)
+        trained = compat.trained_by(optimizer, variables)
+        # With one replica too: a group of processes may shrink to one, and a process that joins it begins alone.
+        whole = None if num_replicas() == 1 else context.get_strategy().aggregate_gradients
+        return CompressedSum(compression, whole, optimizer, grads, trained)
+
+    def _update(self, variables: Sequence[Variable], values: Sequence[jax.Array]) -> None:
+        with self.updating():
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+
+    def _accumulate(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        grads: Sequence[Any],
+        variables: Any,
+        accumulators: Sequence[Variable],
+    ) -> Sequence[Any]:
+        """Returns the gradients for Keras's `apply`: all-reduced totals in the last accumulation step, else local gradients.
+
+        One all-reduce per update replaces one per step.
+        """
+        strategy = context.get_strategy()
+        local_sums = [self.get_current_value(a) for a in accumulators]
+        compressed = strategy.compression and self._compressed(strategy.compression, optimizer, grads, variables)
+        kept_in = compressed.variables if compressed else []
+        kept = [self.get_current_value(v) for v in kept_in]
+
+        def aggregate_totals() -> PyTree:
+            totals = [None if g is None else g + x for g, x in zip(grads, local_sums, strict=True)]
+            sums, new = compressed.sum(totals, kept) if compressed else (strategy.aggregate_gradients(totals), kept)
+            return sums, [jnp.zeros_like(x) for x in local_sums], new
+
+        # Keras's `apply` adds the accumulators to the gradients. The totals contain them already, so they become zero before.
+        is_last = compat.is_last_accumulated(optimizer)
+        grads, local_sums, kept = lax.cond(is_last, aggregate_totals, lambda: (list(grads), local_sums, kept))
+        self._update([*accumulators, *kept_in], [*local_sums, *kept])
+        return grads
+
+    @override
+    def check_stateless_apply(self) -> None:
+        mode = context.current()
+        if mode.replica is not None and mode.strategy.local_updates is not None and not self._free_writes:
+            raise _refuse_stateless_apply("local_updates")
+
+    @override
+    def example_mask(self) -> jax.Array | None:
+        replica = context.get_replica_context()
+        return None if replica is None else replica.example_mask
+
+    @override
+    def reduce_rows(self, values: jax.Array, counts: jax.Array, reduction: str) -> jax.Array:
+        return averages.reduce_rows(
+            context.require_replica(), values, counts, reduction, is_averaging=self.is_averaging
+        )
+
+    @property
+    @override
+    def is_averaging(self) -> bool:
+        self.note_read()
+        mode = context.current()
+        return mode.averaging and mode.replica is not None
+
+    @override
+    def weight_of_mean(self, weight: jax.Array | None) -> jax.Array | float:
+        return averages.weight_of_mean(context.require_replica(), weight)
+
+    @override
+    def moments(
+        self, values: jax.Array, counts: jax.Array, axes: Sequence[int], *, everywhere: bool
+    ) -> tuple[Any, Any]:
+        return averages.moments(values, counts, axes, replicas=num_replicas() if everywhere else 1)
+
+    @override
+    def check_loss(self, name: str, reduction: str) -> None:
+        averages.check_loss(name, reduction, replicas=num_replicas())
+
+    @override
+    def count_of_a_row(self) -> jax.Array:
+        return averages.weight_per_row(context.require_replica())
+
+
+def innermost() -> LiftScope | None:
+    """Returns the scope of the function that is being traced, or None."""
+    scope = compat.lift_scope()
+    return scope if isinstance(scope, LiftScope) else None
+
+
+def program_scope() -> LiftScope:
+    """Returns the scope of the program that is being traced. Call it only while a program is traced."""
+    scope = innermost()
+    assert scope is not None
+    return scope
+
+
+def _refuse_stateless_apply(option: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"optimizer.stateless_apply under a strategy with {option}",
+        "it names no variables beside which the optimizer could keep what the replicas have not sent.",
+        "optimizer.apply(gradients, variables)",
+    )
+
+
+def _require_local(local: LocalUpdates, optimizer: keras.optimizers.Optimizer, trained: Sequence[Variable]) -> None:
+    """Checks that each replica can train on its own.
+
+    Raises:
+      InvalidArgumentError: the optimizer scales its loss.
+      VariableError: the replicas have no values of their own of a trained variable.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise InvalidArgumentError(
+            f"{type(optimizer).__name__} under a strategy with local_updates={type(local).__name__}",
+            "replicas whose gradients overflow would leave out updates that others make.",
+            "the dtype policy mixed_bfloat16, whose losses need no scale",
+        )
+    for variable in trained:
+        if not policy_of(variable).on_demand:
+            raise VariableError(
+                f"{describe(variable)} under a strategy with local_updates={type(local).__name__}",
+                "the replicas cannot have values of their own of it, because it was created outside the scope, or with another "
+                "aggregation than a mean.",
+                "with strategy.scope(): model = make_model()",
+            )
+
+
+def _sharded_dim(strategy: AbstractStrategy, variable: Variable) -> int | None:
+    """Returns the dim along which the replicas hold shards of a variable and of its gradient. None if they hold the whole."""
+    return strategy.topology.divided_dim(compat.layout_path(variable), variable.shape)
+
+
+def _weight(grads: Sequence[Any]) -> Sequence[Any]:
+    """Weights gradients of means over this replica's rows, such that the sum over the replicas is that of the global mean."""
+    mode = context.current()
+    if not mode.averaging or mode.replica is None:
+        return grads
+    weight = jnp.asarray(mode.replica.weight)
+    return [None if g is None else g * weight.astype(g.dtype) for g in grads]

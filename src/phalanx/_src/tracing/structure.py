@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits nests of arguments and results into arrays, which enter a program, and the rest, which selects the program."""
+
+import copy
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jax.tree_util import tree_flatten
+
+from phalanx._src.mesh.arrays import as_number, copied, map_named
+from phalanx._src.mesh.values import Mirrored, PerReplica, RowMask, is_distributed
+from phalanx.errors import InputError, TraceError, shown
+from phalanx.typing import PyTree
+
+T = TypeVar("T")
+
+
+class AbstractStream:
+    """An argument, such as an iterator, that each call passes to the function and that does not select the program."""
+
+
+class _Array(NamedTuple):
+    """A leaf that is an array. The `join` of each kind of leaf rebuilds the leaf from the next arrays."""
+
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
+        return next(arrays)
+
+
+class _PerReplica(NamedTuple):
+    """A leaf that is a `PerReplica`.
+
+    Args:
+      each: number of rows per row of the batch. None if the leaf has no row mask.
+      batch: number of the row mask of its batch. None if the leaf belongs to no padded batch.
+    """
+
+    each: int | None
+    batch: int | None
+
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
+        if self.batch is None:
+            return PerReplica(next(arrays))
+        batch = rows[self.batch]
+        return PerReplica(next(arrays), None if self.each is None else batch.repeated(self.each), batch)
+
+
+class _Mirrored(NamedTuple):
+    """A leaf that is a `Mirrored`, whose value has the structure `tree`."""
+
+    tree: PyTree
+
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
+        return Mirrored(self.tree.unflatten([next(arrays) for _ in range(self.tree.num_leaves)]))
+
+
+class _Stream(NamedTuple):
+    """A leaf that is a stream. `number` tells two streams apart, and recognizes one that is passed twice."""
+
+    kind: type
+    number: int
+
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
+        return streams[self.number]
+
+
+@dataclass(frozen=True)
+class _Static:
+    """A leaf that selects the program, because it is neither an array nor a stream.
+
+    Args:
+      kind: type of the leaf. Without it, `True` and `1` would select the same program.
+      key: the leaf, or its id if it is not hashable.
+      value: the leaf.
+    """
+
+    kind: type
+    key: Hashable
+    value: Any = field(compare=False)
+
+    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
+        return self.value
+
+
+@jax.tree_util.register_static
+class Structure(NamedTuple):
+    """A nest without its arrays. It is hashable, and a pytree without leaves, so that a traced function can return it.
+
+    Args:
+      tree: structure of the nest.
+      leaves: kind of each leaf.
+    """
+
+    tree: PyTree
+    leaves: tuple[Any, ...]
+
+    def join(self, arrays: Sequence[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream] = ()) -> PyTree:
+        """Returns the nest with these arrays, row masks and streams."""
+        if not self.leaves:
+            return self.tree.unflatten(())
+        remaining = iter(arrays)
+        return self.tree.unflatten([leaf.join(remaining, rows, streams) for leaf in self.leaves])
+
+
+class Parts:
+    """A nest, split into its structure, arrays, row masks and streams.
+
+    Args:
+      nest: pytree. Distributed values are leaves.
+      as_array: function of a leaf that is neither a distributed value nor a JAX array. It returns the array that enters the
+        program, or None if the leaf selects the program.
+      rows: row masks with known numbers. New ones are numbered after them.
+      streams: streams with known numbers. Any other stream is then a static leaf. None means that all streams are new.
+
+    Attributes:
+      structure: the nest without its arrays.
+      arrays: its arrays, in order.
+      sharded: per array, whether its leading dim is the replica.
+      rows: row masks of its per-replica leaves. Leaves of the same batch share one mask.
+      streams: its streams, each once.
+    """
+
+    __slots__ = ("arrays", "rows", "sharded", "streams", "structure")
+
+    def __init__(
+        self,
+        nest: PyTree,
+        as_array: Callable[[Any], Any] = lambda leaf: None,
+        rows: Sequence[RowMask] = (),
+        streams: Sequence[AbstractStream] | None = None,
+    ) -> None:
+        leaves, tree = tree_flatten(nest, is_distributed)
+        kinds: list[Any] = []
+        arrays: list[Any] = []
+        sharded: list[bool] = []
+        all_rows, all_streams = list(rows), list(streams or ())
+        # Arguments are split at every step, so the common kinds of leaves are handled in this loop, without function calls.
+        for leaf in leaves:
+            if isinstance(leaf, PerReplica):
+                arrays.append(leaf.data)
+                sharded.append(True)
+                kinds.append(_UNPADDED if leaf.batch is None else _padded(leaf.rows, leaf.batch, all_rows))
+            elif isinstance(leaf, Mirrored):
+                values, mirrored_tree = tree_flatten(leaf.value)
+                arrays += [x if (array := as_array(x)) is None else array for x in values]
+                sharded += [False] * len(values)
+                kinds.append(_Mirrored(mirrored_tree))
+            elif isinstance(leaf, jax.Array):
+                arrays.append(leaf)
+                sharded.append(False)
+                kinds.append(_ARRAY)
+            elif isinstance(leaf, AbstractStream) and (streams is None or any(leaf is s for s in streams)):
+                kinds.append(_Stream(type(leaf), add_once(leaf, all_streams)))
+            elif (array := as_array(leaf)) is not None:
+                arrays.append(array)
+                sharded.append(False)
+                kinds.append(_ARRAY)
+            else:
+                kinds.append(_static(leaf))
+        self.structure = Structure(tree, tuple(kinds))
+        self.arrays, self.sharded, self.rows, self.streams = arrays, sharded, all_rows, all_streams
+
+
+_conversions: list[Callable[[Any], Any]] = []
+"""Functions of an array that is sharded over the replicas, of which the last says what a program takes instead."""
+
+
+@contextmanager
+def converting(convert: Callable[[Any], Any]) -> Iterator[None]:
+    """Traces programs in the context for `convert(x)` instead of each array `x` that is sharded over the replicas."""
+    _conversions.append(convert)
+    try:
+        yield
+    finally:
+        _conversions.pop()
+
+
+class Arguments(Parts):
+    """The arguments of one call. Numbers and arrays of any library enter the program.
+
+    NumPy arrays are copied, because the program may read them after the call has returned, when the user may write into them.
+
+    Args:
+      args: positional arguments.
+      kwargs: keyword arguments.
+
+    Attributes:
+      sizes: sizes of shares of each row mask. See `RowMask`.
+      key: structure, shapes and dtypes of the arguments, which select the program.
+
+    Raises:
+      InputError: JAX cannot represent an argument. The error names the argument.
+    """
+
+    __slots__ = ("key", "sizes")
+
+    def __init__(self, args: PyTree, kwargs: PyTree) -> None:
+        try:
+            super().__init__((args, kwargs), _as_argument)
+        except InputError:
+            # The fast path does not know the name of the leaf. This slow one raises an error that has it.
+            for nest, name in ((args, "args"), (kwargs, "kwargs")):
+                map_named(as_number, nest, name, is_leaf=is_distributed)
+            raise
+        # The masks come last, where `rebuild` finds them.
+        for rows in self.rows:
+            self.arrays += (rows.mask, np.int32(rows.count))
+            self.sharded += (True, False)
+        if _conversions:
+            self._convert()
+        self.sizes: tuple[tuple[int, ...], ...] = tuple(map(attrgetter("sizes"), self.rows))
+        self.key: Hashable = (self.structure, self.sizes, tuple(map(_spec, self.arrays)))
+
+    def converted(self) -> "Arguments":
+        """Returns these arguments as programs take them in the current `converting` context."""
+        other = copy.copy(self)
+        other._convert()
+        return other
+
+    def _convert(self) -> None:
+        pairs = zip(self.arrays, self.sharded, strict=True)
+        self.arrays = [_conversions[-1](x) if is_sharded else x for x, is_sharded in pairs]
+
+    @staticmethod
+    def rebuild(
+        structure: Structure,
+        sizes: Sequence[tuple[int, ...]],
+        arrays: Sequence[Any],
+        streams: Sequence[AbstractStream] = (),
+    ) -> tuple[Any, Any, list[RowMask]]:
+        """Returns `(args, kwargs, row masks)` with these arrays, sizes of shares and streams. It is the inverse of the constructor."""
+        first_mask = len(arrays) - 2 * len(sizes)
+        masks = range(first_mask, len(arrays), 2)
+        rows = [RowMask(arrays[i], arrays[i + 1], sizes=own) for i, own in zip(masks, sizes, strict=True)]
+        return (*structure.join(arrays[:first_mask], rows, streams), rows)
+
+
+def require_alive(args: PyTree, kwargs: PyTree) -> None:
+    """Raises if an argument is a deleted array. Call it after a program has failed; a check before each step takes too long.
+
+    Raises:
+      InputError: an argument is a deleted array. The error names the argument.
+    """
+    for nest, name in ((args, "args"), (kwargs, "kwargs")):
+        map_named(as_number, nest, name)
+
+
+def require_returnable(arrays: Sequence[Any]) -> None:
+    """Checks that a program can return the results of a step. Call it while the step is traced.
+
+    Raises:
+      InputError: a result is a deleted array.
+      TraceError: a result is a `PerReplica` of Python objects.
+    """
+    for array in arrays:
+        if isinstance(array, tuple):
+            raise TraceError(
+                f"a step returned PerReplica({shown(array)})",
+                "its components are Python objects, but a program can return only arrays.",
+                "return arrays, and create the objects from them outside the step",
+            )
+        as_number(array, "the result of a step")
+
+
+def _as_argument(leaf: Any) -> Any:
+    """Returns the array or number that enters the program for a leaf. None if the leaf selects the program."""
+    # The common types come first, without further calls, because this runs per leaf and step.
+    kind = type(leaf)
+    if kind in _NARROW_SCALARS or (kind is float and -_FITS < leaf < _FITS):
+        return leaf
+    if kind is np.ndarray and leaf.dtype in _NARROW:
+        return copied(leaf)
+    return copied(as_number(leaf))
+
+
+_FITS = 2.0**31
+_NARROW_SCALARS = frozenset((np.float32, np.float16, np.int32, np.int16, np.int8, np.uint8))
+_NARROW = frozenset(map(np.dtype, _NARROW_SCALARS))
+"""Types whose values all fit into JAX arrays without 64-bit types, so they need no check."""
+_ARRAY, _UNPADDED = _Array(), _PerReplica(None, None)
+
+
+def _padded(rows: RowMask | None, batch: RowMask, all_rows: list[RowMask]) -> _PerReplica:
+    """Returns the kind of a `PerReplica` of a padded batch."""
+    return _PerReplica(None if rows is None else rows.each, add_once(batch, all_rows))
+
+
+def _static(leaf: Any) -> _Static:
+    """Returns the kind of a leaf that selects the program."""
+    try:
+        hash(leaf)
+    except TypeError:
+        # `value` keeps the object alive, so no other object can get its id while the program is cached.
+        return _Static(type(leaf), id(leaf), leaf)
+    return _Static(type(leaf), leaf, leaf)
+
+
+def add_once(item: T, items: list[T]) -> int:
+    """Appends an item to a list unless the list has it, compared by identity. Returns its index."""
+    for number, other in enumerate(items):
+        if other is item:
+            return number
+    items.append(item)
+    return len(items) - 1
+
+
+def refuse_outer_trace() -> TraceError:
+    """Returns the error for a program that is called while JAX traces another function."""
+    return TraceError(
+        "a phalanx program was called on traced values",
+        "the call is inside jax.jit or another JAX transformation, which cannot see the variables of the program.",
+        "@phalanx.function instead of @jax.jit",
+    )
+
+
+def _spec(array: Any) -> Hashable:
+    """Returns the properties of an array that select the program."""
+    if isinstance(array, jax.core.Tracer):
+        raise refuse_outer_trace()
+    if isinstance(array, tuple):
+        raise TraceError(
+            f"PerReplica({shown(array)}) was passed to a step",
+            "its components are Python objects, but all replicas run the same program.",
+            "pass arrays, and let the replica function choose by replica_id_in_sync_group",
+        )
+    if isinstance(array, jax.Array):
+        # Arrays of typed random keys have no `weak_type`: https://jax.readthedocs.io/en/latest/jep/9263-typed-keys.html
+        return (array.shape, array.dtype, getattr(array, "weak_type", False))
+    if isinstance(array, (np.ndarray, np.generic)):
+        return (array.shape, array.dtype)
+    # A Python number: it is an input with a weak type, so its value does not select the program.
+    return type(array).__name__

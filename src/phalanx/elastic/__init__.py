@@ -1,7 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Trainings that go on when processes of their group die, leave or join: `phalanx run --workers 2:4`."""
-
-from phalanx.elastic.steps import Steps, steps
-from phalanx.options import ElasticOptions
-
-__all__ = ["ElasticOptions", "Steps", "steps"]

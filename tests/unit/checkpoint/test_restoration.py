@@ -1,0 +1,288 @@
+"""Which object receives which value."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import phalanx
+from phalanx._src.checkpoint import restoration
+from phalanx.errors import CheckpointMismatchError
+from phalanx.train import Checkpoint
+
+X, Y = np.ones((4, 3), "float32"), np.zeros((4, 2), "float32")
+
+
+class Net(keras.Model):
+    """A model whose layers know their shapes only when it is called. One of them is made then."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = layers.Dense(4)
+        self.rest = [layers.BatchNormalization(), layers.Dropout(0.5)]
+
+    def build(self, shape):
+        self.last = layers.Dense(2)
+        self.built = True
+
+    def call(self, x, training=False):
+        x = self.first(x)
+        for layer in self.rest:
+            x = layer(x, training=training)
+        return self.last(x)
+
+
+def trained(strategy, steps=2):
+    """A model and an optimizer that have trained in a loop."""
+    with strategy.scope():
+        model, optimizer = Net(), keras.optimizers.Adam(0.1)
+    train(strategy, model, optimizer, steps)
+    return model, optimizer
+
+
+def train(strategy, model, optimizer, steps):
+    """Trains, which makes all variables in the first step."""
+
+    def step(x, y):
+        with phalanx.GradientTape() as tape:
+            loss = keras.ops.mean((model(x, training=True) - y) ** 2)
+        variables = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return loss
+
+    return [float(strategy.reduce("MEAN", strategy.run(step, args=(X, Y)), axis=None)) for _ in range(steps)]
+
+
+def assert_same(ours, theirs):
+    """Compares the variables of models and optimizers, bit by bit."""
+    values, others = ([v.numpy() for owner in owners for v in owner.variables] for owners in (ours, theirs))
+    for a, b in zip(values, others, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def dense():
+    layer = layers.Dense(2)
+    layer.build((None, 3))
+    return layer
+
+
+@pytest.mark.parametrize("make", [phalanx.get_strategy, lambda: phalanx.MirroredStrategy(["cpu:0", "cpu:1"])])
+def test_variables_of_the_first_step_begin_with_saved_values(tmp_path, make):
+    """The first step after `restore` makes the variables, and computes with the values of the checkpoint."""
+    strategy = make()
+    model, optimizer = trained(strategy)
+    path = Checkpoint(model=model, optimizer=optimizer).save(tmp_path / "c")
+    wanted = train(strategy, model, optimizer, 3)
+    with strategy.scope():
+        keras.utils.set_random_seed(99)
+        layers.Dense(1)  # The names that Keras generates differ.
+        fresh, slots = Net(), keras.optimizers.Adam(0.1)
+    status = Checkpoint(model=fresh, optimizer=slots).restore(path)
+    assert fresh.weights == []
+    assert train(strategy, fresh, slots, 3) == wanted
+    status.assert_consumed()
+    assert_same((fresh, slots), (model, optimizer))
+
+
+def test_variables_of_a_model_that_is_called_begin_with_saved_values(tmp_path):
+    """Without a strategy and without a step, too."""
+    model, _ = trained(phalanx.get_strategy())
+    path = Checkpoint(model=model).write(tmp_path / "c")
+    fresh = Net()
+    status = Checkpoint(model=fresh).read(path)
+    np.testing.assert_array_equal(fresh(X), model(X))
+    status.assert_consumed()
+
+
+def test_variables_begin_with_saved_values_although_nobody_holds_the_checkpoint(tmp_path):
+    """As after `restore_or_initialize`. The objects are not kept alive by what waits for their variables."""
+    model, optimizer = trained(phalanx.get_strategy())
+    path = Checkpoint(model=model, optimizer=optimizer).save(tmp_path / "c")
+    fresh, slots = Net(), keras.optimizers.Adam(0.1)
+    Checkpoint(model=fresh, optimizer=slots).restore(path)
+    gc.collect()
+    train(phalanx.get_strategy(), fresh, slots, 1)
+    train(phalanx.get_strategy(), model, optimizer, 1)
+    assert_same((fresh, slots), (model, optimizer))
+    assert restoration._OPEN == []
+    abandoned = Net()
+    Checkpoint(model=abandoned).restore(path)
+    assert len(restoration._OPEN) == 1
+    gone = weakref.ref(abandoned)
+    del abandoned
+    gc.collect()
+    assert gone() is None
+    layers.Dense(1).build((1, 1))
+    assert restoration._OPEN == []
+
+
+def test_compiled_model_contains_its_optimizer_and_metrics(tmp_path):
+    """As one object; also when the optimizer is passed beside it."""
+
+    def compiled():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+        return model
+
+    model = compiled()
+    model.fit(X, Y, verbose=0)
+    path = Checkpoint(model=model, optimizer=model.optimizer).save(tmp_path / "c")
+    fresh = compiled()
+    status = Checkpoint(model=fresh).restore(path)
+    fresh.optimizer.build(fresh.trainable_variables)
+    assert_same((fresh, fresh.optimizer), (model, model.optimizer))
+    status.assert_existing_objects_matched()
+
+
+def test_shared_variable_is_saved_once(tmp_path):
+    """Two paths lead to one object in both programs, or in one of them."""
+    table = layers.Embedding(3, 2)
+    table.build()
+    checkpoint = Checkpoint(a=table, b={"again": table})
+    path = checkpoint.write(tmp_path / "c")
+    checkpoint.sync()
+    assert phalanx._src.checkpoint.store.Stored(path).names == {"a/embeddings"}
+    for names in (("a", "b"), ("b", "a")):
+        fresh = layers.Embedding(3, 2)
+        fresh.build()
+        Checkpoint(**{names[0]: fresh if names[0] == "a" else {"again": fresh}}).read(path).assert_consumed()
+        np.testing.assert_array_equal(fresh.embeddings.numpy(), table.embeddings.numpy())
+
+
+def test_part_of_a_checkpoint_is_restored(tmp_path):
+    """The code of tf.train's guide: only the bias, and the kernel when it is set as an attribute. The root has no prefix."""
+    saved = dense()
+    saved.bias.assign([5.0, 6.0])
+    path = Checkpoint(net=Checkpoint(l1=saved), step=keras.Variable(1)).save(tmp_path / "c")
+    bias, kernel = keras.Variable(np.zeros(2)), keras.Variable(np.zeros((3, 2)))
+    layer = Checkpoint(bias=bias)
+    status = Checkpoint(net=Checkpoint(l1=layer)).restore(path)
+    assert bias.numpy().tolist() == [5, 6]
+    layer.kernel = kernel
+    np.testing.assert_array_equal(kernel.numpy(), saved.kernel.numpy())
+    status.assert_existing_objects_matched().assert_nontrivial_match().expect_partial()
+    with pytest.raises(CheckpointMismatchError, match="contains objects that the program does not have: step"):
+        status.assert_consumed()
+    kernel = keras.Variable(np.zeros((3, 2)))
+    Checkpoint(kernel=kernel).read(Checkpoint(saved).write(tmp_path / "d")).assert_existing_objects_matched()
+    np.testing.assert_array_equal(kernel.numpy(), saved.kernel.numpy())
+
+
+def test_missing_objects_are_named_with_the_nearest(tmp_path):
+    """A misspelled name is found by it."""
+    path = Checkpoint(weights=keras.Variable(1.0)).write(tmp_path / "c")
+    status = Checkpoint(weight=keras.Variable(0.0)).read(path)
+    for check in (status.assert_consumed, status.assert_existing_objects_matched):
+        with pytest.raises(CheckpointMismatchError, match=r"does not contain .*: weight \(nearest: weights\)"):
+            check()
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"contains nothing that the program has; it contains: weights \(nearest: weight\)",
+    ):
+        status.assert_nontrivial_match()
+
+
+def test_nothing_was_asked_for(tmp_path):
+    """`restore(None)`, as with `latest_checkpoint` of an empty folder, does nothing."""
+    status = Checkpoint(step=keras.Variable(0)).restore(None).expect_partial()
+    with pytest.raises(CheckpointMismatchError, match=r"assert_consumed\(\) after restore\(None\)"):
+        status.assert_consumed()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [lambda p: Checkpoint(params=p, ema=p), lambda p: Checkpoint(params=(p, [p]), ema=[p])],
+    ids=["attributes", "nested"],
+)
+def test_average_that_begins_as_the_weights(tmp_path, start):
+    """One dict of JAX arrays that has become two is two after a restore as well."""
+    make = lambda: start({"w": jnp.zeros(2)})  # noqa: E731
+    checkpoint = make()
+    checkpoint.ema = jax.tree.map(lambda w: w + 0.25, checkpoint.ema)
+    checkpoint.params = jax.tree.map(lambda w: w + 1, checkpoint.params)
+    path = checkpoint.write(tmp_path / "a")
+    restored = make()
+    restored.read(path).assert_consumed()
+    for name in ("params", "ema"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(restored, name), getattr(checkpoint, name))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: np.full(2, x), lambda x: keras.Variable(float(x)), lambda x: [x, x], lambda x: np.random.default_rng(x)],
+    ids=["array", "variable", "list", "generator"],
+)
+def test_one_object_for_two_values_is_refused(tmp_path, make):
+    """An object that is changed in place cannot have both values. If they are equal, it can."""
+    one = make(3)
+    path = Checkpoint(first=make(1), second=make(2)).write(tmp_path / "a")
+    with pytest.raises(CheckpointMismatchError, match=r"first and second are one object.*Nothing was restored"):
+        Checkpoint(first=one, second=one).read(path)
+    path = Checkpoint(first=make(4), second=make(4)).write(tmp_path / "b")
+    Checkpoint(first=one, second=one).read(path).assert_consumed()
+
+
+def test_failed_restoration_of_later_variables_ends(tmp_path):
+    """The layer that does not fit is named once. Others can be made, and other checkpoints be written."""
+    built = dense()
+    path = Checkpoint(layer=built).write(tmp_path / "a")
+    other = layers.Dense(2)
+    checkpoint = Checkpoint(layer=other)
+    checkpoint.read(path)
+    with pytest.raises(CheckpointMismatchError, match="has the shape"):
+        other.build((None, 5))
+    layers.Dense(1).build((None, 2))
+    checkpoint.write(tmp_path / "b")
+    Checkpoint(layer=built).read(path).assert_consumed()
+
+
+class Fails:
+    """An object whose state cannot be restored the first time."""
+
+    def __init__(self, error):
+        self.error, self.state = error, 1
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        self.state = state
+
+
+def test_restoration_goes_on_after_an_interrupt(tmp_path):
+    """Ctrl-C while a later object is restored does not make the rest forgotten."""
+    path = Checkpoint(a=Fails(None), w=keras.Variable(3.0)).write(tmp_path / "a")
+    checkpoint, later = Checkpoint(), keras.Variable(0.0)
+    checkpoint.read(path)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.a = Fails(KeyboardInterrupt())
+    checkpoint.w = later
+    assert float(later) == 3.0
+
+
+def test_failure_within_another_restoration_keeps_its_message(tmp_path):
+    """Restoring the number sets the attribute again, which restores the object beside it, which fails."""
+    path = Checkpoint(d={"a": 1, "b": Fails(None)}).write(tmp_path / "a")
+    checkpoint = Checkpoint()
+    checkpoint.read(path)
+    with pytest.raises(CheckpointMismatchError, match="b: fails"):
+        checkpoint.d = {"a": 0, "b": Fails(CheckpointMismatchError("b", "fails"))}
+
+
+def test_position_in_other_data_names_the_checkpoint(tmp_path):
+    """The batch size has changed since the checkpoint."""
+    strategy = phalanx.OneDeviceStrategy("cpu:0")
+    datasets = [np.split(np.arange(12.0), parts) for parts in (3, 4)]
+    first, second = (iter(strategy.experimental_distribute_dataset(d)) for d in datasets)
+    next(first)
+    path = Checkpoint(data=first).write(tmp_path / "a")
+    with pytest.raises(CheckpointMismatchError, match=r"data does not fit this program: the position belongs to other"):
+        Checkpoint(data=second).read(path)

@@ -1,0 +1,99 @@
+"""Elastic groups of real processes, which meet without JAX: what is reported when some are lost, and when the group is."""
+
+import os
+import sys
+
+import pytest
+
+from phalanx._src.cluster.connections.secret import TOKEN, new_token
+from phalanx._src.cluster.spec import Task
+from phalanx._src.launch.elastic.group import ElasticGroup
+from phalanx._src.launch.evaluator import Patience
+from phalanx._src.launch.outcome import Outcome, report
+from phalanx._src.launch.output import Sink
+from phalanx._src.launch.plan import ProcessSpec
+from phalanx._src.launch.relay import Relay
+from phalanx._src.launch.signals import Signals
+
+pytestmark = pytest.mark.slow
+
+MEETS = """
+import os, sys, time
+from phalanx._src.cluster.watch import membership
+own = membership.own()
+def meet(step):
+    return own.meet(call=0, progress=[step])
+def wait_for(count):
+    while not os.path.exists(f"{os.environ['SAID']}{count}"):
+        time.sleep(0.01)
+meet(0)
+"""
+
+
+@pytest.fixture
+def run(tmp_path, no_service):
+    """Runs processes to the end of the group, and returns its outcome and what was said. They may wait for that."""
+
+    def run(script, *, least, workers, patience):
+        environment = {**os.environ, TOKEN: new_token(), "SAID": f"{tmp_path}/said"}
+        environment.pop("TF_CONFIG", None)
+        specs = [
+            ProcessSpec(Task("worker", i), (sys.executable, "-c", MEETS + script), environment) for i in range(workers)
+        ]
+        said = []
+
+        def say(text):
+            said.append(text)
+            (tmp_path / f"said{len(said)}").touch()
+
+        with Signals() as signals, open(os.devnull, "wb", buffering=0) as nowhere:
+            relay = Relay(signals, Sink(nowhere.fileno()))
+            group = ElasticGroup(specs, least, relay, patience=patience, say=say)
+            try:
+                group.start()
+                group.run()
+            finally:
+                group.end(5.0)
+        return Outcome(group.endings()), said
+
+    return run
+
+
+def test_report_names_the_loss_that_ended_the_group(run):
+    """Not the one before it, after which the others went on."""
+    outcome, said = run(
+        "own.number == 1 and sys.exit(3)\n"
+        "wait_for(1)\n"
+        "meet(1)\n"
+        "wait_for(3 if own.number == 0 else 2)\n"
+        "sys.exit(4 + own.number)",
+        least=1,
+        workers=3,
+        patience=Patience(first_pause_s=30.0),
+    )
+    assert outcome.exit_code == 6, said
+    assert report(outcome).startswith("worker 2 failed first: it exited with code 6"), report(outcome)
+    assert "worker 1 exited with code 3, and the others went on" in report(outcome)
+    assert "worker 0 exited with code 4\n" in report(outcome)
+    assert said[:3] == [
+        "worker 1 exited with code 3.",
+        "Generation 2: workers 0, 2 go on.",
+        "worker 2 exited with code 6.",
+    ]
+
+
+def test_place_stays_empty_after_failures_without_a_step(run):
+    """If too few processes are left for good, the group ends with the exit code of the last one that was lost."""
+    outcome, said = run(
+        "own.number == 1 and sys.exit(3)\nwhile True:\n    meet(0)",
+        least=2,
+        workers=2,
+        patience=Patience(first_pause_s=0.1, max_restarts=2),
+    )
+    assert outcome.exit_code == 3, said
+    assert said.count("worker 1 exited with code 3.") == said.count("worker 1 starts again.") == 2
+    # The rendezvous reports at the same time that too few are left.
+    empty = "worker 1 exited with code 3. It has failed 3 times without a step of the group, so its place stays empty."
+    assert said.count(empty) == 1
+    assert said.index(empty) > max(i for i, text in enumerate(said) if text == "worker 1 starts again.")
+    assert report(outcome).startswith("worker 1 failed first: it exited with code 3")

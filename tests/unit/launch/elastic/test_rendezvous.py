@@ -1,0 +1,396 @@
+"""The rendezvous with real members in threads of this process: who is in which generation, and who is told what."""
+
+import os
+import queue
+import socket
+import threading
+from types import MappingProxyType
+
+import pytest
+from tests.waiting import wait_until
+
+from phalanx._src.cluster.connections.secret import TOKEN, new_token
+from phalanx._src.cluster.watch.membership import MEMBER, MOST, RENDEZVOUS, Membership
+from phalanx._src.launch.elastic.messages import Report, environment_of
+from phalanx._src.launch.elastic.outpost import Outpost
+from phalanx._src.launch.elastic.rendezvous import Rendezvous
+from phalanx._src.launch.plan import ALONE, Machines, free_ports
+from phalanx.errors import InvalidArgumentError, StartupError
+
+DEADLINE_S = 120.0
+
+
+class Hall:
+    """A rendezvous, whose time is that of the test, and the members that the test has let in.
+
+    Args:
+      least: number of processes without which no generation is formed.
+      machines: the machines of the group.
+    """
+
+    def __init__(self, least, machines=ALONE):
+        self.killed, self.said, self.running, self.now_s = [], [], (), 100.0
+        self.rendezvous = Rendezvous(
+            least,
+            dict(os.environ),
+            lambda *told: self.killed.append(told),
+            self.said.append,
+            machines,
+            clock=lambda: self.now_s,
+        )
+        self.rendezvous.start()
+
+    def members(self, *numbers):
+        self.running = tuple(sorted({*self.running, *numbers}))
+        self.report()
+        return [Membership(self.rendezvous.address, number) for number in numbers]
+
+    def report(self, running=None, hopeful=None, **more):
+        running = self.running if running is None else running
+        return self.rendezvous.report(Report(running, len(running) if hopeful is None else hopeful, **more))
+
+    def meet(self, members, progress=None, call=0, variables=MappingProxyType({})):
+        progress = progress or {}
+        met = [meeting(m, progress.get(m.number, [0]), call, variables.get(m.number, "")) for m in members]
+        return [each() for each in met]
+
+    def until_ready(self, number):
+        wait_until(lambda: self.rendezvous._members[number].ready)
+
+    def until_gone(self, number):
+        wait_until(lambda: number not in self.rendezvous._members)
+
+
+def meeting(member, progress=(0,), call=0, variables=""):
+    """Lets a member wait for its generation in a thread. Returns a function that returns the generation, or the error."""
+    met = queue.SimpleQueue()
+
+    def meet():
+        try:
+            met.put(member.meet(call=call, progress=list(progress), variables=variables))
+        except StartupError as e:  # The rendezvous has ended.
+            met.put(e)
+
+    threading.Thread(target=meet, daemon=True).start()
+    return lambda: met.get(timeout=DEADLINE_S)
+
+
+def hang_up(member):
+    member._connection.shutdown(2)
+
+
+@pytest.fixture
+def hall(monkeypatch, no_service):
+    monkeypatch.setenv(TOKEN, new_token())
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    halls = []
+
+    def make(least, machines=ALONE):
+        halls.append(Hall(least, machines))
+        return halls[-1]
+
+    yield make
+    os.environ.pop("TF_CONFIG", None)
+    for each in halls:
+        each.rendezvous.end()
+
+
+@pytest.mark.slow
+def test_first_generation_with_a_real_service(hall, monkeypatch):
+    """A process without JAX's devices serves each generation at an address of its own. Its end is an error of the launch."""
+    monkeypatch.undo()
+    monkeypatch.setenv(TOKEN, new_token())
+    found = hall(1)
+    (member,) = members = found.members(0)
+    first, second = found.meet(members)[0].service, found.meet(members)[0].service
+    assert first != second
+    assert all(address.startswith("127.0.0.1:") for address in (first, second))
+    found.rendezvous._service._process.kill()
+    lost = meeting(member)
+    wait_until(lambda: found.killed)
+    assert "JAX's coordination service does not start" in found.killed[0][1] or "Broken pipe" in found.killed[0][1]
+    found.rendezvous._is_over = True
+    assert "phalanx run has ended." in str(lost())
+
+
+def test_first_generation_waits_for_all(hall):
+    """Ranks follow the numbers, and all have the same addresses and the same service."""
+    found = hall(1)
+    generations = found.meet(found.members(0, 1, 2))
+    assert [g.rank for g in generations] == [0, 1, 2]
+    assert len({(g.number, g.service, g.addresses, g.source) for g in generations}) == 1
+    assert (generations[0].number, generations[0].service) == (1, "service 1 for 3")
+    assert len(set(generations[0].addresses)) == generations[0].size == 3
+    assert '"index"' in generations[2].tf_config()
+
+
+def test_others_form_the_next_generation(hall):
+    """Without the one that has died; the most advanced one is the source, and ranks keep their order."""
+    found = hall(1)
+    first, second, third = members = found.members(0, 1, 2)
+    found.meet(members)
+    hang_up(first)
+    generations = found.meet([second, third], {1: [7, 0, 0], 2: [8, 0, 0]})
+    assert [(g.number, g.rank, g.size, g.source) for g in generations] == [(2, 0, 2, 1), (2, 1, 2, 1)]
+    assert found.rendezvous.steps == 8
+    wait_until(lambda: found.said == ["Generation 2: workers 1, 2 go on."])
+
+
+def test_too_few_wait_for_another(hall):
+    """With a minimum of two, the one that is left waits until a newcomer is there, and is the source."""
+    found = hall(2)
+    first, second = members = found.members(0, 1)
+    found.meet(members)
+    hang_up(second)
+    found.until_gone(1)
+    (newcomer,) = found.members(1)
+    assert newcomer.is_late
+    waiting = meeting(first, [5, 0, 0])
+    wait_until(lambda: found.said == ["Too few workers are left: 1 of at least 2. They wait for others."])
+    generations = [*found.meet([newcomer], {1: [-1]}), waiting()]
+    assert [(g.number, g.rank, g.source) for g in generations] == [(2, 1, 0), (2, 0, 0)]
+
+
+def test_newcomer_is_announced_to_the_chief(hall):
+    """The generation that trains is asked to meet it; only its first rank, which asks the others, once per second."""
+    found = hall(1)
+    members = found.members(0, 1)
+    found.meet(members)
+    news = [[], []]
+    for member, heard in zip(members, news, strict=True):
+        member.changed = heard.append
+    (newcomer,) = found.members(2)
+    joining = meeting(newcomer, [-1])
+    wait_until(lambda: news[0])
+    assert news == [["worker 2 joins"], []]
+    found.now_s += 1.0
+    wait_until(lambda: len(news[0]) > 1)
+    assert news == [["worker 2 joins"] * 2, []]
+    assert [g.size for g in found.meet(members)] == [3, 3]
+    assert joining().rank == 2
+    assert not newcomer.is_late
+
+
+def test_newcomer_in_an_earlier_training(hall):
+    """It is told the present one, and does not join; one that waits when the others finish is told too."""
+    found = hall(1)
+    (first,) = members = found.members(0)
+    found.meet(members)
+    assert first.begin(0) == 0
+    (newcomer,) = found.members(1)
+    assert newcomer.begin(0) == 0
+    met = meeting(newcomer, [-1])
+    found.until_ready(1)
+    assert first.begin(1) == 1
+    assert met() is None
+    assert newcomer.is_late
+    assert newcomer.begin(0) == 1
+
+
+def test_survivor_at_the_end_of_an_earlier_training(hall):
+    """If another one has begun the next training, that training is over for it too. It joins the next one as a newcomer."""
+    found = hall(1)
+    first, second, third = members = found.members(0, 1, 2)
+    found.meet(members)
+    assert first.begin(1) == 0
+    hang_up(third)
+    assert meeting(second, [9, 0, 0])() is None
+    assert second.is_late
+    assert [(g.rank, g.size) for g in found.meet([first], {0: [0, 0, 0]}, call=1)] == [(0, 1)]
+    wait_until(lambda: found.said == ["Generation 2: worker 0 goes on."])
+
+
+def test_accused_process_is_killed(hall):
+    """By the number of its place; an accusation of another generation does not count."""
+    found = hall(1)
+    first, _ = members = found.members(4, 5)
+    found.meet(members)
+    first._say({"accuses": [0], "generation": 9, "why": "none"})
+    first.accuse([1], "it stands still")
+    wait_until(lambda: found.killed)
+    assert found.killed == [(5, "it stands still")]
+
+
+def test_silent_process_is_killed(hall):
+    """One that does not even answer for 10 s, while another one waits for the next generation."""
+    found = hall(1)
+    first, second = members = found.members(0, 1)
+    found.meet(members)
+    found.now_s += 100.0
+    second._say = lambda message: None
+    meeting(first, [1])
+    wait_until(lambda: found.rendezvous._pending_s)
+    found.now_s += 10.0
+    found.rendezvous.join(0.5)
+    assert not found.killed
+    found.now_s += 1.0
+    wait_until(lambda: found.killed)
+    assert found.killed[0] == (1, "has said nothing for 11 s, while the others wait for it")
+
+
+def test_state_of_the_training(hall):
+    """Nobody is gone until all of the generation are; a process that takes a place is not gone."""
+    found = hall(1)
+    first, second = members = found.members(0, 1)
+    assert found.report().gone is None
+    found.meet(members)
+    hang_up(first)
+    found.until_gone(0)
+    assert found.report().gone is None
+    hang_up(second)
+    wait_until(lambda: found.report().gone == (0, 1))
+    found.report((0,))
+    assert found.report().gone == (0,)
+    assert not found.report().is_hopeless
+    assert found.report(()).is_hopeless
+    assert not found.report((), has_finished=True).is_hopeless
+
+
+def test_environment_of_a_process():
+    """It finds the rendezvous, and no fixed cluster."""
+    environment = environment_of("127.0.0.1:5", 3, 4, {"TF_CONFIG": "{}", "HOME": "/root"})
+    assert environment == {"HOME": "/root", RENDEZVOUS: "127.0.0.1:5", MEMBER: "3", MOST: "4"}
+
+
+def test_end_of_the_rendezvous_is_an_error(hall):
+    """For a member that waits for its generation."""
+    found = hall(1)
+    (first,) = found.members(0)
+    found.report((0, 1))
+    error = meeting(first)
+    found.until_ready(0)
+    found.rendezvous._forget(found.rendezvous._members[0])
+    assert "phalanx run has ended." in str(error())
+
+
+def test_nobody_has_the_variables(hall):
+    """If only processes are left that have taken over nothing, they are ended, and the group is lost."""
+    found = hall(1)
+    first, second = members = found.members(0, 1)
+    found.meet(members)
+    hang_up(first)
+    meeting(second, [-1, 0, 0])
+    wait_until(lambda: found.killed)
+    assert found.killed[0] == (1, "nobody who has the variables of the training is left")
+
+
+def test_message_that_cannot_be_understood(hall):
+    """Ends the processes, instead of the thread that all wait for."""
+    found = hall(1)
+    (first,) = members = found.members(0)
+    found.meet(members)
+    first._say({"ready": 3})
+    wait_until(lambda: found.killed)
+    assert found.killed[0][1].startswith("the rendezvous has failed: TypeError(")
+
+
+def test_some_are_ahead_of_others(hall):
+    """Then variables must be taken over. If all have made the same steps, not. All hear whether they have the same."""
+    found = hall(1)
+    first, second, third = members = found.members(0, 1, 2)
+    assert all(g.is_even and g.is_alike for g in found.meet(members, variables=dict.fromkeys(range(3), "a")))
+    hang_up(first)
+    generations = found.meet([second, third], {1: [4, 0, 0], 2: [4, 0, 0]}, variables={1: "a", 2: "b"})
+    assert all(g.is_even and not g.is_alike for g in generations)
+    (newcomer,) = found.members(0)
+    joining = meeting(newcomer, [-1])
+    found.until_ready(0)
+    generations = found.meet([second, third], {1: [5, 0, 0], 2: [5, 0, 0]})
+    assert not any(g.is_even for g in [*generations, joining()])
+
+
+def test_stranger_is_not_let_in(hall, monkeypatch):
+    """A process with another secret gets an error, and the rendezvous goes on."""
+    found = hall(1)
+    with monkeypatch.context() as patch:
+        patch.setenv(TOKEN, new_token())
+        with pytest.raises(RuntimeError, match="another secret"):
+            Membership(found.rendezvous.address, 0)
+    assert found.meet(found.members(0))[0].size == 1
+
+
+def test_no_rendezvous_at_the_address(monkeypatch):
+    monkeypatch.setenv(TOKEN, new_token())
+    with pytest.raises(RuntimeError, match=r"the rendezvous at 127\.0\.0\.1:1.*\n.*HINT|HINT"):
+        Membership("127.0.0.1:1", 0)
+
+
+@pytest.fixture
+def second_machine(hall, monkeypatch):
+    """The rendezvous of two machines, the outpost on the second, and what it was told to kill."""
+    monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "120")
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    found, killed = hall(1, Machines(0, 2, address)), []
+    post = Outpost(dict(os.environ), lambda *told: killed.append(told), Machines(1, 2, address))
+    post.start()
+    yield found, post, killed
+    post.end()
+
+
+def test_first_generation_waits_for_all_machines(second_machine):
+    """Their processes form one generation; each launcher kills its own, and hears what the others do."""
+    found, post, killed = second_machine
+    (first,) = found.members(0)
+    waiting = meeting(first)
+    found.until_ready(0)
+    wait_until(lambda: found.said == ["Waiting for phalanx run on the machines of these tasks: 1."])
+    assert not found.report().is_hopeless
+    assert not found.report().members
+    assert post.report(Report((1,), 1)).gone is None
+    # Its kernel notices a machine that disappears.
+    assert post._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    other = Membership(found.rendezvous.address, 1)
+    (generation,) = found.meet([other])
+    assert (waiting().rank, generation.rank, generation.size) == (0, 1, 2)
+    wait_until(lambda: found.report().is_needed)
+    wait_until(lambda: post.report(Report((1,), 1)).members == (0, 1))
+    first.accuse([1], "it stands still")
+    wait_until(lambda: killed == [(1, "it stands still")])
+    assert not found.killed
+    post.report(Report((), 0, has_finished=True))
+    wait_until(lambda: post.report(Report((), 0, has_finished=True)).has_finished)
+    wait_until(lambda: not found.report().is_needed)
+
+
+def test_machine_that_is_lost_may_come_back(second_machine):
+    """For a while; then those that are left count."""
+    found, post, _ = second_machine
+    post.report(Report((1,), 1))
+    wait_until(lambda: found.report(()).is_needed)
+    post.end()
+    wait_until(lambda: not found.report(()).is_needed)
+    found.now_s += float(os.environ["PHALANX_START_TIMEOUT_S"]) - 1.0
+    assert not found.report(()).is_hopeless
+    found.now_s += 2.0
+    assert found.report(()).is_hopeless
+
+
+def test_first_machine_is_lost(second_machine):
+    """Nobody can go on then, unless the training is over."""
+    found, post, _ = second_machine
+    assert not post.report(Report((1,), 1)).is_hopeless
+    found.rendezvous.end()
+    wait_until(lambda: post.report(Report((1,), 1)).is_hopeless)
+    assert post.report(Report((1,), 1)).gone == ()
+    found.rendezvous.end = lambda: None
+
+
+def test_first_machine_does_not_answer(hall, monkeypatch):
+    """The error names its address; with another secret it is refused at once."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "0.3")
+    with pytest.raises(
+        StartupError, match=rf"rendezvous at {address}: machine 1 could not connect to it for 0.3 s: Connection"
+    ):
+        Outpost(dict(os.environ), print, Machines(1, 2, address))
+    hall(1, Machines(0, 2, address))
+    with pytest.raises(StartupError, match="another secret"):
+        Outpost({TOKEN: new_token()}, print, Machines(1, 2, address))
+    with pytest.raises(StartupError, match=rf"the rendezvous at {address}: this machine cannot listen there"):
+        Hall(1, Machines(0, 2, address))
+    monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "soon")
+    message = "PHALANX_START_TIMEOUT_S='soon': must be a number of seconds above 0"
+    with pytest.raises(InvalidArgumentError, match=message):
+        Hall(1, Machines(0, 2, address))
+    with pytest.raises(InvalidArgumentError, match=message):
+        Outpost(dict(os.environ), print, Machines(1, 2, address))

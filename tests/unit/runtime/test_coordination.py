@@ -1,0 +1,190 @@
+"""The names of JAX that are not public: they exist, and do what Phalanx expects of them."""
+
+import contextlib
+import inspect
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from jax._src import distributed, lib
+
+from phalanx._src.launch.plan import free_ports
+from phalanx._src.runtime import coordination
+
+DEADLINE_S = 300
+
+GROUP = """
+import sys
+import phalanx
+import jax, numpy as np
+from phalanx._src.runtime import coordination
+from phalanx._src.typed_jax import set_config
+set_config("jax_cpu_enable_async_dispatch", False)
+rank, *services = int(sys.argv[1]), *sys.argv[2:]
+def double(x):
+    return 2 * x
+double.__name__ = f"double_{rank}"
+print("ready", flush=True)
+input()
+for service in services:
+    coordination.connect(service, rank, 2, 100)
+    jax.jit(double)(np.ones(3))
+    shared = coordination.share(f"{service}".encode() if rank == 1 else None) == service.encode()
+    print(jax.process_index(), jax.process_count(), len(jax.devices()), len(coordination._ports), shared, flush=True)
+    coordination.disconnect()
+    coordination.drop_devices()
+print(jax.process_count(), len(jax.devices()), flush=True)
+"""
+
+
+SERVER = """
+import runpy
+from jax._src import lib
+service = lib._jax.get_distributed_runtime_service
+# As `python -m phalanx._src.runtime.coordination`, but processes of a busy machine have more time to register.
+lib._jax.get_distributed_runtime_service = lambda *given, **kwargs: service(*given, **kwargs | {"cluster_register_timeout": 100})
+runpy.run_module("phalanx._src.runtime.coordination", run_name="__main__")
+"""
+
+ALONE = """
+import os, sys, threading, time
+import jax
+from jax._src import distributed, lib
+from phalanx._src.runtime import coordination
+first, second = sys.argv[1:]
+kept = [
+    lib._jax.get_distributed_runtime_service(address, 2, cluster_register_timeout=timeout_s, recoverable=True)
+    for address, timeout_s in ((first, 1), (second, 100))
+]
+try:
+    coordination.connect(first, 0, 2, 1)
+except RuntimeError:
+    print("does not connect", flush=True)
+coordination.disconnect()
+def other():
+    kept.append(lib._jax.get_distributed_runtime_client(second, 1, init_timeout=100))
+    kept[-1].connect()
+    while distributed.global_state.client is None:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    coordination.break_off()
+threading.Thread(target=other, daemon=True).start()
+try:
+    coordination.connect(second, 0, 2, 100)
+except RuntimeError:
+    print("finds no devices", flush=True)
+coordination.disconnect()
+coordination.drop_devices()
+print(jax.process_count(), "process", flush=True)
+os._exit(0)
+"""
+
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS", "TF_CONFIG")} | {
+    "JAX_PLATFORMS": "cpu"
+}
+
+
+def answer_to(server, address):
+    server.stdin.write(f"{address} 2\n")
+    server.stdin.flush()
+    return server.stdout.readline()
+
+
+def start_service(server):
+    """Returns the address of a new service. Another program may take a port between the choice and its use."""
+    answers = {}
+    for _ in range(3):
+        address = f"127.0.0.1:{free_ports(1)[0]}"
+        answers[address] = answer_to(server, address)
+        if answers[address] == "started\n":
+            return address
+    raise AssertionError(answers)
+
+
+def test_private_names_exist():
+    """With the parameters that Phalanx sets, and the fields that it writes."""
+    assert {"client", "process_id", "num_processes", "coordinator_address"} <= set(vars(distributed.State)) | set(
+        distributed.State.__annotations__
+    )
+    service = lib._jax.get_distributed_runtime_service.__doc__
+    names = "num_nodes heartbeat_timeout shutdown_timeout recoverable cluster_register_timeout"
+    assert all(name in service for name in names.split())
+    client = lib._jax.get_distributed_runtime_client.__doc__
+    names = "node_id init_timeout shutdown_timeout heartbeat_timeout use_compression missed_heartbeat_callback"
+    assert all(name in client for name in names.split())
+    names = "connect shutdown key_value_set blocking_key_value_get key_value_set_bytes blocking_key_value_get_bytes"
+    assert all(hasattr(lib._jax.DistributedRuntimeClient, name) for name in names.split())
+    assert inspect.isdatadescriptor(distributed.State.client) or hasattr(distributed.global_state, "client")
+
+
+@pytest.mark.slow
+def test_two_groups_one_after_the_other(tmp_path):
+    """Two processes join a service, leave it, join another one, and are alone in the end.
+
+    In each group, one shares bytes with the other. Each keeps what it has compiled. A service is refused a port that is taken,
+    and gets the next one.
+    """
+    environment = ENVIRONMENT | {
+        "PHALANX_CPU_DEVICES": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments):
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            process = stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", *arguments], env=environment, text=True, **pipes)
+            )
+            stack.callback(process.kill)
+            return process
+
+        server = start(SERVER)
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            for _ in range(4):
+                assert answer_to(server, f"127.0.0.1:{other.getsockname()[1]}").startswith("failed: [Errno")
+        services = [start_service(server) for _ in range(2)]
+        processes = [start(GROUP, str(rank), *services) for rank in range(2)]
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        for rank, process in enumerate(processes):
+            output, _ = process.communicate(timeout=DEADLINE_S)
+            lines = [line for line in output.splitlines() if not line.startswith("[Gloo]")]
+            assert lines == [f"{rank} 2 2 2 True", f"{rank} 2 2 2 True", "1 1"]
+        assert all(list((tmp_path / "compiled").glob(f"jit_double_{rank}-*")) for rank in range(2))
+        server.stdin.close()
+        assert server.wait(DEADLINE_S) == 0
+
+
+def test_connections_of_the_group_are_broken_off(monkeypatch):
+    """Sockets at its ports can no longer be read, others can."""
+    with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setattr(coordination, "_ports", {ours.getsockname()[1]})
+        assert {ours.getsockname()[1], other.getsockname()[1]} <= coordination._listening()
+        with (
+            socket.create_connection(ours.getsockname()) as first,
+            socket.create_connection(other.getsockname()) as second,
+            ours.accept()[0] as theirs,
+            other.accept()[0] as unknown,
+        ):
+            coordination.break_off()
+            assert first.recv(1) == b""
+            assert theirs.recv(1) == b""
+            unknown.sendall(b"x")
+            assert second.recv(1) == b"x"
+
+
+@pytest.mark.slow
+def test_process_that_does_not_come():
+    """The other one gets an error and does not end. One that waits for devices gets it when the loss is known."""
+    command = [sys.executable, "-c", ALONE, *(f"127.0.0.1:{port}" for port in free_ports(2))]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["does not connect", "finds no devices", "1 process"], done.stderr

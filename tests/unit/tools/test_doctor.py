@@ -1,0 +1,49 @@
+"""What the doctor says of what the processes of a cluster have told it."""
+
+import pytest
+
+from phalanx._src.tools import doctor as checkup
+
+SAME = {"jax": "0.10.2", "python": "3.11.7"}
+
+
+def test_all_is_well():
+    """Equal versions, clocks, sums, and a folder that all see."""
+    checks = [
+        checkup.judge_versions([SAME, dict(SAME)]),
+        checkup.judge_clocks([100.0, 104.0], 0.1),
+        checkup.judge_clocks([100.0, 107.0], 3.0),
+        checkup.judge_shared("/shared", [[0, 1], [0, 1]]),
+        checkup.judge_sum(4.0, 4, 0.001),
+    ]
+    assert [str(check)[:5] for check in checks] == ["PASS "] * 5
+
+
+@pytest.mark.parametrize(
+    ("check", "said"),
+    [
+        (
+            checkup.judge_versions([SAME, {**SAME, "jax": "0.11.0"}]),
+            "FAIL versions: jax differs: rank 0 has 0.10.2, rank 1 has 0.11.0.\nHINT: pip install jax==0.10.2 on all workers",
+        ),
+        (
+            checkup.judge_versions([SAME, {"jax": "0.10.2"}]),
+            "FAIL versions: python differs: rank 0 has 3.11.7, rank 1 has none.\nHINT: ",
+        ),
+        (
+            checkup.judge_clocks([100.0, 160.0, 101.0], 0.1),
+            "FAIL clocks: the clock of rank 1 is 60 s ahead of the clock of rank 0.\nHINT: synchronize the clocks",
+        ),
+        (
+            checkup.judge_shared("/shared", [[0, 1, 2], [0, 1, 2], [0, 2]]),
+            "FAIL shared folder: rank 2 does not see the file that rank 1 wrote to /shared.\nHINT: use a folder on a file system",
+        ),
+        (
+            checkup.judge_sum(1.0, 2, 0.001),
+            "FAIL all-reduce: the sum of ones over 2 replicas is 1.\nHINT: report a bug, with the output of phalanx env --json",
+        ),
+    ],
+    ids=["versions", "missing package", "clocks", "shared folder", "sum"],
+)
+def test_what_fails_is_named(check, said):
+    assert str(check).startswith(said)
