@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import types
 import warnings
 from contextlib import suppress
@@ -131,9 +132,12 @@ def serve(connection):
             os._exit(0)
         reader, writer = os.pipe()
         if (pid := os.fork()) == 0:
+            between = os.getpid()
             if child := os.fork():
                 os.write(writer, b"%d" % child)
                 os._exit(0)
+            while os.getppid() == between:  # The program may ask for its parent at once.
+                time.sleep(0.001)
             connection.detach()  # Its number may belong to another file when the object is collected.
             return pickle.loads(message), fds
         os.waitpid(pid, 0)
